@@ -1,0 +1,93 @@
+"""`launch.py` without a command: a plain chat, line by line, in a terminal or on piped stdin.
+
+On a terminal Ctrl-C gives up the answer that is being written, and ends the chat where there is none;
+Ctrl-D ends it. From a pipe every line is a turn, stdout holds the answers alone, and the end of the input is
+the end of the chat. The conversation is kept; when it no longer fits the context, its oldest turns go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+from launch.errors import WrongUsage
+from launch.generate import answer_settings
+from launch.interrupts import Interrupts
+from launch.lines import Lines
+from launch.options import Options
+from launch.output import show
+from launch.progress import say
+from launch.session import connected
+from protocol.client import Client
+from protocol.errors import RequestFailed
+from protocol.messages import ChatMessage
+
+LONGEST_ANSWER = 512  # tokens, unless --max-tokens says otherwise; at most half the context
+
+
+class Conversation:
+    """The turns so far, and the client that continues them."""
+
+    def __init__(self, client: Client, settings: dict[str, Any]) -> None:
+        if not client.welcome.has_chat_template:
+            lacks = "chat template" if client.welcome.has_tokenizer else "tokenizer"
+            raise WrongUsage(f"this model has no {lacks}, so it cannot chat; use `generate`")
+        self._client = client
+        self._settings = {"max_tokens": min(LONGEST_ANSWER, client.welcome.context // 2)} | settings
+        self._turns: list[ChatMessage] = []
+
+    async def say(self, text: str, interrupts: Interrupts) -> None:
+        """Show the answer to one turn. Raises RequestFailed where the engine refuses even this turn alone."""
+        self._turns.append(ChatMessage("user", text))
+        while True:
+            try:
+                answer = await self._answer(interrupts)
+            except RequestFailed:
+                if len(self._turns) == 1:
+                    self._turns.clear()
+                    raise
+                del self._turns[:2]  # a question and its answer
+                say("the conversation is longer than the context; its oldest turn was dropped")
+            else:
+                self._turns.append(ChatMessage("assistant", answer))
+                return
+
+    async def _answer(self, interrupts: Interrupts) -> str:
+        answer = self._client.generate(messages=self._turns, **self._settings)
+        text = ""
+        cancelling: set[asyncio.Task[None]] = set()
+        with interrupts.handled_by(lambda: cancelling.add(asyncio.ensure_future(answer.cancel()))):
+            async for token in answer:
+                text += token.text
+                show(token.text)
+        last = answer.done.text if answer.done is not None else ""
+        show(last + "\n")
+        return text + last
+
+
+async def chat(options: Options, interrupts: Interrupts) -> int:
+    """0 at the end of the input; 1 where an answer of piped input failed."""
+    terminal = sys.stdin.isatty()
+    failed = False
+    async with connected(options, interrupts) as client:
+        conversation = Conversation(client, answer_settings(options))
+        if terminal:
+            say(f"chat with {client.welcome.model}: Ctrl-C gives up an answer, Ctrl-D ends")
+        lines = Lines(sys.stdin.fileno())
+        while True:
+            if terminal:
+                show("> ")
+            line = await lines.next()
+            if line is None:
+                break
+            if not line.strip():
+                continue
+            try:
+                await conversation.say(line, interrupts)
+            except RequestFailed as e:
+                print(f"launch.py: {e}", file=sys.stderr)
+                failed = not terminal
+        if terminal:
+            show("\n")
+    return 1 if failed else 0

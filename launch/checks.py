@@ -1,0 +1,64 @@
+"""What can be found wrong with a command line's values and files before any process is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from launch.errors import WrongUsage
+from pipeline.checkpoint.index import CheckpointIndex
+from pipeline.config import EngineConfig
+from pipeline.models.registry import model_spec
+from pipeline.policies.costs import Costs
+from pipeline.policies.presets import make_policy
+from pipeline.policies.view import PolicyRequest
+
+MAX_TEXT_BYTES = 64 << 20  # of a text or a list of ids: far more than any context holds
+
+
+def check_engine(config: EngineConfig) -> None:
+    """Raises WrongUsage or a UsageError of the pipeline, one line that says what to change."""
+    if config.policy is not None:
+        make_policy(PolicyRequest(config.policy, config.policy_options), config.seed)
+    if config.costs is not None:
+        Costs.load(config.costs)
+    if config.model is not None:
+        model_spec(CheckpointIndex.open(config.model).config)
+
+
+def check_output(path: Path) -> None:
+    """Raises WrongUsage unless a file can be made there."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise WrongUsage(f"--out {path}: its folder does not exist, or it is a folder itself")
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 file. Raises WrongUsage."""
+    try:
+        return _read(path).decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise WrongUsage(f"{path} is not UTF-8 text (byte {e.start})") from None
+
+
+def read_ids(path: Path) -> tuple[int, ...]:
+    """A JSON list of token ids. Raises WrongUsage."""
+    try:
+        ids = json.loads(_read(path))
+    except (ValueError, RecursionError):
+        raise WrongUsage(f"{path} is not JSON; it should hold a list of token ids") from None
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        raise WrongUsage(f"{path} should hold a JSON list of token ids and nothing else")
+    if ids and min(ids) < 0:
+        raise WrongUsage(f"{path}: token ids are not negative: {min(ids)}")
+    return tuple(ids)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as f:
+            data = f.read(MAX_TEXT_BYTES + 1)
+    except OSError as e:
+        raise WrongUsage(f"cannot read {path}: {e.strerror}") from None
+    if len(data) > MAX_TEXT_BYTES:
+        raise WrongUsage(f"{path} is larger than {MAX_TEXT_BYTES >> 20} MB")
+    return data

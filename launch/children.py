@@ -1,0 +1,112 @@
+"""One child process: how it is started, how it is told from others, how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launch.errors import StartFailed
+from protocol.messages import Failed, Ready
+from protocol.sockets import Identity
+from workers.lifetime import pack_config
+
+ROOT = Path(__file__).resolve().parent.parent  # where `-m` finds the packages, from any working directory
+PIPE_ROOM = 65536  # bytes a new pipe takes without a reader: a configuration must fit, or we would block
+MODULES = {
+    "loader": "pipeline.loader",
+    "coordinator": "pipeline.coordinator",
+    "worker": "workers.expert_worker",
+    "prefetcher": "workers.prefetcher",
+}
+
+
+def title(identity: Identity) -> str:
+    """For a person: "worker 1", and just "loader" where there is only one."""
+    return f"{identity.role} {identity.index}" if identity.role == "worker" else identity.role
+
+
+@dataclass
+class Child:
+    """A running child. `ready` and `failed` are set by its messages on the control socket."""
+
+    identity: Identity
+    process: asyncio.subprocess.Process
+    lifeline: int  # the pipe's end that we keep; its closing, however it comes about, ends the child
+    ready: asyncio.Future[Ready] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    failed: asyncio.Future[Failed] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    stopping: bool = False  # its end is expected from now on
+
+    @property
+    def alive(self) -> bool:
+        return self.process.returncode is None
+
+    def signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+    async def ended(self) -> int:
+        """Wait for the process; its exit code, or minus the signal that ended it."""
+        code = await self.process.wait()
+        if self.lifeline >= 0:
+            os.close(self.lifeline)
+            self.lifeline = -1
+        return code
+
+    def epitaph(self, code: int) -> str:
+        """One line: how this child ended."""
+        if self.failed.done():
+            return self.failed.result().text
+        if code < 0:
+            return f"the {title(self.identity)} was killed by {signal.Signals(-code).name}"
+        return f"the {title(self.identity)} ended with exit code {code}"
+
+
+async def spawn(identity: Identity, config: dict[str, Any], threads: int) -> Child:
+    """Start a child from the calling thread, which must be the one that lives as long as the engine: the
+    kernel's parent-death signal is tied to it. The child is told `config` and its identity. `threads` bounds
+    what numerical libraries start. Raises StartFailed where the system refuses another process."""
+    packed = pack_config(config | asdict(identity))
+    if len(packed) > PIPE_ROOM:
+        raise StartFailed(f"the {title(identity)}'s configuration has {len(packed)} bytes: too many options")
+    for_child, lifeline = os.pipe()
+    try:
+        os.write(lifeline, packed)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            MODULES[identity.role],
+            "--lifeline",
+            str(for_child),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=2,  # stdout is for answers only
+            start_new_session=True,  # the terminal's Ctrl-C is the supervisor's to handle
+            pass_fds=(for_child,),
+            env=_environment(threads),
+        )
+    except BaseException as e:
+        os.close(lifeline)  # ends the child, should it have been started already
+        if isinstance(e, OSError):
+            raise StartFailed(f"the {title(identity)} could not be started: {e.strerror}") from e
+        raise
+    finally:
+        os.close(for_child)
+    return Child(identity, process, lifeline)
+
+
+def _environment(threads: int) -> dict[str, str]:
+    # OpenMP's idle threads spin by default, which steals the cores that the other processes compute on.
+    environment = dict(os.environ)
+    environment.update(
+        OMP_WAIT_POLICY="PASSIVE",
+        GOMP_SPINCOUNT="0",
+        KMP_BLOCKTIME="0",
+        OMP_NUM_THREADS=str(threads),
+        PYTHONPATH=os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p),
+    )
+    return environment

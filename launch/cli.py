@@ -1,0 +1,76 @@
+"""The command line: from its words to an exit code.
+
+Exit codes: 0 done, 2 wrong usage or input, 1 anything else, an interrupted answer among it. Whatever goes
+wrong is one line on stderr; stdout holds answers alone. A reader of stdout that has seen enough (`| head`)
+ends the command quietly.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from launch.errors import LaunchError
+from launch.options import Options, parse
+from pipeline.errors import UsageError
+from protocol.errors import ProtocolError, RequestFailed
+from shm.errors import NotEnoughMemory, ShmError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from launch.interrupts import Interrupts
+
+    Command = Callable[[Options, Interrupts], Awaitable[int]]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command, by default the command line's; returns the exit code."""
+    try:
+        return _run(parse(sys.argv[1:] if arguments is None else arguments))
+    except (UsageError, NotEnoughMemory, RequestFailed) as e:
+        return _complain(str(e), 2)
+    except LaunchError as e:
+        return _complain(str(e), e.exit_code)
+    except (ProtocolError, ShmError) as e:
+        return _complain(str(e), 1)
+    except KeyboardInterrupt:
+        return _complain("interrupted", 1)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered has no reader either
+        return 0
+
+
+def _run(options: Options) -> int:
+    # Imported here, so that --help and a mistyped option are answered at once.
+    import asyncio
+
+    import uvloop
+
+    from launch.interrupts import Interrupts
+
+    async def with_interrupts() -> int:
+        interrupts = Interrupts()
+        with interrupts.installed():
+            try:
+                return await _command(options.command)(options, interrupts)
+            except asyncio.CancelledError:
+                return _complain("interrupted", 1)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(with_interrupts())
+
+
+def _command(name: str | None) -> Command:
+    from launch.chat import chat
+    from launch.generate import generate
+    from launch.score import score
+    from launch.serve import serve
+
+    return {None: chat, "generate": generate, "score": score, "serve": serve}[name]
+
+
+def _complain(text: str, exit_code: int) -> int:
+    print(f"launch.py: {text}", file=sys.stderr)
+    return exit_code

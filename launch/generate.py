@@ -1,0 +1,81 @@
+"""`launch.py generate`: one prompt, one answer, streamed to stdout or as one JSON object.
+
+The prompt is continued as it stands; with --chat it is a turn of a conversation in the model's template.
+A Ctrl-C shows what there is, ends with finish_reason "cancelled" in the JSON object, and exit code 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from launch.errors import WrongUsage
+from launch.interrupts import Interrupts
+from launch.options import Options
+from launch.output import print_json, show
+from launch.session import connected
+from protocol.answer import Answer
+from protocol.client import Client
+from protocol.messages import ChatMessage, Token
+
+
+async def generate(options: Options, interrupts: Interrupts) -> int:
+    """Raises WrongUsage, RequestFailed and what the engine's start raises."""
+    async with connected(options, interrupts) as client:
+        answer = client.generate(**_prompt(options, client), **answer_settings(options))
+        tokens: list[Token] = []
+        as_json = "json" in options.written
+        try:
+            async for token in answer:
+                tokens.append(token)
+                if not as_json:
+                    show(token.text)
+        except asyncio.CancelledError:
+            _finish(answer, tokens, client, as_json)
+            raise
+        _finish(answer, tokens, client, as_json)
+    return 0
+
+
+def answer_settings(options: Options) -> dict[str, Any]:
+    """The arguments of Client.generate that the command line gives, without the prompt."""
+    settings = {
+        key: options.written[key] for key in ("max_tokens", "stop", "ignore_eos") if key in options.written
+    }
+    return settings | {"sampling": options.sampling}
+
+
+def _prompt(options: Options, client: Client) -> dict[str, Any]:
+    ids = options.written.get("prompt_tokens")
+    if ids is not None:
+        largest = client.welcome.vocabulary - 1
+        if max(ids) > largest:
+            raise WrongUsage(f"--prompt-tokens: {max(ids)} is no token; this model's ids end at {largest}")
+        return {"token_ids": ids}
+    if not client.welcome.has_tokenizer:
+        raise WrongUsage("--prompt: this model has no tokenizer; give --prompt-tokens")
+    if "chat" not in options.written:
+        return {"prompt": options.written["prompt"]}
+    if not client.welcome.has_chat_template:
+        raise WrongUsage("--chat: this model has no chat template; leave it out")
+    return {"messages": (ChatMessage("user", options.written["prompt"]),)}
+
+
+def _finish(answer: Answer, tokens: list[Token], client: Client, as_json: bool) -> None:
+    last, reason = ("", "cancelled") if answer.done is None else (answer.done.text, answer.done.reason)
+    stats = {} if answer.done is None else answer.done.stats
+    if not as_json:
+        show(last + "\n")
+        return
+    print_json(
+        {
+            "token_ids": [token.token for token in tokens],
+            "text": "".join(token.text for token in tokens) + last,
+            "finish_reason": reason,
+            "prefill_tok_s": stats.get("prefill_tok_s"),
+            "decode_tok_s": stats.get("decode_tok_s"),
+            "policy": stats.get("policy", client.welcome.policy),
+            "fidelity": stats.get("fidelity"),
+            "stats": stats,
+        }
+    )

@@ -1,0 +1,46 @@
+"""What the supervisor needs to know of the machine before any process that knows torch has been started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from launch.errors import WrongUsage
+from pipeline.config import DeviceName
+
+DRIVER_NODES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the second under WSL
+PROBE = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 9)"
+PROBE_LIMIT = 120.0  # seconds; a cold import of a CUDA build from a slow disk takes tens of them
+
+
+def cores() -> list[int]:
+    """The cores this process may run on."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def usable_device(asked: DeviceName) -> DeviceName:
+    """The device to use, cpu or cuda. Raises WrongUsage where cuda cannot be had."""
+    if asked == "cpu":
+        return "cpu"
+    if not any(node.exists() for node in DRIVER_NODES):
+        reason = "no NVIDIA driver is loaded"
+    elif not _torch_has_cuda():
+        reason = "this torch cannot use the GPU; `pip install` a CUDA build of torch"
+    else:
+        return "cuda"
+    if asked == "cuda":
+        raise WrongUsage(f"--device cuda: {reason}; or use --device cpu")
+    return "cpu"
+
+
+def _torch_has_cuda() -> bool:
+    # In a process of its own: the supervisor stays small, and a driver that hangs does not hang it.
+    try:
+        probe = subprocess.run(
+            [sys.executable, "-c", PROBE], stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_LIMIT
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return probe.returncode == 0

@@ -1,0 +1,69 @@
+"""What a person reads while an engine starts: a line for each stage, a bar while the model loads."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.progress import Progress as Bar
+
+from protocol.messages import Progress
+
+PLAIN_INTERVAL = 5.0  # seconds between lines where stderr is no terminal
+
+
+def say(text: str) -> None:
+    """One line of the supervisor on stderr."""
+    print(f"[tandem] {text}", file=sys.stderr, flush=True)
+
+
+@dataclass
+class LoadingBar:
+    """Shows the loader's Progress messages on stderr: a bar on a terminal, else a line every few seconds."""
+
+    _bar: Bar | None = None
+    _tasks: dict[str, TaskID] = field(default_factory=dict)
+    _began: float = field(default_factory=time.monotonic)
+    _said: float = field(default_factory=time.monotonic)
+
+    def update(self, progress: Progress) -> None:
+        if sys.stderr.isatty():
+            self._draw(progress)
+        elif (now := time.monotonic()) - self._said >= PLAIN_INTERVAL:
+            self._said = now
+            rate = progress.done / max(now - self._began, 1e-3)
+            left = (progress.total - progress.done) / rate if rate else 0.0
+            say(
+                f"store: {progress.stage}, {progress.done / 1e6:.0f} of {progress.total / 1e6:.0f} MB, "
+                f"{rate / 1e6:.0f} MB/s, {left:.0f} s left"
+            )
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _draw(self, progress: Progress) -> None:
+        if self._bar is None:
+            self._bar = Bar(
+                TextColumn("[tandem] store: {task.description}", markup=False),
+                BarColumn(),
+                DownloadColumn(),
+                TransferSpeedColumn(),
+                TimeRemainingColumn(),
+                console=Console(stderr=True),
+            )
+            self._bar.start()
+        task = self._tasks.get(progress.stage)
+        if task is None:
+            task = self._tasks[progress.stage] = self._bar.add_task(progress.stage, total=progress.total)
+        self._bar.update(task, completed=progress.done)

@@ -1,0 +1,180 @@
+"""Runtime directories: where a running engine keeps its sockets, and which engines there are.
+
+    $XDG_RUNTIME_DIR/tandem/<name>/     or /tmp/tandem-<uid>/<name>/, all 0700
+        lock            flocked exclusively by the supervisor as long as it lives
+        engine.json     written when the engine is ready: name, pid, model, policy, endpoint, version
+        control.sock    children -> supervisor
+        client.sock     clients -> coordinator; work.sock, fetch.sock: its own children
+
+Who holds the lock owns the directory. A directory whose lock nobody holds is what a killed supervisor
+left behind: the next start removes it, with the engine's own shared-memory segments.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from launch.errors import WrongUsage
+from protocol.sockets import ipc_endpoint, private_directory, runtime_root
+
+NAME = re.compile(r"[A-Za-z0-9_-]{1,32}")
+SHM = Path("/dev/shm")
+LOCK_TRIES = 10  # another process that looks whether the lock is held holds it for a moment itself
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """A running engine, as its engine.json describes it."""
+
+    name: str
+    pid: int
+    model: str
+    policy: str
+    endpoint: str
+    version: int
+
+
+class RuntimeDir:
+    """One engine's directory, held by the lock until `remove`."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self.name = path.name
+        self._lock = lock
+
+    @classmethod
+    def claim(cls, name: str) -> RuntimeDir:
+        """Create the directory and take its lock. Raises WrongUsage where the name is not one, is taken by a
+        running engine, ProtocolError where the directory would not be private."""
+        if not NAME.fullmatch(name) or name == "store":  # /tandem-store-* are stores
+            raise WrongUsage(
+                f"--name {name!r}: a name has 1 to 32 letters, digits, _ or -, and is not 'store'"
+            )
+        path = runtime_root() / name
+        for _ in range(LOCK_TRIES):
+            with suppress(FileNotFoundError):  # its former owner removed it just now
+                private_directory(path)
+            lock = _try_lock(path, create=True)
+            if lock is not None:
+                for leftover in path.iterdir():
+                    if leftover.name != "lock":
+                        leftover.unlink()
+                return cls(path, lock)
+            time.sleep(0.02)
+        raise WrongUsage(f"an engine named {name!r} is running; use --connect {name} or another --name")
+
+    def endpoint(self, name: str) -> str:
+        """Of one of the sockets in this directory. Raises ProtocolError where its path is too long."""
+        return ipc_endpoint(self.path, name)
+
+    def publish(self, info: EngineInfo) -> None:
+        """Write engine.json, whole or not at all."""
+        temporary = self.path / "engine.json.new"
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(fd, "w", encoding="utf-8") as f:
+            json.dump(asdict(info), f)
+        temporary.rename(self.path / "engine.json")
+
+    def remove(self) -> None:
+        """Remove the engine's segments and the directory, then let go of the lock. Idempotent."""
+        if self._lock < 0:
+            return
+        _remove_remains(self.path)
+        os.close(self._lock)
+        self._lock = -1
+
+
+def running_engines() -> list[EngineInfo]:
+    """Engines of this user that are ready, by name."""
+    found = []
+    for path in _engine_dirs():
+        lock = _try_lock(path)
+        if lock is not None:
+            os.close(lock)
+            continue
+        with suppress(OSError, ValueError, TypeError):  # not ready yet, or gone meanwhile
+            found.append(EngineInfo(**json.loads((path / "engine.json").read_text("utf-8"))))
+    return found
+
+
+def find_engine(name: str | None) -> EngineInfo:
+    """The running engine of this name; without a name, the only one. Raises WrongUsage otherwise."""
+    engines = running_engines()
+    names = ", ".join(e.name for e in engines)
+    if name is not None:
+        for engine in engines:
+            if engine.name == name:
+                return engine
+        there = f"running: {names}" if engines else "none is running"
+        raise WrongUsage(f"--connect {name}: no engine of that name is ready ({there})")
+    if not engines:
+        raise WrongUsage("--connect: no engine is running; start one with `python launch.py serve`")
+    if len(engines) > 1:
+        raise WrongUsage(f"--connect: {len(engines)} engines are running; name one of: {names}")
+    return engines[0]
+
+
+def sweep() -> list[str]:
+    """Remove what killed supervisors left behind; returns the engines' names."""
+    swept = []
+    for path in _engine_dirs():
+        lock = _try_lock(path)
+        if lock is not None:
+            _remove_remains(path)
+            os.close(lock)
+            swept.append(path.name)
+    return swept
+
+
+def segments(name: str) -> list[Path]:
+    """The shared-memory segments that belong to one engine alone: tandem-<name>-<kind>-<incarnation>.
+
+    The kind has no dash, so that engine `a` never claims what belongs to engine `a-b`."""
+    own = re.compile(rf"tandem-{re.escape(name)}-[a-z]+-[0-9]+")
+    return [path for path in sorted(SHM.glob(f"tandem-{name}-*")) if own.fullmatch(path.name)]
+
+
+def cache_root() -> Path:
+    """Where stores are kept on disk: $XDG_CACHE_HOME/tandem, usually ~/.cache/tandem."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "tandem"
+
+
+def _engine_dirs() -> Iterator[Path]:
+    with suppress(FileNotFoundError):
+        for path in sorted(runtime_root().iterdir()):
+            if NAME.fullmatch(path.name) and path.is_dir():
+                yield path
+
+
+def _try_lock(path: Path, create: bool = False) -> int | None:
+    """The directory's lock, or None where somebody holds it or the directory is on its way out."""
+    flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+    try:
+        lock = os.open(path / "lock", flags, 0o600)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(lock).st_ino == os.stat(path / "lock").st_ino:
+            return lock
+    except (BlockingIOError, FileNotFoundError):
+        pass  # held, or unlinked between opening and locking: not ours either way
+    os.close(lock)
+    return None
+
+
+def _remove_remains(path: Path) -> None:
+    for segment in segments(path.name):
+        segment.unlink(missing_ok=True)
+    for entry in path.iterdir():
+        entry.unlink(missing_ok=True)
+    path.rmdir()

@@ -1,0 +1,116 @@
+"""`launch.py score`: how probable a model finds a text, and with --out every log-probability."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from launch.checks import check_output, read_ids, read_text
+from launch.errors import WrongUsage
+from launch.interrupts import Interrupts
+from launch.options import Options
+from launch.output import print_json, show
+from launch.session import connected
+from protocol.client import Client
+from protocol.messages import F32Matrix
+
+
+class Matrix:
+    """A .npy file of float32 [positions, vocabulary] that grows block by block and is whole or not there:
+    it gets its name when the block is left without an error."""
+
+    def __init__(self, path: Path, vocabulary: int) -> None:
+        self._path = path
+        self._vocabulary = vocabulary
+        self._temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        self._rows = 0
+
+    def __enter__(self) -> Matrix:
+        fd = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        self._file = os.fdopen(fd, "wb")
+        self._write_header()
+        self._data = self._file.tell()
+        return self
+
+    def append(self, rows: F32Matrix) -> None:
+        """[n, vocabulary]"""
+        self._file.write(np.ascontiguousarray(rows, dtype="<f4").data)
+        self._rows += len(rows)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._file:
+            if kind is None:
+                self._file.seek(0)
+                self._write_header()
+        if kind is None:
+            self._temporary.rename(self._path)
+        else:
+            self._temporary.unlink()
+
+    def _write_header(self) -> None:
+        # numpy pads a header so that its first dimension can grow without moving the data
+        shape = (self._rows, self._vocabulary)
+        np.lib.format.write_array_header_1_0(
+            self._file, {"descr": "<f4", "fortran_order": False, "shape": shape}
+        )
+
+
+async def score(options: Options, interrupts: Interrupts) -> int:
+    """Raises WrongUsage, RequestFailed and what the engine's start raises."""
+    written = options.written
+    out: Path | None = written.get("out")
+    if out is not None:
+        check_output(out)
+    asked: dict[str, Any] = (
+        {"text": read_text(written["text"])}
+        if "text" in written
+        else {"token_ids": read_ids(written["tokens"])}
+    )
+    asked |= {
+        "stepwise": "stepwise" in written,
+        "prefill": written.get("prefill", 1),
+        "full": out is not None,
+    }
+    async with connected(options, interrupts) as client:
+        if "text" in asked and not client.welcome.has_tokenizer:
+            raise WrongUsage("--text: this model has no tokenizer; give --tokens")
+        if out is None:
+            count, nll = await _sum(client, asked, None)
+        else:
+            with Matrix(out, client.welcome.vocabulary) as matrix:
+                count, nll = await _sum(client, asked, matrix)
+        stats = await client.stats()
+    mean = nll / (count - 1) if count > 1 else math.nan
+    perplexity = math.exp(mean) if mean < 700 else math.inf
+    if "json" in written:
+        print_json(
+            {
+                "tokens": count,
+                "mean_nll": mean,
+                "perplexity": perplexity,
+                "policy": stats.get("policy", client.welcome.policy),
+                "fidelity": stats.get("fidelity"),
+                "stats": stats,
+            }
+        )
+    else:
+        show(f"{count} tokens, {mean:.4f} nats a token, perplexity {perplexity:.2f}\n")
+    return 0
+
+
+async def _sum(client: Client, asked: dict[str, Any], matrix: Matrix | None) -> tuple[int, float]:
+    """Tokens, and the sum of their negative log-probabilities in nats (the first token has none)."""
+    count, nll = 0, 0.0
+    async for block in client.score(**asked):
+        count += len(block.tokens)
+        nll -= float(block.chosen.sum(dtype=np.float64))
+        if matrix is not None:
+            matrix.append(block.logprobs)
+    return count, nll

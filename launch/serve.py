@@ -1,0 +1,22 @@
+"""`launch.py serve`: an engine for others, until it is told to end."""
+
+from __future__ import annotations
+
+import asyncio
+
+from launch.interrupts import Interrupts
+from launch.options import Options
+from launch.output import show
+from launch.session import started
+
+
+async def serve(options: Options, interrupts: Interrupts) -> int:
+    """One line on stdout, `NAME ENDPOINT`, when the engine is ready; SIGINT or SIGTERM ends it with 0."""
+    try:
+        async with started(options, interrupts) as engine:
+            show(f"{engine.name} {engine.endpoint}\n")
+            await asyncio.get_running_loop().create_future()
+    except asyncio.CancelledError:
+        if not interrupts.received:
+            raise
+    return 0

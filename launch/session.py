@@ -1,0 +1,37 @@
+"""A client of an engine: of one started for this command and then stopped, or of a running one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from launch.checks import check_engine
+from launch.interrupts import Interrupts
+from launch.options import Options
+from launch.runtime import find_engine
+from launch.supervisor import Supervisor
+from protocol.client import Client
+
+CLIENT = "launch.py"  # how these clients introduce themselves
+
+
+@asynccontextmanager
+async def connected(options: Options, interrupts: Interrupts) -> AsyncIterator[Client]:
+    """Raises what Supervisor and Client.connect raise, WrongUsage where --connect finds no engine."""
+    if options.connect:
+        async with Client.connect(find_engine(options.connect_name).endpoint, name=CLIENT) as client:
+            yield client
+        return
+    async with started(options, interrupts) as engine, Client.connect(engine.endpoint, name=CLIENT) as client:
+        yield client
+
+
+@asynccontextmanager
+async def started(options: Options, interrupts: Interrupts) -> AsyncIterator[Supervisor]:
+    """The engine that the command line asks for, for the length of the block."""
+    config = options.config()
+    check_engine(config)
+    supervisor = Supervisor(config, slab=options.slab, log_level=options.log_level)
+    interrupts.at_once(supervisor.kill)
+    async with supervisor:
+        yield supervisor

@@ -1,0 +1,284 @@
+"""The supervisor: starts an engine's processes in order, watches them, stops them, removes what they left.
+
+    async with Supervisor(config) as engine:
+        ...                                     # engine.endpoint takes clients
+
+Within the block the engine is ready. Should a child end unexpectedly, the block is cancelled and EngineDied
+raised from it. Leaving the block stops the children in order; `kill` does so at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Coroutine
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from launch.briefing import Briefing
+from launch.children import Child, spawn, title
+from launch.control import Control
+from launch.errors import EngineDied, StartFailed
+from launch.machine import cores, usable_device
+from launch.progress import LoadingBar, say
+from launch.runtime import EngineInfo, RuntimeDir, cache_root, sweep
+from pipeline.assets import model_dir
+from pipeline.config import EngineConfig
+from pipeline.policies.presets import make_policy
+from pipeline.policies.view import PolicyRequest
+from protocol.messages import VERSION, Failed, Progress, Ready, Shutdown, WorkerDied
+from protocol.sockets import Identity, runtime_root
+from shm.errors import SegmentMissing
+from shm.locks import StoreLease
+from shm.locks import sweep as sweep_stores
+
+LOADER_SILENCE = 300.0  # seconds without a word; a cold disk may take long for the first bytes
+LOAD_TRIES = 3  # another engine's end may remove the store between our loader's end and our lease
+READY_LIMIT = 300.0  # seconds for coordinator, workers and prefetcher: backbone read, costs measured
+STOP_LIMIT = 5.0  # seconds for the orderly end of a group of children
+TERM_LIMIT = 1.0  # seconds between SIGTERM and SIGKILL
+LAST_WORDS = 0.5  # seconds that a dead child's Failed message may still be under way
+
+COORDINATOR = Identity("coordinator", 0, 0)
+PREFETCHER = Identity("prefetcher", 0, 0)
+STOP_ORDER = (("coordinator",), ("worker", "prefetcher"), ("loader",))
+
+
+class Supervisor:
+    """One engine. `slab`: device memory and a prefetcher are wanted even where the first policy needs none,
+    so that SetPolicy can change to one that does. Raises from the start of its block: UsageError, WrongUsage,
+    StartFailed, ProtocolError, ShmError; each is one line, and nothing of the engine is left."""
+
+    def __init__(self, config: EngineConfig, *, slab: bool = False, log_level: str = "INFO") -> None:
+        self.config = config
+        self.name = config.name or f"e{os.getpid()}"
+        self.model: Path = config.model or model_dir()
+        self.endpoint = ""
+        self._slab = slab
+        self._log_level = log_level
+        self._runtime: RuntimeDir | None = None
+        self._control: Control | None = None
+        self._lease: StoreLease | None = None
+        self._children: dict[Identity, Child] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._heard = 0.0  # when a child last said something
+        self._bar = LoadingBar()
+        self._body: asyncio.Task[Any] | None = None
+        self._cancels = 0
+        self._failure: BaseException | None = None
+
+    @property
+    def pids(self) -> dict[Identity, int]:
+        """Process ids of the children that live."""
+        return {identity: child.process.pid for identity, child in self._children.items() if child.alive}
+
+    async def __aenter__(self) -> Supervisor:
+        self._body = asyncio.current_task()
+        self._cancels = self._body.cancelling() if self._body else 0
+        try:
+            await self._start()
+        except BaseException as error:
+            await self.__aexit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._stop()
+        except asyncio.CancelledError:
+            if self._failure is None:
+                raise
+        self._raise_failure(error)
+
+    def kill(self) -> None:
+        """End every child now. What they leave is still removed when the block is left."""
+        for child in self._children.values():
+            child.stopping = True
+            child.signal(signal.SIGKILL)
+
+    # --- start -------------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        began = time.monotonic()
+        for name in sweep():
+            say(f"removed what the killed engine {name} had left behind")
+        sweep_stores(runtime_root())
+        device = await asyncio.to_thread(usable_device, self.config.device)
+        policy = self.config.policy or ("all-host" if device == "cpu" else "fiddler")
+        workers = self.config.workers or len(cores())
+        self.config = replace(self.config, device=device, policy=policy, workers=workers)
+        request = PolicyRequest(policy, self.config.policy_options)
+        slab = self._slab or make_policy(request, self.config.seed).uses_device
+
+        self._runtime = RuntimeDir.claim(self.name)
+        self._control = Control(self._runtime.endpoint("control.sock"))
+        self._keep(self._listen(self._control))
+        briefing = Briefing(self.config, self.model, self._runtime, slab, self._log_level, cache_root())
+        say(f"model: {self.model}")
+        await self._begin_work(briefing, await self._load(briefing))
+        self.endpoint = self._runtime.endpoint("client.sock")
+        self._runtime.publish(
+            EngineInfo(self.name, os.getpid(), str(self.model), policy, self.endpoint, VERSION)
+        )
+        say(f"engine {self.name} is ready after {time.monotonic() - began:.1f} s: {policy} on {device}")
+
+    async def _load(self, briefing: Briefing) -> str:
+        """Have the store found or built, and take a share in it. Returns its fingerprint."""
+        for incarnation in range(LOAD_TRIES):
+            identity = Identity("loader", 0, incarnation)
+            loader = await self._spawn(identity, briefing.for_loader(), len(cores()))
+            self._heard = time.monotonic()
+            while not loader.ready.done():
+                await asyncio.wait((loader.ready,), timeout=1.0)
+                if time.monotonic() - self._heard > LOADER_SILENCE:
+                    raise StartFailed(f"the loader was silent for {LOADER_SILENCE:.0f} s and was stopped")
+            self._bar.close()
+            fingerprint = loader.ready.result().fingerprint
+            try:
+                self._lease = StoreLease.acquire(fingerprint, runtime_root())
+            except SegmentMissing:
+                continue
+            return fingerprint
+        raise StartFailed("other engines removed the store each time it had been loaded; start again")
+
+    async def _begin_work(self, briefing: Briefing, fingerprint: str) -> None:
+        available, workers = cores(), self.config.workers or 1
+        if workers > len(available):
+            say(f"warning: {workers} workers share {len(available)} cores; more than one a core is slower")
+        started = [await self._spawn(COORDINATOR, briefing.for_coordinator(fingerprint), len(available))]
+        for i in range(workers):
+            told = briefing.for_worker(fingerprint, available[i % len(available)])
+            started.append(await self._spawn(Identity("worker", i, 0), told, 1))
+        if briefing.prefetcher == "process":
+            started.append(await self._spawn(PREFETCHER, briefing.for_prefetcher(fingerprint), 1))
+        say(f"processes: {', '.join(title(child.identity) for child in started)}")
+        try:
+            async with asyncio.timeout(READY_LIMIT):
+                await asyncio.gather(*(child.ready for child in started))
+        except TimeoutError:
+            late = ", ".join(title(child.identity) for child in started if not child.ready.done())
+            raise StartFailed(f"not ready after {READY_LIMIT:.0f} s: {late}") from None
+
+    async def _spawn(self, identity: Identity, config: dict[str, Any], threads: int) -> Child:
+        child = await spawn(identity, config, threads)
+        self._children[identity] = child
+        self._keep(self._watch(child))
+        return child
+
+    # --- watch -------------------------------------------------------------------------------------------
+
+    async def _listen(self, control: Control) -> None:
+        while True:
+            sender, message = await control.receive()
+            child = self._children.get(sender)
+            if child is None:
+                continue  # a former life's late words
+            self._heard = time.monotonic()
+            match message:
+                case Ready():
+                    self._on_ready(child, message)
+                case Failed():
+                    if not child.failed.done():
+                        child.failed.set_result(message)
+                case Progress():
+                    self._bar.update(message)
+
+    def _on_ready(self, child: Child, ready: Ready) -> None:
+        self._bar.close()
+        topic = "store" if ready.role == "loader" else title(child.identity)
+        for note in ready.notes:
+            say(f"{topic}: {note}")
+        if not child.ready.done():
+            child.ready.set_result(ready)
+
+    async def _watch(self, child: Child) -> None:
+        """What a child's end means: nothing, a failed start, or the engine's end."""
+        code = await child.ended()
+        if code > 0:
+            await asyncio.wait((child.failed,), timeout=LAST_WORDS)
+        if not child.ready.done():
+            usage = child.failed.done() and child.failed.result().usage
+            child.ready.set_exception(StartFailed(child.epitaph(code), usage))
+            child.ready.exception()  # seen, also where nobody waits for it any more
+        elif not child.stopping and child.identity.role != "loader":
+            self._fail(EngineDied(f"{child.epitaph(code)}; the engine has been stopped"))
+            if self._control and child.identity != COORDINATOR:
+                i = child.identity
+                await self._control.send(COORDINATOR, WorkerDied(i.role, i.index, i.incarnation))
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    def _fail(self, failure: BaseException) -> None:
+        """End the block; the first failure is the one that counts."""
+        if self._failure is None:
+            self._failure = failure
+            if self._body is not None:
+                self._body.cancel()
+
+    def _raise_failure(self, error: BaseException | None) -> None:
+        if self._failure is None:
+            return
+        if self._body is not None and self._body.uncancel() > self._cancels:
+            return  # somebody else asked for the end as well, and gets it
+        raise self._failure from error
+
+    # --- stop --------------------------------------------------------------------------------------------
+
+    async def _stop(self) -> None:
+        """The coordinator first: it ends what its clients wait for, and needs the others for that."""
+        try:
+            self._bar.close()
+            for roles in STOP_ORDER:
+                await self._stop_group([c for c in self._children.values() if c.identity.role in roles])
+        finally:
+            self.kill()
+            await self._clean_up()
+
+    async def _stop_group(self, group: list[Child]) -> None:
+        for child in group:
+            child.stopping = True
+            # Before the engine is up there is nothing to finish, and most children do not listen yet; the
+            # loader does, and removes what it has half built.
+            listens = self.endpoint or child.identity.role == "loader"
+            if not (listens and self._control and await self._control.send(child.identity, Shutdown())):
+                child.signal(signal.SIGTERM)
+        for limit, then in ((STOP_LIMIT, signal.SIGTERM), (TERM_LIMIT, signal.SIGKILL)):
+            await _wait_ended(group, limit)
+            for child in group:
+                child.signal(then)
+
+    async def _clean_up(self) -> None:
+        await _wait_ended(list(self._children.values()), TERM_LIMIT)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._control is not None:
+            self._control.close()
+        if self._lease is not None:
+            self._lease.release(self.config.keep_store)
+        elif self._runtime is not None:
+            sweep_stores(runtime_root())  # what a stopped loader left half built
+        if self._runtime is not None:
+            self._runtime.remove()
+
+
+async def _wait_ended(group: list[Child], limit: float) -> None:
+    ends = [asyncio.ensure_future(child.ended()) for child in group]
+    if ends:
+        _, late = await asyncio.wait(ends, timeout=limit)
+        for end in late:
+            end.cancel()

@@ -1,0 +1,1 @@
+"""The engine: model, device, caches, policies and the coordinator process."""

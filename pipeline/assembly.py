@@ -1,0 +1,268 @@
+"""Puts an engine together inside the coordinator: model, device, slab, sockets, policy, scheduler.
+
+Runs in the engine's thread, which then owns all of it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.checkpoint.index import CheckpointIndex
+from pipeline.config import EngineConfig
+from pipeline.cost_probe import measure_costs
+from pipeline.device import Device, SlabMemory, open_device
+from pipeline.engine import DeviceMemory, Engine, Piece
+from pipeline.errors import UsageError
+from pipeline.expert_cache import ExpertCache
+from pipeline.fetch_link import FetchLink
+from pipeline.kv_cache import KVCache
+from pipeline.models.backbone import Backbone, Slice
+from pipeline.models.registry import model_spec
+from pipeline.models.spec import ModelSpec
+from pipeline.peers import PeerSocket
+from pipeline.policies.costs import Costs
+from pipeline.policies.presets import make_policy
+from pipeline.policies.view import Policy, PolicyRequest
+from pipeline.scheduler import Scheduler, Send
+from pipeline.tile_mover import TileMover
+from pipeline.tokenizer import Tokenizer, eos_ids
+from pipeline.worker_pool import WorkerPool
+from protocol.messages import Shutdown
+from shm.layout import StoreLayout
+from shm.pinned import lock_pages
+from shm.store import Store
+from workers.copiers import paced
+from workers.kernels.reference import DTYPES
+from workers.peer import Peer
+from workers.prefetcher import CopyLoop
+
+DEFAULT_CONTEXT = 8192  # tokens, where the model would take more
+KV_CONTEXTS = 4  # full contexts that the KV cache holds
+STAGING_TILES = 4  # slots beside the cache's: two to stream, two more so that neither side waits
+PEER_LIMIT = 60.0  # seconds for workers and prefetcher to announce themselves
+COPY_THREAD_LIMIT = 5.0  # seconds for the prefetcher's thread to end
+CHUNK_SECONDS = 0.25  # a prefill chunk should take about this long
+CHUNK_TRIAL = 64  # tokens of the prefill that is timed for it
+CHUNK_MAX = 1024
+
+
+@dataclass(frozen=True)
+class Briefed:
+    """The coordinator's configuration, as it came through its lifeline."""
+
+    engine: str
+    runtime: Path
+    incarnation: int
+    store: str
+    fingerprint: str
+    model: Path
+    workers: int
+    prefetcher: str  # process | thread | none
+    slab: bool
+    config: EngineConfig
+
+    @property
+    def emulation(self) -> str:
+        """Names what paces this engine to stand in for another machine; empty where nothing does."""
+        paces = []
+        if self.config.link_gbps is not None and self.slab:
+            paces.append(f"link paced to {self.config.link_gbps:g} GB/s")
+        if self.config.host_slowdown != 1.0:
+            paces.append(f"host slowed by {self.config.host_slowdown:g}")
+        return ", ".join(paces)
+
+    @classmethod
+    def from_map(cls, told: dict[str, Any]) -> Briefed:
+        return cls(
+            engine=told["engine"],
+            runtime=Path(told["runtime"]),
+            incarnation=told["incarnation"],
+            store=told["store"],
+            fingerprint=told["fingerprint"],
+            model=Path(told["model"]),
+            workers=told["workers"],
+            prefetcher=told["prefetcher"],
+            slab=told["slab"],
+            config=EngineConfig.from_map(told["config"]),
+        )
+
+
+class Assembly:
+    """A running engine's parts. Everything but `bury` is for the engine's thread."""
+
+    def __init__(self, told: Briefed, send: Send, congested: Callable[[bytes], bool]) -> None:
+        """Raises UsageError, ShmError, PeerLost or CudaError, each one line."""
+        config = told.config
+        self.told = told
+        self.notes: list[str] = []
+        self._closing = ExitStack()
+        self._costs: Costs | None = None
+        index = CheckpointIndex.open(told.model)
+        spec = model_spec(index.config)
+        self.context = choose_context(config.context, spec)
+        self.device: Device = open_device(config.device)
+        # Bound before anything slow, so that the peers find it.
+        workers = PeerSocket(told.runtime, "work.sock", "worker", told.fingerprint)
+        self._closing.callback(workers.close)
+        self._peers = {"worker": workers}
+        if told.slab:
+            fetch = PeerSocket(told.runtime, "fetch.sock", "prefetcher", told.fingerprint)
+            self._closing.callback(fetch.close)
+            self._peers["prefetcher"] = fetch
+        self.store = Store.attach(told.store, told.fingerprint, writable=True)
+        self._closing.callback(self.store.close)
+        layout = self.store.layout
+        self.notes.append(f"store: {lock_pages(self.store.segment.array)}")
+        dtype = DTYPES[config.backbone_dtype]
+        backbone = Backbone(index, spec, dtype, self.context, self.device.torch_device)
+        self.tokenizer = Tokenizer.load(told.model)
+        pool = WorkerPool(workers, told.workers)
+        memory = self._device_memory(layout) if told.slab else None
+        pool.wait_ready(PEER_LIMIT)
+        self.engine = Engine(backbone, layout, self.device, pool, memory)
+        size = f"{backbone.bytes / 1e6:.1f} MB {config.backbone_dtype}"
+        self.notes.append(f"backbone: {size} on {self.device.describe()}")
+        self.notes.append(
+            f"experts: {layout.shape.layers} x {layout.shape.experts}, {layout.shape.tiles} tiles of"
+            f" {layout.tile_bytes / 1e6:.2f} MB each"
+        )
+        if memory is not None:
+            self.notes.append(f"slab: {memory.mover.cache.capacity} tiles and {STAGING_TILES} for streaming")
+
+        kv = KVCache(spec, dtype, self.device.torch_device, KV_CONTEXTS * self.context)
+        first = PolicyRequest(config.policy or "all-host", config.policy_options)
+        self.set_policy(first)
+        chunk = config.chunk or self._measured_chunk(kv)
+        self.engine.forget_trials()
+        self.notes.extend(self.set_policy(first))  # a new one: the trials are not in its memory
+        self.notes.append(f"prefill: {chunk} tokens a chunk; context: {self.context} tokens")
+        self.scheduler = Scheduler(
+            self.engine,
+            kv,
+            self.tokenizer,
+            eos_ids(told.model),
+            context=self.context,
+            max_sequences=config.max_sequences,
+            chunk=chunk,
+            seed=config.seed,
+            send=send,
+            congested=congested,
+        )
+
+    def set_policy(self, request: PolicyRequest) -> tuple[str, ...]:
+        """Make the policy and use it from the next step on. Returns its notes. Raises PolicyError."""
+        policy: Policy = make_policy(request, self.told.config.seed)
+        return self.engine.set_policy(policy, self._costs_for(policy))
+
+    def stats(self) -> dict[str, Any]:
+        """The engine's counters as a JSON-like tree."""
+        engine = self.engine
+        stats: dict[str, Any] = {
+            "policy": engine.policy.name,
+            "emulation": self.told.emulation,
+            "scheduler": self.scheduler.stats(),
+            "engine": engine.accounting.snapshot(),
+            "tiles_per_expert": engine.shape.tiles,
+            "tile_bytes": engine.layout.tile_bytes,
+        }
+        if engine.memory is not None:
+            mover, cache = engine.memory.mover, engine.memory.mover.cache
+            stats["cache"] = {
+                "capacity_tiles": cache.capacity,
+                "resident_tiles": int(cache.residency.sum()),
+                "demanded_tiles": mover.demanded,
+                "placed_tiles": mover.placed,
+            }
+        return stats
+
+    def audit(self) -> None:
+        """Between requests: finish what moves in the background, and check the slots' books."""
+        if self.engine.memory is not None:
+            self.engine.memory.mover.settle()
+
+    def bury(self, role: str, index: int, incarnation: int) -> None:
+        """The supervisor saw a worker or the prefetcher die. May be called from any thread."""
+        if role in self._peers:
+            self._peers[role].bury(index, incarnation)
+
+    def close(self) -> None:
+        """Release everything, in reverse order."""
+        self._closing.close()
+
+    def _costs_for(self, policy: Policy) -> Costs | None:
+        if not policy.needs_costs:
+            return None
+        if self._costs is None:
+            file = self.told.config.costs
+            self._costs = measure_costs(self.engine) if file is None else Costs.load(file)
+        return self._costs
+
+    def _device_memory(self, layout: StoreLayout) -> DeviceMemory:
+        told, shape = self.told, layout.shape
+        capacity = int(told.config.expert_cache * shape.layers * shape.experts * shape.tiles)
+        slots = capacity + STAGING_TILES
+        name = f"/tandem-{told.engine}-slab-{told.incarnation}"
+        slab = self.device.open_slab(name, slots, layout.tile_bytes)
+        self._closing.callback(slab.close)
+        link = FetchLink(self._peers["prefetcher"])
+        if told.prefetcher == "thread":
+            self._start_copy_thread(slab)
+        link.wait_ready(PEER_LIMIT)
+        if told.prefetcher == "process":
+            self.notes.extend(link.attach(slab.address(), PEER_LIMIT))
+        cache = ExpertCache(shape.layers, shape.experts, shape.tiles, capacity, slots, self.device.fence)
+        return DeviceMemory(TileMover(cache, link, self.device), slab)
+
+    def _start_copy_thread(self, slab: SlabMemory) -> None:
+        """The prefetcher as a thread of this process."""
+        told = self.told
+
+        def copy() -> None:
+            who = {"role": "prefetcher", "index": 0, "incarnation": told.incarnation}
+            where = {"runtime": str(told.runtime), "fingerprint": told.fingerprint}
+            peer = Peer(who | where, "fetch.sock", supervised=False)
+            loop = CopyLoop(peer, self.store, told.config.link_gbps)
+            loop.attach(paced(slab.local_copier(self.store), told.config.link_gbps))
+            peer.announce()
+            loop.run()
+            peer.close()
+
+        def stop() -> None:
+            self._peers["prefetcher"].send(0, Shutdown())
+            thread.join(COPY_THREAD_LIMIT)
+
+        thread = threading.Thread(target=copy, name="prefetcher", daemon=True)
+        thread.start()
+        self._closing.callback(stop)
+
+    def _measured_chunk(self, kv: KVCache) -> int:
+        """Prefill tokens that take about CHUNK_SECONDS: timed once, then fixed, and a power of two so that a
+        little noise does not change it from start to start."""
+        count = min(CHUNK_TRIAL, self.context)
+        tokens = np.linspace(0, self.engine.backbone.spec.vocabulary - 1, count).astype(int).tolist()
+        seconds = []
+        for _ in range(3):
+            sequence = kv.allocate(count)
+            started = time.perf_counter()
+            self.engine.step([Piece(Slice(sequence, tokens), "none")], "prefill")
+            seconds.append(time.perf_counter() - started)
+            kv.release(sequence)
+        wanted = count * CHUNK_SECONDS / min(seconds)
+        return int(min(max(2 ** int(np.log2(wanted)), 16), CHUNK_MAX, self.context))
+
+
+def choose_context(asked: int | None, spec: ModelSpec) -> int:
+    """Tokens of prompt and answer together. Raises UsageError beyond what the model was made for."""
+    if asked is None:
+        return min(spec.max_positions, DEFAULT_CONTEXT)
+    if asked > spec.max_positions:
+        raise UsageError(f"--context {asked} is more than the model's {spec.max_positions} positions")
+    return asked

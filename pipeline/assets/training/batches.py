@@ -1,0 +1,123 @@
+"""Token streams of the kinds and batches mixed from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from pipeline.assets.training.corpus import load
+from pipeline.assets.training.sources import KINDS
+
+BOS, EOS = 0, 1
+IGNORED = -100  # target of a token whose prediction is not trained
+# Share of the rows; a glossary entry is met tens of times, so that the model answers with it.
+DIALOGUE_SHARE = 0.05
+DIALOGUE_SOURCES = {"python-glossary": 0.35, "postgresql-glossary": 0.15, "faq": 0.2, "manual": 0.3}
+SYSTEM_MESSAGES = ("You answer questions about software.", "Answer briefly.", "You are a helpful assistant.")
+SYSTEM_SHARE = 0.15
+
+Ids = NDArray[np.int64]
+
+
+def encode(corpus: Path, tokenizer: Tokenizer) -> None:
+    """Write `corpus`/<kind>.npy: each document between <s> and </s>, as uint16 token ids."""
+    for kind in KINDS:
+        encoded = tokenizer.encode_batch(load(corpus, kind), add_special_tokens=False)
+        parts = [part for item in encoded for part in ([BOS], item.ids, [EOS])]
+        np.save(corpus / f"{kind}.npy", np.concatenate([np.asarray(part, np.uint16) for part in parts]))
+
+
+def read_tokens(corpus: Path, kind: str) -> NDArray[np.uint16]:
+    """The training tokens of `kind`, all documents after one another."""
+    tokens: NDArray[np.uint16] = np.load(corpus / f"{kind}.npy", allow_pickle=False)
+    return tokens
+
+
+class Stream:
+    """Endless tokens of one kind; every pass has its own order of documents."""
+
+    def __init__(self, tokens: NDArray[np.uint16], rng: np.random.Generator) -> None:
+        starts = np.flatnonzero(tokens == BOS)
+        self._documents = np.split(tokens.astype(np.int64), starts[1:])
+        self._rng = rng
+        self._rest: Ids = np.zeros(0, np.int64)
+        self.passes = 0
+
+    def take(self, count: int) -> Ids:
+        """The next `count` tokens."""
+        while self._rest.size < count:
+            order = self._rng.permutation(len(self._documents))
+            self._rest = np.concatenate([self._rest, *(self._documents[i] for i in order)])
+            self.passes += 1
+        taken, self._rest = self._rest[:count], self._rest[count:]
+        return taken
+
+
+class Dialogues:
+    """Rows of whole dialogues in the chat template's form; only answers and their end tokens are targets."""
+
+    def __init__(self, path: Path, tokenizer: Tokenizer, rng: np.random.Generator) -> None:
+        self._rng = rng
+        self._tokenizer = tokenizer
+        self._by_source: dict[str, list[tuple[list[str], str]]] = {source: [] for source in DIALOGUE_SOURCES}
+        with path.open(encoding="utf-8") as lines:
+            for talk in map(json.loads, lines):
+                self._by_source[talk["source"]].append((talk["questions"], talk["answer"]))
+
+    def _one(self) -> tuple[list[int], list[int]]:
+        names = list(DIALOGUE_SOURCES)
+        found = self._by_source[names[self._rng.choice(len(names), p=list(DIALOGUE_SOURCES.values()))]]
+        questions, answer = found[self._rng.integers(len(found))]
+        question = questions[self._rng.integers(len(questions))]
+        system = ""
+        if self._rng.random() < SYSTEM_SHARE:
+            system = f"<|system|>{SYSTEM_MESSAGES[self._rng.integers(len(SYSTEM_MESSAGES))]}<|end|>"
+        asked = f"<s>{system}<|user|>{question}<|end|><|assistant|>"
+        prompt = self._tokenizer.encode(asked, add_special_tokens=False).ids
+        reply = self._tokenizer.encode(f"{answer}<|end|>", add_special_tokens=False).ids
+        return prompt + reply, [IGNORED] * len(prompt) + reply
+
+    def take(self, length: int) -> tuple[Ids, Ids]:
+        """Inputs and targets, both (length,)."""
+        tokens: list[int] = []
+        targets: list[int] = []
+        while len(tokens) <= length:
+            more_tokens, more_targets = self._one()
+            tokens += more_tokens
+            targets += more_targets
+        return np.asarray(tokens[:length], np.int64), np.asarray(targets[1 : length + 1], np.int64)
+
+
+class Mixture:
+    """Batches whose rows each come from one kind, drawn by weight."""
+
+    def __init__(self, corpus: Path, tokenizer: Tokenizer, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+        self.streams = {kind: Stream(read_tokens(corpus, kind), self._rng) for kind in KINDS}
+        self.dialogues = Dialogues(corpus / "dialogues.jsonl", tokenizer, self._rng)
+        self.weights = dict.fromkeys(KINDS, 1.0)
+        self._credit = dict.fromkeys(KINDS, 0.0)
+
+    def _kind(self) -> str:
+        """The kind furthest behind its weight: shares are exact over a few rows already."""
+        total = sum(self.weights.values())
+        for kind in KINDS:
+            self._credit[kind] += self.weights[kind] / total
+        kind = max(KINDS, key=lambda k: self._credit[k])
+        self._credit[kind] -= 1.0
+        return kind
+
+    def take(self, rows: int, length: int) -> tuple[Ids, Ids]:
+        """Inputs and targets, both (rows, length)."""
+        inputs, targets = np.zeros((rows, length), np.int64), np.zeros((rows, length), np.int64)
+        for row in range(rows):
+            if self._rng.random() < DIALOGUE_SHARE:
+                inputs[row], targets[row] = self.dialogues.take(length)
+            else:
+                tokens = self.streams[self._kind()].take(length + 1)
+                inputs[row], targets[row] = tokens[:-1], tokens[1:]
+        return inputs, targets

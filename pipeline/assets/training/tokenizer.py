@@ -1,0 +1,81 @@
+"""Byte-level BPE tokenizer with a chat template."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from pipeline.assets.training.corpus import load
+from pipeline.assets.training.sources import KINDS
+
+VOCABULARY = 4096
+CONTEXT = 1024  # tokens
+SPECIAL = ("<s>", "</s>", "<pad>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+# A message is its role's token, the text, and the end token; nothing else, so no blank is learnt by accident.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def train(corpus: Path) -> Tokenizer:
+    """A tokenizer of `VOCABULARY` entries learnt from every kind's training text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+
+    def texts() -> Iterator[str]:
+        for kind in KINDS:
+            yield from load(corpus, kind)
+
+    tokenizer.train_from_iterator(
+        texts(),
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY,
+            special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0)]
+    )
+    return tokenizer
+
+
+def save(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "bos_token": "<s>",
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": "</s>",
+        "model_max_length": CONTEXT,
+        "pad_token": "<pad>",
+        "additional_special_tokens": list(SPECIAL[3:]),
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+
+
+def main() -> None:
+    """Command line: `python -m pipeline.assets.training.tokenizer --corpus DIR --out DIR`."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--corpus", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "model")
+    args = parser.parse_args()
+    save(train(args.corpus), args.out)
+
+
+if __name__ == "__main__":
+    main()

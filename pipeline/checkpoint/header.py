@@ -1,0 +1,126 @@
+"""The header of one safetensors file, checked before anything is allocated for what it claims.
+
+A file begins with the header's length (8 bytes, little endian) and the header, a JSON object that gives
+each tensor a dtype, a shape and `data_offsets` [begin, end) relative to the byte after the header. The
+tensors cover the rest of the file exactly, without holes or overlaps.
+
+The safetensors library is not used for reading: its numpy interface has no bfloat16, its errors name
+neither the file nor the remedy, and it maps files, so that one that shrinks while it is read ends the
+process instead of raising an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from pipeline.errors import ModelError
+
+MAX_HEADER = 100_000_000  # bytes; the format's own limit
+MAX_DIMENSIONS = 32
+DTYPE_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+}
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies: `nbytes` bytes from byte `offset` of `file`, row-major, little endian."""
+
+    file: Path
+    dtype: str  # safetensors' name: BF16, F16, F32, ...
+    shape: tuple[int, ...]
+    offset: int  # from the file's first byte
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One safetensors file."""
+
+    path: Path
+    size: int
+    mtime_ns: int
+    header_digest: bytes
+    tensors: dict[str, TensorEntry]
+
+
+def read_shard(path: Path) -> Shard:
+    """Read and check a file's header. Raises ModelError, one line, where the file is missing, cut short or
+    damaged."""
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            length = int.from_bytes(file.read(8), "little")
+            if status.st_size < 8 or length > status.st_size - 8:
+                raise ModelError(f"{path} is cut short within its header: download it again")
+            if length > MAX_HEADER:
+                raise ModelError(f"{path} is not a safetensors file: its header would have {length} bytes")
+            header = file.read(length)
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing: the download is incomplete") from None
+    except OSError as e:
+        raise ModelError(f"{path} cannot be read: {e.strerror}") from None
+    if len(header) != length:
+        raise ModelError(f"{path} changed while it was read")
+    try:
+        fields = json.loads(header, object_pairs_hook=_unique)
+    except (ValueError, RecursionError):
+        raise ModelError(f"{path} is damaged: its header is not valid JSON") from None
+    if not isinstance(fields, dict):
+        raise ModelError(f"{path} is damaged: its header is not a JSON object")
+    fields.pop("__metadata__", None)
+    tensors = {name: _entry(path, name, field, 8 + length) for name, field in fields.items()}
+    _check_cover(path, tensors, 8 + length, status.st_size)
+    digest = hashlib.blake2b(header, digest_size=32).digest()
+    return Shard(path, status.st_size, status.st_mtime_ns, digest, tensors)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
+
+
+def _entry(path: Path, name: str, field: Any, start: int) -> TensorEntry:
+    damaged = f"{path} is damaged: the header's entry {name[:80]!r}"
+    if not isinstance(field, dict):
+        raise ModelError(f"{damaged} is not a map")
+    dtype, shape, offsets = field.get("dtype"), field.get("shape"), field.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise ModelError(f"{damaged} has the unknown dtype {str(dtype)[:40]!r}")
+    if not _is_sizes(shape) or len(shape) > MAX_DIMENSIONS:
+        raise ModelError(f"{damaged} has no valid shape")
+    if not _is_sizes(offsets) or len(offsets) != 2:
+        raise ModelError(f"{damaged} has no valid data_offsets")
+    nbytes = offsets[1] - offsets[0]
+    if nbytes != math.prod(shape) * DTYPE_BYTES[dtype]:
+        raise ModelError(f"{damaged} claims {nbytes} bytes, which is not its shape's and dtype's size")
+    return TensorEntry(path, dtype, tuple(shape), start + offsets[0], nbytes)
+
+
+def _is_sizes(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
+
+
+def _check_cover(path: Path, tensors: dict[str, TensorEntry], start: int, size: int) -> None:
+    """The tensors, in order, must cover the file from byte `start` to its end."""
+    position = start
+    for name, entry in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if entry.offset != position:
+            what = "overlap" if entry.offset < position else "leave a hole"
+            raise ModelError(f"{path} is damaged: its tensors {what} before {name[:80]!r}")
+        position += entry.nbytes
+    if position > size:
+        raise ModelError(f"{path} has {size} of {position} bytes: the download is incomplete")
+    if position < size:
+        raise ModelError(f"{path} is damaged: {size - position} bytes follow its last tensor")

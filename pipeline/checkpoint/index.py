@@ -1,0 +1,128 @@
+"""What a Hugging Face checkpoint directory holds, known from its headers alone.
+
+Nothing here reads a weight. Every way in which a directory can be unusable ends in one ModelError that
+names the file and the remedy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from pipeline.checkpoint.header import Shard, TensorEntry, read_shard
+from pipeline.errors import ModelError
+
+CONFIG_FILE = "config.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_JSON_BYTES = 1 << 28
+# Part of every fingerprint: raised whenever the same weights would become other bytes in the store.
+ENCODER_VERSION = 1
+
+
+@dataclass(frozen=True)
+class CheckpointIndex:
+    """A complete checkpoint: its config and where each tensor lies."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    shards: tuple[Shard, ...]
+    tensors: Mapping[str, TensorEntry]
+
+    @classmethod
+    def open(cls, folder: Path) -> CheckpointIndex:
+        """Read config.json and the headers of all shards. Raises ModelError, one line, where the directory
+        is missing, incomplete, damaged, or without safetensors."""
+        if not folder.exists():
+            raise ModelError(f"the model directory {folder} does not exist")
+        if not folder.is_dir():
+            raise ModelError(f"{folder} is not a directory: give a Hugging Face checkpoint directory")
+        config = _read_json(folder / CONFIG_FILE)
+        promised = _weight_map(folder)
+        names = sorted(set(promised.values())) or [_single_file(folder)]
+        missing = [name for name in names if not (folder / name).exists()]
+        if missing:
+            raise ModelError(
+                f"{folder} lacks {len(missing)} of {len(names)} weight files (the first is {missing[0]}): "
+                "the download is incomplete"
+            )
+        shards = tuple(read_shard(folder / name) for name in names)
+        tensors: dict[str, TensorEntry] = {}
+        for shard in shards:
+            for name, entry in shard.tensors.items():
+                if name in tensors:
+                    raise ModelError(
+                        f"{folder} is damaged: {name[:80]!r} is in {tensors[name].file.name} and in "
+                        f"{entry.file.name}"
+                    )
+                tensors[name] = entry
+        for name, file in promised.items():
+            if name not in tensors or tensors[name].file.name != file:
+                raise ModelError(f"{folder} is damaged: {INDEX_FILE} promises {name[:80]!r} in {file}")
+        return cls(folder, config, shards, tensors)
+
+
+def fingerprint(index: CheckpointIndex, format_name: str, tile: int) -> str:
+    """64 hex digits that change whenever the store's bytes would: config, headers, sizes and times of the
+    files, format, tile size in channels, encoder. No weight is read."""
+    facts = {
+        "encoder": ENCODER_VERSION,
+        "format": format_name,
+        "tile": tile,
+        "config": json.dumps(index.config, sort_keys=True),
+        "shards": [(s.path.name, s.size, s.mtime_ns, s.header_digest) for s in index.shards],
+    }
+    return hashlib.blake2b(msgpack.packb(facts), digest_size=32).hexdigest()
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name from the shards' index; empty where there is no index."""
+    path = folder / INDEX_FILE
+    if not path.exists():
+        return {}
+    names = _read_json(path).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise ModelError(f"{path} is damaged: it has no weight_map")
+    for file in names.values():
+        # The index comes from outside: it may only name files beside it.
+        if not isinstance(file, str) or not file.endswith(".safetensors") or Path(file).name != file:
+            raise ModelError(f"{path} is damaged: {str(file)[:80]!r} is not a safetensors file beside it")
+    return names
+
+
+def _single_file(folder: Path) -> str:
+    """The one weight file of a checkpoint without an index."""
+    if (folder / SINGLE_FILE).exists():
+        return SINGLE_FILE
+    if any(folder.glob("*.safetensors")):
+        raise ModelError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: the download is incomplete")
+    other = next((path.name for kind in ("*.bin", "*.pth", "*.gguf") for path in folder.glob(kind)), None)
+    if other is not None:
+        raise ModelError(
+            f"{folder} has its weights in {other}: only safetensors are read; download or convert to those"
+        )
+    raise ModelError(f"{folder} has no weights: {SINGLE_FILE} and {INDEX_FILE} are both missing")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ModelError(f"{path} is too large to be what its name says")
+        fields = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ModelError(
+            f"{path.parent} has no {path.name}: it is not a complete Hugging Face checkpoint directory"
+        ) from None
+    except OSError as e:
+        raise ModelError(f"{path} cannot be read: {e.strerror}") from None
+    except (ValueError, RecursionError):
+        raise ModelError(f"{path} is damaged: it is not valid JSON") from None
+    if not isinstance(fields, dict):
+        raise ModelError(f"{path} is damaged: it is not a JSON object")
+    return fields

@@ -1,0 +1,112 @@
+"""The numbers of a checkpoint's tensors, one tensor at a time, without torch.
+
+Tensors are read into fresh memory (pread), not mapped: a file that shrinks meanwhile is an error here
+and never a SIGBUS, and no more is in memory than the tensors somebody still holds.
+"""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.checkpoint.header import TensorEntry
+from pipeline.checkpoint.index import CheckpointIndex
+from pipeline.errors import ModelError
+from shm.layout import Float32
+
+Bits = NDArray[np.uint16 | np.uint32]
+
+BITS: dict[str, type[np.uint16] | type[np.uint32]] = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32}
+READ_BYTES = 1 << 26  # of one pread, so that a pread of gigabytes is never cut short by the kernel
+
+
+class RawTensor(NamedTuple):
+    """A tensor's bit patterns: uint16 for BF16 and F16, uint32 for F32, in the tensor's shape.
+
+    The array is the caller's own (torch warns about memory that it may not write):
+    `torch.from_numpy(bits).view(torch.bfloat16)`, and the like, copies nothing.
+    """
+
+    dtype: str  # BF16 | F16 | F32
+    shape: tuple[int, ...]
+    bits: Bits
+
+
+class TensorReader:
+    """Reads tensors of one checkpoint. `bytes_read` counts the weights' bytes read so far.
+
+    Not for use by several threads at once. A context manager; `close` gives the files back.
+    """
+
+    def __init__(self, index: CheckpointIndex) -> None:
+        self._index = index
+        self._files: dict[str, int] = {}
+        self.bytes_read = 0
+
+    def raw(self, name: str) -> RawTensor:
+        """A tensor's bits as they are. Raises ModelError where the checkpoint lacks it, where its dtype is
+        not BF16, F16 or F32, or where its file changed since the index was made."""
+        entry = self._index.tensors.get(name)
+        if entry is None:
+            raise ModelError(f"{self._index.folder} lacks the tensor {name}")
+        if entry.dtype not in BITS:
+            raise ModelError(
+                f"{self._index.folder}: the tensor {name} has the dtype {entry.dtype}; only "
+                f"{', '.join(BITS)} are supported"
+            )
+        bits = np.empty(entry.shape, dtype=BITS[entry.dtype])
+        self._read(entry, bits)
+        return RawTensor(entry.dtype, entry.shape, bits)
+
+    def float32(self, name: str) -> Float32:
+        """A tensor's numbers, float32 in its shape; exact for every dtype. Raises ModelError as `raw`."""
+        dtype, _, bits = self.raw(name)
+        return to_float32(dtype, bits)
+
+    def _read(self, entry: TensorEntry, out: Bits) -> None:
+        target = out.reshape(-1).view(np.uint8).data
+        descriptor = self._open(entry)
+        done = 0
+        while done < entry.nbytes:
+            part = target[done : done + READ_BYTES]
+            count = os.preadv(descriptor, [part], entry.offset + done)
+            if count == 0:
+                raise ModelError(f"{entry.file} became shorter while it was read")
+            done += count
+        self.bytes_read += done
+
+    def _open(self, entry: TensorEntry) -> int:
+        name = entry.file.name
+        if name not in self._files:
+            try:
+                self._files[name] = os.open(entry.file, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as e:
+                raise ModelError(f"{entry.file} cannot be read: {e.strerror}") from None
+        return self._files[name]
+
+    def close(self) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def to_float32(dtype: str, bits: Bits) -> Float32:
+    """The float32 values of bit patterns [..] of a BF16, F16 or F32 tensor; exact."""
+    if dtype == "F32":
+        return bits.view(np.float32)
+    if dtype == "F16":
+        return bits.view(np.float16).astype(np.float32)
+    wide = bits.astype(np.uint32)
+    wide <<= np.uint32(16)
+    return wide.view(np.float32)

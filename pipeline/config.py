@@ -1,0 +1,41 @@
+"""The engine's configuration: frozen dataclasses; the command line's defaults come from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+DeviceName = Literal["auto", "cpu", "cuda"]
+DTypeName = Literal["f32", "bf16"]
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything a person can ask of one engine."""
+
+    model: Path | None = None  # None: the embedded model
+    name: str | None = None  # None: made from the supervisor's process id
+    device: DeviceName = "auto"
+    policy: str | None = None  # None: all-host without a GPU, fiddler with one
+    policy_options: dict[str, str] = field(default_factory=dict)
+    format: DTypeName = "bf16"  # of the experts
+    backbone_dtype: DTypeName = "bf16"
+    expert_cache: float = 0.25  # share of all expert tiles that fits the device, 0..1
+    tile: int | None = None  # channels; None: chosen from the experts' shape
+    workers: int | None = None  # None: one for each core
+    context: int | None = None  # tokens; None: the model's, at most 8192
+    max_sequences: int = 16  # sequences that are decoded together
+    chunk: int | None = None  # prefill tokens of one step; None: measured at start
+    link_gbps: float | None = None  # emulation: pace of the prefetcher's copies, GB/s (1e9 bytes)
+    host_slowdown: float = 1.0  # emulation: factor on the workers' computing time
+    costs: Path | None = None  # use these instead of measuring
+    seed: int = 0  # of the preset `random` and of requests that give none
+    prefetcher: Literal["process", "thread"] = "process"
+    keep_store: bool = False
+
+    @classmethod
+    def from_map(cls, plain: dict[str, Any]) -> EngineConfig:
+        """The configuration from the map that a child is given: `dataclasses.asdict` with paths as text."""
+        paths = {key: Path(plain[key]) for key in ("model", "costs") if plain[key] is not None}
+        return cls(**(plain | paths))

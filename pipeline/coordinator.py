@@ -1,0 +1,271 @@
+"""Process entry: the coordinator. uvloop in the main thread owns the clients and the supervisor's messages;
+the engine and everything it uses live in one thread of their own, because torch calls block.
+
+The two talk through a queue of calls (to the engine's thread) and `call_soon_threadsafe` (back).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import uvloop
+import zmq
+import zmq.asyncio
+
+from pipeline.assembly import Assembly, Briefed
+from pipeline.clients import Clients, for_others
+from pipeline.errors import PipelineError, UsageError
+from pipeline.policies.view import PolicyRequest
+from protocol.codec import decode, encode
+from protocol.errors import MalformedMessage
+from protocol.messages import (
+    VERSION,
+    Cancel,
+    Done,
+    Error,
+    Failed,
+    Generate,
+    PolicyChanged,
+    Ready,
+    Score,
+    SetPolicy,
+    Shutdown,
+    Stats,
+    StatsReply,
+    Welcome,
+    WorkerDied,
+)
+from protocol.sockets import connect_dealer, identity, ipc_endpoint
+from shm.errors import NotEnoughMemory, ShmError
+from workers.cuda import CudaError
+from workers.lifetime import enter
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT = 0.5  # seconds an idle engine waits for a call before it audits itself
+FLUSH_LIMIT = 2.0  # seconds for the last messages to clients
+JOIN_LIMIT = 4.0  # seconds for the engine's thread to end its step
+
+
+class EngineThread:
+    """Builds the engine, then alternates between calls from the event loop and rounds of the scheduler."""
+
+    def __init__(self, told: Briefed, coordinator: Coordinator) -> None:
+        self._told = told
+        self._coordinator = coordinator
+        self._calls: queue.SimpleQueue[Callable[[Assembly], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.assembly: Assembly | None = None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def call(self, function: Callable[[Assembly], None]) -> None:
+        """Run a function with the assembly, between two rounds. From the event loop."""
+        self._calls.put(function)
+
+    def stop(self) -> None:
+        """End after the round that is running. From the event loop; `join` waits."""
+        self._calls.put(None)
+
+    def join(self) -> None:
+        self._thread.join(JOIN_LIMIT)
+
+    def _run(self) -> None:
+        coordinator = self._coordinator
+        try:
+            self.assembly = Assembly(self._told, coordinator.send_soon, coordinator.clients.congested)
+            coordinator.soon(coordinator.on_ready, self.assembly)
+            self._serve(self.assembly)
+        except (PipelineError, ShmError, CudaError) as e:
+            usage = isinstance(e, (UsageError, NotEnoughMemory))
+            coordinator.soon(coordinator.on_failure, str(e), usage)
+        except Exception as e:
+            log.exception("the engine failed")
+            coordinator.soon(coordinator.on_failure, f"the engine failed: {type(e).__name__}: {e}", False)
+
+    def _serve(self, assembly: Assembly) -> None:
+        scheduler = assembly.scheduler
+        try:
+            while True:
+                try:
+                    call = self._calls.get(block=scheduler.idle, timeout=IDLE_WAIT)
+                except queue.Empty:
+                    if scheduler.idle:
+                        assembly.audit()
+                    else:
+                        scheduler.round()
+                    continue
+                if call is None:
+                    scheduler.cancel_all()
+                    return
+                call(assembly)
+        except Exception as e:
+            scheduler.fail_all(str(e))
+            raise
+        finally:
+            assembly.close()
+
+
+class Coordinator:
+    """The event loop's side."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._told = Briefed.from_map(config)
+        self._loop = asyncio.get_running_loop()
+        runtime = Path(config["runtime"])
+        self.clients = Clients(
+            ipc_endpoint(runtime, "client.sock"), self._welcome, self._on_message, self._on_gone
+        )
+        self._context = zmq.asyncio.Context()
+        name = identity("coordinator", 0, self._told.incarnation)
+        self._control = connect_dealer(self._context, ipc_endpoint(runtime, "control.sock"), identity=name)
+        self._engine = EngineThread(self._told, self)
+        self._assembly: Assembly | None = None
+        self._stopping = asyncio.Event()
+        self._exit = 0
+
+    async def run(self) -> int:
+        """Until Shutdown or a failure. Returns the exit code."""
+        self._engine.start()
+        listening = asyncio.create_task(self._listen())
+        serving = asyncio.create_task(self.clients.serve())
+        stopping = asyncio.create_task(self._stopping.wait())
+        await asyncio.wait((listening, serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+        self._engine.stop()
+        await asyncio.to_thread(self._engine.join)
+        await self.clients.flush(FLUSH_LIMIT)
+        for task in (listening, serving, stopping):
+            task.cancel()
+        await asyncio.gather(listening, serving, stopping, return_exceptions=True)
+        self.clients.close()
+        self._control.close()
+        self._context.term()
+        return self._exit
+
+    # --- called from the engine's thread -----------------------------------------------------------------
+
+    def soon(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call a function in the event loop."""
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    def send_soon(self, client: bytes, message: object) -> None:
+        """Queue a message for a client."""
+        self.soon(self.clients.send, client, message)
+
+    # --- in the event loop -------------------------------------------------------------------------------
+
+    def on_ready(self, assembly: Assembly) -> None:
+        """The engine is built: tell the supervisor."""
+        self._assembly = assembly
+        told = self._told
+        ready = Ready(
+            VERSION, "coordinator", 0, told.incarnation, os.getpid(), told.fingerprint, tuple(assembly.notes)
+        )
+        self._tell_supervisor(ready)
+
+    def on_failure(self, text: str, usage: bool) -> None:
+        """The engine cannot start or cannot go on: say why and end."""
+        self._tell_supervisor(Failed("coordinator", text, usage))
+        self._exit = 2 if usage else 1
+        self._stopping.set()
+
+    def _tell_supervisor(self, message: object) -> None:
+        # Not waiting, this has happened when it returns, and the future only carries how it went.
+        sent = self._control.send_multipart(encode(message), flags=zmq.NOBLOCK)
+        cast("asyncio.Future[None]", sent).result()
+
+    async def _listen(self) -> None:
+        while True:
+            frames = await self._control.recv_multipart()
+            try:
+                message: Any = decode(frames)
+            except MalformedMessage as e:
+                log.warning("dropped a malformed message of the supervisor: %s", e)
+                continue
+            match message:
+                case Shutdown():
+                    self._stopping.set()
+                    return
+                case WorkerDied() if self._assembly is not None:
+                    self._assembly.bury(message.role, message.index, message.incarnation)
+
+    def _welcome(self) -> Welcome:
+        told, assembly = self._told, self._assembly
+        assert assembly is not None
+        tokenizer = assembly.tokenizer
+        policy = assembly.engine.policy
+        return Welcome(
+            version=VERSION,
+            engine=told.engine,
+            model=str(told.model),
+            fingerprint=told.fingerprint,
+            device=assembly.device.name,
+            policy=policy.name,
+            exact=policy.exact,
+            vocabulary=assembly.engine.backbone.spec.vocabulary,
+            context=assembly.context,
+            has_tokenizer=tokenizer is not None,
+            has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
+            emulation=told.emulation,
+        )
+
+    def _on_gone(self, client: bytes) -> None:
+        self._engine.call(lambda a: a.scheduler.cancel(client))
+
+    def _on_message(self, client: bytes, message: object) -> None:
+        match message:
+            case Generate() | Score():
+                self._engine.call(lambda a: self._submit(a, client, message))
+            case Cancel():
+                self._engine.call(lambda a: a.scheduler.cancel(client, message.request))
+            case SetPolicy():
+                self._engine.call(lambda a: self._set_policy(a, client, message))
+            case Stats():
+                self._engine.call(lambda a: self.send_soon(client, self._stats(a, message.request)))
+            case _:
+                self.clients.send(client, Error(-1, f"a client may not send {type(message).__name__}"))
+
+    # --- calls that run in the engine's thread -----------------------------------------------------------
+
+    def _submit(self, assembly: Assembly, client: bytes, message: Generate | Score) -> None:
+        try:
+            assembly.scheduler.submit(client, message)
+        except UsageError as e:
+            self.send_soon(client, Done(message.request, "error", str(e)))
+
+    def _set_policy(self, assembly: Assembly, client: bytes, message: SetPolicy) -> None:
+        options = {name: str(value) for name, value in message.options.items()}
+        try:
+            notes = assembly.set_policy(PolicyRequest(message.policy, options))
+        except UsageError as e:
+            self.send_soon(client, Error(message.request, str(e)))
+            return
+        policy = assembly.engine.policy
+        changed = PolicyChanged(message.request, policy.name, policy.exact, notes)
+        self.send_soon(client, changed)
+        self.soon(self.clients.broadcast, for_others(changed), client)
+
+    def _stats(self, assembly: Assembly, request: int) -> StatsReply:
+        clients = {"connected": len(self.clients), "malformed": self.clients.malformed}
+        return StatsReply(request, assembly.stats() | {"clients": clients})
+
+
+async def _run(config: dict[str, Any]) -> int:
+    return await Coordinator(config).run()
+
+
+def main() -> None:
+    """Entry of `python -m pipeline.coordinator`."""
+    raise SystemExit(uvloop.run(_run(enter("coordinator"))))
+
+
+if __name__ == "__main__":
+    main()

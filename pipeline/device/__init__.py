@@ -1,0 +1,26 @@
+"""Devices: where the backbone and the slab live. Everything outside a device class is device-agnostic."""
+
+from __future__ import annotations
+
+from pipeline.device.base import Device, SlabMemory
+from pipeline.errors import UsageError
+
+__all__ = ["Device", "SlabMemory", "open_device"]
+
+
+def open_device(name: str) -> Device:
+    """The device `cpu`, `cuda`, or with `auto` the best there is. Raises UsageError where cuda is asked for
+    and not there."""
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise UsageError("--device cuda: torch sees no CUDA device here; use --device cpu")
+        from pipeline.device.cuda import CudaDevice
+
+        return CudaDevice()
+    from pipeline.device.cpu import CpuDevice
+
+    return CpuDevice()

@@ -1,0 +1,75 @@
+"""The contract of a device: its memory, its copies to and from the host, its slab, its fences."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.messages import AttachSlab
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from shm.store import Store
+    from workers.copiers import Copier
+
+Fence = Any  # what `Device.fence` returns; None where the device computes synchronously
+
+
+class SlabMemory(ABC):
+    """Device memory for resident tiles: `slots` slots of `slot_bytes` bytes."""
+
+    slots: int
+    slot_bytes: int
+
+    @abstractmethod
+    def slot(self, index: int) -> Tensor:
+        """uint8 [slot_bytes] on the device; the same memory at every call."""
+
+    @abstractmethod
+    def address(self) -> AttachSlab:
+        """How another process finds this slab."""
+
+    @abstractmethod
+    def local_copier(self, store: Store) -> Copier:
+        """A copier for a thread of this process."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the memory. Nothing may use it any more."""
+
+
+class Device(ABC):
+    """Where the backbone is computed."""
+
+    name: str
+    torch_device: torch.device
+
+    @abstractmethod
+    def to_host(self, *tensors: Tensor) -> tuple[NDArray[np.float32], ...]:
+        """Float32 tensors [R, *] with equal R as arrays, in ONE copy; waits for their computation. The
+        arrays may share the tensors' memory and are valid until those change."""
+
+    @abstractmethod
+    def from_host(self, array: NDArray[np.float32]) -> Tensor:
+        """A float32 array on the device. The array must not change until the next `to_host`."""
+
+    @abstractmethod
+    def fence(self) -> Fence:
+        """A mark behind everything that was started so far."""
+
+    @abstractmethod
+    def wait(self, fence: Fence) -> None:
+        """Return when everything before the mark has completed."""
+
+    @abstractmethod
+    def open_slab(self, name: str, slots: int, slot_bytes: int) -> SlabMemory:
+        """Allocate a slab. `name` is used where the slab is a named segment."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """One line for a person."""

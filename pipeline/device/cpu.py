@@ -1,0 +1,69 @@
+"""Device `cpu`: the backbone on the host's own cores, the slab a shared-memory segment.
+
+With it every process, protocol, policy and fault is exercised on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pipeline.device.base import Device, Fence, SlabMemory
+from protocol.messages import AttachSlab
+from shm.segment import unlink
+from shm.slab import Slab
+from shm.store import Store
+from workers.copiers import ShmCopier
+
+
+class CpuSlab(SlabMemory):
+    """A slab in shared memory, made and removed by this process."""
+
+    def __init__(self, name: str, slots: int, slot_bytes: int) -> None:
+        self.slots, self.slot_bytes = slots, slot_bytes
+        self._name = name
+        self._slab = Slab.create(name, slots, slot_bytes)
+        self._tensors = [torch.from_numpy(self._slab.slot(i)) for i in range(slots)]
+
+    def slot(self, index: int) -> Tensor:
+        return self._tensors[index]
+
+    def address(self) -> AttachSlab:
+        return AttachSlab("shm", self._name.encode(), 0, self.slots, self.slot_bytes)
+
+    def local_copier(self, store: Store) -> ShmCopier:
+        return ShmCopier(Slab.attach(self._name, self.slots, self.slot_bytes))
+
+    def close(self) -> None:
+        self._tensors.clear()
+        self._slab.close()
+        unlink(self._name)
+
+
+class CpuDevice(Device):
+    """Computes synchronously: a fence is nothing."""
+
+    name = "cpu"
+    torch_device = torch.device("cpu")
+
+    def to_host(self, *tensors: Tensor) -> tuple[NDArray[np.float32], ...]:
+        return tuple(t.numpy() for t in tensors)
+
+    def from_host(self, array: NDArray[np.float32]) -> Tensor:
+        return torch.from_numpy(array)
+
+    def fence(self) -> Fence:
+        return None
+
+    def wait(self, fence: Fence) -> None:
+        """Nothing is ever under way."""
+
+    def open_slab(self, name: str, slots: int, slot_bytes: int) -> SlabMemory:
+        return CpuSlab(name, slots, slot_bytes)
+
+    def describe(self) -> str:
+        return f"cpu, {torch.get_num_threads()} threads of {os.cpu_count()} cores"

@@ -1,0 +1,104 @@
+"""Device `cuda`: the backbone by torch on one GPU, the slab one allocation outside torch's allocator.
+
+torch computes on its current stream; the prefetcher copies on a stream of its own, in its own process
+(through CUDA IPC) or in a thread of this one. The two are ordered by messages: a tile is computed after
+its landing was reported, and a slot is given to the prefetcher again only after the fence of its last reader.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pipeline.device.base import Device, Fence, SlabMemory
+from protocol.messages import AttachSlab
+from shm.store import Store
+from workers.copiers import CudaCopier
+from workers.cuda import call, ipc_handle
+
+SLOT_ALIGNMENT = 256  # what cudaMalloc aligns to, and all that vector loads ask for
+
+
+class _Allocation:
+    """Shows a raw allocation to torch through the CUDA array interface."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+class CudaSlab(SlabMemory):
+    """One cudaMalloc, so that its IPC handle exports this slab and nothing else."""
+
+    def __init__(self, device: int, slots: int, slot_bytes: int) -> None:
+        self.slots = slots
+        self.slot_bytes = -(-slot_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        self._used = slot_bytes
+        self._device = device
+        call("cudaSetDevice", device)
+        self._address = int(call("cudaMalloc", slots * self.slot_bytes))
+        whole = torch.as_tensor(_Allocation(self._address, slots * self.slot_bytes), device=f"cuda:{device}")
+        self._tensors = [whole[i * self.slot_bytes :][: self._used] for i in range(slots)]
+
+    def slot(self, index: int) -> Tensor:
+        return self._tensors[index]
+
+    def address(self) -> AttachSlab:
+        return AttachSlab("cuda", ipc_handle(self._address), self._device, self.slots, self.slot_bytes)
+
+    def local_copier(self, store: Store) -> CudaCopier:
+        return CudaCopier(store, self._device, self._address, self.slot_bytes, owned=False)
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self._device)
+        self._tensors.clear()
+        call("cudaFree", self._address)
+
+
+class CudaDevice(Device):
+    """The first CUDA device. Large copies to the host go through one pinned buffer."""
+
+    name = "cuda"
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self._landing = torch.empty(0, dtype=torch.float32, pin_memory=True)
+
+    def to_host(self, *tensors: Tensor) -> tuple[NDArray[np.float32], ...]:
+        joined = torch.cat([t.reshape(len(t), -1) for t in tensors], dim=1)
+        if self._landing.numel() < joined.numel():
+            self._landing = torch.empty(joined.numel(), dtype=torch.float32, pin_memory=True)
+        landing = self._landing[: joined.numel()].view(joined.shape)
+        landing.copy_(joined, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        # A copy, because the landing buffer is used again by the next call.
+        columns = np.cumsum([t[0].numel() for t in tensors])[:-1]
+        parts = np.split(landing.numpy().copy(), columns, axis=1)
+        return tuple(np.ascontiguousarray(p).reshape(t.shape) for p, t in zip(parts, tensors, strict=True))
+
+    def from_host(self, array: NDArray[np.float32]) -> Tensor:
+        return torch.from_numpy(array).to(self.torch_device, non_blocking=True)
+
+    def fence(self) -> Fence:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotation for it
+        event.record()
+        return event
+
+    def wait(self, fence: Fence) -> None:
+        if fence is not None:
+            fence.synchronize()
+
+    def open_slab(self, name: str, slots: int, slot_bytes: int) -> SlabMemory:
+        return CudaSlab(self.torch_device.index, slots, slot_bytes)
+
+    def describe(self) -> str:
+        properties = torch.cuda.get_device_properties(self.torch_device)
+        return f"cuda, {properties.name}, {properties.total_memory / 1e9:.1f} GB"

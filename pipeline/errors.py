@@ -1,0 +1,29 @@
+"""Errors of the engine, each with when it is raised."""
+
+
+class PipelineError(Exception):
+    """Base of this package's errors; its text is one line for a person."""
+
+
+class UsageError(PipelineError):
+    """The user's input is at fault: exit code 2, or an Error message on the wire."""
+
+
+class ModelError(UsageError):
+    """A model directory is missing, incomplete, damaged, or of an architecture that is not supported."""
+
+
+class PolicyError(UsageError):
+    """An unknown policy, option or option value; the text gives the nearest names."""
+
+
+class RequestError(UsageError):
+    """A request that cannot be served: over the context limit, ids outside the vocabulary, and so on."""
+
+
+class PlanError(PipelineError):
+    """A policy's answer breaks its contract: a bug in the policy, never the user's fault."""
+
+
+class PeerLost(PipelineError):
+    """A worker or the prefetcher died or fell silent while the engine waited for it."""

@@ -1,0 +1,227 @@
+"""The loader process: makes sure that the store of a model is in shared memory, says so, and exits.
+
+It takes the shortest way there is: the segment itself if another engine has it or left it; the cached
+file; the checkpoint, and then it writes the cached file. Looking and building happen under the store's
+build lock, so engines that start together share one store. It imports no torch: on a small model nearly
+all of its time would be that import.
+
+A store's first user is the supervisor, not this process: after Ready it takes a StoreLease, and where that
+raises SegmentMissing (the last user of an attached store left just then) it starts the loader again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from pipeline.checkpoint.encode import encode_experts
+from pipeline.checkpoint.index import CheckpointIndex, fingerprint
+from pipeline.checkpoint.reader import TensorReader
+from pipeline.errors import UsageError
+from pipeline.models.registry import expert_shape, expert_tensors
+from protocol.codec import decode, encode
+from protocol.messages import VERSION, Failed, Progress, Ready, Shutdown
+from protocol.sockets import connect_dealer, identity, ipc_endpoint
+from shm.disk_cache import CachedStore, write_cache
+from shm.errors import NotEnoughMemory, SegmentMissing, ShmError, StoreDamaged, StoreInvalid, UnknownFormat
+from shm.locks import build_lock, sweep
+from shm.manifest import StoreManifest, store_bytes
+from shm.segment import check_space, gigabytes, unlink
+from shm.store import Store, StoreBuilder, store_name
+from workers.lifetime import enter
+
+ROLE = "loader"
+PROGRESS_SECONDS = 0.1
+log = logging.getLogger(ROLE)
+
+
+class Stopped(Exception):
+    """The supervisor asked this process to end."""
+
+
+class Control:
+    """The supervisor's socket: progress out, Shutdown in."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], runtime: Path, incarnation: int) -> None:
+        self._socket = connect_dealer(
+            context, ipc_endpoint(runtime, "control.sock"), identity=identity(ROLE, 0, incarnation)
+        )
+        self._next = 0.0  # monotonic seconds: before then, only a stage's end is reported
+
+    def send(self, message: Ready | Failed) -> None:
+        self._socket.send_multipart(encode(message))
+
+    def stage(self, name: str, total: int) -> Callable[[int], None]:
+        """A callback that reports this stage's bytes, about ten times a second. It raises Stopped."""
+
+        def report(done: int) -> None:
+            now = time.monotonic()
+            if now >= self._next or done == total:
+                self._next = now + PROGRESS_SECONDS
+                with contextlib.suppress(zmq.Again):  # a report may be lost; a wait for its reader may not be
+                    self._socket.send_multipart(encode(Progress(name, done, total)), zmq.DONTWAIT)
+                self._check()
+
+        return report
+
+    def _check(self) -> None:
+        while self._socket.poll(0):
+            if isinstance(decode(self._socket.recv_multipart()), Shutdown):
+                raise Stopped
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Loading:
+    """One store on its way into shared memory. `notes` tell the person what happened."""
+
+    def __init__(self, config: dict[str, Any], control: Control) -> None:
+        """Read the checkpoint's headers. Raises ModelError, UnknownFormat."""
+        self.control = control
+        self.index = CheckpointIndex.open(Path(config["model"]))
+        shape = expert_shape(self.index.config, config["tile"])
+        self.fingerprint = fingerprint(self.index, config["format"], shape.tile)
+        self.manifest = StoreManifest(self.fingerprint, shape, config["format"], str(self.index.folder))
+        self.size = store_bytes(self.manifest)
+        self.name = store_name(self.fingerprint)
+        self.root = Path(config["runtime"]).parent
+        self.cache_folder = Path(config["cache_dir"])
+        self.reserve: int = config["reserve_bytes"]
+        self.notes: list[str] = []
+
+    def run(self) -> None:
+        """Have a ready store under `name`. Raises NotEnoughMemory, ModelError, ShmError, Stopped."""
+        waiting = self.control.stage("waiting for another engine that loads this model", 1)
+        with build_lock(self.fingerprint, self.root, lambda: waiting(0)):
+            if self._attached():
+                source, read, cached = "attached", 0, 0
+            elif self._from_cache():
+                source, read, cached = "cache", 0, self.size
+            else:
+                source, read, cached = "checkpoint", self._from_checkpoint(), 0
+                self._save()
+        self.notes.insert(
+            0, f"source {source}: {read} bytes read from the checkpoint, {cached} bytes read from the cache"
+        )
+
+    def _attached(self) -> bool:
+        """Whether the segment is there; one that nobody can use, left by a loader that died, is removed."""
+        try:
+            Store.attach(self.name, self.fingerprint).close()
+        except SegmentMissing:
+            return False
+        except StoreInvalid as e:
+            self._note(f"{e}; it is removed and made again")
+            unlink(self.name)
+            return False
+        return True
+
+    def _builder(self) -> StoreBuilder:
+        """The new segment, once there is room for it."""
+        for name in sweep(self.root):
+            self._note(f"removed the store {name}, which nobody uses")
+        check_space(self.size, self.reserve)
+        return StoreBuilder.create(self.name, self.manifest, self.control.stage("allocating", self.size))
+
+    def _from_cache(self) -> bool:
+        try:
+            cached = CachedStore.open(self.cache_folder, self.fingerprint)
+            if cached is None:
+                return False
+            with cached:
+                self._fill(lambda builder, progress: cached.fill(builder, progress), "reading the cache")
+        except (StoreInvalid, StoreDamaged) as e:
+            self._note(f"{e}; it is made again from the checkpoint")
+            return False
+        return True
+
+    def _from_checkpoint(self) -> int:
+        """The number of the weights' bytes that were read."""
+        config = self.index.config
+        with TensorReader(self.index) as reader:
+            self._fill(
+                lambda builder, progress: encode_experts(
+                    reader, lambda layer, expert: expert_tensors(config, layer, expert), builder, progress
+                ),
+                "encoding the experts",
+            )
+            return reader.bytes_read
+
+    def _fill(self, fill: Callable[[StoreBuilder, Callable[[int], None]], None], stage: str) -> None:
+        builder = self._builder()
+        try:
+            fill(builder, self.control.stage(stage, self.manifest.layout.total_bytes))
+            builder.finish()
+        except BaseException:
+            builder.discard()
+            raise
+
+    def _save(self) -> None:
+        """Keep the new store on disk, where that is possible."""
+        try:
+            with Store.attach(self.name, self.fingerprint) as store:
+                write_cache(self.cache_folder, store, self.control.stage("writing the cache", self.size))
+        except OSError as e:
+            self._note(f"the store could not be kept on disk, the next start reads the checkpoint again: {e}")
+        except BaseException:
+            unlink(self.name)
+            raise
+
+    def _note(self, text: str) -> None:
+        log.warning(text)
+        self.notes.append(text)
+
+
+def main() -> int:
+    config = enter(ROLE)
+    started = time.monotonic()
+    with zmq.Context[zmq.Socket[bytes]]() as context:
+        control = Control(context, Path(config["runtime"]), config["incarnation"])
+        try:
+            loading = Loading(config, control)
+            loading.run()
+        except Stopped:
+            return 0
+        except (UsageError, NotEnoughMemory, UnknownFormat) as e:
+            return _fail(control, str(e), usage=True)
+        except ShmError as e:
+            return _fail(control, str(e), usage=False)
+        except Exception as e:
+            log.exception("loading failed")
+            return _fail(control, f"loading failed: {type(e).__name__}: {e}", usage=False)
+        else:
+            log.info(
+                "%s in %.2f s; %s", gigabytes(loading.size), time.monotonic() - started, loading.notes[0]
+            )
+            control.send(
+                Ready(
+                    version=VERSION,
+                    role=ROLE,
+                    index=0,
+                    incarnation=config["incarnation"],
+                    pid=os.getpid(),
+                    fingerprint=loading.fingerprint,
+                    notes=tuple(loading.notes),
+                )
+            )
+            return 0
+        finally:
+            control.close()
+
+
+def _fail(control: Control, text: str, usage: bool) -> int:
+    control.send(Failed(ROLE, text, usage))
+    return 2 if usage else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

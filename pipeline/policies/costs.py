@@ -1,0 +1,148 @@
+"""What one tile costs on the host, on the device and on the link: the numbers that plans are made from.
+
+They are measured at start, or read from a file (`--costs FILE`). The file is one JSON object with exactly
+these keys; all times are seconds:
+
+    {"rows": [1, 4, 16, 64],                        row counts of the grid, ascending, each at least 1
+     "host": [2e-5, 3e-5, 7e-5, 2.4e-4],            one tile at each row count, all workers together
+     "device": [4e-6, 4e-6, 5e-6, 9e-6],            one tile at each row count, on the device
+     "link": 5e-5,                                  moving one tile to the device
+     "round_trip": 1e-4}                            an empty Work, there and back
+
+"All workers together" means wall time for each tile while every worker computes its share. The host and the
+link read the same memory, so measure one while the other runs; otherwise what a plan gains is imaginary.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from pipeline.errors import PolicyError
+
+MAX_FILE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds per tile. Raises PolicyError where the numbers cannot be costs."""
+
+    rows: tuple[int, ...]  # ascending
+    host: tuple[float, ...]  # at those row counts, wall time while all workers share the work
+    device: tuple[float, ...]  # at those row counts
+    link: float  # moving one tile
+    round_trip: float  # an empty Work
+
+    def __post_init__(self) -> None:
+        if not self.rows:
+            raise PolicyError("costs: 'rows' is empty; give at least one row count")
+        if self.rows[0] < 1 or any(b <= a for a, b in zip(self.rows, self.rows[1:], strict=False)):
+            raise PolicyError(f"costs: 'rows' must be ascending and at least 1, not {list(self.rows)}")
+        for name, values in (("host", self.host), ("device", self.device)):
+            if len(values) != len(self.rows):
+                raise PolicyError(
+                    f"costs: '{name}' has {len(values)} values for {len(self.rows)} row counts; give one each"
+                )
+        for name, values in (
+            ("host", self.host),
+            ("device", self.device),
+            ("link", (self.link,)),
+            ("round_trip", (self.round_trip,)),
+        ):
+            wrong = [value for value in values if not (math.isfinite(value) and value >= 0)]
+            if wrong:
+                raise PolicyError(f"costs: '{name}' holds {wrong[0]}; seconds are finite and not negative")
+
+    def host_seconds(self, rows: ArrayLike, tiles: ArrayLike) -> NDArray[np.float64]:
+        """Seconds the worker pool needs for `tiles` tiles of an expert that `rows` rows use; the two
+        broadcast. 0 rows cost nothing. Between grid points the cost of a tile is linear in the rows;
+        outside the grid it continues its nearest segment, never falling below 0 nor below the last point."""
+        return self._seconds(self.host, rows, tiles)
+
+    def device_seconds(self, rows: ArrayLike, tiles: ArrayLike) -> NDArray[np.float64]:
+        """The same for the device, without moving any tile."""
+        return self._seconds(self.device, rows, tiles)
+
+    def link_seconds(self, tiles: ArrayLike) -> NDArray[np.float64]:
+        """Seconds to move `tiles` tiles to the device."""
+        return self.link * np.asarray(tiles, dtype=np.float64)
+
+    def _seconds(self, values: tuple[float, ...], rows: ArrayLike, tiles: ArrayLike) -> NDArray[np.float64]:
+        count = np.asarray(rows, dtype=np.float64)
+        grid = np.asarray(self.rows, dtype=np.float64)
+        tile = np.interp(count, grid, values)
+        if len(grid) > 1:
+            first = (values[1] - values[0]) / (grid[1] - grid[0])
+            # a measured grid is noisy: a falling end must not make wide batches free
+            last = max(0.0, (values[-1] - values[-2]) / (grid[-1] - grid[-2]))
+            tile = np.where(count < grid[0], np.maximum(0.0, values[0] + first * (count - grid[0])), tile)
+            tile = np.where(count > grid[-1], values[-1] + last * (count - grid[-1]), tile)
+        return np.where(count > 0, tile, 0.0) * np.asarray(tiles, dtype=np.float64)
+
+    def to_json(self) -> dict[str, Any]:
+        """The map that the file format above describes."""
+        return {name: list(item) if isinstance(item, tuple) else item for name, item in asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, data: object) -> Costs:
+        """The inverse of `to_json`. Raises PolicyError naming the key that is wrong."""
+        names = [field.name for field in fields(cls)]
+        if not isinstance(data, dict):
+            raise PolicyError(f"costs: expected a JSON object with the keys {', '.join(names)}")
+        missing = [name for name in names if name not in data]
+        if missing:
+            raise PolicyError(f"costs: '{missing[0]}' is missing; the keys are {', '.join(names)}")
+        unknown = sorted(str(key) for key in data if key not in names)
+        if unknown:
+            raise PolicyError(f"costs: '{unknown[0][:40]}' is no key; the keys are {', '.join(names)}")
+        return cls(
+            rows=tuple(_whole("rows", value) for value in _values("rows", data["rows"])),
+            host=tuple(_number("host", value) for value in _values("host", data["host"])),
+            device=tuple(_number("device", value) for value in _values("device", data["device"])),
+            link=_number("link", data["link"]),
+            round_trip=_number("round_trip", data["round_trip"]),
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> Costs:
+        """Read a costs file. Raises PolicyError, one line with the path, where it cannot be used."""
+        try:
+            with path.open("rb") as file:
+                raw = file.read(MAX_FILE_BYTES + 1)
+        except OSError as error:
+            raise PolicyError(f"cannot read the costs file {path}: {error.strerror or error}") from error
+        if len(raw) > MAX_FILE_BYTES:
+            raise PolicyError(f"{path} is larger than {MAX_FILE_BYTES} bytes and so no costs file")
+        try:
+            return cls.from_json(json.loads(raw))
+        except PolicyError as error:
+            raise PolicyError(f"{path}: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise PolicyError(f"{path} is not JSON: {' '.join(str(error).split())[:100]}") from error
+
+
+def _values(name: str, value: object) -> list[object]:
+    if not isinstance(value, list):
+        raise PolicyError(f"costs: '{name}' must be a list of numbers")
+    return value
+
+
+def _whole(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > 1 << 31:
+        raise PolicyError(f"costs: '{name}' holds {str(value)[:40]!r}; row counts are whole numbers")
+    return value
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise PolicyError(f"costs: '{name}' holds {str(value)[:40]!r}; seconds are numbers")
+    try:
+        return float(value)
+    except OverflowError:
+        raise PolicyError(f"costs: '{name}' holds a number that is too large") from None

@@ -1,0 +1,148 @@
+"""Choosing the next token from one row of logits. Knows nothing of tokenizers, models or batches.
+
+The filters, their order and their limits are those of transformers' generation: repetition penalty,
+temperature, top-k, top-p, min-p. Ties at top-k's limit are all kept, as there; ties at top-p's limit are
+kept by smaller token id.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.errors import PipelineError, RequestError
+from protocol.messages import Sampling
+
+Scores = NDArray[np.float32] | NDArray[np.float64]  # [V], or of those tokens that are left
+
+
+def validate(sampling: Sampling) -> None:
+    """Raise RequestError, one line, where `sampling` cannot be served."""
+    checks = (
+        ("temperature", sampling.temperature, sampling.temperature >= 0, "0 or more (0 is greedy)"),
+        ("top_k", sampling.top_k, sampling.top_k >= 0, "0 or more (0 is no limit)"),
+        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1 (1 is no limit)"),
+        ("min_p", sampling.min_p, 0 <= sampling.min_p <= 1, "from 0 to 1 (0 is no limit)"),
+        (
+            "repetition_penalty",
+            sampling.repetition_penalty,
+            0.01 <= sampling.repetition_penalty <= 100,
+            "from 0.01 to 100 (1 is none)",
+        ),
+    )
+    for name, value, good, allowed in checks:
+        # every comparison with NaN is false; infinity is left to refuse
+        if not good or not math.isfinite(value):
+            raise RequestError(f"{name} is {value}; it must be {allowed}")
+    if sampling.seed is not None and sampling.seed < 0:
+        raise RequestError(f"seed is {sampling.seed}; it must be 0 or more")
+
+
+class Sampler:
+    """One request's choice of tokens: its settings, its own random numbers, and the ids it has seen."""
+
+    def __init__(self, sampling: Sampling, seed: int) -> None:
+        """`sampling` has passed `validate`. Equal seeds and logits give equal tokens; `seed` is
+        `sampling.seed`, or one that the engine drew where that is None."""
+        self._sampling = sampling
+        self._random = np.random.default_rng(seed)
+        self._seen: NDArray[np.bool_] | None = None  # [V], only for the repetition penalty
+        self._counted = 0  # leading ids of `previous` that are in _seen
+
+    def next(self, logits: NDArray[np.float32], previous: Sequence[int]) -> int:
+        """The next token from `logits` [V] float32, which is not changed. `previous` are the request's ids
+        so far, prompt and answer, each in 0..V-1; it only ever grows from call to call.
+
+        Raises PipelineError where the logits hold NaN or have no finite maximum.
+        """
+        if self._sampling.temperature == 0:
+            scores = self._penalised(logits, previous)
+            best = int(np.argmax(scores))  # the first of equals; a NaN counts as the largest
+            if not math.isfinite(scores[best]):
+                raise PipelineError("the model's logits are not finite")
+            return best
+        ids, weights = self.candidates(logits, previous)
+        total = np.cumsum(weights)
+        choice = int(np.searchsorted(total, self._random.random() * total[-1], side="right"))
+        return int(ids[min(choice, len(ids) - 1)])
+
+    def candidates(
+        self, logits: NDArray[np.float32], previous: Sequence[int]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """The tokens that can be chosen, ascending, and what their probabilities are proportional to.
+        Only for temperatures above 0; arguments and errors as for `next`."""
+        sampling = self._sampling
+        scores = self._penalised(logits, previous)
+        best = float(scores.max())
+        if not math.isfinite(best):
+            raise PipelineError("the model's logits are not finite")
+        ids = np.arange(len(scores))
+        if 0 < sampling.top_k < len(scores):
+            ids = _largest(scores, sampling.top_k)
+            scores = scores[ids]
+        # differences are taken before dividing, so that no temperature overflows the best token
+        weights = scores.astype(np.float64)
+        with np.errstate(over="ignore", under="ignore"):
+            weights -= best
+            weights /= sampling.temperature
+            np.exp(weights, out=weights)
+        if sampling.top_p < 1:
+            kept = _nucleus(weights, sampling.top_p)
+            ids, weights = ids[kept], weights[kept]
+        if sampling.min_p > 0:
+            # weights are relative to the best token's, which no filter removes
+            kept = np.flatnonzero(weights >= sampling.min_p)
+            ids, weights = ids[kept], weights[kept]
+        return ids, weights
+
+    def _penalised(self, logits: NDArray[np.float32], previous: Sequence[int]) -> Scores:
+        penalty = self._sampling.repetition_penalty
+        if penalty == 1:
+            return logits
+        if self._seen is None:
+            self._seen = np.zeros(len(logits), dtype=bool)
+        self._seen[np.asarray(previous[self._counted :], dtype=np.int64)] = True
+        self._counted = len(previous)
+        seen = np.flatnonzero(self._seen)
+        scores = logits.astype(np.float64)
+        scores[seen] = np.where(scores[seen] < 0, scores[seen] * penalty, scores[seen] / penalty)
+        return scores
+
+
+def _largest(scores: Scores, k: int) -> NDArray[np.int64]:
+    """Places of the k largest scores, ascending, with all that equal the smallest of them."""
+    if k >= len(scores):
+        return np.arange(len(scores))
+    places = None
+    groups = max(256, 4 * k)
+    if len(scores) >= 2 * groups:
+        # k groups hold a score of at least the k-th largest of the groups' maxima, so no smaller score
+        # is among the k largest; this is many times faster than partitioning a vocabulary
+        rows = len(scores) // groups
+        maxima = scores[: rows * groups].reshape(rows, groups).max(axis=0)
+        places = np.flatnonzero(scores >= np.partition(maxima, groups - k)[groups - k])
+        scores = scores[places]
+    kept = np.flatnonzero(scores >= np.partition(scores, len(scores) - k)[len(scores) - k])
+    return kept if places is None else places[kept]
+
+
+def _nucleus(weights: NDArray[np.float64], top_p: float) -> NDArray[np.int64]:
+    """Places of the largest weights, ascending, up to and including the one whose sum reaches the share
+    `top_p` of the whole; at least one."""
+    goal = top_p * weights.sum()
+    size = 256  # sorting a whole vocabulary is slow; a few tokens usually reach the goal
+    while True:
+        places = _largest(weights, size)
+        falling = -np.sort(-weights[places])
+        total = np.cumsum(falling)
+        if total[-1] >= goal or len(places) == len(weights):
+            break
+        size *= 8
+    count = min(int(np.searchsorted(total, goal, side="left")) + 1, len(falling))
+    limit = falling[count - 1]
+    kept = places[weights[places] >= limit]
+    equal = np.flatnonzero(weights[kept] == limit)
+    return np.delete(kept, equal[len(equal) - (len(kept) - count) :])

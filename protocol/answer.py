@@ -1,0 +1,83 @@
+"""One answer as it comes, token by token. Knows its request and how to cancel it; `client.py` feeds it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+from protocol.connection import Connection
+from protocol.errors import ProtocolError, RequestFailed
+from protocol.messages import Done, Token
+
+
+@dataclass(frozen=True)
+class Result:
+    """A whole answer. `text` is "" where the engine has no tokenizer."""
+
+    tokens: tuple[int, ...]
+    text: str
+    done: Done
+
+
+class Answer:
+    """The answer to a Generate, as it comes: `async for token in answer` gives each Token from the first.
+
+    Leaving the loop before the end, by whatever way, cancels the request. The loop ends at Done, or raises
+    RequestFailed with the engine's reason, or what ended the connection (EngineGone).
+    """
+
+    def __init__(self, connection: Connection, request: int) -> None:
+        self.request = request
+        self.done: Done | None = None  # set once it has arrived, even where tokens before it are yet unread
+        self._connection = connection
+        self._tokens: list[Token] = []
+        self._failure: ProtocolError | None = None
+        self._news = asyncio.Event()
+
+    async def __aiter__(self) -> AsyncGenerator[Token, None]:
+        position = 0
+        try:
+            while True:
+                while position < len(self._tokens):
+                    yield self._tokens[position]
+                    position += 1
+                if self._over:
+                    break
+                self._news.clear()
+                await self._news.wait()
+        finally:
+            await self.cancel()
+        if self._failure is not None:
+            raise self._failure
+
+    async def cancel(self) -> None:
+        """Ask the engine to end this request; its Done follows. Nothing happens where it has ended."""
+        if not self._over:
+            self._connection.cancel(self.request)
+
+    async def result(self) -> Result:
+        """Wait for the end and give everything. Raises as the loop does."""
+        async for _ in self:
+            pass
+        assert self.done is not None  # the loop ends without an exception only at Done
+        text = "".join(token.text for token in self._tokens) + self.done.text
+        return Result(tuple(token.token for token in self._tokens), text, self.done)
+
+    @property
+    def _over(self) -> bool:
+        return self.done is not None or self._failure is not None
+
+    def take(self, message: Token | Done | ProtocolError) -> None:
+        """For the client's receiver: the next message of this request, or what ended it."""
+        match message:
+            case Token():
+                self._tokens.append(message)
+            case Done(reason="error"):
+                self.done = message
+                self._failure = RequestFailed(message.error)
+            case Done():
+                self.done = message
+            case ProtocolError():
+                self._failure = message
+        self._news.set()

@@ -1,0 +1,270 @@
+r"""Messages to frames and back: Tandem's wire format, version 1.
+
+This docstring is the specification; with it a client can be written in any language that has ZeroMQ and
+msgpack. `messages.py` says what each message means.
+
+Frames
+------
+A message is one multipart ZeroMQ message. Between a DEALER and a ROUTER nothing is added but the
+identity frame that every ROUTER puts in front of what it receives and takes off what it sends; there is
+no empty delimiter frame. After that:
+
+  frame 0    two bytes: the message's tag, the wire version. This frame is the same in all versions, so
+             that a receiver of another version can say which one it met.
+  frame 1    the header: a msgpack map from field name (str) to value
+  frame 2... one raw frame for each array field, in the order of the table below: C order (the last
+             dimension varies fastest), little endian, no padding; empty arrays have an empty frame
+
+The types, as the table writes them, and their msgpack values:
+
+  int            integer of 64 bits, signed; never a bool
+  float          finite float, or an integer
+  str            UTF-8 string
+  bool, bytes    boolean; bin
+  T?             T or nil
+  [T]            array of T
+  map            a Tree: map with str keys; values nil, bool, int, float (NaN too), str, and arrays and
+                 maps of these, at most 16 levels deep
+  Sampling       a record: map from field name to value, with the same rules as the header
+  float32[2d]    an array. Its header value is [dtype name, length of each dimension], so a [3, 64] one is
+                 ["float32", 3, 64], and its frame has 3 * 64 * 4 bytes. dtypes: float32, int32
+
+A field written with "= value" may be missing and then has that value; others must be there; unknown
+fields and repeated keys are refused. The order of a map's keys is free. A header has at most 4 MiB, an
+array 256 MiB, a list 2**20 entries, a map 4096; ext types are refused. A receiver checks all of this, and
+each array's shape against its frame's length, before it makes anything of it.
+
+Messages
+--------
+A client sends Hello, Generate, Cancel, Score, Stats, SetPolicy and Heartbeat, and is sent the others of the
+first block. The second block is between the coordinator and its workers and prefetcher, the third between
+the supervisor and its children.
+
+  1 Hello: version int, client str = ""
+  2 Welcome: version int, engine str, model str, fingerprint str, device str, policy str, exact bool,
+    vocabulary int, context int, has_tokenizer bool, has_chat_template bool, emulation str = ""
+  3 Generate: request int, prompt str? = nil, token_ids [int]? = nil, messages [ChatMessage]? = nil,
+    max_tokens int = 128, sampling Sampling = {}, stop [str] = [], ignore_eos bool = false
+  4 Token: request int, index int, token int, text str
+  5 Done: request int, reason str, error str = "", text str = "", stats map = {}
+  6 Cancel: request int
+  7 Score: request int, text str? = nil, token_ids [int]? = nil, stepwise bool = false, prefill int = 1,
+    full bool = false
+  8 Scores: request int, start int, tokens int32[1d], chosen float32[1d], logprobs float32[2d]
+  9 Stats: request int
+  10 StatsReply: request int, stats map
+  11 SetPolicy: request int, policy str, options map = {}
+  12 PolicyChanged: request int, policy str, exact bool, notes [str] = []
+  13 Heartbeat: time float = 0.0
+  14 Error: request int, text str
+
+  32 Ready: version int, role str, index int, incarnation int, pid int, fingerprint str, notes [str] = []
+  33 Work: seq int, layer int, items int32[2d], offsets int32[1d], rows int32[1d], weights float32[1d],
+    x float32[2d]
+  34 Partial: seq int, incarnation int, busy float, y float32[2d]
+  35 WorkFailed: seq int, incarnation int, text str
+  36 Abandon: seq int
+  37 AttachSlab: kind str, handle bytes, device int, slots int, slot_bytes int
+  38 SlabAttached: incarnation int, notes [str] = []
+  39 Fetch: id int, layer int, expert int, lo int, slots [int], urgency int
+  40 Fetched: id int, incarnation int, landed int, final bool, seconds float
+  41 CancelFetch: id int
+
+  64 Progress: stage str, done int, total int
+  65 Failed: role str, text str, usage bool
+  66 Shutdown: reason str = ""
+  67 WorkerDied: role str, index int, incarnation int
+  68 WorkerUp: role str, index int, incarnation int
+
+  Sampling: temperature float = 0.0, top_k int = 0, top_p float = 1.0, min_p float = 0.0,
+    repetition_penalty float = 1.0, seed int? = nil
+  ChatMessage: role str, content str
+
+A conversation
+--------------
+1. The client connects a DEALER to the engine's `client.sock` (`engine.json` beside it has the endpoint)
+   and sends Hello. The coordinator answers Welcome, or Error with request -1 where the versions differ.
+   Anything else from a peer that has no Welcome, heartbeats too, is answered by Error with request -1. A
+   client that gets this in mid-conversation has been reconnected to a new coordinator, which does not
+   know it or its requests: it gives up.
+2. Both sides send Heartbeat every 0.5 s for as long as they live, whatever else they send. Any message
+   counts as life. A client that waited 2.5 s and got nothing takes the engine for dead. A coordinator
+   drops a heartbeat that finds a client's queue full, and forgets a client, cancelling its requests, when
+   it can no longer be reached (no route) or has been silent for long.
+3. The client numbers its requests itself (`request` >= 0, unique among its live ones):
+     Generate  -> Token with index 0, 1, 2... -> Done
+     Score     -> Scores in order of `start`  -> Done
+     Stats     -> StatsReply
+     SetPolicy -> PolicyChanged; other clients get it too, with request -1
+   Exactly one Done ends a Generate or a Score; where one cannot even begin, and instead of a StatsReply
+   or PolicyChanged, there may be one Error with that request number. Requests overlap freely; answers to
+   different ones interleave.
+4. Cancel may be sent at any time until Done arrives; the Done still follows. A Cancel of an unknown
+   request is ignored.
+5. Scores can be large. A client that reads slowly fills its queue, and the coordinator then waits with this
+   client's next block; so ask for Scores on a connection of their own, or read promptly.
+6. A malformed message is answered by Error with request -1 and otherwise ignored.
+
+Example
+-------
+Token(request=7, index=0, token=42, text="Hi") is two frames: tag 4 and version 1, then a map of four.
+
+>>> from protocol.codec import decode, encode
+>>> from protocol.messages import Token
+>>> for frame in encode(Token(request=7, index=0, token=42, text="Hi")):
+...     print(frame.hex(" "))
+04 01
+84 a7 72 65 71 75 65 73 74 07 a5 69 6e 64 65 78 00 a5 74 6f 6b 65 6e 2a a4 74 65 78 74 a2 48 69
+>>> decode([bytes([4, 1]), bytes.fromhex("84a77265717565737407a5696e64657800a5746f6b656e2aa474657874a24869")])
+Token(request=7, index=0, token=42, text='Hi')
+
+A block of scores has three arrays, so five frames; here tokens [5, 6], chosen [-0.5], logprobs [0, 0]:
+
+>>> import numpy as np
+>>> from protocol.messages import Scores
+>>> tokens, chosen = np.array([5, 6], np.int32), np.array([-0.5], np.float32)
+>>> for frame in encode(Scores(0, 1, tokens, chosen, np.empty((0, 0), np.float32)))[2:]:
+...     print(frame.hex(" ") or "(empty)")
+05 00 00 00 06 00 00 00
+00 00 00 bf
+(empty)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+
+from protocol.checks import DEFAULT, Limits
+from protocol.errors import MalformedMessage
+from protocol.fields import ArrayType, Buffer, WireType, fields_of, unknown_field
+from protocol.messages import TAGS, VERSION
+
+
+class _Plan:
+    """What encoding and decoding one message class needs, derived once from its annotations."""
+
+    def __init__(self, tag: int, message: type) -> None:
+        fields = list(fields_of(message))
+        self.message = message
+        self.name = message.__name__
+        self.prefix = bytes([tag, VERSION])
+        self.values = [(n, f, required) for n, f, required in fields if isinstance(f, WireType)]
+        self.arrays = [(n, f) for n, f, _ in fields if isinstance(f, ArrayType)]
+        self.known = {n for n, _, _ in fields}
+
+
+_BY_TAG = {tag: _Plan(tag, message) for tag, message in TAGS.items()}
+_BY_CLASS = {plan.message: plan for plan in _BY_TAG.values()}
+
+
+def encode(message: object) -> list[bytes | memoryview]:
+    """The frames of a message, without any identity frame.
+
+    A memoryview among them is an array's own memory: leave that array unchanged until ZeroMQ has sent it
+    (it copies at once unless told otherwise). Raises MalformedMessage for a value that the receiver would
+    refuse, and TypeError for an object that is no message.
+    """
+    plan = _BY_CLASS.get(type(message))
+    if plan is None:
+        raise TypeError(f"{type(message).__name__} is not a message")
+    header: dict[str, Any] = {}
+    frames: list[bytes | memoryview] = [plan.prefix, b""]
+    name = ""
+    try:
+        for name, wire, _ in plan.values:
+            header[name] = wire.pack(getattr(message, name), DEFAULT)
+        for name, array in plan.arrays:
+            header[name], frame = array.pack(getattr(message, name), DEFAULT)
+            frames.append(frame)
+    except MalformedMessage as e:
+        raise MalformedMessage(f"{plan.name}.{name} {e}") from None
+    try:
+        packed: bytes = msgpack.packb(header)
+    except UnicodeEncodeError:
+        raise MalformedMessage(f"{plan.name}: a text holds lone surrogates, which are not UTF-8") from None
+    if len(packed) > DEFAULT.header:
+        raise MalformedMessage(f"{plan.name}: {len(packed)} bytes of header, the limit is {DEFAULT.header}")
+    frames[1] = packed
+    return frames
+
+
+def decode(frames: Sequence[Buffer], *, limits: Limits = DEFAULT) -> object:
+    """The message in these frames (without any identity frame), whoever sent them.
+
+    Arrays are read-only views of the frames' memory, aligned to their item size. Raises MalformedMessage,
+    and nothing else, for anything that is not a message of this version within the limits.
+    """
+    plan, header = _open(frames, limits)
+    given: dict[str, Any] = {}
+    name = ""
+    try:
+        for name, wire, required in plan.values:
+            if name in header:
+                given[name] = wire.unpack(header[name], limits)
+            elif required:
+                raise MalformedMessage("is missing")
+        for place, (name, array) in enumerate(plan.arrays, 2):
+            given[name] = array.unpack(header.get(name), frames[place], limits)
+    except MalformedMessage as e:
+        raise MalformedMessage(f"{plan.name}.{name} {e}") from None
+    if len(given) != len(header):
+        raise MalformedMessage(f"{plan.name}: {unknown_field(header, plan.known)}")
+    return plan.message(**given)
+
+
+def wire_version(frames: Sequence[Buffer]) -> int | None:
+    """The version that these frames claim, also where it is not ours; None where they claim none."""
+    first = memoryview(frames[0]) if frames else memoryview(b"")
+    return first.tobytes()[1] if first.nbytes == 2 else None
+
+
+def _open(frames: Sequence[Buffer], limits: Limits) -> tuple[_Plan, dict[str, Any]]:
+    """Everything about the frames but the fields' values."""
+    version = wire_version(frames)
+    if version is None:
+        raise MalformedMessage("the first frame is not two bytes, a tag and a version")
+    if version != VERSION:
+        raise MalformedMessage(f"a message of wire version {version}; this side speaks version {VERSION}")
+    plan = _BY_TAG.get(memoryview(frames[0]).tobytes()[0])
+    if plan is None:
+        raise MalformedMessage(f"unknown tag {memoryview(frames[0]).tobytes()[0]}")
+    expected = 2 + len(plan.arrays)
+    if len(frames) != expected:
+        raise MalformedMessage(f"{plan.name} has {expected} frames, not {len(frames)}")
+    packed = memoryview(frames[1])
+    if packed.nbytes > limits.header:
+        raise MalformedMessage(f"{plan.name}: {packed.nbytes} bytes of header, the limit is {limits.header}")
+    try:
+        header = msgpack.unpackb(
+            packed,
+            object_pairs_hook=_map,
+            ext_hook=_no_extension,
+            max_str_len=limits.header,
+            max_bin_len=limits.header,
+            max_array_len=limits.items,
+            max_map_len=limits.keys,
+            max_ext_len=0,
+        )
+    except (ValueError, msgpack.UnpackException) as e:
+        raise MalformedMessage(f"{plan.name}: the header is not plain msgpack ({_one_line(e)})") from None
+    if type(header) is not dict:
+        raise MalformedMessage(f"{plan.name}: the header is not a map")
+    return plan, header
+
+
+def _map(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key appears twice in a map")
+    return result
+
+
+def _no_extension(code: int, data: bytes) -> None:
+    raise ValueError(f"extension type {code}")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:80] or type(error).__name__

@@ -1,0 +1,21 @@
+"""Errors of the protocol package, each with when it is raised."""
+
+
+class ProtocolError(Exception):
+    """Base of this package's errors; its text is one line for a person."""
+
+
+class MalformedMessage(ProtocolError):
+    """Frames that are not a message of this version: wrong tag, types, sizes, counts or limits."""
+
+
+class VersionMismatch(ProtocolError):
+    """The peer speaks another version of the protocol."""
+
+
+class EngineGone(ProtocolError):
+    """The engine cannot be reached, or has been silent for longer than the heartbeat allows."""
+
+
+class RequestFailed(ProtocolError):
+    """The engine answered a request with an error; the text is the engine's."""

@@ -1,0 +1,388 @@
+"""Every message that Tandem's processes and clients exchange, as frozen dataclasses.
+
+This module is the vocabulary; `codec.py` documents and implements the bytes. A field's annotation is
+its wire type: the codec checks each value against it before anything is allocated. Allowed are `int`,
+`float`, `str`, `bool`, `bytes`, `X | None`, `tuple[X, ...]`, `Tree` (a JSON-like mapping), another
+record of this module, and the array types below (each travels as one raw frame).
+
+`TAGS` gives each message its number on the wire. A number is never used again for something else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """The wire type of an array field: numpy dtype name and number of dimensions, C order."""
+
+    dtype: str
+    ndim: int
+
+
+F32Vector = Annotated[NDArray[np.float32], ArraySpec("float32", 1)]
+F32Matrix = Annotated[NDArray[np.float32], ArraySpec("float32", 2)]
+I32Vector = Annotated[NDArray[np.int32], ArraySpec("int32", 1)]
+I32Matrix = Annotated[NDArray[np.int32], ArraySpec("int32", 2)]
+
+JsonObject = dict[str, Any]
+# str keys; values None, bool, int, float, str, and lists and mappings of these
+Tree = Annotated[JsonObject, "tree"]
+
+
+# --- client <-> coordinator -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. temperature 0 is greedy, and then only `repetition_penalty` acts."""
+
+    temperature: float = 0.0
+    top_k: int = 0  # 0: no limit
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None  # None: drawn by the engine
+
+
+@dataclass(frozen=True)
+class ChatMessage:
+    """One turn of a conversation, rendered by the model's chat template."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Hello:
+    """A client's first message. The coordinator answers Welcome, or Error where the versions differ."""
+
+    version: int
+    client: str = ""
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """The coordinator's answer to Hello: what this engine is."""
+
+    version: int
+    engine: str
+    model: str
+    fingerprint: str
+    device: str
+    policy: str
+    exact: bool
+    vocabulary: int
+    context: int  # tokens: prompt and answer together
+    has_tokenizer: bool
+    has_chat_template: bool
+    emulation: str = ""  # names --link-gbps and --host-slowdown when they pace this engine
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Ask for an answer. Exactly one of `prompt`, `token_ids`, `messages` is given.
+
+    The coordinator answers any number of Token and then exactly one Done with the same `request`.
+    `request` is the client's own number, unique among its live requests.
+    """
+
+    request: int
+    prompt: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    messages: tuple[ChatMessage, ...] | None = None
+    max_tokens: int = 128
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class Token:
+    """One new token. `text` is what may be shown now: whole characters, and nothing that a stop string may
+    still take back; it can be empty."""
+
+    request: int
+    index: int  # 0 for the first new token
+    token: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """The one terminal message of a Generate or Score. `reason`: stop | length | cancelled | error."""
+
+    request: int
+    reason: str
+    error: str = ""  # what was wrong and what to do, when reason is "error"
+    text: str = ""  # text held back by Token messages and now certain
+    stats: Tree = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """End this client's own request. Its Done follows, with reason "cancelled" unless it ended before."""
+
+    request: int
+
+
+@dataclass(frozen=True)
+class Score:
+    """Ask for log-probabilities of a given text; exactly one of `text`, `token_ids`. Answered by Scores
+    blocks in order, then Done. `stepwise`: the first `prefill` tokens (at least 1) as a prefill, the
+    rest one token at a time by the decode path. `full`: send the whole [rows, vocabulary] matrix too."""
+
+    request: int
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    stepwise: bool = False
+    prefill: int = 1
+    full: bool = False
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Rows [start, start+n) of a Score's answer. Row i predicts token i+1 and is natural-log
+    probabilities; `tokens` holds the n tokens at those positions; `chosen[j]` is the log-probability
+    that row start+j gives to the following token (the text's last row has none, so the last block's
+    chosen is one shorter). `logprobs` is [n, vocabulary], or [0, 0] unless `full`."""
+
+    request: int
+    start: int
+    tokens: I32Vector
+    chosen: F32Vector
+    logprobs: F32Matrix
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Ask for the engine's counters; answered by StatsReply."""
+
+    request: int
+
+
+@dataclass(frozen=True)
+class StatsReply:
+    request: int
+    stats: Tree
+
+
+@dataclass(frozen=True)
+class SetPolicy:
+    """Change the policy between two steps; answered by PolicyChanged (sent to every client, with
+    `request` -1 for all but the asker) or by Error."""
+
+    request: int
+    policy: str
+    options: Tree = field(default_factory=dict)  # option name -> text value, as in --set policy.option=value
+
+
+@dataclass(frozen=True)
+class PolicyChanged:
+    request: int
+    policy: str
+    exact: bool
+    notes: tuple[str, ...] = ()  # what the policy could not do as asked, with the reason
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """Sent both ways; a peer that is silent for too long is taken for dead."""
+
+    time: float = 0.0  # seconds, the sender's monotonic clock; echoed by nobody
+
+
+@dataclass(frozen=True)
+class Error:
+    """A message could not be served. `request` is -1 where it is not known."""
+
+    request: int
+    text: str
+
+
+# --- coordinator <-> worker, coordinator <-> prefetcher ------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A child can do its work. Sent to the supervisor, and by workers and prefetcher to the coordinator.
+    Peers refuse another `version` or `fingerprint`."""
+
+    version: int
+    role: str  # loader | coordinator | worker | prefetcher
+    index: int
+    incarnation: int
+    pid: int
+    fingerprint: str
+    notes: tuple[str, ...] = ()  # for the person who is waiting: what could not be pinned, say
+
+
+@dataclass(frozen=True)
+class Work:
+    """Compute some tiles of some experts of one layer, for the rows of `x` that route to them.
+
+    items[i] = (expert, lo, hi): tiles [lo, hi). Item i acts on rows[offsets[i]:offsets[i+1]] of `x`
+    with the routing weights at the same places of `weights`.
+    """
+
+    seq: int  # unique within the coordinator's life
+    layer: int
+    items: I32Matrix  # [n, 3]
+    offsets: I32Vector  # [n + 1]
+    rows: I32Vector  # [offsets[-1]]
+    weights: F32Vector  # [offsets[-1]]
+    x: F32Matrix  # [R, hidden]
+
+
+@dataclass(frozen=True)
+class Partial:
+    """The weighted sum over a Work's items, a row for each row of its `x`."""
+
+    seq: int
+    incarnation: int
+    busy: float  # seconds the worker computed, without waiting and transport
+    y: F32Matrix  # [R, hidden]
+
+
+@dataclass(frozen=True)
+class WorkFailed:
+    """A worker could not do a Work (its indices are out of range, say); the worker lives on."""
+
+    seq: int
+    incarnation: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Abandon:
+    """Nobody waits for this Work any more: skip it if it has not been started."""
+
+    seq: int
+
+
+@dataclass(frozen=True)
+class AttachSlab:
+    """Coordinator to prefetcher: where the slab is. kind "shm": `handle` is the segment's name; kind
+    "cuda": a CUDA IPC memory handle."""
+
+    kind: str
+    handle: bytes
+    device: int
+    slots: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True)
+class SlabAttached:
+    incarnation: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Copy tiles [lo, lo+len(slots)) of an expert to these slots, in this order."""
+
+    id: int
+    layer: int
+    expert: int
+    lo: int
+    slots: tuple[int, ...]
+    urgency: int  # 0 demanded now, 1 predicted, 2 placement in the background; smaller overtakes
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """`landed` tiles of the order are in their slots. `final`: nothing more comes for this order (all
+    landed, or it was cancelled and the tiles after `landed` were not written)."""
+
+    id: int
+    incarnation: int
+    landed: int
+    final: bool
+    seconds: float  # copying time of this order so far
+
+
+@dataclass(frozen=True)
+class CancelFetch:
+    """Stop an order after the tile that is being copied; its final Fetched follows."""
+
+    id: int
+
+
+# --- supervisor <-> children ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Loader to supervisor: `done` of `total` bytes of a stage."""
+
+    stage: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A child cannot do its work and exits. `usage`: the user's input is at fault (exit code 2)."""
+
+    role: str
+    text: str
+    usage: bool
+
+
+@dataclass(frozen=True)
+class Shutdown:
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class WorkerDied:
+    role: str  # worker | prefetcher
+    index: int
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class WorkerUp:
+    role: str
+    index: int
+    incarnation: int
+
+
+TAGS: dict[int, type] = {
+    1: Hello,
+    2: Welcome,
+    3: Generate,
+    4: Token,
+    5: Done,
+    6: Cancel,
+    7: Score,
+    8: Scores,
+    9: Stats,
+    10: StatsReply,
+    11: SetPolicy,
+    12: PolicyChanged,
+    13: Heartbeat,
+    14: Error,
+    32: Ready,
+    33: Work,
+    34: Partial,
+    35: WorkFailed,
+    36: Abandon,
+    37: AttachSlab,
+    38: SlabAttached,
+    39: Fetch,
+    40: Fetched,
+    41: CancelFetch,
+    64: Progress,
+    65: Failed,
+    66: Shutdown,
+    67: WorkerDied,
+    68: WorkerUp,
+}
+VERSION = 1

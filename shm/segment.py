@@ -1,0 +1,164 @@
+"""POSIX shared-memory segments as numpy arrays.
+
+A segment is created whole: its name is new (O_CREX), its mode is 0600 whatever the umask, and every page
+is allocated before `create` returns. A page that does not exist is an error there and never a SIGBUS in
+the middle of a computation.
+
+Names begin with a slash and contain no other. This module knows nothing about what the bytes mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+from collections.abc import Callable
+from types import TracebackType
+
+import numpy as np
+import posix_ipc
+import psutil
+
+from shm.errors import NotEnoughMemory, SegmentMissing, ShmError
+from shm.layout import Bytes
+
+SHM_FOLDER = "/dev/shm"
+ALLOCATION_STEP = 1 << 28  # bytes allocated between two calls of `progress`
+
+
+class Segment:
+    """One mapped segment. `array` is uint8 [size], read-only unless the mapping is writable.
+
+    `close` ends this object's use. Where other views of `array` are still alive, the memory stays mapped
+    until the last of them is garbage: a view never dangles, and closing in any order is safe.
+    """
+
+    def __init__(self, name: str, descriptor: int, size: int, writable: bool) -> None:
+        """Map an open descriptor, which this object then does not keep. Use `create` or `attach`."""
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self.name = name
+        self.size = size
+        self.writable = writable
+        self._map: mmap.mmap | None = mmap.mmap(descriptor, size, mmap.MAP_SHARED, protection)
+        self._array: Bytes | None = np.frombuffer(self._map, dtype=np.uint8)
+
+    @classmethod
+    def create(cls, name: str, size: int, progress: Callable[[int], None] | None = None) -> Segment:
+        """A new, zeroed, writable segment of `size` bytes; `progress` is given the bytes allocated so far.
+
+        Raises NotEnoughMemory where its pages cannot all be had, ShmError where the name is taken; a
+        segment that could not be completed is removed again.
+        """
+        if size < 1:
+            raise ValueError(f"a segment needs a positive size, not {size}")
+        try:
+            memory = posix_ipc.SharedMemory(name, flags=posix_ipc.O_CREX, mode=0o600)
+        except posix_ipc.ExistentialError:
+            raise ShmError(f"the shared-memory segment {name} exists already") from None
+        try:
+            os.fchmod(memory.fd, 0o600)  # the umask may have taken bits away
+            for start in range(0, size, ALLOCATION_STEP):
+                os.posix_fallocate(memory.fd, start, min(ALLOCATION_STEP, size - start))
+                if progress is not None:
+                    progress(min(start + ALLOCATION_STEP, size))
+            return cls(name, memory.fd, size, writable=True)
+        except OSError as e:
+            unlink(name)
+            if e.errno not in (errno.ENOSPC, errno.ENOMEM):
+                raise
+            raise NotEnoughMemory(_too_small(size, free_shm_bytes())) from None
+        except BaseException:
+            unlink(name)
+            raise
+        finally:
+            memory.close_fd()
+
+    @classmethod
+    def attach(cls, name: str, writable: bool = False) -> Segment:
+        """Map an existing segment. Raises SegmentMissing where there is none, ShmError where it is another
+        user's or empty."""
+        try:
+            memory = posix_ipc.SharedMemory(name, read_only=not writable)
+        except posix_ipc.ExistentialError:
+            raise SegmentMissing(f"there is no shared-memory segment {name}") from None
+        except posix_ipc.PermissionsError:
+            raise ShmError(f"the shared-memory segment {name} may not be opened by this user") from None
+        try:
+            status = os.fstat(memory.fd)
+            # Anybody can create names in /dev/shm; another user's bytes must not pass for ours.
+            if status.st_uid != os.geteuid():
+                raise ShmError(f"the shared-memory segment {name} belongs to another user")
+            if status.st_size == 0:
+                raise ShmError(f"the shared-memory segment {name} is empty")
+            return cls(name, memory.fd, status.st_size, writable)
+        finally:
+            memory.close_fd()
+
+    @property
+    def array(self) -> Bytes:
+        """uint8 [size]. Raises ValueError after `close`."""
+        if self._array is None:
+            raise ValueError(f"the shared-memory segment {self.name} is closed here")
+        return self._array
+
+    def close(self) -> None:
+        """End this object's use; the segment itself stays until `unlink`. May be called twice."""
+        if self._map is None:
+            return
+        mapping, self._map, self._array = self._map, None, None
+        with contextlib.suppress(BufferError):  # views are alive: the last one's end unmaps it
+            mapping.close()
+
+    def __enter__(self) -> Segment:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def unlink(name: str) -> None:
+    """Remove a segment's name; its memory is freed with the last mapping. Quiet where there is none."""
+    with contextlib.suppress(posix_ipc.ExistentialError):
+        posix_ipc.unlink_shared_memory(name)
+
+
+def free_shm_bytes() -> int:
+    """Bytes that /dev/shm can still hold."""
+    status = os.statvfs(SHM_FOLDER)
+    return status.f_bavail * status.f_frsize
+
+
+def available_memory() -> int:
+    """Bytes of memory that can be had without swapping (MemAvailable)."""
+    return int(psutil.virtual_memory().available)
+
+
+def check_space(needed: int, reserve: int) -> None:
+    """Raise NotEnoughMemory, one line that says what to change, unless `needed` bytes fit both /dev/shm and
+    the memory that is available once `reserve` bytes are left for everything else."""
+    shm, memory = free_shm_bytes(), available_memory()
+    if needed > memory - reserve:
+        raise NotEnoughMemory(
+            f"{gigabytes(needed)} of shared memory are needed, but of the {gigabytes(memory)} of memory that "
+            f"are available {gigabytes(reserve)} must stay free for the rest: use a smaller --format, a "
+            "smaller model, or close other programs"
+        )
+    if needed > shm:
+        raise NotEnoughMemory(_too_small(needed, shm))
+
+
+def gigabytes(count: int) -> str:
+    """A byte count for a person: "25.13 GB", or "31.5 MB" below a gigabyte."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def _too_small(needed: int, free: int) -> str:
+    status = os.statvfs(SHM_FOLDER)
+    enough = status.f_blocks * status.f_frsize - free + needed
+    return (
+        f"{gigabytes(needed)} of shared memory are needed, but {SHM_FOLDER} has {gigabytes(free)} free: "
+        f"use a smaller --format, or enlarge it: mount -o remount,size={enough // 2**20 + 64}m {SHM_FOLDER}"
+    )

@@ -1,0 +1,175 @@
+"""The store: every expert of a model in one shared-memory segment.
+
+`shm/manifest.py` specifies the header page and the manifest, and argues why a reader may believe them;
+`shm/layout.py` specifies the bytes after them. One loader builds a store, under the store's build lock
+(`shm/locks.py`); any number of processes then attach it, which takes the same time whatever its size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+
+import numpy as np
+
+from shm.errors import ShmError, StoreDamaged, StoreInvalid
+from shm.layout import PAGE, Bytes, StoreLayout
+from shm.manifest import (
+    BUILDING,
+    MAX_MANIFEST,
+    READY,
+    STATE_OFFSET,
+    StoreManifest,
+    data_offset,
+    pack_head,
+    read_head,
+    store_bytes,
+)
+from shm.segment import Segment, unlink
+
+STORE_PREFIX = "/tandem-store-"
+
+
+def store_name(fingerprint: str) -> str:
+    """The segment's name, the same for all engines of this user and model. The user is part of it: two
+    people may run the same model from one directory, and neither may open the other's segment."""
+    return f"{STORE_PREFIX}{fingerprint[:16]}-{os.geteuid()}"
+
+
+class Store:
+    """A finished store, attached. The views it gives are read-only."""
+
+    def __init__(self, segment: Segment, manifest: StoreManifest, start: int) -> None:
+        """View a segment whose experts begin at byte `start`. Use `attach`."""
+        self.segment = segment
+        self.manifest = manifest
+        self.layout: StoreLayout = manifest.layout
+        data = segment.array[start:]
+        data.flags.writeable = False
+        self._data: Bytes | None = data
+        self._tile_bytes = self.layout.tile_bytes
+
+    @classmethod
+    def attach(cls, name: str, fingerprint: str | None = None, writable: bool = False) -> Store:
+        """Map a store; its weights are not read. `writable` maps its pages read-write, which locking them
+        for a device requires; the views stay read-only.
+
+        Raises SegmentMissing where there is none, StoreInvalid unless it is ready, of this version and, if
+        a fingerprint is given, of that model.
+        """
+        segment = Segment.attach(name, writable)
+        try:
+            head = segment.array[: PAGE + MAX_MANIFEST]
+            manifest, start = read_head(head, segment.size)
+            if fingerprint is not None and manifest.fingerprint != fingerprint:
+                raise StoreInvalid(f"it belongs to another model ({manifest.source})")
+            return cls(segment, manifest, start)
+        except StoreInvalid as e:
+            segment.close()
+            raise StoreInvalid(f"the store {name} cannot be used: {e}") from None
+
+    @property
+    def fingerprint(self) -> str:
+        return self.manifest.fingerprint
+
+    def tiles(self, layer: int, expert: int, lo: int, hi: int) -> Bytes:
+        """Tiles [lo, hi) of an expert: uint8 [(hi-lo) * tile_bytes], read-only. Raises IndexError outside
+        the shape, ValueError after `close`."""
+        if self._data is None:
+            raise ValueError(f"the store {self.segment.name} is closed here")
+        if not 0 <= lo <= hi <= self.layout.shape.tiles:
+            raise IndexError(f"no tiles {lo} to {hi} in an expert of {self.layout.shape.tiles}")
+        start = self.layout.offset(layer, expert, lo)
+        return self._data[start : start + (hi - lo) * self._tile_bytes]
+
+    def verify(self) -> None:
+        """Compare every layer with its checksum, on all cores. Raises StoreDamaged naming the layers that
+        differ, ValueError after `close`."""
+        if self._data is None:
+            raise ValueError(f"the store {self.segment.name} is closed here")
+        layers = self._data.reshape(self.layout.shape.layers, self.layout.layer_stride)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            sums = list(pool.map(zlib.crc32, layers))
+        pairs = zip(sums, self.manifest.checksums, strict=True)
+        damaged = [layer for layer, (found, expected) in enumerate(pairs) if found != expected]
+        if damaged:
+            raise StoreDamaged(f"the store {self.segment.name} is damaged in layers {damaged}")
+
+    def close(self) -> None:
+        """End this process's use (see Segment.close). May be called twice."""
+        self._data = None
+        self.segment.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class StoreBuilder:
+    """A store being filled, by the holder of its build lock: every byte of every expert is written once, then
+    `finish` makes it a store. `discard` removes what could not be finished."""
+
+    def __init__(self, segment: Segment, manifest: StoreManifest) -> None:
+        """Fill a new segment. Use `create`."""
+        self.segment = segment
+        self.manifest = manifest
+        self.layout: StoreLayout = manifest.layout
+        self._start = data_offset(len(manifest.pack()))
+        self._checksums: dict[int, int] = {}
+
+    @classmethod
+    def create(
+        cls, name: str, manifest: StoreManifest, progress: Callable[[int], None] | None = None
+    ) -> StoreBuilder:
+        """A new segment for a store; `progress` is given the bytes allocated so far. Raises NotEnoughMemory,
+        and ShmError where the name is taken."""
+        if len(manifest.pack()) > MAX_MANIFEST:
+            raise ShmError(f"a store of {manifest.shape.layers} layers needs too long a manifest")
+        segment = Segment.create(name, store_bytes(manifest), progress)
+        head = pack_head(manifest, BUILDING)
+        segment.array[: len(head)] = np.frombuffer(head, dtype=np.uint8)
+        return cls(segment, manifest)
+
+    def layer(self, layer: int) -> Bytes:
+        """All experts of a layer: uint8 [layer_stride], writable."""
+        start = self._start + self.layout.offset(layer, 0)
+        return self.segment.array[start : start + self.layout.layer_stride]
+
+    def expert(self, layer: int, expert: int) -> Bytes:
+        """One expert and the padding after it: uint8 [expert_stride], writable."""
+        start = self._start + self.layout.offset(layer, expert)
+        return self.segment.array[start : start + self.layout.expert_stride]
+
+    def checksum(self, layer: int) -> int:
+        """The crc32 of a layer that has been filled; remembered for `finish`. It releases the interpreter's
+        lock, so layers can be summed in threads while others are filled."""
+        value = zlib.crc32(self.layer(layer).data)
+        self._checksums[layer] = value
+        return value
+
+    def finish(self) -> StoreManifest:
+        """Write the manifest, with the checksums of all layers, and make the store ready; returns that
+        manifest. The builder is closed."""
+        layers = range(self.layout.shape.layers)
+        for layer in layers:
+            if layer not in self._checksums:
+                self.checksum(layer)
+        manifest = dataclasses.replace(self.manifest, checksums=tuple(self._checksums[n] for n in layers))
+        head = pack_head(manifest, BUILDING)
+        self.segment.array[: len(head)] = np.frombuffer(head, dtype=np.uint8)
+        self.segment.array[STATE_OFFSET : STATE_OFFSET + 4].view("<u4")[0] = READY  # last: see manifest.py
+        self.segment.close()
+        return manifest
+
+    def discard(self) -> None:
+        """Remove an unfinished store."""
+        self.segment.close()
+        unlink(self.segment.name)

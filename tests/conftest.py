@@ -1,0 +1,202 @@
+"""What all tests share: a place of their own, a tiny model, engines, and the leak check of the session.
+
+The tests have their own runtime and cache directories, so that a person's engines are neither seen nor
+touched. At the end of the session nothing of what was started may be left: the session fails and lists it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from safetensors.numpy import save_file
+
+from launch.supervisor import Supervisor
+from pipeline.assets import model_dir
+from pipeline.config import EngineConfig
+from protocol.client import Client
+from protocol.sockets import runtime_root
+
+SHM = Path("/dev/shm")
+SETTLE_SECONDS = 6.0  # orphans have this long to notice that their parent is gone
+PLACE = Path(tempfile.mkdtemp(prefix="tt-", dir="/tmp"))  # short: socket paths are
+
+os.environ["XDG_RUNTIME_DIR"] = str(PLACE)
+os.environ["XDG_CACHE_HOME"] = str(PLACE / "cache")
+
+EngineFactory = Callable[[EngineConfig], AbstractAsyncContextManager[tuple[Supervisor, Client]]]
+
+
+@pytest.fixture(scope="session")
+def start_engine() -> EngineFactory:
+    """`async with start_engine(config) as (supervisor, client)`: a real engine in this process's care. It has
+    a slab, so that SetPolicy can take it through every preset; a name is made where the config has none."""
+    names = itertools.count()
+
+    @asynccontextmanager
+    async def start(config: EngineConfig) -> AsyncIterator[tuple[Supervisor, Client]]:
+        named = replace(config, name=config.name or f"t{os.getpid()}-{next(names)}")
+        async with (
+            Supervisor(named, slab=True, log_level="WARNING") as supervisor,
+            Client.connect(supervisor.endpoint, name="tests") as client,
+        ):
+            yield supervisor, client
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Iterator[Path]:
+    """A Mixtral of 2 layers and 4 experts with random weights and the embedded model's tokenizer: as quick to
+    start as a model can be. Hidden 64, intermediate 96, vocabulary 4096, context 256."""
+    folder = PLACE / "tiny"
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(model_dir() / name, folder / name)
+    write_mixtral(folder, layers=2, hidden=64, intermediate=96, experts=4, vocabulary=4096, context=256)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def write_mixtral(
+    folder: Path, *, layers: int, hidden: int, intermediate: int, experts: int, vocabulary: int, context: int
+) -> None:
+    """Write config.json and model.safetensors of a random Mixtral: 4 heads, 2 of keys and values, top-2."""
+    heads, kv_heads = 4, 2
+    head = hidden // heads
+    config = {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 2,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": context,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": "float32",
+    }
+    random = np.random.default_rng(0)
+
+    def matrix(*shape: int) -> np.ndarray:
+        return (random.standard_normal(shape) * shape[-1] ** -0.5).astype(np.float32)
+
+    tensors = {
+        "model.embed_tokens.weight": matrix(vocabulary, hidden),
+        "model.norm.weight": np.ones(hidden, np.float32),
+    }
+    for i in range(layers):
+        layer = f"model.layers.{i}."
+        moe = layer + "block_sparse_moe."
+        tensors |= {
+            layer + "input_layernorm.weight": np.ones(hidden, np.float32),
+            layer + "post_attention_layernorm.weight": np.ones(hidden, np.float32),
+            layer + "self_attn.q_proj.weight": matrix(heads * head, hidden),
+            layer + "self_attn.k_proj.weight": matrix(kv_heads * head, hidden),
+            layer + "self_attn.v_proj.weight": matrix(kv_heads * head, hidden),
+            layer + "self_attn.o_proj.weight": matrix(hidden, heads * head),
+            moe + "gate.weight": matrix(experts, hidden),
+        }
+        for e in range(experts):
+            tensors[f"{moe}experts.{e}.w1.weight"] = matrix(intermediate, hidden)
+            tensors[f"{moe}experts.{e}.w2.weight"] = matrix(hidden, intermediate)
+            tensors[f"{moe}experts.{e}.w3.weight"] = matrix(intermediate, hidden)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[_SEGMENTS] = _segments()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while (leaks := _leaks(session.config.stash[_SEGMENTS])) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    session.config.stash[_LEAKS] = leaks
+    if leaks and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    shutil.rmtree(PLACE, ignore_errors=True)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    leaks = terminalreporter.config.stash.get(_LEAKS, [])
+    if leaks:
+        terminalreporter.section("leaked by this session", red=True)
+    for leak in leaks:
+        terminalreporter.line(leak)
+    kinds = ("passed", "failed", "error", "skipped")
+    counts = {kind: len(terminalreporter.stats.get(kind, [])) for kind in kinds}
+    total = sum(counts.values())
+    words = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count or kind == "passed")
+    terminalreporter.line(f"tests: {total} ({words}), leaks: {len(leaks)}")
+
+
+_SEGMENTS = pytest.StashKey[set[str]]()
+_LEAKS = pytest.StashKey[list[str]]()
+
+
+def _leaks(segments_before: set[str]) -> list[str]:
+    """Processes, segments, and runtime directories of this session that are still there."""
+    ours = {p.pid: p for p in _processes_of_this_session()}
+    found = [f"process {pid}: {_command(p)}" for pid, p in ours.items()]
+    segments = _segments() - segments_before
+    if segments:  # another program's engine may have started meanwhile, and lives
+        segments -= _mapped_by_others(set(ours))
+    found += [f"segment /dev/shm/{name}" for name in sorted(segments)]
+    # the folder of the store's lock files, .locks, is no engine's and stays
+    directories = [p for p in sorted(runtime_root().iterdir()) if not p.name.startswith(".")]
+    return found + [f"runtime directory {p}" for p in directories]
+
+
+def _segments() -> set[str]:
+    return {path.name for path in SHM.glob("tandem-*")}
+
+
+def _processes_of_this_session() -> Iterator[psutil.Process]:
+    """Children, and whatever else lives with this session's runtime directory, whoever its parent is now."""
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("XDG_RUNTIME_DIR") != str(PLACE) or process.pid == os.getpid():
+                continue
+            # the resource tracker is Python's own and ends with this process
+            if process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in _command(process):
+                yield process
+        except psutil.Error:
+            continue  # gone, or another user's
+
+
+def _mapped_by_others(ours: set[int]) -> set[str]:
+    mapped: set[str] = set()
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.pid not in ours:
+                maps = process.memory_maps()
+                mapped |= {Path(m.path).name for m in maps if m.path.startswith("/dev/shm/tandem-")}
+        except psutil.Error:
+            continue
+    return mapped
+
+
+def _command(process: psutil.Process) -> str:
+    return " ".join(process.cmdline())[:120]

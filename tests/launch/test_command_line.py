@@ -1,0 +1,176 @@
+"""The command line's errors: one line on stderr, exit code 2, nothing on stdout, nothing started."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launch.cli import main
+from launch.options import NOT_YET, parse
+from pipeline.config import EngineConfig
+from protocol.messages import Sampling
+
+ROOT = Path(__file__).parents[2]
+
+
+def launch(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "launch.py"), *arguments]
+    return subprocess.run(
+        command, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+    )
+
+
+Complaint = Callable[..., str]
+
+
+@pytest.fixture
+def complaint(capfd: pytest.CaptureFixture[str]) -> Complaint:
+    """The one line that a wrong command line gets."""
+
+    def complaint(*arguments: str) -> str:
+        assert main(list(arguments)) == 2
+        out, err = capfd.readouterr()
+        assert out == ""
+        assert err.startswith("launch.py: ")
+        assert err.count("\n") == 1, err
+        return err
+
+    return complaint
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("generate", ["--prompt", "--prompt-tokens", "required"]),
+        ("generate --prompt a --prompt-tokens 1", ["not allowed with"]),
+        ("generate --prompt a --max-tokens 0", ["--max-tokens", "at least 1"]),
+        ("generate --prompt a --max-tokens -3", ["--max-tokens", "at least 1"]),
+        ("generate --prompt a --max-tokens many", ["--max-tokens", "many"]),
+        ("generate --prompt-tokens 1,-2", ["not negative", "-2"]),
+        ("generate --prompt-tokens 1,x", ["token ids"]),
+        ("generate --prompt a --policy fidler", ["fidler", "fiddler"]),
+        ("generate --prompt a --policy random --set random.sed=1", ["sed", "seed"]),
+        ("generate --prompt a --policy random --set random.seed=x", ["random", "seed", "x"]),
+        ("generate --prompt a --policy random --set fiddler.seed=1", ["random", "fiddler"]),
+        ("generate --prompt a --policy random --set seed", ["random.option=value"]),
+        ("generate --prompt a --set random.seed=1", ["--policy"]),
+        ("generate --prompt a --expert-cache 1.5", ["--expert-cache", "between 0 and 1"]),
+        ("generate --prompt a --expert-cache -0.1", ["--expert-cache", "between 0 and 1"]),
+        ("generate --prompt a --expert-cache nan", ["--expert-cache", "between 0 and 1"]),
+        ("generate --prompt a --tile 0", ["--tile", "at least 1"]),
+        ("generate --prompt a --workers 0", ["--workers", "at least 1"]),
+        ("generate --prompt a --context 0", ["--context", "at least 1"]),
+        ("generate --prompt a --device gpu", ["gpu", "auto, cpu, cuda"]),
+        ("generate --prompt a --format int3", ["int3", "bf16"]),
+        ("generate --prompt a --temperature -1", ["--temperature", "at least 0"]),
+        ("generate --prompt a --top-p 0", ["--top-p", "above 0"]),
+        ("generate --prompt a --host-slowdown 0.5", ["--host-slowdown"]),
+        ("generate --prompt a --link-gbps 0", ["--link-gbps"]),
+        ("generate --prompt a --costs /nowhere/costs.json", ["/nowhere/costs.json"]),
+        ("generate --prompt a --model /nowhere/model", ["/nowhere/model"]),
+        ("generate --prompt a --name a/b", ["--name"]),
+        ("generate --prompt a --tepmerature 1", ["--tepmerature", "--temperature"]),
+        ("genrate --prompt a", ["genrate", "generate"]),
+        ("score", ["--text", "--tokens"]),
+        ("score --text /nowhere/text", ["/nowhere/text"]),
+        ("score --tokens /nowhere/ids.json", ["/nowhere/ids.json"]),
+        ("score --text README.md --out /nowhere/a.npy", ["/nowhere/a.npy"]),
+        ("score --text README.md --prefill 3", ["--stepwise"]),
+        ("score --text README.md --prefill 0 --stepwise", ["--prefill"]),
+        ("--temperature 1 score --text README.md", ["--temperature", "score"]),
+        ("generate --prompt a --connect x --policy fiddler", ["--policy", "--connect"]),
+        ("generate --prompt a --connect x --expert-cache 0.5", ["--expert-cache", "--connect"]),
+        ("generate --prompt a --connect nobody", ["nobody"]),
+        ("generate --prompt a --connect", ["no engine is running"]),
+        ("serve --connect", ["serve"]),
+    ],
+)
+def test_wrong_usage_is_one_line(arguments: str, words: list[str], complaint: Complaint) -> None:
+    line = complaint(*arguments.split())
+    for word in words:
+        assert word in line
+
+
+@pytest.mark.parametrize("command", NOT_YET)
+def test_what_is_not_there_yet_says_so(command: str, complaint: Complaint) -> None:
+    assert f"{command} is not there yet" in complaint(command, "--policy", "a,b", "--anything")
+
+
+def test_a_real_process_ends_with_the_same(tmp_path: Path) -> None:
+    done = launch("generate", "--prompt", "a", "--policy", "fidler", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("launch.py: ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", ["[1, 2", '{"a": 1}', "[1, true]", "[1, -2]", '["1"]', "[1.0]"])
+def test_files_of_token_ids_are_checked(content: str, tmp_path: Path, complaint: Complaint) -> None:
+    file = tmp_path / "ids.json"
+    file.write_text(content)
+    assert str(file) in complaint("score", "--tokens", str(file))
+
+
+def test_text_must_be_utf8(tmp_path: Path, complaint: Complaint) -> None:
+    file = tmp_path / "text"
+    file.write_bytes(b"caf\xe9")
+    assert "UTF-8" in complaint("score", "--text", str(file))
+
+
+def test_a_model_of_an_unknown_architecture(tmp_path: Path, tiny_model: Path, complaint: Complaint) -> None:
+    config = json.loads((tiny_model / "config.json").read_text()) | {"model_type": "mamba"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(tiny_model / "model.safetensors")
+    line = complaint("generate", "--prompt", "a", "--model", str(tmp_path))
+    assert "mamba" in line
+    assert "mixtral" in line
+
+
+def test_a_half_downloaded_model(tmp_path: Path, tiny_model: Path, complaint: Complaint) -> None:
+    (tmp_path / "config.json").symlink_to(tiny_model / "config.json")
+    whole = (tiny_model / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    assert str(tmp_path) in complaint("generate", "--prompt", "a", "--model", str(tmp_path))
+
+
+def test_help_is_quick_and_needs_no_engine(tmp_path: Path) -> None:
+    began = time.monotonic()
+    done = launch("--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "generate" in done.stdout
+    assert time.monotonic() - began < 3  # 0.2 s on an idle machine; importing torch alone takes longer
+
+
+def test_starting_imports_no_torch() -> None:
+    script = "import sys, launch.session, launch.chat, launch.score; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60).returncode == 0
+
+
+def test_defaults_are_those_of_the_dataclasses() -> None:
+    options = parse(["generate", "--prompt", "a"])
+    assert options.config() == EngineConfig()
+    assert options.sampling == Sampling()
+    assert not options.slab
+
+
+def test_options_are_taken_before_and_after_the_command() -> None:
+    options = parse("--policy random --workers 3 generate --prompt a --seed 7 --set random.churn=1".split())
+    expected = EngineConfig(policy="random", workers=3, seed=7, policy_options={"churn": "1"})
+    assert options.config() == expected
+    assert options.sampling == Sampling(seed=7)
+
+
+def test_asking_for_a_cache_asks_for_device_memory() -> None:
+    assert parse(["serve", "--expert-cache", "0.5"]).slab
+
+
+def test_a_seed_may_go_to_a_running_engine_with_its_request() -> None:
+    options = parse(["generate", "--prompt", "a", "--connect", "--seed", "3"])
+    assert options.connect
+    assert options.connect_name is None
+    assert options.sampling.seed == 3

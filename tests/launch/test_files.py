@@ -1,0 +1,69 @@
+"""Files that commands read and write: lines of stdin, the matrix of log-probabilities."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from launch.lines import Lines
+from launch.score import Matrix
+
+
+async def all_lines(fd: int) -> list[str]:
+    lines = Lines(fd)
+    found = []
+    while (line := await lines.next()) is not None:
+        found.append(line)
+    return found
+
+
+async def test_lines_of_a_pipe_come_as_they_are_written() -> None:
+    reading, writing = os.pipe()
+    try:
+        lines = Lines(reading)
+        text = "one\nzwölf\n\nlast".encode()
+        middle = text.index("ö".encode()) + 1  # inside the character
+        os.write(writing, text[:middle])
+        assert await lines.next() == "one"
+        waiting = asyncio.create_task(lines.next())
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        os.write(writing, text[middle:])
+        os.close(writing)
+        assert await waiting == "zwölf"
+        assert [await lines.next() for _ in range(3)] == ["", "last", None]
+    finally:
+        os.close(reading)
+
+
+async def test_lines_of_a_file_and_of_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "turns"
+    file.write_bytes(b"a\nb\xff\n")
+    for path, expected in ((file, ["a", "b\ufffd"]), (Path("/dev/null"), [])):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            assert await all_lines(fd) == expected
+        finally:
+            os.close(fd)
+
+
+def test_a_matrix_is_what_numpy_reads(tmp_path: Path) -> None:
+    blocks = [
+        np.random.default_rng(i).standard_normal((n, 7)).astype(np.float32) for i, n in enumerate((3, 1, 200))
+    ]
+    with Matrix(tmp_path / "p.npy", 7) as matrix:
+        for block in blocks:
+            matrix.append(block)
+        assert not (tmp_path / "p.npy").exists()
+    np.testing.assert_array_equal(np.load(tmp_path / "p.npy", allow_pickle=False), np.concatenate(blocks))
+    assert list(tmp_path.iterdir()) == [tmp_path / "p.npy"]
+
+
+def test_an_unfinished_matrix_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), Matrix(tmp_path / "p.npy", 7):
+        raise RuntimeError("the engine is gone")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,104 @@
+"""Runtime directories: who owns a name, which engines are found, what a killed one leaves."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launch.errors import WrongUsage
+from launch.runtime import EngineInfo, RuntimeDir, find_engine, running_engines, segments, sweep
+from protocol.sockets import runtime_root
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def claimed() -> Iterator[RuntimeDir]:
+    runtime = RuntimeDir.claim("rt-test")
+    yield runtime
+    runtime.remove()
+
+
+def publish(runtime: RuntimeDir) -> EngineInfo:
+    info = EngineInfo(runtime.name, os.getpid(), "/m", "all-host", runtime.endpoint("client.sock"), 1)
+    runtime.publish(info)
+    return info
+
+
+def test_a_directory_is_private_and_goes_with_its_engine() -> None:
+    runtime = RuntimeDir.claim("rt-private")
+    publish(runtime)
+    assert stat.S_IMODE(runtime.path.stat().st_mode) == 0o700
+    assert stat.S_IMODE((runtime.path / "engine.json").stat().st_mode) == 0o600
+    runtime.remove()
+    assert not runtime.path.exists()
+    runtime.remove()  # a second time does nothing
+
+
+def test_a_name_is_taken_as_long_as_its_engine_lives(claimed: RuntimeDir) -> None:
+    with pytest.raises(WrongUsage, match="rt-test"):
+        RuntimeDir.claim("rt-test")
+    claimed.remove()
+    RuntimeDir.claim("rt-test").remove()
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".locks", "x" * 33, "store", "a b"])
+def test_names_that_are_none(name: str) -> None:
+    with pytest.raises(WrongUsage, match="--name"):
+        RuntimeDir.claim(name)
+
+
+def test_an_engine_is_found_once_it_is_ready(claimed: RuntimeDir) -> None:
+    assert running_engines() == []
+    with pytest.raises(WrongUsage, match="no engine is running"):
+        find_engine(None)
+    info = publish(claimed)
+    assert running_engines() == [info]
+    assert find_engine(None) == info
+    assert find_engine("rt-test") == info
+    with pytest.raises(WrongUsage, match=r"other.*running: rt-test"):
+        find_engine("other")
+
+
+def test_of_two_engines_one_must_be_named(claimed: RuntimeDir) -> None:
+    publish(claimed)
+    second = RuntimeDir.claim("rt-second")
+    try:
+        info = publish(second)
+        with pytest.raises(WrongUsage, match="rt-second, rt-test"):
+            find_engine(None)
+        assert find_engine("rt-second") == info
+    finally:
+        second.remove()
+
+
+def test_what_a_killed_engine_left_is_swept_and_a_living_one_is_not(claimed: RuntimeDir) -> None:
+    script = (
+        "import os, signal; from launch.runtime import RuntimeDir\n"
+        "RuntimeDir.claim('rt-dead'); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=30)
+    segment = Path("/dev/shm/tandem-rt-dead-slab-0")
+    segment.write_bytes(b"x")
+    assert (runtime_root() / "rt-dead").is_dir()
+    assert sweep() == ["rt-dead"]
+    assert not (runtime_root() / "rt-dead").exists()
+    assert not segment.exists()
+    assert claimed.path.is_dir()
+
+
+def test_segments_of_a_longer_name_are_another_engines() -> None:
+    mine, other = Path("/dev/shm/tandem-rt-a-slab-0"), Path("/dev/shm/tandem-rt-a-b-slab-0")
+    try:
+        mine.write_bytes(b"x")
+        other.write_bytes(b"x")
+        assert segments("rt-a") == [mine]
+    finally:
+        mine.unlink()
+        other.unlink()

@@ -1,0 +1,249 @@
+"""Checkpoint directories: good ones read exactly, bad ones get one clear line, hostile headers no memory."""
+
+import contextlib
+import json
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_checkpoint
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from pipeline.checkpoint.header import read_shard
+from pipeline.checkpoint.index import CheckpointIndex, fingerprint
+from pipeline.checkpoint.reader import TensorReader
+from pipeline.errors import ModelError
+
+# --- good ones ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_tensor_reads_exactly(tmp_path, shards, dtype):
+    tensors = tiny_checkpoint.expert_tensors(dtype)
+    index = CheckpointIndex.open(tiny_checkpoint.write(tmp_path, tensors, shards))
+    assert set(index.tensors) == set(tensors)
+    assert index.config["hidden_size"] == tiny_checkpoint.HIDDEN
+    assert len(index.shards) == shards
+    with TensorReader(index) as reader:
+        for name, tensor in tensors.items():
+            np.testing.assert_array_equal(reader.float32(name), tensor.float().numpy())
+        assert reader.bytes_read == sum(t.nbytes for t in tensors.values())
+
+
+def test_raw_bits_become_a_torch_tensor_without_copying_or_warning(tmp_path):
+    tensors = tiny_checkpoint.expert_tensors()
+    name = next(iter(tensors))
+    with TensorReader(CheckpointIndex.open(tiny_checkpoint.write(tmp_path, tensors))) as reader:
+        dtype, shape, bits = reader.raw(name)
+    assert dtype == "BF16"
+    assert shape == tuple(tensors[name].shape)
+    assert torch.equal(torch.from_numpy(bits).view(torch.bfloat16), tensors[name])
+
+
+def test_special_values_and_odd_shapes(tmp_path):
+    special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), 1e-40, 6e-8, 65504.0])
+    tensors = {f"{d}".split(".")[1]: special.to(d) for d in (torch.bfloat16, torch.float16, torch.float32)}
+    tensors |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4)}
+    with TensorReader(CheckpointIndex.open(tiny_checkpoint.write(tmp_path, tensors))) as reader:
+        for name, tensor in tensors.items():
+            read = reader.float32(name)
+            assert read.shape == tuple(tensor.shape)
+            assert read.tobytes() == tensor.float().numpy().tobytes()
+
+
+def test_what_cannot_be_read_is_named(tmp_path):
+    tensors = {"counts": torch.zeros(3, dtype=torch.int64), "half": torch.zeros(3, dtype=torch.float16)}
+    index = CheckpointIndex.open(tiny_checkpoint.write(tmp_path, tensors))
+    with TensorReader(index) as reader:
+        with pytest.raises(ModelError, match="lacks the tensor absent"):
+            reader.raw("absent")
+        with pytest.raises(ModelError, match=r"counts has the dtype I64.*BF16, F16, F32"):
+            reader.raw("counts")
+        os.truncate(tmp_path / "model.safetensors", 100)
+        with pytest.raises(ModelError, match="shorter"):
+            reader.raw("half")
+
+
+def test_the_fingerprint_changes_with_everything_the_store_depends_on(tmp_path):
+    folder = tiny_checkpoint.write(tmp_path)
+    index = CheckpointIndex.open(folder)
+    first = fingerprint(index, "bf16", 32)
+    assert len(first) == 64
+    assert first == fingerprint(CheckpointIndex.open(folder), "bf16", 32)
+    others = {first, fingerprint(index, "f32", 32), fingerprint(index, "bf16", 64)}
+    os.utime(folder / "model.safetensors", ns=(0, 1))
+    others.add(fingerprint(CheckpointIndex.open(folder), "bf16", 32))
+    config = tiny_checkpoint.config() | {"rms_norm_eps": 1e-6}
+    (folder / "config.json").write_text(json.dumps(config))
+    others.add(fingerprint(CheckpointIndex.open(folder), "bf16", 32))
+    assert len(others) == 5
+
+
+# --- bad directories ----------------------------------------------------------------------------------
+
+
+def refusal(folder: Path) -> str:
+    """The one line that a directory is refused with."""
+    with pytest.raises(ModelError) as caught:
+        CheckpointIndex.open(folder)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert str(folder) in text
+    return text
+
+
+def test_a_directory_that_is_missing_or_a_file(tmp_path):
+    assert "does not exist" in refusal(tmp_path / "nowhere")
+    (tmp_path / "model.gguf").touch()
+    assert "not a directory" in refusal(tmp_path / "model.gguf")
+
+
+def test_a_config_that_is_missing_or_damaged(tmp_path):
+    tiny_checkpoint.write(tmp_path)
+    (tmp_path / "config.json").unlink()
+    assert "no config.json" in refusal(tmp_path)
+    for text in ("{", "[]", "\xff", "[" * 100_000):
+        (tmp_path / "config.json").write_text(text, encoding="latin-1")
+        assert "config.json is damaged" in refusal(tmp_path)
+
+
+def test_weights_that_are_missing_or_of_another_kind(tmp_path):
+    tiny_checkpoint.write(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert "no weights" in refusal(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    assert "pytorch_model.bin" in refusal(tmp_path)
+    (tmp_path / "model-00002-of-00003.safetensors").touch()
+    assert "download is incomplete" in refusal(tmp_path)
+
+
+def test_a_download_that_was_interrupted(tmp_path):
+    tiny_checkpoint.write(tmp_path, shards=3)
+    second = tmp_path / "model-00002-of-00003.safetensors"
+    size = second.stat().st_size
+    os.truncate(second, size - 100)
+    assert f"has {size - 100} of {size} bytes" in refusal(tmp_path)
+    os.truncate(second, 20)
+    assert "cut short within its header" in refusal(tmp_path)
+    os.truncate(second, 0)
+    assert "cut short within its header" in refusal(tmp_path)
+    second.unlink()
+    text = refusal(tmp_path)
+    assert "lacks 1 of 3 weight files" in text
+    assert second.name in text
+
+
+def test_an_index_that_does_not_fit_its_files(tmp_path):
+    tiny_checkpoint.write(tmp_path, shards=2)
+    path = tmp_path / "model.safetensors.index.json"
+    good = json.loads(path.read_text())
+
+    def with_map(weight_map: object) -> str:
+        path.write_text(json.dumps(good | {"weight_map": weight_map}))
+        return refusal(tmp_path)
+
+    files = good["weight_map"]
+    name = next(iter(files))
+    assert "promises 'absent'" in with_map(files | {"absent": files[name]})
+    for evil in ("../secret.safetensors", "/etc/passwd", "sub/x.safetensors", 7, ["x"]):
+        assert "not a safetensors file beside it" in with_map(files | {name: evil})
+    assert "no weight_map" in with_map({})
+    assert "no weight_map" in with_map([])
+    path.write_text("{")
+    assert "not valid JSON" in refusal(tmp_path)
+
+
+def test_a_tensor_that_two_files_hold(tmp_path):
+    tiny_checkpoint.write(tmp_path, shards=2)
+    first, second = sorted(tmp_path.glob("*.safetensors"))
+    second.write_bytes(first.read_bytes())
+    assert "is in" in refusal(tmp_path)
+
+
+# --- hostile headers ----------------------------------------------------------------------------------
+
+
+def with_header(folder: Path, header: object, data: bytes = b"", length: int | None = None) -> Path:
+    packed = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path = folder / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", len(packed) if length is None else length) + packed + data)
+    return path
+
+
+def entry(begin: int, end: int, shape: object, dtype: object = "F32") -> dict:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+HOSTILE = {
+    "length beyond the file": (({}, b"", 1 << 62), "cut short"),
+    "not JSON": ((b"\x00\xff",), "not valid JSON"),
+    "deep nesting": ((b"[" * 200_000,), "not valid JSON"),
+    "a list": (([],), "not a JSON object"),
+    "the same name twice": ((b'{"a":{},"a":{}}',), "not valid JSON"),
+    "an entry that is no map": (({"a": 3},), "not a map"),
+    "no dtype": (({"a": {"shape": [1], "data_offsets": [0, 4]}}, bytes(4)), "unknown dtype"),
+    "an unhashable dtype": (({"a": entry(0, 4, [1], ["F32"])}, bytes(4)), "unknown dtype"),
+    "an unknown dtype": (({"a": entry(0, 4, [1], "F31")}, bytes(4)), "unknown dtype"),
+    "a negative size": (({"a": entry(0, 4, [-1])}, bytes(4)), "no valid shape"),
+    "a fraction": (({"a": entry(0, 4, [1.0])}, bytes(4)), "no valid shape"),
+    "a bool": (({"a": entry(0, 4, [True])}, bytes(4)), "no valid shape"),
+    "many dimensions": (({"a": entry(0, 4, [1] * 40)}, bytes(4)), "no valid shape"),
+    "negative offsets": (({"a": entry(-4, 0, [1])}, bytes(4)), "no valid data_offsets"),
+    "offsets backwards": (({"a": entry(4, 0, [1])}, bytes(4)), "claims -4 bytes"),
+    "a huge shape": (({"a": entry(0, 4, [1 << 62, 1 << 62])}, bytes(4)), "claims 4 bytes"),
+    "a product of zero": (({"a": entry(0, 4, [1 << 62, 0])}, bytes(4)), "claims 4 bytes"),
+    "an overlap": (({"a": entry(0, 8, [2]), "b": entry(4, 12, [2])}, bytes(12)), "overlap"),
+    "the same bytes twice": (({"a": entry(0, 4, [1]), "b": entry(0, 4, [1])}, bytes(4)), "overlap"),
+    "a hole": (({"a": entry(0, 4, [1]), "b": entry(8, 12, [1])}, bytes(12)), "hole"),
+    "bytes at the end": (({"a": entry(0, 4, [1])}, bytes(5)), "1 bytes follow"),
+    "bytes beyond the end": (({"a": entry(0, 1 << 40, [1 << 38])}, bytes(4)), "incomplete"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_header_is_refused(tmp_path, case):
+    arguments, message = HOSTILE[case]
+    path = with_header(tmp_path, *arguments)
+    with pytest.raises(ModelError) as caught:
+        read_shard(path)
+    text = str(caught.value)
+    assert message in text
+    assert str(path) in text
+    assert "\n" not in text
+    assert len(text) < 400
+
+
+def test_a_header_over_the_limit_is_refused_unread(tmp_path):
+    path = with_header(tmp_path, {}, length=200_000_000)
+    os.truncate(path, 300_000_000)  # sparse
+    with pytest.raises(ModelError, match="would have 200000000 bytes"):
+        read_shard(path)
+
+
+def test_a_header_whose_file_has_vanished_or_may_not_be_read(tmp_path):
+    with pytest.raises(ModelError, match="is missing"):
+        read_shard(tmp_path / "absent.safetensors")
+    with pytest.raises(ModelError, match="directory"):
+        read_shard(tmp_path)
+
+
+@given(place=st.integers(0, 600), change=st.integers(1, 255))
+@settings(deadline=None, max_examples=300)
+def test_a_changed_byte_never_gives_anything_but_a_model_error(tmp_path_factory, place, change):
+    folder = tmp_path_factory.getbasetemp() / "changed"
+    folder.mkdir(exist_ok=True)
+    path = folder / "x.safetensors"
+    save_file({"a": torch.zeros(3, 4), "bb": torch.ones(5, dtype=torch.bfloat16)}, path)
+    data = bytearray(path.read_bytes())
+    data[place % len(data)] ^= change
+    path.write_bytes(data)
+    with contextlib.suppress(ModelError):
+        shard = read_shard(path)
+        size = path.stat().st_size
+        assert all(0 <= t.offset <= t.offset + t.nbytes <= size for t in shard.tensors.values())

@@ -1,0 +1,357 @@
+"""The loader as the supervisor starts it: a real process, a lifeline, a control socket, a checkpoint."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_checkpoint
+import torch
+import zmq
+
+import pipeline
+from protocol.codec import decode, encode
+from protocol.messages import VERSION, Failed, Progress, Ready, Shutdown
+from protocol.sockets import bind_router, identity, ipc_endpoint
+from shm.layout import ExpertShape
+from shm.locks import StoreLease, build_lock
+from shm.manifest import StoreManifest
+from shm.segment import unlink
+from shm.store import Store, StoreBuilder, store_name
+from workers.lifetime import EXIT_PARENT_GONE, pack_config
+
+ROOT = Path(pipeline.__file__).parent.parent
+SECONDS = 30
+
+
+@dataclass
+class Outcome:
+    """What one loader said and how it ended."""
+
+    code: int
+    messages: list[object] = field(default_factory=list)
+
+    @property
+    def ready(self) -> Ready:
+        assert self.code == 0
+        assert isinstance(self.messages[-1], Ready), self.messages
+        return self.messages[-1]
+
+    @property
+    def failed(self) -> Failed:
+        assert isinstance(self.messages[-1], Failed), self.messages
+        return self.messages[-1]
+
+
+class Child:
+    """One running loader and its end of the lifeline."""
+
+    def __init__(self, config: dict) -> None:
+        read_end, self.lifeline = os.pipe()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pipeline.loader", "--lifeline", str(read_end)],
+            cwd=ROOT,
+            pass_fds=(read_end,),
+        )
+        os.close(read_end)
+        os.write(self.lifeline, pack_config(config))
+
+    def end(self) -> int:
+        try:
+            return self.process.wait(timeout=SECONDS)
+        finally:
+            self.process.kill()
+            if self.lifeline >= 0:
+                os.close(self.lifeline)
+
+
+class Supervisor:
+    """What the loader needs of one: a runtime directory, a control socket, a cache folder."""
+
+    def __init__(self, folder: Path, context: zmq.Context) -> None:
+        self.runtime = folder / "engine"
+        self.runtime.mkdir(mode=0o700)
+        self.cache = folder / "cache"
+        self.control = bind_router(context, ipc_endpoint(self.runtime, "control.sock"))
+        self.incarnation = 0
+
+    def config(self, model: Path, **changes: object) -> dict:
+        self.incarnation += 1
+        return {
+            "engine": "test",
+            "runtime": str(self.runtime),
+            "log_level": "INFO",
+            "role": "loader",
+            "index": 0,
+            "incarnation": self.incarnation,
+            "model": str(model),
+            "format": "bf16",
+            "tile": 32,
+            "cache_dir": str(self.cache),
+            "reserve_bytes": 0,
+            "keep_store": False,
+        } | changes
+
+    def start(self, model: Path, **changes: object) -> Child:
+        return Child(self.config(model, **changes))
+
+    def finish(self, child: Child) -> Outcome:
+        """Collect its messages until it ends."""
+        messages: list[object] = []
+        while child.process.poll() is None or self.control.poll(100):
+            if self.control.poll(100):
+                sender, *frames = self.control.recv_multipart()
+                assert sender == identity("loader", 0, self.incarnation)
+                messages.append(decode(frames))
+        return Outcome(child.end(), messages)
+
+    def load(self, model: Path, **changes: object) -> Outcome:
+        return self.finish(self.start(model, **changes))
+
+
+@pytest.fixture
+def supervisor(tmp_path):
+    context = zmq.Context()
+    supervisor = Supervisor(tmp_path, context)
+    yield supervisor
+    supervisor.control.close(linger=0)
+    context.term()
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A tiny model whose store is gone at the end, however the test went."""
+    before = set(Path("/dev/shm").glob("tandem-store-*"))
+    yield tiny_checkpoint.write(tmp_path / "model")
+    for left in set(Path("/dev/shm").glob("tandem-store-*")) - before:
+        unlink(f"/{left.name}")
+
+
+def assert_right(fingerprint: str, tensors: dict[str, torch.Tensor]) -> None:
+    """The store holds the checkpoint's experts."""
+    with Store.attach(store_name(fingerprint), fingerprint) as store:
+        store.verify()
+        layout = store.layout
+        assert layout.shape == ExpertShape(2, 3, 64, 100, 32)
+        for layer in range(2):
+            for expert in range(3):
+                tiles = [
+                    layout.format.decode(store.tiles(layer, expert, t, t + 1), 64, 32)
+                    for t in range(layout.shape.tiles)
+                ]
+                decoded = np.concatenate(tiles, axis=1)  # [3, 128, 64]
+                at = f"model.layers.{layer}.block_sparse_moe.experts.{expert}"
+                gate, down, up = (tensors[f"{at}.w{n}.weight"].float().numpy() for n in (1, 2, 3))
+                np.testing.assert_array_equal(decoded[:, :100], np.stack((gate, up, down.T)))
+                assert not decoded[:, 100:].any()
+
+
+def checkpoint_bytes() -> int:
+    return sum(t.nbytes for t in tiny_checkpoint.expert_tensors().values())
+
+
+def test_from_the_checkpoint_then_the_segment_then_the_cache(supervisor, model):
+    first = supervisor.load(model)
+    fingerprint = first.ready.fingerprint
+    assert first.ready.version == VERSION
+    assert first.ready.role == "loader"
+    assert first.ready.notes == (
+        f"source checkpoint: {checkpoint_bytes()} bytes read from the checkpoint, 0 bytes read from the cache",
+    )
+    stages = [m.stage for m in first.messages if isinstance(m, Progress)]
+    assert stages[-1] == "writing the cache"
+    assert "encoding the experts" in stages
+    assert all(0 <= m.done <= m.total for m in first.messages if isinstance(m, Progress))
+    assert_right(fingerprint, tiny_checkpoint.expert_tensors())
+
+    second = supervisor.load(model)
+    assert second.ready.fingerprint == fingerprint
+    assert second.ready.notes == (
+        "source attached: 0 bytes read from the checkpoint, 0 bytes read from the cache",
+    )
+
+    assert StoreLease.acquire(fingerprint, supervisor.runtime.parent).release(keep=False)
+    third = supervisor.load(model)
+    size = (supervisor.cache / fingerprint / "store.bin").stat().st_size
+    assert third.ready.notes == (
+        f"source cache: 0 bytes read from the checkpoint, {size} bytes read from the cache",
+    )
+    assert_right(fingerprint, tiny_checkpoint.expert_tensors())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_dtypes_and_several_files(supervisor, model, tmp_path, dtype):
+    tensors = tiny_checkpoint.expert_tensors(dtype)
+    sharded = tiny_checkpoint.write(tmp_path / "sharded", tensors, shards=3)
+    assert_right(supervisor.load(sharded, format="f32").ready.fingerprint, tensors)
+
+
+def test_the_tile_is_chosen_where_none_is_given(supervisor, model):
+    fingerprint = supervisor.load(model, tile=None).ready.fingerprint
+    with Store.attach(store_name(fingerprint), fingerprint) as store:
+        assert store.layout.shape.intermediate == 100
+
+
+def test_two_engines_that_start_together_build_one_store(supervisor, model):
+    children = [supervisor.start(model), supervisor.start(model)]
+    messages: dict[bytes, list[object]] = {}
+    deadline = time.monotonic() + SECONDS
+    while any(c.process.poll() is None for c in children) or supervisor.control.poll(100):
+        assert time.monotonic() < deadline
+        if supervisor.control.poll(100):
+            sender, *frames = supervisor.control.recv_multipart()
+            messages.setdefault(sender, []).append(decode(frames))
+    assert [c.end() for c in children] == [0, 0]
+    notes = sorted(said[-1].notes[0].split(":")[0] for said in messages.values())
+    assert notes == ["source attached", "source checkpoint"]
+
+
+def test_a_store_that_a_killed_loader_left_is_made_again(supervisor, model):
+    fingerprint = supervisor.load(model).ready.fingerprint
+    with Store.attach(store_name(fingerprint)) as store:
+        manifest = store.manifest
+    unlink(store_name(fingerprint))
+    StoreBuilder.create(store_name(fingerprint), manifest)  # never finished; nobody holds the build lock
+    outcome = supervisor.load(model)
+    assert outcome.ready.notes[0].startswith("source cache")
+    assert "unfinished" in outcome.ready.notes[1]
+    assert_right(fingerprint, tiny_checkpoint.expert_tensors())
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "foreign"])
+def test_a_damaged_cache_is_made_again_and_said_so(supervisor, model, damage):
+    fingerprint = supervisor.load(model).ready.fingerprint
+    unlink(store_name(fingerprint))
+    path = supervisor.cache / fingerprint / "store.bin"
+    good = path.read_bytes()
+    bad = {
+        "truncated": good[:-1],
+        "flipped": good[:-9000] + bytes([good[-9000] ^ 1]) + good[-8999:],
+        "foreign": b"\x7fELF" + good[4:],
+    }
+    path.write_bytes(bad[damage])
+    outcome = supervisor.load(model)
+    assert outcome.ready.notes[0].startswith("source checkpoint")
+    assert len(outcome.ready.notes) == 2
+    assert "made again from the checkpoint" in outcome.ready.notes[1]
+    assert_right(fingerprint, tiny_checkpoint.expert_tensors())
+    assert path.read_bytes() == good
+
+
+def test_a_cache_that_cannot_be_written_is_a_note(supervisor, model):
+    supervisor.cache.write_text("a file where the folder should be")
+    outcome = supervisor.load(model)
+    assert outcome.ready.notes[0].startswith("source checkpoint")
+    assert any("could not be kept on disk" in note for note in outcome.ready.notes)
+    assert_right(outcome.ready.fingerprint, tiny_checkpoint.expert_tensors())
+
+
+def test_stores_that_nobody_uses_make_room(supervisor, model, tmp_path):
+    """Another model's store, left by an engine that was killed, goes before a new one is created."""
+    stale = supervisor.load(model, tile=16).ready.fingerprint
+    code = (
+        "import os, sys; from pathlib import Path; from shm.locks import StoreLease\n"
+        "lease = StoreLease.acquire(sys.argv[1], Path(sys.argv[2])); os.kill(os.getpid(), 9)\n"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code, stale, str(supervisor.runtime.parent)],
+        cwd=ROOT,
+        timeout=SECONDS,
+        check=False,
+    )
+    outcome = supervisor.load(model)
+    assert any("nobody uses" in note for note in outcome.ready.notes)
+    assert not (Path("/dev/shm") / store_name(stale)[1:]).exists()
+
+
+# --- failures -----------------------------------------------------------------------------------------
+
+
+def test_too_little_memory_is_the_users_to_change(supervisor, model):
+    outcome = supervisor.load(model, reserve_bytes=1 << 60)
+    assert outcome.code == 2
+    assert outcome.failed.usage
+    assert "--format" in outcome.failed.text
+    assert not list(Path("/dev/shm").glob("tandem-store-*"))
+
+
+def test_bad_models_and_formats_are_one_line(supervisor, model, tmp_path):
+    cases = [
+        (tmp_path / "nowhere", {}, "does not exist"),
+        (model, {"format": "int3"}, "unknown format"),
+    ]
+    incomplete = tiny_checkpoint.expert_tensors()
+    incomplete.pop("model.layers.1.block_sparse_moe.experts.2.w3.weight")
+    cases.append((tiny_checkpoint.write(tmp_path / "a", incomplete), {}, "lacks the tensor"))
+    misshapen = tiny_checkpoint.expert_tensors()
+    misshapen["model.layers.0.block_sparse_moe.experts.0.w1.weight"] = torch.zeros(3, 3)
+    cases.append((tiny_checkpoint.write(tmp_path / "b", misshapen), {}, "has the shape [3, 3]"))
+    for folder, changes, message in cases:
+        outcome = supervisor.load(folder, **changes)
+        assert outcome.code == 2
+        assert outcome.failed.usage
+        assert message in outcome.failed.text
+        assert "\n" not in outcome.failed.text
+    assert not list(Path("/dev/shm").glob("tandem-store-*"))
+
+
+def wait_for_waiting(supervisor: Supervisor) -> bytes:
+    """The identity of a loader that has said that it waits for another engine."""
+    assert supervisor.control.poll(SECONDS * 1000)
+    sender, *frames = supervisor.control.recv_multipart()
+    message = decode(frames)
+    assert isinstance(message, Progress)
+    assert message.stage.startswith("waiting")
+    return sender
+
+
+def test_shutdown_ends_a_loader_that_waits(supervisor, model):
+    fingerprint = supervisor.load(model).ready.fingerprint
+    with build_lock(fingerprint, supervisor.runtime.parent):
+        child = supervisor.start(model)
+        sender = wait_for_waiting(supervisor)
+        supervisor.control.send_multipart([sender, *encode(Shutdown())])
+        assert child.end() == 0
+
+
+def test_a_loader_ends_with_its_supervisor(supervisor, model):
+    fingerprint = supervisor.load(model).ready.fingerprint
+    with build_lock(fingerprint, supervisor.runtime.parent):
+        child = supervisor.start(model)
+        wait_for_waiting(supervisor)
+        os.close(child.lifeline)
+        child.lifeline = -1
+        assert child.end() in (EXIT_PARENT_GONE, -9)
+
+
+def test_an_embedded_sized_model_is_ready_within_a_second_or_so(supervisor, model):
+    """30 MB of experts from the cache, process start included; generous, for a busy machine."""
+    shape = ExpertShape(8, 8, 256, 256, 32)
+    assert StoreManifest("0" * 64, shape, "bf16", "").layout.total_bytes > 25_000_000
+    config = tiny_checkpoint.config() | {
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": 8,
+        "num_local_experts": 8,
+    }
+    tensors = {
+        f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{w}.weight": torch.zeros(
+            256, 256, dtype=torch.bfloat16
+        )
+        for layer in range(8)
+        for expert in range(8)
+        for w in ("w1", "w2", "w3")
+    }
+    folder = tiny_checkpoint.write(model.parent / "embedded", tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    built = supervisor.load(folder, tile=None)
+    unlink(store_name(built.ready.fingerprint))
+    start = time.monotonic()
+    cached = supervisor.load(folder, tile=None)
+    assert cached.ready.notes[0].startswith("source cache")
+    assert time.monotonic() - start < 3

@@ -1,0 +1,110 @@
+"""Costs: interpolation against hand-made numbers, and the file that a person may get wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.errors import PolicyError
+from pipeline.policies.costs import Costs
+
+GOOD: dict[str, Any] = {
+    "rows": [2, 4, 16],
+    "host": [1.0, 2.0, 8.0],
+    "device": [0.5, 0.4, 0.3],
+    "link": 0.25,
+    "round_trip": 0.125,
+}
+
+
+def test_seconds() -> None:
+    costs = Costs.from_json(GOOD)
+    rows = np.array([0, 1, 2, 3, 4, 10, 16, 28], dtype=np.int32)
+    assert np.allclose(costs.host_seconds(rows, 1), [0, 0.5, 1, 1.5, 2, 5, 8, 14])
+    assert np.allclose(costs.host_seconds(rows, 3), 3 * costs.host_seconds(rows, 1))
+    assert np.allclose(costs.host_seconds(2, [0, 1, 5]), [0, 1, 5])
+    # a falling last segment is noise of the measurement: wide batches do not become free
+    assert np.allclose(costs.device_seconds([4, 16, 1000], 1), [0.4, 0.3, 0.3])
+    assert np.allclose(costs.device_seconds(1, 1), 0.55)
+    assert np.allclose(costs.link_seconds([0, 2]), [0, 0.5])
+
+
+def test_one_point_is_a_constant() -> None:
+    costs = Costs(rows=(4,), host=(2.0,), device=(1.0,), link=0.0, round_trip=0.0)
+    assert np.allclose(costs.host_seconds([0, 1, 4, 100], 1), [0, 2, 2, 2])
+
+
+@given(
+    st.lists(st.floats(0, 10), min_size=2, max_size=6),
+    st.lists(st.integers(1, 100), min_size=6, max_size=6, unique=True),
+    st.integers(0, 300),
+)
+def test_never_negative_and_exact_on_the_grid(values: list[float], rows: list[int], asked: int) -> None:
+    grid = tuple(sorted(rows)[: len(values)])
+    costs = Costs(grid, tuple(values), tuple(values), 0.0, 0.0)
+    assert np.allclose(costs.host_seconds(grid, 1), values)
+    assert costs.host_seconds(asked, 1) >= 0
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    costs = Costs((1, 8), (1e-5, 3e-5), (1e-6, 2e-6), 5e-5, 1e-4)
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(costs.to_json()))
+    assert Costs.load(path) == costs
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rows": []}, "'rows' is empty"),
+        ({"rows": [2, 2, 3]}, "ascending"),
+        ({"rows": [0, 1, 2]}, "at least 1"),
+        ({"rows": [1, 2, 3.5]}, "whole numbers"),
+        ({"rows": 3}, "list"),
+        ({"host": [1.0, 2.0]}, "2 values for 3"),
+        ({"host": [1.0, 2.0, -1]}, "not negative"),
+        ({"device": [1.0, 2.0, float("nan")]}, "finite"),
+        ({"device": [1.0, 2.0, "3"]}, "numbers"),
+        ({"link": float("inf")}, "finite"),
+        ({"link": True}, "numbers"),
+        ({"link": 10**400}, "too large"),
+        ({"round_trip": None}, "numbers"),
+        ({"rouns": 1}, "'rouns' is no key"),
+    ],
+)
+def test_wrong_values(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(GOOD | change))
+    with pytest.raises(PolicyError, match=words) as caught:
+        Costs.load(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", list(GOOD))
+def test_missing_key(key: str) -> None:
+    with pytest.raises(PolicyError, match=f"'{key}' is missing"):
+        Costs.from_json({name: value for name, value in GOOD.items() if name != key})
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[1]", b"null", b"\xff\xfe", b"[" * 100_000, b" " * (1 << 20) + b"{}"]
+)
+def test_no_costs_file(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "costs.json"
+    path.write_bytes(content)
+    with pytest.raises(PolicyError) as caught:
+        Costs.load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_unreadable(tmp_path: Path) -> None:
+    for path in (tmp_path / "missing.json", tmp_path):
+        with pytest.raises(PolicyError, match="cannot read the costs file"):
+            Costs.load(path)

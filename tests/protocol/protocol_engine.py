@@ -1,0 +1,152 @@
+"""The other end of client.sock, as far as the protocol goes: a real ROUTER that speaks the real codec and makes
+its answers up. Also a process: `python protocol_engine.py ENDPOINT` prints "ready" and serves until killed."""
+
+import asyncio
+import sys
+import time
+from contextlib import asynccontextmanager
+
+import numpy as np
+import zmq
+import zmq.asyncio
+
+from protocol.codec import decode, encode
+from protocol.messages import (
+    VERSION,
+    Cancel,
+    Done,
+    Error,
+    Generate,
+    Heartbeat,
+    Hello,
+    PolicyChanged,
+    Score,
+    Scores,
+    SetPolicy,
+    Stats,
+    StatsReply,
+    Token,
+    Welcome,
+)
+from protocol.sockets import bind_router
+
+BLOCK = (64, 4096)  # rows and vocabulary of a block of Scores: 1 MiB
+WELCOME = Welcome(VERSION, "e1", "tiny", "f" * 64, "cpu", "all-host", True, 4096, 512, True, True)
+
+
+class Engine:
+    def __init__(self, socket, welcome):
+        self.socket = socket
+        self.welcome = welcome
+        self.mute = False  # says nothing more, like a process that hangs
+        self.clients = {}  # identity -> name
+        self.received = []  # every message but heartbeats
+        self.heartbeats = []  # (name, time)
+        self.blocks_sent = 0
+        self.jobs = {}
+
+    def ever(self, kind):
+        return [message for message in self.received if isinstance(message, kind)]
+
+    async def say(self, peer, message):
+        """Send as soon as this peer's own queue has room, without keeping other senders waiting."""
+        while not await self.try_to_say(peer, message):
+            await asyncio.sleep(0.005)
+
+    async def try_to_say(self, peer, message):
+        if self.mute:
+            return True
+        try:
+            await self.socket.send_multipart([peer, *encode(message)], flags=zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as e:
+            if e.errno != zmq.EHOSTUNREACH:
+                raise
+            self.clients.pop(peer, None)
+        return True
+
+    async def beat(self):
+        while True:
+            for peer in list(self.clients):
+                await self.try_to_say(peer, Heartbeat())
+            await asyncio.sleep(0.5)
+
+    async def serve(self, group):
+        while True:
+            peer, *frames = await self.socket.recv_multipart()
+            message = decode(frames)
+            if isinstance(message, Heartbeat):
+                self.heartbeats.append((self.clients.get(peer), time.monotonic()))
+            else:
+                self.received.append(message)
+            match message:
+                case Hello(client=name):
+                    self.clients[peer] = name
+                    await self.say(peer, self.welcome)
+                case _ if peer not in self.clients:
+                    await self.say(peer, Error(-1, "say Hello first"))
+                case Generate() | Score():
+                    job = self.generate if isinstance(message, Generate) else self.score
+                    self.jobs[peer, message.request] = group.create_task(job(peer, message))
+                case Cancel(request=request):
+                    job = self.jobs.pop((peer, request))
+                    if not job.done():
+                        job.cancel()
+                        await self.say(peer, Done(request, "cancelled"))
+                case Stats(request=request):
+                    await self.say(peer, StatsReply(request, {"received": len(self.received)}))
+                case SetPolicy(request=request, policy="nonsense"):
+                    await self.say(peer, Error(request, "no policy 'nonsense'; did you mean 'on-demand'?"))
+                case SetPolicy(request=request, policy=policy):
+                    for other in self.clients:
+                        await self.say(other, PolicyChanged(request if other == peer else -1, policy, True))
+
+    async def generate(self, peer, ask):
+        match ask.prompt:
+            case "refuse":
+                return await self.say(peer, Error(ask.request, "not now"))
+            case "fail":
+                await self.say(peer, Token(ask.request, 0, 1, "a"))
+                return await self.say(
+                    peer, Done(ask.request, "error", "over the context limit of 512 tokens")
+                )
+        for index in range(ask.max_tokens):
+            await self.say(peer, Token(ask.request, index, 100 + index, f"t{index} "))
+            if ask.prompt == "slow":
+                await asyncio.sleep(0.02)
+        await self.say(peer, Done(ask.request, "length", text="end"))
+
+    async def score(self, peer, ask):
+        if ask.text == "refuse":
+            return await self.say(peer, Error(ask.request, "not now"))
+        for block in range(len(ask.token_ids or ())):
+            logprobs = np.full(BLOCK if ask.full else (0, 0), -block, np.float32)
+            row = np.full(BLOCK[0], block, np.int32)
+            await self.say(peer, Scores(ask.request, block * BLOCK[0], row, row.astype(np.float32), logprobs))
+            self.blocks_sent += 1
+        reason = ask.text or "stop"
+        await self.say(peer, Done(ask.request, reason, "no such token" if reason == "error" else ""))
+
+
+@asynccontextmanager
+async def engine(endpoint, welcome=WELCOME):
+    with zmq.asyncio.Context() as context, bind_router(context, endpoint, send_hwm=8) as socket:
+        it = Engine(socket, welcome)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(it.serve(group)), group.create_task(it.beat())]
+            try:
+                yield it
+            finally:
+                for task in [*tasks, *it.jobs.values()]:
+                    task.cancel()
+
+
+async def main(endpoint):
+    async with engine(endpoint):
+        print("ready", flush=True)
+        await asyncio.sleep(60)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))

@@ -1,0 +1,231 @@
+"""The codec on valid messages: round trips, the documented bytes, what a sender may not send."""
+
+import dataclasses
+import doctest
+import re
+import time
+
+import numpy as np
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from protocol_messages import messages, records, same
+
+import protocol.codec
+from protocol.codec import decode, encode, wire_version
+from protocol.errors import MalformedMessage
+from protocol.fields import fields_of
+from protocol.messages import (
+    TAGS,
+    VERSION,
+    ChatMessage,
+    Done,
+    Fetch,
+    Generate,
+    Heartbeat,
+    Partial,
+    Sampling,
+    Shutdown,
+    StatsReply,
+    Token,
+    Work,
+)
+
+
+def decode_size_work(hidden=256):
+    return Work(
+        seq=9,
+        layer=3,
+        items=np.arange(24, dtype=np.int32).reshape(8, 3),
+        offsets=np.arange(9, dtype=np.int32),
+        rows=np.zeros(8, np.int32),
+        weights=np.full(8, 0.125, np.float32),
+        x=np.linspace(-1, 1, hidden, dtype=np.float32).reshape(1, hidden),
+    )
+
+
+@pytest.mark.parametrize("message", TAGS.values(), ids=lambda c: c.__name__)
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_every_message_survives_the_round_trip(message, data):
+    sent = data.draw(records(message))
+    frames = encode(sent)
+    assert frames[0] == bytes([{c: t for t, c in TAGS.items()}[message], VERSION])
+    assert same(decode(frames), sent)
+    assert same(decode([bytearray(frame) for frame in frames]), sent)
+
+
+@given(messages)
+@settings(max_examples=50, deadline=None)
+def test_messages_survive_real_sockets(sent):
+    with zmq.Context() as context, context.socket(zmq.PAIR) as one, context.socket(zmq.PAIR) as other:
+        one.bind("inproc://codec")
+        other.connect("inproc://codec")
+        one.send_multipart(encode(sent), copy=False)
+        received = decode(other.recv_multipart(copy=False))
+    assert same(received, sent)
+
+
+def test_arrays_arrive_read_only_aligned_and_without_a_copy():
+    frames = [bytes(frame) for frame in encode(decode_size_work(4096))]
+    work = decode(frames)
+    assert work.x.base is not None
+    assert np.shares_memory(work.x, np.frombuffer(frames[-1], np.float32))
+    with pytest.raises(ValueError, match="read-only"):
+        work.x[0, 0] = 1
+    frames[-1] = memoryview(b"?" + frames[-1])[1:]  # one byte off
+    shifted = decode(frames).x
+    assert shifted.flags.aligned
+    assert not shifted.flags.writeable
+    assert same(shifted, work.x)
+    with pytest.raises(ValueError, match="read-only"):
+        decode([bytearray(frame) for frame in frames]).x[0, 0] = 1
+
+
+def test_strided_arrays_are_sent_in_c_order():
+    y = np.arange(4096 * 6, dtype=np.float32).reshape(4096, 6)
+    assert same(decode(encode(Partial(1, 1, 0.5, y.T))).y, np.ascontiguousarray(y.T))
+    assert same(decode(encode(Partial(1, 1, 0.5, y[::2, 1:3]))).y, y[::2, 1:3].copy())
+
+
+def test_large_arrays_are_sent_without_a_copy():
+    y = np.zeros((64, 256), np.float32)
+    assert np.shares_memory(np.frombuffer(encode(Partial(1, 1, 0.5, y))[2], np.float32), y)
+
+
+def test_documented_examples():
+    result = doctest.testmod(protocol.codec)
+    assert result.attempted >= 8
+    assert result.failed == 0
+
+
+def documented_line(record, head):
+    defaults = {field.name: field for field in dataclasses.fields(record)}
+
+    def shown(name):
+        field = defaults[name]
+        if field.default_factory is not dataclasses.MISSING:
+            return "{}"
+        words = {None: "nil", True: "true", False: "false", (): "[]"}
+        value = field.default
+        is_word = value is None or isinstance(value, bool | tuple)
+        return words[value] if is_word else f'"{value}"' if isinstance(value, str) else str(value)
+
+    parts = [
+        f"{name} {wire.name}" + ("" if required else f" = {shown(name)}")
+        for name, wire, required in fields_of(record)
+    ]
+    return f"{head}{record.__name__}: {', '.join(parts)}"
+
+
+def test_the_documented_table_is_the_truth():
+    document = re.sub(r"\s+", " ", protocol.codec.__doc__)
+    for tag, record in TAGS.items():
+        assert f" {documented_line(record, f'{tag} ')} " in document
+    for record in (Sampling, ChatMessage):
+        assert f" {documented_line(record, '')} " in document
+
+
+GOLDEN = [
+    (Heartbeat(1.5), "0d01 81a474696d65cb3ff8000000000000"),
+    (Shutdown("bye"), "4201 81a6726561736f6ea3627965"),
+    (
+        Fetch(id=300, layer=2, expert=7, lo=1, slots=(5, 70000), urgency=0),
+        "2701 86a26964cd012ca56c6179657202a665787065727407a26c6f01a5736c6f74739205ce00011170a7757267656e637900",
+    ),
+    (
+        Generate(0, messages=(ChatMessage("user", "é"),), max_tokens=-1, sampling=Sampling(seed=-(2**63))),
+        "0301 88a77265717565737400a670726f6d7074c0a9746f6b656e5f696473c0a86d657373616765739182a4726f6c65a4757365"
+        "72a7636f6e74656e74a2c3a9aa6d61785f746f6b656e73ffa873616d706c696e6786ab74656d7065726174757265cb00000000"
+        "00000000a5746f705f6b00a5746f705f70cb3ff0000000000000a56d696e5f70cb0000000000000000b272657065746974696f"
+        "6e5f70656e616c7479cb3ff0000000000000a473656564d38000000000000000a473746f7090aa69676e6f72655f656f73c2",
+    ),
+    (
+        Partial(1, 2, 0.25, np.array([[1.0, -2.0]], np.float32)),
+        "2201 84a373657101ab696e6361726e6174696f6e02a462757379cb3fd0000000000000a17993a7666c6f617433320102"
+        " 0000803f000000c0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("message", "golden"), GOLDEN, ids=lambda v: type(v).__name__)
+def test_the_bytes_on_the_wire_do_not_change(message, golden):
+    assert " ".join(bytes(frame).hex() for frame in encode(message)) == golden
+    assert same(decode([bytes.fromhex(part) for part in golden.split()]), message)
+
+
+def test_a_missing_field_takes_its_default_and_integers_serve_as_floats():
+    assert decode([bytes([13, VERSION]), bytes.fromhex("80")]) == Heartbeat(0.0)
+    time_is_an_integer = decode([bytes([13, VERSION]), bytes.fromhex("81a474696d6505")])
+    assert time_is_an_integer == Heartbeat(5.0)
+    assert type(time_is_an_integer.time) is float
+
+
+WRONG = [
+    (Token(1, 2, True, ""), "Token.token must be int (64 bits, signed), not bool"),
+    (Token(1, 2, 2**63, ""), "Token.token must be int (64 bits, signed), not 9223372036854775808"),
+    (Token(1, 2, np.int64(3), ""), "Token.token must be int (64 bits, signed), not int64"),
+    (Token(1, 2, 3, None), "Token.text must be str, not nil"),
+    (Token(1, 2, 3, "\ud800"), "Token: a text holds lone surrogates, which are not UTF-8"),
+    (Generate(1, token_ids=[1, 2]), "Generate.token_ids must be tuple, not list"),
+    (Generate(1, token_ids=(1, True)), "Generate.token_ids must be int (64 bits, signed), not bool"),
+    (
+        Generate(1, sampling=Sampling(float("nan"))),
+        "Generate.sampling temperature must be finite float, not nan",
+    ),
+    (Generate(1, sampling={}), "Generate.sampling must be Sampling, not dict"),
+    (Generate(1, messages=(Sampling(),)), "Generate.messages must be ChatMessage, not Sampling"),
+    (Generate(1, prompt="x" * (4 << 20)), "Generate: 4194480 bytes of header, the limit is 4194304"),
+    (StatsReply(1, {1: 2}), "StatsReply.stats must be str, not 1"),
+    (
+        StatsReply(1, {"a": np.float32(1)}),
+        "nil, bool, int, float, str, list or map at every place, not float32",
+    ),
+    (Done(1, "stop", stats={"a": {"b": {1, 2}}}), "at every place, not set"),
+    (Partial(1, 2, 0.5, np.zeros((2, 3))), "Partial.y must be float32[2d], not float64[2d]"),
+    (Partial(1, 2, 0.5, np.zeros(3, np.float32)), "Partial.y must be float32[2d], not float32[1d]"),
+    (Partial(1, 2, 0.5, [[1.0]]), "Partial.y must be float32[2d], not list"),
+    (
+        Partial(1, 2, 0.5, np.empty((8193, 8192), np.float32)),
+        "268468224 bytes, more than the limit of 268435456",
+    ),
+]
+
+
+@pytest.mark.parametrize(("message", "line"), WRONG, ids=range(len(WRONG)))
+def test_a_sender_is_told_at_once_what_is_wrong(message, line):
+    with pytest.raises(MalformedMessage) as caught:
+        encode(message)
+    assert line in str(caught.value)
+
+
+def test_a_tree_that_contains_itself_is_refused():
+    stats = {}
+    stats["again"] = stats
+    with pytest.raises(MalformedMessage, match=r"StatsReply.stats is nested deeper than 16 levels"):
+        encode(StatsReply(1, stats))
+
+
+def test_what_is_no_message_is_a_mistake():
+    with pytest.raises(TypeError, match="dict is not a message"):
+        encode({})
+
+
+def test_the_version_can_be_read_from_any_version():
+    assert wire_version([b"\x01\x07", b"whatever that may be"]) == 7
+    assert wire_version([b"\x01"]) is None
+    assert wire_version([]) is None
+
+
+def test_the_hot_messages_are_quick():
+    work = decode_size_work()
+    frames = [bytes(frame) for frame in encode(work)]
+    best = 1.0
+    for _ in range(20):  # the best of many short runs: the machine is shared
+        start = time.perf_counter()
+        for _ in range(100):
+            encode(work)
+            decode(frames)
+        best = min(best, (time.perf_counter() - start) / 100)
+    assert best < 60e-6, f"{best * 1e6:.1f} us for one Work, there and back"

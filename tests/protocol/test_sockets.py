@@ -1,0 +1,238 @@
+"""Sockets and the directories they live in, on the real file system and the real libzmq."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.errors import MalformedMessage, ProtocolError
+from protocol.sockets import (
+    IPC_PATH_MAX,
+    Identity,
+    bind_router,
+    connect_dealer,
+    identity,
+    ipc_endpoint,
+    parse_identity,
+    private_directory,
+    runtime_root,
+)
+
+
+@pytest.fixture
+def context():
+    with zmq.Context() as context:
+        yield context
+
+
+@pytest.fixture
+def endpoint(runtime):
+    return ipc_endpoint(runtime, "work.sock")
+
+
+def test_a_router_and_a_dealer_exchange_messages(context, endpoint):
+    with (
+        bind_router(context, endpoint) as router,
+        connect_dealer(context, endpoint, identity=identity("worker", 0, 1)) as dealer,
+    ):
+        dealer.send_multipart([b"a", b"b"])
+        assert router.poll(5000)
+        assert router.recv_multipart() == [b"worker-0-1", b"a", b"b"]
+        router.send_multipart([b"worker-0-1", b"c"])
+        assert dealer.poll(5000)
+        assert dealer.recv_multipart() == [b"c"]
+
+
+def test_everything_is_set_explicitly(context, endpoint):
+    with (
+        bind_router(context, endpoint, send_hwm=7) as router,
+        connect_dealer(context, endpoint, receive_hwm=9) as dealer,
+    ):
+        for socket, send, receive in ((router, 7, 1000), (dealer, 1000, 9)):
+            assert (socket.get(zmq.SNDHWM), socket.get(zmq.RCVHWM)) == (send, receive)
+            assert socket.get(zmq.LINGER) == 500
+            assert socket.get(zmq.MAXMSGSIZE) == 256 << 20
+            assert socket.get(zmq.RECONNECT_IVL) == 10
+            assert socket.get(zmq.RECONNECT_IVL_MAX) == 100
+            assert socket.get(zmq.HANDSHAKE_IVL) == 5000
+
+
+def test_asyncio_sockets_are_made_the_same_way(endpoint):
+    with zmq.asyncio.Context() as context, bind_router(context, endpoint) as router:
+        assert isinstance(router, zmq.asyncio.Socket)
+
+
+def test_a_message_to_nobody_is_an_error(context, endpoint):
+    with bind_router(context, endpoint) as router:
+        with pytest.raises(zmq.ZMQError) as caught:
+            router.send_multipart([b"worker-0-1", b"a"])
+        assert caught.value.errno == zmq.EHOSTUNREACH
+
+
+def test_a_full_queue_is_an_error_for_its_own_peer_only(context, endpoint):
+    with (
+        bind_router(context, endpoint, send_hwm=1) as router,
+        connect_dealer(context, endpoint, identity=b"worker-0-1", receive_hwm=1) as slow,
+        connect_dealer(context, endpoint, identity=b"worker-1-1") as quick,
+    ):
+        for dealer in (slow, quick):
+            dealer.send(b"hello")
+            assert router.poll(5000)
+            router.recv_multipart()
+        with pytest.raises(zmq.Again):
+            for _ in range(1000):
+                router.send_multipart([b"worker-0-1", bytes(1 << 20)], flags=zmq.NOBLOCK)
+        router.send_multipart([b"worker-1-1", b"through"], flags=zmq.NOBLOCK)
+        assert quick.poll(5000)
+        assert quick.recv() == b"through"
+        router.close(linger=0)
+
+
+def test_a_peer_may_connect_first_and_survives_a_new_router(context, endpoint):
+    with connect_dealer(context, endpoint, identity=b"worker-0-1") as dealer:
+        for word in (b"one", b"two"):  # the second router binds over the file that the first one left
+            with bind_router(context, endpoint) as router:
+                dealer.send(word)
+                assert router.poll(5000)
+                assert router.recv_multipart() == [b"worker-0-1", word]
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
+def test_a_socket_file_is_private_whatever_the_umask(context, runtime, endpoint, mask):
+    before = os.umask(mask)
+    try:
+        with bind_router(context, endpoint):
+            found = os.stat(runtime / "work.sock")
+    finally:
+        os.umask(before)
+    assert stat.S_ISSOCK(found.st_mode)
+    assert stat.S_IMODE(found.st_mode) == 0o600
+
+
+def test_no_socket_in_a_directory_that_others_can_enter(context, runtime, endpoint):
+    runtime.chmod(0o750)
+    with pytest.raises(
+        ProtocolError, match=rf"^{runtime} is open to other users \(mode 0750\); run: chmod 700 "
+    ):
+        bind_router(context, endpoint)
+    runtime.chmod(0o700)
+    assert list(runtime.iterdir()) == []
+
+
+def test_no_socket_in_a_directory_that_is_not_there(context, runtime):
+    with pytest.raises(ProtocolError, match=r"^cannot use /.*/gone: No such file or directory$"):
+        bind_router(context, ipc_endpoint(runtime / "gone", "work.sock"))
+
+
+def test_a_path_that_cannot_be_bound(context, runtime):
+    (runtime / "work.sock").mkdir()
+    with pytest.raises(ProtocolError, match=r"^cannot bind ipc:///.*work.sock: "):
+        bind_router(context, ipc_endpoint(runtime, "work.sock"))
+
+
+@pytest.mark.parametrize(
+    "elsewhere", ["tcp://127.0.0.1:5555", "ipc://@abstract", "ipc://relative", "/a/path", ""]
+)
+def test_only_ipc_endpoints_are_served(context, elsewhere):
+    for make in (bind_router, connect_dealer):
+        with pytest.raises(ProtocolError, match=r"^endpoint '.*' is not ipc:// with an absolute path$"):
+            make(context, elsewhere)
+
+
+def test_the_longest_path_works_and_one_byte_more_is_refused(context, runtime):
+    room = IPC_PATH_MAX - len(bytes(runtime)) - 1
+    with bind_router(context, ipc_endpoint(runtime, "x" * room)):
+        assert (runtime / ("x" * room)).is_socket()
+    umlauts = "ü" * (room // 2 + 1)  # bytes count, not characters
+    for name in ("x" * (room + 1), umlauts):
+        with pytest.raises(
+            ProtocolError, match=r"has 10[89] bytes, the system's limit is 107; use a shorter"
+        ):
+            ipc_endpoint(runtime, name)
+        with pytest.raises(ProtocolError, match="the system's limit is 107"):
+            connect_dealer(context, f"ipc://{runtime}/{name}")
+    with pytest.raises(ProtocolError, match="the socket path a/b is not absolute"):
+        ipc_endpoint(Path("a"), "b")
+
+
+def test_the_runtime_root_is_in_the_sessions_directory(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    before = os.umask(0)
+    try:
+        root = runtime_root()
+    finally:
+        os.umask(before)
+    assert root == tmp_path / "tandem"
+    assert stat.S_IMODE(root.stat().st_mode) == 0o700
+    assert runtime_root() == root
+
+
+@pytest.mark.parametrize("session", ["", "relative", "/nowhere/at/all"])
+def test_the_runtime_root_without_a_session(monkeypatch, session):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", session)
+    root = Path(f"/tmp/tandem-{os.getuid()}")
+    existed = root.exists()
+    assert runtime_root() == root
+    assert root.is_dir()
+    if not existed:
+        root.rmdir()
+
+
+def test_a_runtime_root_that_others_can_enter_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "tandem").mkdir()
+    (tmp_path / "tandem").chmod(0o755)
+    with pytest.raises(ProtocolError) as caught:
+        runtime_root()
+    path = tmp_path / "tandem"
+    assert str(caught.value) == f"{path} is open to other users (mode 0755); run: chmod 700 {path}"
+
+
+def test_what_is_no_directory_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
+    for name in ("file", "link"):
+        with pytest.raises(ProtocolError, match=rf"/{name} is not a directory; remove it and start again$"):
+            private_directory(tmp_path / name)
+    with pytest.raises(ProtocolError, match=r"^cannot create /.*: No such file or directory$"):
+        private_directory(tmp_path / "missing" / "child")
+
+
+def test_a_strangers_directory_is_refused(tmp_path):
+    if os.getuid() == 0:
+        strange = tmp_path / "strange"
+        strange.mkdir(mode=0o700)
+        os.chown(strange, 12345, -1)
+    else:
+        strange = Path("/")
+    with pytest.raises(ProtocolError, match=r" belongs to user \d+, not to you; have it removed$"):
+        private_directory(strange)
+
+
+@given(
+    st.sampled_from(["loader", "coordinator", "worker", "prefetcher"]),
+    st.integers(0, 10**9 - 1),
+    st.integers(0, 10**18 - 1),
+)
+def test_identities_survive_the_round_trip(role, index, incarnation):
+    assert parse_identity(identity(role, index, incarnation)) == Identity(role, index, incarnation)
+
+
+@given(st.binary(max_size=30) | st.from_regex(rb"\A(worker|x)-[0-9-]{1,4}-[0-9]{1,3}\n?\Z"))
+def test_other_bytes_are_no_identity(name):
+    try:
+        parsed = parse_identity(name)
+    except MalformedMessage:
+        return
+    assert identity(parsed.role, parsed.index, parsed.incarnation) == name
+
+
+def test_an_identity_that_cannot_be_is_refused():
+    for wrong in (("supervisor", 0, 0), ("worker", -1, 0), ("worker", 0, 10**18), ("worker", True, 0)):
+        with pytest.raises(MalformedMessage, match="is not <role>-<index>-<incarnation>"):
+            identity(*wrong)

@@ -1,0 +1,217 @@
+"""Segments, the slab and page-locking, on real shared memory."""
+
+import os
+import re
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+import shm
+from shm.errors import NotEnoughMemory, SegmentMissing, ShmError
+from shm.pinned import lock_pages
+from shm.segment import Segment, available_memory, check_space, free_shm_bytes, unlink
+from shm.slab import Slab
+
+ROOT = Path(shm.__file__).parent.parent
+
+
+@pytest.fixture
+def name():
+    name = f"/tandem-test-{uuid.uuid4().hex[:12]}"
+    yield name
+    unlink(name)
+
+
+def file_of(name: str) -> Path:
+    return Path("/dev/shm") / name[1:]
+
+
+def test_a_segment_is_private_whole_and_zeroed(name):
+    old = os.umask(0o777)  # a umask that would take every bit away
+    try:
+        segment = Segment.create(name, 10_000)
+    finally:
+        os.umask(old)
+    with segment:
+        status = file_of(name).stat()
+        assert status.st_mode & 0o7777 == 0o600
+        assert status.st_size == segment.size == 10_000
+        assert status.st_blocks * 512 >= 10_000  # allocated, not sparse
+        assert not segment.array.any()
+        assert segment.array.shape == (10_000,)
+
+
+def test_other_attachments_see_what_is_written_and_cannot_write(name):
+    with Segment.create(name, 4096) as segment, Segment.attach(name) as reader:
+        segment.array[5] = 77
+        assert reader.array[5] == 77
+        assert not reader.array.flags.writeable
+        with pytest.raises(ValueError, match="read-only"):
+            reader.array[5] = 1
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            reader.array.flags.writeable = True  # the mapping itself is read-only
+        with Segment.attach(name, writable=True) as writer:
+            writer.array[6] = 78
+        assert segment.array[6] == 78
+
+
+def test_views_survive_closing_and_closing_twice_is_fine(name):
+    segment = Segment.create(name, 8192)
+    segment.array[:] = 3
+    view = segment.array[100:200]
+    segment.close()
+    segment.close()
+    unlink(name)
+    assert view.sum() == 300
+    with pytest.raises(ValueError, match="closed"):
+        _ = segment.array
+
+
+def test_closing_unmaps_once_no_view_is_left(name):
+    def mapped() -> bool:
+        return name[1:] in Path("/proc/self/maps").read_text()
+
+    segment = Segment.create(name, 8192)
+    view = segment.array[:10]
+    assert mapped()
+    segment.close()
+    assert mapped()
+    del view
+    assert not mapped()
+
+
+def test_a_name_is_created_once(name):
+    with Segment.create(name, 100), pytest.raises(ShmError, match="exists already"):
+        Segment.create(name, 100)
+    assert file_of(name).exists()  # the failed attempt did not remove the first one's
+
+
+def test_a_missing_segment_is_named(name):
+    with pytest.raises(SegmentMissing, match=name):
+        Segment.attach(name)
+    unlink(name)  # quiet
+
+
+def test_an_empty_segment_is_refused(name):
+    file_of(name).touch()
+    with pytest.raises(ShmError, match="empty"):
+        Segment.attach(name)
+
+
+def test_another_users_segment_is_refused(name):
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file to another user")
+    Segment.create(name, 100).close()
+    os.chown(file_of(name), 12345, 12345)
+    with pytest.raises(ShmError, match="another user"):
+        Segment.attach(name)
+
+
+def test_too_large_a_segment_is_refused_with_numbers_and_leaves_nothing(name):
+    limit = file_of(name).parent
+    free = free_shm_bytes()
+    status = os.statvfs(limit)
+    wanted = status.f_blocks * status.f_frsize + (1 << 30)
+    # Asking for more than fits would fill the memory first, so ask the check and, in a child whose file
+    # size is limited, the kernel.
+    with pytest.raises(NotEnoughMemory) as caught:
+        check_space(wanted, -(1 << 50))
+    text = str(caught.value)
+    assert "\n" not in text
+    assert f"{wanted / 1e9:.2f} GB" in text
+    assert re.search(r"mount -o remount,size=(\d+)m /dev/shm", text)
+    enlarged = int(re.search(r"size=(\d+)m", text)[1]) << 20
+    assert enlarged - (status.f_blocks * status.f_frsize - free) >= wanted
+
+
+def test_the_space_check_keeps_the_reserve():
+    available = available_memory()
+    check_space(1, 0)
+    with pytest.raises(NotEnoughMemory, match=r"must stay free.*--format"):
+        check_space(1 << 20, available + (1 << 30))
+
+
+def test_a_failed_allocation_removes_the_segment(name):
+    code = (
+        "import resource, signal, sys\n"
+        "from shm.segment import Segment\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+        "Segment.create(sys.argv[1], 8 << 20)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, name], cwd=ROOT, capture_output=True, text=True, timeout=30
+    )
+    assert result.returncode == 1
+    assert "File too large" in result.stderr
+    assert not file_of(name).exists()
+
+
+def test_progress_of_the_allocation_ends_with_the_size(name):
+    seen = []
+    Segment.create(name, 5000, seen.append).close()
+    assert seen == [5000]
+
+
+def test_slots_are_disjoint_aligned_and_shared(name):
+    with Slab.create(name, 5, 100) as slab, Slab.attach(name, 5, 100) as other:
+        for index in range(5):
+            slab.slot(index)[:] = index + 1
+        for index in range(5):
+            assert other.slot(index).shape == (100,)
+            assert (other.slot(index) == index + 1).all()
+            assert other.slot(index).ctypes.data % 64 == 0
+        other.slot(2)[:] = 99
+        assert (slab.slot(2) == 99).all()
+        for bad in (-1, 5):
+            with pytest.raises(IndexError):
+                slab.slot(bad)
+
+
+def test_a_slab_of_another_size_is_refused(name):
+    with Slab.create(name, 5, 100), pytest.raises(ShmError, match="6 slots of 100"):
+        Slab.attach(name, 6, 100)
+    with pytest.raises(ValueError, match="slots"):
+        Slab.create(name, 0, 100)
+
+
+def locked_kilobytes() -> int:
+    return int(re.search(r"VmLck:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+def test_pages_are_locked_and_the_report_tells_the_truth(name):
+    with Segment.create(name, 3 << 20) as segment:
+        before = locked_kilobytes()
+        report = lock_pages(segment)
+        assert report.total_bytes == 3 << 20
+        assert (locked_kilobytes() - before) * 1024 == report.locked_bytes
+        assert "\n" not in str(report)
+    assert locked_kilobytes() == before
+
+
+def test_a_limit_on_locking_is_reported_and_not_fatal(name):
+    """A child without CAP_IPC_LOCK and with a limit of 2 MB locks about that much of 8 MB."""
+    code = (
+        "import ctypes, resource, sys\n"
+        "from shm.segment import Segment\n"
+        "from shm.pinned import lock_pages\n"
+        "resource.setrlimit(resource.RLIMIT_MEMLOCK, (2 << 20, 2 << 20))\n"
+        "import os\n"
+        "segment = Segment.attach(sys.argv[1])\n"
+        "if os.geteuid() == 0: os.setresuid(12345, 12345, 12345)\n"  # gives the capability up
+        "report = lock_pages(segment)\n"
+        "print(report.locked_bytes, report.total_bytes, report)\n"
+    )
+    with Segment.create(name, 8 << 20):
+        result = subprocess.run(
+            [sys.executable, "-c", code, name], cwd=ROOT, capture_output=True, text=True, timeout=30
+        )
+    assert result.returncode == 0, result.stderr
+    locked, total, text = result.stdout.strip().split(" ", 2)
+    assert int(total) == 8 << 20
+    assert 1 << 20 <= int(locked) <= 2 << 20
+    assert "ulimit -l" in text
+    assert "of 8.4 MB locked" in text

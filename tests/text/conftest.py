@@ -1,0 +1,124 @@
+"""Three small tokenizers of the kinds that real models have, each in a model directory of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as Backend
+
+from pipeline.tokenizer import Tokenizer
+
+TEXTS = [
+    "The generator yields one value at a time, and the caller decides when it goes on.",
+    "Die Erzeugung liefert jeweils einen Wert; für größere Mengen wählt man Blöcke.",
+    "def generate(values):\n    for value in values:\n        yield value\n",
+    "le générateur rend une valeur à la fois… naïve café 日本語 привет",
+]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m['role'] not in ['user', 'assistant', 'system'] %}"
+    "{{ raise_exception('no such role: ' + m['role']) }}{% endif %}"
+    "<|{{ m['role'] }}|>{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def write_model(folder: Path, backend: Backend, config: dict[str, object]) -> Path:
+    """A model directory's tokenizer files, with a chat template and the ids that end an answer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "chat_template": TEMPLATE,
+        **config,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": 7}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
+    return folder
+
+
+def byte_level() -> Backend:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.train_from_iterator(
+        TEXTS,
+        trainers.BpeTrainer(
+            vocab_size=400,
+            special_tokens=["<s>", "</s>", "<|assistant|>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    # added tokens that are text: of byte letters, of other letters, and with a space
+    backend.add_tokens([AddedToken("<tool>"), AddedToken("日本 go"), AddedToken("Ġé")])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
+    )
+    return backend
+
+
+def llama_style() -> Backend:
+    trained = Backend(models.BPE())
+    trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    trained.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=300, show_progress=False))
+    model = json.loads(trained.to_str())["model"]
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁▁", "▁"]
+    names += [piece for piece in model["vocab"] if piece not in names]
+    backend = Backend(
+        models.BPE(
+            vocab={name: index for index, name in enumerate(names)},
+            merges=[tuple(pair) for pair in model["merges"]],
+            unk_token="<unk>",
+            byte_fallback=True,
+            fuse_unk=True,
+        )
+    )
+    backend.normalizer = trained.normalizer
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["<s>", "</s>", "<unk>"])
+    backend.add_tokens([AddedToken("<tool>")])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return backend
+
+
+def unigram() -> Backend:
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        "▁",
+        "▁the",
+        "▁value",
+        "s",
+        "▁▁",
+        *sorted({c for t in TEXTS for c in t if c > " "}),
+    ]
+    backend = Backend(models.Unigram([(piece, -1.0 * len(piece)) for piece in pieces], unk_id=0))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    backend.add_special_tokens(["<s>", "</s>"])
+    return backend
+
+
+FAMILIES = {"byte-level": byte_level, "llama-style": llama_style, "unigram": unigram}
+
+
+@pytest.fixture(scope="session", params=FAMILIES)
+def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp(request.param), FAMILIES[request.param](), {})
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_dir: Path) -> Tokenizer:
+    loaded = Tokenizer.load(model_dir)
+    assert loaded is not None
+    return loaded

@@ -1,0 +1,217 @@
+"""The sampler against transformers' own processors, and what it draws against its own probabilities."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from pipeline.errors import PipelineError, RequestError
+from pipeline.sampler import Sampler, validate
+from protocol.messages import Sampling
+
+
+def oracle(sampling: Sampling, logits: NDArray[np.float32], previous: list[int]) -> NDArray[np.float64]:
+    """Probabilities [V] by transformers' processors, in the order in which its generation applies them. In
+    float64, so that a sum next to a limit does not fall on the other side by rounding."""
+    import torch
+    from transformers.generation import logits_process as lp
+
+    processors: list[lp.LogitsProcessor] = []
+    if sampling.repetition_penalty != 1:
+        processors.append(lp.RepetitionPenaltyLogitsProcessor(penalty=sampling.repetition_penalty))
+    if sampling.temperature != 1:
+        processors.append(lp.TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_k:
+        processors.append(lp.TopKLogitsWarper(top_k=sampling.top_k))
+    if sampling.top_p < 1:
+        processors.append(lp.TopPLogitsWarper(top_p=sampling.top_p))
+    if sampling.min_p:
+        processors.append(lp.MinPLogitsWarper(min_p=sampling.min_p))
+    scores = torch.tensor(logits, dtype=torch.float64)[None]
+    for processor in processors:
+        scores = processor(torch.tensor([previous], dtype=torch.int64), scores)
+    return torch.softmax(scores, dim=-1)[0].numpy()
+
+
+def probabilities(sampler: Sampler, logits: NDArray[np.float32], previous: list[int]) -> NDArray[np.float64]:
+    ids, weights = sampler.candidates(logits, previous)
+    assert np.array_equal(ids, np.unique(ids))
+    full = np.zeros(len(logits))
+    full[ids] = weights / weights.sum()
+    return full
+
+
+SAMPLINGS = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.3, 0.8, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 1, 2, 5, 50, 400, 100_000]),
+    top_p=st.sampled_from([1e-6, 0.1, 0.5, 0.9, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.01, 0.1, 0.7, 1.0]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.3, 0.7]),
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    sampling=SAMPLINGS,
+    size=st.sampled_from([1, 2, 7, 100, 1000, 5000, 33_001]),
+    spread=st.sampled_from([0.01, 1.0, 4.0, 20.0]),
+    seed=st.integers(0, 2**16),
+)
+def test_transformers_agrees(sampling: Sampling, size: int, spread: float, seed: int) -> None:
+    validate(sampling)
+    rng = np.random.default_rng(seed)
+    logits = (rng.normal(size=size) * spread).astype(np.float32)
+    logits[rng.random(size) < 0.05] = -np.inf
+    logits[0] = 1.0
+    logits = logits + np.arange(size, dtype=np.float32) * np.float32(1e-7)
+    previous = rng.integers(0, size, 30).tolist()
+    before = logits.copy()
+    sampler = Sampler(sampling, 0)
+    for length in (10, 30):  # the history grows between two calls
+        ours = probabilities(sampler, logits, previous[:length])
+        theirs = oracle(sampling, logits, previous[:length])
+        # which of several equal logits top-p keeps is not defined there; see the test of ties
+        if len(np.unique(logits[np.isfinite(logits)])) == np.isfinite(logits).sum():
+            assert np.array_equal(ours > 0, theirs > 0)
+            assert np.allclose(ours, theirs, rtol=1e-9, atol=1e-15)
+        assert np.allclose(np.sort(ours), np.sort(theirs), rtol=1e-9, atol=1e-15)
+    assert np.array_equal(logits, before)
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 3, 300])
+def test_ties(top_k: int) -> None:
+    """top-k keeps all that equal its last one, as transformers does; top-p the smaller ids."""
+    logits = np.array([1, 3, 3, 2, 3, 2, 0] * 500, dtype=np.float32)
+    sampling = Sampling(temperature=1.0, top_k=top_k)
+    ours = probabilities(Sampler(sampling, 0), logits, [])
+    assert np.allclose(ours, oracle(sampling, logits, []), rtol=1e-9)
+    if top_k:
+        assert np.array_equal(np.flatnonzero(ours), np.flatnonzero(logits == 3))
+    share = 1200.5 / 1500 * ours[logits == 3].sum()
+    kept, _ = Sampler(Sampling(temperature=1.0, top_k=top_k, top_p=share), 0).candidates(logits, [])
+    assert np.array_equal(kept, np.flatnonzero(logits == 3)[:1201])
+
+
+def test_greedy() -> None:
+    logits = np.array([1, 5, 5, -2], dtype=np.float32)
+    # the filters mean nothing here, and the first of equals wins
+    assert Sampler(Sampling(top_k=3, top_p=0.1, min_p=0.5), 0).next(logits, [1]) == 1
+    sampler = Sampler(Sampling(repetition_penalty=2.0), 0)
+    assert sampler.next(logits, []) == 1
+    assert sampler.next(logits, [1]) == 2
+    assert sampler.next(logits, [1, 2, 2]) == 1
+    assert Sampler(Sampling(repetition_penalty=10.0), 0).next(logits, [1, 2]) == 0
+    assert Sampler(Sampling(repetition_penalty=4.0), 0).next(-logits, [3, 0]) == 3
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1.0),
+        Sampling(temperature=0.7, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.2),
+    ],
+)
+def test_draws_follow_the_probabilities(sampling: Sampling) -> None:
+    """A chi-square statistic within six standard deviations of its mean: a sound sampler passes always (the
+    seed is fixed), and one that is off by a few per cent does not."""
+    rng = np.random.default_rng(0)
+    logits = (rng.normal(size=60) * 1.5).astype(np.float32)
+    previous = [3, 4, 5]
+    sampler = Sampler(sampling, 11)
+    wanted = probabilities(sampler, logits, previous)
+    draws = 20_000
+    counts = Counter(sampler.next(logits, previous) for _ in range(draws))
+    assert all(wanted[token] > 0 for token in counts)
+    expected = wanted[wanted > 0] * draws
+    found = np.array([counts[int(token)] for token in np.flatnonzero(wanted)])
+    statistic = float(((found - expected) ** 2 / expected).sum())
+    freedom = len(expected) - 1
+    assert abs(statistic - freedom) < 6 * np.sqrt(2 * freedom)
+
+
+def test_seeds() -> None:
+    logits = np.random.default_rng(0).normal(size=5000).astype(np.float32)
+    sampling = Sampling(temperature=1.0, top_p=0.95)
+
+    def draw(seed: int) -> list[int]:
+        sampler = Sampler(sampling, seed)
+        return [sampler.next(logits, []) for _ in range(50)]
+
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+    one, two = Sampler(sampling, 1), Sampler(sampling, 2)
+    mixed = [(one.next(logits, []), two.next(logits, [])) for _ in range(50)]
+    # requests that are decoded together do not disturb each other
+    assert mixed == list(zip(draw(1), draw(2), strict=True))
+
+
+def test_extreme_but_allowed() -> None:
+    logits = np.array([-1e38, 1e38, 3e38, -np.inf], dtype=np.float32)
+    for sampling in (
+        Sampling(temperature=1e-300),
+        Sampling(temperature=1.0, top_p=1e-300, repetition_penalty=100.0),
+        Sampling(temperature=1e-5, top_k=10**18, min_p=1.0),
+        Sampling(temperature=1.0, repetition_penalty=0.01),
+    ):
+        validate(sampling)
+        assert Sampler(sampling, 0).next(logits, [0, 1, 2, 3] if sampling.top_k else []) == 2
+    validate(Sampling(temperature=1e300))
+    assert Sampler(Sampling(temperature=1e300), 0).next(logits, []) in range(4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_broken_logits_are_never_sampled(temperature: float, bad: float) -> None:
+    logits = np.array([1, bad, 2], dtype=np.float32)
+    for row in (logits, np.full(3, -np.inf, dtype=np.float32)):
+        with pytest.raises(PipelineError, match="not finite"):
+            Sampler(Sampling(temperature=temperature, top_k=2), 0).next(row, [])
+
+
+@pytest.mark.parametrize(
+    ("sampling", "words"),
+    [
+        (Sampling(temperature=-0.1), "temperature is -0.1"),
+        (Sampling(temperature=float("nan")), "temperature is nan"),
+        (Sampling(temperature=float("inf")), "temperature is inf"),
+        (Sampling(top_k=-1), "top_k is -1"),
+        (Sampling(top_p=0.0), "top_p is 0.0; it must be above 0"),
+        (Sampling(top_p=1.01), "top_p is 1.01"),
+        (Sampling(min_p=-0.1), "min_p"),
+        (Sampling(min_p=float("nan")), "min_p"),
+        (Sampling(repetition_penalty=0.0), "repetition_penalty"),
+        (Sampling(repetition_penalty=float("inf")), "repetition_penalty"),
+        (Sampling(seed=-1), "seed is -1"),
+    ],
+)
+def test_what_cannot_be_served(sampling: Sampling, words: str) -> None:
+    with pytest.raises(RequestError, match=words) as caught:
+        validate(sampling)
+    assert "\n" not in str(caught.value)
+
+
+def test_quick() -> None:
+    """The bound is generous, as this machine may be busy; alone it takes about a fifth of it."""
+    rng = np.random.default_rng(0)
+    logits = (rng.normal(size=32_000) * 3).astype(np.float32)
+    sampler = Sampler(Sampling(temperature=0.8, top_k=50, top_p=0.9), 0)
+    times = []
+    for _ in range(100):
+        start = time.perf_counter()
+        sampler.next(logits, [])
+        times.append(time.perf_counter() - start)
+    assert sorted(times)[10] < 400e-6
+
+
+def test_no_torch() -> None:
+    code = "import sys, pipeline.sampler; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -1,0 +1,169 @@
+"""The text shown token by token is exactly the whole decoding, cut at the first stop string."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.errors import RequestError
+from pipeline.text_stream import BytePieces, SpacedPieces, StopStrings
+from pipeline.tokenizer import Tokenizer
+
+UNICODE = st.text(st.characters(exclude_categories=["Cs"]), max_size=40) | st.sampled_from(
+    ["  two  spaces ", "👩‍👩‍👧‍👦 family", "é́́", "naïve €uro 日本語", "a\n\n\tb ", "🇩🇪🇫🇷", " "]
+)
+
+
+def cut(text: str, stop: Sequence[str]) -> str:
+    """The text before the stop string that is complete first, the longest of those that end together."""
+    ends = [
+        (place + len(word), -len(word))
+        for word in stop
+        for place in range(len(text))
+        if text.startswith(word, place)
+    ]
+    if not ends:
+        return text
+    end, length = min(ends)
+    return text[: end + length]
+
+
+def check(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> None:
+    whole = tokenizer.decode(ids)
+    wanted = cut(whole, stop)
+    stream = tokenizer.stream(stop)
+    shown = ""
+    for token in ids:
+        text = stream.push(token)
+        shown += text
+        assert wanted.startswith(shown), "shown text must never be taken back"
+    shown += stream.finish()
+    assert shown == wanted
+    assert stream.stopped == any(word in whole for word in stop)
+    assert stream.finish() == ""
+
+
+@settings(deadline=None, max_examples=150)
+@given(text=UNICODE, data=st.data())
+def test_encoded_text(tokenizer: Tokenizer, text: str, data: st.DataObject) -> None:
+    ids = tokenizer.encode(text)
+    whole = tokenizer.decode(ids)
+    places = st.integers(0, max(0, len(whole) - 1))
+    stop = data.draw(
+        st.lists(
+            st.builds(lambda a, n: whole[a : a + n], places, st.integers(1, 6)).filter(bool)
+            if whole
+            else st.just("x"),
+            max_size=3,
+        )
+    )
+    check(tokenizer, ids, [])
+    check(tokenizer, ids, stop)
+
+
+@settings(deadline=None, max_examples=250)
+@given(data=st.data())
+def test_random_ids(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    """Also ids of half characters, of broken runs of bytes, special ones, and ones beyond the vocabulary."""
+    bytes_and_specials = st.integers(0, 270)
+    ids = data.draw(st.lists(bytes_and_specials | st.integers(0, 430), max_size=25))
+    whole = tokenizer.decode(ids)
+    pieces = st.sampled_from([whole[a : a + n] for a in range(len(whole)) for n in (1, 2, 3)] or ["\ufffd"])
+    check(tokenizer, ids, [])
+    check(tokenizer, ids, data.draw(st.lists(pieces | st.sampled_from(["\ufffd", " ", "aa"]), max_size=4)))
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    pieces=st.lists(st.text("ab", max_size=5), max_size=12),
+    stop=st.lists(st.text("ab", min_size=1, max_size=6), max_size=4),
+)
+def test_stop_strings_overlapping_each_other(pieces: list[str], stop: list[str]) -> None:
+    stops = StopStrings(stop)
+    text = "".join(pieces)
+    shown = ""
+    for piece in pieces:
+        shown += stops.push(piece)
+        if stops.found:
+            break
+        so_far = "".join(pieces)[: len(shown)]
+        assert shown == so_far
+    else:
+        shown += stops.finish()
+    assert shown == cut(text, stop)
+    assert stops.found == any(word in text for word in stop)
+
+
+def test_text_appears_at_once_where_nothing_can_change_it(tokenizer: Tokenizer) -> None:
+    """Exactness could be had by showing all of it at the end; that would be no stream."""
+    ids = tokenizer.encode("the value goes on and the caller decides")
+    stream = tokenizer.stream(["zzz"])
+    for count, token in enumerate(ids, start=1):
+        stream.push(token)
+        fresh = tokenizer.stream(["zzz"])
+        assert "".join(fresh.push(t) for t in ids[:count]) == tokenizer.decode(ids[:count])
+    assert stream.finish() == ""
+
+
+def test_a_character_is_never_shown_by_halves(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("x日本語👩‍👩‍👧‍👦é")
+    stream = tokenizer.stream([])
+    shown = [stream.push(token) for token in ids]
+    if "\ufffd" not in tokenizer.decode(ids):
+        assert not any("\ufffd" in text for text in shown)
+    assert "".join(shown) + stream.finish() == tokenizer.decode(ids)
+
+
+def test_a_broken_byte_spoils_its_run_and_nothing_else() -> None:
+    """The reason why a run of byte tokens waits for its end."""
+    calls: list[list[int]] = []
+
+    def decode(ids: Sequence[int]) -> str:
+        calls.append(list(ids))
+        return "".join("?" if token >= 256 else "b" for token in ids)
+
+    pieces = SpacedPieces(decode, lambda token: token < 256)
+    assert [pieces.push(token) for token in (1, 2, 3)] == ["", "", ""]
+    assert pieces.push(300) == "bbb?"
+    assert calls == [[1, 2, 3, 300]]
+
+
+def test_incomplete_bytes_at_the_end_are_one_replacement() -> None:
+    pieces = BytePieces(lambda token: bytes([token]))
+    assert [pieces.push(byte) for byte in "a👩".encode()[:-1]] == ["a", "", "", ""]
+    assert pieces.finish() == "\ufffd"
+    assert pieces.finish() == ""
+
+
+def test_bad_stop_strings(tokenizer: Tokenizer) -> None:
+    for stop in ([""], ["x" * 513], ["x"] * 17):
+        with pytest.raises(RequestError, match="allowed"):
+            tokenizer.stream(stop)
+
+
+@pytest.mark.parametrize("stop", [[], ["\n\nUser:", "</answer>"]], ids=["plain", "stops"])
+def test_the_work_per_token_does_not_grow(tokenizer: Tokenizer, stop: list[str]) -> None:
+    ids = tokenizer.encode("the value of the generator naïve 日本 " * 40)[1:]
+    stream = tokenizer.stream(stop)
+    parts = []
+    for _ in range(6):
+        start = time.process_time()
+        for _ in range(5):
+            for token in ids:
+                stream.push(token)
+        parts.append((time.process_time() - start) / (5 * len(ids)))
+    assert min(parts[3:]) < 3 * max(min(parts[:3]), 1e-6)
+    assert min(parts) < 200e-6
+
+
+def test_hostile_stop_strings_are_quick(tokenizer: Tokenizer) -> None:
+    """Long, self-similar stop strings over text that almost matches them."""
+    stops = StopStrings(["a" * 511 + "b"] * 16)
+    start = time.process_time()
+    for _ in range(1000):
+        stops.push("aaaa")
+    assert time.process_time() - start < 2

@@ -1,0 +1,144 @@
+"""Loading, encoding, chat templates and the ids that end an answer, on model directories."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import ModelError, RequestError
+from pipeline.tokenizer import Tokenizer, eos_ids
+from protocol.messages import ChatMessage
+
+
+def test_importing_costs_nothing() -> None:
+    code = "import sys, pipeline.tokenizer; sys.exit(bool({'transformers', 'torch'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_a_directory_without_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert Tokenizer.load(tmp_path) is None
+    assert Tokenizer.load(tmp_path / "missing") is None
+
+
+def test_encode_and_decode_are_transformers_own(model_dir: Path, tokenizer: Tokenizer) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    oracle = PreTrainedTokenizerFast.from_pretrained(str(model_dir))
+    for text in ("", "the value", "  größere\n日本語 <tool> </s>", "👩‍👩‍👧‍👦"):
+        ids = tokenizer.encode(text)
+        assert ids == oracle.encode(text)
+        assert tokenizer.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
+
+
+def test_bos_is_added_as_the_model_says(model_dir: Path, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("the value")
+    assert (ids[0] == tokenizer.encode("<s>")[-1]) == ("unigram" not in str(model_dir))
+
+
+def test_chat(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.render_chat([ChatMessage("system", "the"), ChatMessage("user", "value?")])
+    text = "<s><|system|>the</s><|user|>value?</s><|assistant|>"
+    plain = tokenizer.encode(text)
+    # the template writes <s> itself: the tokenizer adds no second one
+    assert ids == (plain[1:] if plain[:2] == [plain[0]] * 2 else plain)
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([], "empty"),
+        ([ChatMessage("oracle", "x")], "no such role: oracle"),
+        ([ChatMessage("user", "\ud800")], "Unicode"),
+    ],
+)
+def test_chat_that_the_template_refuses(
+    tokenizer: Tokenizer, messages: list[ChatMessage], words: str
+) -> None:
+    with pytest.raises(RequestError, match=words) as caught:
+        tokenizer.render_chat(messages)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_chat_template(model_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(model_dir, tmp_path / "model")
+    config = tmp_path / "model" / "tokenizer_config.json"
+    settings = json.loads(config.read_text())
+    del settings["chat_template"]
+    config.write_text(json.dumps(settings))
+    tokenizer = Tokenizer.load(tmp_path / "model")
+    assert tokenizer is not None
+    assert not tokenizer.has_chat_template
+    with pytest.raises(RequestError, match="no chat template"):
+        tokenizer.render_chat([ChatMessage("user", "x")])
+
+
+def test_invalid_unicode_is_the_requests_fault(tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="Unicode at character 2"):
+        tokenizer.encode("ab\ud83d")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": "1.0"}', "\x00\xff"])
+def test_damaged_files(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ModelError, match="cannot load the tokenizer") as caught:
+        Tokenizer.load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_tokenizer_class_is_read_from_its_json(model_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(model_dir, tmp_path / "model")
+    config = tmp_path / "model" / "tokenizer_config.json"
+    settings = json.loads(config.read_text())
+    settings["tokenizer_class"] = "SomethingElseTokenizer"
+    settings["auto_map"] = {"AutoTokenizer": ["code.SomethingElseTokenizer", None]}
+    config.write_text(json.dumps(settings))
+    (tmp_path / "model" / "code.py").write_text("raise SystemExit('code from a model directory has run')\n")
+    tokenizer = Tokenizer.load(tmp_path / "model")
+    assert tokenizer is not None
+    assert "the" in tokenizer.decode(tokenizer.encode("the value"))
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "wanted"),
+    [
+        ({"eos_token_id": [5, 6]}, {"eos_token_id": 7}, {5, 6}),
+        ({"eos_token_id": 5}, {"eos_token_id": 7}, {5}),
+        ({"max_length": 5}, {"eos_token_id": 7}, {7}),
+        (None, {"eos_token_id": [7]}, {7}),
+        (None, {"eos_token_id": None}, set()),
+        (None, None, set()),
+    ],
+)
+def test_eos_ids(
+    tmp_path: Path,
+    generation: dict[str, object] | None,
+    config: dict[str, object] | None,
+    wanted: set[int],
+) -> None:
+    for name, content in (("generation_config.json", generation), ("config.json", config)):
+        if content is not None:
+            (tmp_path / name).write_text(json.dumps(content))
+    assert eos_ids(tmp_path) == wanted
+
+
+@pytest.mark.parametrize("content", ["{", '{"eos_token_id": "</s>"}', '{"eos_token_id": [1, true]}'])
+def test_damaged_eos_ids(tmp_path: Path, content: str) -> None:
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(ModelError, match="generation_config"):
+        eos_ids(tmp_path)
+
+
+def test_the_tokenizers_own_eos_comes_last(model_dir: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    assert tokenizer.eos_ids == {1, 2}
+    shutil.copytree(model_dir, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").unlink()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "mixtral"}')
+    alone = Tokenizer.load(tmp_path / "model")
+    assert alone is not None
+    assert alone.eos_ids == {tokenizer.encode("</s>")[-1]}

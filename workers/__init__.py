@@ -1,0 +1,1 @@
+"""Processes that compute and copy tiles. They know no model and no policy."""

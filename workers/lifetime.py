@@ -1,0 +1,75 @@
+"""How a child process begins and ends: its configuration, its cores, its parent's death.
+
+The parent starts `python -m MODULE --lifeline FD` and keeps the pipe's other end open. The child reads
+its configuration from the pipe (4 bytes length, big endian, then a msgpack map) and then watches it: end
+of file means that the parent is gone, however it went, and the child exits at once. The kernel's
+parent-death signal says the same a little earlier. Children ignore SIGINT: a Ctrl-C in the terminal
+reaches them too, and the supervisor ends them in order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+from typing import Any, NoReturn
+
+import msgpack
+
+PR_SET_PDEATHSIG = 1
+EXIT_PARENT_GONE = 3
+MAX_CONFIG = 1 << 20
+
+
+def enter(role: str) -> dict[str, Any]:
+    """Read this child's configuration from the lifeline named on the command line, and tie the process to
+    its parent's life. `role` prefixes its log lines. Exits where it was not started by a supervisor."""
+    if len(sys.argv) != 3 or sys.argv[1] != "--lifeline" or not sys.argv[2].isdigit():
+        sys.exit(f"{role}: this process is started by launch.py, not by hand")
+    lifeline = int(sys.argv[2])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    length = int.from_bytes(_read_exactly(lifeline, 4), "big")
+    if length > MAX_CONFIG:
+        sys.exit(f"{role}: the lifeline holds no configuration")
+    config: dict[str, Any] = msgpack.unpackb(_read_exactly(lifeline, length))
+    threading.Thread(target=_watch, args=(lifeline,), name="lifeline", daemon=True).start()
+    logging.basicConfig(
+        level=config.get("log_level", "INFO"), stream=sys.stderr, format=f"[{role}] %(message)s", force=True
+    )
+    return config
+
+
+def pack_config(config: dict[str, Any]) -> bytes:
+    """The bytes that the parent writes into a new child's lifeline."""
+    packed: bytes = msgpack.packb(config)
+    return len(packed).to_bytes(4, "big") + packed
+
+
+def pin(cores: list[int]) -> str:
+    """Bind this process to these cores. Returns "" or, where it is not allowed, one line that says so."""
+    if not cores:
+        return ""
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError as e:
+        return f"not pinned to cores {cores}: {e.strerror}"
+    return ""
+
+
+def _read_exactly(fd: int, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        part = os.read(fd, count - len(data))
+        if not part:
+            os._exit(EXIT_PARENT_GONE)
+        data += part
+    return data
+
+
+def _watch(lifeline: int) -> NoReturn:
+    os.read(lifeline, 1)  # returns only at end of file: the parent writes nothing after the configuration
+    os._exit(EXIT_PARENT_GONE)

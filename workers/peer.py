@@ -1,0 +1,90 @@
+"""What an expert worker and the prefetcher share: their sockets, their READY, their shutdown.
+
+A peer has two DEALER sockets: `control` to the supervisor and `work` to the coordinator. It announces
+itself on both, then serves until one of them says Shutdown. As a thread of the coordinator it has no
+supervisor and only the second socket.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from protocol.codec import decode, encode
+from protocol.errors import MalformedMessage
+from protocol.messages import VERSION, Failed, Ready, Shutdown
+from protocol.sockets import connect_dealer, identity, ipc_endpoint
+
+POLL_LIMIT_MS = 1000  # no wait is longer, so that a lost wake-up costs a second and not for ever
+
+log = logging.getLogger(__name__)
+
+
+class Peer:
+    """One child's two sockets. Not thread-safe: used by the thread that made it."""
+
+    def __init__(self, config: dict[str, Any], work_socket: str, supervised: bool = True) -> None:
+        self.role: str = config["role"]
+        self.index: int = config["index"]
+        self.incarnation: int = config["incarnation"]
+        self._fingerprint: str = config["fingerprint"]
+        self._context = zmq.Context()
+        runtime = Path(config["runtime"])
+        name = identity(self.role, self.index, self.incarnation)
+        self._work = connect_dealer(self._context, ipc_endpoint(runtime, work_socket), identity=name)
+        self._sockets = [self._work]
+        if supervised:
+            endpoint = ipc_endpoint(runtime, "control.sock")
+            self._sockets.append(connect_dealer(self._context, endpoint, identity=name))
+        self._poller = zmq.Poller()
+        for socket in self._sockets:
+            self._poller.register(socket, zmq.POLLIN)
+        self.stopped = False
+
+    def announce(self, notes: tuple[str, ...] = ()) -> None:
+        """Say Ready to the coordinator and the supervisor."""
+        ready = Ready(VERSION, self.role, self.index, self.incarnation, os.getpid(), self._fingerprint, notes)
+        for socket in self._sockets:
+            socket.send_multipart(encode(ready))
+
+    def fail(self, text: str) -> None:
+        """Tell the supervisor why this process ends."""
+        self._sockets[-1].send_multipart(encode(Failed(self.role, text, usage=False)))
+
+    def send(self, message: object) -> None:
+        """Send to the coordinator. Large tensors are not copied: the message must not change any more."""
+        frames = encode(message)
+        self._work.send_multipart(frames, copy=sum(map(len, frames)) < 65536)
+
+    def receive(self, wait: bool) -> Iterator[object]:
+        """Messages that are here; with `wait`, wait for one, at most a second. Shutdown is taken in here: it
+        sets `stopped`. A frame that is no message is logged and dropped."""
+        for socket, _ in self._poller.poll(POLL_LIMIT_MS if wait else 0):
+            while not self.stopped:
+                try:
+                    message = self._decode(socket.recv_multipart(zmq.NOBLOCK))
+                except zmq.Again:
+                    break
+                if isinstance(message, Shutdown):
+                    self.stopped = True
+                elif message is not None:
+                    yield message
+
+    def _decode(self, frames: list[bytes]) -> object | None:
+        try:
+            message: object = decode(frames)
+        except MalformedMessage as e:
+            log.warning("dropped a malformed message: %s", e)
+            return None
+        return message
+
+    def close(self) -> None:
+        """Send what is queued (for at most the sockets' linger time) and close."""
+        for socket in self._sockets:
+            socket.close()
+        self._context.term()

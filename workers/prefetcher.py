@@ -1,0 +1,144 @@
+"""Process entry: the prefetcher. It receives orders, copies tiles from the store to slab slots, and
+reports each landing once its copy has completed.
+
+Orders wait by urgency and then by age, and are taken tile by tile: a demanded order overtakes a
+predicted one between two tiles. Within an order tiles land in their order, and a cancelled order is
+truncated, so what has landed of it is always a prefix.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from protocol.messages import AttachSlab, CancelFetch, Fetch, Fetched, SlabAttached
+from shm.errors import ShmError
+from shm.store import Store
+from workers.copiers import Copier, open_copier
+from workers.cuda import CudaError
+from workers.lifetime import enter, pin
+from workers.peer import Peer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(order=True)
+class Order:
+    """A Fetch under way. Ordered by urgency, then age."""
+
+    urgency: int
+    age: int
+    fetch: Fetch = field(compare=False)
+    started: int = field(default=0, compare=False)  # tiles whose copy was begun
+    landed: int = field(default=0, compare=False)
+    cancelled: bool = field(default=False, compare=False)
+    seconds: float = field(default=0.0, compare=False)
+
+    @property
+    def exhausted(self) -> bool:
+        return self.cancelled or self.started == len(self.fetch.slots)
+
+
+class CopyLoop:
+    """Serves one coordinator: in a process of its own, or in a thread of the coordinator."""
+
+    def __init__(self, peer: Peer, store: Store, link_gbps: float | None) -> None:
+        self._peer = peer
+        self._store = store
+        self._link_gbps = link_gbps
+        self._copier: Copier | None = None
+        self._orders: dict[int, Order] = {}  # all whose final Fetched was not sent
+        self._queue: list[Order] = []  # heap
+        self._running: deque[tuple[Order, float]] = deque()
+        self._age = 0
+
+    def run(self) -> None:
+        """Until Shutdown."""
+        while not self._peer.stopped:
+            busy = bool(self._queue or self._running)
+            for message in self._peer.receive(wait=not busy):
+                self._accept(message)
+            self._start_copies()
+            if self._running:
+                self._finish_copy()
+        if self._copier is not None:
+            self._copier.close()
+
+    def attach(self, copier: Copier) -> None:
+        """Use this copier; for the coordinator's thread, which has the slab in its own address space."""
+        self._copier = copier
+
+    def _accept(self, message: object) -> None:
+        match message:
+            case AttachSlab():
+                self.attach(open_copier(message, self._store, self._link_gbps))
+                assert self._copier is not None
+                self._peer.send(SlabAttached(self._peer.incarnation, self._copier.notes))
+            case Fetch():
+                order = Order(message.urgency, self._age, message)
+                self._age += 1
+                self._orders[message.id] = order
+                heapq.heappush(self._queue, order)
+            case CancelFetch():
+                order_or_none = self._orders.get(message.id)
+                if order_or_none is not None:
+                    order_or_none.cancelled = True
+            case _:
+                log.warning("unexpected %s", type(message).__name__)
+
+    def _start_copies(self) -> None:
+        copier = self._copier
+        while copier is not None and self._queue and len(self._running) < copier.depth:
+            order = self._queue[0]
+            if order.exhausted:
+                heapq.heappop(self._queue)
+                if order.landed == order.started:
+                    self._report(order)
+                continue
+            fetch, index = order.fetch, order.started
+            tile = self._store.tiles(fetch.layer, fetch.expert, fetch.lo + index, fetch.lo + index + 1)
+            began = time.perf_counter()
+            copier.start(tile, fetch.slots[index])
+            order.started += 1
+            self._running.append((order, began))
+
+    def _finish_copy(self) -> None:
+        assert self._copier is not None
+        order, began = self._running.popleft()
+        self._copier.finish()
+        order.landed += 1
+        order.seconds += time.perf_counter() - began
+        self._report(order)
+
+    def _report(self, order: Order) -> None:
+        fetch = order.fetch
+        if fetch.id not in self._orders:
+            return  # its final report left when its last tile landed
+        final = order.exhausted and order.landed == order.started
+        if final:
+            del self._orders[fetch.id]
+        self._peer.send(Fetched(fetch.id, self._peer.incarnation, order.landed, final, order.seconds))
+
+
+def main() -> None:
+    """Entry of `python -m workers.prefetcher`."""
+    config: dict[str, Any] = enter("prefetcher")
+    note = pin(config["cores"])
+    peer = Peer(config, "fetch.sock")
+    try:
+        with Store.attach(config["store"], config["fingerprint"], writable=True) as store:
+            peer.announce((note,) if note else ())
+            CopyLoop(peer, store, config["link_gbps"]).run()
+    except (ShmError, CudaError) as e:
+        peer.fail(str(e))
+        raise SystemExit(1) from None
+    finally:
+        peer.close()
+
+
+if __name__ == "__main__":
+    main()
