@@ -15,6 +15,7 @@ from shm.layout import StoreLayout, format_named
 from shm.store import store_name
 
 DEFAULT_CONTEXT = 8192  # tokens, where the model would take more
+KV_CONTEXTS = 4  # full contexts that the coordinator's KV cache holds
 FREE_BYTES = 2_000_000_000  # left for the rest of the machine
 NUMBER_BYTES = {"f32": 4, "bf16": 2}
 
@@ -75,7 +76,7 @@ class Briefing:
         }
 
     def _reserve_bytes(self) -> int:
-        """What must stay free beside the store: slab, backbone, one full context of KV cache, and 2 GB. A
+        """What must stay free beside the store: slab, backbone, KV cache, and 2 GB. A
         model that cannot be read is the loader's to report."""
         try:
             config = json.loads((self.model / "config.json").read_text("utf-8"))
@@ -87,5 +88,6 @@ class Briefing:
         attention = 2 * spec.hidden * spec.head_dim * (spec.heads + spec.kv_heads)
         embeddings = spec.vocabulary * spec.hidden * (1 if spec.tied_embeddings else 2)
         context = self.config.context or min(spec.max_positions, DEFAULT_CONTEXT)
-        numbers = embeddings + spec.layers * attention + context * spec.kv_numbers_per_token
+        kv = KV_CONTEXTS * context * spec.kv_numbers_per_token
+        numbers = embeddings + spec.layers * attention + kv
         return FREE_BYTES + int(slab) + numbers * NUMBER_BYTES[self.config.backbone_dtype]

@@ -8,6 +8,7 @@ the end of the chat. The conversation is kept; when it no longer fits the contex
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from typing import Any
 
@@ -17,11 +18,12 @@ from launch.interrupts import Interrupts
 from launch.lines import Lines
 from launch.options import Options
 from launch.output import show
-from launch.progress import say
 from launch.session import connected
 from protocol.client import Client
 from protocol.errors import RequestFailed
 from protocol.messages import ChatMessage
+
+log = logging.getLogger("tandem")
 
 LONGEST_ANSWER = 512  # tokens, unless --max-tokens says otherwise; at most half the context
 
@@ -42,28 +44,32 @@ class Conversation:
         self._turns.append(ChatMessage("user", text))
         while True:
             try:
-                answer = await self._answer(interrupts)
+                await self._answer(interrupts)
             except RequestFailed:
                 if len(self._turns) == 1:
                     self._turns.clear()
                     raise
-                del self._turns[:2]  # a question and its answer
-                say("the conversation is longer than the context; its oldest turn was dropped")
+                self._forget_oldest()
             else:
-                self._turns.append(ChatMessage("assistant", answer))
                 return
 
-    async def _answer(self, interrupts: Interrupts) -> str:
+    async def _answer(self, interrupts: Interrupts) -> None:
         answer = self._client.generate(messages=self._turns, **self._settings)
-        text = ""
-        cancelling: set[asyncio.Task[None]] = set()
+        cancelling: set[asyncio.Task[None]] = set()  # kept, or it may be collected before it has run
+        text, tokens = "", 0
         with interrupts.handled_by(lambda: cancelling.add(asyncio.ensure_future(answer.cancel()))):
             async for token in answer:
-                text += token.text
+                text, tokens = text + token.text, tokens + 1
                 show(token.text)
-        last = answer.done.text if answer.done is not None else ""
-        show(last + "\n")
-        return text + last
+        assert answer.done is not None  # the loop above raises otherwise
+        show(answer.done.text + "\n")
+        self._turns.append(ChatMessage("assistant", text + answer.done.text))
+        if answer.done.reason == "length" and tokens < self._settings["max_tokens"]:
+            self._forget_oldest()  # the context ended this answer, and would end the next one at once
+
+    def _forget_oldest(self) -> None:
+        del self._turns[:2]  # a question and its answer
+        log.warning("the conversation has filled the context; its oldest turn was dropped")
 
 
 async def chat(options: Options, interrupts: Interrupts) -> int:
@@ -73,7 +79,7 @@ async def chat(options: Options, interrupts: Interrupts) -> int:
     async with connected(options, interrupts) as client:
         conversation = Conversation(client, answer_settings(options))
         if terminal:
-            say(f"chat with {client.welcome.model}: Ctrl-C gives up an answer, Ctrl-D ends")
+            log.info(f"chat with {client.welcome.model}: Ctrl-C gives up an answer, Ctrl-D ends")
         lines = Lines(sys.stdin.fileno())
         while True:
             if terminal:

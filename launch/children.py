@@ -18,6 +18,8 @@ from workers.lifetime import pack_config
 
 ROOT = Path(__file__).resolve().parent.parent  # where `-m` finds the packages, from any working directory
 PIPE_ROOM = 65536  # bytes a new pipe takes without a reader: a configuration must fit, or we would block
+STOP_LIMIT = 5.0  # seconds for an orderly end
+TERM_LIMIT = 1.0  # seconds between SIGTERM and SIGKILL
 MODULES = {
     "loader": "pipeline.loader",
     "coordinator": "pipeline.coordinator",
@@ -97,6 +99,23 @@ async def spawn(identity: Identity, config: dict[str, Any], threads: int) -> Chi
     finally:
         os.close(for_child)
     return Child(identity, process, lifeline)
+
+
+async def end(children: list[Child]) -> None:
+    """See to it that children end which have been told to: after a while by SIGTERM, then by SIGKILL."""
+    for limit, then in ((STOP_LIMIT, signal.SIGTERM), (TERM_LIMIT, signal.SIGKILL)):
+        await wait_ended(children, limit)
+        for child in children:
+            child.signal(then)
+
+
+async def wait_ended(children: list[Child], limit: float) -> None:
+    """Until all have ended, at most `limit` seconds."""
+    ends = [asyncio.ensure_future(child.ended()) for child in children]
+    if ends:
+        _, late = await asyncio.wait(ends, timeout=limit)
+        for waiting in late:
+            waiting.cancel()
 
 
 def _environment(threads: int) -> dict[str, str]:

@@ -45,10 +45,13 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(options: Options) -> int:
     # Imported here, so that --help and a mistyped option are answered at once.
     import asyncio
+    import logging
 
     import uvloop
 
     from launch.interrupts import Interrupts
+
+    logging.basicConfig(level=options.log_level, stream=sys.stderr, format="[%(name)s] %(message)s")
 
     async def with_interrupts() -> int:
         interrupts = Interrupts()

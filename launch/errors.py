@@ -27,5 +27,5 @@ class EngineDied(LaunchError):
     """A child of a running engine ended unexpectedly; the rest has been stopped."""
 
 
-class Interrupted(LaunchError):
-    """A person or the system asked for the end before the work was done."""
+class AnswerLost(LaunchError):
+    """The engine ended an answer that had begun."""

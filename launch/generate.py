@@ -9,18 +9,19 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from launch.errors import WrongUsage
+from launch.errors import AnswerLost, WrongUsage
 from launch.interrupts import Interrupts
 from launch.options import Options
 from launch.output import print_json, show
 from launch.session import connected
 from protocol.answer import Answer
 from protocol.client import Client
+from protocol.errors import RequestFailed
 from protocol.messages import ChatMessage, Token
 
 
 async def generate(options: Options, interrupts: Interrupts) -> int:
-    """Raises WrongUsage, RequestFailed and what the engine's start raises."""
+    """Raises WrongUsage, RequestFailed, AnswerLost and what the engine's start raises."""
     async with connected(options, interrupts) as client:
         answer = client.generate(**_prompt(options, client), **answer_settings(options))
         tokens: list[Token] = []
@@ -31,7 +32,14 @@ async def generate(options: Options, interrupts: Interrupts) -> int:
                 if not as_json:
                     show(token.text)
         except asyncio.CancelledError:
-            _finish(answer, tokens, client, as_json)
+            if interrupts.received:
+                _finish(answer, tokens, client, as_json)
+            elif not as_json:  # the engine has died, which is said on a line of its own
+                show("\n")
+            raise
+        except RequestFailed as e:
+            if tokens:
+                raise AnswerLost(str(e)) from e
             raise
         _finish(answer, tokens, client, as_json)
     return 0
@@ -67,6 +75,8 @@ def _finish(answer: Answer, tokens: list[Token], client: Client, as_json: bool) 
     if not as_json:
         show(last + "\n")
         return
+    if client.welcome.emulation:
+        stats = stats | {"emulation": client.welcome.emulation}
     print_json(
         {
             "token_ids": [token.token for token in tokens],

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks for an orderly end, the second ends at once.
+"""Ctrl-C, SIGTERM and a closed terminal: the first asks for an orderly end, the second ends at once.
 
 What "orderly" means changes while a command runs: a chat that is answering gives up the answer, everything
 else is cancelled and stops its engine. So the first signal goes to the innermost handler.
@@ -25,19 +25,22 @@ class Interrupts:
 
     @contextmanager
     def installed(self) -> Iterator[Interrupts]:
-        """Handle SIGINT and SIGTERM while the calling task runs."""
+        """Handle SIGINT, SIGTERM and, unless nohup has it ignored, SIGHUP while the calling task runs."""
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, self._on_interrupt)
-        loop.add_signal_handler(signal.SIGTERM, self._end)
+        handlers = {signal.SIGINT: self._on_interrupt, signal.SIGTERM: self._end}
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            handlers[signal.SIGHUP] = self._end
+        for number, handler in handlers.items():
+            loop.add_signal_handler(number, handler)
         try:
             yield self
         finally:
-            loop.remove_signal_handler(signal.SIGINT)
-            loop.remove_signal_handler(signal.SIGTERM)
+            for number in handlers:
+                loop.remove_signal_handler(number)
 
     @contextmanager
     def handled_by(self, handler: Handler) -> Iterator[None]:
-        """A SIGINT within the block calls `handler` instead of ending the command."""
+        """The first SIGINT within the block calls `handler` instead of ending the command."""
         before, self._handler = self._handler, handler
         try:
             yield
@@ -49,8 +52,9 @@ class Interrupts:
         self._at_once.append(handler)
 
     def _on_interrupt(self) -> None:
-        if self._handler is not None and not self.received:
-            self._handler()
+        handler, self._handler = self._handler, None
+        if handler is not None and not self.received:
+            handler()
         else:
             self._end()
 

@@ -10,12 +10,13 @@ import argparse
 import difflib
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from launch.errors import WrongUsage
+from launch.values import above, at_least, between, not_empty, token_ids
 from pipeline.config import DeviceName, DTypeName, EngineConfig
 from protocol.messages import Sampling
 
@@ -139,7 +140,7 @@ def _grammar() -> tuple[_Parser, dict[str, _Parser]]:
     _add_answer(generate)
     prompt = generate.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="T", help="text to continue; as a turn of a chat with --chat")
-    prompt.add_argument("--prompt-tokens", type=_token_ids, metavar="1,2,3", help="token ids to continue")
+    prompt.add_argument("--prompt-tokens", type=token_ids, metavar="1,2,3", help="token ids to continue")
     generate.add_argument("--chat", action="store_true", help="put the prompt into the chat template")
     _add_json(generate)
 
@@ -150,7 +151,7 @@ def _grammar() -> tuple[_Parser, dict[str, _Parser]]:
     text.add_argument("--tokens", type=Path, metavar="F.json", help="file with a JSON list of token ids")
     score.add_argument("--out", type=Path, metavar="F.npy", help="all of them, float32 [positions, vocab]")
     score.add_argument("--stepwise", action="store_true", help="one token at a time, by the decode path")
-    score.add_argument("--prefill", type=_at_least(1), metavar="N", help="tokens before the single ones (1)")
+    score.add_argument("--prefill", type=at_least(1), metavar="N", help="tokens before the single ones (1)")
     _add_json(score)
 
     serve = subparsers.add_parser("serve", help="engine only; prints its name and address")
@@ -172,18 +173,18 @@ def _add_common(parser: _Parser) -> None:
     add("--backbone-dtype", choices=get_args(DTypeName), help=f"of all the rest ({default.backbone_dtype})")
     add(
         "--expert-cache",
-        type=_between(0.0, 1.0),
+        type=between(0.0, 1.0),
         metavar="RATIO",
         help=f"share of all expert tiles that fits the device ({default.expert_cache})",
     )
-    add("--tile", type=_at_least(1), metavar="N", help="channels of a tile (from the experts' shape)")
-    add("--workers", type=_at_least(1), metavar="N", help="expert workers (one for each core)")
-    add("--context", type=_at_least(1), metavar="N", help="tokens of prompt and answer (the model's)")
-    add("--chunk", type=_at_least(1), metavar="N", help="prefill tokens of one step (measured at start)")
-    add("--link-gbps", type=_above(0.0), metavar="X", help="emulate a link of X GB/s")
-    add("--host-slowdown", type=_between(1.0, math.inf), metavar="X", help="emulate workers X times slower")
+    add("--tile", type=at_least(1), metavar="N", help="channels of a tile (from the experts' shape)")
+    add("--workers", type=at_least(1), metavar="N", help="expert workers (one for each core)")
+    add("--context", type=at_least(1), metavar="N", help="tokens of prompt and answer (the model's)")
+    add("--chunk", type=at_least(1), metavar="N", help="prefill tokens of one step (measured at start)")
+    add("--link-gbps", type=above(0.0), metavar="X", help="emulate a link of X GB/s")
+    add("--host-slowdown", type=between(1.0, math.inf), metavar="X", help="emulate workers X times slower")
     add("--costs", type=Path, metavar="FILE", help="use these costs instead of measuring")
-    add("--seed", type=_at_least(0), metavar="S", help=f"of preset random and sampling ({default.seed})")
+    add("--seed", type=at_least(0), metavar="S", help=f"of preset random and sampling ({default.seed})")
     add("--prefetcher", choices=("process", "thread"), help=f"who copies tiles ({default.prefetcher})")
     add("--keep-store", action="store_true", help="keep the experts in shared memory after the end")
     add("--name", metavar="NAME", help="of the engine (e and the process id)")
@@ -194,13 +195,13 @@ def _add_common(parser: _Parser) -> None:
 def _add_answer(parser: _Parser) -> None:
     default = Sampling()
     add = parser.add_argument_group("answer").add_argument
-    add("--max-tokens", type=_at_least(1), metavar="N", help="new tokens at most (128)")
-    add("--temperature", type=_between(0.0, math.inf), metavar="X", help="0 is greedy (0)")
-    add("--top-k", type=_at_least(0), metavar="K", help=f"0 is no limit ({default.top_k})")
-    add("--top-p", type=_above(0.0, 1.0), metavar="P", help=f"({default.top_p})")
-    add("--min-p", type=_between(0.0, 1.0), metavar="P", help=f"({default.min_p})")
-    add("--repetition-penalty", type=_above(0.0), metavar="X", help=f"({default.repetition_penalty})")
-    add("--stop", action="append", type=_not_empty, metavar="T", help="end before this text; repeatable")
+    add("--max-tokens", type=at_least(1), metavar="N", help="new tokens at most (128)")
+    add("--temperature", type=between(0.0, math.inf), metavar="X", help="0 is greedy (0)")
+    add("--top-k", type=at_least(0), metavar="K", help=f"0 is no limit ({default.top_k})")
+    add("--top-p", type=above(0.0, 1.0), metavar="P", help=f"({default.top_p})")
+    add("--min-p", type=between(0.0, 1.0), metavar="P", help=f"({default.min_p})")
+    add("--repetition-penalty", type=above(0.0), metavar="X", help=f"({default.repetition_penalty})")
+    add("--stop", action="append", type=not_empty, metavar="T", help="end before this text; repeatable")
     add("--ignore-eos", action="store_true", help="go on after the model's end of text")
 
 
@@ -224,61 +225,3 @@ def _policy_options(settings: list[str], policy: str | None) -> dict[str, str]:
 
 def _spelt(destination: str) -> str:
     return "--" + destination.replace("_", "-")
-
-
-def _at_least(low: int) -> Callable[[str], int]:
-    def whole(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if not low <= value < 1 << 63:
-            raise argparse.ArgumentTypeError(f"must be at least {low}, not {value}")
-        return value
-
-    return whole
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-
-
-def _between(low: float, high: float) -> Callable[[str], float]:
-    def number(text: str) -> float:
-        value = _number(text)
-        if not (low <= value <= high and math.isfinite(value)):
-            bound = f"between {low:g} and {high:g}" if math.isfinite(high) else f"at least {low:g}"
-            raise argparse.ArgumentTypeError(f"must be {bound}, not {text}")
-        return value
-
-    return number
-
-
-def _above(low: float, high: float = math.inf) -> Callable[[str], float]:
-    def number(text: str) -> float:
-        value = _number(text)
-        if not (low < value <= high and math.isfinite(value)):
-            bound = f" and at most {high:g}" if math.isfinite(high) else ""
-            raise argparse.ArgumentTypeError(f"must be above {low:g}{bound}, not {text}")
-        return value
-
-    return number
-
-
-def _not_empty(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("must not be empty")
-    return text
-
-
-def _token_ids(text: str) -> tuple[int, ...]:
-    try:
-        ids = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids like 1,2,3") from None
-    if min(ids) < 0:
-        raise argparse.ArgumentTypeError(f"token ids are not negative: {min(ids)}")
-    return ids

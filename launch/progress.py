@@ -1,7 +1,8 @@
-"""What a person reads while an engine starts: a line for each stage, a bar while the model loads."""
+"""What a person sees while a model loads."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from dataclasses import dataclass, field
@@ -19,12 +20,9 @@ from rich.progress import Progress as Bar
 
 from protocol.messages import Progress
 
+log = logging.getLogger("tandem")
+
 PLAIN_INTERVAL = 5.0  # seconds between lines where stderr is no terminal
-
-
-def say(text: str) -> None:
-    """One line of the supervisor on stderr."""
-    print(f"[tandem] {text}", file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -43,7 +41,7 @@ class LoadingBar:
             self._said = now
             rate = progress.done / max(now - self._began, 1e-3)
             left = (progress.total - progress.done) / rate if rate else 0.0
-            say(
+            log.info(
                 f"store: {progress.stage}, {progress.done / 1e6:.0f} of {progress.total / 1e6:.0f} MB, "
                 f"{rate / 1e6:.0f} MB/s, {left:.0f} s left"
             )

@@ -96,7 +96,7 @@ async def score(options: Options, interrupts: Interrupts) -> int:
                 "mean_nll": mean,
                 "perplexity": perplexity,
                 "policy": stats.get("policy", client.welcome.policy),
-                "fidelity": stats.get("fidelity"),
+                "fidelity": {"exact": client.welcome.exact},
                 "stats": stats,
             }
         )

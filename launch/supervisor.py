@@ -10,6 +10,7 @@ raised from it. Leaving the block stops the children in order; `kill` does so at
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import time
@@ -20,11 +21,11 @@ from types import TracebackType
 from typing import Any
 
 from launch.briefing import Briefing
-from launch.children import Child, spawn, title
+from launch.children import Child, end, spawn, title, wait_ended
 from launch.control import Control
 from launch.errors import EngineDied, StartFailed
 from launch.machine import cores, usable_device
-from launch.progress import LoadingBar, say
+from launch.progress import LoadingBar
 from launch.runtime import EngineInfo, RuntimeDir, cache_root, sweep
 from pipeline.assets import model_dir
 from pipeline.config import EngineConfig
@@ -36,11 +37,12 @@ from shm.errors import SegmentMissing
 from shm.locks import StoreLease
 from shm.locks import sweep as sweep_stores
 
+log = logging.getLogger("tandem")
+
 LOADER_SILENCE = 300.0  # seconds without a word; a cold disk may take long for the first bytes
 LOAD_TRIES = 3  # another engine's end may remove the store between our loader's end and our lease
 READY_LIMIT = 300.0  # seconds for coordinator, workers and prefetcher: backbone read, costs measured
-STOP_LIMIT = 5.0  # seconds for the orderly end of a group of children
-TERM_LIMIT = 1.0  # seconds between SIGTERM and SIGKILL
+KILL_LIMIT = 2.0  # seconds for the kernel to end a killed child
 LAST_WORDS = 0.5  # seconds that a dead child's Failed message may still be under way
 
 COORDINATOR = Identity("coordinator", 0, 0)
@@ -107,7 +109,7 @@ class Supervisor:
     async def _start(self) -> None:
         began = time.monotonic()
         for name in sweep():
-            say(f"removed what the killed engine {name} had left behind")
+            log.info(f"removed what the killed engine {name} had left behind")
         sweep_stores(runtime_root())
         device = await asyncio.to_thread(usable_device, self.config.device)
         policy = self.config.policy or ("all-host" if device == "cpu" else "fiddler")
@@ -120,13 +122,13 @@ class Supervisor:
         self._control = Control(self._runtime.endpoint("control.sock"))
         self._keep(self._listen(self._control))
         briefing = Briefing(self.config, self.model, self._runtime, slab, self._log_level, cache_root())
-        say(f"model: {self.model}")
+        log.info(f"model: {self.model}")
         await self._begin_work(briefing, await self._load(briefing))
         self.endpoint = self._runtime.endpoint("client.sock")
         self._runtime.publish(
             EngineInfo(self.name, os.getpid(), str(self.model), policy, self.endpoint, VERSION)
         )
-        say(f"engine {self.name} is ready after {time.monotonic() - began:.1f} s: {policy} on {device}")
+        log.info(f"engine {self.name} is ready after {time.monotonic() - began:.1f} s: {policy} on {device}")
 
     async def _load(self, briefing: Briefing) -> str:
         """Have the store found or built, and take a share in it. Returns its fingerprint."""
@@ -150,14 +152,16 @@ class Supervisor:
     async def _begin_work(self, briefing: Briefing, fingerprint: str) -> None:
         available, workers = cores(), self.config.workers or 1
         if workers > len(available):
-            say(f"warning: {workers} workers share {len(available)} cores; more than one a core is slower")
+            log.warning(
+                f"warning: {workers} workers share {len(available)} cores; more than one a core is slower"
+            )
         started = [await self._spawn(COORDINATOR, briefing.for_coordinator(fingerprint), len(available))]
         for i in range(workers):
             told = briefing.for_worker(fingerprint, available[i % len(available)])
             started.append(await self._spawn(Identity("worker", i, 0), told, 1))
         if briefing.prefetcher == "process":
             started.append(await self._spawn(PREFETCHER, briefing.for_prefetcher(fingerprint), 1))
-        say(f"processes: {', '.join(title(child.identity) for child in started)}")
+        log.info(f"processes: {', '.join(title(child.identity) for child in started)}")
         try:
             async with asyncio.timeout(READY_LIMIT):
                 await asyncio.gather(*(child.ready for child in started))
@@ -193,7 +197,7 @@ class Supervisor:
         self._bar.close()
         topic = "store" if ready.role == "loader" else title(child.identity)
         for note in ready.notes:
-            say(f"{topic}: {note}")
+            log.info(f"{topic}: {note}")
         if not child.ready.done():
             child.ready.set_result(ready)
 
@@ -256,13 +260,10 @@ class Supervisor:
             listens = self.endpoint or child.identity.role == "loader"
             if not (listens and self._control and await self._control.send(child.identity, Shutdown())):
                 child.signal(signal.SIGTERM)
-        for limit, then in ((STOP_LIMIT, signal.SIGTERM), (TERM_LIMIT, signal.SIGKILL)):
-            await _wait_ended(group, limit)
-            for child in group:
-                child.signal(then)
+        await end(group)
 
     async def _clean_up(self) -> None:
-        await _wait_ended(list(self._children.values()), TERM_LIMIT)
+        await wait_ended(list(self._children.values()), KILL_LIMIT)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -274,11 +275,3 @@ class Supervisor:
             sweep_stores(runtime_root())  # what a stopped loader left half built
         if self._runtime is not None:
             self._runtime.remove()
-
-
-async def _wait_ended(group: list[Child], limit: float) -> None:
-    ends = [asyncio.ensure_future(child.ended()) for child in group]
-    if ends:
-        _, late = await asyncio.wait(ends, timeout=limit)
-        for end in late:
-            end.cancel()

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 HEARTBEAT = 0.5  # seconds
 SILENCE_LIMIT = 10.0  # seconds after which a client is taken for gone
 RETRY = 0.005  # seconds until a full socket is tried again
+SEND_HWM = 64  # messages in a client's socket; what does not fit waits in its queue, where it is counted
 CONGESTED_BYTES = 64 << 20  # queued for one client, from where on its requests pause
 
 
@@ -51,7 +52,7 @@ class Clients:
         on_gone: Callable[[bytes], None],
     ) -> None:
         self._context = zmq.asyncio.Context()
-        self._socket = bind_router(self._context, endpoint)
+        self._socket = bind_router(self._context, endpoint, send_hwm=SEND_HWM)
         self._welcome = welcome
         self._on_message = on_message
         self._on_gone = on_gone

@@ -21,6 +21,7 @@ from pipeline.sampler import Sampler
 from pipeline.text_stream import TextStream
 from protocol.messages import Done, Scores, Token
 
+BLOCK_BYTES = 4 << 20  # log-probabilities of one Scores message
 Emit = Callable[[object], None]
 
 
@@ -151,16 +152,20 @@ class ScoreJob(Job):
 
     def accept(self, logits: FloatArray) -> None:
         self._answered()
-        end = self.kv.length
-        start = end - len(logits)
-        logprobs = log_softmax(logits)
+        start = self.kv.length - len(logits)
+        rows = max(1, BLOCK_BYTES // logits[:1].nbytes)
+        for first in range(0, len(logits), rows):
+            self._send_block(start + first, log_softmax(logits[first : first + rows]))
+        if self.kv.length == len(self._tokens):
+            self.reason = "stop"
+
+    def _send_block(self, start: int, logprobs: FloatArray) -> None:
+        end = start + len(logprobs)
         following = np.array(self._tokens[start + 1 : end + 1], np.int64)
         chosen = logprobs[np.arange(len(following)), following]
         tokens = np.array(self._tokens[start:end], np.int32)
         full = logprobs if self._full else np.empty((0, 0), np.float32)
         self._emit(Scores(self.request, start, tokens, chosen, full))
-        if end == len(self._tokens):
-            self.reason = "stop"
 
 
 def log_softmax(logits: FloatArray) -> FloatArray:

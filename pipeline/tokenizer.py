@@ -24,6 +24,7 @@ TOKENIZER_FILES = (
 )
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 512
+_GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # all they are is in tokenizer.json
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -155,13 +156,21 @@ class Tokenizer:
 
 
 def _read(model_dir: Path) -> Any:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
+
+    has_json = (model_dir / "tokenizer.json").is_file()
+    config_file = model_dir / "tokenizer_config.json"
+    config = json.loads(config_file.read_bytes()) if config_file.is_file() else {}
+    if has_json and config.get("tokenizer_class") in _GENERIC_CLASSES:
+        # AutoTokenizer would choose the same class, and importing it takes a second
+        return PreTrainedTokenizerFast.from_pretrained(str(model_dir), local_files_only=True)
+    from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=False)
     except Exception:
         # a model type or a tokenizer class that transformers does not know: tokenizer.json says enough
-        if not (model_dir / "tokenizer.json").is_file():
+        if not has_json:
             raise
         return PreTrainedTokenizerFast.from_pretrained(str(model_dir), local_files_only=True)
 

@@ -145,7 +145,7 @@ class Score:
     full: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # arrays have no one truth value to compare by
 class Scores:
     """Rows [start, start+n) of a Score's answer. Row i predicts token i+1 and is natural-log
     probabilities; `tokens` holds the n tokens at those positions; `chosen[j]` is the log-probability
@@ -199,7 +199,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Error:
-    """A message could not be served. `request` is -1 where it is not known."""
+    """A message could not be served. `request` is -1 where no request is meant: the connection is over."""
 
     request: int
     text: str
@@ -222,7 +222,7 @@ class Ready:
     notes: tuple[str, ...] = ()  # for the person who is waiting: what could not be pinned, say
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # arrays have no one truth value to compare by
 class Work:
     """Compute some tiles of some experts of one layer, for the rows of `x` that route to them.
 
@@ -239,7 +239,7 @@ class Work:
     x: F32Matrix  # [R, hidden]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # arrays have no one truth value to compare by
 class Partial:
     """The weighted sum over a Work's items, a row for each row of its `x`."""
 

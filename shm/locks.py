@@ -145,12 +145,10 @@ def _lock_segment(name: str, operation: int) -> int | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
-    try:
+    with contextlib.suppress(BlockingIOError):
         fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
         if _leads_to(path, descriptor):
             return descriptor
-    except BlockingIOError:
-        pass  # its user, or whoever is removing it, answers for it
     os.close(descriptor)
     return None
 

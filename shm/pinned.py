@@ -11,7 +11,8 @@ import ctypes
 import os
 from dataclasses import dataclass
 
-from shm.segment import Segment, gigabytes
+from shm.layout import Bytes
+from shm.segment import gigabytes
 
 CHUNK = 1 << 28  # bytes for one call: where the limit ends, all whole chunks below it stay locked
 SMALLEST = 1 << 20
@@ -34,8 +35,8 @@ class LockReport:
         )
 
 
-def lock_pages(segment: Segment) -> LockReport:
-    """Lock a mapped segment's pages as far as this process may, from its first byte on.
+def lock_pages(memory: Bytes) -> LockReport:
+    """Lock the pages of a segment's `array` as far as this process may, from its first byte on.
 
     They stay locked until they are unmapped or the process ends, and one process's lock keeps them in memory
     for all. Where a chunk fails, ever smaller ones are tried, so a limit is used to within a megabyte. Pages
@@ -43,7 +44,7 @@ def lock_pages(segment: Segment) -> LockReport:
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    address, total = segment.array.ctypes.data, segment.size
+    address, total = memory.ctypes.data, memory.nbytes
     locked, step, reason = 0, CHUNK, ""
     while locked < total and step >= SMALLEST:
         size = min(step, total - locked)

@@ -234,7 +234,7 @@ def test_a_header_whose_file_has_vanished_or_may_not_be_read(tmp_path):
 
 
 @given(place=st.integers(0, 600), change=st.integers(1, 255))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 def test_a_changed_byte_never_gives_anything_but_a_model_error(tmp_path_factory, place, change):
     folder = tmp_path_factory.getbasetemp() / "changed"
     folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""A private runtime directory with a path short enough for sockets."""
+"""A private runtime directory with a path short enough for sockets, and a socket in it."""
 
 import shutil
 import tempfile
@@ -6,9 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from protocol.sockets import ipc_endpoint
+
 
 @pytest.fixture
 def runtime():
     path = Path(tempfile.mkdtemp(prefix="tandem-test-"))  # mode 0700; tmp_path can be too long for a socket
     yield path
     shutil.rmtree(path)
+
+
+@pytest.fixture
+def endpoint(runtime):
+    return ipc_endpoint(runtime, "client.sock")

@@ -1,15 +1,19 @@
-"""The other end of client.sock, as far as the protocol goes: a real ROUTER that speaks the real codec and makes
-its answers up. Also a process: `python protocol_engine.py ENDPOINT` prints "ready" and serves until killed."""
+"""The other end of client.sock, as far as the protocol goes: a real ROUTER that speaks the real codec and
+makes its answers up. Also a process: `python protocol_engine.py ENDPOINT` serves until killed."""
 
 import asyncio
+import os
+import subprocess
 import sys
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 
 import numpy as np
 import zmq
 import zmq.asyncio
 
+from protocol.client import Client
 from protocol.codec import decode, encode
 from protocol.messages import (
     VERSION,
@@ -50,7 +54,7 @@ class Engine:
 
     async def say(self, peer, message):
         """Send as soon as this peer's own queue has room, without keeping other senders waiting."""
-        while not await self.try_to_say(peer, message):
+        while not await self.try_to_say(peer, message):  # noqa: ASYNC110 - ZeroMQ tells of no single peer
             await asyncio.sleep(0.005)
 
     async def try_to_say(self, peer, message):
@@ -108,9 +112,7 @@ class Engine:
                 return await self.say(peer, Error(ask.request, "not now"))
             case "fail":
                 await self.say(peer, Token(ask.request, 0, 1, "a"))
-                return await self.say(
-                    peer, Done(ask.request, "error", "over the context limit of 512 tokens")
-                )
+                return await self.say(peer, Done(ask.request, "error", "over the context limit"))
         for index in range(ask.max_tokens):
             await self.say(peer, Token(ask.request, index, 100 + index, f"t{index} "))
             if ask.prompt == "slow":
@@ -140,6 +142,39 @@ async def engine(endpoint, welcome=WELCOME):
             finally:
                 for task in [*tasks, *it.jobs.values()]:
                     task.cancel()
+
+
+@asynccontextmanager
+async def both(endpoint):
+    async with engine(endpoint) as server, Client.connect(endpoint, name="test") as client:
+        yield server, client
+
+
+async def drain(answers):
+    return [answer async for answer in answers]
+
+
+@contextmanager
+def engine_process(endpoint):
+    """The same engine in a process of its own, which can be killed."""
+    here = Path(__file__).parent
+    process = subprocess.Popen(
+        [sys.executable, str(here / "protocol_engine.py"), endpoint],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(here.parents[1])},
+    )
+    try:
+        assert process.stdout.readline() == b"ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def until(condition, seconds=5.0):
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - conditions of many kinds
+            await asyncio.sleep(0.01)
 
 
 async def main(endpoint):

@@ -132,12 +132,13 @@ GOLDEN = [
     (Shutdown("bye"), "4201 81a6726561736f6ea3627965"),
     (
         Fetch(id=300, layer=2, expert=7, lo=1, slots=(5, 70000), urgency=0),
-        "2701 86a26964cd012ca56c6179657202a665787065727407a26c6f01a5736c6f74739205ce00011170a7757267656e637900",
+        "2701 86a26964cd012ca56c6179657202a665787065727407a26c6f01a5736c6f74739205ce00011170a7757267656e63"
+        "7900",
     ),
     (
         Generate(0, messages=(ChatMessage("user", "é"),), max_tokens=-1, sampling=Sampling(seed=-(2**63))),
-        "0301 88a77265717565737400a670726f6d7074c0a9746f6b656e5f696473c0a86d657373616765739182a4726f6c65a4757365"
-        "72a7636f6e74656e74a2c3a9aa6d61785f746f6b656e73ffa873616d706c696e6786ab74656d7065726174757265cb00000000"
+        "0301 88a77265717565737400a670726f6d7074c0a9746f6b656e5f696473c0a86d657373616765739182a4726f6c65"
+        "a475736572a7636f6e74656e74a2c3a9aa6d61785f746f6b656e73ffa873616d706c696e6786ab74656d7065726174757265cb00000000"
         "00000000a5746f705f6b00a5746f705f70cb3ff0000000000000a56d696e5f70cb0000000000000000b272657065746974696f"
         "6e5f70656e616c7479cb3ff0000000000000a473656564d38000000000000000a473746f7090aa69676e6f72655f656f73c2",
     ),
@@ -222,10 +223,10 @@ def test_the_hot_messages_are_quick():
     work = decode_size_work()
     frames = [bytes(frame) for frame in encode(work)]
     best = 1.0
-    for _ in range(20):  # the best of many short runs: the machine is shared
-        start = time.perf_counter()
+    for _ in range(20):  # the best of many short runs, in processor time: the machine is shared
+        start = time.process_time()
         for _ in range(100):
             encode(work)
             decode(frames)
-        best = min(best, (time.perf_counter() - start) / 100)
+        best = min(best, (time.process_time() - start) / 100)
     assert best < 60e-6, f"{best * 1e6:.1f} us for one Work, there and back"

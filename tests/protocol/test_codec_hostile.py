@@ -27,15 +27,17 @@ plain = st.recursive(
 
 def attempt(frames, **limits):
     """Decode; what comes out must be a message that can be sent on, or MalformedMessage with one line."""
+    line = message = None
     try:
         message = decode(frames, **limits)
     except MalformedMessage as e:
-        assert str(e)
-        assert "\n" not in str(e)
-        assert len(str(e)) < 300
-        return None
-    assert type(message) in TAGS.values()
-    assert same(decode(encode(message)), message) or "nan" in repr(message)
+        line = str(e)
+    if line is not None:
+        assert 0 < len(line) < 300
+        assert "\n" not in line
+    else:
+        assert type(message) in TAGS.values()
+        assert same(decode(encode(message)), message) or "nan" in repr(message)
     return message
 
 
@@ -46,13 +48,13 @@ def test_random_frames(frames):
 
 
 @given(some_tag, st.binary(max_size=200), st.lists(st.binary(max_size=64), max_size=6))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 def test_random_headers_of_real_tags(tag, header, rest):
     attempt([bytes([tag, VERSION]), header, *rest])
 
 
 @given(st.data())
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 def test_the_right_fields_with_any_values(data):
     tag = data.draw(st.sampled_from(sorted(TAGS)))
     names = list(TAGS[tag].__dataclass_fields__)
@@ -63,7 +65,7 @@ def test_the_right_fields_with_any_values(data):
 
 
 @given(messages, st.data())
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 def test_damaged_messages(message, data):
     frames = [bytearray(frame) for frame in encode(message)]
     for _ in range(data.draw(st.integers(1, 4))):
@@ -213,7 +215,7 @@ def test_sixteen_levels_are_accepted():
 def test_limits():
     small = Limits(header=60, frame=100, items=3, keys=3, depth=2)
     over = {
-        "bytes of header": encode(Heartbeat())[:1] + [b"\x81\xa4time" + bytes(60)],
+        "bytes of header": [encode(Heartbeat())[0], b"\x81\xa4time" + bytes(60)],
         "needs 104 bytes": framed(PARTIAL, header_of(PARTIAL, y=["float32", 2, 13]), bytes(104)),
         "max_array_len": framed(Generate(1), msgpack.packb({"request": 1, "token_ids": [1, 2, 3, 4]})),
         "max_map_len": framed(StatsReply(1, {}), msgpack.packb(dict.fromkeys("abcd"))),

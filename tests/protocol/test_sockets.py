@@ -1,5 +1,6 @@
 """Sockets and the directories they live in, on the real file system and the real libzmq."""
 
+import contextlib
 import os
 import stat
 from pathlib import Path
@@ -28,11 +29,6 @@ from protocol.sockets import (
 def context():
     with zmq.Context() as context:
         yield context
-
-
-@pytest.fixture
-def endpoint(runtime):
-    return ipc_endpoint(runtime, "work.sock")
 
 
 def test_a_router_and_a_dealer_exchange_messages(context, endpoint):
@@ -84,9 +80,14 @@ def test_a_full_queue_is_an_error_for_its_own_peer_only(context, endpoint):
             dealer.send(b"hello")
             assert router.poll(5000)
             router.recv_multipart()
-        with pytest.raises(zmq.Again):
-            for _ in range(1000):
+        sent = 0
+        while sent < 100 and router.poll(100, zmq.POLLOUT):
+            try:
                 router.send_multipart([b"worker-0-1", bytes(1 << 20)], flags=zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            sent += 1
+        assert 1 <= sent < 100
         router.send_multipart([b"worker-1-1", b"through"], flags=zmq.NOBLOCK)
         assert quick.poll(5000)
         assert quick.recv() == b"through"
@@ -97,9 +98,11 @@ def test_a_peer_may_connect_first_and_survives_a_new_router(context, endpoint):
     with connect_dealer(context, endpoint, identity=b"worker-0-1") as dealer:
         for word in (b"one", b"two"):  # the second router binds over the file that the first one left
             with bind_router(context, endpoint) as router:
-                dealer.send(word)
-                assert router.poll(5000)
-                assert router.recv_multipart() == [b"worker-0-1", word]
+                for _ in range(50):  # what was sent before the dealer saw the first router go is lost
+                    dealer.send(word)
+                    if router.poll(100):
+                        break
+                assert router.recv_multipart(flags=zmq.NOBLOCK) == [b"worker-0-1", word]
 
 
 @pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
@@ -107,7 +110,7 @@ def test_a_socket_file_is_private_whatever_the_umask(context, runtime, endpoint,
     before = os.umask(mask)
     try:
         with bind_router(context, endpoint):
-            found = os.stat(runtime / "work.sock")
+            found = os.stat(runtime / "client.sock")
     finally:
         os.umask(before)
     assert stat.S_ISSOCK(found.st_mode)
@@ -130,9 +133,9 @@ def test_no_socket_in_a_directory_that_is_not_there(context, runtime):
 
 
 def test_a_path_that_cannot_be_bound(context, runtime):
-    (runtime / "work.sock").mkdir()
-    with pytest.raises(ProtocolError, match=r"^cannot bind ipc:///.*work.sock: "):
-        bind_router(context, ipc_endpoint(runtime, "work.sock"))
+    (runtime / "client.sock").mkdir()
+    with pytest.raises(ProtocolError, match=r"^cannot bind ipc:///.*client.sock: "):
+        bind_router(context, ipc_endpoint(runtime, "client.sock"))
 
 
 @pytest.mark.parametrize(
@@ -180,7 +183,8 @@ def test_the_runtime_root_without_a_session(monkeypatch, session):
     assert runtime_root() == root
     assert root.is_dir()
     if not existed:
-        root.rmdir()
+        with contextlib.suppress(OSError):  # an engine may have started in it meanwhile
+            root.rmdir()
 
 
 def test_a_runtime_root_that_others_can_enter_is_refused(monkeypatch, tmp_path):

@@ -185,7 +185,7 @@ def locked_kilobytes() -> int:
 def test_pages_are_locked_and_the_report_tells_the_truth(name):
     with Segment.create(name, 3 << 20) as segment:
         before = locked_kilobytes()
-        report = lock_pages(segment)
+        report = lock_pages(segment.array)
         assert report.total_bytes == 3 << 20
         assert (locked_kilobytes() - before) * 1024 == report.locked_bytes
         assert "\n" not in str(report)
@@ -202,7 +202,7 @@ def test_a_limit_on_locking_is_reported_and_not_fatal(name):
         "import os\n"
         "segment = Segment.attach(sys.argv[1])\n"
         "if os.geteuid() == 0: os.setresuid(12345, 12345, 12345)\n"  # gives the capability up
-        "report = lock_pages(segment)\n"
+        "report = lock_pages(segment.array)\n"
         "print(report.locked_bytes, report.total_bytes, report)\n"
     )
     with Segment.create(name, 8 << 20):

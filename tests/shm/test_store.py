@@ -1,63 +1,21 @@
-"""The store: building, attaching, its head against damage, its life under locks, its file on disk."""
+"""The store: building, attaching, and its head against damage."""
 
 import os
 import struct
-import subprocess
-import sys
-import threading
 import time
-import uuid
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_store import SHAPE, build, file_of, fill
 
-import shm
-from shm.disk_cache import CachedStore, write_cache
-from shm.errors import SegmentMissing, ShmError, StoreDamaged, StoreInvalid
+from shm.errors import SegmentMissing, StoreDamaged, StoreInvalid
 from shm.layout import PAGE, ExpertShape
-from shm.locks import StoreLease, build_lock, sweep
 from shm.manifest import READY, StoreManifest, pack_head, read_head, store_bytes
-from shm.segment import Segment, unlink
+from shm.segment import Segment
 from shm.store import Store, StoreBuilder, store_name
-
-ROOT = Path(shm.__file__).parent.parent
-SHAPE = ExpertShape(layers=2, experts=3, hidden=48, intermediate=100, tile=16)
-
-
-@pytest.fixture
-def fingerprint():
-    """A model's fingerprint that nobody else uses."""
-    fingerprint = uuid.uuid4().hex * 2
-    yield fingerprint
-    unlink(store_name(fingerprint))
-
-
-def file_of(fingerprint: str) -> Path:
-    return Path("/dev/shm") / store_name(fingerprint)[1:]
-
-
-def fill(builder: StoreBuilder, seed: int = 0) -> None:
-    rng = np.random.default_rng(seed)
-    for layer in range(SHAPE.layers):
-        for expert in range(SHAPE.experts):
-            wide = (SHAPE.intermediate, SHAPE.hidden)
-            parts = (rng.standard_normal(s).astype(np.float32) for s in (wide, wide, wide[::-1]))
-            builder.layout.encode_expert(*parts, builder.expert(layer, expert))
-
-
-def build(fingerprint: str) -> None:
-    builder = StoreBuilder.create(
-        store_name(fingerprint), StoreManifest(fingerprint, SHAPE, "bf16", "/models/tiny")
-    )
-    fill(builder)
-    builder.finish()
-
-
-# --- building and attaching ---------------------------------------------------------------------------
 
 
 def test_a_store_gives_back_what_was_built(fingerprint):
@@ -148,6 +106,13 @@ def test_attaching_takes_milliseconds_whatever_the_size(fingerprint):
     assert best < 0.01
 
 
+def test_a_segment_that_is_no_store_is_refused(fingerprint):
+    with Segment.create(store_name(fingerprint), 3 * PAGE) as segment:
+        segment.array[:] = 1
+    with pytest.raises(StoreInvalid, match="not a store"):
+        Store.attach(store_name(fingerprint))
+
+
 # --- the head against damage --------------------------------------------------------------------------
 
 GOOD = StoreManifest("ab" * 32, SHAPE, "bf16", "/m", (1, 2))
@@ -193,275 +158,3 @@ def test_a_store_cut_short_or_too_long_is_refused():
     for size in (store_bytes(GOOD) - 1, store_bytes(GOOD) + 4096, 0):
         with pytest.raises(StoreInvalid):
             read_head(head, size)
-
-
-# --- building once, and the last one out --------------------------------------------------------------
-
-RACER = """
-import sys, time
-from pathlib import Path
-from shm.errors import SegmentMissing
-from shm.layout import ExpertShape
-from shm.locks import build_lock
-from shm.manifest import StoreManifest
-from shm.store import Store, StoreBuilder, store_name
-fingerprint, root = sys.argv[1], Path(sys.argv[2])
-print("up", flush=True)
-sys.stdin.readline()
-with build_lock(fingerprint, root):
-    try:
-        Store.attach(store_name(fingerprint), fingerprint).close()
-        print("shared")
-    except SegmentMissing:
-        shape = ExpertShape(2, 3, 48, 100, 16)
-        builder = StoreBuilder.create(store_name(fingerprint), StoreManifest(fingerprint, shape, "f32", ""))
-        time.sleep(0.3)
-        builder.finish()
-        print("built")
-"""
-
-
-def test_engines_that_start_together_build_once(fingerprint, tmp_path):
-    racers = [
-        subprocess.Popen(
-            [sys.executable, "-c", RACER, fingerprint, str(tmp_path)],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(3)
-    ]
-    assert [racer.stdout.readline() for racer in racers] == ["up\n"] * 3
-    for racer in racers:
-        racer.stdin.write("go\n")
-        racer.stdin.flush()
-    answers = sorted(racer.communicate(timeout=30)[0].strip() for racer in racers)
-    assert answers == ["built", "shared", "shared"]
-    assert all(racer.returncode == 0 for racer in racers)
-    assert list((tmp_path / ".locks").iterdir()) == []
-
-
-def test_a_killed_builder_gives_its_lock_back(fingerprint, tmp_path):
-    code = (
-        "import sys, time; from pathlib import Path; from shm.locks import build_lock\n"
-        "with build_lock(sys.argv[1], Path(sys.argv[2])):\n"
-        "    print('held', flush=True); time.sleep(60)\n"
-    )
-    holder = subprocess.Popen(
-        [sys.executable, "-c", code, fingerprint, str(tmp_path)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert holder.stdout.readline() == "held\n"
-    calls = []
-
-    def waiting() -> None:
-        calls.append(1)
-        if len(calls) == 3:
-            holder.kill()
-
-    with build_lock(fingerprint, tmp_path, waiting):
-        assert len(calls) >= 3
-    holder.communicate(timeout=10)
-
-
-def test_the_last_one_out_removes_the_store(fingerprint, tmp_path):
-    build(fingerprint)
-    first = StoreLease.acquire(fingerprint, tmp_path)
-    second = StoreLease.acquire(fingerprint, tmp_path)
-    assert (tmp_path / ".locks").stat().st_mode & 0o7777 == 0o700
-    assert not first.release(keep=False)
-    assert file_of(fingerprint).exists()
-    assert second.release(keep=False)
-    assert not file_of(fingerprint).exists()
-    assert list((tmp_path / ".locks").iterdir()) == []
-
-
-def test_a_kept_store_stays_whoever_asked_and_until_it_was_used_again(fingerprint, tmp_path):
-    build(fingerprint)
-    asker = StoreLease.acquire(fingerprint, tmp_path)
-    other = StoreLease.acquire(fingerprint, tmp_path)
-    assert not asker.release(keep=True)
-    assert not other.release(keep=False)
-    assert file_of(fingerprint).exists()
-    assert sweep(tmp_path) == []  # it was asked for
-    assert StoreLease.acquire(fingerprint, tmp_path).release(keep=False)
-    assert not file_of(fingerprint).exists()
-
-
-def test_a_lease_needs_a_store(fingerprint, tmp_path):
-    with pytest.raises(SegmentMissing):
-        StoreLease.acquire(fingerprint, tmp_path)
-    build(fingerprint)
-    StoreLease.acquire(fingerprint, tmp_path).release(keep=False)
-
-
-def test_many_leases_at_once_leave_nothing_behind(fingerprint, tmp_path):
-    """Leases are taken and given back in threads; the store goes with the last and only then."""
-    build(fingerprint)
-    holder = StoreLease.acquire(fingerprint, tmp_path)
-    removed: list[bool] = []
-
-    def use() -> None:
-        for _ in range(20):
-            removed.append(StoreLease.acquire(fingerprint, tmp_path).release(keep=False))
-
-    threads = [threading.Thread(target=use) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=30)
-    assert removed == [False] * 80
-    assert holder.release(keep=False)
-
-
-def test_the_sweep_removes_what_killed_engines_left(fingerprint, tmp_path):
-    build(fingerprint)
-    code = (
-        "import os, sys; from pathlib import Path; from shm.locks import StoreLease\n"
-        "lease = StoreLease.acquire(sys.argv[1], Path(sys.argv[2])); os.kill(os.getpid(), 9)\n"
-    )
-    held = StoreLease.acquire(fingerprint, tmp_path)
-    for _ in range(2):
-        killed = subprocess.run(
-            [sys.executable, "-c", code, fingerprint, str(tmp_path)], cwd=ROOT, timeout=30, check=False
-        )
-        assert killed.returncode == -9
-        assert sweep(tmp_path) == []  # one engine still uses it
-    os.close(held._descriptor)  # as if it had been killed, too
-    assert sweep(tmp_path) == [store_name(fingerprint)]
-    assert not file_of(fingerprint).exists()
-    assert list((tmp_path / ".locks").iterdir()) == []
-
-
-def test_the_sweep_leaves_a_store_that_is_being_built(fingerprint, tmp_path):
-    with build_lock(fingerprint, tmp_path):
-        build(fingerprint)
-        assert sweep(tmp_path) == []
-        assert file_of(fingerprint).exists()
-
-
-def test_a_lock_folder_of_another_user_is_refused(fingerprint, tmp_path):
-    if os.geteuid() != 0:
-        pytest.skip("only root can give a folder to another user")
-    (tmp_path / ".locks").mkdir()
-    os.chown(tmp_path / ".locks", 12345, 12345)
-    with pytest.raises(ShmError, match="another user"), build_lock(fingerprint, tmp_path):
-        pytest.fail("the lock was given")
-
-
-# --- on disk ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def cached(fingerprint, tmp_path):
-    """The path of a cached store whose segment is gone."""
-    build(fingerprint)
-    with Store.attach(store_name(fingerprint)) as store:
-        write_cache(tmp_path / "cache", store, lambda done: None)
-    unlink(store_name(fingerprint))
-    return tmp_path / "cache" / fingerprint / "store.bin"
-
-
-def refill(path: Path, fingerprint: str) -> None:
-    """Fill a new segment from the file, as the loader does."""
-    source = CachedStore.open(path.parent.parent, fingerprint)
-    assert source is not None
-    with source:
-        builder = StoreBuilder.create(store_name(fingerprint), source.manifest)
-        try:
-            source.fill(builder, lambda done: None)
-            builder.finish()
-        except BaseException:
-            builder.discard()
-            raise
-
-
-def test_the_file_is_the_segment_and_fills_an_equal_one(cached, fingerprint):
-    assert cached.stat().st_mode & 0o7777 == 0o600
-    assert cached.parent.stat().st_mode & 0o7777 == 0o700
-    assert cached.parent.parent.stat().st_mode & 0o7777 == 0o700
-    assert [p.name for p in cached.parent.iterdir()] == ["store.bin"]
-    refill(cached, fingerprint)
-    assert file_of(fingerprint).read_bytes() == cached.read_bytes()
-    with Store.attach(store_name(fingerprint), fingerprint) as store:
-        store.verify()
-
-
-def test_no_file_is_not_an_error(fingerprint, tmp_path):
-    assert CachedStore.open(tmp_path, fingerprint) is None
-
-
-def test_a_truncated_file_is_refused(cached, fingerprint):
-    size = cached.stat().st_size
-    for length in (size - 1, size // 2, PAGE + 10, 100, 0):
-        os.truncate(cached, length)
-        with pytest.raises(StoreInvalid, match=str(cached)):
-            CachedStore.open(cached.parent.parent, fingerprint)
-
-
-def test_a_foreign_file_is_refused(cached, fingerprint):
-    other = cached.parent.parent / ("0" * 64)
-    cached.parent.rename(other)
-    with pytest.raises(StoreInvalid, match="another model"):
-        CachedStore.open(cached.parent.parent, "0" * 64)
-
-
-def test_a_flipped_bit_is_found_and_leaves_no_segment(cached, fingerprint):
-    with cached.open("r+b") as file:
-        file.seek(-5000, os.SEEK_END)
-        byte = file.read(1)
-        file.seek(-5000, os.SEEK_END)
-        file.write(bytes([byte[0] ^ 128]))
-    with pytest.raises(StoreDamaged, match="layer 1"):
-        refill(cached, fingerprint)
-    assert not file_of(fingerprint).exists()
-
-
-def test_a_failed_write_leaves_nothing(fingerprint, tmp_path):
-    build(fingerprint)
-    (tmp_path / "cache").write_text("a file where the folder should be")
-    with Store.attach(store_name(fingerprint)) as store:
-        with pytest.raises(OSError, match="exists"):
-            write_cache(tmp_path / "cache", store, lambda done: None)
-
-        def stop(done: int) -> None:
-            raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            write_cache(tmp_path / "other", store, stop)
-    assert list((tmp_path / "other").iterdir()) == []
-
-
-def test_a_full_disk_is_an_error_that_leaves_nothing(fingerprint, tmp_path):
-    build(fingerprint)
-    code = (
-        "import resource, signal, sys\n"
-        "from pathlib import Path\n"
-        "from shm.disk_cache import write_cache\n"
-        "from shm.store import Store\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"  # the kernel refuses further writes
-        "try:\n"
-        "    write_cache(Path(sys.argv[2]), Store.attach(sys.argv[1]), lambda done: None)\n"
-        "except OSError as e:\n"
-        "    print(e.strerror)\n"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code, store_name(fingerprint), str(tmp_path / "cache")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-    assert result.stdout.strip() == "File too large", result.stderr
-    assert list((tmp_path / "cache").iterdir()) == []
-
-
-def test_a_segment_that_is_no_store_is_refused(fingerprint):
-    with Segment.create(store_name(fingerprint), 3 * PAGE) as segment:
-        segment.array[:] = 1
-    with pytest.raises(StoreInvalid, match="not a store"):
-        Store.attach(store_name(fingerprint))

@@ -1,4 +1,4 @@
-"""Three small tokenizers of the kinds that real models have, each in a model directory of its own."""
+"""Small tokenizers of the kinds that real models have, each in a model directory of its own."""
 
 from __future__ import annotations
 
@@ -109,12 +109,18 @@ def unigram() -> Backend:
     return backend
 
 
-FAMILIES = {"byte-level": byte_level, "llama-style": llama_style, "unigram": unigram}
+FAMILIES = {
+    "byte-level": (byte_level, {}),
+    "llama-style": (llama_style, {}),
+    "llama-class": (llama_style, {"tokenizer_class": "LlamaTokenizer", "unk_token": "<unk>"}),
+    "unigram": (unigram, {}),
+}
 
 
 @pytest.fixture(scope="session", params=FAMILIES)
 def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp(request.param), FAMILIES[request.param](), {})
+    make, config = FAMILIES[request.param]
+    return write_model(tmp_path_factory.mktemp(request.param), make(), config)
 
 
 @pytest.fixture(scope="session")

@@ -59,7 +59,7 @@ SAMPLINGS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(
     sampling=SAMPLINGS,
     size=st.sampled_from([1, 2, 7, 100, 1000, 5000, 33_001]),

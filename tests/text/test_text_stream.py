@@ -98,6 +98,13 @@ def test_stop_strings_overlapping_each_other(pieces: list[str], stop: list[str])
     assert stops.found == any(word in text for word in stop)
 
 
+def test_added_tokens(tokenizer: Tokenizer) -> None:
+    """They are plain text, also where they hold letters that stand for no byte, or spaces."""
+    ids = tokenizer.encode("a日本 go<tool>b</s> Ġé 日本 go")
+    check(tokenizer, ids, [])
+    check(tokenizer, ids, ["go<", "o>b"])
+
+
 def test_text_appears_at_once_where_nothing_can_change_it(tokenizer: Tokenizer) -> None:
     """Exactness could be had by showing all of it at the end; that would be no stream."""
     ids = tokenizer.encode("the value goes on and the caller decides")

@@ -150,11 +150,12 @@ class Layer(nn.Module):
 
 @dataclass(frozen=True)
 class Losses:
-    """Means over a batch, in nats a token except for the dimensionless balance."""
+    """Means over a batch, and the assignments counted in it."""
 
-    text: Tensor
+    text: Tensor  # nats a token
     balance: Tensor  # Mixtral's load-balancing loss; `num_experts_per_tok` when balanced
     router_z: Tensor  # mean squared log-partition of the gates
+    counts: Tensor  # (layers, experts)
 
 
 class Model(nn.Module):
@@ -184,20 +185,22 @@ class Model(nn.Module):
         """Logits (batch, length, vocabulary) in float32."""
         return F.linear(self.hidden(tokens, torch.float32)[0], self.embedding)
 
-    def losses(self, tokens: Tensor, targets: Tensor) -> Losses:
-        """Losses of predicting targets from tokens, both (batch, length); a target of -100 does not count."""
+    def losses(self, tokens: Tensor, targets: Tensor, shares: Tensor) -> Losses:
+        """Losses of predicting targets from tokens, both (batch, length); a target of -100 does not count.
+
+        The balance weighs the gates' probabilities by `shares` (layers, experts; rows sum to 1), the assignments
+        of recent batches: what counts is balance over all text, not within a few rows of one kind.
+        """
         states, gates, choices = self.hidden(tokens, torch.bfloat16)
         logits = F.linear(states.to(torch.bfloat16), self.embedding).flatten(0, 1)
         text = F.cross_entropy(logits.float(), targets.flatten(), ignore_index=-100)
         experts = self.shape.num_local_experts
-        balance = torch.zeros(())
-        router_z = torch.zeros(())
+        gate = torch.stack(gates)
         # Per layer rather than pooled over the layers as in transformers: a layer cannot hide behind another.
-        for gate, chosen in zip(gates, choices, strict=True):
-            share = torch.bincount(chosen.view(-1), minlength=experts) / gate.shape[0]
-            balance = balance + experts * (share * gate.softmax(-1).mean(0)).sum() / len(gates)
-            router_z = router_z + gate.logsumexp(-1).square().mean() / len(gates)
-        return Losses(text, balance, router_z)
+        load = shares * experts * self.shape.num_experts_per_tok
+        balance = (load * gate.softmax(-1).mean(1)).sum(-1).mean()
+        counts = torch.stack([torch.bincount(chosen.view(-1), minlength=experts) for chosen in choices])
+        return Losses(text, balance, gate.logsumexp(-1).square().mean(), counts)
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights under Mixtral's names; views of the parameters."""

@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,12 +17,13 @@ from torch import Tensor
 from torch.optim import AdamW, Muon, Optimizer
 
 from pipeline.assets.training.batches import Mixture, encode
-from pipeline.assets.training.model import Model, Shape, export
+from pipeline.assets.training.model import Losses, Model, Shape, export
 from pipeline.assets.training.sources import KINDS
 
 ASSETS = Path(__file__).parent.parent
 BALANCE = Shape.router_aux_loss_coef
 ROUTER_Z = 1e-3
+PIECE = 1024  # tokens that a thread processes at a time
 CHECKPOINT_MINUTES = 8.0
 
 
@@ -36,6 +38,7 @@ class Plan:
     seed: int = 7
     warmup: float = 0.02  # share of the budget
     weight_decay: float = 0.1
+    balance_memory: float = 0.8  # weight of earlier steps in the experts' shares that the balance loss sees
     clip: float = 1.0
 
     def scale(self, progress: float) -> float:
@@ -64,8 +67,9 @@ def optimizers(model: Model, plan: Plan) -> list[Optimizer]:
     found: list[Optimizer] = [AdamW(groups, lr=plan.rate, betas=(0.9, 0.95), fused=True)]
     if plan.optimizer == "muon":
         # The update's size then equals AdamW's, so that one learning rate serves both.
-        decay, adjust = plan.weight_decay, "match_rms_adamw"
-        found.append(Muon(matrices, lr=plan.rate, weight_decay=decay, momentum=0.95, adjust_lr_fn=adjust))
+        for part in (matrices[0::2], matrices[1::2]):  # two, so that two threads can step them
+            decay, adjust = plan.weight_decay, "match_rms_adamw"
+            found.append(Muon(part, lr=plan.rate, weight_decay=decay, momentum=0.95, adjust_lr_fn=adjust))
     return found
 
 
@@ -75,15 +79,21 @@ def heldout_loss(model: Model, tokenizer: Tokenizer, kind: str, rows: int = 24, 
     text = (ASSETS / "heldout" / f"{kind}.txt").read_text(encoding="utf-8")
     ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False).ids[: rows * length + 1])
     tokens, targets = ids[:-1].view(rows, length), ids[1:].view(rows, length)
+    even = torch.full((model.shape.num_hidden_layers, model.shape.num_local_experts), 0.125)
     with torch.autocast("cpu", torch.bfloat16):
-        return float(model.losses(tokens, targets).text)
+        return float(model.losses(tokens, targets, even).text)
 
 
 class Run:
     """One training run and its files below `out`."""
 
-    def __init__(self, plan: Plan, corpus: Path, out: Path) -> None:
+    def __init__(self, plan: Plan, corpus: Path, out: Path, threads: int) -> None:
         torch.manual_seed(plan.seed)
+        # Threads that take pieces of a batch from a queue lose little when other processes use a core;
+        # threads inside every product would wait for each other thousands of times a step.
+        torch.set_num_threads(1)
+        self.threads = threads
+        self.pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
         self.plan, self.out = plan, out
         out.mkdir(parents=True, exist_ok=True)
         tokenizer_file = ASSETS / "model" / "tokenizer.json"
@@ -95,6 +105,8 @@ class Run:
         self.optimizers = optimizers(self.model, plan)
         self.steps = self.tokens = 0
         self.seconds = 0.0  # of the budget
+        layers, experts = self.model.shape.num_hidden_layers, self.model.shape.num_local_experts
+        self.shares = torch.full((layers, experts), 1 / experts)  # of recent assignments, per layer
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             (out / "model").mkdir(exist_ok=True)
             shutil.copy(ASSETS / "model" / name, out / "model" / name)
@@ -107,22 +119,35 @@ class Run:
             log.write(line + "\n")
         print(line, flush=True)
 
-    def step(self, progress: float) -> tuple[Tensor, Tensor]:
-        """One update; returns text and balance loss."""
-        length = self.plan.length(progress)
-        inputs, targets = map(torch.from_numpy, self.mixture.take(self.plan.batch_tokens // length, length))
+    def _piece(self, inputs: Tensor, targets: Tensor, weight: float) -> Losses:
+        """Add `weight` times the gradients of some rows; safe to run in several threads."""
         with torch.autocast("cpu", torch.bfloat16):
-            losses = self.model.losses(inputs, targets)
-        (losses.text + BALANCE * losses.balance + ROUTER_Z * losses.router_z).backward()  # type: ignore[no-untyped-call]
+            losses = self.model.losses(inputs, targets, self.shares)
+        total = weight * (losses.text + BALANCE * losses.balance + ROUTER_Z * losses.router_z)
+        total.backward()  # type: ignore[no-untyped-call]
+        return losses
+
+    def step(self, progress: float) -> Tensor:
+        """One update; returns text and balance loss (2,)."""
+        length = self.plan.length(progress)
+        rows = PIECE // length
+        inputs, targets = map(torch.from_numpy, self.mixture.take(self.plan.batch_tokens // length, length))
+        pieces = list(zip(inputs.split(rows), targets.split(rows), strict=True))
+        jobs = [self.pool.submit(self._piece, *piece, 1 / len(pieces)) for piece in pieces]
+        losses = [job.result() for job in jobs]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.clip, foreach=True)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self.plan.rate * self.plan.scale(progress)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        for done in [self.pool.submit(optimizer.step) for optimizer in self.optimizers]:
+            done.result()
+        self.model.zero_grad(set_to_none=True)
+        counts = torch.stack([loss.counts for loss in losses]).sum(0)
+        memory = self.plan.balance_memory
+        self.shares = memory * self.shares + (1 - memory) * counts / counts.sum(-1, keepdim=True)
         self.steps += 1
         self.tokens += inputs.numel()
-        return losses.text.detach(), losses.balance.detach()
+        return torch.stack([torch.stack((loss.text, loss.balance)).detach() for loss in losses]).mean(0)
 
     def checkpoint(self) -> None:
         """Export the weights, log held-out losses, and take the kinds' weights of mixture.json, if any."""
@@ -138,19 +163,20 @@ class Run:
     def train(self) -> None:
         """Train until the budget is spent, however many steps that allows."""
         start, budget, saved = time.monotonic(), self.plan.minutes * 60, 0.0
-        recent: list[tuple[Tensor, Tensor]] = []
+        recent: list[Tensor] = []
         while self.seconds < budget:
             recent.append(self.step(self.seconds / budget))
             self.seconds = time.monotonic() - start
-            if self.steps % 20 == 0:
-                text, balance = (float(torch.stack(values).mean()) for values in zip(*recent, strict=True))
+            if self.steps % 10 == 0:
+                text, balance = torch.stack(recent).mean(0).tolist()
                 recent.clear()
-                self.log(loss=round(text, 4), balance=round(balance, 4))
+                smallest = round(float(self.shares.min()), 4)
+                self.log(loss=round(text, 4), balance=round(balance, 4), smallest_share=smallest)
             if self.seconds - saved > CHECKPOINT_MINUTES * 60:
                 saved = self.seconds
                 self.checkpoint()
         self.checkpoint()
-        done = {"steps": self.steps, "tokens": self.tokens, "threads": torch.get_num_threads()}
+        done = {"steps": self.steps, "tokens": self.tokens, "threads": self.threads}
         summary = done | asdict(self.plan)
         (self.out / "run.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
 
@@ -166,8 +192,8 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    Run(Plan(args.minutes, args.optimizer, args.rate, args.batch_tokens), args.corpus, args.out).train()
+    plan = Plan(args.minutes, args.optimizer, args.rate, args.batch_tokens)
+    Run(plan, args.corpus, args.out, args.threads).train()
 
 
 if __name__ == "__main__":

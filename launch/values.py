@@ -1,0 +1,73 @@
+"""Readers of single values on the command line: each returns the value, or says what is wrong with it."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+
+
+def at_least(low: int) -> Callable[[str], int]:
+    """Whole numbers from `low` to what fits 64 bits."""
+
+    def whole(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if not low <= value < 1 << 63:
+            raise argparse.ArgumentTypeError(f"must be at least {low}, not {value}")
+        return value
+
+    return whole
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def between(low: float, high: float) -> Callable[[str], float]:
+    """Finite numbers from `low` to `high`."""
+
+    def number(text: str) -> float:
+        value = _number(text)
+        if not (low <= value <= high and math.isfinite(value)):
+            bound = f"between {low:g} and {high:g}" if math.isfinite(high) else f"at least {low:g}"
+            raise argparse.ArgumentTypeError(f"must be {bound}, not {text}")
+        return value
+
+    return number
+
+
+def above(low: float, high: float = math.inf) -> Callable[[str], float]:
+    """Finite numbers greater than `low`, up to `high`."""
+
+    def number(text: str) -> float:
+        value = _number(text)
+        if not (low < value <= high and math.isfinite(value)):
+            bound = f" and at most {high:g}" if math.isfinite(high) else ""
+            raise argparse.ArgumentTypeError(f"must be above {low:g}{bound}, not {text}")
+        return value
+
+    return number
+
+
+def not_empty(text: str) -> str:
+    """Any text but the empty one."""
+    if not text:
+        raise argparse.ArgumentTypeError("must not be empty")
+    return text
+
+
+def token_ids(text: str) -> tuple[int, ...]:
+    """Token ids as 1,2,3."""
+    try:
+        ids = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids like 1,2,3") from None
+    if min(ids) < 0:
+        raise argparse.ArgumentTypeError(f"token ids are not negative: {min(ids)}")
+    return ids

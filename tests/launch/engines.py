@@ -1,0 +1,115 @@
+"""Helpers of these tests: `launch.py` as a process, and what an engine leaves on the machine."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from pipeline.checkpoint.index import CheckpointIndex, fingerprint
+from pipeline.models.registry import expert_shape
+from protocol.sockets import runtime_root
+from shm.store import store_name
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = str(ROOT / "launch.py")
+LIMIT = 60.0  # seconds; a start takes two or three
+
+
+class Launched:
+    """A running `launch.py`; its stderr is kept in a file. Killed at the end of the block."""
+
+    def __init__(
+        self, *arguments: str, stdin: int = subprocess.DEVNULL, stdout: int = subprocess.PIPE
+    ) -> None:
+        self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed at the end of the block
+        self.process = subprocess.Popen(
+            [sys.executable, LAUNCH, *arguments], stdin=stdin, stdout=stdout, stderr=self._stderr, text=True
+        )
+
+    def __enter__(self) -> Launched:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(LIMIT)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        self._stderr.close()
+
+    @property
+    def stderr(self) -> str:
+        self._stderr.seek(0)
+        return self._stderr.read()
+
+    def line(self) -> str:
+        """The next line of stdout; "" when the process has ended."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().rstrip("\n")
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def child(self, module: str) -> psutil.Process:
+        """The first child that runs this module."""
+        return next(c for c in self.children() if runs(c, module))
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def end(self, limit: float = LIMIT) -> tuple[int, str, str]:
+        """Wait for the end: exit code, the rest of stdout, all of stderr."""
+        out, _ = self.process.communicate(timeout=limit)
+        return self.process.returncode, out or "", self.stderr
+
+
+def runs(process: psutil.Process, module: str) -> bool:
+    try:
+        return module in process.cmdline()
+    except psutil.Error:  # it has ended
+        return False
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], limit: float) -> bool:
+    """Whether the condition came true within `limit` seconds."""
+    deadline = time.monotonic() + limit
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def engines_left() -> list[str]:
+    """Names of runtime directories that are there."""
+    return sorted(p.name for p in runtime_root().iterdir() if not p.name.startswith("."))
+
+
+def store_of(model: Path, format_name: str = "bf16") -> Path:
+    """Where the store of a checkpoint is when it is in shared memory."""
+    index = CheckpointIndex.open(model)
+    shape = expert_shape(index.config, None)
+    return Path("/dev/shm" + store_name(fingerprint(index, format_name, shape.tile)))
+
+
+def own_segments(name: str) -> list[str]:
+    return sorted(p.name for p in Path("/dev/shm").glob(f"tandem-{name}-*"))

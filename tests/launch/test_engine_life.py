@@ -1,0 +1,229 @@
+"""Engines from their start to their end, as processes: orderly, interrupted, killed; nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engines import LIMIT, Launched, alive, engines_left, own_segments, runs, store_of, wait_until
+
+from launch.errors import StartFailed
+from launch.runtime import sweep
+from launch.supervisor import Supervisor
+from pipeline.config import EngineConfig
+from protocol.sockets import runtime_root
+from shm.locks import sweep as sweep_stores
+
+CHILDREN_GONE = 5.0  # seconds that children may outlive a killed supervisor
+
+
+@pytest.fixture
+def arguments(tiny_model: Path) -> list[str]:
+    return ["--model", str(tiny_model), "--device", "cpu", "--workers", "2"]
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    with Launched(*arguments) as launched:
+        return launched.end()
+
+
+def test_one_engine_serves_every_command_and_ends_on_sigint(arguments: list[str], tmp_path: Path) -> None:
+    with Launched("serve", "--name", "life", *arguments) as engine:
+        name, endpoint = engine.line().split()
+        assert name == "life"
+        assert endpoint.startswith("ipc://")
+
+        code, out, _ = run(
+            *"generate --prompt-tokens 5,6,7 --max-tokens 4 --ignore-eos --json --connect life".split()
+        )
+        assert code == 0
+        answer = json.loads(out)
+        assert set(answer) == {
+            *("token_ids", "text", "finish_reason", "prefill_tok_s", "decode_tok_s"),
+            *("policy", "fidelity", "stats"),
+        }
+        assert len(answer["token_ids"]) == 4
+        assert all(0 <= token < 4096 for token in answer["token_ids"])
+        assert answer["finish_reason"] == "length"
+        assert answer["policy"] == "all-host"
+
+        ids, matrix = tmp_path / "ids.json", tmp_path / "scores.npy"
+        ids.write_text(json.dumps(list(range(10, 30))))
+        code, out, _ = run("score", "--tokens", str(ids), "--out", str(matrix), "--json", "--connect")
+        assert code == 0
+        assert json.loads(out)["tokens"] == 20
+        scores = np.load(matrix, allow_pickle=False)
+        assert scores.shape == (20, 4096)
+        assert scores.dtype == np.float32
+        np.testing.assert_allclose(np.exp(scores.astype(np.float64)).sum(axis=1), 1.0, rtol=1e-5)
+        chosen = scores[np.arange(19), np.arange(11, 30)]
+        assert json.loads(out)["mean_nll"] == pytest.approx(-chosen.mean(), rel=1e-5)
+
+        many = [*"generate --prompt-tokens 5,6 --max-tokens 200 --ignore-eos --connect".split()]
+        with Launched(*many) as generate:  # into a reader that has seen enough
+            assert generate.process.stdout is not None
+            generate.process.stdout.read(1)
+            generate.process.stdout.close()
+            generate.process.stdout = None
+            code, _, err = generate.end()
+        assert code == 0
+        assert "Traceback" not in err
+        assert "Broken" not in err
+
+        code, out, err = run("generate", "--prompt-tokens", "4096", "--connect")
+        assert (code, out) == (2, "")
+        assert "4096" in err
+
+        engine.send(signal.SIGINT)
+        code, _, _ = engine.end()
+        assert code == 0
+    assert engines_left() == []
+    assert own_segments("life") == []
+
+
+def test_piped_chat_answers_each_line_it_can(arguments: list[str]) -> None:
+    turns = ["What is a generator?", "", "word " * 500, "And a coroutine?"]
+    options = ["--max-tokens", "5", "--ignore-eos", "--context", "128"]
+    with Launched(*arguments, *options, stdin=subprocess.PIPE) as chat:
+        assert chat.process.stdin is not None
+        chat.process.stdin.write("\n".join(turns))
+        code, out, err = chat.end()
+    complaints = [line for line in err.splitlines() if line.startswith("launch.py: ")]
+    assert code == 1
+    assert len(complaints) == 1
+    assert "context" in complaints[0]
+    assert "Traceback" not in err
+    assert out.strip()
+    assert out.endswith("\n")
+    assert engines_left() == []
+
+
+def test_chat_in_a_terminal_gives_up_an_answer_and_goes_on(arguments: list[str]) -> None:
+    terminal, theirs = os.openpty()
+    try:
+        with Launched(*arguments, "--max-tokens", "200", "--ignore-eos", stdin=theirs, stdout=theirs) as chat:
+            read_until(terminal, "> ")
+            os.write(terminal, b"Tell me everything.\n")
+            read_until(terminal, "everything.")  # the terminal's echo; the answer follows
+            assert len(read_until(terminal, " ")) > 0
+            chat.send(signal.SIGINT)
+            read_until(terminal, "\r\n> ")
+            os.write(terminal, b"\x04")  # Ctrl-D
+            code, _, err = chat.end()
+        assert code == 0, err
+        assert "Traceback" not in err
+    finally:
+        os.close(terminal)
+        os.close(theirs)
+    assert engines_left() == []
+
+
+def read_until(terminal: int, text: str) -> str:
+    """What the terminal shows up to and with `text`."""
+    shown = ""
+    while not shown.endswith(text):
+        ready, _, _ = select.select([terminal], [], [], LIMIT)
+        assert ready, f"nothing more came after {shown!r}"
+        shown += os.read(terminal, 1).decode("utf-8", "replace")
+    return shown
+
+
+@pytest.mark.parametrize("module", ["workers.expert_worker", "pipeline.coordinator"])
+def test_a_child_that_dies_ends_the_engine_with_one_message(module: str, arguments: list[str]) -> None:
+    with Launched("serve", "--name", "victim", *arguments) as engine:
+        engine.line()
+        children = engine.children()
+        engine.child(module).kill()
+        code, _, err = engine.end()
+    assert code == 1
+    complaints = [line for line in err.splitlines() if line.startswith("launch.py: ")]
+    assert len(complaints) == 1
+    assert "killed by SIGKILL" in complaints[0]
+    assert not any(alive(c) for c in children)
+    assert engines_left() == []
+    assert own_segments("victim") == []
+
+
+def test_sigint_during_the_start_leaves_nothing(arguments: list[str]) -> None:
+    with Launched("generate", "--prompt-tokens", "5", "--name", "early", *arguments) as engine:
+        assert wait_until(lambda: any(runs(c, "pipeline.coordinator") for c in engine.children()), 30)
+        children = engine.children()
+        engine.send(signal.SIGINT)
+        code, out, err = engine.end(10)
+    assert (code, out) == (1, "")
+    assert err.splitlines()[-1] == "launch.py: interrupted"
+    assert "Traceback" not in err
+    assert not any(alive(c) for c in children)
+    assert engines_left() == []
+
+
+def test_children_of_a_killed_supervisor_end_and_leave_what_can_be_swept(arguments: list[str]) -> None:
+    with Launched("serve", "--name", "orphans", "--expert-cache", "0.5", *arguments) as engine:
+        engine.line()
+        children = engine.children()
+        assert len(children) == 4  # coordinator, two workers, prefetcher
+        assert own_segments("orphans")
+        engine.send(signal.SIGKILL)
+        engine.end()
+        assert wait_until(lambda: not any(alive(c) for c in children), CHILDREN_GONE)
+    assert engines_left() == ["orphans"]
+    assert sweep() == ["orphans"]  # as the next start does
+    sweep_stores(runtime_root())
+    assert engines_left() == []
+    assert own_segments("orphans") == []
+
+
+def test_two_engines_share_a_store_and_not_their_lives(arguments: list[str], tiny_model: Path) -> None:
+    with Launched("serve", "--name", "left", *arguments) as left:
+        left.line()
+        store = store_of(tiny_model).stat().st_ino
+        with Launched("serve", "--name", "right", *arguments) as right:
+            right.line()
+            assert store_of(tiny_model).stat().st_ino == store
+            assert engines_left() == ["left", "right"]
+            code, _, err = run("generate", "--prompt-tokens", "5", "--connect")
+            assert code == 2
+            assert "left, right" in err
+            left.send(signal.SIGTERM)
+            assert left.end()[0] == 0
+            assert store_of(tiny_model).stat().st_ino == store
+            code, out, _ = run(*"generate --prompt-tokens 5 --max-tokens 2 --json --connect right".split())
+            assert code == 0
+            assert len(json.loads(out)["token_ids"]) <= 2
+            right.child("pipeline.coordinator").suspend()  # it hangs, and would delay an orderly end
+            began = time.monotonic()
+            right.send(signal.SIGINT)
+            time.sleep(0.2)
+            right.send(signal.SIGINT)
+            right.end()
+            assert time.monotonic() - began < 3
+    assert engines_left() == []
+    assert not store_of(tiny_model).exists()
+
+
+def test_a_kept_store_is_attached_by_the_next_start(arguments: list[str], tiny_model: Path) -> None:
+    command = ["generate", "--prompt-tokens", "5", "--max-tokens", "1", *arguments]
+    code, _, _ = run(*command, "--keep-store")
+    assert code == 0
+    assert store_of(tiny_model).exists()
+    code, _, err = run(*command)
+    assert code == 0
+    assert "0 bytes read from the checkpoint, 0 bytes read from the cache" in err
+    assert not store_of(tiny_model).exists()
+
+
+async def test_a_failed_start_is_the_loaders_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    supervisor = Supervisor(EngineConfig(model=tmp_path / "nowhere", name="failing", device="cpu"))
+    with pytest.raises(StartFailed, match="nowhere") as failure:
+        async with supervisor:
+            pass
+    assert failure.value.exit_code == 2
+    assert supervisor.pids == {}
+    assert engines_left() == []

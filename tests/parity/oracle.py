@@ -1,0 +1,32 @@
+"""transformers as the oracle: log-probabilities and greedy continuations of its MixtralForCausalLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import MixtralForCausalLM
+
+
+class Oracle:
+    """One checkpoint in one dtype, on the CPU."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        self.model = MixtralForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+    @torch.no_grad()
+    def logprobs(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """[len(tokens), vocabulary]; row i predicts token i + 1."""
+        logits = self.model(torch.tensor([list(tokens)])).logits[0].float()
+        return torch.log_softmax(logits, -1).numpy()
+
+    def greedy(self, prompt: Sequence[int], count: int) -> tuple[list[int], NDArray[np.float32]]:
+        """`count` new tokens, and the log-probabilities [count, vocabulary] that they were chosen from."""
+        tokens, rows = list(prompt), []
+        for _ in range(count):
+            rows.append(self.logprobs(tokens)[-1])
+            tokens.append(int(rows[-1].argmax()))
+        return tokens[len(prompt) :], np.stack(rows)

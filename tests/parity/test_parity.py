@@ -1,0 +1,138 @@
+"""The engine equals transformers: every preset, any plan, worker count, tile size, cache and path.
+
+Each test starts one engine and takes it through the presets by SetPolicy. Every setting is scored as one
+prefill (in several chunks) and stepwise through the decode path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from equality import near_tie_or_equal
+from numpy.typing import NDArray
+from oracle import Oracle
+from transformers import AutoTokenizer
+
+from pipeline.assets import heldout, model_dir
+from pipeline.config import EngineConfig
+from pipeline.policies.presets import PRESETS
+from protocol.client import Client
+
+EXACT = 1e-4  # float32 log-probabilities against transformers'
+LENGTH = 72  # tokens of each text
+CHUNK = 32  # so that a prefill takes several chunks
+PREFILL = 24  # of the stepwise path
+NEW = 24  # tokens of a greedy continuation
+SWEEP = [(name, {}) for name in PRESETS if name != "random"] + [
+    ("on-demand", {"scope": "global"}),
+    *[("random", {"seed": str(seed), "churn": str(seed % 2)}) for seed in range(10)],
+]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Texts as ids with the oracle's float32 log-probabilities, and a greedy continuation of the first."""
+
+    texts: list[tuple[int, ...]]
+    logprobs: list[NDArray[np.float32]]
+    tokens: list[int]
+    chosen_from: NDArray[np.float32]
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[tuple[int, ...]]:
+    tokenizer = AutoTokenizer.from_pretrained(model_dir())
+    files = heldout()
+    return [tuple(tokenizer(files[k].read_text()[:2000])["input_ids"][:LENGTH]) for k in ("python", "german")]
+
+
+@pytest.fixture(scope="module")
+def reference(texts: list[tuple[int, ...]]) -> Iterator[Reference]:
+    oracle = Oracle(model_dir(), torch.float32)
+    tokens, rows = oracle.greedy(texts[0], NEW)
+    yield Reference(texts, [oracle.logprobs(t) for t in texts], tokens, rows)
+
+
+async def scored(client: Client, tokens: tuple[int, ...], stepwise: bool) -> NDArray[np.float32]:
+    """[len(tokens), vocabulary]"""
+    blocks = client.score(token_ids=tokens, full=True, stepwise=stepwise, prefill=PREFILL if stepwise else 1)
+    return np.concatenate([block.logprobs async for block in blocks])
+
+
+SETTINGS = [
+    pytest.param(EngineConfig(workers=1, tile=None, expert_cache=0.25), id="1-worker-whole-experts"),
+    pytest.param(EngineConfig(workers=2, tile=64, expert_cache=0.5), id="2-workers-4-tiles"),
+    pytest.param(EngineConfig(workers=3, tile=100, expert_cache=0.0), id="3-workers-padded-tiles-no-cache"),
+    pytest.param(EngineConfig(workers=2, tile=48, expert_cache=1.0, prefetcher="thread"), id="all-cached-thread"),
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("setting", SETTINGS)
+async def test_every_preset_equals_transformers_in_float32(setting, reference, start_engine) -> None:
+    plain = {"format": "f32", "backbone_dtype": "f32", "chunk": CHUNK}
+    wrong: list[str] = []
+    async with start_engine(EngineConfig(**(vars(setting) | plain))) as (_, client):
+        for policy, options in SWEEP:
+            await client.set_policy(policy, options)
+            for stepwise in (False, True):
+                for tokens, expected in zip(reference.texts, reference.logprobs, strict=True):
+                    ours = await scored(client, tokens, stepwise)
+                    error = float(np.abs(ours - expected).max())
+                    if not error < EXACT:
+                        wrong.append(f"{policy} {options} stepwise={stepwise}: {error:.2e}")
+            answer = client.generate(token_ids=reference.texts[0], max_tokens=NEW, ignore_eos=True)
+            tokens = [t.token async for t in answer]
+            if not near_tie_or_equal(tokens, reference.tokens, reference.chosen_from, 2 * EXACT):
+                wrong.append(f"{policy} {options} generate: {tokens} instead of {reference.tokens}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.timeout(300)
+async def test_bf16_stays_within_what_transformers_bf16_differs_from_float32(reference, start_engine) -> None:
+    oracle = Oracle(model_dir(), torch.bfloat16)
+    bounds = [
+        (np.abs(oracle.logprobs(t) - expected).max(), np.abs(oracle.logprobs(t) - expected).mean())
+        for t, expected in zip(reference.texts, reference.logprobs, strict=True)
+    ]
+    config = EngineConfig(workers=2, tile=64, expert_cache=0.5, format="bf16", backbone_dtype="bf16", chunk=CHUNK)
+    wrong: list[str] = []
+    async with start_engine(config) as (_, client):
+        for policy, options in SWEEP:
+            await client.set_policy(policy, options)
+            for tokens, expected, (most, mean) in zip(reference.texts, reference.logprobs, bounds, strict=True):
+                for stepwise in (False, True):
+                    error = np.abs(await scored(client, tokens, stepwise) - expected)
+                    if not (error.max() <= most and error.mean() <= mean):
+                        wrong.append(
+                            f"{policy} {options} stepwise={stepwise}: {error.max():.3f} (transformers {most:.3f}),"
+                            f" mean {error.mean():.4f} ({mean:.4f})"
+                        )
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.timeout(200)
+async def test_a_fixed_plan_repeats_bit_for_bit(texts, start_engine, tmp_path: Path) -> None:
+    """Static plans depend on nothing but the policy: the same bits again in the same engine, and in another
+    whose workers answer in another order."""
+    rounds: list[list[NDArray[np.float32]]] = []
+    for slowdown in (1.0, 1.5):
+        config = EngineConfig(workers=2, tile=64, expert_cache=0.3, chunk=CHUNK, host_slowdown=slowdown)
+        async with start_engine(config) as (_, client):
+            for _ in range(2):
+                results = []
+                for policy, options in (("all-host", {}), ("layerwise", {}), ("random", {"seed": "5"})):
+                    await client.set_policy(policy, options)
+                    results.append(await scored(client, texts[1], stepwise=False))
+                    results.append(await scored(client, texts[1], stepwise=True))
+                    answer = client.generate(token_ids=texts[1], max_tokens=NEW, ignore_eos=True)
+                    results.append(np.array([t.token async for t in answer]))
+                rounds.append(results)
+    for again in rounds[1:]:
+        for first, second in zip(rounds[0], again, strict=True):
+            np.testing.assert_array_equal(first, second)

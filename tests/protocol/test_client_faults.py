@@ -1,0 +1,149 @@
+"""The client library when the engine dies, hangs, is replaced, is another version, or talks nonsense."""
+
+import asyncio
+import time
+from dataclasses import replace
+
+import pytest
+import zmq.asyncio
+from protocol_engine import WELCOME, both, drain, engine, engine_process
+
+from protocol.client import Client
+from protocol.codec import encode
+from protocol.errors import EngineGone, MalformedMessage, ProtocolError, VersionMismatch
+from protocol.messages import Error
+from protocol.sockets import bind_router
+
+
+async def test_a_blocked_event_loop_is_not_the_engines_death(endpoint):
+    with engine_process(endpoint):
+        async with Client.connect(endpoint) as client:
+            await asyncio.sleep(0.1)
+            time.sleep(3.5)  # noqa: ASYNC251 - this program's own fault
+            for _ in range(5):
+                assert await client.stats()
+                await asyncio.sleep(0.3)
+
+
+async def test_a_silent_engine_is_gone(endpoint):
+    async with both(endpoint) as (server, client):
+        await asyncio.sleep(3.2)  # heartbeats alone keep it alive
+        answer = client.generate(prompt="slow", max_tokens=10_000)
+        pending = [asyncio.create_task(answer.result()), asyncio.create_task(client.stats())]
+        await asyncio.sleep(0.1)
+        server.mute = True
+        start = time.monotonic()
+        pending.append(asyncio.create_task(client.set_policy("fiddler")))
+        await asyncio.wait(pending, timeout=5.0)
+        assert 2.0 < time.monotonic() - start < 3.0
+        assert pending[1].result()  # answered before the silence
+        line = f"^the engine at {endpoint} has been silent for 2.5 s$"
+        for task in (pending[0], pending[2]):
+            with pytest.raises(EngineGone, match=line):
+                task.result()
+        for call in (client.stats, lambda: client.set_policy("x"), lambda: anext(client.score(text="x"))):
+            start = time.monotonic()
+            with pytest.raises(EngineGone, match=line):
+                await call()
+            assert time.monotonic() < start + 0.1
+        with pytest.raises(EngineGone, match=line):
+            client.generate(prompt="hi")
+
+
+async def test_a_killed_engine_is_gone_within_three_seconds(endpoint):
+    with engine_process(endpoint) as process:
+        async with Client.connect(endpoint) as client:
+            answer = client.generate(prompt="slow", max_tokens=10_000)
+            scores = client.score(token_ids=range(1000), full=True)
+            await anext(scores)
+            await anext(aiter(answer))
+            process.kill()
+            start = time.monotonic()
+            with pytest.raises(EngineGone, match=r"has been silent for 2\.5 s"):
+                await drain(answer)
+            assert time.monotonic() < start + 3.0
+            with pytest.raises(EngineGone, match=r"has been silent for 2\.5 s"):
+                await drain(scores)
+
+
+async def test_an_engine_that_was_replaced_does_not_know_this_client(endpoint):
+    async with engine(endpoint):
+        connecting = Client.connect(endpoint)
+        client = await connecting.__aenter__()
+        waiting = asyncio.create_task(client.generate(prompt="slow", max_tokens=10_000).result())
+        await asyncio.sleep(0.1)
+    try:
+        async with engine(endpoint):
+            with pytest.raises(EngineGone, match=r"^the engine ended this connection: say Hello first$"):
+                async with asyncio.timeout(2.0):
+                    await waiting
+    finally:
+        await connecting.__aexit__(None, None, None)
+
+
+async def test_nobody_there(endpoint):
+    start = time.monotonic()
+    with pytest.raises(EngineGone, match=rf"^no engine at {endpoint} within 0\.3 s; is it running\?$"):
+        async with Client.connect(endpoint, timeout=0.3):
+            pass
+    assert time.monotonic() < start + 1.0
+
+
+async def test_an_engine_that_starts_meanwhile_is_waited_for(endpoint):
+    async def connect():
+        async with Client.connect(endpoint) as client:
+            return await client.stats()
+
+    connecting = asyncio.create_task(connect())
+    await asyncio.sleep(0.3)
+    async with engine(endpoint):
+        assert await connecting
+
+
+async def test_an_endpoint_of_another_kind():
+    with pytest.raises(ProtocolError, match=r"^endpoint 'tcp://localhost:1' is not ipc://"):
+        async with Client.connect("tcp://localhost:1"):
+            pass
+
+
+NEWER = "the engine speaks protocol version 9, this client version 1; use the client that was installed with"
+
+
+@pytest.mark.parametrize(
+    ("reply", "error", "line"),
+    [
+        (encode(replace(WELCOME, version=9)), VersionMismatch, f"^{NEWER} the engine$"),
+        ([b"\x02\x09", b"a header of the future"], VersionMismatch, f"^{NEWER} the engine$"),
+        (
+            encode(Error(-1, "version 9 here")),
+            VersionMismatch,
+            "^the engine refused this client: version 9 here$",
+        ),
+        ([b"\x02\x01", b"rubbish"], MalformedMessage, "^Welcome: the header is not plain msgpack"),
+        ([b"HTTP/1.1 400"], MalformedMessage, "^the first frame is not two bytes"),
+    ],
+)
+async def test_an_engine_that_cannot_be_understood(endpoint, reply, error, line):
+    with zmq.asyncio.Context() as context, bind_router(context, endpoint) as router:
+
+        async def answer():
+            peer, *_ = await router.recv_multipart()
+            await router.send_multipart([peer, *reply])
+
+        answering = asyncio.create_task(answer())
+        with pytest.raises(error, match=line):
+            async with Client.connect(endpoint):
+                pass
+        await answering
+
+
+async def test_garbage_in_mid_conversation_ends_the_client_with_one_line(endpoint):
+    async with both(endpoint) as (server, client):
+        answer = client.generate(prompt="slow", max_tokens=10_000)
+        await asyncio.sleep(0.1)
+        for peer in server.clients:
+            await server.socket.send_multipart([peer, b"\x05\x01", b"\xc1"])
+        with pytest.raises(MalformedMessage, match=r"^Done: the header is not plain msgpack"):
+            await answer.result()
+        with pytest.raises(MalformedMessage, match=r"^Done: the header is not plain msgpack"):
+            await client.stats()

@@ -1,0 +1,16 @@
+"""What the tests of the shared-memory package have in common."""
+
+import uuid
+
+import pytest
+
+from shm.segment import unlink
+from shm.store import store_name
+
+
+@pytest.fixture
+def fingerprint():
+    """A model's fingerprint that nobody else uses."""
+    fingerprint = uuid.uuid4().hex * 2
+    yield fingerprint
+    unlink(store_name(fingerprint))

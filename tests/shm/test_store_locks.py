@@ -1,0 +1,203 @@
+"""Who builds a store and who removes it: locks between real processes, some of which are killed."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from small_store import ROOT, build, file_of
+
+from shm.errors import SegmentMissing, ShmError
+from shm.locks import StoreLease, build_lock, sweep
+from shm.store import store_name
+
+RACER = """
+import sys, time
+from pathlib import Path
+from shm.errors import SegmentMissing
+from shm.layout import ExpertShape
+from shm.locks import build_lock
+from shm.manifest import StoreManifest
+from shm.store import Store, StoreBuilder, store_name
+fingerprint, root = sys.argv[1], Path(sys.argv[2])
+print("up", flush=True)
+sys.stdin.readline()
+with build_lock(fingerprint, root):
+    try:
+        Store.attach(store_name(fingerprint), fingerprint).close()
+        print("shared")
+    except SegmentMissing:
+        shape = ExpertShape(2, 3, 48, 100, 16)
+        builder = StoreBuilder.create(store_name(fingerprint), StoreManifest(fingerprint, shape, "f32", ""))
+        time.sleep(0.3)
+        builder.finish()
+        print("built")
+"""
+
+
+def test_engines_that_start_together_build_once(fingerprint, tmp_path):
+    racers = [
+        subprocess.Popen(
+            [sys.executable, "-c", RACER, fingerprint, str(tmp_path)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(3)
+    ]
+    assert [racer.stdout.readline() for racer in racers] == ["up\n"] * 3
+    for racer in racers:
+        racer.stdin.write("go\n")
+        racer.stdin.flush()
+    answers = sorted(racer.communicate(timeout=30)[0].strip() for racer in racers)
+    assert answers == ["built", "shared", "shared"]
+    assert all(racer.returncode == 0 for racer in racers)
+    assert [p.suffix for p in (tmp_path / ".locks").iterdir()] == [".use"]  # for the sweep to find
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from shm.locks import StoreLease
+lease = StoreLease.acquire(sys.argv[1], Path(sys.argv[2]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@contextmanager
+def killed_user(fingerprint: str, root: Path) -> Iterator[None]:
+    """An engine that holds a lease for the block and is then killed."""
+    command = [sys.executable, "-c", HOLDER, fingerprint, str(root)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as user:
+        try:
+            assert user.stdout.readline() == "held\n"
+            yield
+        finally:
+            user.kill()
+
+
+def test_a_killed_builder_gives_its_lock_back(fingerprint, tmp_path):
+    code = (
+        "import sys, time; from pathlib import Path; from shm.locks import build_lock\n"
+        "with build_lock(sys.argv[1], Path(sys.argv[2])):\n"
+        "    print('held', flush=True); time.sleep(60)\n"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, fingerprint, str(tmp_path)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout.readline() == "held\n"
+    calls = []
+
+    def waiting() -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            holder.kill()
+
+    with build_lock(fingerprint, tmp_path, waiting):
+        assert len(calls) >= 3
+    holder.communicate(timeout=10)
+
+
+def test_the_last_one_out_removes_the_store(fingerprint, tmp_path):
+    build(fingerprint)
+    first = StoreLease.acquire(fingerprint, tmp_path)
+    second = StoreLease.acquire(fingerprint, tmp_path)
+    assert (tmp_path / ".locks").stat().st_mode & 0o7777 == 0o700
+    assert not first.release(keep=False)
+    assert file_of(fingerprint).exists()
+    assert second.release(keep=False)
+    assert not file_of(fingerprint).exists()
+    assert list((tmp_path / ".locks").iterdir()) == []
+
+
+def test_a_kept_store_stays_whoever_asked_and_until_it_was_used_again(fingerprint, tmp_path):
+    build(fingerprint)
+    asker = StoreLease.acquire(fingerprint, tmp_path)
+    other = StoreLease.acquire(fingerprint, tmp_path)
+    assert not asker.release(keep=True)
+    assert not other.release(keep=False)
+    assert file_of(fingerprint).exists()
+    assert sweep(tmp_path) == []  # it was asked for
+    assert StoreLease.acquire(fingerprint, tmp_path).release(keep=False)
+    assert not file_of(fingerprint).exists()
+
+
+def test_a_lease_needs_a_store(fingerprint, tmp_path):
+    with pytest.raises(SegmentMissing):
+        StoreLease.acquire(fingerprint, tmp_path)
+    build(fingerprint)
+    StoreLease.acquire(fingerprint, tmp_path).release(keep=False)
+
+
+def test_many_leases_at_once_leave_nothing_behind(fingerprint, tmp_path):
+    """Leases are taken and given back in threads; the store goes with the last and only then."""
+    build(fingerprint)
+    holder = StoreLease.acquire(fingerprint, tmp_path)
+    removed: list[bool] = []
+
+    def use() -> None:
+        for _ in range(20):
+            removed.append(StoreLease.acquire(fingerprint, tmp_path).release(keep=False))
+
+    threads = [threading.Thread(target=use) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert removed == [False] * 80
+    assert holder.release(keep=False)
+
+
+def test_the_sweep_removes_what_killed_engines_left(fingerprint, tmp_path):
+    build(fingerprint)
+    with killed_user(fingerprint, tmp_path):
+        with killed_user(fingerprint, tmp_path):
+            assert sweep(tmp_path) == []
+        assert sweep(tmp_path) == []  # one engine still uses it
+    assert sweep(tmp_path) == [store_name(fingerprint)]
+    assert not file_of(fingerprint).exists()
+    assert list((tmp_path / ".locks").iterdir()) == []
+
+
+def test_the_sweep_finds_a_store_that_nobody_ever_used(fingerprint, tmp_path):
+    with build_lock(fingerprint, tmp_path):
+        build(fingerprint)
+    assert sweep(tmp_path) == [store_name(fingerprint)]
+
+
+def test_an_engine_of_another_root_keeps_the_store_too(fingerprint, tmp_path):
+    for root in ("here", "there"):
+        (tmp_path / root).mkdir()
+    build(fingerprint)
+    here = StoreLease.acquire(fingerprint, tmp_path / "here")
+    there = StoreLease.acquire(fingerprint, tmp_path / "there")
+    assert not here.release(keep=False)
+    assert file_of(fingerprint).exists()
+    assert list((tmp_path / "here" / ".locks").iterdir()) == []
+    assert there.release(keep=False)
+    assert not file_of(fingerprint).exists()
+
+
+def test_the_sweep_leaves_a_store_that_is_being_built(fingerprint, tmp_path):
+    with build_lock(fingerprint, tmp_path):
+        build(fingerprint)
+        assert sweep(tmp_path) == []
+        assert file_of(fingerprint).exists()
+
+
+def test_a_lock_folder_of_another_user_is_refused(fingerprint, tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a folder to another user")
+    (tmp_path / ".locks").mkdir()
+    os.chown(tmp_path / ".locks", 12345, 12345)
+    with pytest.raises(ShmError, match="another user"), build_lock(fingerprint, tmp_path):
+        pytest.fail("the lock was given")
