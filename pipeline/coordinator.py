@@ -138,13 +138,18 @@ class Coordinator:
         listening = asyncio.create_task(self._listen())
         serving = asyncio.create_task(self.clients.serve())
         stopping = asyncio.create_task(self._stopping.wait())
-        await asyncio.wait((listening, serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+        tasks = (listening, serving, stopping)
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            if (error := task.exception()) is not None:
+                log.error("the coordinator failed", exc_info=error)
+                self._exit = 1
         self._engine.stop()
         await asyncio.to_thread(self._engine.join)
         await self.clients.flush(FLUSH_LIMIT)
-        for task in (listening, serving, stopping):
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(listening, serving, stopping, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self.clients.close()
         self._control.close()
         self._context.term()

@@ -115,10 +115,9 @@ class _Probe:
 
     def _submit(self, rows: int) -> Ticket:
         layer, expert = next(self._experts)
-        tiles = np.array([self._engine.shape.tiles], np.int32)
-        every = np.arange(rows, dtype=np.int32)
-        weights = np.ones(rows, np.float32)
-        share = HostShare(np.array([expert], np.int32), 0 * tiles, tiles, [every], [weights])
+        chosen = np.array([expert], np.int32)
+        every, weights = np.arange(rows, dtype=np.int32), np.ones(rows, np.float32)
+        share = HostShare(chosen, 0 * chosen, [every], [weights], self._engine.shape.tiles)
         return self._engine.pool.submit(layer, share, self._activations(rows).numpy(), "decode")
 
     def _fetch(self) -> float:

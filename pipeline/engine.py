@@ -106,6 +106,7 @@ class Engine:
         clock = StepClock(counters)
         view = self._view(phase)
         batch = Batch.of([p.slice for p in pieces], device.torch_device)
+        device.prepare(model.largest_product(batch.rows))
         h = model.embed(batch)
         for layer in range(self.shape.layers):
             h = model.attention(layer, h, batch)
@@ -132,7 +133,7 @@ class Engine:
                 y = partial if y is None else y.add_(partial)
             if y is not None:
                 h = h + y
-            counters.host_tiles += int((split.host.hi - split.host.lo).sum())
+            counters.host_tiles += split.host.total
             counters.host_busy += ticket.busy
             if self.memory is not None:
                 self.memory.mover.retarget(policy.after(layer, routing, view))

@@ -35,8 +35,7 @@ def cut_into_runs(share: HostShare, workers: int, phase: Phase, batch_rows: int)
     consecutive runs; in prefill whole experts are given out, the most expensive first."""
     if len(share.experts) == 0:
         return []
-    counts = np.array([len(rows) for rows in share.rows])
-    costs = ROWS_PER_READ + counts  # of one tile
+    costs = [ROWS_PER_READ + len(rows) for rows in share.rows]  # of one tile of each expert
     parts = _consecutive(share, costs, workers) if phase == "decode" else _by_expert(share, costs, workers)
     return [_run(share, part, batch_rows) for part in parts if part]
 
@@ -44,42 +43,56 @@ def cut_into_runs(share: HostShare, workers: int, phase: Phase, batch_rows: int)
 Part = list[tuple[int, int, int]]  # index into the share, tile lo, tile hi
 
 
-def _consecutive(share: HostShare, costs: NDArray[np.int64], workers: int) -> list[Part]:
-    tiles = share.hi - share.lo
-    owner = np.repeat(np.arange(len(tiles)), tiles)  # of each tile, in (expert, tile) order
-    cost = costs[owner]
-    middle = 2 * np.cumsum(cost) - cost  # in half units: a tile belongs to the run in which its middle lies
-    run = middle * workers // (2 * cost.sum())
-    starts = np.flatnonzero((np.diff(owner, prepend=-1) != 0) | (np.diff(run, prepend=-1) != 0)).tolist()
-    first = np.cumsum(tiles) - tiles  # where each expert's tiles begin
+def _consecutive(share: HostShare, costs: list[int], workers: int) -> list[Part]:
+    """A tile belongs to the run in which its middle lies. Plain integers: at decode there are a few experts,
+    and this is on every layer's way."""
+    experts = list(zip(range(len(costs)), share.lo.tolist(), costs, strict=True))
+    total = sum(cost * (share.tiles - lo) for _, lo, cost in experts)
     parts: list[Part] = [[] for _ in range(workers)]
-    for start, end in zip(starts, [*starts[1:], len(owner)], strict=True):
-        i = int(owner[start])
-        offset = int(share.lo[i] - first[i])
-        parts[int(run[start])].append((i, start + offset, end + offset))
+    run, before = 0, 0  # `before`: cost of all tiles before the expert at hand
+    for i, lo, cost in experts:
+        start = lo
+        while True:
+            # the first tile whose middle is at or beyond this run's end
+            beyond = 2 * (run + 1) * total - workers * (2 * before + cost)
+            end = min(share.tiles, lo + max(0, -(-beyond // (2 * workers * cost))))
+            if end > start:
+                parts[run].append((i, start, end))
+                start = end
+            if start == share.tiles:
+                break
+            run += 1
+        before += cost * (share.tiles - lo)
     return parts
 
 
-def _by_expert(share: HostShare, costs: NDArray[np.int64], workers: int) -> list[Part]:
-    totals = costs * (share.hi - share.lo)
+def _by_expert(share: HostShare, costs: list[int], workers: int) -> list[Part]:
+    totals = [cost * (share.tiles - lo) for cost, lo in zip(costs, share.lo.tolist(), strict=True)]
     loads = [0] * workers
     chosen: list[list[int]] = [[] for _ in range(workers)]
-    for i in np.argsort(-totals, kind="stable").tolist():
+    for i in sorted(range(len(totals)), key=lambda i: -totals[i]):
         run = loads.index(min(loads))
-        loads[run] += int(totals[i])
+        loads[run] += totals[i]
         chosen[run].append(i)
-    return [[(i, int(share.lo[i]), int(share.hi[i])) for i in sorted(part)] for part in chosen]
+    return [[(i, int(share.lo[i]), share.tiles) for i in sorted(part)] for part in chosen]
 
 
 def _run(share: HostShare, part: Part, batch_rows: int) -> Run:
+    experts = share.experts.tolist()
+    offsets = [0]
+    for i, _, _ in part:
+        offsets.append(offsets[-1] + len(share.rows[i]))
     rows = np.concatenate([share.rows[i] for i, _, _ in part])
-    used = np.zeros(batch_rows, bool)
-    used[rows] = True
-    local = np.cumsum(used, dtype=np.int32) - 1
+    kept = np.arange(1)
+    if batch_rows > 1:  # of a single row there is nothing to leave out
+        used = np.zeros(batch_rows, bool)
+        used[rows] = True
+        kept = np.flatnonzero(used)
+        rows = (np.cumsum(used, dtype=np.int32) - np.int32(1))[rows]
     return Run(
-        items=np.array([(share.experts[i], lo, hi) for i, lo, hi in part], np.int32),
-        offsets=np.cumsum([0] + [len(share.rows[i]) for i, _, _ in part]).astype(np.int32),
-        rows=local[rows].astype(np.int32),
+        items=np.array([(experts[i], lo, hi) for i, lo, hi in part], np.int32),
+        offsets=np.array(offsets, np.int32),
+        rows=rows,
         weights=np.concatenate([share.weights[i] for i, _, _ in part]),
-        kept=np.flatnonzero(used),
+        kept=kept,
     )

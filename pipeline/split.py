@@ -13,13 +13,18 @@ from pipeline.policies.view import FloatArray, IntArray, Routing
 
 @dataclass(frozen=True)
 class HostShare:
-    """The experts with host tiles: their tiles [lo, hi), the rows that use them, those rows' weights."""
+    """The experts with host tiles: their tiles [lo, tiles), the rows that use them, those rows' weights."""
 
     experts: IntArray  # [m], ascending
     lo: IntArray  # [m]
-    hi: IntArray  # [m]
-    rows: list[NDArray[np.int32]]
+    rows: list[NDArray[np.int32]]  # each ascending
     weights: list[FloatArray]
+    tiles: int  # n, of every expert
+
+    @property
+    def total(self) -> int:
+        """Tiles that the host computes."""
+        return self.tiles * len(self.lo) - int(self.lo.sum())
 
 
 @dataclass(frozen=True)
@@ -45,19 +50,26 @@ class Split:
 def split_layer(routing: Routing, cut: IntArray, residency: IntArray, tiles: int) -> Split:
     """cut, residency: int32 [E], of this layer. For each active expert the device computes tiles [0, cut),
     the host [cut, tiles). Raises PlanError for a cut outside 0..tiles."""
-    workload = routing.workload(len(residency))
+    chosen = routing.experts.ravel()
+    weights = routing.weights.ravel()
+    used = np.flatnonzero(weights)
+    order = used[np.argsort(chosen[used], kind="stable")]  # by expert, and within one by row
+    rows = (order // routing.experts.shape[1]).astype(np.int32)
+    weights = weights[order]
+    workload = np.bincount(chosen[order], minlength=len(residency)).astype(np.int32)
     active = np.flatnonzero(workload).astype(np.int32)
-    if cut.shape != workload.shape or (cut[active] < 0).any() or (cut[active] > tiles).any():
+    cuts = cut[active]
+    if cut.shape != workload.shape or (cuts < 0).any() or (cuts > tiles).any():
         raise PlanError(f"a policy's cuts must be {len(residency)} numbers in 0..{tiles}")
-    on_host = active[cut[active] < tiles]
-    host = HostShare(on_host, cut[on_host], np.full_like(on_host, tiles), [], [])
+    on_host = cuts < tiles
+    host = HostShare(active[on_host], cuts[on_host], [], [], tiles)
     device: list[DeviceShare] = []
-    for expert in active.tolist():
-        row, choice = np.nonzero((routing.experts == expert) & (routing.weights != 0))
-        rows, weights, p = row.astype(np.int32), routing.weights[row, choice], int(cut[expert])
+    start = 0
+    for expert, p in zip(active.tolist(), cuts.tolist(), strict=True):
+        part = slice(start, start := start + int(workload[expert]))
         if p < tiles:
-            host.rows.append(rows)
-            host.weights.append(weights)
+            host.rows.append(rows[part])
+            host.weights.append(weights[part])
         if p > 0:
-            device.append(DeviceShare(expert, min(p, int(residency[expert])), p, rows, weights))
+            device.append(DeviceShare(expert, min(p, int(residency[expert])), p, rows[part], weights[part]))
     return Split(workload, host, device)

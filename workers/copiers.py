@@ -14,7 +14,7 @@ from protocol.messages import AttachSlab
 from shm.layout import Bytes
 from shm.slab import Slab
 from shm.store import Store
-from workers.cuda import call, constant, open_ipc_handle, page_lock, page_unlock
+from workers.cuda import call, constant, open_ipc_handle, page_lock, page_unlock, registered_parts
 
 
 class Copier(Protocol):
@@ -77,8 +77,10 @@ class CudaCopier:
 
     def start(self, tile: Bytes, slot: int) -> None:
         target = self._address + slot * self._slot_bytes
+        source = tile.ctypes.data
         kind = constant("cudaMemcpyKind").cudaMemcpyHostToDevice
-        call("cudaMemcpyAsync", target, tile.ctypes.data, tile.nbytes, kind, self._stream)
+        for lo, hi in registered_parts(self._memory, source, tile.nbytes):
+            call("cudaMemcpyAsync", target + lo, source + lo, hi - lo, kind, self._stream)
         event = self._spare.pop()
         call("cudaEventRecord", event, self._stream)
         self._running.append(event)
@@ -91,6 +93,9 @@ class CudaCopier:
     def close(self) -> None:
         while self._running:
             self.finish()
+        for event in self._spare:
+            call("cudaEventDestroy", event)
+        call("cudaStreamDestroy", self._stream)
         page_unlock(self._memory, self._locked)
         if self._owned:
             call("cudaIpcCloseMemHandle", self._address)
@@ -125,7 +130,7 @@ def open_copier(order: AttachSlab, store: Store, link_gbps: float | None) -> Cop
     """The copier for a slab in another process. Raises ShmError or CudaError where it cannot be attached."""
     copier: Copier
     if order.kind == "cuda":
-        address = open_ipc_handle(order.handle)
+        address = open_ipc_handle(order.device, order.handle)
         copier = CudaCopier(store, order.device, address, order.slot_bytes, owned=True)
     else:
         copier = ShmCopier(Slab.attach(order.handle.decode(), order.slots, order.slot_bytes))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -49,10 +50,12 @@ def ipc_handle(pointer: int) -> bytes:
     return ctypes.string_at(handle.getPtr(), IPC_HANDLE_BYTES)
 
 
-def open_ipc_handle(data: bytes) -> int:
-    """Map another process's allocation; its address here."""
+def open_ipc_handle(device: int, data: bytes) -> int:
+    """Map another process's allocation on this device; its address here. The device becomes the calling
+    thread's: the mapping belongs to its context."""
     if len(data) != IPC_HANDLE_BYTES:
         raise CudaError(f"an IPC handle has {IPC_HANDLE_BYTES} bytes, not {len(data)}")
+    call("cudaSetDevice", device)
     handle = constant("cudaIpcMemHandle_t")()
     ctypes.memmove(handle.getPtr(), data, IPC_HANDLE_BYTES)
     return int(call("cudaIpcOpenMemHandle", handle, constant("cudaIpcMemLazyEnablePeerAccess")))
@@ -75,3 +78,14 @@ def page_unlock(memory: NDArray[np.uint8], locked: int) -> None:
     """Undo `page_lock`, whose first result is `locked`."""
     for offset in range(0, locked, REGISTER_CHUNK):
         call("cudaHostUnregister", memory.ctypes.data + offset)
+
+
+def registered_parts(memory: NDArray[np.uint8], start: int, size: int) -> Iterator[tuple[int, int]]:
+    """Cut `size` bytes at address `start` within `memory` where `page_lock` cut it: pairs (lo, hi) relative
+    to `start`. CUDA refuses a copy whose host range runs from one registration into another."""
+    offset = start - memory.ctypes.data
+    lo = 0
+    while lo < size:
+        hi = min(size, ((offset + lo) // REGISTER_CHUNK + 1) * REGISTER_CHUNK - offset)
+        yield lo, hi
+        lo = hi

@@ -55,6 +55,7 @@ class CopyLoop:
         self._queue: list[Order] = []  # heap
         self._running: deque[tuple[Order, float]] = deque()
         self._age = 0
+        self._copied_at = 0.0  # when the last copy completed
 
     def run(self) -> None:
         """Until Shutdown."""
@@ -87,6 +88,8 @@ class CopyLoop:
                 order_or_none = self._orders.get(message.id)
                 if order_or_none is not None:
                     order_or_none.cancelled = True
+                    if order_or_none.landed == order_or_none.started:
+                        self._report(order_or_none)  # not when its turn comes: who cancelled may be waiting
             case _:
                 log.warning("unexpected %s", type(message).__name__)
 
@@ -97,7 +100,7 @@ class CopyLoop:
             if order.exhausted:
                 heapq.heappop(self._queue)
                 if order.landed == order.started:
-                    self._report(order)
+                    self._report(order)  # it had no tiles
                 continue
             fetch, index = order.fetch, order.started
             tile = self._store.tiles(fetch.layer, fetch.expert, fetch.lo + index, fetch.lo + index + 1)
@@ -110,14 +113,16 @@ class CopyLoop:
         assert self._copier is not None
         order, began = self._running.popleft()
         self._copier.finish()
+        now = time.perf_counter()
         order.landed += 1
-        order.seconds += time.perf_counter() - began
+        order.seconds += now - max(began, self._copied_at)  # it may have waited for the one before
+        self._copied_at = now
         self._report(order)
 
     def _report(self, order: Order) -> None:
         fetch = order.fetch
         if fetch.id not in self._orders:
-            return  # its final report left when its last tile landed
+            return  # its final report has left
         final = order.exhausted and order.landed == order.started
         if final:
             del self._orders[fetch.id]

@@ -50,6 +50,11 @@ class Device(ABC):
     torch_device: torch.device
 
     @abstractmethod
+    def prepare(self, multiply_adds: int) -> None:
+        """A step begins whose products have at most this many multiply-adds each. What the device sets up
+        for it depends on this number alone, so that equal steps give equal bits."""
+
+    @abstractmethod
     def to_host(self, *tensors: Tensor) -> tuple[NDArray[np.float32], ...]:
         """Float32 tensors [R, *] with equal R as arrays, in ONE copy; waits for their computation. The
         arrays may share the tensors' memory and are valid until those change."""

@@ -19,6 +19,10 @@ from shm.slab import Slab
 from shm.store import Store
 from workers.copiers import ShmCopier
 
+# Multiply-adds from which a product gains by being shared between cores. Below it, waking another thread
+# (they do not spin: the workers need the cores) costs more than it computes.
+WORTH_SHARING = 1 << 22
+
 
 class CpuSlab(SlabMemory):
     """A slab in shared memory, made and removed by this process."""
@@ -49,6 +53,12 @@ class CpuDevice(Device):
 
     name = "cpu"
     torch_device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self._all_threads = torch.get_num_threads()
+
+    def prepare(self, multiply_adds: int) -> None:
+        torch.set_num_threads(self._all_threads if multiply_adds >= WORTH_SHARING else 1)
 
     def to_host(self, *tensors: Tensor) -> tuple[NDArray[np.float32], ...]:
         return tuple(t.numpy() for t in tensors)

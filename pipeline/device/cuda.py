@@ -21,6 +21,7 @@ from workers.copiers import CudaCopier
 from workers.cuda import call, ipc_handle
 
 SLOT_ALIGNMENT = 256  # what cudaMalloc aligns to, and all that vector loads ask for
+BLOCK = 1 << 21  # cudaMalloc cuts smaller pieces out of a shared block, and IPC exports whole blocks
 
 
 class _Allocation:
@@ -44,7 +45,7 @@ class CudaSlab(SlabMemory):
         self._used = slot_bytes
         self._device = device
         call("cudaSetDevice", device)
-        self._address = int(call("cudaMalloc", slots * self.slot_bytes))
+        self._address = int(call("cudaMalloc", -(-slots * self.slot_bytes // BLOCK) * BLOCK))
         whole = torch.as_tensor(_Allocation(self._address, slots * self.slot_bytes), device=f"cuda:{device}")
         self._tensors = [whole[i * self.slot_bytes :][: self._used] for i in range(slots)]
 
@@ -71,6 +72,9 @@ class CudaDevice(Device):
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self._landing = torch.empty(0, dtype=torch.float32, pin_memory=True)
+
+    def prepare(self, multiply_adds: int) -> None:
+        """A GPU needs no preparation."""
 
     def to_host(self, *tensors: Tensor) -> tuple[NDArray[np.float32], ...]:
         joined = torch.cat([t.reshape(len(t), -1) for t in tensors], dim=1)

@@ -114,6 +114,10 @@ class Backbone:
         own += [t for layer in self._layers for t in vars(layer).values()]
         return sum(t.numel() * t.element_size() for t in own)
 
+    def largest_product(self, rows: int) -> int:
+        """Multiply-adds of the largest product of a layer, for this many rows."""
+        return rows * self.spec.hidden * (self._q + 2 * self._kv)
+
     def embed(self, batch: Batch) -> Tensor:
         """Hidden states float32 [R, H] of the batch's tokens."""
         return self._embedding[batch.tokens].float()

@@ -1,0 +1,101 @@
+"""The round trip of an empty Work: what a layer costs before anything is computed.
+
+    python benchmarks/round_trip.py --workers 1 2
+
+Real worker processes, the coordinator's real end of their socket, one row of hidden states each way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from launch.children import spawn
+from launch.control import Control
+from launch.machine import cores
+from pipeline.peers import PeerSocket
+from pipeline.runs import Run
+from pipeline.worker_pool import WorkerPool
+from protocol.messages import Shutdown
+from protocol.sockets import Identity, ipc_endpoint
+from shm.layout import F32, ExpertShape, StoreLayout
+from shm.manifest import StoreManifest
+from shm.segment import unlink
+from shm.store import StoreBuilder
+
+FINGERPRINT = "0" * 64
+
+
+def build_store(name: str, hidden: int) -> None:
+    """A store of one small expert: an empty Work reads none of it."""
+    layout = StoreLayout(ExpertShape(1, 1, hidden, 32, 32), F32())
+    manifest = StoreManifest(FINGERPRINT, layout.shape, layout.format.name, "benchmarks/round_trip.py")
+    builder = StoreBuilder.create(name, manifest)
+    builder.expert(0, 0)[:] = 0
+    builder.checksum(0)
+    builder.finish()
+
+
+async def measure(workers: int, hidden: int, repeats: int) -> list[float]:
+    """Seconds of each of `repeats` round trips to all workers."""
+    with tempfile.TemporaryDirectory(prefix="rt-") as folder:
+        runtime = Path(folder)
+        store = f"/tandem-round-trip-{os.getpid()}"
+        build_store(store, hidden)
+        control = Control(ipc_endpoint(runtime, "control.sock"))
+        socket = PeerSocket(runtime, "work.sock", "worker", FINGERPRINT)
+        children = []
+        try:
+            for index in range(workers):
+                told = {"engine": "bench", "runtime": folder, "log_level": "WARNING", "store": store}
+                told |= {"fingerprint": FINGERPRINT, "threads": 1, "host_slowdown": 1.0}
+                told["cores"] = [cores()[index % len(cores())]]
+                children.append(await spawn(Identity("worker", index, 0), told, 1))
+            return await asyncio.to_thread(_round_trips, socket, workers, hidden, repeats)
+        finally:
+            for index in range(len(children)):
+                socket.send(index, Shutdown())
+            await asyncio.gather(*(child.process.wait() for child in children))
+            socket.close()
+            control.close()
+            unlink(store)
+
+
+def _round_trips(socket: PeerSocket, workers: int, hidden: int, repeats: int) -> list[float]:
+    pool = WorkerPool(socket, workers)
+    pool.wait_ready(30.0)
+    x = np.zeros((1, hidden), np.float32)
+    nothing = np.zeros((0, 3), np.int32)
+    run = Run(nothing, np.zeros(1, np.int32), nothing[:, 0], x[0, :0], np.zeros(1, np.intp))
+    seconds = []
+    for _ in range(repeats + 100):
+        started = time.perf_counter()
+        pool.result(pool.submit_runs(0, [run] * workers, x))
+        seconds.append(time.perf_counter() - started)
+    return seconds[100:]  # the first ones import torch in the workers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--repeats", type=int, default=2000)
+    arguments = parser.parse_args()
+    for workers in arguments.workers:
+        seconds = asyncio.run(measure(workers, arguments.hidden, arguments.repeats))
+        low, *_, high = statistics.quantiles(seconds, n=20)
+        print(
+            f"{workers} workers, {arguments.hidden} numbers: median {statistics.median(seconds) * 1e6:.0f} us"
+            f" (5 % to 95 %: {low * 1e6:.0f} to {high * 1e6:.0f})"
+        )
+
+
+if __name__ == "__main__":
+    main()

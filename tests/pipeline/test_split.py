@@ -1,0 +1,93 @@
+"""A layer's work divided: the cut says who computes, the residency says what is there already."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.errors import PlanError
+from pipeline.policies.view import Routing
+from pipeline.split import split_layer
+
+EXPERTS, TILES = 5, 4
+
+
+@st.composite
+def routings(draw: st.DrawFn) -> Routing:
+    """R rows of k different experts; some weights are 0."""
+    rows, k = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    experts = [draw(st.permutations(range(EXPERTS)))[:k] for _ in range(rows)]
+    weights = [[draw(st.sampled_from([0.0, 0.25, 0.5, 1.0])) for _ in range(k)] for _ in range(rows)]
+    return Routing(np.array(experts, np.int32), np.array(weights, np.float32))
+
+
+COUNTS = st.lists(st.integers(0, TILES), min_size=EXPERTS, max_size=EXPERTS).map(lambda c: np.array(c, np.int32))
+
+
+@settings(max_examples=200, deadline=None)
+@given(routings(), COUNTS, COUNTS)
+def test_every_active_expert_is_divided_at_its_cut(routing, cut, residency) -> None:
+    split = split_layer(routing, cut, residency, TILES)
+    users = {  # expert -> (row, weight) of those that use it, counted by hand
+        e: [
+            (row, float(w))
+            for row in range(len(routing.experts))
+            for chosen, w in zip(routing.experts[row], routing.weights[row], strict=True)
+            if chosen == e and w != 0
+        ]
+        for e in range(EXPERTS)
+    }
+    assert split.workload.tolist() == [len(users[e]) for e in range(EXPERTS)]
+
+    host = split.host
+    pairs = [list(zip(r.tolist(), w.tolist(), strict=True)) for r, w in zip(host.rows, host.weights, strict=True)]
+    there = zip(host.experts.tolist(), host.lo.tolist(), host.hi.tolist(), pairs, strict=True)
+    assert list(there) == [(e, cut[e], TILES, users[e]) for e in range(EXPERTS) if users[e] and cut[e] < TILES]
+
+    device = [
+        (s.expert, s.resident, s.cut, list(zip(s.rows.tolist(), s.weights.tolist(), strict=True)))
+        for s in split.device
+    ]
+    expected = [(e, min(cut[e], residency[e]), cut[e], users[e]) for e in range(EXPERTS) if users[e] and cut[e]]
+    assert device == expected
+
+
+@pytest.mark.parametrize(
+    ("resident", "cut", "device", "host"),
+    [
+        (3, 2, (2, 2), (2, 4)),  # 0 < p < r: tile 2 is there, and still the host's
+        (1, 3, (1, 3), (3, 4)),  # r < p < n: tiles 1 and 2 are fetched
+        (0, 4, (0, 4), None),  # on demand
+        (4, 4, (4, 4), None),  # all there
+        (4, 0, None, (0, 4)),  # all there, and none used
+        (2, 2, (2, 2), (2, 4)),
+    ],
+)
+def test_residency_and_cut(resident, cut, device, host) -> None:
+    one = Routing(np.array([[1]], np.int32), np.array([[1.0]], np.float32))
+    split = split_layer(one, np.full(EXPERTS, cut, np.int32), np.full(EXPERTS, resident, np.int32), TILES)
+    assert [(s.resident, s.cut) for s in split.device] == ([device] if device else [])
+    assert list(zip(split.host.lo, split.host.hi, strict=True)) == ([host] if host else [])
+
+
+@pytest.mark.parametrize("wrong", [-1, TILES + 1])
+def test_a_cut_out_of_range_is_a_plan_error_for_an_active_expert_only(wrong) -> None:
+    routing = Routing(np.array([[2, 3]], np.int32), np.array([[1.0, 0.0]], np.float32))
+    residency = np.zeros(EXPERTS, np.int32)
+    for expert in range(EXPERTS):
+        cut = np.zeros(EXPERTS, np.int32)
+        cut[expert] = wrong
+        if expert == 2:
+            with pytest.raises(PlanError, match=r"0\.\.4"):
+                split_layer(routing, cut, residency, TILES)
+        else:  # nobody routes to it, or with weight 0
+            assert split_layer(routing, cut, residency, TILES).host.experts.tolist() == [2]
+
+
+@pytest.mark.parametrize("shape", [(EXPERTS - 1,), (EXPERTS + 1,), (1, EXPERTS)])
+def test_cuts_of_another_shape_are_a_plan_error(shape) -> None:
+    routing = Routing(np.array([[0]], np.int32), np.array([[1.0]], np.float32))
+    with pytest.raises(PlanError):
+        split_layer(routing, np.zeros(shape, np.int32), np.zeros(EXPERTS, np.int32), TILES)
