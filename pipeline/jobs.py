@@ -55,13 +55,10 @@ class Job(ABC):
     def accept(self, logits: FloatArray) -> None:
         """Take the wanted logits [n, vocabulary] of the piece that was just run; may set `reason`."""
 
-    def finish(self, reason: str, stats: dict[str, Any], error: str = "") -> None:
-        """Send the one terminal message."""
+    def finish(self, reason: str, stats: dict[str, Any], error: str = "", text: str = "") -> None:
+        """Send the one terminal message; `text` is what was still held back."""
         self.reason = reason
-        self._emit(Done(self.request, reason, error, self._rest(), {**self._times(), **stats}))
-
-    def _rest(self) -> str:
-        return ""
+        self._emit(Done(self.request, reason, error, text, {**self._times(), **stats}))
 
     def _times(self) -> dict[str, Any]:
         fed = self.kv.length if hasattr(self, "kv") else 0
@@ -131,8 +128,12 @@ class GenerateJob(Job):
         elif len(self._new) == self._max_tokens:
             self.reason = "length"
 
-    def _rest(self) -> str:
-        return "" if self._text is None else self._text.finish()
+    def finish(self, reason: str, stats: dict[str, Any], error: str = "", text: str = "") -> None:
+        if self._text is not None:
+            text = self._text.finish()
+            if reason == "length" and self._text.stopped:
+                reason = "stop"  # the text held back completed a stop string
+        super().finish(reason, stats, error, text)
 
 
 class ScoreJob(Job):

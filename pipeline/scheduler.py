@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeline.accounting import difference
 from pipeline.engine import Engine
-from pipeline.errors import RequestError
+from pipeline.errors import PipelineError, RequestError
 from pipeline.jobs import GenerateJob, Job, ScoreJob
 from pipeline.kv_cache import KVCache
 from pipeline.policies.view import Phase
@@ -118,12 +118,18 @@ class Scheduler:
             return
         started = time.perf_counter()
         answers = self.engine.step([job.piece(self.chunk) for job in jobs], phase)
+        failed: dict[Job, str] = {}
         for job, logits in zip(jobs, answers, strict=True):
-            job.accept(logits)
+            try:
+                job.accept(logits)
+            except PipelineError as e:  # its numbers are at fault (not finite, say); the others go on
+                failed[job] = str(e)
         seconds = time.perf_counter() - started
         for job in jobs:
             job.seconds[phase] += seconds
-            if job.reason is not None:
+            if job in failed:
+                self._end(job, "error", failed[job])
+            elif job.reason is not None:
                 self._end(job, job.reason)
 
     def _end(self, job: Job, reason: str, error: str = "") -> None:

@@ -58,8 +58,9 @@ def split_layer(routing: Routing, cut: IntArray, residency: IntArray, tiles: int
     weights = weights[order]
     workload = np.bincount(chosen[order], minlength=len(residency)).astype(np.int32)
     active = np.flatnonzero(workload).astype(np.int32)
-    cuts = cut[active]
-    if cut.shape != workload.shape or (cuts < 0).any() or (cuts > tiles).any():
+    right = cut.shape == workload.shape
+    cuts = cut[active] if right else cut
+    if not right or (cuts < 0).any() or (cuts > tiles).any():
         raise PlanError(f"a policy's cuts must be {len(residency)} numbers in 0..{tiles}")
     on_host = cuts < tiles
     host = HostShare(active[on_host], cuts[on_host], [], [], tiles)

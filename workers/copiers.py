@@ -73,7 +73,9 @@ class CudaCopier:
 
     @staticmethod
     def _new_event() -> Any:
-        return call("cudaEventCreateWithFlags", constant("cudaEventDisableTiming"))
+        # Blocking: by default whoever waits for an event spins, on a core that a worker computes on.
+        flags = constant("cudaEventDisableTiming") | constant("cudaEventBlockingSync")
+        return call("cudaEventCreateWithFlags", flags)
 
     def start(self, tile: Bytes, slot: int) -> None:
         target = self._address + slot * self._slot_bytes

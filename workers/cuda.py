@@ -82,7 +82,7 @@ def page_unlock(memory: NDArray[np.uint8], locked: int) -> None:
 
 def registered_parts(memory: NDArray[np.uint8], start: int, size: int) -> Iterator[tuple[int, int]]:
     """Cut `size` bytes at address `start` within `memory` where `page_lock` cut it: pairs (lo, hi) relative
-    to `start`. CUDA refuses a copy whose host range runs from one registration into another."""
+    to `start`. The host range of one copy must not run from one registration into another."""
     offset = start - memory.ctypes.data
     lo = 0
     while lo < size:

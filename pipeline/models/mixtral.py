@@ -9,6 +9,7 @@ from pipeline.models.spec import (
     LayerNames,
     ModelSpec,
     expect,
+    optional,
     required,
     rope_theta,
 )
@@ -30,12 +31,12 @@ class Mixtral(Architecture):
             top_k=required(config, "num_experts_per_tok", int),
             heads=heads,
             kv_heads=required(config, "num_key_value_heads", int),
-            head_dim=config.get("head_dim") or hidden // heads,
+            head_dim=optional(config, "head_dim", int) or hidden // heads,
             vocabulary=required(config, "vocab_size", int),
             max_positions=required(config, "max_position_embeddings", int),
             norm_eps=float(required(config, "rms_norm_eps", float)),
             rope_theta=rope_theta(config, 1e6),
-            sliding_window=config.get("sliding_window"),
+            sliding_window=optional(config, "sliding_window", int),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         )
 

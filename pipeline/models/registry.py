@@ -18,7 +18,7 @@ TILES_PER_EXPERT = 16  # at most
 def architecture_of(config: Config) -> Architecture:
     """Raises ModelError for an architecture without a class."""
     kind = config.get("model_type")
-    if kind not in ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ModelError(f"config.json: architecture {kind!r} is not supported; there is {known}")
     return ARCHITECTURES[kind]

@@ -6,6 +6,7 @@ start with one line that names it instead of giving wrong text.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -86,9 +87,15 @@ class Architecture(ABC):
 def required(config: Config, key: str, kind: type[int] | type[float]) -> Any:
     """A number the config must have; an int is accepted for a float."""
     value = config.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int) or value <= 0:
+    number = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
+    if not (number and 0 < value < math.inf):  # JSON as Python reads it has NaN and Infinity
         raise ModelError(f"config.json: {key} must be a positive {kind.__name__}, it is {value!r}")
     return value
+
+
+def optional(config: Config, key: str, kind: type[int] | type[float]) -> Any:
+    """A number that may be missing or null, which is None here; otherwise as `required`."""
+    return None if config.get(key) is None else required(config, key, kind)
 
 
 def expect(config: Config, key: str, allowed: tuple[object, ...]) -> None:
@@ -101,9 +108,12 @@ def expect(config: Config, key: str, allowed: tuple[object, ...]) -> None:
 
 def rope_theta(config: Config, default: float) -> float:
     """The rotary base, from either place that transformers has kept it; only plain RoPE is supported."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    parameters = config.get(name) or {}
+    if not isinstance(parameters, Mapping):
+        raise ModelError(f"config.json: {name} must be a mapping, it is {parameters!r}")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind != "default":
         raise ModelError(f"config.json: RoPE of type {kind!r} is not supported yet")
-    theta: float = parameters.get("rope_theta") or config.get("rope_theta") or default
+    theta = optional(parameters, "rope_theta", float) or optional(config, "rope_theta", float) or default
     return float(theta)

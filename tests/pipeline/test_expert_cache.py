@@ -17,11 +17,12 @@ from pipeline.policies.view import Target
 LAYERS, EXPERTS, TILES = 2, 3, 4
 EVERY = [(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)]
 KEY = st.sampled_from(EVERY)
+NO_TARGETS = [(-1, 0, 0), (LAYERS, 0, 0), (0, -1, 0), (0, EXPERTS, 0), (0, 0, -1), (0, 0, TILES + 1)]
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Any legal order of calls. `free` maps a slot to the fence it must carry; `loading` is a set; `ready` lists
-    each expert's slots in tile order."""
+    """Any legal order of calls. `free` maps a slot to the fence it must carry, `loading` is a set, `ready`
+    lists each expert's slots in tile order."""
 
     @initialize(capacity=st.integers(0, 12), staging=st.integers(1, 4))
     def begin(self, capacity: int, staging: int) -> None:
@@ -79,8 +80,7 @@ class CacheMachine(RuleBasedStateMachine):
                 self.free[slot] = self.now
             del self.ready[key][after[key] :]
 
-    @rule(good=KEY, wrong=st.sampled_from([(-1, 0, 0), (LAYERS, 0, 0), (0, -1, 0), (0, EXPERTS, 0), (0, 0, -1),
-                                           (0, 0, TILES + 1)]))  # fmt: skip
+    @rule(good=KEY, wrong=st.sampled_from(NO_TARGETS))
     def wrong_target(self, good: tuple[int, int], wrong: tuple[int, int, int]) -> None:
         """Refused as a whole: the good change beside it is not made either."""
         other = 0 if self.target[good] else 1

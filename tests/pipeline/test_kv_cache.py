@@ -33,7 +33,8 @@ def test_writes_append_and_count_only_once_all_layers_have_them(cache) -> None:
     spec = model_spec(GOOD)
     sequence = cache.allocate(5)
     random = torch.Generator().manual_seed(0)
-    steps = [torch.randn(2, spec.layers, spec.kv_heads, n, spec.head_dim, generator=random) for n in (3, 1, 1)]
+    shapes = [(2, spec.layers, spec.kv_heads, count, spec.head_dim) for count in (3, 1, 1)]
+    steps = [torch.randn(shape, generator=random) for shape in shapes]
     for step, (keys, values) in enumerate(steps):
         so_far = torch.cat(steps[: step + 1], dim=3)
         for layer in range(spec.layers):

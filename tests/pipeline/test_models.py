@@ -108,7 +108,7 @@ def test_the_context() -> None:
     assert choose_context(None, spec) == 256
     assert choose_context(256, spec) == 256
     assert choose_context(7, spec) == 7
-    with pytest.raises(UsageError, match="--context 257 .* 256 positions"):
+    with pytest.raises(UsageError, match=r"--context 257 .* 256 positions"):
         choose_context(257, spec)
     assert choose_context(None, model_spec(GOOD | {"max_position_embeddings": 1 << 20})) == DEFAULT_CONTEXT
 
@@ -121,9 +121,9 @@ def test_tiles_of_known_models() -> None:
     assert expert_shape(GOOD, 1000).tile == 96
 
 
-@given(st.integers(1, 8192), st.integers(1, 30000))
+@given(st.integers(1, 1024), st.integers(1, 30000))
 def test_automatic_tiles_are_large_enough_and_not_too_many(hidden, intermediate) -> None:
-    shape = expert_shape(GOOD | {"hidden_size": hidden * 4, "intermediate_size": intermediate}, None)
+    shape = expert_shape(GOOD | {"hidden_size": hidden * 8, "intermediate_size": intermediate}, None)
     assert 1 <= shape.tiles <= TILES_PER_EXPERT
     assert shape.tile <= intermediate <= shape.padded < intermediate + shape.tile
     if shape.tiles > 1:

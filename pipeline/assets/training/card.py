@@ -19,6 +19,21 @@ def _percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
+def _mixture(card: dict[str, Any]) -> str:
+    first, *later = card["mixture"]
+    if not later:
+        return "Every kind made up an equal share of the rows."
+    parts = "; ".join(
+        f"until minute {stretch['until_minute']:.0f} "
+        + ", ".join(f"{kind} {_percent(share)}" for kind, share in stretch["shares"].items())
+        for stretch in later
+    )
+    return (
+        f"Every kind made up an equal share of the rows until minute {first['until_minute']:.0f}. Then the "
+        f"shares were changed towards the kinds whose held-out loss was least below the bigram model's: {parts}."
+    )
+
+
 def _training(card: dict[str, Any]) -> str:
     run, data, shape = card["training"], card["data"], Shape()
     talks = data["dialogues"]
@@ -30,7 +45,7 @@ def _training(card: dict[str, Any]) -> str:
             data[kind]["training_documents"],
             f"{data[kind]['training_characters'] / 1e6:.2f} M",
             f"{card['heldout'][kind]['training_tokens'] / 1e6:.2f} M",
-            f"{data[kind]['heldout_characters'] / 1e3:.0f} k",
+            f"{card['seen_tokens'][kind] / 1e6:.2f} M",
         )
         for kind in KINDS
     ]
@@ -38,11 +53,13 @@ def _training(card: dict[str, Any]) -> str:
     packages = [row for row in packages if row[2]]
     return f"""## Data
 
-Text of seven kinds from Debian packages, as `corpus.py` extracts it. Every kind makes up an equal share of
-the training rows. Whole documents are held out; a paragraph that a held-out document contains, or that
-occurred before, is not in the training text.
+Text of seven kinds from Debian packages, as `corpus.py` extracts it. Whole documents are held out; a
+paragraph that a held-out document contains, or that occurred before, is not in the training text. The time
+did not suffice for all of the text: the last columns say how much there is and how much was trained on.
 
-{_table(("Kind", "Documents", "Characters", "Tokens", "Held-out characters"), rows)}
+{_table(("Kind", "Documents", "Characters", "Tokens", "Trained on"), rows)}
+{_mixture(card)}
+
 About {_percent(DIALOGUE_SHARE)} of the rows are questions and answers in the form of the chat template, made
 from the glossaries of the Python and PostgreSQL documentation ({talks["python-glossary"]} and
 {talks["postgresql-glossary"]} entries), question lists ({talks["faq"]}) and NAME lines of manual pages
@@ -86,10 +103,10 @@ def _losses(card: dict[str, Any]) -> str:
     return f"""## Loss on held-out text
 
 Nats a token. Rows of 512 tokens whose first token is context only. The bigram model has the same tokenizer
-and was counted on the same training tokens; of two smoothings (interpolation with the unigram distribution,
-and Kneser-Ney) at several strengths, the one is shown that does best on the very held-out text, which
-favours it. The last column is a bigram model counted on the kind alone. Held-out losses were watched during
-training; nothing was selected by them.
+and was counted on the whole training text of all kinds, more than the model came to see; of two smoothings
+(interpolation with the unigram distribution, and Kneser-Ney) at several strengths, the one is shown that
+does best on the very held-out text, which favours it too. The last column is a bigram model counted on the
+kind alone. Held-out losses were watched during training, for the kinds' shares only.
 
 {_table(("Kind", "Tokens", "Model", "Bigram", "Gain", "Bigram of the kind alone"), rows)}"""
 

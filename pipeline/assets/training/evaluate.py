@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.assets import heldout, model_dir
-from pipeline.assets.training.batches import read_tokens
+from pipeline.assets.training.batches import DIALOGUE_SHARE, read_tokens
 from pipeline.assets.training.bigram import Bigram
 from pipeline.assets.training.card import render
 from pipeline.assets.training.routing import (
@@ -125,6 +125,34 @@ def phases(model: Any, tokenizer: Tokenizer) -> dict[str, Any]:
     return figures
 
 
+def mixture(run: Path) -> list[dict[str, Any]]:
+    """The stretches of a run in which the kinds' shares of the rows stayed the same, from its log."""
+    stretches: list[dict[str, Any]] = []
+    for line in (run / "log.jsonl").read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        if "weights" not in entry:
+            continue
+        total = sum(entry["weights"].values())
+        shares = {kind: round(weight / total, 4) for kind, weight in entry["weights"].items()}
+        stretch = {"until_minute": entry["minutes"], "until_tokens": entry["tokens"], "shares": shares}
+        if stretches and stretches[-1]["shares"] == shares:
+            stretches[-1] = stretch
+        else:
+            stretches.append(stretch)
+    return stretches
+
+
+def seen(stretches: list[dict[str, Any]]) -> dict[str, int]:
+    """About how many tokens of each kind the run was trained on."""
+    found, before = dict.fromkeys(KINDS, 0.0), 0
+    for stretch in stretches:
+        tokens = (stretch["until_tokens"] - before) * (1 - DIALOGUE_SHARE)
+        before = stretch["until_tokens"]
+        for kind in KINDS:
+            found[kind] += tokens * stretch["shares"][kind]
+    return {kind: round(tokens) for kind, tokens in found.items()}
+
+
 def answers(model: Any, chat: Any) -> dict[str, str]:
     """Greedy answers to the demonstration's questions."""
     found = {}
@@ -151,9 +179,11 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     model.eval()
     figures, halves = losses(model, tokenizer, args.corpus)
-    run_file = args.run / "run.json"
+    stretches = mixture(args.run)
     card = {
-        "training": json.loads(run_file.read_text(encoding="utf-8")) if run_file.exists() else {},
+        "training": json.loads((args.run / "run.json").read_text(encoding="utf-8")),
+        "mixture": stretches,
+        "seen_tokens": seen(stretches),
         "trained_on": args.note,
         "parameters": sum(p.numel() for p in model.parameters()),
         "data": json.loads((args.corpus / "sources.json").read_text(encoding="utf-8")),

@@ -188,8 +188,8 @@ class Model(nn.Module):
     def losses(self, tokens: Tensor, targets: Tensor, shares: Tensor) -> Losses:
         """Losses of predicting targets from tokens, both (batch, length); a target of -100 does not count.
 
-        The balance weighs the gates' probabilities by `shares` (layers, experts; rows sum to 1), the assignments
-        of recent batches: what counts is balance over all text, not within a few rows of one kind.
+        The balance weighs the gates' probabilities by `shares` (layers, experts; rows sum to 1), the
+        assignments of recent batches: what counts is balance over all text, not within a few rows of one kind.
         """
         states, gates, choices = self.hidden(tokens, torch.bfloat16)
         logits = F.linear(states.to(torch.bfloat16), self.embedding).flatten(0, 1)
@@ -258,4 +258,5 @@ def export(model: Model, folder: Path, dtype: torch.dtype = torch.bfloat16) -> N
     tensors = {name: tensor.to(dtype).contiguous().clone() for name, tensor in model.tensors().items()}
     part = folder / ".model.safetensors.part"
     save_file(tensors, part, metadata={"format": "pt"})
+    part.chmod(0o644)
     os.replace(part, folder / "model.safetensors")

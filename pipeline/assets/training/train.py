@@ -132,7 +132,7 @@ class Run:
         length = self.plan.length(progress)
         rows = PIECE // length
         inputs, targets = map(torch.from_numpy, self.mixture.take(self.plan.batch_tokens // length, length))
-        pieces = list(zip(inputs.split(rows), targets.split(rows), strict=True))
+        pieces = list(zip(torch.split(inputs, rows), torch.split(targets, rows), strict=True))
         jobs = [self.pool.submit(self._piece, *piece, 1 / len(pieces)) for piece in pieces]
         losses = [job.result() for job in jobs]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.clip, foreach=True)

@@ -1,0 +1,56 @@
+"""Experts computed in float64, with a bound for what rounding may do to a kernel's result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shm.layout import Float32
+
+Float64 = NDArray[np.float64]
+UNIT = {"f32": 2.0**-24, "bf16": 2.0**-8}  # the most that rounding changes a number, relative to it
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+
+
+def rounded(values: Float32, format: str) -> Float64:
+    """The values as a format holds them."""
+    return torch.from_numpy(values).to(DTYPES[format]).double().numpy()
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A result [R, H] and how far from it a kernel may be."""
+
+    y: Float64
+    bound: Float64
+
+    def agrees(self, found: Float32) -> bool:
+        return bool((np.abs(found - self.y) <= self.bound).all())
+
+    def __add__(self, other: Expected) -> Expected:
+        return Expected(self.y + other.y, self.bound + other.bound)
+
+    def weighted(self, weights: Float32) -> Expected:
+        """weights [R]"""
+        factor = weights.astype(np.float64)[:, None]
+        y = self.y * factor
+        return Expected(y, self.bound * np.abs(factor) + 4 * UNIT["f32"] * np.abs(y))
+
+
+def expert(gate: Float32, up: Float32, down: Float32, x: Float32, format: str) -> Expected:
+    """gate, up [C, H], down [H, C], x [R, H]: any channels of an expert."""
+    g, u, d, rows = (rounded(np.ascontiguousarray(part), format) for part in (gate, up, down, x))
+    channels, hidden = g.shape
+    unit, sums = UNIT[format], UNIT["f32"] * (max(channels, hidden) + 8)  # products are summed in float32
+    a, b = rows @ g.T, rows @ u.T  # [R, C]
+    a_error = unit * np.abs(a) + sums * (np.abs(rows) @ np.abs(g).T)
+    b_error = unit * np.abs(b) + sums * (np.abs(rows) @ np.abs(u).T)
+    inner = a / (1 + np.exp(-a)) * b
+    # silu has a slope of at most 1.1; silu and the product are rounded once each
+    inner_error = 1.1 * a_error * np.abs(b) + np.abs(a) * b_error + 2.5 * unit * np.abs(inner)
+    spread = np.abs(inner) @ np.abs(d).T
+    bound = inner_error @ np.abs(d).T + (unit + sums) * spread
+    return Expected(inner @ d.T, 1.5 * bound + 1e-30)

@@ -1,0 +1,204 @@
+"""A worker's or the prefetcher's surroundings: a small store, a supervisor's and a coordinator's socket, a
+lifeline. The child itself is the real process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import zmq
+
+import workers
+from protocol.codec import decode, encode
+from protocol.messages import Ready, Shutdown
+from protocol.sockets import bind_router, identity, ipc_endpoint
+from shm.layout import ExpertShape, Float32
+from shm.manifest import StoreManifest
+from shm.segment import unlink
+from shm.store import StoreBuilder, store_name
+from workers.lifetime import pack_config
+
+ROOT = Path(workers.__file__).parent.parent  # where child processes find the packages
+SHAPE = ExpertShape(layers=2, experts=4, hidden=48, intermediate=300, tile=16)  # 19 tiles, the last one padded
+SECONDS = 60.0  # for any one answer: importing torch takes a while on a busy machine
+MODULES = {"worker": "workers.expert_worker", "prefetcher": "workers.prefetcher"}
+SOCKETS = {"worker": "work.sock", "prefetcher": "fetch.sock"}
+
+Message = TypeVar("Message")
+
+
+def weights_of(layer: int, expert: int) -> tuple[Float32, Float32, Float32]:
+    """gate and up [I, H], down [H, I] of the small store's experts, before any rounding."""
+    random = np.random.default_rng([layer, expert])
+    wide = (SHAPE.intermediate, SHAPE.hidden)
+    gate, up, down = ((random.standard_normal(s) * s[1] ** -0.5).astype(np.float32) for s in (wide, wide, wide[::-1]))
+    return gate, up, down
+
+
+@contextmanager
+def small_store(format: str = "f32") -> Iterator[str]:
+    """A finished store of SHAPE; its fingerprint."""
+    fingerprint = uuid.uuid4().hex * 2
+    builder = StoreBuilder.create(store_name(fingerprint), StoreManifest(fingerprint, SHAPE, format, "/models/small"))
+    try:
+        for layer in range(SHAPE.layers):
+            for expert in range(SHAPE.experts):
+                builder.layout.encode_expert(*weights_of(layer, expert), builder.expert(layer, expert))
+        builder.finish()
+        yield fingerprint
+    finally:
+        unlink(store_name(fingerprint))
+
+
+@dataclass
+class Child:
+    """A started process and our end of its lifeline."""
+
+    name: bytes
+    incarnation: int
+    process: subprocess.Popen[bytes]
+    lifeline: int
+    errors: Path  # its stderr
+
+    def cut(self) -> None:
+        """Close the lifeline, as our death would."""
+        if self.lifeline >= 0:
+            os.close(self.lifeline)
+            self.lifeline = -1
+
+    def ended(self, limit: float = SECONDS) -> int:
+        return self.process.wait(timeout=limit)
+
+    def close(self) -> None:
+        self.cut()
+        self.process.kill()
+        self.process.wait()
+
+
+class Surroundings:
+    """The two ROUTERs that a child of `role` connects to, and everything that was started."""
+
+    def __init__(self, role: str, fingerprint: str) -> None:
+        self.role = role
+        self.fingerprint = fingerprint
+        self.runtime = Path(tempfile.mkdtemp(prefix="tw-", dir="/tmp"))
+        self._context = zmq.Context()
+        self.control = bind_router(self._context, ipc_endpoint(self.runtime, "control.sock"))
+        self.work = bind_router(self._context, ipc_endpoint(self.runtime, SOCKETS[role]))
+        self._children: list[Child] = []
+
+    def start(self, python_path: Path | None = None, **changes: Any) -> Child:
+        """Start one, and do not wait for its Ready."""
+        incarnation = len(self._children) + 1
+        config = {
+            "engine": "test",
+            "runtime": str(self.runtime),
+            "log_level": "INFO",
+            "role": self.role,
+            "index": 0,
+            "incarnation": incarnation,
+            "store": store_name(self.fingerprint),
+            "fingerprint": self.fingerprint,
+            "cores": [],
+            "threads": 1,
+            "host_slowdown": 1.0,
+            "link_gbps": None,
+        } | changes
+        for_child, lifeline = os.pipe()
+        os.write(lifeline, pack_config(config))
+        errors = self.runtime / f"errors-{incarnation}"
+        with errors.open("wb") as stderr:
+            process = subprocess.Popen(
+                [sys.executable, "-m", MODULES[self.role], "--lifeline", str(for_child)],
+                cwd=ROOT,
+                pass_fds=(for_child,),
+                stderr=stderr,
+                env=os.environ | ({"PYTHONPATH": str(python_path)} if python_path else {}),
+            )
+        os.close(for_child)
+        name = identity(self.role, config["index"], incarnation)
+        child = Child(name, incarnation, process, lifeline, errors)
+        self._children.append(child)
+        return child
+
+    def receive(self, socket: zmq.Socket[bytes], limit: float = SECONDS) -> tuple[bytes, object]:
+        """The next message and its sender."""
+        assert socket.poll(int(limit * 1000)), f"no message within {limit} s\n{self.complaints()}"
+        sender, *frames = socket.recv_multipart()
+        return sender, decode(frames)
+
+    def expect(self, kind: type[Message], limit: float = SECONDS) -> Message:
+        """The coordinator's next message, which must be of this kind."""
+        _, message = self.receive(self.work, limit)
+        assert isinstance(message, kind), message
+        return message
+
+    def ready(self) -> dict[bytes, Ready]:
+        """Wait until every child has said Ready on both sockets; what they said."""
+        said: list[dict[bytes, Ready]] = []
+        for socket in (self.work, self.control):
+            heard = {}
+            while len(heard) < len(self._children):
+                sender, message = self.receive(socket)
+                assert isinstance(message, Ready), message
+                heard[sender] = message
+            said.append(heard)
+        assert said[0] == said[1]
+        return said[0]
+
+    def send(self, child: Child, message: object) -> None:
+        """As the coordinator."""
+        self.work.send_multipart([child.name, *encode(message)])
+
+    def shut_down(self, child: Child, socket: zmq.Socket[bytes]) -> int:
+        """Its exit code after a Shutdown."""
+        socket.send_multipart([child.name, *encode(Shutdown("test"))])
+        return child.ended()
+
+    def quiet(self, seconds: float = 0.2) -> bool:
+        """True where nothing comes for a while."""
+        return not self.work.poll(int(seconds * 1000))
+
+    def complaints(self) -> str:
+        """What the children wrote to stderr."""
+        return "".join(child.errors.read_text() for child in self._children)
+
+    def close(self) -> None:
+        for child in self._children:
+            child.close()
+        self._context.destroy(linger=0)
+        shutil.rmtree(self.runtime)
+
+
+@contextmanager
+def surroundings(role: str, fingerprint: str) -> Iterator[Surroundings]:
+    place = Surroundings(role, fingerprint)
+    try:
+        yield place
+    finally:
+        place.close()
+
+
+def wait_gone(pid: int, limit: float = 5.0) -> bool:
+    """True where a process that is not our child ends within `limit` seconds."""
+    until = time.monotonic() + limit
+    while time.monotonic() < until:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state == "Z":  # nobody has collected it yet
+            return True
+        time.sleep(0.02)
+    return False

@@ -1,0 +1,284 @@
+"""The expert worker as a real process: what it computes, what it refuses, how it begins and ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import brute_force
+import numpy as np
+import pytest
+from child_harness import ROOT, SHAPE, Child, Surroundings, small_store, surroundings, weights_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.codec import encode
+from protocol.messages import VERSION, Abandon, CancelFetch, Failed, Partial, Work, WorkFailed
+from workers.lifetime import EXIT_PARENT_GONE
+
+SLOWDOWN = 30.0
+Item = tuple[int, int, int, list[int]]  # expert, lo, hi, rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Pool:
+    """Three workers on one store: two alike, one slowed."""
+
+    place: Surroundings
+    workers: list[Child]
+    slowed: Child
+
+    def do(self, child: Child, work: Work) -> Partial:
+        self.place.send(child, work)
+        answer = self.place.expect(Partial)
+        assert (answer.seq, answer.incarnation) == (work.seq, child.incarnation)
+        return answer
+
+
+@pytest.fixture(scope="module")
+def fingerprint() -> Iterator[str]:
+    with small_store() as fingerprint:
+        yield fingerprint
+
+
+@pytest.fixture(scope="module")
+def pool(fingerprint: str) -> Iterator[Pool]:
+    with surroundings("worker", fingerprint) as place:
+        workers = [place.start(index=index) for index in range(2)]
+        slowed = place.start(index=2, host_slowdown=SLOWDOWN)
+        place.ready()
+        yield Pool(place, workers, slowed)
+
+
+@pytest.fixture
+def place(fingerprint: str) -> Iterator[Surroundings]:
+    with surroundings("worker", fingerprint) as place:
+        yield place
+
+
+def make_work(seq: int, layer: int, items: list[Item], rows: int, seed: int = 0) -> Work:
+    random = np.random.default_rng(seed)
+    chosen = [row for item in items for row in item[3]]
+    return Work(
+        seq=seq,
+        layer=layer,
+        items=np.array([item[:3] for item in items], np.int32).reshape(-1, 3),
+        offsets=np.cumsum([0] + [len(item[3]) for item in items]).astype(np.int32),
+        rows=np.array(chosen, np.int32),
+        weights=random.uniform(-1, 1, len(chosen)).astype(np.float32),
+        x=random.standard_normal((rows, SHAPE.hidden)).astype(np.float32),
+    )
+
+
+def expected(work: Work, format: str = "f32") -> brute_force.Expected:
+    zeros = np.zeros(work.x.shape)
+    total = brute_force.Expected(zeros, zeros + 1e-30)
+    for index, (expert, lo, hi) in enumerate(work.items.tolist()):
+        channels = slice(lo * SHAPE.tile, hi * SHAPE.tile)
+        gate, up, down = weights_of(work.layer, expert)
+        for place in range(work.offsets[index], work.offsets[index + 1]):
+            row = slice(work.rows[place], work.rows[place] + 1)
+            parts = gate[channels], up[channels], down[:, channels]
+            one = brute_force.expert(*parts, work.x[row], format).weighted(work.weights[place : place + 1])
+            y, bound = np.zeros_like(zeros), np.zeros_like(zeros)
+            y[row], bound[row] = one.y, one.bound * 1.01
+            total += brute_force.Expected(y, bound)
+    return total
+
+
+@st.composite
+def works(draw: st.DrawFn) -> Work:
+    rows = draw(st.integers(1, 12))
+    items: list[Item] = []
+    for _ in range(draw(st.integers(0, 5))):
+        lo = draw(st.integers(0, SHAPE.tiles - 1))
+        hi = draw(st.integers(lo + 1, SHAPE.tiles))
+        some = draw(st.lists(st.integers(0, rows - 1), max_size=rows))  # not sorted, some of them twice
+        items.append((draw(st.integers(0, SHAPE.experts - 1)), lo, hi, some))
+    layer = draw(st.integers(0, SHAPE.layers - 1))
+    return make_work(draw(st.integers(0, 2**40)), layer, items, rows, draw(st.integers(0, 1000)))
+
+
+@settings(max_examples=25, deadline=None)
+@given(work=works())
+def test_a_partial_equals_the_brute_force_and_any_workers_bits(pool: Pool, work: Work) -> None:
+    first, other, again = (pool.do(child, work).y for child in (*pool.workers, pool.workers[0]))
+    assert first.shape == work.x.shape
+    assert expected(work).agrees(first)
+    np.testing.assert_array_equal(first.view(np.uint32), other.view(np.uint32))
+    np.testing.assert_array_equal(first.view(np.uint32), again.view(np.uint32))
+
+
+def test_rows_that_no_item_names_and_works_without_items_are_zero(pool: Pool) -> None:
+    work = make_work(1, 1, [(2, 0, SHAPE.tiles, [3, 1])], rows=5)
+    y = pool.do(pool.workers[0], work).y
+    assert not y[[0, 2, 4]].any()
+    assert y[[1, 3]].any(axis=1).all()
+    y = pool.do(pool.workers[0], make_work(2, 0, [], rows=3)).y
+    np.testing.assert_array_equal(y, np.zeros((3, SHAPE.hidden), np.float32))
+
+
+def test_a_store_in_bf16_is_computed_within_its_rounding() -> None:
+    with small_store("bf16") as fingerprint, surroundings("worker", fingerprint) as place:
+        child = place.start()
+        place.ready()
+        work = make_work(7, 1, [(0, 0, SHAPE.tiles, [0, 1, 2]), (3, 5, 9, [2])], rows=4)
+        place.send(child, work)
+        assert expected(work, "bf16").agrees(place.expect(Partial).y)
+
+
+GOOD = make_work(100, 0, [(1, 0, 3, [0, 2]), (2, 4, 7, [1])], rows=3)
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def with_item(*item: int) -> np.ndarray:
+    return np.array([GOOD.items[0], item], np.int32)
+
+
+FAULTS = {
+    "layer below": {"layer": -1},
+    "layer above": {"layer": SHAPE.layers},
+    "width of x": {"x": np.zeros((3, SHAPE.hidden + 1), np.float32)},
+    "items of two numbers": {"items": GOOD.items[:, :2].copy()},
+    "items of four numbers": {"items": np.zeros((2, 4), np.int32)},
+    "too few offsets": {"offsets": ints(0, 3)},
+    "no offsets": {"offsets": ints()},
+    "too many offsets": {"offsets": ints(0, 1, 2, 3)},
+    "offsets that begin late": {"offsets": ints(1, 2, 3)},
+    "offsets that end early": {"offsets": ints(0, 1, 2)},
+    "offsets beyond rows": {"offsets": ints(0, 2, 4)},
+    "offsets that decrease": {"offsets": ints(0, 4, 3)},
+    "fewer weights than rows": {"weights": np.ones(2, np.float32)},
+    "more rows than weights": {"rows": ints(0, 1, 2, 0), "offsets": ints(0, 2, 4)},
+    "row below": {"rows": ints(0, -1, 1)},
+    "row above": {"rows": ints(0, 3, 1)},
+    "rows of nothing": {"x": np.zeros((0, SHAPE.hidden), np.float32)},
+    "expert below": {"items": with_item(-1, 0, 1)},
+    "expert above": {"items": with_item(SHAPE.experts, 0, 1)},
+    "tile below": {"items": with_item(0, -1, 1)},
+    "tile above": {"items": with_item(0, 0, SHAPE.tiles + 1)},
+    "no tiles": {"items": with_item(0, 2, 2)},
+    "tiles backwards": {"items": with_item(0, 3, 2)},
+}
+
+
+@pytest.mark.parametrize("change", FAULTS.values(), ids=FAULTS)
+def test_a_faulty_work_fails_and_the_worker_goes_on(pool: Pool, change: dict) -> None:
+    child = pool.workers[0]
+    pool.place.send(child, dataclasses.replace(GOOD, seq=99, **change))
+    answer = pool.place.expect(WorkFailed)
+    assert (answer.seq, answer.incarnation) == (99, child.incarnation)
+    assert answer.text
+    assert expected(GOOD).agrees(pool.do(child, GOOD).y)
+
+
+def test_what_is_no_work_is_dropped_and_the_worker_goes_on(pool: Pool) -> None:
+    child = pool.workers[0]
+    tag, header, *arrays = encode(GOOD)
+    hostile: list[list[bytes]] = [
+        [b""],
+        [b"\xff\xff\xff"],
+        [tag],
+        [bytes([tag[0], VERSION + 1]), header, *arrays],
+        [bytes([250, VERSION]), header, *arrays],
+        [tag, header[:-3], *arrays],
+        [tag, b"\xc1", *arrays],
+        [tag, header, *arrays[:-1]],
+        [tag, header, *arrays, b"more"],
+        [tag, header, *arrays[:-1], bytes(arrays[-1])[:-4]],
+        list(encode(CancelFetch(1))),  # well formed, but nothing for a worker
+    ]
+    for frames in hostile:
+        pool.place.work.send_multipart([child.name, *frames])
+    assert expected(GOOD).agrees(pool.do(child, GOOD).y)  # the next answer is this one
+    assert pool.place.quiet()
+    assert "dropped a malformed message" in child.errors.read_text()
+    assert "Traceback" not in child.errors.read_text()
+
+
+def test_an_abandoned_work_is_skipped(pool: Pool) -> None:
+    whole: list[Item] = [(expert, 0, SHAPE.tiles, list(range(64))) for expert in range(SHAPE.experts)]
+    for message in (
+        make_work(1, 0, whole, rows=64),  # busy for a while: the others wait in the queue
+        dataclasses.replace(GOOD, seq=2),
+        dataclasses.replace(GOOD, seq=3),
+        Abandon(2),
+        Abandon(77),
+        dataclasses.replace(GOOD, seq=4),
+    ):
+        pool.place.send(pool.slowed, message)
+    assert [pool.place.expect(Partial).seq for _ in range(3)] == [1, 3, 4]
+    assert pool.place.quiet()
+
+
+def test_a_slowed_host_is_seen_in_busy_and_in_time(pool: Pool) -> None:
+    work = make_work(5, 0, [(0, 0, SHAPE.tiles, list(range(16)))], rows=16)
+    plain = min(pool.do(pool.workers[1], work).busy for _ in range(5))
+    began = time.perf_counter()
+    slowed = pool.do(pool.slowed, work)
+    assert slowed.busy > SLOWDOWN / 5 * plain > 0
+    assert time.perf_counter() - began >= slowed.busy
+    assert expected(work).agrees(slowed.y)
+
+
+def test_ready_is_said_before_torch_is_there_and_the_lifeline_ends_it(place: Surroundings, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import time\ntime.sleep(600)\n")  # an import that takes for ever
+    child = place.start(python_path=tmp_path)
+    (ready,) = place.ready().values()
+    assert (ready.role, ready.index, ready.incarnation) == ("worker", 0, child.incarnation)
+    assert (ready.version, ready.pid, ready.fingerprint) == (VERSION, child.process.pid, place.fingerprint)
+    child.cut()
+    assert child.ended(5) == EXIT_PARENT_GONE
+
+
+def test_serving_workers_end_by_shutdown_or_with_their_lifeline(place: Surroundings) -> None:
+    told, asked, orphaned = (place.start(index=index) for index in range(3))
+    place.ready()
+    for child in (told, asked, orphaned):
+        place.send(child, GOOD)
+    assert [place.expect(Partial).seq for _ in range(3)] == [GOOD.seq] * 3
+    orphaned.cut()
+    assert orphaned.ended(5) == EXIT_PARENT_GONE
+    assert place.shut_down(told, place.control) == 0
+    assert place.shut_down(asked, place.work) == 0
+    assert place.complaints() == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [({"store": "/tandem-store-none"}, "/tandem-store-none"), ({"fingerprint": "f" * 64}, "another model")],
+    ids=["missing", "another model's"],
+)
+def test_a_store_that_cannot_be_used_is_said_to_the_supervisor(place: Surroundings, change: dict, text: str) -> None:
+    child = place.start(**change)
+    sender, message = place.receive(place.control)
+    assert sender == child.name
+    assert isinstance(message, Failed)
+    assert (message.role, message.usage) == ("worker", False)
+    assert text in message.text
+    assert "\n" not in message.text
+    assert child.ended() == 1
+    assert place.quiet()  # it never said Ready
+    assert child.errors.read_text() == ""
+
+
+def test_cores_that_are_not_there_are_noted_in_ready(place: Surroundings) -> None:
+    place.start(cores=[100_000])
+    (ready,) = place.ready().values()
+    assert "100000" in ready.notes[0]
+
+
+@pytest.mark.parametrize("module", ["workers.expert_worker", "workers.prefetcher"])
+def test_started_by_hand_it_says_one_line(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert "launch.py" in done.stderr

@@ -1,0 +1,168 @@
+"""How children begin and end, with real processes and no engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from child_harness import ROOT, wait_gone
+
+from workers.lifetime import EXIT_PARENT_GONE, MAX_CONFIG, pack_config, pin
+
+LIMIT = 30.0
+CHILD = """
+import json, logging, sys, time
+from workers.lifetime import enter
+config = enter("child")
+logging.getLogger("x").info("%s", "a line")
+print(json.dumps(config), flush=True)
+time.sleep(600)
+"""
+# Starts CHILD with the pipe it was given, says its process id, and waits.
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", sys.argv[2], "--lifeline", sys.argv[1]], pass_fds=[int(sys.argv[1])])
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    assert select.select([process.stdout], [], [], LIMIT)[0], "the process says nothing"
+    return process.stdout.readline()
+
+
+@contextmanager
+def started(script: str, lifeline: int, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *arguments],
+        cwd=ROOT,
+        pass_fds=(lifeline,),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    """Read and write end of a lifeline. Whoever closes the second says so by setting it aside."""
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        if os.path.exists(f"/proc/self/fd/{end}"):
+            os.close(end)
+
+
+def test_the_configuration_arrives_as_it_was_sent(pipe: tuple[int, int]) -> None:
+    config = {"log_level": "INFO", "cores": [1, 2], "text": "é" * 3000, "none": None, "share": 0.25, "map": {"a": "b"}}
+    os.write(pipe[1], pack_config(config))
+    with started(CHILD, pipe[0], "--lifeline", str(pipe[0])) as child:
+        assert json.loads(line_of(child)) == config
+        os.close(pipe[1])
+        assert child.wait(LIMIT) == EXIT_PARENT_GONE
+        assert child.stderr is not None
+        assert child.stderr.read() == "[child] a line\n"
+
+
+def test_a_configuration_may_come_in_pieces(pipe: tuple[int, int]) -> None:
+    config = {"log_level": "WARNING", "long": "x" * 200_000}  # more than a pipe holds
+    packed = memoryview(pack_config(config))
+    with started(CHILD, pipe[0], "--lifeline", str(pipe[0])) as child:
+        for piece in (packed[:2], packed[2:5], packed[5:]):
+            time.sleep(0.05)
+            while piece:
+                piece = piece[os.write(pipe[1], piece) :]
+        assert json.loads(line_of(child)) == config
+
+
+def test_sigint_is_ignored(pipe: tuple[int, int]) -> None:
+    os.write(pipe[1], pack_config({}))
+    with started(CHILD, pipe[0], "--lifeline", str(pipe[0])) as child:
+        line_of(child)
+        child.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            child.wait(0.3)
+        child.terminate()  # but SIGTERM ends it
+        assert child.wait(LIMIT) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["with its lifeline", "its lifeline held by another"])
+def test_a_child_dies_with_its_killed_parent(pipe: tuple[int, int], held: bool) -> None:
+    """Either tie is enough. The lifeline's other end is the parent's here only in the sense that its death closes
+    it; where another process still holds it, the kernel's signal has to do."""
+    os.write(pipe[1], pack_config({}))
+    with started(PARENT, pipe[0], str(pipe[0]), CHILD) as parent:
+        pid = int(line_of(parent))
+        assert json.loads(line_of(parent)) == {}  # the child has entered: it has its parent's stdout
+        parent.send_signal(signal.SIGKILL)
+        if not held:
+            os.close(pipe[1])
+        assert wait_gone(pid)
+
+
+def test_a_child_whose_lifeline_closes_dies_while_its_parent_lives(pipe: tuple[int, int]) -> None:
+    os.write(pipe[1], pack_config({}))
+    with started(PARENT, pipe[0], str(pipe[0]), CHILD) as parent:
+        pid = int(line_of(parent))
+        line_of(parent)
+        os.close(pipe[1])
+        assert wait_gone(pid)
+        assert parent.poll() is None
+
+
+@pytest.mark.parametrize("sent", [b"", b"\0\0", pack_config({"a": 1})[:-1]], ids=["nothing", "length", "half"])
+def test_a_parent_that_dies_before_the_configuration_is_whole(pipe: tuple[int, int], sent: bytes) -> None:
+    os.write(pipe[1], sent)
+    os.close(pipe[1])
+    with started(CHILD, pipe[0], "--lifeline", str(pipe[0])) as child:
+        assert child.wait(LIMIT) == EXIT_PARENT_GONE
+        assert child.stderr is not None
+        assert child.stderr.read() == ""
+
+
+def test_a_configuration_over_the_limit_is_refused(pipe: tuple[int, int]) -> None:
+    os.write(pipe[1], (MAX_CONFIG + 1).to_bytes(4, "big"))
+    with started(CHILD, pipe[0], "--lifeline", str(pipe[0])) as child:
+        assert child.wait(LIMIT) == 1
+        assert child.stderr is not None
+        assert child.stderr.read() == "child: the lifeline holds no configuration\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--lifeline"], ["--lifeline", "x"], ["--lifeline", "-1"], ["3", "4"]])
+def test_without_a_lifeline_it_is_one_line(pipe: tuple[int, int], arguments: list[str]) -> None:
+    with started(CHILD, pipe[0], *arguments) as child:
+        assert child.wait(LIMIT) == 1
+        assert child.stderr is not None
+        assert child.stderr.read() == "child: this process is started by launch.py, not by hand\n"
+
+
+def test_pin_binds_to_the_cores_or_says_why_not() -> None:
+    allowed = os.sched_getaffinity(0)
+    core = max(allowed)
+    try:
+        assert pin([]) == ""
+        assert os.sched_getaffinity(0) == allowed
+        assert pin([core]) == ""
+        assert os.sched_getaffinity(0) == {core}
+        note = pin([100_000])
+        assert "100000" in note
+        assert "\n" not in note
+        assert os.sched_getaffinity(0) == {core}
+    finally:
+        os.sched_setaffinity(0, allowed)

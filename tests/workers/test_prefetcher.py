@@ -1,0 +1,269 @@
+"""The prefetcher as a real process, on a real store and a real slab."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from child_harness import SHAPE, Child, Surroundings, small_store, surroundings
+
+from protocol.messages import AttachSlab, CancelFetch, Failed, Fetch, Fetched, SlabAttached
+from shm.segment import unlink
+from shm.slab import Slab
+from shm.store import Store, store_name
+from workers.lifetime import EXIT_PARENT_GONE
+
+SLOTS = 3 * SHAPE.tiles
+UNTOUCHED = 0xAB
+TILE_SECONDS = 0.02  # one tile over the paced link
+
+
+@dataclass(frozen=True)
+class Link:
+    """A prefetcher with its slab attached."""
+
+    place: Surroundings
+    child: Child
+    store: Store
+    slab: Slab
+
+    def send(self, *messages: object) -> None:
+        for message in messages:
+            self.place.send(self.child, message)
+
+    def reports(self, *orders: int) -> list[Fetched]:
+        """Everything that is reported until all of these orders are final."""
+        said: list[Fetched] = []
+        while {f.id for f in said if f.final} != set(orders):
+            said.append(self.place.expect(Fetched))
+            assert said[-1].incarnation == self.child.incarnation
+        return said
+
+    def holds(self, order: Fetch, landed: int | None = None) -> bool:
+        """Whether the first `landed` tiles of an order (all of them) are in their slots, and no others."""
+        landed = len(order.slots) if landed is None else landed
+        for index, slot in enumerate(order.slots):
+            tile = order.lo + index
+            expected = self.store.tiles(order.layer, order.expert, tile, tile + 1)
+            if index >= landed:
+                expected = np.full_like(expected, UNTOUCHED)
+            if not np.array_equal(self.slab.slot(slot), expected):
+                return False
+        return True
+
+
+@pytest.fixture(scope="module")
+def fingerprint() -> Iterator[str]:
+    with small_store() as fingerprint:
+        yield fingerprint
+
+
+@pytest.fixture
+def slab(fingerprint: str) -> Iterator[Slab]:
+    name = f"/tandem-test-slab-{uuid.uuid4().hex[:12]}"
+    with Store.attach(store_name(fingerprint)) as store:
+        slab = Slab.create(name, SLOTS, store.layout.tile_bytes)
+    slab.segment.array[:] = UNTOUCHED
+    yield slab
+    slab.close()
+    unlink(name)
+
+
+@pytest.fixture
+def place(fingerprint: str) -> Iterator[Surroundings]:
+    with surroundings("prefetcher", fingerprint) as place:
+        yield place
+
+
+@pytest.fixture
+def link(place: Surroundings, slab: Slab, request: pytest.FixtureRequest) -> Iterator[Link]:
+    """Unpaced, or with the mark `paced` one tile in TILE_SECONDS."""
+    gbps = slab.slot_bytes / TILE_SECONDS / 1e9 if getattr(request, "param", False) else None
+    child = place.start(link_gbps=gbps)
+    (ready,) = place.ready().values()
+    assert (ready.role, ready.pid, ready.fingerprint) == ("prefetcher", child.process.pid, place.fingerprint)
+    place.send(child, AttachSlab("shm", slab.segment.name.encode(), 0, slab.slots, slab.slot_bytes))
+    assert place.expect(SlabAttached) == SlabAttached(child.incarnation, ())
+    with Store.attach(store_name(place.fingerprint)) as store:
+        yield Link(place, child, store, slab)
+
+
+paced = pytest.mark.parametrize("link", [True], indirect=True, ids=["paced"])
+
+
+def test_tiles_land_in_order_and_progressively(link: Link) -> None:
+    slots = tuple(np.random.default_rng(0).permutation(SLOTS)[: SHAPE.tiles - 4].tolist())
+    order = Fetch(7, layer=1, expert=2, lo=3, slots=slots, urgency=0)
+    link.send(order)
+    said = link.reports(7)
+    assert [f.landed for f in said] == list(range(1, len(slots) + 1))
+    assert [f.final for f in said] == [False] * (len(slots) - 1) + [True]
+    assert sorted(f.seconds for f in said) == [f.seconds for f in said]
+    assert said[0].seconds > 0
+    assert link.holds(order)
+    others = [link.slab.slot(slot) for slot in range(SLOTS) if slot not in slots]
+    assert all((other == UNTOUCHED).all() for other in others)
+
+
+def test_the_first_and_the_last_tile_of_the_store_and_an_order_of_none(link: Link) -> None:
+    orders = [
+        Fetch(1, 0, 0, 0, (5,), 2),
+        Fetch(2, SHAPE.layers - 1, SHAPE.experts - 1, SHAPE.tiles - 1, (SLOTS - 1,), 1),
+        Fetch(3, 0, 0, 0, (), 0),
+    ]
+    link.send(*orders)
+    said = link.reports(1, 2, 3)
+    assert [(f.landed, f.final) for f in said if f.id == 3] == [(0, True)]
+    assert all(link.holds(order) for order in orders)
+
+
+def test_a_landing_is_complete_when_it_is_reported(link: Link) -> None:
+    order = Fetch(1, 0, 1, 0, tuple(range(SHAPE.tiles)), 0)
+    link.send(order)
+    for index in range(SHAPE.tiles):
+        assert link.place.expect(Fetched).landed == index + 1
+        tile = link.store.tiles(0, 1, index, index + 1)
+        np.testing.assert_array_equal(link.slab.slot(index), tile)
+
+
+@paced
+def test_demanded_overtakes_predicted_between_two_tiles(link: Link) -> None:
+    slots = list(range(SLOTS))
+    predicted = Fetch(1, 0, 0, 0, tuple(slots[: SHAPE.tiles]), urgency=1)
+    placed = Fetch(2, 0, 1, 0, tuple(slots[SHAPE.tiles : SHAPE.tiles + 2]), urgency=2)
+    later = Fetch(3, 0, 2, 0, tuple(slots[-9:-7]), urgency=1)
+    demanded = Fetch(4, 1, 3, 2, tuple(slots[-3:]), urgency=0)
+    link.send(predicted, placed, later)
+    first = link.place.expect(Fetched)
+    assert (first.id, first.landed) == (1, 1)
+    link.send(demanded)
+    said = [f.id for f in link.reports(1, 2, 3, 4)]
+    start = said.index(4)
+    assert start < SHAPE.tiles // 2  # long before the predicted one was done
+    assert said[start : start + 3] == [4, 4, 4]  # and nothing comes between
+    assert said[:start] + said[start + 3 :] == [1] * (SHAPE.tiles - 1) + [3, 3, 2, 2]  # urgency, then age
+    assert all(link.holds(order) for order in (predicted, placed, later, demanded))
+
+
+@paced
+def test_a_cancelled_order_is_a_prefix(link: Link) -> None:
+    order = Fetch(1, 1, 0, 0, tuple(reversed(range(SHAPE.tiles))), urgency=1)
+    link.send(order)
+    assert not link.place.expect(Fetched).final
+    link.send(CancelFetch(1))
+    last = link.reports(1)[-1]
+    assert 1 <= last.landed < SHAPE.tiles // 2
+    assert link.place.quiet(3 * TILE_SECONDS)
+    assert link.holds(order, last.landed)
+    again = Fetch(2, 1, 0, last.landed, order.slots[last.landed :], urgency=0)
+    link.send(again)
+    assert link.reports(2)[-1].landed == SHAPE.tiles - last.landed
+    assert link.holds(order)
+
+
+@paced
+def test_an_order_that_still_waits_is_final_as_soon_as_it_is_cancelled(link: Link) -> None:
+    """Whoever cancels it waits for that, and must not wait for all that is before it."""
+    running = Fetch(1, 0, 0, 0, tuple(range(SHAPE.tiles)), urgency=1)
+    waiting = Fetch(2, 0, 1, 0, tuple(range(SHAPE.tiles, 2 * SHAPE.tiles)), urgency=1)
+    link.send(running, waiting)
+    assert link.place.expect(Fetched).id == 1
+    link.send(CancelFetch(2))
+    said = link.reports(1, 2)
+    finals = [(f.id, f.landed) for f in said if f.final]
+    assert finals == [(2, 0), (1, SHAPE.tiles)]
+    assert [f.id for f in said].index(2) < SHAPE.tiles // 2
+    assert link.holds(waiting, 0)
+    assert link.holds(running)
+
+
+def test_cancelling_what_is_unknown_or_over_is_harmless(link: Link) -> None:
+    order = Fetch(1, 0, 3, 0, (1, 2), 0)
+    link.send(CancelFetch(1), CancelFetch(-5), order)
+    assert [f.final for f in link.reports(1)] == [False, True]
+    link.send(CancelFetch(1), CancelFetch(1))
+    assert link.place.quiet()
+    after = Fetch(2, 0, 2, 0, (3,), 0)
+    link.send(after)
+    assert [f.id for f in link.reports(2)] == [2]
+    assert link.holds(order)
+    assert link.holds(after)
+
+
+@paced
+def test_a_paced_link_takes_its_time(link: Link) -> None:
+    orders = [Fetch(n, 0, n, 0, tuple(range(n * 8, n * 8 + 8)), n) for n in range(3)]
+    began = time.perf_counter()
+    link.send(*orders)
+    said = link.reports(0, 1, 2)
+    assert time.perf_counter() - began >= 24 * TILE_SECONDS
+    # Each order's own time is that of its tiles, and no tile's is counted twice.
+    seconds = [f.seconds for f in said if f.final]
+    assert all(s >= 7 * TILE_SECONDS for s in seconds)
+    assert sum(seconds) <= time.perf_counter() - began
+    assert all(link.holds(order) for order in orders)
+
+
+def test_malformed_and_foreign_messages_are_dropped(link: Link) -> None:
+    for frames in ([b""], [b"\xff\xff"], [bytes([39, 1]), b"\x80"]):
+        link.place.work.send_multipart([link.child.name, *frames])
+    link.send(Fetched(1, 1, 0, True, 0.0))
+    order = Fetch(1, 0, 0, 0, (0,), 0)
+    link.send(order)
+    assert [f.final for f in link.reports(1)] == [True]
+    assert link.holds(order)
+
+
+@paced
+def test_shutdown_in_the_middle_of_an_order_leaves_whole_tiles(link: Link) -> None:
+    order = Fetch(1, 0, 0, 0, tuple(range(SHAPE.tiles)), 1)
+    link.send(order)
+    link.place.expect(Fetched)
+    assert link.place.shut_down(link.child, link.place.control) == 0
+    assert any(link.holds(order, landed) for landed in range(1, SHAPE.tiles))
+    assert link.child.errors.read_text() == ""
+
+
+def test_an_idle_one_ends_by_shutdown_from_the_coordinator_too(link: Link) -> None:
+    assert link.place.shut_down(link.child, link.place.work) == 0
+
+
+@paced
+def test_its_lifeline_ends_it_in_the_middle_of_an_order(link: Link) -> None:
+    link.send(Fetch(1, 0, 0, 0, tuple(range(SHAPE.tiles)), 1))
+    link.place.expect(Fetched)
+    link.child.cut()
+    assert link.child.ended(5) == EXIT_PARENT_GONE
+
+
+@pytest.mark.parametrize("case", ["no slab", "another size", "no store"])
+def test_what_cannot_be_attached_is_said_to_the_supervisor(place: Surroundings, slab: Slab, case: str) -> None:
+    child = place.start(**({"store": "/tandem-store-none"} if case == "no store" else {}))
+    if case != "no store":
+        place.ready()
+        name = b"/tandem-test-none" if case == "no slab" else slab.segment.name.encode()
+        place.send(child, AttachSlab("shm", name, 0, slab.slots + 1, slab.slot_bytes))
+    sender, message = place.receive(place.control)
+    assert sender == child.name
+    assert isinstance(message, Failed)
+    assert message.role == "prefetcher"
+    assert "/tandem-" in message.text
+    assert "\n" not in message.text
+    assert child.ended() == 1
+    assert child.errors.read_text() == ""
+
+
+def test_a_gpu_slab_without_a_gpu_is_one_line(place: Surroundings) -> None:
+    """A handle that is none, too, where there is a GPU."""
+    child = place.start()
+    place.ready()
+    place.send(child, AttachSlab("cuda", bytes(64), 0, 1, 256))
+    _, message = place.receive(place.control)
+    assert isinstance(message, Failed)
+    assert "cuda" in message.text.lower()
+    assert child.ended() == 1
+    assert child.errors.read_text() == ""
