@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from launch.runtime import RuntimeDir
-from pipeline.config import EngineConfig
+from pipeline.config import DEFAULT_CONTEXT, KV_CONTEXTS, EngineConfig
 from pipeline.errors import PipelineError
 from pipeline.models.registry import expert_shape, model_spec
 from shm.layout import StoreLayout, format_named
 from shm.store import store_name
 
-DEFAULT_CONTEXT = 8192  # tokens, where the model would take more
-KV_CONTEXTS = 4  # full contexts that the coordinator's KV cache holds
 FREE_BYTES = 2_000_000_000  # left for the rest of the machine
 NUMBER_BYTES = {"f32": 4, "bf16": 2}
 

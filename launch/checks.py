@@ -11,7 +11,7 @@ from pipeline.config import EngineConfig
 from pipeline.models.registry import model_spec
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
-from pipeline.policies.view import PolicyRequest
+from pipeline.policies.view import Policy, PolicyRequest
 
 MAX_TEXT_BYTES = 64 << 20  # of a text or a list of ids: far more than any context holds
 
@@ -24,6 +24,18 @@ def check_engine(config: EngineConfig) -> None:
         Costs.load(config.costs)
     if config.model is not None:
         model_spec(CheckpointIndex.open(config.model).config)
+
+
+def without_effect(config: EngineConfig, preset: type[Policy], slab: bool) -> list[str]:
+    """A line for each option that was given and cannot act: nothing is ignored in silence."""
+    lines = []
+    if config.link_gbps is not None and not slab:
+        lines.append(f"--link-gbps has no effect: with {preset.name} nothing is moved to the device")
+    if config.prefetcher == "thread" and not slab:
+        lines.append(f"--prefetcher has no effect: with {preset.name} nothing is moved to the device")
+    if config.costs is not None and not preset.needs_costs:
+        lines.append(f"--costs has no effect on {preset.name}, which plans without costs")
+    return lines
 
 
 def check_output(path: Path) -> None:

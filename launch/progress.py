@@ -53,12 +53,14 @@ class LoadingBar:
     def _draw(self, progress: Progress) -> None:
         if self._bar is None:
             self._bar = Bar(
-                TextColumn("[tandem] store: {task.description}", markup=False),
-                BarColumn(),
+                TextColumn("[tandem] {task.description}", markup=False),
+                BarColumn(bar_width=16),  # a line fits 80 columns, or it would wrap and scroll
                 DownloadColumn(),
                 TransferSpeedColumn(),
                 TimeRemainingColumn(),
                 console=Console(stderr=True),
+                redirect_stdout=False,
+                redirect_stderr=False,
             )
             self._bar.start()
         task = self._tasks.get(progress.stage)

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from launch.briefing import Briefing
+from launch.checks import without_effect
 from launch.children import Child, end, spawn, title, wait_ended
 from launch.control import Control
 from launch.errors import EngineDied, StartFailed
@@ -116,7 +117,10 @@ class Supervisor:
         workers = self.config.workers or len(cores())
         self.config = replace(self.config, device=device, policy=policy, workers=workers)
         request = PolicyRequest(policy, self.config.policy_options)
-        slab = self._slab or make_policy(request, self.config.seed).uses_device
+        preset = type(make_policy(request, self.config.seed))
+        slab = self._slab or preset.uses_device
+        for line in without_effect(self.config, preset, slab):
+            log.warning(f"note: {line}")
 
         self._runtime = RuntimeDir.claim(self.name)
         self._control = Control(self._runtime.endpoint("control.sock"))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.checkpoint.index import CheckpointIndex
-from pipeline.config import EngineConfig
+from pipeline.config import DEFAULT_CONTEXT, KV_CONTEXTS, EngineConfig
 from pipeline.cost_probe import measure_costs
 from pipeline.device import Device, SlabMemory, open_device
 from pipeline.engine import DeviceMemory, Engine, Piece
@@ -44,8 +44,6 @@ from workers.kernels.reference import DTYPES
 from workers.peer import Peer
 from workers.prefetcher import CopyLoop
 
-DEFAULT_CONTEXT = 8192  # tokens, where the model would take more
-KV_CONTEXTS = 4  # full contexts that the KV cache holds
 STAGING_TILES = 4  # slots beside the cache's: two to stream, two more so that neither side waits
 PEER_LIMIT = 60.0  # seconds for workers and prefetcher to announce themselves
 COPY_THREAD_LIMIT = 5.0  # seconds for the prefetcher's thread to end
@@ -224,13 +222,14 @@ class Assembly:
     def _start_copy_thread(self, slab: SlabMemory) -> None:
         """The prefetcher as a thread of this process."""
         told = self.told
+        copier = paced(slab.local_copier(self.store), told.config.link_gbps)
 
         def copy() -> None:
             who = {"role": "prefetcher", "index": 0, "incarnation": told.incarnation}
             where = {"runtime": str(told.runtime), "fingerprint": told.fingerprint}
             peer = Peer(who | where, "fetch.sock", supervised=False)
             loop = CopyLoop(peer, self.store, told.config.link_gbps)
-            loop.attach(paced(slab.local_copier(self.store), told.config.link_gbps))
+            loop.attach(copier)
             peer.announce()
             loop.run()
             peer.close()

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+DEFAULT_CONTEXT = 8192  # tokens, where the model would take more
+KV_CONTEXTS = 4  # full contexts that the KV cache holds
+
 DeviceName = Literal["auto", "cpu", "cuda"]
 DTypeName = Literal["f32", "bf16"]
 
@@ -24,7 +27,7 @@ class EngineConfig:
     expert_cache: float = 0.25  # share of all expert tiles that fits the device, 0..1
     tile: int | None = None  # channels; None: chosen from the experts' shape
     workers: int | None = None  # None: one for each core
-    context: int | None = None  # tokens; None: the model's, at most 8192
+    context: int | None = None  # tokens; None: the model's, at most DEFAULT_CONTEXT
     max_sequences: int = 16  # sequences that are decoded together
     chunk: int | None = None  # prefill tokens of one step; None: measured at start
     link_gbps: float | None = None  # emulation: pace of the prefetcher's copies, GB/s (1e9 bytes)

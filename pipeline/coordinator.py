@@ -50,6 +50,7 @@ from workers.lifetime import enter
 log = logging.getLogger(__name__)
 
 IDLE_WAIT = 0.5  # seconds an idle engine waits for a call before it audits itself
+PAUSE = 0.005  # seconds until a round is tried again when all requests wait for their clients
 FLUSH_LIMIT = 2.0  # seconds for the last messages to clients
 JOIN_LIMIT = 4.0  # seconds for the engine's thread to end its step
 
@@ -93,16 +94,19 @@ class EngineThread:
 
     def _serve(self, assembly: Assembly) -> None:
         scheduler = assembly.scheduler
+        running = True  # whether there may be something to run
         try:
             while True:
+                idle = scheduler.idle
                 try:
-                    call = self._calls.get(block=scheduler.idle, timeout=IDLE_WAIT)
+                    call = self._calls.get(idle or not running, IDLE_WAIT if idle else PAUSE)
                 except queue.Empty:
-                    if scheduler.idle:
+                    if idle:
                         assembly.audit()
                     else:
-                        scheduler.round()
+                        running = scheduler.round()
                     continue
+                running = True
                 if call is None:
                     scheduler.cancel_all()
                     return
@@ -129,6 +133,7 @@ class Coordinator:
         self._control = connect_dealer(self._context, ipc_endpoint(runtime, "control.sock"), identity=name)
         self._engine = EngineThread(self._told, self)
         self._assembly: Assembly | None = None
+        self._built = asyncio.Event()
         self._stopping = asyncio.Event()
         self._exit = 0
 
@@ -136,7 +141,7 @@ class Coordinator:
         """Until Shutdown or a failure. Returns the exit code."""
         self._engine.start()
         listening = asyncio.create_task(self._listen())
-        serving = asyncio.create_task(self.clients.serve())
+        serving = asyncio.create_task(self._serve())
         stopping = asyncio.create_task(self._stopping.wait())
         tasks = (listening, serving, stopping)
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -170,6 +175,7 @@ class Coordinator:
     def on_ready(self, assembly: Assembly) -> None:
         """The engine is built: tell the supervisor."""
         self._assembly = assembly
+        self._built.set()
         told = self._told
         ready = Ready(
             VERSION, "coordinator", 0, told.incarnation, os.getpid(), told.fingerprint, tuple(assembly.notes)
@@ -186,6 +192,11 @@ class Coordinator:
         # Not waiting, this has happened when it returns, and the future only carries how it went.
         sent = self._control.send_multipart(encode(message), flags=zmq.NOBLOCK)
         cast("asyncio.Future[None]", sent).result()
+
+    async def _serve(self) -> None:
+        # What clients say before there is an engine waits in the socket.
+        await self._built.wait()
+        await self.clients.serve()
 
     async def _listen(self) -> None:
         while True:

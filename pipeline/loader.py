@@ -199,7 +199,7 @@ def main() -> int:
             log.exception("loading failed")
             return _fail(control, f"loading failed: {type(e).__name__}: {e}", usage=False)
         else:
-            log.info(
+            log.debug(
                 "%s in %.2f s; %s", gigabytes(loading.size), time.monotonic() - started, loading.notes[0]
             )
             control.send(

@@ -87,8 +87,9 @@ class Scheduler:
         for job in self._jobs():
             self._end(job, "error", error)
 
-    def round(self) -> None:
-        """Admit what fits; one prefill chunk, one decode step."""
+    def round(self) -> bool:
+        """Admit what fits; one prefill chunk, one decode step. False where nothing could run: every request
+        waits for its client to take what it was sent."""
         while self._waiting and len(self._running) < self._max_sequences:
             job = self._waiting[0]
             if not self.kv.fits(job.room):
@@ -100,6 +101,7 @@ class Scheduler:
         ready = [job for job in self._running if not self._congested(job.client)]
         self._step([job for job in ready if job.prefilling][:1], "prefill")
         self._step([job for job in ready if not job.prefilling and job.reason is None], "decode")
+        return bool(ready)
 
     def stats(self) -> dict[str, Any]:
         return {

@@ -63,7 +63,10 @@ def pin(cores: list[int]) -> str:
 def _read_exactly(fd: int, count: int) -> bytes:
     data = b""
     while len(data) < count:
-        part = os.read(fd, count - len(data))
+        try:
+            part = os.read(fd, count - len(data))
+        except OSError as e:
+            sys.exit(f"the lifeline {fd} cannot be read ({e.strerror}): this process is started by launch.py")
         if not part:
             os._exit(EXIT_PARENT_GONE)
         data += part

@@ -87,8 +87,8 @@ class Architecture(ABC):
 def required(config: Config, key: str, kind: type[int] | type[float]) -> Any:
     """A number the config must have; an int is accepted for a float."""
     value = config.get(key)
-    number = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
-    if not (number and 0 < value < math.inf):  # JSON as Python reads it has NaN and Infinity
+    right_kind = isinstance(value, (int, kind)) and not isinstance(value, bool)
+    if not right_kind or value is None or not 0 < value < math.inf:  # JSON may hold NaN and Infinity
         raise ModelError(f"config.json: {key} must be a positive {kind.__name__}, it is {value!r}")
     return value
 

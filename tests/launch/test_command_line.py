@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -139,11 +139,11 @@ def test_a_half_downloaded_model(tmp_path: Path, tiny_model: Path, complaint: Co
 
 
 def test_help_is_quick_and_needs_no_engine(tmp_path: Path) -> None:
-    began = time.monotonic()
+    before = os.times().children_user
     done = launch("--help", cwd=tmp_path)
     assert done.returncode == 0
     assert "generate" in done.stdout
-    assert time.monotonic() - began < 3  # 0.2 s on an idle machine; importing torch alone takes longer
+    assert os.times().children_user - before < 1  # 0.2 s of CPU time; importing torch alone takes 1.5 s
 
 
 def test_starting_imports_no_torch() -> None:

@@ -21,6 +21,8 @@ from pipeline.config import EngineConfig
 from protocol.sockets import runtime_root
 from shm.locks import sweep as sweep_stores
 
+pytestmark = pytest.mark.timeout(300)  # several engines start in a test, on a machine that may be busy
+
 CHILDREN_GONE = 5.0  # seconds that children may outlive a killed supervisor
 
 
@@ -203,7 +205,7 @@ def test_two_engines_share_a_store_and_not_their_lives(arguments: list[str], tin
             time.sleep(0.2)
             right.send(signal.SIGINT)
             right.end()
-            assert time.monotonic() - began < 3
+            assert time.monotonic() - began < 5  # an orderly end would wait longer for it alone
     assert engines_left() == []
     assert not store_of(tiny_model).exists()
 

@@ -115,7 +115,7 @@ def copying(parts: Parts, runtime: Path, peers: PeerSocket, link_gbps: float | N
 
 @contextmanager
 def moving_parts(runtime: Path, store: Store, slots: int, link_gbps: float | None) -> Iterator[Parts]:
-    """A slab of `slots` slots beside a store, and a prefetcher that copies at `link_gbps` or at full speed."""
+    """A slab of `slots` slots beside a store, and a prefetcher at `link_gbps` or at full speed."""
     runtime.chmod(0o700)
     with ExitStack() as stack:
         device = open_device("cpu")

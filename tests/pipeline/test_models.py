@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.assembly import DEFAULT_CONTEXT, choose_context
+from pipeline.assembly import choose_context
+from pipeline.config import DEFAULT_CONTEXT
 from pipeline.errors import ModelError, UsageError
 from pipeline.models.registry import TILE_BYTES, TILES_PER_EXPERT, expert_shape, expert_tensors, model_spec
 

@@ -55,13 +55,13 @@ def make_worker(runtime):
         peer.close()
 
 
-def received(peer, kind, count=1):
-    """The next messages of a peer, all of one kind."""
+def received(peer, *kinds):
+    """The next messages of a peer, one of each kind in this order."""
     messages = []
     deadline = time.monotonic() + 5
-    while len(messages) < count and time.monotonic() < deadline:
+    while len(messages) < len(kinds) and time.monotonic() < deadline:
         messages += list(peer.receive(wait=True))
-    assert [type(m) for m in messages] == [kind] * count
+    assert tuple(type(m) for m in messages) == kinds
     return messages
 
 
@@ -173,9 +173,8 @@ def test_a_prefetcher_that_copies_nothing_is_given_up(runtime) -> None:
             link.wait(order, 1, 0.2)
         link.cancel(order)
         link.cancel(order)  # asked once only
-        _, fetch, _ = messages = [*received(peer, AttachSlab), *_two(peer)]
+        _, fetch, _ = received(peer, AttachSlab, Fetch, CancelFetch)
         assert fetch == Fetch(order.id, 0, 1, 2, (5, 6), PLACED)
-        assert isinstance(messages[2], CancelFetch)
         peer.send(Fetched(order.id, 0, 1, True, 0.5))
         link.wait(order, 2, 5)  # final with one tile: nothing more comes
         assert (order.landed, order.final) == (1, True)
@@ -183,10 +182,3 @@ def test_a_prefetcher_that_copies_nothing_is_given_up(runtime) -> None:
         link.update(200)  # an order that is over hears nothing
         assert order.landed == 1
         peer.close()
-
-
-def _two(peer):
-    messages: list[object] = []
-    while len(messages) < 2:
-        messages += list(peer.receive(wait=True))
-    return messages

@@ -30,8 +30,8 @@ from shm.store import StoreBuilder, store_name
 from workers.lifetime import pack_config
 
 ROOT = Path(workers.__file__).parent.parent  # where child processes find the packages
-SHAPE = ExpertShape(layers=2, experts=4, hidden=48, intermediate=300, tile=16)  # 19 tiles, the last one padded
-SECONDS = 60.0  # for any one answer: importing torch takes a while on a busy machine
+SHAPE = ExpertShape(layers=2, experts=4, hidden=48, intermediate=300, tile=16)  # 19 tiles, the last padded
+SECONDS = 100.0  # for any one answer: importing torch takes a while on a busy machine
 MODULES = {"worker": "workers.expert_worker", "prefetcher": "workers.prefetcher"}
 SOCKETS = {"worker": "work.sock", "prefetcher": "fetch.sock"}
 
@@ -42,7 +42,8 @@ def weights_of(layer: int, expert: int) -> tuple[Float32, Float32, Float32]:
     """gate and up [I, H], down [H, I] of the small store's experts, before any rounding."""
     random = np.random.default_rng([layer, expert])
     wide = (SHAPE.intermediate, SHAPE.hidden)
-    gate, up, down = ((random.standard_normal(s) * s[1] ** -0.5).astype(np.float32) for s in (wide, wide, wide[::-1]))
+    shapes = (wide, wide, wide[::-1])
+    gate, up, down = ((random.standard_normal(s) * s[1] ** -0.5).astype(np.float32) for s in shapes)
     return gate, up, down
 
 
@@ -50,7 +51,8 @@ def weights_of(layer: int, expert: int) -> tuple[Float32, Float32, Float32]:
 def small_store(format: str = "f32") -> Iterator[str]:
     """A finished store of SHAPE; its fingerprint."""
     fingerprint = uuid.uuid4().hex * 2
-    builder = StoreBuilder.create(store_name(fingerprint), StoreManifest(fingerprint, SHAPE, format, "/models/small"))
+    manifest = StoreManifest(fingerprint, SHAPE, format, "/models/small")
+    builder = StoreBuilder.create(store_name(fingerprint), manifest)
     try:
         for layer in range(SHAPE.layers):
             for expert in range(SHAPE.experts):

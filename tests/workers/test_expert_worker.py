@@ -9,19 +9,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import brute_force
 import numpy as np
 import pytest
-from child_harness import ROOT, SHAPE, Child, Surroundings, small_store, surroundings, weights_of
-from hypothesis import given, settings
+from child_harness import ROOT, SHAPE, Child, Surroundings, small_store, surroundings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from work_cases import GOOD, Item, expected, make_work
 
 from protocol.codec import encode
 from protocol.messages import VERSION, Abandon, CancelFetch, Failed, Partial, Work, WorkFailed
 from workers.lifetime import EXIT_PARENT_GONE
 
+pytestmark = pytest.mark.timeout(300)  # importing torch takes long where many others compute
 SLOWDOWN = 30.0
-Item = tuple[int, int, int, list[int]]  # expert, lo, hi, rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,36 +60,6 @@ def place(fingerprint: str) -> Iterator[Surroundings]:
         yield place
 
 
-def make_work(seq: int, layer: int, items: list[Item], rows: int, seed: int = 0) -> Work:
-    random = np.random.default_rng(seed)
-    chosen = [row for item in items for row in item[3]]
-    return Work(
-        seq=seq,
-        layer=layer,
-        items=np.array([item[:3] for item in items], np.int32).reshape(-1, 3),
-        offsets=np.cumsum([0] + [len(item[3]) for item in items]).astype(np.int32),
-        rows=np.array(chosen, np.int32),
-        weights=random.uniform(-1, 1, len(chosen)).astype(np.float32),
-        x=random.standard_normal((rows, SHAPE.hidden)).astype(np.float32),
-    )
-
-
-def expected(work: Work, format: str = "f32") -> brute_force.Expected:
-    zeros = np.zeros(work.x.shape)
-    total = brute_force.Expected(zeros, zeros + 1e-30)
-    for index, (expert, lo, hi) in enumerate(work.items.tolist()):
-        channels = slice(lo * SHAPE.tile, hi * SHAPE.tile)
-        gate, up, down = weights_of(work.layer, expert)
-        for place in range(work.offsets[index], work.offsets[index + 1]):
-            row = slice(work.rows[place], work.rows[place] + 1)
-            parts = gate[channels], up[channels], down[:, channels]
-            one = brute_force.expert(*parts, work.x[row], format).weighted(work.weights[place : place + 1])
-            y, bound = np.zeros_like(zeros), np.zeros_like(zeros)
-            y[row], bound[row] = one.y, one.bound * 1.01
-            total += brute_force.Expected(y, bound)
-    return total
-
-
 @st.composite
 def works(draw: st.DrawFn) -> Work:
     rows = draw(st.integers(1, 12))
@@ -103,7 +73,7 @@ def works(draw: st.DrawFn) -> Work:
     return make_work(draw(st.integers(0, 2**40)), layer, items, rows, draw(st.integers(0, 1000)))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(work=works())
 def test_a_partial_equals_the_brute_force_and_any_workers_bits(pool: Pool, work: Work) -> None:
     first, other, again = (pool.do(child, work).y for child in (*pool.workers, pool.workers[0]))
@@ -122,16 +92,18 @@ def test_rows_that_no_item_names_and_works_without_items_are_zero(pool: Pool) ->
     np.testing.assert_array_equal(y, np.zeros((3, SHAPE.hidden), np.float32))
 
 
-def test_a_store_in_bf16_is_computed_within_its_rounding() -> None:
+def test_a_store_in_bf16_and_the_ends_of_serving_workers() -> None:
     with small_store("bf16") as fingerprint, surroundings("worker", fingerprint) as place:
-        child = place.start()
+        told, orphaned = place.start(), place.start()
         place.ready()
         work = make_work(7, 1, [(0, 0, SHAPE.tiles, [0, 1, 2]), (3, 5, 9, [2])], rows=4)
-        place.send(child, work)
-        assert expected(work, "bf16").agrees(place.expect(Partial).y)
-
-
-GOOD = make_work(100, 0, [(1, 0, 3, [0, 2]), (2, 4, 7, [1])], rows=3)
+        for child in (told, orphaned):
+            place.send(child, work)
+            assert expected(work, "bf16").agrees(place.expect(Partial).y)
+        orphaned.cut()
+        assert orphaned.ended(5) == EXIT_PARENT_GONE
+        assert place.shut_down(told, place.control) == 0
+        assert place.complaints() == ""
 
 
 def ints(*values: int) -> np.ndarray:
@@ -228,7 +200,7 @@ def test_a_slowed_host_is_seen_in_busy_and_in_time(pool: Pool) -> None:
     assert expected(work).agrees(slowed.y)
 
 
-def test_ready_is_said_before_torch_is_there_and_the_lifeline_ends_it(place: Surroundings, tmp_path: Path) -> None:
+def test_ready_is_said_before_torch_is_there(place: Surroundings, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import time\ntime.sleep(600)\n")  # an import that takes for ever
     child = place.start(python_path=tmp_path)
     (ready,) = place.ready().values()
@@ -238,25 +210,12 @@ def test_ready_is_said_before_torch_is_there_and_the_lifeline_ends_it(place: Sur
     assert child.ended(5) == EXIT_PARENT_GONE
 
 
-def test_serving_workers_end_by_shutdown_or_with_their_lifeline(place: Surroundings) -> None:
-    told, asked, orphaned = (place.start(index=index) for index in range(3))
-    place.ready()
-    for child in (told, asked, orphaned):
-        place.send(child, GOOD)
-    assert [place.expect(Partial).seq for _ in range(3)] == [GOOD.seq] * 3
-    orphaned.cut()
-    assert orphaned.ended(5) == EXIT_PARENT_GONE
-    assert place.shut_down(told, place.control) == 0
-    assert place.shut_down(asked, place.work) == 0
-    assert place.complaints() == ""
-
-
 @pytest.mark.parametrize(
     ("change", "text"),
     [({"store": "/tandem-store-none"}, "/tandem-store-none"), ({"fingerprint": "f" * 64}, "another model")],
     ids=["missing", "another model's"],
 )
-def test_a_store_that_cannot_be_used_is_said_to_the_supervisor(place: Surroundings, change: dict, text: str) -> None:
+def test_a_store_that_cannot_be_used_is_told(place: Surroundings, change: dict, text: str) -> None:
     child = place.start(**change)
     sender, message = place.receive(place.control)
     assert sender == child.name
@@ -277,7 +236,8 @@ def test_cores_that_are_not_there_are_noted_in_ready(place: Surroundings) -> Non
 
 @pytest.mark.parametrize("module", ["workers.expert_worker", "workers.prefetcher"])
 def test_started_by_hand_it_says_one_line(module: str) -> None:
-    done = subprocess.run([sys.executable, "-m", module], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-m", module]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1

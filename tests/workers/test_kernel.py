@@ -9,7 +9,7 @@ import brute_force
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
@@ -80,7 +80,7 @@ cases = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases)
 def test_a_whole_expert_equals_the_brute_force(case: Case) -> None:
     found = case.run(case.data)
@@ -88,7 +88,7 @@ def test_a_whole_expert_equals_the_brute_force(case: Case) -> None:
     assert case.expected().agrees(found.numpy())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases, st.data())
 def test_any_consecutive_split_sums_to_the_whole(case: Case, data: st.DataObject) -> None:
     tiles, size = case.layout.shape.tiles, case.layout.tile_bytes
@@ -106,7 +106,7 @@ def test_any_consecutive_split_sums_to_the_whole(case: Case, data: st.DataObject
     assert (np.abs(total - whole) <= slack).all()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases)
 def test_the_same_call_gives_the_same_bits(case: Case) -> None:
     data = case.data

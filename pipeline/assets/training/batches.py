@@ -38,23 +38,28 @@ def read_tokens(corpus: Path, kind: str) -> NDArray[np.uint16]:
 
 
 class Stream:
-    """Endless tokens of one kind; every pass has its own order of documents."""
+    """Endless pieces of one kind's tokens in random order; a pass meets every piece once.
+
+    Neighbouring rows come from different documents: read in sequence, a long document would fill every batch for
+    hundreds of steps, and the model would forget the others meanwhile.
+    """
 
     def __init__(self, tokens: NDArray[np.uint16], rng: np.random.Generator) -> None:
-        starts = np.flatnonzero(tokens == BOS)
-        self._documents = np.split(tokens.astype(np.int64), starts[1:])
+        self._tokens = tokens
         self._rng = rng
-        self._rest: Ids = np.zeros(0, np.int64)
-        self.passes = 0
+        self._starts: list[int] = []
+        self._count = 0
+        self.passes = 0.0  # over the tokens, as far as taken
 
     def take(self, count: int) -> Ids:
         """The next `count` tokens."""
-        while self._rest.size < count:
-            order = self._rng.permutation(len(self._documents))
-            self._rest = np.concatenate([self._rest, *(self._documents[i] for i in order)])
-            self.passes += 1
-        taken, self._rest = self._rest[:count], self._rest[count:]
-        return taken
+        if not self._starts or count != self._count:
+            first = int(self._rng.integers(count))  # every pass cuts elsewhere
+            starts = np.arange(first, self._tokens.size - count, count)
+            self._starts, self._count = self._rng.permutation(starts).tolist(), count
+        start = self._starts.pop()
+        self.passes += count / self._tokens.size
+        return self._tokens[start : start + count].astype(np.int64)
 
 
 class Dialogues:

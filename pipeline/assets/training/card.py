@@ -30,7 +30,7 @@ def _mixture(card: dict[str, Any]) -> str:
     )
     return (
         f"Every kind made up an equal share of the rows until minute {first['until_minute']:.0f}. Then the "
-        f"shares were changed towards the kinds whose held-out loss was least below the bigram model's: {parts}."
+        f"shares were moved to the kinds whose held-out loss was least below the bigram model's: {parts}."
     )
 
 

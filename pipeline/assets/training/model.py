@@ -189,7 +189,7 @@ class Model(nn.Module):
         """Losses of predicting targets from tokens, both (batch, length); a target of -100 does not count.
 
         The balance weighs the gates' probabilities by `shares` (layers, experts; rows sum to 1), the
-        assignments of recent batches: what counts is balance over all text, not within a few rows of one kind.
+        assignments of recent batches: what counts is balance over all text, not within a few rows.
         """
         states, gates, choices = self.hidden(tokens, torch.bfloat16)
         logits = F.linear(states.to(torch.bfloat16), self.embedding).flatten(0, 1)

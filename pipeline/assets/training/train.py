@@ -94,7 +94,7 @@ class Run:
         torch.set_num_threads(1)
         self.threads = threads
         self.pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
-        self.plan, self.out = plan, out
+        self.plan, self.corpus, self.out = plan, corpus, out
         out.mkdir(parents=True, exist_ok=True)
         tokenizer_file = ASSETS / "model" / "tokenizer.json"
         self.tokenizer = Tokenizer.from_file(str(tokenizer_file))
@@ -110,6 +110,17 @@ class Run:
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             (out / "model").mkdir(exist_ok=True)
             shutil.copy(ASSETS / "model" / name, out / "model" / name)
+
+    def resume(self, earlier: Path, minutes: float) -> None:
+        """Go on after `minutes` of the budget from the last checkpoint of an earlier run, without its momentum."""
+        self.model.load(earlier / "float32")
+        lines = (earlier / "log.jsonl").read_text(encoding="utf-8").splitlines()
+        while "heldout" not in lines[-1]:  # what followed the checkpoint is lost
+            lines.pop()
+        (self.out / "log.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        last = json.loads(lines[-1])
+        self.steps, self.tokens, self.seconds = last["step"], last["tokens"], minutes * 60
+        self.mixture = Mixture(self.corpus, self.tokenizer, self.plan.seed + self.steps)
 
     def log(self, **values: object) -> None:
         """Append a line to log.jsonl and print it."""
@@ -150,19 +161,24 @@ class Run:
         return torch.stack([torch.stack((loss.text, loss.balance)).detach() for loss in losses]).mean(0)
 
     def checkpoint(self) -> None:
-        """Export the weights, log held-out losses, and take the kinds' weights of mixture.json, if any."""
+        """Export the weights, log held-out losses, and take over a changed mixture."""
         export(self.model, self.out / "model")
         export(self.model, self.out / "float32", torch.float32)
         heldout = {kind: round(heldout_loss(self.model, self.tokenizer, kind), 3) for kind in KINDS}
-        passes = {kind: stream.passes for kind, stream in self.mixture.streams.items()}
+        passes = {kind: round(stream.passes, 3) for kind, stream in self.mixture.streams.items()}
         self.log(heldout=heldout, passes=passes, weights=self.mixture.weights)
+        self.read_mixture()
+
+    def read_mixture(self) -> None:
+        """Take the kinds' weights of mixture.json, if there is one; it may change while training runs."""
         wanted = self.out / "mixture.json"
         if wanted.exists():
             self.mixture.weights = {kind: float(json.loads(wanted.read_text())[kind]) for kind in KINDS}
 
     def train(self) -> None:
         """Train until the budget is spent, however many steps that allows."""
-        start, budget, saved = time.monotonic(), self.plan.minutes * 60, 0.0
+        start, budget, saved = time.monotonic() - self.seconds, self.plan.minutes * 60, self.seconds
+        self.read_mixture()
         recent: list[Tensor] = []
         while self.seconds < budget:
             recent.append(self.step(self.seconds / budget))
@@ -191,9 +207,14 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=2.5e-3)
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--resume", type=Path, help="an earlier run to go on from")
+    parser.add_argument("--resume-minutes", type=float, default=0.0, help="of the budget already spent")
     args = parser.parse_args()
     plan = Plan(args.minutes, args.optimizer, args.rate, args.batch_tokens)
-    Run(plan, args.corpus, args.out, args.threads).train()
+    run = Run(plan, args.corpus, args.out, args.threads)
+    if args.resume:
+        run.resume(args.resume, args.resume_minutes)
+    run.train()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,38 @@
+"""Tests of the device `cuda`. They skip themselves where there is none, and say what is missing."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parent.parent / "workers"))  # the children's harness and the brute force
+
+
+def missing() -> str:
+    """What these tests need and this machine has not got; "" where nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of a driver that is too old; the skip says it
+        if not torch.cuda.is_available():
+            return "torch sees no CUDA device"
+    try:
+        import cuda.bindings.runtime  # noqa: F401
+    except ImportError:
+        return "cuda-bindings is not installed (pip install tandem[cuda])"
+    return ""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def without_tf32() -> Iterator[None]:
+    """Skip without a device; with one, compute float32 in float32, as the engine does."""
+    reason = missing()
+    if reason:
+        pytest.skip(reason)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before

@@ -1,0 +1,246 @@
+"""The device `cuda`, its slab, and the copies to it from a thread and from another process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import brute_force
+import numpy as np
+import pytest
+import torch
+from child_harness import SHAPE, small_store, surroundings, weights_of
+from numpy.typing import NDArray
+
+from pipeline.device import Device, open_device
+from pipeline.device.base import SlabMemory
+from protocol.messages import AttachSlab, Fetch, Fetched, SlabAttached
+from shm.store import Store, store_name
+from workers import cuda
+from workers.copiers import Copier, paced
+from workers.kernels.reference import ReferenceKernel
+
+pytestmark = pytest.mark.gpu
+
+SLOTS = 2 * SHAPE.tiles
+UNTOUCHED = 0xAB
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return open_device("cuda")
+
+
+@pytest.fixture(scope="module", params=["f32", "bf16"])
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    """A small store, mapped as the prefetcher maps it."""
+    with (
+        small_store(request.param) as fingerprint,
+        Store.attach(store_name(fingerprint), fingerprint, writable=True) as store,
+    ):
+        yield store
+
+
+@pytest.fixture
+def slab(device: Device, store: Store) -> Iterator[SlabMemory]:
+    slab = device.open_slab("/tandem-test-unused", SLOTS, store.layout.tile_bytes)
+    for slot in range(SLOTS):
+        slab.slot(slot).fill_(UNTOUCHED)
+    torch.cuda.synchronize()  # the copies run on other streams
+    yield slab
+    slab.close()
+
+
+def bits(array: NDArray[np.float32]) -> NDArray[np.uint32]:
+    return np.ascontiguousarray(array).view(np.uint32)
+
+
+def normal(*shape: int) -> NDArray[np.float32]:
+    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
+
+
+def holds(slab: SlabMemory, slot: int, tile: NDArray[np.uint8]) -> bool:
+    return np.array_equal(slab.slot(slot).cpu().numpy(), tile)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 4096), (33, 48), (5, 2, 7), (512, 1024)])
+def test_a_round_trip_is_exact(device: Device, shape: tuple[int, ...]) -> None:
+    array = normal(*shape)
+    array.flat[0] = -0.0
+    array.flat[-1] = np.inf
+    tensor = device.from_host(array)
+    assert tensor.device == device.torch_device
+    assert tensor.dtype == torch.float32
+    (back,) = device.to_host(tensor)
+    assert back.dtype == np.float32
+    assert back.shape == shape
+    np.testing.assert_array_equal(bits(back), bits(array))
+
+
+def test_tensors_of_different_widths_come_in_one_call(device: Device) -> None:
+    arrays = [normal(9, 48), normal(9, 1), normal(9, 3, 5), normal(9, 2)]
+    tensors = [device.from_host(a) for a in arrays]
+    for order in ([0, 1, 2, 3], [2, 0], [1, 3, 1]):
+        back = device.to_host(*(tensors[i] for i in order))
+        for found, index in zip(back, order, strict=True):
+            assert found.shape == arrays[index].shape
+            np.testing.assert_array_equal(bits(found), bits(arrays[index]))
+
+
+def test_what_came_to_the_host_stays_when_more_comes(device: Device) -> None:
+    first = normal(4, 8)
+    (kept,) = device.to_host(device.from_host(first))
+    for rows in (4, 400, 2):  # through the same buffer, and through a larger one
+        device.to_host(device.from_host(normal(rows, 8)))
+    np.testing.assert_array_equal(bits(kept), bits(first))
+
+
+def test_views_that_are_not_contiguous_are_copied_right(device: Device) -> None:
+    array = normal(6, 10)
+    tensor = device.from_host(array)
+    found = device.to_host(tensor.T, tensor.T[:, ::2])
+    np.testing.assert_array_equal(found[0], array.T)
+    np.testing.assert_array_equal(found[1], array.T[:, ::2])
+
+
+def busy_tensor(device: Device) -> torch.Tensor:
+    """A [64, 8] result that the device is still computing when this returns."""
+    x = torch.full((4096, 4096), 1 / 4096, device=device.torch_device)
+    y = x
+    for _ in range(20):
+        y = y @ x
+    return y[:64, :8].contiguous()
+
+
+def test_to_host_waits_for_the_computation(device: Device) -> None:
+    result = busy_tensor(device)
+    (early,) = device.to_host(result)
+    torch.cuda.synchronize()
+    np.testing.assert_array_equal(early, result.cpu().numpy())
+    np.testing.assert_allclose(early, 1 / 4096, rtol=1e-3)
+
+
+def test_a_fence_is_behind_everything_before_it(device: Device) -> None:
+    device.wait(None)
+    device.wait(device.fence())
+    busy_tensor(device)
+    fence = device.fence()
+    device.wait(fence)
+    assert torch.cuda.current_stream().query()  # nothing is left
+    device.wait(fence)  # twice is harmless
+
+
+@pytest.mark.parametrize("slot_bytes", [1, 255, 256, 1000, 3 << 20])
+def test_slots_are_the_same_memory_at_every_call_and_nobody_elses(device: Device, slot_bytes: int) -> None:
+    slab = device.open_slab("/tandem-test-unused", 5, slot_bytes)
+    try:
+        assert slab.slots == 5
+        assert slab.slot_bytes >= slot_bytes
+        base = slab.slot(0).data_ptr()
+        for slot in range(5):
+            view = slab.slot(slot)
+            assert (view.dtype, view.device, view.numel()) == (torch.uint8, device.torch_device, slot_bytes)
+            assert view.data_ptr() == base + slot * slab.slot_bytes  # as a copier finds it
+            assert view.data_ptr() % 256 == 0
+            view.fill_(slot + 1)
+        for slot in range(5):
+            assert (slab.slot(slot) == slot + 1).all()
+        address = slab.address()
+        assert (address.kind, address.slots, address.slot_bytes) == ("cuda", 5, slab.slot_bytes)
+        assert len(address.handle) == cuda.IPC_HANDLE_BYTES
+    finally:
+        slab.close()
+
+
+def test_a_page_locked_store_is_registered_until_it_is_unlocked(device: Device, store: Store) -> None:
+    memory = store.segment.array
+    assert cuda.page_lock(memory) == (memory.nbytes, "")
+    cuda.call("cudaHostGetFlags", memory.ctypes.data)
+    again, reason = cuda.page_lock(memory)
+    assert again == 0
+    assert "cudaHostRegister" in reason
+    cuda.page_unlock(memory, memory.nbytes)
+    with pytest.raises(cuda.CudaError, match="cudaHostGetFlags"):
+        cuda.call("cudaHostGetFlags", memory.ctypes.data)
+
+
+def copy_all(slab: SlabMemory, store: Store, gbps: float | None) -> Copier:
+    """One expert, in a copier's own thread: tile i to slot 2i, as many under way as it takes."""
+    copier = paced(slab.local_copier(store), gbps)
+    under_way = 0
+    for index in range(SHAPE.tiles):
+        if under_way == copier.depth:
+            copier.finish()
+            under_way -= 1
+        copier.start(store.tiles(1, 2, index, index + 1), 2 * index)
+        under_way += 1
+    for _ in range(under_way):
+        copier.finish()
+    return copier
+
+
+@pytest.mark.parametrize("gbps", [None, 1.0])
+@pytest.mark.parametrize("chunk", [cuda.REGISTER_CHUNK, 1 << 16])
+def test_a_thread_copies_tiles_to_their_slots(
+    slab: SlabMemory, store: Store, gbps: float | None, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "REGISTER_CHUNK", chunk)  # a small one: tiles cross from one into the next
+    with ThreadPoolExecutor(1) as pool:
+        copier = pool.submit(copy_all, slab, store, gbps).result(60)
+        assert copier.notes == ()
+        for index in range(SHAPE.tiles):  # before `close`: `finish` was enough
+            assert holds(slab, 2 * index, store.tiles(1, 2, index, index + 1))
+            assert (slab.slot(2 * index + 1) == UNTOUCHED).all()
+        pool.submit(copier.close).result(60)
+    # Closing gave the pages back, and left the slab alone.
+    memory = store.segment.array
+    assert cuda.page_lock(memory) == (memory.nbytes, "")
+    cuda.page_unlock(memory, memory.nbytes)
+    assert holds(slab, 0, store.tiles(1, 2, 0, 1))
+
+
+@pytest.mark.timeout(300)
+def test_another_process_copies_tiles_to_their_slots(slab: SlabMemory, store: Store) -> None:
+    """The real prefetcher, and a second one after it, as after a death."""
+    with surroundings("prefetcher", store.fingerprint) as place:
+        for number, link_gbps in enumerate((None, 1.0)):
+            child = place.start(link_gbps=link_gbps)
+            place.receive(place.work)
+            place.receive(place.control)
+            place.send(child, slab.address())
+            assert place.expect(SlabAttached) == SlabAttached(child.incarnation, ())
+            slots = np.random.default_rng(number).permutation(SLOTS)[: SHAPE.tiles].tolist()
+            place.send(child, Fetch(number, 1, number, 0, tuple(slots), 0))
+            for index, slot in enumerate(slots):
+                report = place.expect(Fetched)
+                assert (report.id, report.landed) == (number, index + 1)
+                assert holds(slab, slot, store.tiles(1, number, index, index + 1))
+            assert place.shut_down(child, place.control) == 0
+            assert place.complaints() == ""
+            for index, slot in enumerate(slots):
+                assert holds(slab, slot, store.tiles(1, number, index, index + 1))
+
+
+def test_a_handle_that_is_none_is_refused(device: Device) -> None:
+    with pytest.raises(cuda.CudaError, match="cudaIpcOpenMemHandle"):
+        cuda.open_ipc_handle(0, bytes(cuda.IPC_HANDLE_BYTES))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 17, 64])
+def test_the_kernel_equals_the_brute_force_and_the_cpu(device: Device, store: Store, rows: int) -> None:
+    kernel, format = ReferenceKernel(store.layout), store.layout.format.name
+    x = normal(rows, SHAPE.hidden)
+    tiles = torch.from_numpy(store.tiles(0, 3, 0, SHAPE.tiles).copy())
+    on_device = kernel.run(tiles.to(device.torch_device), kernel.activations(device.from_host(x)))
+    (found,) = device.to_host(on_device)
+    expected = brute_force.expert(*weights_of(0, 3), x, format)
+    on_cpu = kernel.run(tiles, kernel.activations(torch.from_numpy(x))).numpy()
+    assert expected.agrees(found)
+    assert (np.abs(found - on_cpu) <= 2 * expected.bound).all()
+
+
+def test_an_address_travels(slab: SlabMemory) -> None:
+    """The same handle at every call: what the prefetcher was told stays true."""
+    first, again = slab.address(), slab.address()
+    assert isinstance(first, AttachSlab)
+    assert first == again

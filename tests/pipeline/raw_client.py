@@ -1,0 +1,87 @@
+"""A client that can do what the library's cannot: send anything, and see every message that comes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import zmq.asyncio
+
+from protocol.codec import decode, encode
+from protocol.messages import VERSION, Done, Error, Heartbeat, Hello, Stats, StatsReply, Welcome
+from protocol.sockets import connect_dealer
+
+Message = TypeVar("Message")
+LIMIT = 20.0  # seconds for an answer
+
+
+class RawClient:
+    """A DEALER on client.sock."""
+
+    def __init__(self, socket: Any) -> None:
+        self.socket = socket
+        self._barriers = iter(range(1 << 40, 1 << 41))
+
+    async def send(self, *messages: object) -> None:
+        for message in messages:
+            await self.socket.send_multipart(encode(message))
+
+    async def next(self) -> Any:
+        """The next message that is no heartbeat."""
+        async with asyncio.timeout(LIMIT):
+            while True:
+                message = decode(await self.socket.recv_multipart())
+                if not isinstance(message, Heartbeat):
+                    return message
+
+    async def expect(self, kind: type[Message]) -> Message:
+        message = await self.next()
+        assert isinstance(message, kind), message
+        return message
+
+    async def until_stats(self) -> tuple[list[Any], dict[str, Any]]:
+        """Everything that comes before the answer to a Stats sent now, and that answer. What the engine had
+        to say to earlier messages at once is among it: it answers in order."""
+        request = next(self._barriers)
+        await self.send(Stats(request))
+        messages: list[Any] = []
+        while True:
+            message = await self.next()
+            if isinstance(message, StatsReply) and message.request == request:
+                return messages, message.stats
+            messages.append(message)
+
+    async def to_the_end(self, *requests: int) -> dict[int, list[Any]]:
+        """All messages of these requests, until each has its terminal one, and what comes after it too."""
+        found: dict[int, list[Any]] = {request: [] for request in requests}
+        while not all(any(isinstance(m, Done | Error) for m in messages) for messages in found.values()):
+            message = await self.next()
+            found[message.request].append(message)
+        for message in (await self.until_stats())[0]:
+            found[message.request].append(message)
+        return found
+
+
+@asynccontextmanager
+async def raw_client(endpoint: str, hello: bool = True) -> AsyncIterator[RawClient]:
+    """Connected, and with `hello` welcomed."""
+    socket = connect_dealer(zmq.asyncio.Context.instance(), endpoint)
+    try:
+        client = RawClient(socket)
+        if hello:
+            await client.send(Hello(VERSION, "raw"))
+            await client.expect(Welcome)
+        yield client
+    finally:
+        socket.close(linger=0)
+
+
+def one_line(text: str) -> str:
+    """A fault's text as it must be: one line that says something."""
+    assert text
+    assert "\n" not in text
+    assert "Traceback" not in text
+    assert len(text) < 300
+    return text

@@ -1,0 +1,147 @@
+"""What the counters say for plans whose work is known, and what costs do to fiddler's plans.
+
+One engine without a cache, so that every tile is either the host's or fetched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import torch
+from oracle import Oracle
+
+from pipeline.accounting import Accounting, StepClock, difference
+from protocol.client import Client
+from protocol.sockets import ipc_endpoint, runtime_root
+
+on_the_engine = pytest.mark.asyncio(loop_scope="module")
+
+PROMPT = (5, 6, 7, 8, 9)
+NEW = 12
+STEP = 2 * 2 * 3  # tiles of a decode step of one sequence: layers x top-2 x tiles
+TILE_BYTES = 3 * 32 * 64 * 4
+ENDS = 4  # this many tokens come before the end token
+HOST_FREE = {"rows": [1, 64], "host": [0.0, 0.0], "device": [1.0, 1.0], "link": 1.0, "round_trip": 0.0}
+LINK_FREE = {"rows": [1, 64], "host": [1.0, 1.0], "device": [0.0, 0.0], "link": 0.0, "round_trip": 1.0}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def no_cache(start_engine, plain_config, tmp_path_factory):
+    """A client of it, and an end token that the model's own answer to PROMPT meets after some others."""
+    folder = tmp_path_factory.mktemp("m") / "ending"
+    shutil.copytree(plain_config.model, folder)
+    tokens, _ = Oracle(folder, torch.float32).greedy(PROMPT, NEW)
+    end = next(t for t in tokens[ENDS:] if t not in tokens[:ENDS])
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, end]}))
+    costs = folder / "costs.json"
+    costs.write_text(json.dumps(HOST_FREE))
+    name = "accounting"
+    config = replace(plain_config, name=name, expert_cache=0.0, model=folder, costs=costs, policy="fiddler")
+
+    async def early() -> str:
+        """A client that is there before the engine."""
+        async with Client.connect(ipc_endpoint(runtime_root() / name, "client.sock"), timeout=60) as client:
+            return client.welcome.policy
+
+    waiting = asyncio.create_task(early())
+    async with start_engine(config) as (_, client):
+        assert await waiting == "fiddler"
+        yield client, end
+
+
+async def counted(client: Client, **options) -> dict:
+    answer = client.generate(token_ids=PROMPT, max_tokens=NEW, **{"ignore_eos": True} | options)
+    stats = (await answer.result()).done.stats
+    return stats["engine"]
+
+
+def check_times(phase: dict) -> None:
+    assert all(seconds >= 0 for seconds in phase["seconds"].values())
+    assert phase["host_busy_s"] <= sum(phase["seconds"].values())
+
+
+@on_the_engine
+@pytest.mark.parametrize(("policy", "where"), [("all-host", "host_tiles"), ("on-demand", "fetched_tiles")])
+async def test_every_tile_is_counted_once_where_it_was_computed(no_cache, policy, where) -> None:
+    client, _ = no_cache
+    await client.set_policy(policy)
+    engine = await counted(client)
+    decode, prefill = engine["decode"], engine["prefill"]
+    assert (decode["steps"], decode["rows"]) == (NEW - 1, NEW - 1)  # the first comes from the prefill
+    assert (prefill["steps"], prefill["rows"]) == (1, len(PROMPT))
+    for phase, least, most in ((decode, STEP * (NEW - 1), STEP * (NEW - 1)), (prefill, STEP, 2 * 4 * 3)):
+        places = {key: phase[key] for key in ("host_tiles", "resident_tiles", "fetched_tiles")}
+        assert least <= places.pop(where) <= most
+        assert set(places.values()) == {0}
+        assert phase["fetched_bytes"] == phase["fetched_tiles"] * TILE_BYTES
+        check_times(phase)
+
+
+@on_the_engine
+async def test_random_plans_compute_every_tile_once(no_cache) -> None:
+    client, _ = no_cache
+    await client.set_policy("random", {"seed": "3"})
+    decode = (await counted(client))["decode"]
+    assert decode["host_tiles"] + decode["fetched_tiles"] == STEP * (NEW - 1)
+    assert min(decode["host_tiles"], decode["fetched_tiles"]) > 0
+
+
+@on_the_engine
+async def test_where_the_host_is_free_fiddler_leaves_everything_there(no_cache) -> None:
+    client, _ = no_cache
+    await client.set_policy("fiddler")
+    engine = await counted(client)
+    for phase in engine.values():
+        assert phase["host_tiles"] > 0
+        assert phase["resident_tiles"] + phase["fetched_tiles"] == 0
+
+
+@on_the_engine
+async def test_the_end_token_ends_an_answer_unless_it_is_ignored(no_cache) -> None:
+    client, end = no_cache
+    await client.set_policy("all-host")
+    whole = await client.generate(token_ids=PROMPT, max_tokens=NEW, ignore_eos=True).result()
+    assert (len(whole.tokens), whole.done.reason) == (NEW, "length")
+    answer = await client.generate(token_ids=PROMPT, max_tokens=NEW).result()
+    assert answer.tokens == whole.tokens[: whole.tokens.index(end)]
+    assert answer.done.reason == "stop"
+    assert whole.text.startswith(answer.text)
+
+
+async def test_where_the_link_is_free_fiddler_moves_everything(
+    start_engine, plain_config, tmp_path: Path
+) -> None:
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps(LINK_FREE))
+    config = replace(plain_config, policy="fiddler", costs=costs, expert_cache=0.5, prefetcher="thread")
+    async with start_engine(config) as (_, client):
+        engine = await counted(client)
+        stats = await client.stats()
+    for phase in engine.values():
+        assert phase["host_tiles"] == 0
+        assert phase["fetched_tiles"] > 0
+        assert phase["resident_tiles"] > 0
+    decode = engine["decode"]
+    assert decode["fetched_tiles"] + decode["resident_tiles"] == STEP * (NEW - 1)
+    fetched = sum(phase["fetched_tiles"] for phase in stats["engine"].values())
+    assert stats["cache"]["demanded_tiles"] >= fetched
+    assert stats["cache"]["resident_tiles"] == stats["cache"]["capacity_tiles"] == 12
+
+
+def test_the_difference_of_two_snapshots_is_what_happened_between() -> None:
+    accounting = Accounting(tile_bytes=10)
+    counters = accounting.phases["decode"]
+    counters.steps, counters.fetched_tiles = 3, 4
+    before = accounting.snapshot()
+    counters.steps, counters.fetched_tiles = 5, 9
+    StepClock(counters).mark("wait")
+    change = difference(accounting.snapshot(), before)
+    assert (change["decode"]["steps"], change["decode"]["fetched_bytes"]) == (2, 50)
+    assert change["decode"]["seconds"]["wait"] > 0
+    assert change["prefill"] == difference(before, before)["prefill"]

@@ -1,0 +1,33 @@
+"""Measured costs are costs, and measuring leaves the engine as it was. No time is asserted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from thread_engine import engine_in_threads
+
+from pipeline.cost_probe import ROWS, measure_costs
+from pipeline.engine import Engine
+from pipeline.errors import PolicyError
+from pipeline.policies.view import Target
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_measured_costs(tiny_model, tmp_path) -> None:
+    with engine_in_threads(tiny_model, tmp_path) as (engine, memory):
+        memory.mover.retarget([Target(0, 1, 3), Target(1, 0, 1)])
+        memory.mover.settle()
+        slots = {key: list(memory.mover.cache.slots_of(*key)) for key in ((0, 1), (1, 0))}
+        costs = measure_costs(engine)
+        memory.mover.settle()
+        assert {key: memory.mover.cache.slots_of(*key) for key in slots} == slots
+        assert memory.mover.cache.residency.sum() == 4
+        assert memory.mover.demanded > 0
+        without = Engine(engine.backbone, engine.layout, engine.device, engine.pool, None)
+        with pytest.raises(PolicyError, match="--expert-cache"):
+            measure_costs(without)
+    assert costs.rows == ROWS
+    numbers = np.array([*costs.host, *costs.device, costs.link, costs.round_trip])
+    assert np.isfinite(numbers).all()
+    assert (numbers > 0).all()
+    assert (numbers < 10).all()

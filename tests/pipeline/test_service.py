@@ -1,0 +1,209 @@
+"""Requests in a running engine: cancelled, together, repeated, queued, abandoned; and what ends an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+from equality import near_tie_or_equal
+from raw_client import raw_client
+
+from pipeline.policies.presets import PRESETS
+from protocol.client import Client
+from protocol.messages import (
+    Cancel,
+    ChatMessage,
+    Done,
+    Error,
+    Generate,
+    PolicyChanged,
+    Sampling,
+    Score,
+    Scores,
+    SetPolicy,
+    Token,
+)
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+BOUND = 1e-4  # between float32 results of different plans and batches
+PROMPTS = [tuple(range(10 + i, 10 + i + 7 * (i + 1))) for i in range(5)]  # 7, 14, ... 35 tokens
+LONG = tuple(range(100, 300))  # 200 tokens, 7 chunks
+
+
+async def alone(client: Client, prompt: tuple[int, ...], count: int) -> tuple[list[int], np.ndarray]:
+    """The greedy answer with nothing else running, and the log-probabilities [count, V] behind it."""
+    answer = await client.generate(token_ids=prompt, max_tokens=count, ignore_eos=True).result()
+    tokens = list(answer.tokens)
+    blocks = [b.logprobs async for b in client.score(token_ids=[*prompt, *tokens[:-1]], full=True)]
+    return tokens, np.concatenate(blocks)[len(prompt) - 1 :]
+
+
+async def idle(client: Client, seconds: float = 10.0) -> dict:
+    """The stats once nothing runs any more, with all of the KV cache free."""
+    deadline = time.monotonic() + seconds
+    while True:
+        stats = await client.stats()
+        scheduler = stats["scheduler"]
+        if not scheduler["running"] and not scheduler["waiting"]:
+            assert scheduler["kv_tokens_used"] == 0
+            return stats
+        assert time.monotonic() < deadline, scheduler
+        await asyncio.sleep(0.05)
+
+
+def check_request(messages: list, kind: type = Token) -> Done:
+    """Any number of one kind in order, then exactly one terminal message, then nothing."""
+    *before, done = messages
+    assert isinstance(done, Done)
+    assert all(type(m) is kind for m in before), messages
+    if kind is Token:
+        assert [m.index for m in before] == list(range(len(before)))
+    return done
+
+
+@pytest.mark.parametrize("wait", [0, 0.002, 0.01, 0.03, 0.08, 0.2])
+async def test_cancelled_at_any_moment(engine, wait) -> None:
+    """Eight requests of which six can run: the Cancel meets some in prefill, some in decode, some waiting."""
+    async with raw_client(engine[1]._endpoint) as raw:
+        await raw.send(*(Generate(i, token_ids=LONG, max_tokens=50, ignore_eos=True) for i in range(8)))
+        await raw.send(Score(8, token_ids=LONG, stepwise=True))
+        await asyncio.sleep(wait)
+        await raw.send(*(Cancel(i) for i in (5, 5, 3, 8, 7, 0, 6, 4, 1, 2, 99)))
+        found = await raw.to_the_end(*range(9))
+        for i in range(9):
+            assert check_request(found[i], Scores if i == 8 else Token).reason in ("cancelled", "length")
+        assert check_request(found[7]).reason == "cancelled"
+        await raw.send(*(Cancel(i) for i in range(9)))  # long over
+        assert (await raw.until_stats())[0] == []
+    await idle(engine[1])
+
+
+async def test_only_its_owner_cancels(engine) -> None:
+    async with raw_client(engine[1]._endpoint) as owner, raw_client(engine[1]._endpoint) as other:
+        await owner.send(Generate(0, token_ids=(5, 6), max_tokens=40, ignore_eos=True))
+        await other.send(Cancel(0))
+        assert (await other.until_stats())[0] == []
+        assert check_request((await owner.to_the_end(0))[0]).reason == "length"
+
+
+async def test_clients_together_get_what_each_gets_alone(engine) -> None:
+    client = engine[1]
+    expected = [await alone(client, prompt, 24) for prompt in PROMPTS]
+
+    async def ask(prompt: tuple[int, ...], start: float) -> list[int]:
+        async with Client.connect(client._endpoint) as own:
+            await asyncio.sleep(start)
+            answer = await own.generate(token_ids=prompt, max_tokens=24, ignore_eos=True).result()
+            assert answer.done.reason == "length"
+            return list(answer.tokens)
+
+    answers = await asyncio.gather(*(ask(p, 0.01 * i) for i, p in enumerate(PROMPTS)))
+    for tokens, (reference, logprobs) in zip(answers, expected, strict=True):
+        assert near_tie_or_equal(tokens, reference, logprobs, BOUND)
+    decode = (await idle(client))["engine"]["decode"]
+    assert decode["rows"] > decode["steps"]  # some steps did serve several
+
+
+async def test_a_seed_repeats_an_answer(engine) -> None:
+    async def sample(seed: int | None) -> tuple[int, ...]:
+        sampling = Sampling(temperature=1.0, top_p=0.95, seed=seed)
+        answer = engine[1].generate(token_ids=PROMPTS[0], max_tokens=24, sampling=sampling, ignore_eos=True)
+        return (await answer.result()).tokens
+
+    assert await sample(7) == await sample(7)
+    assert await sample(7) != await sample(8)
+    assert await sample(None) != await sample(None)  # the engine draws another each time
+
+
+async def test_the_policy_changes_under_a_running_answer(engine) -> None:
+    """Every preset, announced to the other client; its answers go on and stay what they are alone."""
+    client = engine[1]
+    tokens, logprobs = await alone(client, PROMPTS[1], 150)
+    async with raw_client(client._endpoint) as raw, raw_client(client._endpoint) as boss:
+        await raw.send(Generate(0, token_ids=PROMPTS[1], max_tokens=150, ignore_eos=True))
+        found: dict[int, list] = {-1: [], 0: [await raw.expect(Token)]}
+        names = [name for name in PRESETS if name != "fiddler"]  # which would measure for two seconds
+        for request, name in enumerate([*names, "all-host"]):
+            await boss.send(SetPolicy(request, name))
+            changed = await boss.expect(PolicyChanged)
+            assert (changed.request, changed.policy, changed.exact) == (request, name, True)
+        while not any(isinstance(m, Done | Error) for m in found[0]):
+            message = await raw.next()
+            found[message.request].append(message)
+        done = check_request(found[0])
+        assert done.reason == "length"
+        ours = [m.token for m in found[0][:-1]]
+        assert near_tie_or_equal(ours, tokens, logprobs, BOUND)
+        later = [m for m in (await raw.until_stats())[0] if isinstance(m, PolicyChanged)]
+        assert [m.policy for m in found[-1] + later] == [*names, "all-host"]
+        assert all(m.request == -1 for m in found[-1])
+        engine_part = done.stats["engine"]["decode"]
+        assert engine_part["host_tiles"]
+        assert engine_part["resident_tiles"] + engine_part["fetched_tiles"]
+
+
+async def test_a_client_that_vanishes_frees_what_it_held(engine) -> None:
+    """Forty answers of 200 tokens are not computed for nobody."""
+    before = (await idle(engine[1]))["engine"]["decode"]["rows"]
+    async with raw_client(engine[1]._endpoint) as raw:
+        many = (Generate(i, token_ids=(5, 6, 7), max_tokens=200, ignore_eos=True) for i in range(40))
+        await raw.send(*many)
+        await raw.expect(Token)
+        assert (await engine[1].stats())["scheduler"]["kv_tokens_used"] > 0
+    after = (await idle(engine[1]))["engine"]["decode"]["rows"]
+    assert after - before < 40 * 200 / 2
+    await asyncio.sleep(1.0)  # a heartbeat later the other tests' clients are forgotten too
+    assert (await engine[1].stats())["clients"]["connected"] == 1
+
+
+async def test_more_than_fit_wait_their_turn(engine) -> None:
+    """Eight requests that need 250 tokens of the KV cache's 1024 each, with small ones in between."""
+    async with raw_client(engine[1]._endpoint) as raw:
+        large = [Generate(i, token_ids=LONG, max_tokens=50, ignore_eos=True) for i in range(8)]
+        small = [Generate(i, token_ids=(5,), max_tokens=3, ignore_eos=True) for i in range(8, 16)]
+        await raw.send(*(m for pair in zip(large, small, strict=True) for m in pair))
+        most = {"running": 0, "waiting": 0, "kv_tokens_used": 0}
+        found: dict[int, list] = {i: [] for i in range(16)}
+        while sum(isinstance(ms[-1], Done) for ms in found.values() if ms) < 16:
+            messages, stats = await raw.until_stats()
+            for message in messages:
+                found[message.request].append(message)
+            most = {key: max(most[key], stats["scheduler"][key]) for key in most}
+            await asyncio.sleep(0.005)
+        for i, messages in found.items():
+            assert check_request(messages).reason == "length"
+            assert len(messages) == 1 + (50 if i < 8 else 3)
+        assert 4 <= most["running"] <= 6
+        assert most["waiting"] >= 9
+        assert 750 <= most["kv_tokens_used"] <= 1024
+    await idle(engine[1])
+
+
+async def test_an_answer_ends_at_a_stop_string_and_at_the_context(engine) -> None:
+    client = engine[1]
+    whole = await client.generate(token_ids=PROMPTS[0], max_tokens=60, ignore_eos=True).result()
+    assert whole.done.reason == "length"
+    middle = whole.text[len(whole.text) // 2 :][:3]
+    stopped = await client.generate(
+        token_ids=PROMPTS[0], max_tokens=60, ignore_eos=True, stop=("\0never", middle)
+    ).result()
+    assert stopped.done.reason == "stop"
+    assert stopped.text == whole.text[: whole.text.index(middle)]
+    assert stopped.tokens == whole.tokens[: len(stopped.tokens)]
+    to_the_end = await client.generate(token_ids=LONG, max_tokens=10**9, ignore_eos=True).result()
+    assert (len(to_the_end.tokens), to_the_end.done.reason) == (256 - len(LONG), "length")
+    last = await client.generate(token_ids=(7,) * 255, max_tokens=9, ignore_eos=True).result()
+    assert (len(last.tokens), last.done.reason) == (1, "length")
+
+
+async def test_text_and_conversations_are_prompts_too(engine) -> None:
+    client = engine[1]
+    for given in ({"prompt": "def add(a, b):"}, {"messages": (ChatMessage("user", "What is a list?"),)}):
+        result = await client.generate(max_tokens=5, ignore_eos=True, **given).result()
+        assert len(result.tokens) == 5
+        assert result.done.stats["prompt_tokens"] > 3
+    blocks = [b async for b in client.score(text="def add(a, b):")]
+    assert sum(len(b.tokens) for b in blocks) == 1 + sum(len(b.chosen) for b in blocks)

@@ -1,0 +1,206 @@
+"""What a client may get wrong: exactly one answer with one clear line, and the engine goes on."""
+
+from __future__ import annotations
+
+import pytest
+from raw_client import one_line, raw_client
+
+from protocol.client import Client
+from protocol.codec import encode
+from protocol.errors import RequestFailed
+from protocol.messages import (
+    VERSION,
+    ChatMessage,
+    Done,
+    Error,
+    Generate,
+    Hello,
+    Partial,
+    PolicyChanged,
+    Ready,
+    Sampling,
+    Score,
+    SetPolicy,
+    Stats,
+    Token,
+    Welcome,
+    Work,
+)
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TURN = (ChatMessage("user", "Hello"),)
+IDS = (5, 6, 7)
+
+REFUSED = {
+    "over the context": (Generate(0, token_ids=(7,) * 256), "the prompt has 256 tokens, the context is 256"),
+    "a long text": (Generate(0, prompt="word " * 3000), "the context is 256"),
+    "an id beyond the vocabulary": (
+        Generate(0, token_ids=(1, 4096)),
+        "4096 is outside the vocabulary of 4096",
+    ),
+    "a negative id": (Generate(0, token_ids=(1, -1)), "-1 is outside"),
+    "max_tokens 0": (Generate(0, token_ids=IDS, max_tokens=0), "max_tokens must be at least 1, it is 0"),
+    "max_tokens negative": (Generate(0, token_ids=IDS, max_tokens=-5), "max_tokens"),
+    "no ids": (Generate(0, token_ids=()), "no tokens"),
+    "no turns": (Generate(0, messages=()), "the conversation is empty"),
+    "nothing given": (Generate(0), "exactly one of prompt, token_ids and messages"),
+    "two given": (Generate(0, prompt="a", token_ids=IDS), "exactly one of"),
+    "three given": (Generate(0, prompt="a", token_ids=IDS, messages=TURN), "exactly one of"),
+    "an empty stop string": (Generate(0, token_ids=IDS, stop=("x", "")), "a stop string has 0 characters"),
+    "a stop string too long": (Generate(0, token_ids=IDS, stop=("x" * 100000,)), "a stop string has"),
+    "too many stop strings": (Generate(0, token_ids=IDS, stop=("x",) * 5000), "stop strings are too many"),
+    "score nothing": (Score(0), "exactly one of text and token_ids"),
+    "score two": (Score(0, text="a", token_ids=IDS), "exactly one of text and token_ids"),
+    "score no ids": (Score(0, token_ids=()), "no tokens"),
+    "score over the context": (Score(0, token_ids=(7,) * 257), "the text has 257 tokens"),
+    "score an unknown id": (Score(0, token_ids=(9999,)), "9999 is outside"),
+    "score no prefill": (
+        Score(0, token_ids=IDS, stepwise=True, prefill=0),
+        "prefill must be in 1..3, it is 0",
+    ),
+    "score a long prefill": (Score(0, token_ids=IDS, stepwise=True, prefill=4), "prefill must be in 1..3"),
+}
+BAD_SAMPLING = {
+    "temperature": -0.1,
+    "top_k": -1,
+    "top_p": 0.0,
+    "min_p": 1.5,
+    "repetition_penalty": 0.0,
+    "seed": -1,
+}
+POLICIES = {
+    "unknown": (SetPolicy(0, "on-demnd"), "did you mean on-demand"),
+    "far": (SetPolicy(0, "?"), "there are all-host"),
+    "option": (SetPolicy(0, "on-demand", {"scoop": "layer"}), "did you mean scope"),
+    "no options": (SetPolicy(0, "all-host", {"x": "1"}), "it has none"),
+    "value": (SetPolicy(0, "on-demand", {"scope": "gobal"}), "did you mean global"),
+    "not text": (SetPolicy(0, "random", {"seed": [1, {"a": "b\nc"}]}), "whole number"),
+    "out of range": (SetPolicy(0, "random", {"seed": "-3"}), "seed"),
+}
+
+
+async def works(endpoint: str) -> None:
+    """A new client gets an answer."""
+    async with Client.connect(endpoint) as client:
+        result = await client.generate(token_ids=IDS, max_tokens=2, ignore_eos=True).result()
+        assert len(result.tokens) == 2
+
+
+@pytest.mark.parametrize(("message", "said"), REFUSED.values(), ids=REFUSED.keys())
+async def test_a_request_that_cannot_be_served(engine, message, said) -> None:
+    async with raw_client(engine[1]._endpoint) as raw:
+        await raw.send(message)
+        ((answer,), stats) = await raw.until_stats()
+        assert (type(answer), answer.request, answer.reason) == (Done, 0, "error")
+        assert said in one_line(answer.error)
+        assert (stats["scheduler"]["running"], stats["scheduler"]["waiting"]) == (0, 0)
+        await raw.send(Generate(0, token_ids=IDS, max_tokens=1))  # the number is free again
+        assert len((await raw.to_the_end(0))[0]) == 2
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_SAMPLING.items())
+async def test_sampling_that_cannot_be(engine, name, value) -> None:
+    with pytest.raises(RequestFailed, match=name) as caught:
+        await engine[1].generate(token_ids=IDS, sampling=Sampling(**{name: value})).result()
+    one_line(str(caught.value))
+
+
+@pytest.mark.parametrize(("message", "said"), POLICIES.values(), ids=POLICIES.keys())
+async def test_a_policy_that_cannot_be_had(engine, message, said) -> None:
+    async with raw_client(engine[1]._endpoint) as raw:
+        await raw.send(message)
+        (answer,), stats = await raw.until_stats()
+        assert (type(answer), answer.request) == (Error, 0)
+        assert said in one_line(answer.text)
+        assert stats["policy"] == "all-host"
+
+
+async def test_a_number_that_is_in_use(engine) -> None:
+    """The second request is refused, the first goes on."""
+    async with raw_client(engine[1]._endpoint) as raw:
+        first = Generate(3, token_ids=IDS, max_tokens=20, ignore_eos=True)
+        await raw.send(first, Generate(3, token_ids=(9,)), Score(3, token_ids=IDS))
+        messages = (await raw.to_the_end(3))[3]
+        while sum(isinstance(m, Done) for m in messages) < 3:
+            messages += (await raw.until_stats())[0]
+        ends = [m for m in messages if isinstance(m, Done)]
+        assert [m.reason for m in ends] == ["error", "error", "length"]
+        assert all("request 3 is already being served" in m.error for m in ends[:2])
+        assert [m.index for m in messages if isinstance(m, Token)] == list(range(20))
+        async with raw_client(engine[1]._endpoint) as other:  # numbers are each client's own
+            await raw.send(first)
+            await other.send(first)
+            for client in (raw, other):
+                (*tokens, done) = (await client.to_the_end(3))[3]
+                assert (len(tokens), done.reason) == (20, "length")
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b""],
+        [b"junk"],
+        [b"\x03"],
+        [b"\x03\x01"],
+        [b"\x03\x01", b"\xc1"],
+        [b"\x03\x01", b"\x90"],
+        [b"\x03\x01", b"\x81\xa7request\xa1x"],
+        [b"\x03\x01", b"\x81\xa7request\x01", b"extra"],
+        [b"\xff\x01", b"\x80"],
+        [b"\x09\x01", b"\xdf\xff\xff\xff\xff"],
+        [b"\x09\x02", b"\x81\xa7request\x01"],
+    ],
+    ids=range(11),
+)
+@pytest.mark.parametrize("known", [True, False], ids=["a client", "a stranger"])
+async def test_frames_that_are_no_message(engine, frames, known) -> None:
+    endpoint = engine[1]._endpoint
+    before = (await engine[1].stats())["clients"]["malformed"]
+    async with raw_client(endpoint, hello=known) as raw:
+        await raw.socket.send_multipart(frames)
+        answer = await raw.expect(Error)
+        assert answer.request == -1
+        assert one_line(answer.text).startswith("malformed message: ")
+        if not known:
+            await raw.send(Hello(VERSION))
+            await raw.expect(Welcome)
+        assert (await raw.until_stats())[1]["clients"]["malformed"] == before + 1
+    await works(endpoint)
+
+
+async def test_another_version(engine) -> None:
+    async with raw_client(engine[1]._endpoint, hello=False) as raw:
+        await raw.send(Hello(VERSION + 1))
+        answer = await raw.expect(Error)
+        assert (answer.request, answer.text) == (
+            -1,
+            f"this engine speaks version {VERSION}, not {VERSION + 1}",
+        )
+        await raw.send(Stats(1))  # no client yet
+        assert (await raw.expect(Error)).text == "say Hello first"
+        first, *rest = encode(Hello(VERSION + 1))
+        await raw.socket.send_multipart([bytes(first)[:1] + bytes([VERSION + 1]), *rest])
+        assert f"version {VERSION + 1}" in one_line((await raw.expect(Error)).text)
+        await raw.send(Hello(VERSION))
+        await raw.expect(Welcome)
+
+
+async def test_messages_that_are_not_a_client_s(engine) -> None:
+    arrays = engine_messages()
+    async with raw_client(engine[1]._endpoint) as raw:
+        await raw.send(*arrays)
+        answers, _ = await raw.until_stats()
+        assert [type(a) for a in answers] == [Error] * len(arrays)
+        for message, answer in zip(arrays, answers, strict=True):
+            assert type(message).__name__ in one_line(answer.text)
+    await works(engine[1]._endpoint)
+
+
+def engine_messages() -> list[object]:
+    import numpy as np
+
+    nothing, x = np.zeros(0, np.int32), np.zeros((1, 4), np.float32)
+    work = Work(1, 0, nothing.reshape(0, 3), np.zeros(1, np.int32), nothing, x[0, :0], x)
+    ready = Ready(VERSION, "worker", 0, 9, 1, "f" * 64)
+    return [work, ready, Partial(0, 0, 0.0, x), Token(1, 0, 0, ""), PolicyChanged(1, "all-host", True)]

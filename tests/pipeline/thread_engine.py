@@ -1,0 +1,53 @@
+"""An engine on the tiny model whose worker and prefetcher are threads of this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from moving_parts import LIMIT, moving_parts, peer_of, peer_socket, random_store
+
+from pipeline.checkpoint.index import CheckpointIndex
+from pipeline.engine import DeviceMemory, Engine
+from pipeline.models.backbone import Backbone
+from pipeline.models.registry import expert_shape, model_spec
+from pipeline.worker_pool import WorkerPool
+from protocol.messages import Shutdown
+from workers.expert_worker import serve
+
+CONTEXT = 64
+
+
+@contextmanager
+def engine_in_threads(model: Path, folder: Path) -> Iterator[tuple[Engine, DeviceMemory]]:
+    """With random experts and room for 6 of their 24 tiles."""
+    torch_threads = torch.get_num_threads()  # which the worker, being a thread, sets for all of us
+    index = CheckpointIndex.open(model)
+    with ExitStack() as stack:
+        store = stack.enter_context(random_store(expert_shape(index.config, 32), "thread_engine"))
+        parts = stack.enter_context(moving_parts(folder, store, slots=10, link_gbps=None))
+        socket = stack.enter_context(peer_socket(folder, "work.sock", "worker", store.fingerprint))
+
+        def work() -> None:
+            peer = peer_of(folder, "worker", "work.sock", store.fingerprint)
+            peer.announce()
+            serve(peer, store, threads=1, slowdown=1.0)
+            peer.close()
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        pool = WorkerPool(socket, 1)
+        pool.wait_ready(LIMIT)
+        memory = DeviceMemory(parts.mover(capacity=6, staging=4), parts.slab)
+        spec = model_spec(index.config)
+        backbone = Backbone(index, spec, torch.float32, CONTEXT, parts.device.torch_device)
+        try:
+            yield Engine(backbone, store.layout, parts.device, pool, memory), memory
+        finally:
+            socket.send(0, Shutdown())
+            thread.join(LIMIT)
+            assert not thread.is_alive()
+            torch.set_num_threads(torch_threads)

@@ -1,0 +1,49 @@
+"""What of the CUDA calls can be tested without a GPU; the rest is in tests/gpu."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from child_harness import small_store, surroundings
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from protocol.messages import AttachSlab, Failed
+from workers import cuda
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_copies_are_cut_where_the_page_locking_is(data: st.DataObject) -> None:
+    chunk = data.draw(st.integers(1, 50))
+    memory = np.zeros(data.draw(st.integers(1, 300)), np.uint8)
+    offset = data.draw(st.integers(0, memory.nbytes - 1))
+    size = data.draw(st.integers(1, memory.nbytes - offset))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "REGISTER_CHUNK", chunk)
+        parts = list(cuda.registered_parts(memory, memory.ctypes.data + offset, size))
+    assert [lo for lo, _ in parts] == [0, *(hi for _, hi in parts[:-1])]  # all of it, in order
+    assert parts[-1][1] == size
+    for lo, hi in parts:
+        assert lo < hi
+        assert (offset + lo) // chunk == (offset + hi - 1) // chunk  # within one registration
+
+
+@pytest.mark.parametrize("size", [0, 63, 65])
+def test_an_ipc_handle_of_another_size_is_refused(size: int) -> None:
+    with pytest.raises(cuda.CudaError, match=f"64 bytes, not {size}"):
+        cuda.open_ipc_handle(0, bytes(size))
+
+
+def test_a_prefetcher_that_cannot_map_a_gpu_slab_says_so_and_ends() -> None:
+    """Without a GPU or cuda-bindings, and with both because this handle is none."""
+    with small_store() as fingerprint, surroundings("prefetcher", fingerprint) as place:
+        child = place.start()
+        place.ready()
+        place.send(child, AttachSlab("cuda", bytes(64), 0, 1, 256))
+        _, message = place.receive(place.control)
+        assert isinstance(message, Failed)
+        assert "cuda" in message.text.lower()
+        assert "\n" not in message.text
+        assert child.ended() == 1
+        assert child.errors.read_text() == ""
