@@ -245,9 +245,15 @@ class Coordinator:
             case SetPolicy():
                 self._engine.call(lambda a: self._set_policy(a, client, message))
             case Stats():
-                self._engine.call(lambda a: self.send_soon(client, self._stats(a, message.request)))
+                self.clients.send(client, self._stats(message.request))
             case _:
                 self.clients.send(client, Error(-1, f"a client may not send {type(message).__name__}"))
+
+    def _stats(self, request: int) -> StatsReply:
+        # Counters are read while the engine's thread counts on: each is whole, together they may be a step apart.
+        assert self._assembly is not None
+        clients = {"connected": len(self.clients), "malformed": self.clients.malformed}
+        return StatsReply(request, self._assembly.stats() | {"clients": clients})
 
     # --- calls that run in the engine's thread -----------------------------------------------------------
 
@@ -268,10 +274,6 @@ class Coordinator:
         changed = PolicyChanged(message.request, policy.name, policy.exact, notes)
         self.send_soon(client, changed)
         self.soon(self.clients.broadcast, for_others(changed), client)
-
-    def _stats(self, assembly: Assembly, request: int) -> StatsReply:
-        clients = {"connected": len(self.clients), "malformed": self.clients.malformed}
-        return StatsReply(request, assembly.stats() | {"clients": clients})
 
 
 async def _run(config: dict[str, Any]) -> int:

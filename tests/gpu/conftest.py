@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).parent.parent / "workers"))  # the children's harness and the brute force
 
 
 def missing() -> str:

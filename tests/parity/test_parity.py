@@ -113,6 +113,10 @@ async def test_bf16_stays_within_what_transformers_bf16_differs_from_float32(ref
                             f"{policy} {options} stepwise={stepwise}: {error.max():.3f} (transformers {most:.3f}),"
                             f" mean {error.mean():.4f} ({mean:.4f})"
                         )
+            answer = client.generate(token_ids=reference.texts[0], max_tokens=NEW, ignore_eos=True)
+            new = [t.token async for t in answer]
+            if not near_tie_or_equal(new, reference.tokens, reference.chosen_from, 2 * float(bounds[0][0])):
+                wrong.append(f"{policy} {options} generate: {new} instead of {reference.tokens}")
     assert not wrong, "\n".join(wrong)
 
 

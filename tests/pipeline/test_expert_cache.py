@@ -55,6 +55,17 @@ class CacheMachine(RuleBasedStateMachine):
             self.loading.discard(slot)
             self.ready[key].append(slot)
 
+    @rule(key=KEY)
+    def place(self, key: tuple[int, int]) -> None:
+        """All that the target still wants, as far as there are slots."""
+        while len(self.ready[key]) < self.target[key] and self.free:
+            before = set(self.loading)
+            self.take(1)
+            (slot,) = self.loading - before
+            assert self.cache.land(*key, len(self.ready[key]), slot)
+            self.loading.discard(slot)
+            self.ready[key].append(slot)
+
     @precondition(lambda self: self.loading)
     @rule(data=st.data())
     def pass_through(self, data: Any) -> None:
