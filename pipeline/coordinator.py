@@ -63,7 +63,6 @@ class EngineThread:
         self._coordinator = coordinator
         self._calls: queue.SimpleQueue[Callable[[Assembly], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self.assembly: Assembly | None = None
 
     def start(self) -> None:
         self._thread.start()
@@ -82,9 +81,9 @@ class EngineThread:
     def _run(self) -> None:
         coordinator = self._coordinator
         try:
-            self.assembly = Assembly(self._told, coordinator.send_soon, coordinator.clients.congested)
-            coordinator.soon(coordinator.on_ready, self.assembly)
-            self._serve(self.assembly)
+            assembly = Assembly(self._told, coordinator.send_soon, coordinator.clients.congested)
+            coordinator.soon(coordinator.on_ready, assembly)
+            self._serve(assembly)
         except (PipelineError, ShmError, CudaError) as e:
             usage = isinstance(e, (UsageError, NotEnoughMemory))
             coordinator.soon(coordinator.on_failure, str(e), usage)
@@ -250,7 +249,7 @@ class Coordinator:
                 self.clients.send(client, Error(-1, f"a client may not send {type(message).__name__}"))
 
     def _stats(self, request: int) -> StatsReply:
-        # Counters are read while the engine's thread counts on: each is whole, together they may be a step apart.
+        # Read while the engine's thread counts on: each is whole, together they may be a step apart.
         assert self._assembly is not None
         clients = {"connected": len(self.clients), "malformed": self.clients.malformed}
         return StatsReply(request, self._assembly.stats() | {"clients": clients})
