@@ -9,9 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import queue
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +18,8 @@ import zmq.asyncio
 
 from pipeline.assembly import Assembly, Briefed
 from pipeline.clients import Clients, for_others
-from pipeline.errors import PipelineError, UsageError
+from pipeline.engine_thread import EngineThread
+from pipeline.errors import UsageError
 from pipeline.policies.view import PolicyRequest
 from protocol.codec import decode, encode
 from protocol.errors import MalformedMessage
@@ -43,78 +41,11 @@ from protocol.messages import (
     WorkerDied,
 )
 from protocol.sockets import connect_dealer, identity, ipc_endpoint
-from shm.errors import NotEnoughMemory, ShmError
-from workers.cuda import CudaError
 from workers.lifetime import enter
 
 log = logging.getLogger(__name__)
 
-IDLE_WAIT = 0.5  # seconds an idle engine waits for a call before it audits itself
-PAUSE = 0.005  # seconds until a round is tried again when all requests wait for their clients
 FLUSH_LIMIT = 2.0  # seconds for the last messages to clients
-JOIN_LIMIT = 4.0  # seconds for the engine's thread to end its step
-
-
-class EngineThread:
-    """Builds the engine, then alternates between calls from the event loop and rounds of the scheduler."""
-
-    def __init__(self, told: Briefed, coordinator: Coordinator) -> None:
-        self._told = told
-        self._coordinator = coordinator
-        self._calls: queue.SimpleQueue[Callable[[Assembly], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def call(self, function: Callable[[Assembly], None]) -> None:
-        """Run a function with the assembly, between two rounds. From the event loop."""
-        self._calls.put(function)
-
-    def stop(self) -> None:
-        """End after the round that is running. From the event loop; `join` waits."""
-        self._calls.put(None)
-
-    def join(self) -> None:
-        self._thread.join(JOIN_LIMIT)
-
-    def _run(self) -> None:
-        coordinator = self._coordinator
-        try:
-            assembly = Assembly(self._told, coordinator.send_soon, coordinator.clients.congested)
-            coordinator.soon(coordinator.on_ready, assembly)
-            self._serve(assembly)
-        except (PipelineError, ShmError, CudaError) as e:
-            usage = isinstance(e, (UsageError, NotEnoughMemory))
-            coordinator.soon(coordinator.on_failure, str(e), usage)
-        except Exception as e:
-            log.exception("the engine failed")
-            coordinator.soon(coordinator.on_failure, f"the engine failed: {type(e).__name__}: {e}", False)
-
-    def _serve(self, assembly: Assembly) -> None:
-        scheduler = assembly.scheduler
-        running = True  # whether there may be something to run
-        try:
-            while True:
-                idle = scheduler.idle
-                try:
-                    call = self._calls.get(idle or not running, IDLE_WAIT if idle else PAUSE)
-                except queue.Empty:
-                    if idle:
-                        assembly.audit()
-                    else:
-                        running = scheduler.round()
-                    continue
-                running = True
-                if call is None:
-                    scheduler.cancel_all()
-                    return
-                call(assembly)
-        except Exception as e:
-            scheduler.fail_all(str(e))
-            raise
-        finally:
-            assembly.close()
 
 
 class Coordinator:
@@ -130,7 +61,9 @@ class Coordinator:
         self._context = zmq.asyncio.Context()
         name = identity("coordinator", 0, self._told.incarnation)
         self._control = connect_dealer(self._context, ipc_endpoint(runtime, "control.sock"), identity=name)
-        self._engine = EngineThread(self._told, self)
+        self._engine = EngineThread(
+            self._told, self._loop, self.clients, on_ready=self._on_ready, on_failure=self._on_failure
+        )
         self._assembly: Assembly | None = None
         self._built = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -159,19 +92,9 @@ class Coordinator:
         self._context.term()
         return self._exit
 
-    # --- called from the engine's thread -----------------------------------------------------------------
-
-    def soon(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call a function in the event loop."""
-        self._loop.call_soon_threadsafe(function, *arguments)
-
-    def send_soon(self, client: bytes, message: object) -> None:
-        """Queue a message for a client."""
-        self.soon(self.clients.send, client, message)
-
     # --- in the event loop -------------------------------------------------------------------------------
 
-    def on_ready(self, assembly: Assembly) -> None:
+    def _on_ready(self, assembly: Assembly) -> None:
         """The engine is built: tell the supervisor."""
         self._assembly = assembly
         self._built.set()
@@ -181,7 +104,7 @@ class Coordinator:
         )
         self._tell_supervisor(ready)
 
-    def on_failure(self, text: str, usage: bool) -> None:
+    def _on_failure(self, text: str, usage: bool) -> None:
         """The engine cannot start or cannot go on: say why and end."""
         self._tell_supervisor(Failed("coordinator", text, usage))
         self._exit = 2 if usage else 1
@@ -260,19 +183,19 @@ class Coordinator:
         try:
             assembly.scheduler.submit(client, message)
         except UsageError as e:
-            self.send_soon(client, Done(message.request, "error", str(e)))
+            self._engine.send(client, Done(message.request, "error", str(e)))
 
     def _set_policy(self, assembly: Assembly, client: bytes, message: SetPolicy) -> None:
         options = {name: str(value) for name, value in message.options.items()}
         try:
             notes = assembly.set_policy(PolicyRequest(message.policy, options))
         except UsageError as e:
-            self.send_soon(client, Error(message.request, str(e)))
+            self._engine.send(client, Error(message.request, str(e)))
             return
         policy = assembly.engine.policy
         changed = PolicyChanged(message.request, policy.name, policy.exact, notes)
-        self.send_soon(client, changed)
-        self.soon(self.clients.broadcast, for_others(changed), client)
+        self._engine.send(client, changed)
+        self._engine.in_loop(self.clients.broadcast, for_others(changed), client)
 
 
 async def _run(config: dict[str, Any]) -> int:

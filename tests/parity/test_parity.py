@@ -112,7 +112,7 @@ async def test_bf16_stays_within_what_transformers_bf16_differs_from_float32(ref
                     ours = await scored(client, reference.texts[i], stepwise)
                     error = np.abs(ours - reference.logprobs[i])
                     if not (error.max() <= most and error.mean() <= mean):
-                        found = f"{error.max():.3f} (at most {most:.3f}), mean {error.mean():.4f} ({mean:.4f})"
+                        found = f"{error.max():.3f} (bound {most:.3f}), mean {error.mean():.4f} ({mean:.4f})"
                         wrong.append(f"{policy} {options} stepwise={stepwise}: {found}")
             answer = client.generate(token_ids=reference.texts[0], max_tokens=NEW, ignore_eos=True)
             new = [t.token async for t in answer]

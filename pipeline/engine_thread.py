@@ -1,0 +1,106 @@
+"""The engine's thread: builds the engine, then alternates between the event loop's calls and rounds of the
+scheduler. Everything it built is its own; others reach it by `call` alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from pipeline.assembly import Assembly, Briefed
+from pipeline.clients import Clients
+from pipeline.errors import PipelineError, UsageError
+from shm.errors import NotEnoughMemory, ShmError
+from workers.cuda import CudaError
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT = 0.5  # seconds an idle engine waits for a call before it audits itself
+PAUSE = 0.005  # seconds until a round is tried again when all requests wait for their clients
+JOIN_LIMIT = 4.0  # seconds for the engine's thread to end its step
+
+
+class EngineThread:
+    """One thread, started by `start` and ended by `stop` and `join`."""
+
+    def __init__(
+        self,
+        told: Briefed,
+        loop: asyncio.AbstractEventLoop,
+        clients: Clients,
+        *,
+        on_ready: Callable[[Assembly], None],
+        on_failure: Callable[[str, bool], None],
+    ) -> None:
+        """In the loop are called `on_ready(assembly)` once the engine is built, and `on_failure(text, usage)`
+        if it cannot be, or cannot go on."""
+        self._told = told
+        self._loop = loop
+        self._clients = clients
+        self._on_ready = on_ready
+        self._on_failure = on_failure
+        self._calls: queue.SimpleQueue[Callable[[Assembly], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def call(self, function: Callable[[Assembly], None]) -> None:
+        """Run a function with the assembly, between two rounds. From the event loop."""
+        self._calls.put(function)
+
+    def stop(self) -> None:
+        """End after the round that is running. From the event loop; `join` waits."""
+        self._calls.put(None)
+
+    def join(self) -> None:
+        self._thread.join(JOIN_LIMIT)
+
+    def in_loop(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call a function in the event loop. From any thread."""
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    def send(self, client: bytes, message: object) -> None:
+        """Queue a message for a client. From any thread."""
+        self.in_loop(self._clients.send, client, message)
+
+    def _run(self) -> None:
+        try:
+            assembly = Assembly(self._told, self.send, self._clients.congested)
+            self.in_loop(self._on_ready, assembly)
+            self._serve(assembly)
+        except (PipelineError, ShmError, CudaError) as e:
+            usage = isinstance(e, (UsageError, NotEnoughMemory))
+            self.in_loop(self._on_failure, str(e), usage)
+        except Exception as e:
+            log.exception("the engine failed")
+            self.in_loop(self._on_failure, f"the engine failed: {type(e).__name__}: {e}", False)
+
+    def _serve(self, assembly: Assembly) -> None:
+        scheduler = assembly.scheduler
+        running = True  # whether there may be something to run
+        try:
+            while True:
+                idle = scheduler.idle
+                try:
+                    call = self._calls.get(idle or not running, IDLE_WAIT if idle else PAUSE)
+                except queue.Empty:
+                    if idle:
+                        assembly.audit()
+                    else:
+                        running = scheduler.round()
+                    continue
+                running = True
+                if call is None:
+                    scheduler.cancel_all()
+                    return
+                call(assembly)
+        except Exception as e:
+            scheduler.fail_all(str(e))
+            raise
+        finally:
+            assembly.close()
