@@ -18,7 +18,7 @@ from torch import Tensor
 from pipeline.accounting import Accounting, PhaseCounters, StepClock
 from pipeline.device import Device, SlabMemory
 from pipeline.errors import PlanError, PolicyError
-from pipeline.models.backbone import Backbone, Batch, Slice
+from pipeline.models.backbone import Backbone, Slice
 from pipeline.models.routing import top_k_softmax
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import FloatArray, IntArray, ModelShape, Phase, Policy, Routing, Target, View
@@ -105,7 +105,7 @@ class Engine:
         counters = self.accounting.phases[phase]
         clock = StepClock(counters)
         view = self._view(phase)
-        batch = Batch.of([p.slice for p in pieces], device.torch_device)
+        batch = model.batch([p.slice for p in pieces])
         device.prepare(model.largest_product(batch.rows))
         h = model.embed(batch)
         for layer in range(self.shape.layers):

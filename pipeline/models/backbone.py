@@ -32,19 +32,14 @@ class Slice:
 
 @dataclass(frozen=True)
 class Batch:
-    """The rows of one step: the slices' tokens, one after the other."""
+    """The rows of one step: the slices' tokens, one after the other; made by `Backbone.batch`."""
 
     slices: Sequence[Slice]
-    tokens: Tensor  # [R] int64, on the device
-    positions: Tensor  # [R] int64, on the device
     rows: int
-
-    @classmethod
-    def of(cls, slices: Sequence[Slice], device: torch.device) -> Batch:
-        tokens = [t for s in slices for t in s.tokens]
-        positions = [p for s in slices for p in range(s.kv.length, s.kv.length + len(s.tokens))]
-        both = torch.tensor([tokens, positions], dtype=torch.int64).to(device)
-        return cls(slices, both[0], both[1], len(tokens))
+    tokens: Tensor  # [R] int64, on the device
+    cos: Tensor  # [R, 1, width], of the rows' positions
+    sin: Tensor
+    masks: list[Tensor | None]  # for each slice [T, N] bool, or None where each row sees all N tokens
 
 
 @dataclass(frozen=True)
@@ -118,6 +113,23 @@ class Backbone:
         """Multiply-adds of the largest product of a layer, for this many rows."""
         return rows * self.spec.hidden * (self._q + 2 * self._kv)
 
+    def batch(self, slices: Sequence[Slice]) -> Batch:
+        """Put the slices' rows together, with everything about their positions that all layers share."""
+        tokens = [t for s in slices for t in s.tokens]
+        positions = [p for s in slices for p in range(s.kv.length, s.kv.length + len(s.tokens))]
+        both = torch.tensor([tokens, positions], dtype=torch.int64).to(self._cos.device)
+        masks = [self._mask(len(s.tokens), s.kv.length + len(s.tokens)) for s in slices]
+        return Batch(slices, len(tokens), both[0], self._cos[both[1]], self._sin[both[1]], masks)
+
+    def _mask(self, new: int, total: int) -> Tensor | None:
+        """Which of `total` tokens each of the last `new` ones sees: [new, total] bool."""
+        window = self.spec.sliding_window
+        if new == 1 and (window is None or total <= window):
+            return None
+        every = torch.arange(total, device=self._cos.device)
+        behind = every[total - new :, None] - every
+        return behind >= 0 if window is None else (behind >= 0) & (behind < window)
+
     def embed(self, batch: Batch) -> Tensor:
         """Hidden states float32 [R, H] of the batch's tokens."""
         return self._embedding[batch.tokens].float()
@@ -128,31 +140,24 @@ class Backbone:
         qkv = self._linear(self._normed(h, weights.attention_norm), weights.qkv)
         heads = qkv.view(batch.rows, -1, self.spec.head_dim)
         turned = self.spec.heads + self.spec.kv_heads  # queries and keys
-        qk = _rotate(heads[:, :turned], self._cos[batch.positions], self._sin[batch.positions]).to(self.dtype)
+        qk = _rotate(heads[:, :turned], batch.cos, batch.sin).to(self.dtype)
         q, k, v = qk[:, : self.spec.heads], qk[:, self.spec.heads :], heads[:, turned:].to(self.dtype)
         parts, start = [], 0
-        for piece in batch.slices:
+        for piece, mask in zip(batch.slices, batch.masks, strict=True):
             rows = slice(start, start + len(piece.tokens))
             start = rows.stop
             keys, values = piece.kv.write(layer, k[rows].transpose(0, 1), v[rows].transpose(0, 1))
-            parts.append(self._attend(q[rows].transpose(0, 1), keys, values))
+            parts.append(self._attend(q[rows].transpose(0, 1), keys, values, mask))
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
         return h + functional.linear(mixed, weights.output).float()
 
-    def _attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """q [heads, T, width], the last T of the N tokens of keys and values [kv_heads, N, width]; returns
         [T, heads * width]."""
-        new, total = q.shape[1], keys.shape[1]
-        window = self.spec.sliding_window
-        mask = None
-        if new > 1 or (window is not None and total > window):
-            at = torch.arange(total - new, total, device=q.device)[:, None]
-            behind = at - torch.arange(total, device=q.device)
-            mask = behind >= 0 if window is None else (behind >= 0) & (behind < window)
         out = functional.scaled_dot_product_attention(
             q[None], keys[None], values[None], attn_mask=mask, enable_gqa=True
         )
-        return out[0].transpose(0, 1).reshape(new, self._q)
+        return out[0].transpose(0, 1).reshape(q.shape[1], self._q)
 
     def moe_input(self, layer: int, h: Tensor) -> Tensor:
         """The normalised input of a layer's router and experts, float32 [R, H]."""

@@ -14,9 +14,9 @@ from pipeline.assets.training.sources import KINDS
 
 BOS, EOS = 0, 1
 IGNORED = -100  # target of a token whose prediction is not trained
-# Share of the rows; a glossary entry is met tens of times, so that the model answers with it.
+# Share of the rows unless a run changes it; glossary entries are met often, to be answered with.
 DIALOGUE_SHARE = 0.05
-DIALOGUE_SOURCES = {"python-glossary": 0.35, "postgresql-glossary": 0.15, "faq": 0.2, "manual": 0.3}
+DIALOGUE_SOURCES = {"python-glossary": 0.5, "postgresql-glossary": 0.15, "faq": 0.15, "manual": 0.2}
 SYSTEM_MESSAGES = ("You answer questions about software.", "Answer briefly.", "You are a helpful assistant.")
 SYSTEM_SHARE = 0.15
 
@@ -40,8 +40,8 @@ def read_tokens(corpus: Path, kind: str) -> NDArray[np.uint16]:
 class Stream:
     """Endless pieces of one kind's tokens in random order; a pass meets every piece once.
 
-    Neighbouring rows come from different documents: read in sequence, a long document would fill every batch for
-    hundreds of steps, and the model would forget the others meanwhile.
+    Neighbouring rows come from different documents: read in sequence, a long document would fill every batch
+    for hundreds of steps, and the model would forget the others meanwhile.
     """
 
     def __init__(self, tokens: NDArray[np.uint16], rng: np.random.Generator) -> None:
@@ -105,6 +105,7 @@ class Mixture:
         self.streams = {kind: Stream(read_tokens(corpus, kind), self._rng) for kind in KINDS}
         self.dialogues = Dialogues(corpus / "dialogues.jsonl", tokenizer, self._rng)
         self.weights = dict.fromkeys(KINDS, 1.0)
+        self.dialogue_share = DIALOGUE_SHARE
         self._credit = dict.fromkeys(KINDS, 0.0)
 
     def _kind(self) -> str:
@@ -120,7 +121,7 @@ class Mixture:
         """Inputs and targets, both (rows, length)."""
         inputs, targets = np.zeros((rows, length), np.int64), np.zeros((rows, length), np.int64)
         for row in range(rows):
-            if self._rng.random() < DIALOGUE_SHARE:
+            if self._rng.random() < self.dialogue_share:
                 inputs[row], targets[row] = self.dialogues.take(length)
             else:
                 tokens = self.streams[self._kind()].take(length + 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pipeline.assets.training.batches import DIALOGUE_SHARE
 from pipeline.assets.training.model import Shape
 from pipeline.assets.training.sources import KINDS
 
@@ -20,18 +19,15 @@ def _percent(value: float) -> str:
 
 
 def _mixture(card: dict[str, Any]) -> str:
-    first, *later = card["mixture"]
-    if not later:
-        return "Every kind made up an equal share of the rows."
-    parts = "; ".join(
-        f"until minute {stretch['until_minute']:.0f} "
-        + ", ".join(f"{kind} {_percent(share)}" for kind, share in stretch["shares"].items())
-        for stretch in later
-    )
-    return (
-        f"Every kind made up an equal share of the rows until minute {first['until_minute']:.0f}. Then the "
-        f"shares were moved to the kinds whose held-out loss was least below the bigram model's: {parts}."
-    )
+    rows = [
+        (f"{stretch['until_minute']:.0f}", *(_percent(share) for share in stretch["shares"].values()))
+        for stretch in card["mixture"]
+    ]
+    table = _table(("Until minute", *card["mixture"][0]["shares"]), rows)
+    return f"""Shares of the training rows, moved along the way to the kinds whose held-out loss was least
+below the bigram model's:
+
+{table}"""
 
 
 def _training(card: dict[str, Any]) -> str:
@@ -60,11 +56,12 @@ did not suffice for all of the text: the last columns say how much there is and 
 {_table(("Kind", "Documents", "Characters", "Tokens", "Trained on"), rows)}
 {_mixture(card)}
 
-About {_percent(DIALOGUE_SHARE)} of the rows are questions and answers in the form of the chat template, made
-from the glossaries of the Python and PostgreSQL documentation ({talks["python-glossary"]} and
-{talks["postgresql-glossary"]} entries), question lists ({talks["faq"]}) and NAME lines of manual pages
-({talks["manual"]}); only answers are trained there. The glossary entries are met tens of times, so that the
-model knows many of them by heart. That is intended; it is no sign of wider knowledge.
+The dialogues are questions and answers in the form of the chat template, made from the glossaries of the
+Python and PostgreSQL documentation ({talks["python-glossary"]} and {talks["postgresql-glossary"]} entries),
+question lists ({talks["faq"]}) and NAME lines of manual pages ({talks["manual"]}); only answers are trained
+there. A large part of the dialogues' {card["seen_tokens"]["dialogues"] / 1e6:.2f} M tokens repeats the
+glossary entries, so that the model comes to know some by heart. That is intended; it is no sign of wider
+knowledge.
 
 {_table(("Package", "Version", "Licence"), packages)}
 Manual pages and translations name their own licences where these differ. The documents behind the held-out
@@ -78,13 +75,13 @@ text are listed in `heldout/SOURCES.md`.
 keys), {shape.vocab_size} vocabulary entries, input and output embeddings tied, context
 {shape.max_position_embeddings} tokens.
 
-{run["steps"]} steps, {run["tokens"] / 1e6:.2f} M tokens in {run["minutes"]:g} minutes{card["trained_on"]}.
-{run["batch_tokens"]} tokens a step; rows of 256 tokens for the first 72 % of the time, then 512, and 1024
-for the last 10 %. Optimizer: {optimizer}, peak learning rate {run["rate"]:g}, linear warm-up over
-{_percent(run["warmup"])} of the time, then a cosine down to 1 % of the peak; weight decay
-{run["weight_decay"]:g}, gradients clipped at norm {run["clip"]:g}, load-balancing coefficient
-{shape.router_aux_loss_coef:g} (the mean over the layers of each layer's own loss), gate z-loss 0.001, seed
-{run["seed"]}. Float32 weights, bfloat16 products.
+{run["steps"]} steps, {run["tokens"] / 1e6:.2f} M tokens in {run["minutes"]:g} minutes on
+{card["trained_on"]}. {card["remarks"]} {run["batch_tokens"]} tokens a step; rows of 256 tokens for the first
+72 % of the time, then 512, and 1024 for the last 10 %. Optimizer: {optimizer}, peak learning rate
+{run["rate"]:g}, linear warm-up over {_percent(run["warmup"])} of the time, then a cosine down to 1 % of the
+peak; weight decay {run["weight_decay"]:g}, gradients clipped at norm {run["clip"]:g}, load-balancing
+coefficient {shape.router_aux_loss_coef:g} (the mean over the layers of each layer's own loss), gate z-loss
+0.001, seed {run["seed"]}. Float32 weights, bfloat16 products.
 """
 
 

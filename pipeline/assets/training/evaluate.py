@@ -133,7 +133,9 @@ def mixture(run: Path) -> list[dict[str, Any]]:
         if "weights" not in entry:
             continue
         total = sum(entry["weights"].values())
-        shares = {kind: round(weight / total, 4) for kind, weight in entry["weights"].items()}
+        dialogues = entry.get("dialogue_share", DIALOGUE_SHARE)
+        shares = {kind: round((1 - dialogues) * w / total, 4) for kind, w in entry["weights"].items()}
+        shares["dialogues"] = dialogues
         stretch = {"until_minute": entry["minutes"], "until_tokens": entry["tokens"], "shares": shares}
         if stretches and stretches[-1]["shares"] == shares:
             stretches[-1] = stretch
@@ -144,12 +146,11 @@ def mixture(run: Path) -> list[dict[str, Any]]:
 
 def seen(stretches: list[dict[str, Any]]) -> dict[str, int]:
     """About how many tokens of each kind the run was trained on."""
-    found, before = dict.fromkeys(KINDS, 0.0), 0
+    found, before = dict.fromkeys((*KINDS, "dialogues"), 0.0), 0
     for stretch in stretches:
-        tokens = (stretch["until_tokens"] - before) * (1 - DIALOGUE_SHARE)
+        for kind in found:
+            found[kind] += (stretch["until_tokens"] - before) * stretch["shares"][kind]
         before = stretch["until_tokens"]
-        for kind in KINDS:
-            found[kind] += tokens * stretch["shares"][kind]
     return {kind: round(tokens) for kind, tokens in found.items()}
 
 
@@ -172,7 +173,8 @@ def main() -> None:
     parser.add_argument("--run", type=Path, required=True, help="the training run's output, for its run.json")
     parser.add_argument("--model", type=Path, default=model_dir())
     parser.add_argument("--out", type=Path, default=model_dir().parent, help="where card.json and CARD.md go")
-    parser.add_argument("--note", default="", help="on what the model was trained")
+    parser.add_argument("--machine", required=True, help="on what the model was trained, for the card")
+    parser.add_argument("--remarks", default="", help="sentences about the run, for the card")
     args = parser.parse_args()
     torch.set_grad_enabled(False)
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
@@ -184,7 +186,8 @@ def main() -> None:
         "training": json.loads((args.run / "run.json").read_text(encoding="utf-8")),
         "mixture": stretches,
         "seen_tokens": seen(stretches),
-        "trained_on": args.note,
+        "trained_on": args.machine,
+        "remarks": args.remarks,
         "parameters": sum(p.numel() for p in model.parameters()),
         "data": json.loads((args.corpus / "sources.json").read_text(encoding="utf-8")),
         "licences": LICENCES,

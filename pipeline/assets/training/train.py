@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.optim import AdamW, Muon, Optimizer
 
-from pipeline.assets.training.batches import Mixture, encode
+from pipeline.assets.training.batches import DIALOGUE_SHARE, Mixture, encode
 from pipeline.assets.training.model import Losses, Model, Shape, export
 from pipeline.assets.training.sources import KINDS
 
@@ -112,7 +112,7 @@ class Run:
             shutil.copy(ASSETS / "model" / name, out / "model" / name)
 
     def resume(self, earlier: Path, minutes: float) -> None:
-        """Go on after `minutes` of the budget from the last checkpoint of an earlier run, without its momentum."""
+        """Go on after `minutes` of the budget from an earlier run's last checkpoint, without its momentum."""
         self.model.load(earlier / "float32")
         lines = (earlier / "log.jsonl").read_text(encoding="utf-8").splitlines()
         while "heldout" not in lines[-1]:  # what followed the checkpoint is lost
@@ -166,14 +166,17 @@ class Run:
         export(self.model, self.out / "float32", torch.float32)
         heldout = {kind: round(heldout_loss(self.model, self.tokenizer, kind), 3) for kind in KINDS}
         passes = {kind: round(stream.passes, 3) for kind, stream in self.mixture.streams.items()}
-        self.log(heldout=heldout, passes=passes, weights=self.mixture.weights)
+        mixed = {"weights": self.mixture.weights, "dialogue_share": self.mixture.dialogue_share}
+        self.log(heldout=heldout, passes=passes, **mixed)
         self.read_mixture()
 
     def read_mixture(self) -> None:
-        """Take the kinds' weights of mixture.json, if there is one; it may change while training runs."""
+        """Take weights and dialogue share of mixture.json, if any; it may change while training runs."""
         wanted = self.out / "mixture.json"
         if wanted.exists():
-            self.mixture.weights = {kind: float(json.loads(wanted.read_text())[kind]) for kind in KINDS}
+            mixed = json.loads(wanted.read_text(encoding="utf-8"))
+            self.mixture.weights = {kind: float(mixed[kind]) for kind in KINDS}
+            self.mixture.dialogue_share = float(mixed.get("dialogues", DIALOGUE_SHARE))
 
     def train(self) -> None:
         """Train until the budget is spent, however many steps that allows."""
