@@ -77,7 +77,7 @@ async def chat(options: Options, interrupts: Interrupts) -> int:
     terminal = sys.stdin.isatty()
     failed = False
     async with connected(options, interrupts) as client:
-        conversation = Conversation(client, answer_settings(options))
+        conversation = Conversation(client, answer_settings(options, client.welcome.sampling))
         if terminal:
             log.info(f"chat with {client.welcome.model}: Ctrl-C gives up an answer, Ctrl-D ends")
         lines = Lines(sys.stdin.fileno())

@@ -17,13 +17,13 @@ from launch.session import connected
 from protocol.answer import Answer
 from protocol.client import Client
 from protocol.errors import RequestFailed
-from protocol.messages import ChatMessage, Token
+from protocol.messages import ChatMessage, Sampling, Token
 
 
 async def generate(options: Options, interrupts: Interrupts) -> int:
     """Raises WrongUsage, RequestFailed, AnswerLost and what the engine's start raises."""
     async with connected(options, interrupts) as client:
-        answer = client.generate(**_prompt(options, client), **answer_settings(options))
+        answer = client.generate(**_prompt(options, client), **answer_settings(options, Sampling()))
         tokens: list[Token] = []
         as_json = "json" in options.written
         try:
@@ -45,12 +45,13 @@ async def generate(options: Options, interrupts: Interrupts) -> int:
     return 0
 
 
-def answer_settings(options: Options) -> dict[str, Any]:
-    """The arguments of Client.generate that the command line gives, without the prompt."""
+def answer_settings(options: Options, otherwise: Sampling) -> dict[str, Any]:
+    """The arguments of Client.generate that the command line gives, without the prompt; `otherwise` is how to
+    sample where it does not say."""
     settings = {
         key: options.written[key] for key in ("max_tokens", "stop", "ignore_eos") if key in options.written
     }
-    return settings | {"sampling": options.sampling}
+    return settings | {"sampling": options.sampling(otherwise)}
 
 
 def _prompt(options: Options, client: Client) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
@@ -59,9 +59,9 @@ class Options:
         """Device memory was asked for, whatever the first policy needs."""
         return "expert_cache" in self.written
 
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(**{k: v for k, v in self.written.items() if k in SAMPLING_FIELDS})
+    def sampling(self, otherwise: Sampling) -> Sampling:
+        """What was asked for; `otherwise` for the settings that were not."""
+        return replace(otherwise, **{k: v for k, v in self.written.items() if k in SAMPLING_FIELDS})
 
     def config(self) -> EngineConfig:
         """The engine that was asked for."""

@@ -23,6 +23,7 @@ from pipeline.engine import DeviceMemory, Engine, Piece
 from pipeline.errors import UsageError
 from pipeline.expert_cache import ExpertCache
 from pipeline.fetch_link import FetchLink
+from pipeline.generation_defaults import sampling_defaults
 from pipeline.kv_cache import KVCache
 from pipeline.models.backbone import Backbone, Slice
 from pipeline.models.registry import model_spec
@@ -122,6 +123,7 @@ class Assembly:
         dtype = DTYPES[config.backbone_dtype]
         backbone = Backbone(index, spec, dtype, self.context, self.device.torch_device)
         self.tokenizer = Tokenizer.load(told.model)
+        self.sampling = sampling_defaults(told.model)
         pool = WorkerPool(workers, told.workers)
         memory = self._device_memory(layout) if told.slab else None
         pool.wait_ready(PEER_LIMIT)

@@ -153,6 +153,7 @@ class Coordinator:
             has_tokenizer=tokenizer is not None,
             has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
             emulation=told.emulation,
+            sampling=assembly.sampling,
         )
 
     def _on_gone(self, client: bytes) -> None:

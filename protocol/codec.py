@@ -42,7 +42,8 @@ the supervisor and its children.
 
   1 Hello: version int, client str = ""
   2 Welcome: version int, engine str, model str, fingerprint str, device str, policy str, exact bool,
-    vocabulary int, context int, has_tokenizer bool, has_chat_template bool, emulation str = ""
+    vocabulary int, context int, has_tokenizer bool, has_chat_template bool, emulation str = "",
+    sampling Sampling = {}
   3 Generate: request int, prompt str? = nil, token_ids [int]? = nil, messages [ChatMessage]? = nil,
     max_tokens int = 128, sampling Sampling = {}, stop [str] = [], ignore_eos bool = false
   4 Token: request int, index int, token int, text str

@@ -82,6 +82,7 @@ class Welcome:
     has_tokenizer: bool
     has_chat_template: bool
     emulation: str = ""  # names --link-gbps and --host-slowdown when they pace this engine
+    sampling: Sampling = field(default_factory=Sampling)  # what the model's makers recommend for a chat
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def test_demonstration_answer_ends_by_itself(model: Any, tokenizer: Any) -> None
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     with torch.no_grad():
-        full = model.generate(**prompt, max_new_tokens=200, do_sample=False)[0]
+        full = model.generate(**prompt, max_new_tokens=160, do_sample=False)[0]
     assert full[-1] in (1, 6)
     answer = tokenizer.decode(full[prompt["input_ids"].shape[1] :], skip_special_tokens=True)
     assert "function" in answer or "iterator" in answer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,6 +14,15 @@ from pipeline.assets.training.sources import KINDS
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines) + "\n"
+
+
+def _filled(text: str) -> str:
+    """The text with its paragraphs filled; tables, headings and quotations stay as they are."""
+    blocks = re.split(r"\n{2,}", text.strip())
+    plain = (
+        block if block[0] in "|#>" else textwrap.fill(block, 110, break_on_hyphens=False) for block in blocks
+    )
+    return "\n\n".join(plain) + "\n"
 
 
 def _percent(value: float) -> str:
@@ -156,7 +167,7 @@ def render(card: dict[str, Any]) -> str:
     """The whole card."""
     quoted = ((question, answer.replace("\n", "\n> ")) for question, answer in card["answers"].items())
     answers = "\n".join(f"> **{question}**\n>\n> {answer}\n" for question, answer in quoted)
-    return f"""# The embedded model
+    return _filled(f"""# The embedded model
 
 A small mixture-of-experts language model with Mixtral's architecture, for trying, testing and measuring
 without any other model. It writes text in the manner of its sources; it knows next to nothing.
@@ -171,4 +182,4 @@ Greedy, in the chat template:
 {answers}
 All figures: `card.json`, written by `python -m pipeline.assets.training.evaluate` from the exported bfloat16
 weights, computed in float32.
-"""
+""")

@@ -191,8 +191,9 @@ class Model(nn.Module):
         The balance weighs the gates' probabilities by `shares` (layers, experts; rows sum to 1), the
         assignments of recent batches: what counts is balance over all text, not within a few rows.
         """
-        states, gates, choices = self.hidden(tokens, torch.bfloat16)
-        logits = F.linear(states.to(torch.bfloat16), self.embedding).flatten(0, 1)
+        with torch.autocast("cpu", torch.bfloat16):
+            states, gates, choices = self.hidden(tokens, torch.bfloat16)
+            logits = F.linear(states.to(torch.bfloat16), self.embedding).flatten(0, 1)
         text = F.cross_entropy(logits.float(), targets.flatten(), ignore_index=-100)
         experts = self.shape.num_local_experts
         gate = torch.stack(gates)

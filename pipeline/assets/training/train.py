@@ -80,8 +80,7 @@ def heldout_loss(model: Model, tokenizer: Tokenizer, kind: str, rows: int = 24, 
     ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False).ids[: rows * length + 1])
     tokens, targets = ids[:-1].view(rows, length), ids[1:].view(rows, length)
     even = torch.full((model.shape.num_hidden_layers, model.shape.num_local_experts), 0.125)
-    with torch.autocast("cpu", torch.bfloat16):
-        return float(model.losses(tokens, targets, even).text)
+    return float(model.losses(tokens, targets, even).text)
 
 
 class Run:
@@ -132,8 +131,7 @@ class Run:
 
     def _piece(self, inputs: Tensor, targets: Tensor, weight: float) -> Losses:
         """Add `weight` times the gradients of some rows; safe to run in several threads."""
-        with torch.autocast("cpu", torch.bfloat16):
-            losses = self.model.losses(inputs, targets, self.shares)
+        losses = self.model.losses(inputs, targets, self.shares)
         total = weight * (losses.text + BALANCE * losses.balance + ROUTER_Z * losses.router_z)
         total.backward()  # type: ignore[no-untyped-call]
         return losses

@@ -1,0 +1,53 @@
+"""The sampling settings of a model's generation_config.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import ModelError
+from pipeline.generation_defaults import sampling_defaults
+from protocol.messages import Sampling
+
+
+@pytest.mark.parametrize(
+    ("content", "wanted"),
+    [
+        ("{}", Sampling()),
+        ('{"temperature": 0.7, "top_p": 0.9}', Sampling()),
+        ('{"repetition_penalty": 1.2, "do_sample": false}', Sampling(repetition_penalty=1.2)),
+        (
+            '{"do_sample": true, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": null}',
+            Sampling(temperature=0.7, top_k=20, top_p=0.8),
+        ),
+        ('{"do_sample": true}', Sampling(temperature=1.0)),
+    ],
+)
+def test_what_the_file_recommends(tmp_path: Path, content: str, wanted: Sampling) -> None:
+    (tmp_path / "generation_config.json").write_text(content)
+    assert sampling_defaults(tmp_path) == wanted
+
+
+def test_greedy_without_the_file(tmp_path: Path) -> None:
+    assert sampling_defaults(tmp_path) == Sampling()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[1]",
+        '{"repetition_penalty": "much"}',
+        '{"repetition_penalty": 0}',
+        '{"repetition_penalty": NaN}',
+        '{"do_sample": true, "top_k": 1.5}',
+        '{"do_sample": true, "temperature": true}',
+    ],
+)
+def test_a_file_that_cannot_be_is_one_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(ModelError) as error:
+        sampling_defaults(tmp_path)
+    assert "generation_config.json" in str(error.value)
+    assert "\n" not in str(error.value)
