@@ -35,6 +35,16 @@ class Briefing:
         """process | thread | none"""
         return self.config.prefetcher if self.slab else "none"
 
+    @property
+    def emulation(self) -> str:
+        """What paces this engine to stand in for another machine; empty where nothing does."""
+        paces = []
+        if self.config.link_gbps is not None and self.slab:
+            paces.append(f"link paced to {self.config.link_gbps:g} GB/s")
+        if self.config.host_slowdown != 1.0:
+            paces.append(f"host slowed by {self.config.host_slowdown:g}")
+        return ", ".join(paces)
+
     def for_loader(self) -> dict[str, Any]:
         return self._engine() | {
             "model": str(self.model),
@@ -42,7 +52,6 @@ class Briefing:
             "tile": self.config.tile,
             "cache_dir": str(self.cache_dir),
             "reserve_bytes": self._reserve_bytes(),
-            "keep_store": self.config.keep_store,
         }
 
     def for_coordinator(self, fingerprint: str) -> dict[str, Any]:

@@ -12,11 +12,11 @@ import logging
 import sys
 from typing import Any
 
-from launch.errors import WrongUsage
+from launch.errors import AnswerLost, WrongUsage
 from launch.generate import answer_settings
 from launch.interrupts import Interrupts
 from launch.lines import Lines
-from launch.options import Options
+from launch.options import RANDOM_OPTIONS, Options
 from launch.output import show
 from launch.session import connected
 from protocol.client import Client
@@ -40,16 +40,17 @@ class Conversation:
         self._turns: list[ChatMessage] = []
 
     async def say(self, text: str, interrupts: Interrupts) -> None:
-        """Show the answer to one turn. Raises RequestFailed where the engine refuses even this turn alone."""
+        """Show the answer to one turn. Raises RequestFailed where the engine refuses even this turn alone, or
+        fails: the turn is then forgotten; AnswerLost where it shuts down meanwhile."""
         self._turns.append(ChatMessage("user", text))
         while True:
             try:
                 await self._answer(interrupts)
-            except RequestFailed:
-                if len(self._turns) == 1:
-                    self._turns.clear()
+            except RequestFailed as e:
+                if not e.usage or len(self._turns) == 1:
+                    self._turns.pop()
                     raise
-                self._forget_oldest()
+                self._forget_oldest(str(e))
             else:
                 return
 
@@ -63,13 +64,17 @@ class Conversation:
                 show(token.text)
         assert answer.done is not None  # the loop above raises otherwise
         show(answer.done.text + "\n")
+        if answer.done.reason == "cancelled" and not cancelling:
+            raise AnswerLost("the engine gave this answer up; it is shutting down")
         self._turns.append(ChatMessage("assistant", text + answer.done.text))
         if answer.done.reason == "length" and tokens < self._settings["max_tokens"]:
-            self._forget_oldest()  # the context ended this answer, and would end the next one at once
+            self._forget_oldest(
+                "the conversation has filled the context"
+            )  # the context ended this answer, and would end the next one at once
 
-    def _forget_oldest(self) -> None:
+    def _forget_oldest(self, why: str) -> None:
         del self._turns[:2]  # a question and its answer
-        log.warning("the conversation has filled the context; its oldest turn was dropped")
+        log.warning(f"the oldest turn was dropped: {why}")
 
 
 async def chat(options: Options, interrupts: Interrupts) -> int:
@@ -77,7 +82,10 @@ async def chat(options: Options, interrupts: Interrupts) -> int:
     terminal = sys.stdin.isatty()
     failed = False
     async with connected(options, interrupts) as client:
-        conversation = Conversation(client, answer_settings(options, client.welcome.sampling))
+        settings = answer_settings(options, client.welcome.sampling)
+        if settings["sampling"].temperature == 0 and RANDOM_OPTIONS & options.written.keys():
+            log.warning("note: this model's answers are greedy without a --temperature; only that has effect")
+        conversation = Conversation(client, settings)
         if terminal:
             log.info(f"chat with {client.welcome.model}: Ctrl-C gives up an answer, Ctrl-D ends")
         lines = Lines(sys.stdin.fileno())

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from pathlib import Path
 
 from launch.errors import WrongUsage
 from pipeline.checkpoint.index import CheckpointIndex
 from pipeline.config import EngineConfig
+from pipeline.errors import PipelineError
 from pipeline.models.registry import model_spec
 from pipeline.policies.costs import Costs
+from pipeline.policies.lru import OnDemand
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Policy, PolicyRequest
+from protocol.codec import encode
+from protocol.errors import MalformedMessage
 
 MAX_TEXT_BYTES = 64 << 20  # of a text or a list of ids: far more than any context holds
 
@@ -26,8 +32,8 @@ def check_engine(config: EngineConfig) -> None:
         model_spec(CheckpointIndex.open(config.model).config)
 
 
-def without_effect(config: EngineConfig, preset: type[Policy], slab: bool) -> list[str]:
-    """A line for each option that was given and cannot act: nothing is ignored in silence."""
+def without_effect(config: EngineConfig, preset: type[Policy], slab: bool, model: Path) -> list[str]:
+    """A line for each option that was given and cannot act as it says: nothing is ignored in silence."""
     lines = []
     if config.link_gbps is not None and not slab:
         lines.append(f"--link-gbps has no effect: with {preset.name} nothing is moved to the device")
@@ -35,13 +41,45 @@ def without_effect(config: EngineConfig, preset: type[Policy], slab: bool) -> li
         lines.append(f"--prefetcher has no effect: with {preset.name} nothing is moved to the device")
     if config.costs is not None and not preset.needs_costs:
         lines.append(f"--costs has no effect on {preset.name}, which plans without costs")
+    if slab and not preset.uses_device:
+        lines.append(f"--expert-cache serves only policies set later: {preset.name} uses no device memory")
+    if config.host_slowdown != 1.0 and issubclass(preset, OnDemand):
+        lines.append(f"--host-slowdown acts only on policies set later: {preset.name} uses no workers")
+    if config.tile is not None and config.tile > (width := _experts_width(model)):
+        lines.append(f"--tile {config.tile} was cut to {width}, all that an expert has")
     return lines
+
+
+def _experts_width(model: Path) -> float:
+    """Channels of an expert; a model that cannot be read is the loader's to report."""
+    try:
+        return model_spec(CheckpointIndex.open(model).config).intermediate
+    except PipelineError:
+        return math.inf
 
 
 def check_output(path: Path) -> None:
     """Raises WrongUsage unless a file can be made there."""
-    if path.is_dir() or not path.parent.is_dir():
-        raise WrongUsage(f"--out {path}: its folder does not exist, or it is a folder itself")
+    try:
+        if path.is_dir():
+            raise WrongUsage(f"--out {path}: it is a folder")
+        os.close(os.open(unfinished(path), os.O_WRONLY | os.O_CREAT, 0o600))
+        unfinished(path).unlink()
+    except OSError as e:
+        raise WrongUsage(f"--out {path}: no file can be made there: {e.strerror}") from None
+
+
+def unfinished(path: Path) -> Path:
+    """Where a file grows until it is whole and gets its name."""
+    return path.with_name(f".{path.name}.{os.getpid()}")
+
+
+def check_request(source: Path, request: object) -> None:
+    """Raises WrongUsage unless what was read from `source` fits a message."""
+    try:
+        encode(request)
+    except MalformedMessage as e:
+        raise WrongUsage(f"{source} cannot be sent to the engine: {e}") from None
 
 
 def read_text(path: Path) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
 from launch.errors import LaunchError
@@ -27,10 +28,13 @@ if TYPE_CHECKING:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command, by default the command line's; returns the exit code."""
+    _open_standard_streams()
     try:
         return _run(parse(sys.argv[1:] if arguments is None else arguments))
-    except (UsageError, NotEnoughMemory, RequestFailed) as e:
+    except (UsageError, NotEnoughMemory) as e:
         return _complain(str(e), 2)
+    except RequestFailed as e:
+        return _complain(str(e), 2 if e.usage else 1)
     except LaunchError as e:
         return _complain(str(e), e.exit_code)
     except (ProtocolError, ShmError) as e:
@@ -40,6 +44,17 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered has no reader either
         return 0
+
+
+def _open_standard_streams() -> None:
+    """Give a standard stream that the caller closed to /dev/null: a socket that got its number would be
+    written to as if it were stdout."""
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number: fd
+            setattr(sys, name, TextIOWrapper(os.fdopen(fd, "rb" if fd == 0 else "wb", closefd=False)))
 
 
 def _run(options: Options) -> int:

@@ -27,5 +27,9 @@ class EngineDied(LaunchError):
     """A child of a running engine ended unexpectedly; the rest has been stopped."""
 
 
+class OutputFailed(LaunchError):
+    """A file could not be written (the disk is full, say); nothing of it is left."""
+
+
 class AnswerLost(LaunchError):
     """The engine ended an answer that had begun."""

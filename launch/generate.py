@@ -42,6 +42,8 @@ async def generate(options: Options, interrupts: Interrupts) -> int:
                 raise AnswerLost(str(e)) from e
             raise
         _finish(answer, tokens, client, as_json)
+        if answer.done is not None and answer.done.reason == "cancelled":  # not by us: see above
+            raise AnswerLost("the engine gave this answer up; it is shutting down")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 
 from launch.errors import WrongUsage
 from pipeline.config import DeviceName
+
+log = logging.getLogger("tandem")
 
 DRIVER_NODES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the second under WSL
 PROBE = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 9)"
@@ -21,10 +24,12 @@ def cores() -> list[int]:
 
 
 def usable_device(asked: DeviceName) -> DeviceName:
-    """The device to use, cpu or cuda. Raises WrongUsage where cuda cannot be had."""
+    """The device to use, cpu or cuda. Raises WrongUsage where cuda cannot be had; where a GPU could be used
+    and this torch cannot, a warning says so."""
     if asked == "cpu":
         return "cpu"
-    if not any(node.exists() for node in DRIVER_NODES):
+    driver = any(node.exists() for node in DRIVER_NODES)
+    if not driver:
         reason = "no NVIDIA driver is loaded"
     elif not _torch_has_cuda():
         reason = "this torch cannot use the GPU; `pip install` a CUDA build of torch"
@@ -32,6 +37,8 @@ def usable_device(asked: DeviceName) -> DeviceName:
         return "cuda"
     if asked == "cuda":
         raise WrongUsage(f"--device cuda: {reason}; or use --device cpu")
+    if driver:
+        log.warning(f"warning: computing on the CPU: {reason}")
     return "cpu"
 
 

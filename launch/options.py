@@ -17,7 +17,7 @@ from typing import Any, NoReturn, get_args
 
 from launch.errors import WrongUsage
 from launch.values import above, at_least, between, not_empty, token_ids
-from pipeline.config import DeviceName, DTypeName, EngineConfig
+from pipeline.config import DEFAULT_CONTEXT, DeviceName, DTypeName, EngineConfig
 from protocol.messages import Sampling
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -32,6 +32,7 @@ NOT_YET = {
 }
 CONFIG_FIELDS = {f.name for f in fields(EngineConfig)}
 SAMPLING_FIELDS = {f.name for f in fields(Sampling)}
+RANDOM_OPTIONS = {"top_k", "top_p", "min_p"}  # how to choose at random: without effect at temperature 0
 ANSWER_OPTIONS = SAMPLING_FIELDS - {"seed"} | {"max_tokens", "stop", "ignore_eos"}
 
 
@@ -73,6 +74,9 @@ class Options:
 
 def parse(arguments: list[str]) -> Options:
     """Raises WrongUsage, one line with the nearest known words, for anything the grammar does not have."""
+    for argument in arguments:
+        if argument.encode(errors="replace").decode() != argument:
+            raise WrongUsage(f"{argument!a} is not UTF-8 text")
     parser, commands = _grammar()
     namespace, unknown = parser.parse_known_args(arguments)
     written = vars(namespace)
@@ -83,6 +87,14 @@ def parse(arguments: list[str]) -> Options:
     if command not in (None, "generate"):
         for option in sorted(ANSWER_OPTIONS & written.keys()):
             raise WrongUsage(f"{_spelt(option)} does not belong to {command}")
+    if {"chat", "prompt_tokens"} <= written.keys():
+        raise WrongUsage("--chat puts a text into a template; not with --prompt-tokens")
+    # A chat samples as its model recommends, unless it is told otherwise.
+    if written.get("temperature", 0 if command == "generate" else None) == 0:
+        for option in sorted(RANDOM_OPTIONS & written.keys()):
+            raise WrongUsage(
+                f"{_spelt(option)} has no effect on a greedy answer; give a --temperature as well"
+            )
     if "prefill" in written and "stepwise" not in written:
         raise WrongUsage("--prefill belongs to --stepwise; give both or neither")
     options = Options(command, written)
@@ -179,7 +191,12 @@ def _add_common(parser: _Parser) -> None:
     )
     add("--tile", type=at_least(1), metavar="N", help="channels of a tile (from the experts' shape)")
     add("--workers", type=at_least(1), metavar="N", help="expert workers (one for each core)")
-    add("--context", type=at_least(1), metavar="N", help="tokens of prompt and answer (the model's)")
+    add(
+        "--context",
+        type=at_least(1),
+        metavar="N",
+        help=f"tokens of prompt and answer (the model's, at most {DEFAULT_CONTEXT})",
+    )
     add("--chunk", type=at_least(1), metavar="N", help="prefill tokens of one step (measured at start)")
     add("--link-gbps", type=above(0.0), metavar="X", help="emulate a link of X GB/s")
     add("--host-slowdown", type=between(1.0, math.inf), metavar="X", help="emulate workers X times slower")

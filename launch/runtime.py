@@ -12,6 +12,7 @@ left behind: the next start removes it, with the engine's own shared-memory segm
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -24,6 +25,7 @@ from pathlib import Path
 
 from launch.errors import WrongUsage
 from protocol.sockets import ipc_endpoint, private_directory, runtime_root
+from shm.segment import engine_prefix
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,32}")
 SHM = Path("/dev/shm")
@@ -134,12 +136,13 @@ def sweep() -> list[str]:
     return swept
 
 
-def segments(name: str) -> list[Path]:
-    """The shared-memory segments that belong to one engine alone: tandem-<name>-<kind>-<incarnation>.
+def segments(runtime: Path) -> list[Path]:
+    """The shared-memory segments that belong to one engine alone: tandem-<name>-<hash>-<kind>-<incarnation>.
 
     The kind has no dash, so that engine `a` never claims what belongs to engine `a-b`."""
-    own = re.compile(rf"tandem-{re.escape(name)}-[a-z]+-[0-9]+")
-    return [path for path in sorted(SHM.glob(f"tandem-{name}-*")) if own.fullmatch(path.name)]
+    prefix = engine_prefix(runtime)[1:]
+    own = re.compile(rf"{re.escape(prefix)}[a-z]+-[0-9]+")
+    return [path for path in sorted(SHM.glob(f"{prefix}*")) if own.fullmatch(path.name)]
 
 
 def cache_root() -> Path:
@@ -173,8 +176,16 @@ def _try_lock(path: Path, create: bool = False) -> int | None:
 
 
 def _remove_remains(path: Path) -> None:
-    for segment in segments(path.name):
-        segment.unlink(missing_ok=True)
-    for entry in path.iterdir():
-        entry.unlink(missing_ok=True)
-    path.rmdir()
+    for segment in segments(path):
+        with suppress(PermissionError):  # another user's of the same name: none of ours
+            segment.unlink(missing_ok=True)
+    for entry in list(path.iterdir()):
+        if entry.name != "lock":
+            entry.unlink(missing_ok=True)
+    # From here on the directory is another's if it wants it, and then it is neither empty nor ours to remove.
+    (path / "lock").unlink(missing_ok=True)
+    try:
+        path.rmdir()
+    except OSError as e:
+        if e.errno not in (errno.ENOTEMPTY, errno.ENOENT):
+            raise

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from launch.checks import check_output, read_ids, read_text
-from launch.errors import WrongUsage
+from launch.checks import check_output, check_request, read_ids, read_text, unfinished
+from launch.errors import OutputFailed, WrongUsage
 from launch.interrupts import Interrupts
 from launch.options import Options
 from launch.output import print_json, show
 from launch.session import connected
 from protocol.client import Client
-from protocol.messages import F32Matrix
+from protocol.messages import F32Matrix, Score
 
 
 class Matrix:
@@ -27,7 +27,7 @@ class Matrix:
     def __init__(self, path: Path, vocabulary: int) -> None:
         self._path = path
         self._vocabulary = vocabulary
-        self._temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        self._temporary = unfinished(path)
         self._rows = 0
 
     def __enter__(self) -> Matrix:
@@ -63,7 +63,7 @@ class Matrix:
 
 
 async def score(options: Options, interrupts: Interrupts) -> int:
-    """Raises WrongUsage, RequestFailed and what the engine's start raises."""
+    """Raises WrongUsage, OutputFailed, RequestFailed and what the engine's start raises."""
     written = options.written
     out: Path | None = written.get("out")
     if out is not None:
@@ -78,14 +78,18 @@ async def score(options: Options, interrupts: Interrupts) -> int:
         "prefill": written.get("prefill", 1),
         "full": out is not None,
     }
+    check_request(written.get("text") or written["tokens"], Score(0, **asked))
     async with connected(options, interrupts) as client:
         if "text" in asked and not client.welcome.has_tokenizer:
             raise WrongUsage("--text: this model has no tokenizer; give --tokens")
         if out is None:
             count, nll = await _sum(client, asked, None)
         else:
-            with Matrix(out, client.welcome.vocabulary) as matrix:
-                count, nll = await _sum(client, asked, matrix)
+            try:
+                with Matrix(out, client.welcome.vocabulary) as matrix:
+                    count, nll = await _sum(client, asked, matrix)
+            except OSError as e:
+                raise OutputFailed(f"--out {out}: {e.strerror}") from e
         stats = await client.stats()
     mean = nll / (count - 1) if count > 1 else math.nan
     perplexity = math.exp(mean) if mean < 700 else math.inf

@@ -44,7 +44,7 @@ LOADER_SILENCE = 300.0  # seconds without a word; a cold disk may take long for 
 LOAD_TRIES = 3  # another engine's end may remove the store between our loader's end and our lease
 READY_LIMIT = 300.0  # seconds for coordinator, workers and prefetcher: backbone read, costs measured
 KILL_LIMIT = 2.0  # seconds for the kernel to end a killed child
-LAST_WORDS = 0.5  # seconds that a dead child's Failed message may still be under way
+LAST_WORDS = 0.5  # seconds that a dead child's last message may still be under way
 
 COORDINATOR = Identity("coordinator", 0, 0)
 PREFETCHER = Identity("prefetcher", 0, 0)
@@ -62,6 +62,7 @@ class Supervisor:
         self.model: Path = config.model or model_dir()
         self.endpoint = ""
         self._slab = slab
+        self._fingerprint = ""  # of the store, once there is one
         self._log_level = log_level
         self._runtime: RuntimeDir | None = None
         self._control: Control | None = None
@@ -119,7 +120,7 @@ class Supervisor:
         request = PolicyRequest(policy, self.config.policy_options)
         preset = type(make_policy(request, self.config.seed))
         slab = self._slab or preset.uses_device
-        for line in without_effect(self.config, preset, slab):
+        for line in without_effect(self.config, preset, slab, self.model):
             log.warning(f"note: {line}")
 
         self._runtime = RuntimeDir.claim(self.name)
@@ -127,6 +128,8 @@ class Supervisor:
         self._keep(self._listen(self._control))
         briefing = Briefing(self.config, self.model, self._runtime, slab, self._log_level, cache_root())
         log.info(f"model: {self.model}")
+        if briefing.emulation:
+            log.warning(f"emulation: {briefing.emulation}")
         await self._begin_work(briefing, await self._load(briefing))
         self.endpoint = self._runtime.endpoint("client.sock")
         self._runtime.publish(
@@ -150,6 +153,7 @@ class Supervisor:
                 self._lease = StoreLease.acquire(fingerprint, runtime_root())
             except SegmentMissing:
                 continue
+            self._fingerprint = fingerprint
             return fingerprint
         raise StartFailed("other engines removed the store each time it had been loaded; start again")
 
@@ -166,12 +170,15 @@ class Supervisor:
         if briefing.prefetcher == "process":
             started.append(await self._spawn(PREFETCHER, briefing.for_prefetcher(fingerprint), 1))
         log.info(f"processes: {', '.join(title(child.identity) for child in started)}")
-        try:
-            async with asyncio.timeout(READY_LIMIT):
-                await asyncio.gather(*(child.ready for child in started))
-        except TimeoutError:
-            late = ", ".join(title(child.identity) for child in started if not child.ready.done())
-            raise StartFailed(f"not ready after {READY_LIMIT:.0f} s: {late}") from None
+        await asyncio.wait(
+            [child.ready for child in started], timeout=READY_LIMIT, return_when=asyncio.FIRST_EXCEPTION
+        )
+        for child in started:
+            if child.ready.done():
+                child.ready.result()
+        late = ", ".join(title(child.identity) for child in started if not child.ready.done())
+        if late:
+            raise StartFailed(f"not ready after {READY_LIMIT:g} s: {late}")
 
     async def _spawn(self, identity: Identity, config: dict[str, Any], threads: int) -> Child:
         child = await spawn(identity, config, threads)
@@ -202,12 +209,22 @@ class Supervisor:
         topic = "store" if ready.role == "loader" else title(child.identity)
         for note in ready.notes:
             log.info(f"{topic}: {note}")
-        if not child.ready.done():
+        if child.ready.done():
+            return
+        if ready.version != VERSION or self._fingerprint not in ("", ready.fingerprint):
+            which = "version of Tandem" if ready.version != VERSION else "store"
+            child.ready.set_exception(StartFailed(f"the {title(child.identity)} has another {which}"))
+            child.ready.exception()  # seen, also where nobody waits for it any more
+        else:
             child.ready.set_result(ready)
 
     async def _watch(self, child: Child) -> None:
         """What a child's end means: nothing, a failed start, or the engine's end."""
         code = await child.ended()
+        # An end may be seen before what was said just ahead of it: a loader's Ready, a failure's reason.
+        if code >= 0 and not child.ready.done():
+            words = (child.ready, child.failed)
+            await asyncio.wait(words, timeout=LAST_WORDS, return_when=asyncio.FIRST_COMPLETED)
         if code > 0:
             await asyncio.wait((child.failed,), timeout=LAST_WORDS)
         if not child.ready.done():

@@ -32,15 +32,19 @@ from pipeline.peers import PeerSocket
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Policy, PolicyRequest
+from pipeline.room import cache_tiles, full_memory_in_one_line
 from pipeline.scheduler import Scheduler, Send
 from pipeline.tile_mover import TileMover
 from pipeline.tokenizer import Tokenizer, eos_ids
 from pipeline.worker_pool import WorkerPool
 from protocol.messages import Shutdown
+from shm.errors import ShmError
 from shm.layout import StoreLayout
 from shm.pinned import lock_pages
+from shm.segment import engine_prefix
 from shm.store import Store
 from workers.copiers import paced
+from workers.cuda import CudaError
 from workers.kernels.reference import DTYPES
 from workers.peer import Peer
 from workers.prefetcher import CopyLoop
@@ -97,6 +101,7 @@ class Briefed:
 class Assembly:
     """A running engine's parts. Everything but `bury` is for the engine's thread."""
 
+    @full_memory_in_one_line()
     def __init__(self, told: Briefed, send: Send, congested: Callable[[bytes], bool]) -> None:
         """Raises UsageError, ShmError, PeerLost or CudaError, each one line."""
         config = told.config
@@ -125,7 +130,8 @@ class Assembly:
         self.tokenizer = Tokenizer.load(told.model)
         self.sampling = sampling_defaults(told.model)
         pool = WorkerPool(workers, told.workers)
-        memory = self._device_memory(layout) if told.slab else None
+        kv_numbers = KV_CONTEXTS * self.context * spec.kv_numbers_per_token
+        memory = self._device_memory(layout, kv_numbers * dtype.itemsize) if told.slab else None
         pool.wait_ready(PEER_LIMIT)
         self.engine = Engine(backbone, layout, self.device, pool, memory)
         size = f"{backbone.bytes / 1e6:.1f} MB {config.backbone_dtype}"
@@ -148,7 +154,7 @@ class Assembly:
             self.engine,
             kv,
             self.tokenizer,
-            eos_ids(told.model),
+            eos_ids(told.model) if self.tokenizer is None else self.tokenizer.eos_ids,
             context=self.context,
             max_sequences=config.max_sequences,
             chunk=chunk,
@@ -173,6 +179,8 @@ class Assembly:
             "tiles_per_expert": engine.shape.tiles,
             "tile_bytes": engine.layout.tile_bytes,
         }
+        if self._costs is not None:
+            stats["costs"] = self._costs.to_json()
         if engine.memory is not None:
             mover, cache = engine.memory.mover, engine.memory.mover.cache
             stats["cache"] = {
@@ -193,6 +201,11 @@ class Assembly:
         if role in self._peers:
             self._peers[role].bury(index, incarnation)
 
+    def give_up(self, reason: str) -> None:
+        """End every wait for a worker or the prefetcher. May be called from any thread."""
+        for socket in self._peers.values():
+            socket.give_up(reason)
+
     def close(self) -> None:
         """Release everything, in reverse order."""
         self._closing.close()
@@ -205,11 +218,12 @@ class Assembly:
             self._costs = measure_costs(self.engine) if file is None else Costs.load(file)
         return self._costs
 
-    def _device_memory(self, layout: StoreLayout) -> DeviceMemory:
+    def _device_memory(self, layout: StoreLayout, kv_bytes: int) -> DeviceMemory:
         told, shape = self.told, layout.shape
-        capacity = int(told.config.expert_cache * shape.layers * shape.experts * shape.tiles)
+        capacity = cache_tiles(told.config.expert_cache, shape.layers * shape.experts * shape.tiles)
         slots = capacity + STAGING_TILES
-        name = f"/tandem-{told.engine}-slab-{told.incarnation}"
+        self.device.check_room(slots * layout.tile_bytes, kv_bytes)
+        name = f"{engine_prefix(told.runtime)}slab-{told.incarnation}"
         slab = self.device.open_slab(name, slots, layout.tile_bytes)
         self._closing.callback(slab.close)
         link = FetchLink(self._peers["prefetcher"])
@@ -233,8 +247,12 @@ class Assembly:
             loop = CopyLoop(peer, self.store, told.config.link_gbps)
             loop.attach(copier)
             peer.announce()
-            loop.run()
-            peer.close()
+            try:
+                loop.run()
+            except (CudaError, ShmError) as e:
+                self._peers["prefetcher"].give_up(f"the prefetcher failed: {e}")
+            finally:
+                peer.close()
 
         def stop() -> None:
             self._peers["prefetcher"].send(0, Shutdown())

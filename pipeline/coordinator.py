@@ -45,7 +45,7 @@ from workers.lifetime import enter
 
 log = logging.getLogger(__name__)
 
-FLUSH_LIMIT = 2.0  # seconds for the last messages to clients
+FLUSH_LIMIT = 1.0  # seconds for the last messages to clients
 
 
 class Coordinator:
@@ -106,9 +106,9 @@ class Coordinator:
 
     def _on_failure(self, text: str, usage: bool) -> None:
         """The engine cannot start or cannot go on: say why and end."""
-        self._tell_supervisor(Failed("coordinator", text, usage))
         self._exit = 2 if usage else 1
         self._stopping.set()
+        self._tell_supervisor(Failed("coordinator", text, usage))
 
     def _tell_supervisor(self, message: object) -> None:
         # Not waiting, this has happened when it returns, and the future only carries how it went.
@@ -184,7 +184,7 @@ class Coordinator:
         try:
             assembly.scheduler.submit(client, message)
         except UsageError as e:
-            self._engine.send(client, Done(message.request, "error", str(e)))
+            self._engine.send(client, Done(message.request, "error", str(e), usage=True))
 
     def _set_policy(self, assembly: Assembly, client: bytes, message: SetPolicy) -> None:
         options = {name: str(value) for name, value in message.options.items()}

@@ -54,7 +54,7 @@ class _Probe:
                     yield layer, expert
 
     def warm_up(self) -> None:
-        """The workers import torch with their first Work, and every side has its first-call costs."""
+        """A worker that has just announced itself may still import torch, and first calls cost more."""
         self._compute(1)
         self._fetch()
         self.device(1, 0.0)

@@ -164,7 +164,9 @@ class Engine:
         self, layer: int, split: Split, x: Tensor, counters: PhaseCounters
     ) -> Tensor | None:
         """The device's share, float32 [R, H]; None where it has none. Resident tiles are computed while the
-        missing ones are on their way, and those as they land; both in (expert, tile) order."""
+        missing ones are on their way, and those as they land. Resident ones are an expert's first, so each
+        expert sums its tiles in tile order, and then experts are added in theirs: the bits depend on the cuts
+        and not on what happened to be resident."""
         if self.memory is None or not split.device:
             return None
         slab, mover = self.memory.slab, self.memory.mover
@@ -173,11 +175,11 @@ class Engine:
         inputs = self.kernel.activations(x)
         y = torch.zeros_like(x)
         rows = {s.expert: torch.from_numpy(s.rows.astype(np.int64)).to(x.device) for s in split.device}
-        weights = {s.expert: torch.from_numpy(s.weights[:, None]).to(x.device) for s in split.device}
+        sums: dict[int, Tensor] = {}
 
         def add(expert: int, slot: int) -> None:
-            chosen = rows[expert]
-            y.index_add_(0, chosen, self.kernel.run(slab.slot(slot), inputs[chosen]) * weights[expert])
+            part = self.kernel.run(slab.slot(slot), inputs[rows[expert]])
+            sums[expert] = sums[expert].add_(part) if expert in sums else part
 
         for share in split.device:
             for slot in mover.cache.slots_of(layer, share.expert)[: share.resident]:
@@ -186,6 +188,9 @@ class Engine:
         for expert, slot in landing:
             add(expert, slot)
             counters.fetched_tiles += 1
+        for share in split.device:
+            weights = torch.from_numpy(share.weights[:, None]).to(x.device)
+            y.index_add_(0, rows[share.expert], sums[share.expert] * weights)
         return y
 
     def _head(self, h: Tensor, pieces: Sequence[Piece]) -> list[FloatArray]:

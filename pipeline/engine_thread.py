@@ -21,7 +21,8 @@ log = logging.getLogger(__name__)
 
 IDLE_WAIT = 0.5  # seconds an idle engine waits for a call before it audits itself
 PAUSE = 0.005  # seconds until a round is tried again when all requests wait for their clients
-JOIN_LIMIT = 4.0  # seconds for the engine's thread to end its step
+JOIN_LIMIT = 2.0  # seconds for the engine's thread to end its step
+GIVE_UP_LIMIT = 1.0  # seconds for it to end after its peers were given up
 
 
 class EngineThread:
@@ -43,6 +44,7 @@ class EngineThread:
         self._clients = clients
         self._on_ready = on_ready
         self._on_failure = on_failure
+        self._assembly: Assembly | None = None
         self._calls: queue.SimpleQueue[Callable[[Assembly], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -58,7 +60,11 @@ class EngineThread:
         self._calls.put(None)
 
     def join(self) -> None:
+        """Wait for the end, not for a peer: a step that waits for one that does not answer is given up."""
         self._thread.join(JOIN_LIMIT)
+        if self._thread.is_alive() and self._assembly is not None:
+            self._assembly.give_up("the engine was stopped while a step waited")
+            self._thread.join(GIVE_UP_LIMIT)
 
     def in_loop(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call a function in the event loop. From any thread."""
@@ -70,7 +76,7 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            assembly = Assembly(self._told, self.send, self._clients.congested)
+            assembly = self._assembly = Assembly(self._told, self.send, self._clients.congested)
             self.in_loop(self._on_ready, assembly)
             self._serve(assembly)
         except (PipelineError, ShmError, CudaError) as e:

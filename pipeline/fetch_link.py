@@ -9,7 +9,7 @@ from pipeline.errors import PeerLost
 from pipeline.peers import PeerSocket
 from protocol.messages import AttachSlab, CancelFetch, Fetch, Fetched, SlabAttached
 
-DEMANDED, PREDICTED, PLACED = 0, 1, 2  # urgency; smaller overtakes
+DEMANDED, PLACED = 0, 2  # urgency; smaller overtakes
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """The coordinator's end of a socket to its workers or its prefetcher: who is there, messages both ways.
 
 A peer is known by its index; behind an index only its newest incarnation is heard, and what a dead one
-still had under way is dropped. Used by the engine's thread alone; `bury` may be called from any thread.
+still had under way is dropped. Used by the engine's thread alone; `bury` and `give_up` may be called from any
+thread, and end its waits.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from protocol.sockets import bind_router, identity, ipc_endpoint, parse_identity
 
 log = logging.getLogger(__name__)
 
+SEND_LIMIT = 30.0  # seconds for a peer whose queue is full to take something
 COPY_BELOW = 65536  # bytes; copying less is cheaper than tracking the buffer
 
 
@@ -35,6 +37,8 @@ class PeerSocket:
         self._live: dict[int, int] = {}  # index -> incarnation
         self._dead: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
+        self._given_up = ""
+        self._early: list[tuple[int, object]] = []  # what came while a send had to wait
         self.malformed = 0
 
     def wait_ready(self, count: int, limit: float) -> None:
@@ -50,8 +54,14 @@ class PeerSocket:
         with self._lock:
             self._dead.add((index, incarnation))
 
+    def give_up(self, reason: str) -> None:
+        """No peer will answer any more: every wait from now on raises PeerLost with this reason."""
+        self._given_up = reason
+
     def check_alive(self) -> None:
-        """Raises PeerLost when a peer that was ready has died."""
+        """Raises PeerLost when a peer that was ready has died, or all were given up."""
+        if self._given_up:
+            raise PeerLost(self._given_up)
         with self._lock:
             for index, incarnation in self._live.items():
                 if (index, incarnation) in self._dead:
@@ -59,18 +69,30 @@ class PeerSocket:
 
     def send(self, index: int, message: object) -> None:
         """Send to a peer. Large tensors are not copied: they must not change until its answer. Raises
-        PeerLost where it is not connected or does not take messages any more."""
+        PeerLost where it is not connected, or takes no message for too long."""
         frames = encode(message)
         name = identity(self._role, index, self._live.get(index, 0))
-        try:
-            small = sum(map(len, frames)) < COPY_BELOW
-            self._socket.send_multipart([name, *frames], copy=small)
-        except zmq.ZMQError as e:
-            raise PeerLost(f"{self._role} {index} cannot be reached: {e}") from None
+        small = sum(map(len, frames)) < COPY_BELOW
+        deadline = time.monotonic() + SEND_LIMIT
+        while True:
+            try:
+                self._socket.send_multipart([name, *frames], zmq.NOBLOCK, copy=small)
+                return
+            except zmq.Again:
+                # It may wait for us to take what it sends, so take it.
+                self._early.extend(self._take(10))
+                if time.monotonic() > deadline:
+                    raise PeerLost(f"{self._role} {index} took no message for {SEND_LIMIT:.0f} s") from None
+            except zmq.ZMQError as e:
+                raise PeerLost(f"{self._role} {index} cannot be reached: {e}") from None
 
     def receive(self, wait_ms: int) -> list[tuple[int, object]]:
         """Messages that are here, as (index, message); waits at most `wait_ms` for the first. Ready is
         taken in here. Raises PeerLost where a peer speaks for another engine or version, or has died."""
+        early, self._early = self._early, []
+        return early + self._take(0 if early else wait_ms)
+
+    def _take(self, wait_ms: int) -> list[tuple[int, object]]:
         if not self._socket.poll(wait_ms):
             self.check_alive()
             return []

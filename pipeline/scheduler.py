@@ -174,7 +174,7 @@ class Scheduler:
         if sum(given) != 1:
             raise RequestError("give exactly one of prompt, token_ids and messages")
         if message.messages is not None:
-            return self._need_tokenizer("messages").render_chat(message.messages)
+            return self._checked(self._need_tokenizer("messages").render_chat(message.messages))
         return self._ids(message.prompt, message.token_ids)
 
     def _score_job(self, client: bytes, message: Score) -> Job:
@@ -199,7 +199,11 @@ class Scheduler:
         )
 
     def _ids(self, text: str | None, given: tuple[int, ...] | None) -> list[int]:
-        tokens = list(given) if given is not None else self._need_tokenizer("text").encode(text or "")
+        if given is not None:
+            return self._checked(list(given))
+        return self._checked(self._need_tokenizer("text").encode(text or ""))
+
+    def _checked(self, tokens: list[int]) -> list[int]:
         size = self.engine.backbone.spec.vocabulary
         wrong = [t for t in tokens if not 0 <= t < size]
         if wrong:

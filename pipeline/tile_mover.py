@@ -16,7 +16,7 @@ from pipeline.expert_cache import ExpertCache
 from pipeline.fetch_link import DEMANDED, PLACED, FetchLink, Order
 from pipeline.policies.view import Target
 
-LANDING_LIMIT = 30.0  # seconds without any landing after which the prefetcher is given up
+LANDING_LIMIT = 30.0  # seconds for the next tile of an order that is waited for
 
 
 @dataclass(frozen=True)

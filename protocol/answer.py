@@ -75,7 +75,7 @@ class Answer:
                 self._tokens.append(message)
             case Done(reason="error"):
                 self.done = message
-                self._failure = RequestFailed(message.error)
+                self._failure = RequestFailed(message.error, message.usage)
             case Done():
                 self.done = message
             case ProtocolError():

@@ -120,8 +120,8 @@ class Client:
     ) -> AsyncGenerator[Scores, None]:
         """Log-probabilities of exactly one of `text`, `token_ids`, block by block; see messages.Score.
 
-        Ends at Done, also where the engine cancelled it. Leaving the loop before cancels the request.
-        Raises RequestFailed with the engine's reason, EngineGone, MalformedMessage.
+        Ends when all have come. Leaving the loop before cancels the request. Raises RequestFailed with the
+        engine's reason, or where the engine cancelled the request; EngineGone, MalformedMessage.
         """
         request = self._next_request()
         ids = None if token_ids is None else tuple(token_ids)
@@ -134,12 +134,14 @@ class Client:
                     match await connection.receive():
                         case Scores(request=its) as block if its == request:
                             yield block
-                        case Done(request=its, reason=reason, error=error) if its == request:
+                        case Done(request=its, reason=reason) as done if its == request:
                             if reason == "error":
-                                raise RequestFailed(error)
+                                raise RequestFailed(done.error, done.usage)
+                            if reason == "cancelled":
+                                raise RequestFailed("the engine gave this request up; it is shutting down")
                             return
                         case Error(request=its, text=error) if its == request:
-                            raise RequestFailed(error)
+                            raise RequestFailed(error, usage=True)
             except ProtocolError:
                 raise  # the request has ended, or the engine has
             except BaseException:  # the caller left the loop or was cancelled
@@ -193,11 +195,11 @@ class Client:
             case Done(request=request) if answer := self._answers.pop(request, None):
                 answer.take(message)
             case Error(request=request, text=text) if answer := self._answers.pop(request, None):
-                answer.take(RequestFailed(text))
+                answer.take(RequestFailed(text, usage=True))
             case StatsReply(request=request) | PolicyChanged(request=request) if request in self._replies:
                 self._settle(request, message, None)
             case Error(request=request, text=text) if request in self._replies:
-                self._settle(request, None, RequestFailed(text))
+                self._settle(request, None, RequestFailed(text, usage=True))
             case PolicyChanged(request=-1) if self.on_policy is not None:
                 # An error in the callback is the event loop's to report, not the end of this receiver.
                 asyncio.get_running_loop().call_soon(self.on_policy, message)

@@ -47,7 +47,7 @@ the supervisor and its children.
   3 Generate: request int, prompt str? = nil, token_ids [int]? = nil, messages [ChatMessage]? = nil,
     max_tokens int = 128, sampling Sampling = {}, stop [str] = [], ignore_eos bool = false
   4 Token: request int, index int, token int, text str
-  5 Done: request int, reason str, error str = "", text str = "", stats map = {}
+  5 Done: request int, reason str, error str = "", text str = "", stats map = {}, usage bool = false
   6 Cancel: request int
   7 Score: request int, text str? = nil, token_ids [int]? = nil, stepwise bool = false, prefill int = 1,
     full bool = false

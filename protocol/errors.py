@@ -18,4 +18,9 @@ class EngineGone(ProtocolError):
 
 
 class RequestFailed(ProtocolError):
-    """The engine answered a request with an error; the text is the engine's."""
+    """The engine answered a request with an error; the text is the engine's. `usage`: the request is at
+    fault, not the engine."""
+
+    def __init__(self, text: str, usage: bool = False) -> None:
+        super().__init__(text)
+        self.usage = usage

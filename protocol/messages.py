@@ -123,6 +123,7 @@ class Done:
     error: str = ""  # what was wrong and what to do, when reason is "error"
     text: str = ""  # text held back by Token messages and now certain
     stats: Tree = field(default_factory=dict)
+    usage: bool = False  # the request is at fault, not the engine
 
 
 @dataclass(frozen=True)

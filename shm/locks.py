@@ -1,21 +1,26 @@
 """Who builds a store, who uses it, and who removes it.
 
-Two lock files for each store lie in `<root>/.locks` (mode 0700), where root is the folder of this user's
-runtime directories; a name that begins with a dot is no engine's. Both are locked with flock, which the
-kernel gives back however a process ends:
+Each store has two lock files, in folders `.locks` (mode 0700). Both are locked with flock, which the kernel
+gives back however a process ends:
 
-    <16 hex>.build   exclusive while a store is looked for or built. Two engines that start at once build
+    /tmp/tandem-<uid>/.locks/<16 hex>.build
+                     exclusive while a store is looked for or built. Two engines that start at once build
                      once: the second waits, and finds the first one's store.
-    <16 hex>.use     shared as long as an engine uses the store. The last one out, for whom the exclusive lock
+    <root>/.locks/<16 hex>.use
+                     shared as long as an engine uses the store. The last one out, for whom the exclusive lock
                      succeeds, unlinks the segment. The file's text "keep" says that one of them asked to
-                     leave it for the next start; the first user of that start clears it.
+                     leave it for the next start; the first user of that start clears it. It is there from
+                     the beginning of a build on, so that the sweep finds what a killed builder left.
+
+Root is the folder of an engine's runtime directory; a name that begins with a dot is no engine's.
 
 A lock file is removed by a holder of its exclusive lock. Whoever locks a file therefore makes sure afterwards
 that the name still leads to it, and otherwise starts again.
 
-Segments are seen by all of a user's engines, lock files by those of one root (a login without a session has
-another XDG_RUNTIME_DIR). So each user of a store also holds a shared lock on the segment itself, and
-removing it needs that one's exclusive lock, too. A kept store is known to its own root only.
+Segments are seen by all of a user's engines, a root by some of them (a login without a session has another
+XDG_RUNTIME_DIR). So builders lock in one place whatever their root, or each would take the other's segment
+for a dead builder's; and each user of a store also holds a shared lock on the segment itself, whose
+exclusive lock removing it needs, too. A kept store is known to its own root only.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ from shm.segment import SHM_FOLDER, unlink
 from shm.store import Store, store_name
 
 LOCK_FOLDER = ".locks"
+BUILD_ROOT = "/tmp/tandem-{uid}"  # nothing of the environment: all of a user's engines must find it
 KEEP = b"keep"
 POLL_SECONDS = 0.05
 USE_WAIT_SECONDS = 10.0  # others hold the exclusive lock only while they unlink
@@ -56,7 +62,7 @@ class StoreLease:
         may have removed it: load it again), StoreInvalid where it is not that model's, ShmError where the
         lock cannot be had.
         """
-        name, path = store_name(fingerprint), _lock_path(root, fingerprint, "use")
+        name, path = store_name(fingerprint), _use_path(root, fingerprint)
         first = _try_lock(path, fcntl.LOCK_EX)
         if first is not None:
             os.ftruncate(first, 0)  # an earlier engine's wish to keep the store has been granted
@@ -88,12 +94,14 @@ class StoreLease:
 def build_lock(fingerprint: str, root: Path, waiting: Callable[[], None] | None = None) -> Iterator[None]:
     """Hold the right to build a store. `waiting` is called again and again while another engine has it.
     Raises ShmError where it cannot be had within an hour."""
-    path = _lock_path(root, fingerprint, "build")
+    path, use = _build_path(fingerprint), _use_path(root, fingerprint)
     descriptor = _wait_lock(path, fcntl.LOCK_EX, BUILD_WAIT_SECONDS, waiting)
     try:
+        use.touch(mode=0o600)  # this process may be killed: the sweep must find what it leaves
         yield
-        # From here on the store has no builder and, until a lease is taken, no user: the sweep must find it.
-        _lock_path(root, fingerprint, "use").touch(mode=0o600)
+        # From here on the store has no builder and, until a lease is taken, no user. Its last user may have
+        # left meanwhile, and removed the file.
+        use.touch(mode=0o600)
     finally:
         path.unlink(missing_ok=True)
         os.close(descriptor)
@@ -103,11 +111,11 @@ def sweep(root: Path) -> list[str]:
     """Remove the stores that engines of this root left behind when they were killed: nobody uses or builds
     them, and nobody asked to keep them. Returns the segments' names."""
     removed = []
-    for key in sorted({path.stem for path in _lock_folder(root).iterdir()}):
-        build = _try_lock(_lock_path(root, key, "build"), fcntl.LOCK_EX)
+    for use_path in sorted(_lock_folder(root).glob("*.use")):
+        key = use_path.stem
+        build = _try_lock(_build_path(key), fcntl.LOCK_EX)
         if build is None:
             continue
-        use_path = _lock_path(root, key, "use")
         use = _try_lock(use_path, fcntl.LOCK_EX)
         try:
             if use is not None and _remove_if_unused(use, use_path, store_name(key)):
@@ -115,7 +123,7 @@ def sweep(root: Path) -> list[str]:
         finally:
             if use is not None:
                 os.close(use)
-            _lock_path(root, key, "build").unlink(missing_ok=True)
+            _build_path(key).unlink(missing_ok=True)
             os.close(build)
     return removed
 
@@ -154,16 +162,27 @@ def _lock_segment(name: str, operation: int) -> int | None:
 
 
 def _lock_folder(root: Path) -> Path:
-    folder = root / LOCK_FOLDER
+    return _own_folder(root / LOCK_FOLDER)
+
+
+def _own_folder(folder: Path) -> Path:
+    """Make this folder, or check that the one there is this user's alone. Raises ShmError."""
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if status.st_uid != os.geteuid():
         raise ShmError(f"the folder {folder} belongs to another user")
+    if status.st_mode & 0o077:
+        raise ShmError(f"the folder {folder} is open to other users; run: chmod 700 {folder}")
     return folder
 
 
-def _lock_path(root: Path, fingerprint: str, kind: str) -> Path:
-    return _lock_folder(root) / f"{fingerprint[:16]}.{kind}"
+def _use_path(root: Path, fingerprint: str) -> Path:
+    return _lock_folder(root) / f"{fingerprint[:16]}.use"
+
+
+def _build_path(fingerprint: str) -> Path:
+    root = _own_folder(Path(BUILD_ROOT.format(uid=os.geteuid())))
+    return _lock_folder(root) / f"{fingerprint[:16]}.build"
 
 
 def _try_lock(path: Path, operation: int) -> int | None:

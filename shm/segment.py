@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import mmap
 import os
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 
 import numpy as np
@@ -25,6 +27,13 @@ from shm.layout import Bytes
 
 SHM_FOLDER = "/dev/shm"
 ALLOCATION_STEP = 1 << 28  # bytes allocated between two calls of `progress`
+
+
+def engine_prefix(runtime: Path) -> str:
+    """What the names of an engine's own segments begin with, given its runtime directory. Names of engines
+    are unique only beside each other, those of segments must be on the whole machine: hence the hash."""
+    place = hashlib.sha256(f"{os.geteuid()} {os.path.realpath(runtime)}".encode()).hexdigest()[:6]
+    return f"/tandem-{runtime.name}-{place}-"
 
 
 class Segment:

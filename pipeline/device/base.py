@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shm.store import Store
     from workers.copiers import Copier
 
+SPARE_BYTES = 500_000_000  # beside slab and KV cache: what a step and the libraries allocate
 Fence = Any  # what `Device.fence` returns; None where the device computes synchronously
 
 
@@ -70,6 +71,11 @@ class Device(ABC):
     @abstractmethod
     def wait(self, fence: Fence) -> None:
         """Return when everything before the mark has completed."""
+
+    @abstractmethod
+    def check_room(self, slab: int, kv: int) -> None:
+        """Raise UsageError, with the numbers, unless a slab and a KV cache of this many bytes and SPARE_BYTES
+        fit what is free now."""
 
     @abstractmethod
     def open_slab(self, name: str, slots: int, slot_bytes: int) -> SlabMemory:

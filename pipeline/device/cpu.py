@@ -12,9 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.device.base import Device, Fence, SlabMemory
+from pipeline.device.base import SPARE_BYTES, Device, Fence, SlabMemory
+from pipeline.errors import UsageError
 from protocol.messages import AttachSlab
-from shm.segment import unlink
+from shm.segment import SHM_FOLDER, available_memory, free_shm_bytes, gigabytes, unlink
 from shm.slab import Slab
 from shm.store import Store
 from workers.copiers import ShmCopier
@@ -71,6 +72,15 @@ class CpuDevice(Device):
 
     def wait(self, fence: Fence) -> None:
         """Nothing is ever under way."""
+
+    def check_room(self, slab: int, kv: int) -> None:
+        shm, memory = free_shm_bytes(), available_memory()
+        if slab > shm or slab + kv + SPARE_BYTES > memory:
+            raise UsageError(
+                f"the slab needs {gigabytes(slab)} of shared memory, the KV cache {gigabytes(kv)} and the"
+                f" rest {gigabytes(SPARE_BYTES)}, but {SHM_FOLDER} has {gigabytes(shm)} and the machine"
+                f" {gigabytes(memory)} free: use a smaller --expert-cache or --context"
+            )
 
     def open_slab(self, name: str, slots: int, slot_bytes: int) -> SlabMemory:
         return CpuSlab(name, slots, slot_bytes)

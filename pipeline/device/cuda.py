@@ -14,8 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.device.base import Device, Fence, SlabMemory
+from pipeline.device.base import SPARE_BYTES, Device, Fence, SlabMemory
+from pipeline.errors import UsageError
 from protocol.messages import AttachSlab
+from shm.segment import gigabytes
 from shm.store import Store
 from workers.copiers import CudaCopier
 from workers.cuda import call, ipc_handle
@@ -44,6 +46,7 @@ class CudaSlab(SlabMemory):
         self.slot_bytes = -(-slot_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         self._used = slot_bytes
         self._device = device
+        self._exported = False
         call("cudaSetDevice", device)
         self._address = int(call("cudaMalloc", -(-slots * self.slot_bytes // BLOCK) * BLOCK))
         whole = torch.as_tensor(_Allocation(self._address, slots * self.slot_bytes), device=f"cuda:{device}")
@@ -53,6 +56,7 @@ class CudaSlab(SlabMemory):
         return self._tensors[index]
 
     def address(self) -> AttachSlab:
+        self._exported = True
         return AttachSlab("cuda", ipc_handle(self._address), self._device, self.slots, self.slot_bytes)
 
     def local_copier(self, store: Store) -> CudaCopier:
@@ -61,7 +65,10 @@ class CudaSlab(SlabMemory):
     def close(self) -> None:
         torch.cuda.synchronize(self._device)
         self._tensors.clear()
-        call("cudaFree", self._address)
+        if not self._exported:
+            call("cudaFree", self._address)
+        # Otherwise another process may still map it, and what freeing it then does is undefined. Whoever
+        # exports a slab keeps it until the process ends, and the driver frees it.
 
 
 class CudaDevice(Device):
@@ -92,13 +99,23 @@ class CudaDevice(Device):
         return torch.from_numpy(array).to(self.torch_device, non_blocking=True)
 
     def fence(self) -> Fence:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotation for it
+        # Blocking: who waits for it sleeps, where it would otherwise spin on a core that workers compute on.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch has no annotation
         event.record()
         return event
 
     def wait(self, fence: Fence) -> None:
         if fence is not None:
             fence.synchronize()
+
+    def check_room(self, slab: int, kv: int) -> None:
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        if slab + kv + SPARE_BYTES > free:
+            raise UsageError(
+                f"the slab needs {gigabytes(slab)}, the KV cache {gigabytes(kv)} and the rest"
+                f" {gigabytes(SPARE_BYTES)} of device memory, but {gigabytes(free)} are free:"
+                " use a smaller --expert-cache or --context"
+            )
 
     def open_slab(self, name: str, slots: int, slot_bytes: int) -> SlabMemory:
         return CudaSlab(self.torch_device.index, slots, slot_bytes)

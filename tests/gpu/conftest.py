@@ -18,7 +18,7 @@ def missing() -> str:
     try:
         import cuda.bindings.runtime  # noqa: F401
     except ImportError:
-        return "cuda-bindings is not installed (pip install tandem[cuda])"
+        return "cuda-bindings is not installed (pip install -e '.[cuda]')"
     return ""
 
 

@@ -106,9 +106,12 @@ def engines_left() -> list[str]:
 
 def store_of(model: Path, format_name: str = "bf16") -> Path:
     """Where the store of a checkpoint is when it is in shared memory."""
+    return Path("/dev/shm" + store_name(fingerprint_of(model, format_name)))
+
+
+def fingerprint_of(model: Path, format_name: str = "bf16") -> str:
     index = CheckpointIndex.open(model)
-    shape = expert_shape(index.config, None)
-    return Path("/dev/shm" + store_name(fingerprint(index, format_name, shape.tile)))
+    return fingerprint(index, format_name, expert_shape(index.config, None).tile)
 
 
 def own_segments(name: str) -> list[str]:

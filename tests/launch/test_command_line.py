@@ -11,9 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from launch.checks import without_effect
 from launch.cli import main
 from launch.options import NOT_YET, parse
 from pipeline.config import EngineConfig
+from pipeline.policies.lru import OnDemand
+from pipeline.policies.static import AllHost
+from protocol.checks import DEFAULT
 from protocol.messages import Sampling
 
 ROOT = Path(__file__).parents[2]
@@ -77,10 +81,18 @@ def complaint(capfd: pytest.CaptureFixture[str]) -> Complaint:
         ("generate --prompt a --name a/b", ["--name"]),
         ("generate --prompt a --tepmerature 1", ["--tepmerature", "--temperature"]),
         ("genrate --prompt a", ["genrate", "generate"]),
+        ("generate --prompt-tokens 1 --chat", ["--chat", "--prompt-tokens"]),
+        ("generate --prompt a --top-k 5", ["--top-k", "--temperature"]),
+        ("generate --prompt a --top-p 0.5 --temperature 0", ["--top-p", "--temperature"]),
+        ("--min-p 0.5 --temperature 0", ["--min-p", "--temperature"]),
+        ("generate --prompt caf\udce9", ["udce9", "UTF-8"]),
+        ("generate --prompt a --stop caf\udce9", ["udce9", "UTF-8"]),
+        ("generate --prompt a --model /caf\udce9", ["udce9", "UTF-8"]),
         ("score", ["--text", "--tokens"]),
         ("score --text /nowhere/text", ["/nowhere/text"]),
         ("score --tokens /nowhere/ids.json", ["/nowhere/ids.json"]),
         ("score --text README.md --out /nowhere/a.npy", ["/nowhere/a.npy"]),
+        ("score --text README.md --out /proc/a.npy", ["/proc/a.npy"]),
         ("score --text README.md --prefill 3", ["--stepwise"]),
         ("score --text README.md --prefill 0 --stepwise", ["--prefill"]),
         ("--temperature 1 score --text README.md", ["--temperature", "score"]),
@@ -109,11 +121,19 @@ def test_a_real_process_ends_with_the_same(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("content", ["[1, 2", '{"a": 1}', "[1, true]", "[1, -2]", '["1"]', "[1.0]"])
+@pytest.mark.parametrize(
+    "content", ["[1, 2", '{"a": 1}', "[1, true]", "[1, -2]", '["1"]', "[1.0]", f"[{1 << 63}]"]
+)
 def test_files_of_token_ids_are_checked(content: str, tmp_path: Path, complaint: Complaint) -> None:
     file = tmp_path / "ids.json"
     file.write_text(content)
     assert str(file) in complaint("score", "--tokens", str(file))
+
+
+def test_a_text_larger_than_a_message_is_refused(tmp_path: Path, complaint: Complaint) -> None:
+    file = tmp_path / "text"
+    file.write_text("long " * 1_000_000)
+    assert str(DEFAULT.header) in complaint("score", "--text", str(file))
 
 
 def test_text_must_be_utf8(tmp_path: Path, complaint: Complaint) -> None:
@@ -154,7 +174,7 @@ def test_starting_imports_no_torch() -> None:
 def test_defaults_are_those_of_the_dataclasses() -> None:
     options = parse(["generate", "--prompt", "a"])
     assert options.config() == EngineConfig()
-    assert options.sampling == Sampling()
+    assert options.sampling(Sampling()) == Sampling()
     assert not options.slab
 
 
@@ -162,7 +182,19 @@ def test_options_are_taken_before_and_after_the_command() -> None:
     options = parse("--policy random --workers 3 generate --prompt a --seed 7 --set random.churn=1".split())
     expected = EngineConfig(policy="random", workers=3, seed=7, policy_options={"churn": "1"})
     assert options.config() == expected
-    assert options.sampling == Sampling(seed=7)
+    assert options.sampling(Sampling()) == Sampling(seed=7)
+
+
+def test_what_cannot_act_is_said(tiny_model: Path) -> None:
+    for preset, config, slab, words in (
+        (AllHost, EngineConfig(), True, ["--expert-cache", "all-host"]),
+        (OnDemand, EngineConfig(host_slowdown=2.0), True, ["--host-slowdown", "on-demand"]),
+        (OnDemand, EngineConfig(tile=97), True, ["--tile 97", "96"]),
+    ):
+        (line,) = without_effect(config, preset, slab, tiny_model)
+        for word in words:
+            assert word in line
+    assert without_effect(EngineConfig(tile=96, host_slowdown=2.0), AllHost, False, tiny_model) == []
 
 
 def test_asking_for_a_cache_asks_for_device_memory() -> None:
@@ -173,4 +205,4 @@ def test_a_seed_may_go_to_a_running_engine_with_its_request() -> None:
     options = parse(["generate", "--prompt", "a", "--connect", "--seed", "3"])
     assert options.connect
     assert options.connect_name is None
-    assert options.sampling.seed == 3
+    assert options.sampling(Sampling()).seed == 3

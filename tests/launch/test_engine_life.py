@@ -5,20 +5,36 @@ from __future__ import annotations
 import json
 import os
 import select
+import shlex
 import signal
 import subprocess
+import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
-from engines import LIMIT, Launched, alive, engines_left, own_segments, runs, store_of, wait_until
+from engines import (
+    LAUNCH,
+    LIMIT,
+    Launched,
+    alive,
+    engines_left,
+    fingerprint_of,
+    own_segments,
+    runs,
+    store_of,
+    wait_until,
+)
 
 from launch.errors import StartFailed
 from launch.runtime import sweep
 from launch.supervisor import Supervisor
 from pipeline.config import EngineConfig
 from protocol.sockets import runtime_root
+from shm.locks import build_lock
 from shm.locks import sweep as sweep_stores
 
 pytestmark = pytest.mark.timeout(300)  # several engines start in a test, on a machine that may be busy
@@ -219,6 +235,69 @@ def test_a_kept_store_is_attached_by_the_next_start(arguments: list[str], tiny_m
     assert code == 0
     assert "0 bytes read from the checkpoint, 0 bytes read from the cache" in err
     assert not store_of(tiny_model).exists()
+
+
+def test_a_loader_that_ends_while_the_supervisor_stands_still_has_loaded(
+    arguments: list[str], tiny_model: Path
+) -> None:
+    with (
+        ExitStack() as held,
+        Launched("generate", "--prompt-tokens", "5", "--max-tokens", "1", *arguments) as launched,
+    ):
+        held.enter_context(build_lock(fingerprint_of(tiny_model), runtime_root(), lambda: None))
+        assert wait_until(lambda: any(runs(c, "pipeline.loader") for c in launched.children()), 30)
+        loader = launched.child("pipeline.loader")
+        assert wait_until(lambda: any(f.path.endswith(".build") for f in loader.open_files()), 30)
+        time.sleep(0.5)  # it is connected by now, and waits for the lock
+        launched.send(signal.SIGSTOP)
+        held.close()
+        assert wait_until(lambda: loader.status() == psutil.STATUS_ZOMBIE, 30)
+        launched.send(signal.SIGCONT)
+        code, _, err = launched.end()
+    assert code == 0, err
+    assert engines_left() == []
+
+
+def test_an_answer_that_the_engine_gives_up_is_lost(arguments: list[str], tmp_path: Path) -> None:
+    ids, matrix = tmp_path / "ids.json", tmp_path / "scores.npy"
+    ids.write_text(json.dumps([5] * 250))
+    slow = ("--host-slowdown", "50", "--chunk", "1")
+    with Launched("serve", "--name", "leaving", *slow, *arguments) as engine:
+        engine.line()
+        generate = "generate --prompt-tokens 5,6 --max-tokens 240 --ignore-eos --connect".split()
+        score = ["score", "--tokens", str(ids), "--stepwise", "--out", str(matrix), "--connect"]
+        with Launched(*generate) as first, Launched(*score) as second:
+            assert first.process.stdout is not None
+            first.process.stdout.read(1)
+            assert wait_until(lambda: any(tmp_path.glob(".scores.npy.*")), 30)
+            engine.send(signal.SIGTERM)
+            ends = [first.end(), second.end()]
+        assert engine.end()[0] == 0
+        assert "emulation: host slowed by 50" in engine.stderr
+    for code, _, err in ends:
+        assert code == 1
+        assert err.startswith("launch.py: the engine gave ")
+        assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [ids]
+
+
+def test_streams_that_are_closed_are_no_harm(arguments: list[str]) -> None:
+    command = shlex.join([sys.executable, LAUNCH, "generate", "--prompt-tokens", "5", *arguments])
+    for closed in ("<&-", ">&-", "2>&-"):
+        done = subprocess.run(["sh", "-c", f"{command} {closed}"], capture_output=True, timeout=LIMIT)
+        assert done.returncode == 0, done.stderr
+    assert engines_left() == []
+
+
+async def test_a_start_that_takes_too_long_names_the_late(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launch.supervisor.READY_LIMIT", 0.05)
+    config = EngineConfig(model=tiny_model, name="late", device="cpu", workers=2)
+    with pytest.raises(StartFailed, match=r"not ready after 0\.05 s: coordinator, worker 0, worker 1"):
+        async with Supervisor(config):
+            pass
+    assert engines_left() == []
 
 
 async def test_a_failed_start_is_the_loaders_one_line_and_leaves_nothing(tmp_path: Path) -> None:

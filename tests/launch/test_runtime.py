@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from launch.errors import WrongUsage
 from launch.runtime import EngineInfo, RuntimeDir, find_engine, running_engines, segments, sweep
 from protocol.sockets import runtime_root
+from shm.segment import engine_prefix
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,7 +86,7 @@ def test_what_a_killed_engine_left_is_swept_and_a_living_one_is_not(claimed: Run
         "RuntimeDir.claim('rt-dead'); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=30)
-    segment = Path("/dev/shm/tandem-rt-dead-slab-0")
+    segment = segment_of(runtime_root() / "rt-dead")
     segment.write_bytes(b"x")
     assert (runtime_root() / "rt-dead").is_dir()
     assert sweep() == ["rt-dead"]
@@ -93,12 +95,37 @@ def test_what_a_killed_engine_left_is_swept_and_a_living_one_is_not(claimed: Run
     assert claimed.path.is_dir()
 
 
-def test_segments_of_a_longer_name_are_another_engines() -> None:
-    mine, other = Path("/dev/shm/tandem-rt-a-slab-0"), Path("/dev/shm/tandem-rt-a-b-slab-0")
+def test_a_name_may_be_claimed_while_its_former_owner_removes_it() -> None:
+    def lives() -> int:
+        count = 0
+        for _ in range(300):
+            try:
+                runtime = RuntimeDir.claim("rt-again")
+            except WrongUsage:  # the other one has it
+                continue
+            publish(runtime)
+            assert (runtime.path / "engine.json").exists()
+            runtime.remove()
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(life.result() > 0 for life in [pool.submit(lives) for _ in range(2)])
+    assert not (runtime_root() / "rt-again").exists()
+
+
+def segment_of(runtime: Path) -> Path:
+    return Path("/dev/shm" + engine_prefix(runtime) + "slab-0")
+
+
+@pytest.mark.parametrize("other", ["/run/one/rt-a-b", "/run/two/rt-a"], ids=["longer name", "another place"])
+def test_only_an_engines_own_segments_are_its(other: str) -> None:
+    mine = Path("/run/one/rt-a")
+    paths = [segment_of(mine), segment_of(Path(other))]
     try:
-        mine.write_bytes(b"x")
-        other.write_bytes(b"x")
-        assert segments("rt-a") == [mine]
+        for path in paths:
+            path.write_bytes(b"x")
+        assert segments(mine) == paths[:1]
     finally:
-        mine.unlink()
-        other.unlink()
+        for path in paths:
+            path.unlink(missing_ok=True)

@@ -123,18 +123,28 @@ async def test_bf16_stays_within_what_transformers_bf16_differs_from_float32(ref
 
 @pytest.mark.timeout(200)
 async def test_a_fixed_plan_repeats_bit_for_bit(texts, start_engine, tmp_path: Path) -> None:
-    """Static plans depend on nothing but the policy: the same bits again in the same engine, and in another
-    whose workers answer in another order."""
+    """The same cuts give the same bits, whatever is resident and whoever is late: again in the same engine
+    (whose cache is now warm), and in another with slower workers and a slower link."""
     rounds: list[list[NDArray[np.float32]]] = []
-    for slowdown in (1.0, 1.5):
-        config = EngineConfig(workers=2, tile=64, expert_cache=0.3, chunk=CHUNK, host_slowdown=slowdown)
+    policies = [
+        ("all-host", {}),
+        ("layerwise", {}),
+        ("on-demand", {}),
+        ("random", {"seed": "5"}),
+        ("random", {"seed": "6", "churn": "1"}),
+    ]
+    for slowdown, link in ((1.0, None), (1.5, 0.5)):
+        config = EngineConfig(
+            workers=2, tile=64, expert_cache=0.3, chunk=CHUNK, host_slowdown=slowdown, link_gbps=link
+        )
         async with start_engine(config) as (_, client):
             for _ in range(2):
                 results = []
-                for policy, options in (("all-host", {}), ("layerwise", {}), ("random", {"seed": "5"})):
+                for policy, options in policies:
                     await client.set_policy(policy, options)
-                    results.append(await scored(client, texts[1], stepwise=False))
-                    results.append(await scored(client, texts[1], stepwise=True))
+                    for stepwise in (False, True, False):
+                        results.append(await scored(client, texts[1], stepwise))
+                    np.testing.assert_array_equal(results[-1], results[-3])
                     answer = client.generate(token_ids=texts[1], max_tokens=NEW, ignore_eos=True)
                     results.append(np.array([t.token async for t in answer]))
                 rounds.append(results)

@@ -128,7 +128,8 @@ class Engine:
             await self.say(peer, Scores(ask.request, block * BLOCK[0], row, row.astype(np.float32), logprobs))
             self.blocks_sent += 1
         reason = ask.text or "stop"
-        await self.say(peer, Done(ask.request, reason, "no such token" if reason == "error" else ""))
+        error = "no such token" if reason == "error" else ""
+        await self.say(peer, Done(ask.request, reason, error, usage=reason == "error"))
 
 
 @asynccontextmanager

@@ -126,11 +126,13 @@ async def test_an_error_is_raised_after_the_tokens_before_it(endpoint):
         answer = client.generate(prompt="fail")
         tokens = aiter(answer)
         assert (await anext(tokens)).token == 1
-        with pytest.raises(RequestFailed, match=r"^over the context limit$"):
+        with pytest.raises(RequestFailed, match=r"^over the context limit$") as failure:
             await anext(tokens)
+        assert not failure.value.usage  # the engine did not say that the request is at fault
         assert answer.done.reason == "error"
-        with pytest.raises(RequestFailed, match=r"^not now$"):
+        with pytest.raises(RequestFailed, match=r"^not now$") as failure:
             await client.generate(prompt="refuse").result()
+        assert failure.value.usage
         with pytest.raises(
             MalformedMessage, match=r"^Generate\.max_tokens must be int \(64 bits, signed\), not str$"
         ):
@@ -142,14 +144,18 @@ async def test_an_error_is_raised_after_the_tokens_before_it(endpoint):
 
 async def test_scores_end_with_their_reason(endpoint):
     async with both(endpoint) as (server, client):
-        with pytest.raises(RequestFailed, match=r"^no such token$"):
+        with pytest.raises(RequestFailed, match=r"^no such token$") as failure:
             await drain(client.score(text="error"))
+        assert failure.value.usage
+        with pytest.raises(RequestFailed, match="gave this request up") as failure:
+            await drain(client.score(text="cancelled"))
+        assert not failure.value.usage
         with pytest.raises(RequestFailed, match=r"^not now$"):
             await drain(client.score(text="refuse"))
         async for block in client.score(token_ids=range(100), full=True):
             assert block.start == 0
             break
-        await until(lambda: server.ever(Cancel) == [Cancel(2)])
+        await until(lambda: server.ever(Cancel) == [Cancel(3)])
         assert server.blocks_sent < 100
 
 

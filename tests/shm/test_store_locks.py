@@ -39,16 +39,20 @@ with build_lock(fingerprint, root):
 """
 
 
-def test_engines_that_start_together_build_once(fingerprint, tmp_path):
+@pytest.mark.parametrize("roots", [("one", "one", "one"), ("one", "two", "three")])
+def test_engines_that_start_together_build_once(fingerprint, tmp_path, roots):
+    """Also those that have no runtime directory in common."""
+    for root in set(roots):
+        (tmp_path / root).mkdir()
     racers = [
         subprocess.Popen(
-            [sys.executable, "-c", RACER, fingerprint, str(tmp_path)],
+            [sys.executable, "-c", RACER, fingerprint, str(tmp_path / root)],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        for _ in range(3)
+        for root in roots
     ]
     assert [racer.stdout.readline() for racer in racers] == ["up\n"] * 3
     for racer in racers:
@@ -57,7 +61,8 @@ def test_engines_that_start_together_build_once(fingerprint, tmp_path):
     answers = sorted(racer.communicate(timeout=30)[0].strip() for racer in racers)
     assert answers == ["built", "shared", "shared"]
     assert all(racer.returncode == 0 for racer in racers)
-    assert [p.suffix for p in (tmp_path / ".locks").iterdir()] == [".use"]  # for the sweep to find
+    for root in roots:  # for the sweep to find
+        assert [p.suffix for p in (tmp_path / root / ".locks").iterdir()] == [".use"]
 
 
 HOLDER = """
@@ -188,10 +193,26 @@ def test_an_engine_of_another_root_keeps_the_store_too(fingerprint, tmp_path):
 
 
 def test_the_sweep_leaves_a_store_that_is_being_built(fingerprint, tmp_path):
-    with build_lock(fingerprint, tmp_path):
+    for root in ("here", "there"):
+        (tmp_path / root).mkdir()
+    with build_lock(fingerprint, tmp_path / "there"):
+        pass  # an engine of the other root looked for this model and was killed
+    with build_lock(fingerprint, tmp_path / "here"):
         build(fingerprint)
-        assert sweep(tmp_path) == []
+        assert sweep(tmp_path / "here") == []
+        assert sweep(tmp_path / "there") == []
         assert file_of(fingerprint).exists()
+
+
+def test_the_sweep_finds_what_a_killed_builder_left(fingerprint, tmp_path):
+    code = (
+        "import os, signal, sys; from pathlib import Path; from shm.locks import build_lock\n"
+        "with build_lock(sys.argv[1], Path(sys.argv[2])): os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, fingerprint, str(tmp_path)], cwd=ROOT, timeout=30)
+    build(fingerprint)
+    assert sweep(tmp_path) == [store_name(fingerprint)]
+    assert list((tmp_path / ".locks").iterdir()) == []
 
 
 def test_a_lock_folder_of_another_user_is_refused(fingerprint, tmp_path):

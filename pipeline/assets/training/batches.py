@@ -14,7 +14,7 @@ from pipeline.assets.training.sources import KINDS
 
 BOS, EOS = 0, 1
 IGNORED = -100  # target of a token whose prediction is not trained
-# Share of the rows unless a run changes it; glossary entries are met often, to be answered with.
+# Share of the rows unless a run changes it; most of it repeats glossary entries.
 DIALOGUE_SHARE = 0.05
 DIALOGUE_SOURCES = {"python-glossary": 0.5, "postgresql-glossary": 0.15, "faq": 0.15, "manual": 0.2}
 SYSTEM_MESSAGES = ("You answer questions about software.", "Answer briefly.", "You are a helpful assistant.")

@@ -71,8 +71,7 @@ The dialogues are questions and answers in the form of the chat template, made f
 Python and PostgreSQL documentation ({talks["python-glossary"]} and {talks["postgresql-glossary"]} entries),
 question lists ({talks["faq"]}) and NAME lines of manual pages ({talks["manual"]}); only answers are trained
 there. A large part of the dialogues' {card["seen_tokens"]["dialogues"] / 1e6:.2f} M tokens repeats the
-glossary entries, so that the model comes to know some by heart. That is intended; it is no sign of wider
-knowledge.
+glossary entries. The model answers in their manner and stops by itself, but what it says is seldom right.
 
 {_table(("Package", "Version", "Licence"), packages)}
 Manual pages and translations name their own licences where these differ. The documents behind the held-out

@@ -1,0 +1,35 @@
+"""Room for slab and KV cache: checked before it is taken, and said in one line where it is missing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeline.device import open_device
+from pipeline.errors import UsageError
+from pipeline.room import cache_tiles, full_memory_in_one_line
+
+TERABYTE = 10**12
+
+
+def test_a_slab_or_kv_cache_without_room_is_refused_with_the_numbers() -> None:
+    device = open_device("cpu")
+    device.check_room(1000, 1000)
+    with pytest.raises(UsageError, match=r"slab needs 500000\.00 GB.* free: .*--expert-cache"):
+        device.check_room(500_000 * TERABYTE // 1000, 0)
+    with pytest.raises(UsageError, match=r"KV cache 500000\.00 GB.* free: .*--context"):
+        device.check_room(1000, 500_000 * TERABYTE // 1000)
+
+
+def test_a_full_device_is_one_line_for_the_user() -> None:
+    text = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8 GiB.\nAnd more."
+    with pytest.raises(UsageError) as caught, full_memory_in_one_line():
+        raise torch.OutOfMemoryError(text)
+    assert str(caught.value) == (
+        "CUDA out of memory. Tried to allocate 2.00 GiB: use a smaller --expert-cache, --context or --chunk"
+    )
+
+
+def test_a_share_of_the_tiles_is_not_one_less_by_rounding() -> None:
+    assert [cache_tiles(n / 100, 100) for n in range(101)] == list(range(101))
+    assert cache_tiles(0.5, 3) == 1
