@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launch.errors import WrongUsage
+from protocol.errors import ProtocolError
 from protocol.sockets import ipc_endpoint, private_directory, runtime_root
 from shm.segment import engine_prefix
 
@@ -62,8 +63,12 @@ class RuntimeDir:
             )
         path = runtime_root() / name
         for _ in range(LOCK_TRIES):
-            with suppress(FileNotFoundError):  # its former owner removed it just now
+            try:
                 private_directory(path)
+            except ProtocolError as e:
+                if not isinstance(e.__cause__, FileNotFoundError):
+                    raise
+                continue  # its former owner removed it just now
             lock = _try_lock(path, create=True)
             if lock is not None:
                 for leftover in path.iterdir():

@@ -98,6 +98,9 @@ def test_one_engine_serves_every_command_and_ends_on_sigint(arguments: list[str]
         code, out, err = run("generate", "--prompt-tokens", "4096", "--connect")
         assert (code, out) == (2, "")
         assert "4096" in err
+        code, out, err = run("generate", "--prompt-tokens", ",".join(["5"] * 300), "--connect")
+        assert (code, out) == (2, "")  # the engine's refusal, not its failure
+        assert "300 tokens" in err
 
         engine.send(signal.SIGINT)
         code, _, _ = engine.end()
@@ -247,8 +250,8 @@ def test_a_loader_that_ends_while_the_supervisor_stands_still_has_loaded(
         held.enter_context(build_lock(fingerprint_of(tiny_model), runtime_root(), lambda: None))
         assert wait_until(lambda: any(runs(c, "pipeline.loader") for c in launched.children()), 30)
         loader = launched.child("pipeline.loader")
-        assert wait_until(lambda: any(f.path.endswith(".build") for f in loader.open_files()), 30)
-        time.sleep(0.5)  # it is connected by now, and waits for the lock
+        assert wait_until(lambda: bool(loader.net_connections("unix")), 30)
+        time.sleep(0.5)  # it is connected, and waits for the lock
         launched.send(signal.SIGSTOP)
         held.close()
         assert wait_until(lambda: loader.status() == psutil.STATUS_ZOMBIE, 30)
@@ -282,8 +285,9 @@ def test_an_answer_that_the_engine_gives_up_is_lost(arguments: list[str], tmp_pa
 
 
 def test_streams_that_are_closed_are_no_harm(arguments: list[str]) -> None:
-    command = shlex.join([sys.executable, LAUNCH, "generate", "--prompt-tokens", "5", *arguments])
-    for closed in ("<&-", ">&-", "2>&-"):
+    generate = "generate --prompt-tokens 5 --max-tokens 1".split()
+    command = shlex.join([sys.executable, LAUNCH, *generate, *arguments])
+    for closed in ("<&- >&-", "2>&-"):
         done = subprocess.run(["sh", "-c", f"{command} {closed}"], capture_output=True, timeout=LIMIT)
         assert done.returncode == 0, done.stderr
     assert engines_left() == []
