@@ -21,7 +21,7 @@ from launch.children import spawn
 from launch.control import Control
 from launch.machine import cores
 from pipeline.peers import PeerSocket
-from pipeline.runs import Run
+from pipeline.runs import empty_run
 from pipeline.worker_pool import WorkerPool
 from protocol.messages import Shutdown
 from protocol.sockets import Identity, ipc_endpoint
@@ -72,12 +72,10 @@ def _round_trips(socket: PeerSocket, workers: int, hidden: int, repeats: int) ->
     pool = WorkerPool(socket, workers)
     pool.wait_ready(30.0)
     x = np.zeros((1, hidden), np.float32)
-    nothing = np.zeros((0, 3), np.int32)
-    run = Run(nothing, np.zeros(1, np.int32), nothing[:, 0], x[0, :0], np.zeros(1, np.intp))
     seconds = []
     for _ in range(repeats + 100):
         started = time.perf_counter()
-        pool.result(pool.submit_runs(0, [run] * workers, x))
+        pool.result(pool.submit_runs(0, [empty_run()] * workers, x))
         seconds.append(time.perf_counter() - started)
     return seconds[100:]  # the first ones import torch in the workers
 

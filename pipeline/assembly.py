@@ -5,6 +5,7 @@ Runs in the engine's thread, which then owns all of it.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -48,6 +49,8 @@ from workers.cuda import CudaError
 from workers.kernels.reference import DTYPES
 from workers.peer import Peer
 from workers.prefetcher import CopyLoop
+
+log = logging.getLogger(__name__)
 
 STAGING_TILES = 4  # slots beside the cache's: two to stream, two more so that neither side waits
 PEER_LIMIT = 60.0  # seconds for workers and prefetcher to announce themselves
@@ -127,12 +130,13 @@ class Assembly:
         self.notes.append(f"store: {lock_pages(self.store.segment.array)}")
         dtype = DTYPES[config.backbone_dtype]
         backbone = Backbone(index, spec, dtype, self.context, self.device.torch_device)
+        pool = WorkerPool(workers, told.workers)
+        pool.wait_ready(PEER_LIMIT)
+        pool.wake(layout.shape.hidden)  # the workers import torch while this process reads the tokenizer
         self.tokenizer = Tokenizer.load(told.model)
         self.sampling = sampling_defaults(told.model)
-        pool = WorkerPool(workers, told.workers)
         kv_numbers = KV_CONTEXTS * self.context * spec.kv_numbers_per_token
         memory = self._device_memory(layout, kv_numbers * dtype.itemsize) if told.slab else None
-        pool.wait_ready(PEER_LIMIT)
         self.engine = Engine(backbone, layout, self.device, pool, memory)
         size = f"{backbone.bytes / 1e6:.1f} MB {config.backbone_dtype}"
         self.notes.append(f"backbone: {size} on {self.device.describe()}")
@@ -144,12 +148,9 @@ class Assembly:
             self.notes.append(f"slab: {memory.mover.cache.capacity} tiles and {STAGING_TILES} for streaming")
 
         kv = KVCache(spec, dtype, self.device.torch_device, KV_CONTEXTS * self.context)
-        first = PolicyRequest(config.policy or "all-host", config.policy_options)
-        self.set_policy(first)
-        chunk = config.chunk or self._measured_chunk(kv)
-        self.engine.forget_trials()
-        self.notes.extend(self.set_policy(first))  # a new one: the trials are not in its memory
-        self.notes.append(f"prefill: {chunk} tokens a chunk; context: {self.context} tokens")
+        self._first = PolicyRequest(config.policy or "all-host", config.policy_options)
+        self.notes.extend(self.set_policy(self._first))
+        self.notes.append(f"context: {self.context} tokens")
         self.scheduler = Scheduler(
             self.engine,
             kv,
@@ -157,11 +158,20 @@ class Assembly:
             eos_ids(told.model) if self.tokenizer is None else self.tokenizer.eos_ids,
             context=self.context,
             max_sequences=config.max_sequences,
-            chunk=chunk,
+            chunk=config.chunk or CHUNK_TRIAL,
             seed=config.seed,
             send=send,
             congested=congested,
         )
+
+    def warm_up(self) -> None:
+        """What is measured once and needs the workers' kernels: the size of a prefill chunk. After Ready and
+        before the first request."""
+        if self.told.config.chunk is None:
+            self.scheduler.chunk = self._measured_chunk(self.scheduler.kv)
+            self.engine.forget_trials()
+            self.set_policy(self._first)  # a new one: the trials are not in its memory
+        log.info("prefill: %d tokens a chunk", self.scheduler.chunk)
 
     def set_policy(self, request: PolicyRequest) -> tuple[str, ...]:
         """Make the policy and use it from the next step on. Returns its notes. Raises PolicyError."""

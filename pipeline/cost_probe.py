@@ -15,7 +15,7 @@ import torch
 from pipeline.engine import Engine
 from pipeline.errors import PolicyError
 from pipeline.policies.costs import Costs
-from pipeline.runs import Run
+from pipeline.runs import empty_run
 from pipeline.split import HostShare
 from pipeline.tile_mover import Missing
 from pipeline.worker_pool import Ticket
@@ -54,7 +54,7 @@ class _Probe:
                     yield layer, expert
 
     def warm_up(self) -> None:
-        """A worker that has just announced itself may still import torch, and first calls cost more."""
+        """Workers import torch with their first Work, and every side's first calls cost more."""
         self._compute(1)
         self._fetch()
         self.device(1, 0.0)
@@ -99,9 +99,7 @@ class _Probe:
     def round_trip(self) -> float:
         """An empty Work to every worker and back."""
         x = np.zeros((1, self._engine.layout.shape.hidden), np.float32)
-        nothing = np.zeros((0, 3), np.int32)
-        run = Run(nothing, np.zeros(1, np.int32), nothing[:, 0], x[0, :0], np.zeros(1, np.intp))
-        runs = [run] * self._engine.pool.workers
+        runs = [empty_run()] * self._engine.pool.workers
 
         def once() -> float:
             started = time.perf_counter()

@@ -78,6 +78,7 @@ class EngineThread:
         try:
             assembly = self._assembly = Assembly(self._told, self.send, self._clients.congested)
             self.in_loop(self._on_ready, assembly)
+            assembly.warm_up()
             self._serve(assembly)
         except (PipelineError, ShmError, CudaError) as e:
             usage = isinstance(e, (UsageError, NotEnoughMemory))

@@ -30,6 +30,12 @@ class Run:
     kept: NDArray[np.intp]
 
 
+def empty_run() -> Run:
+    """A run of nothing, for an x of one row: it wakes a worker, or measures the way to it and back."""
+    none, items = np.zeros(0, np.int32), np.zeros((0, 3), np.int32)
+    return Run(items, np.zeros(1, np.int32), none, np.zeros(0, np.float32), np.zeros(1, np.intp))
+
+
 def cut_into_runs(share: HostShare, workers: int, phase: Phase, batch_rows: int) -> list[Run]:
     """At most `workers` runs of about equal cost. In decode the tiles in (expert, tile) order are cut into
     consecutive runs; in prefill whole experts are given out, the most expensive first."""

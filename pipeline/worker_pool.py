@@ -11,7 +11,7 @@ import numpy as np
 from pipeline.errors import PeerLost, PipelineError
 from pipeline.peers import PeerSocket
 from pipeline.policies.view import FloatArray, Phase
-from pipeline.runs import Run, cut_into_runs
+from pipeline.runs import Run, cut_into_runs, empty_run
 from pipeline.split import HostShare
 from protocol.messages import Partial, Work, WorkFailed
 
@@ -45,6 +45,11 @@ class WorkerPool:
     def wait_ready(self, limit: float) -> None:
         """Wait for all workers to announce themselves. Raises PeerLost."""
         self._socket.wait_ready(self.workers, limit)
+
+    def wake(self, hidden: int) -> None:
+        """Have every worker make itself ready to compute (it imports torch with its first Work); waits for
+        nothing."""
+        self.submit_runs(0, [empty_run()] * self.workers, np.zeros((1, hidden), np.float32))
 
     def submit(self, layer: int, share: HostShare, x: FloatArray, phase: Phase) -> Ticket:
         """Send the share's runs and return at once. x: float32 [R, H], unchanged until `result`."""

@@ -86,7 +86,7 @@ def fault_of(work: Work, shape: ExpertShape) -> str | None:
 def serve(peer: Peer, store: Store, threads: int, slowdown: float) -> None:
     """Answer Work until Shutdown. `slowdown` > 1 waits after each Work, to stand in for a slower host."""
     layout: StoreLayout = store.layout
-    experts = HostExperts(store, threads)
+    experts: HostExperts | None = None  # with the first Work: until then this process is cheap
     waiting: deque[Work] = deque()
     while not peer.stopped:
         for message in peer.receive(wait=not waiting):
@@ -102,6 +102,8 @@ def serve(peer: Peer, store: Store, threads: int, slowdown: float) -> None:
             if fault is not None:
                 peer.send(WorkFailed(work.seq, peer.incarnation, fault))
                 continue
+            if experts is None:
+                experts = HostExperts(store, threads)
             started = time.perf_counter()
             y = experts.run(work).numpy()
             busy = time.perf_counter() - started

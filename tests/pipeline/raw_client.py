@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import zmq.asyncio
 
 from protocol.codec import decode, encode
-from protocol.messages import VERSION, Done, Error, Heartbeat, Hello, Stats, StatsReply, Welcome
+from protocol.messages import VERSION, Done, Error, Heartbeat, Hello, SetPolicy, Stats, StatsReply, Welcome
 from protocol.sockets import connect_dealer
 
 Message = TypeVar("Message")
@@ -42,16 +42,18 @@ class RawClient:
         return message
 
     async def until_stats(self) -> tuple[list[Any], dict[str, Any]]:
-        """Everything that comes before the answer to a Stats sent now, and that answer. What the engine had
-        to say to earlier messages at once is among it: it answers in order."""
-        request = next(self._barriers)
-        await self.send(Stats(request))
+        """Everything the engine had to say to earlier messages at once, and its stats. Stats are answered
+        beside the engine's work; a policy that does not exist is refused in the order of requests, so its
+        refusal comes after all that."""
+        barrier, request = next(self._barriers), next(self._barriers)
+        await self.send(SetPolicy(barrier, "barrier"))
         messages: list[Any] = []
-        while True:
-            message = await self.next()
-            if isinstance(message, StatsReply) and message.request == request:
-                return messages, message.stats
+        while not isinstance(message := await self.next(), Error) or message.request != barrier:
             messages.append(message)
+        await self.send(Stats(request))
+        while not isinstance(message := await self.next(), StatsReply) or message.request != request:
+            messages.append(message)
+        return messages, message.stats
 
     async def to_the_end(self, *requests: int) -> dict[int, list[Any]]:
         """All messages of these requests, until each has its terminal one, and what comes after it too."""
