@@ -81,7 +81,7 @@ SETTINGS = [
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("number", "setting"), enumerate(SETTINGS), ids=SETTING_NAMES)
+@pytest.mark.parametrize(("number", "setting"), list(enumerate(SETTINGS)), ids=SETTING_NAMES)
 async def test_every_preset_equals_transformers_in_float32(number, setting, reference, start_engine) -> None:
     plain = {"format": "f32", "backbone_dtype": "f32", "chunk": CHUNK}
     wrong: list[str] = []
