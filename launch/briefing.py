@@ -35,16 +35,6 @@ class Briefing:
         """process | thread | none"""
         return self.config.prefetcher if self.slab else "none"
 
-    @property
-    def emulation(self) -> str:
-        """What paces this engine to stand in for another machine; empty where nothing does."""
-        paces = []
-        if self.config.link_gbps is not None and self.slab:
-            paces.append(f"link paced to {self.config.link_gbps:g} GB/s")
-        if self.config.host_slowdown != 1.0:
-            paces.append(f"host slowed by {self.config.host_slowdown:g}")
-        return ", ".join(paces)
-
     def for_loader(self) -> dict[str, Any]:
         return self._engine() | {
             "model": str(self.model),

@@ -128,8 +128,8 @@ class Supervisor:
         self._keep(self._listen(self._control))
         briefing = Briefing(self.config, self.model, self._runtime, slab, self._log_level, cache_root())
         log.info(f"model: {self.model}")
-        if briefing.emulation:
-            log.warning(f"emulation: {briefing.emulation}")
+        if emulation := self.config.emulation(slab):
+            log.warning(f"emulation: {emulation}")
         await self._begin_work(briefing, await self._load(briefing))
         self.endpoint = self._runtime.endpoint("client.sock")
         self._runtime.publish(

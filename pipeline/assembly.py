@@ -75,16 +75,6 @@ class Briefed:
     slab: bool
     config: EngineConfig
 
-    @property
-    def emulation(self) -> str:
-        """Names what paces this engine to stand in for another machine; empty where nothing does."""
-        paces = []
-        if self.config.link_gbps is not None and self.slab:
-            paces.append(f"link paced to {self.config.link_gbps:g} GB/s")
-        if self.config.host_slowdown != 1.0:
-            paces.append(f"host slowed by {self.config.host_slowdown:g}")
-        return ", ".join(paces)
-
     @classmethod
     def from_map(cls, told: dict[str, Any]) -> Briefed:
         return cls(
@@ -171,7 +161,7 @@ class Assembly:
             self.scheduler.chunk = self._measured_chunk(self.scheduler.kv)
             self.engine.forget_trials()
             self.set_policy(self._first)  # a new one: the trials are not in its memory
-        log.info("prefill: %d tokens a chunk", self.scheduler.chunk)
+        log.debug("prefill: %d tokens a chunk", self.scheduler.chunk)
 
     def set_policy(self, request: PolicyRequest) -> tuple[str, ...]:
         """Make the policy and use it from the next step on. Returns its notes. Raises PolicyError."""
@@ -183,7 +173,7 @@ class Assembly:
         engine = self.engine
         stats: dict[str, Any] = {
             "policy": engine.policy.name,
-            "emulation": self.told.emulation,
+            "emulation": self.told.config.emulation(self.told.slab),
             "scheduler": self.scheduler.stats(),
             "engine": engine.accounting.snapshot(),
             "tiles_per_expert": engine.shape.tiles,

@@ -42,3 +42,13 @@ class EngineConfig:
         """The configuration from the map that a child is given: `dataclasses.asdict` with paths as text."""
         paths = {key: Path(plain[key]) for key in ("model", "costs") if plain[key] is not None}
         return cls(**(plain | paths))
+
+    def emulation(self, slab: bool) -> str:
+        """Names what paces this engine to stand in for another machine; empty where nothing does. Without a
+        slab nothing crosses the link."""
+        paces = []
+        if self.link_gbps is not None and slab:
+            paces.append(f"link paced to {self.link_gbps:g} GB/s")
+        if self.host_slowdown != 1.0:
+            paces.append(f"host slowed by {self.host_slowdown:g}")
+        return ", ".join(paces)

@@ -152,7 +152,7 @@ class Coordinator:
             context=assembly.context,
             has_tokenizer=tokenizer is not None,
             has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
-            emulation=told.emulation,
+            emulation=told.config.emulation(told.slab),
             sampling=assembly.sampling,
         )
 
