@@ -20,8 +20,8 @@ NUMBER_BYTES = {"f32": 4, "bf16": 2}
 
 @dataclass(frozen=True)
 class Briefing:
-    """`config` has its device, policy and workers settled. `slab`: this engine has device memory
-    for experts, and so something that copies them there."""
+    """`config` has its device, policy and workers settled. `slab`: the first policy keeps experts on the
+    device, so something that copies them there is needed from the start."""
 
     config: EngineConfig
     model: Path
@@ -29,11 +29,6 @@ class Briefing:
     slab: bool
     log_level: str
     cache_dir: Path
-
-    @property
-    def prefetcher(self) -> str:
-        """process | thread | none"""
-        return self.config.prefetcher if self.slab else "none"
 
     def for_loader(self) -> dict[str, Any]:
         return self._engine() | {
@@ -50,7 +45,7 @@ class Briefing:
             "config": plain,
             "model": str(self.model),
             "workers": self.config.workers,
-            "prefetcher": self.prefetcher,
+            "prefetcher": self.config.prefetcher,
             "slab": self.slab,
         }
 
@@ -85,6 +80,6 @@ class Briefing:
         attention = 2 * spec.hidden * spec.head_dim * (spec.heads + spec.kv_heads)
         embeddings = spec.vocabulary * spec.hidden * (1 if spec.tied_embeddings else 2)
         context = self.config.context or min(spec.max_positions, DEFAULT_CONTEXT)
-        kv = KV_CONTEXTS * context * spec.kv_numbers_per_token
+        kv = (self.config.kv_tokens or KV_CONTEXTS * context) * spec.kv_numbers_per_token
         numbers = embeddings + spec.layers * attention + kv
         return FREE_BYTES + int(slab) + numbers * NUMBER_BYTES[self.config.backbone_dtype]

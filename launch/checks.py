@@ -32,17 +32,19 @@ def check_engine(config: EngineConfig) -> None:
         model_spec(CheckpointIndex.open(config.model).config)
 
 
-def without_effect(config: EngineConfig, preset: type[Policy], slab: bool, model: Path) -> list[str]:
+def without_effect(config: EngineConfig, preset: type[Policy], model: Path) -> list[str]:
     """A line for each option that was given and cannot act as it says: nothing is ignored in silence."""
     lines = []
-    if config.link_gbps is not None and not slab:
-        lines.append(f"--link-gbps has no effect: with {preset.name} nothing is moved to the device")
-    if config.prefetcher == "thread" and not slab:
-        lines.append(f"--prefetcher has no effect: with {preset.name} nothing is moved to the device")
+    if not preset.uses_device:
+        given = {
+            "--link-gbps": config.link_gbps is not None,
+            "--prefetcher": config.prefetcher != EngineConfig.prefetcher,
+            "--expert-cache": config.expert_cache != EngineConfig.expert_cache,
+        }
+        for option in (option for option, is_given in given.items() if is_given):
+            lines.append(f"{option} acts only on policies set later: {preset.name} uses no device memory")
     if config.costs is not None and not preset.needs_costs:
         lines.append(f"--costs has no effect on {preset.name}, which plans without costs")
-    if slab and not preset.uses_device:
-        lines.append(f"--expert-cache serves only policies set later: {preset.name} uses no device memory")
     if config.host_slowdown != 1.0 and issubclass(preset, OnDemand):
         lines.append(f"--host-slowdown acts only on policies set later: {preset.name} uses no workers")
     if config.tile is not None and config.tile > (width := _experts_width(model)):

@@ -81,12 +81,34 @@ def _run(options: Options) -> int:
 
 
 def _command(name: str | None) -> Command:
-    from launch.chat import chat
-    from launch.generate import generate
-    from launch.score import score
-    from launch.serve import serve
+    """Each imports what it needs and no more."""
+    if name == "generate":
+        from launch.generate import generate
 
-    return {None: chat, "generate": generate, "score": score, "serve": serve}[name]
+        return generate
+    if name == "score":
+        from launch.score import score
+
+        return score
+    if name == "serve":
+        from launch.serve import serve
+
+        return serve
+    if name == "stress":
+        from launch.stress import stress
+
+        return stress
+    if name == "bench":
+        from launch.bench import bench
+
+        return bench
+    if name == "doctor":
+        from launch.doctor import doctor
+
+        return doctor
+    from launch.chat import chat
+
+    return chat
 
 
 def _complain(text: str, exit_code: int) -> int:

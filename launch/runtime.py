@@ -123,9 +123,10 @@ def find_engine(name: str | None) -> EngineInfo:
         there = f"running: {names}" if engines else "none is running"
         raise WrongUsage(f"--connect {name}: no engine of that name is ready ({there})")
     if not engines:
-        raise WrongUsage("--connect: no engine is running; start one with `python launch.py serve`")
+        raise WrongUsage("no engine is running; start one with `python launch.py serve`")
     if len(engines) > 1:
-        raise WrongUsage(f"--connect: {len(engines)} engines are running; name one of: {names}")
+        which = ", ".join(f"{e.name} ({Path(e.model).name}, {e.policy})" for e in engines)
+        raise WrongUsage(f"{len(engines)} engines are running; choose one with --connect NAME: {which}")
     return engines[0]
 
 

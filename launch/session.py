@@ -31,7 +31,7 @@ async def started(options: Options, interrupts: Interrupts) -> AsyncIterator[Sup
     """The engine that the command line asks for, for the length of the block."""
     config = options.config()
     check_engine(config)
-    supervisor = Supervisor(config, slab=options.slab, log_level=options.log_level)
+    supervisor = Supervisor(config, log_level=options.log_level)
     interrupts.at_once(supervisor.kill)
     async with supervisor:
         yield supervisor

@@ -32,7 +32,7 @@ from pipeline.assets import model_dir
 from pipeline.config import EngineConfig
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
-from protocol.messages import VERSION, Failed, Progress, Ready, Shutdown, WorkerDied
+from protocol.messages import VERSION, Failed, Needed, Progress, Ready, Shutdown, WorkerDied
 from protocol.sockets import Identity, runtime_root
 from shm.errors import SegmentMissing
 from shm.locks import StoreLease
@@ -52,17 +52,16 @@ STOP_ORDER = (("coordinator",), ("worker", "prefetcher"), ("loader",))
 
 
 class Supervisor:
-    """One engine. `slab`: device memory and a prefetcher are wanted even where the first policy needs none,
-    so that SetPolicy can change to one that does. Raises from the start of its block: UsageError, WrongUsage,
-    StartFailed, ProtocolError, ShmError; each is one line, and nothing of the engine is left."""
+    """One engine. Raises from the start of its block: UsageError, WrongUsage, StartFailed, ProtocolError,
+    ShmError; each is one line, and nothing of the engine is left."""
 
-    def __init__(self, config: EngineConfig, *, slab: bool = False, log_level: str = "INFO") -> None:
+    def __init__(self, config: EngineConfig, *, log_level: str = "INFO") -> None:
         self.config = config
         self.name = config.name or f"e{os.getpid()}"
         self.model: Path = config.model or model_dir()
         self.endpoint = ""
-        self._slab = slab
         self._fingerprint = ""  # of the store, once there is one
+        self._prefetcher: dict[str, Any] = {}  # what one is told when it is started
         self._log_level = log_level
         self._runtime: RuntimeDir | None = None
         self._control: Control | None = None
@@ -119,16 +118,17 @@ class Supervisor:
         self.config = replace(self.config, device=device, policy=policy, workers=workers)
         request = PolicyRequest(policy, self.config.policy_options)
         preset = type(make_policy(request, self.config.seed))
-        slab = self._slab or preset.uses_device
-        for line in without_effect(self.config, preset, slab, self.model):
+        for line in without_effect(self.config, preset, self.model):
             log.warning(f"note: {line}")
 
         self._runtime = RuntimeDir.claim(self.name)
         self._control = Control(self._runtime.endpoint("control.sock"))
         self._keep(self._listen(self._control))
-        briefing = Briefing(self.config, self.model, self._runtime, slab, self._log_level, cache_root())
+        briefing = Briefing(
+            self.config, self.model, self._runtime, preset.uses_device, self._log_level, cache_root()
+        )
         log.info(f"model: {self.model}")
-        if emulation := self.config.emulation(slab):
+        if emulation := self.config.emulation:
             log.warning(f"emulation: {emulation}")
         await self._begin_work(briefing, await self._load(briefing))
         self.endpoint = self._runtime.endpoint("client.sock")
@@ -167,8 +167,9 @@ class Supervisor:
         for i in range(workers):
             told = briefing.for_worker(fingerprint, available[i % len(available)])
             started.append(await self._spawn(Identity("worker", i, 0), told, 1))
-        if briefing.prefetcher == "process":
-            started.append(await self._spawn(PREFETCHER, briefing.for_prefetcher(fingerprint), 1))
+        self._prefetcher = briefing.for_prefetcher(fingerprint)
+        if briefing.slab and self.config.prefetcher == "process":
+            started.append(await self._spawn(PREFETCHER, self._prefetcher, 1))
         log.info(f"processes: {', '.join(title(child.identity) for child in started)}")
         await asyncio.wait(
             [child.ready for child in started], timeout=READY_LIMIT, return_when=asyncio.FIRST_EXCEPTION
@@ -179,6 +180,12 @@ class Supervisor:
         late = ", ".join(title(child.identity) for child in started if not child.ready.done())
         if late:
             raise StartFailed(f"not ready after {READY_LIMIT:g} s: {late}")
+
+    async def _begin_late(self, identity: Identity, told: dict[str, Any]) -> None:
+        """Start a child that was not needed at first; the engine waits for it, and ends without it."""
+        child = await self._spawn(identity, told, 1)
+        async with asyncio.timeout(READY_LIMIT):
+            await child.ready
 
     async def _spawn(self, identity: Identity, config: dict[str, Any], threads: int) -> Child:
         child = await spawn(identity, config, threads)
@@ -203,6 +210,8 @@ class Supervisor:
                         child.failed.set_result(message)
                 case Progress():
                     self._bar.update(message)
+                case Needed(role=PREFETCHER.role) if PREFETCHER not in self._children:
+                    self._keep(self._begin_late(PREFETCHER, self._prefetcher))
 
     def _on_ready(self, child: Child, ready: Ready) -> None:
         self._bar.close()

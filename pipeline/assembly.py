@@ -6,100 +6,68 @@ Runs in the engine's thread, which then owns all of it.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from pipeline.briefed import Briefed
 from pipeline.checkpoint.index import CheckpointIndex
-from pipeline.config import DEFAULT_CONTEXT, KV_CONTEXTS, EngineConfig
+from pipeline.copy_thread import start_copy_thread
 from pipeline.cost_probe import measure_costs
-from pipeline.device import Device, SlabMemory, open_device
+from pipeline.device import Device, open_device
 from pipeline.engine import DeviceMemory, Engine, Piece
-from pipeline.errors import UsageError
 from pipeline.expert_cache import ExpertCache
 from pipeline.fetch_link import FetchLink
 from pipeline.generation_defaults import sampling_defaults
 from pipeline.kv_cache import KVCache
 from pipeline.models.backbone import Backbone, Slice
 from pipeline.models.registry import model_spec
-from pipeline.models.spec import ModelSpec
 from pipeline.peers import PeerSocket
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Policy, PolicyRequest
-from pipeline.room import cache_tiles, full_memory_in_one_line
+from pipeline.requests import Requests
+from pipeline.room import cache_tiles, choose_context, full_memory_in_one_line, kv_budget
 from pipeline.scheduler import Scheduler, Send
 from pipeline.tile_mover import TileMover
 from pipeline.tokenizer import Tokenizer, eos_ids
 from pipeline.worker_pool import WorkerPool
-from protocol.messages import Shutdown
-from shm.errors import ShmError
 from shm.layout import StoreLayout
 from shm.pinned import lock_pages
 from shm.segment import engine_prefix
 from shm.store import Store
 from workers.copiers import paced
-from workers.cuda import CudaError
 from workers.kernels.reference import DTYPES
-from workers.peer import Peer
-from workers.prefetcher import CopyLoop
 
 log = logging.getLogger(__name__)
 
 STAGING_TILES = 4  # slots beside the cache's: two to stream, two more so that neither side waits
 PEER_LIMIT = 60.0  # seconds for workers and prefetcher to announce themselves
-COPY_THREAD_LIMIT = 5.0  # seconds for the prefetcher's thread to end
 CHUNK_SECONDS = 0.25  # a prefill chunk should take about this long
 CHUNK_TRIAL = 64  # tokens of the prefill that is timed for it
 CHUNK_MAX = 1024
-
-
-@dataclass(frozen=True)
-class Briefed:
-    """The coordinator's configuration, as it came through its lifeline."""
-
-    engine: str
-    runtime: Path
-    incarnation: int
-    store: str
-    fingerprint: str
-    model: Path
-    workers: int
-    prefetcher: str  # process | thread | none
-    slab: bool
-    config: EngineConfig
-
-    @classmethod
-    def from_map(cls, told: dict[str, Any]) -> Briefed:
-        return cls(
-            engine=told["engine"],
-            runtime=Path(told["runtime"]),
-            incarnation=told["incarnation"],
-            store=told["store"],
-            fingerprint=told["fingerprint"],
-            model=Path(told["model"]),
-            workers=told["workers"],
-            prefetcher=told["prefetcher"],
-            slab=told["slab"],
-            config=EngineConfig.from_map(told["config"]),
-        )
 
 
 class Assembly:
     """A running engine's parts. Everything but `bury` is for the engine's thread."""
 
     @full_memory_in_one_line()
-    def __init__(self, told: Briefed, send: Send, congested: Callable[[bytes], bool]) -> None:
-        """Raises UsageError, ShmError, PeerLost or CudaError, each one line."""
+    def __init__(
+        self,
+        told: Briefed,
+        send: Send,
+        congested: Callable[[bytes], bool],
+        need: Callable[[str], None],
+    ) -> None:
+        """`need(role)` has the supervisor start a child. Raises UsageError, ShmError, PeerLost or CudaError,
+        each one line."""
         config = told.config
         self.told = told
         self.notes: list[str] = []
+        self._need = need
         self._closing = ExitStack()
         self._costs: Costs | None = None
         index = CheckpointIndex.open(told.model)
@@ -111,9 +79,7 @@ class Assembly:
         self._closing.callback(workers.close)
         self._peers = {"worker": workers}
         if told.slab:
-            fetch = PeerSocket(told.runtime, "fetch.sock", "prefetcher", told.fingerprint)
-            self._closing.callback(fetch.close)
-            self._peers["prefetcher"] = fetch
+            self._bind_prefetcher()
         self.store = Store.attach(told.store, told.fingerprint, writable=True)
         self._closing.callback(self.store.close)
         layout = self.store.layout
@@ -125,8 +91,9 @@ class Assembly:
         pool.wake(layout.shape.hidden)  # the workers import torch while this process reads the tokenizer
         self.tokenizer = Tokenizer.load(told.model)
         self.sampling = sampling_defaults(told.model)
-        kv_numbers = KV_CONTEXTS * self.context * spec.kv_numbers_per_token
-        memory = self._device_memory(layout, kv_numbers * dtype.itemsize) if told.slab else None
+        kv = KVCache(spec, dtype, self.device.torch_device, kv_budget(config.kv_tokens, self.context))
+        self._kv_bytes = kv.budget * spec.kv_numbers_per_token * dtype.itemsize
+        memory = self._device_memory(layout) if told.slab else None
         self.engine = Engine(backbone, layout, self.device, pool, memory)
         size = f"{backbone.bytes / 1e6:.1f} MB {config.backbone_dtype}"
         self.notes.append(f"backbone: {size} on {self.device.describe()}")
@@ -134,22 +101,22 @@ class Assembly:
             f"experts: {layout.shape.layers} x {layout.shape.experts}, {layout.shape.tiles} tiles of"
             f" {layout.tile_bytes / 1e6:.2f} MB each"
         )
-        if memory is not None:
-            self.notes.append(f"slab: {memory.mover.cache.capacity} tiles and {STAGING_TILES} for streaming")
-
-        kv = KVCache(spec, dtype, self.device.torch_device, KV_CONTEXTS * self.context)
         self._first = PolicyRequest(config.policy or "all-host", config.policy_options)
         self.notes.extend(self.set_policy(self._first))
-        self.notes.append(f"context: {self.context} tokens")
+        self.notes.append(f"context: {self.context} tokens; the KV cache holds {kv.budget}")
+        requests = Requests(
+            self.tokenizer,
+            eos_ids(told.model) if self.tokenizer is None else self.tokenizer.eos_ids,
+            vocabulary=spec.vocabulary,
+            context=self.context,
+            seed=config.seed,
+        )
         self.scheduler = Scheduler(
             self.engine,
             kv,
-            self.tokenizer,
-            eos_ids(told.model) if self.tokenizer is None else self.tokenizer.eos_ids,
-            context=self.context,
+            requests,
             max_sequences=config.max_sequences,
             chunk=config.chunk or CHUNK_TRIAL,
-            seed=config.seed,
             send=send,
             congested=congested,
         )
@@ -163,9 +130,14 @@ class Assembly:
             self.set_policy(self._first)  # a new one: the trials are not in its memory
         log.debug("prefill: %d tokens a chunk", self.scheduler.chunk)
 
+    @full_memory_in_one_line()
     def set_policy(self, request: PolicyRequest) -> tuple[str, ...]:
-        """Make the policy and use it from the next step on. Returns its notes. Raises PolicyError."""
+        """Make the policy and use it from the next step on; room for experts on the device is made when a
+        policy is the first to need it. Returns its notes. Raises UsageError, and PeerLost where there is no
+        prefetcher to be had."""
         policy: Policy = make_policy(request, self.told.config.seed)
+        if policy.uses_device and self.engine.memory is None:
+            self.engine.memory = self._device_memory(self.engine.layout)
         return self.engine.set_policy(policy, self._costs_for(policy))
 
     def stats(self) -> dict[str, Any]:
@@ -173,7 +145,7 @@ class Assembly:
         engine = self.engine
         stats: dict[str, Any] = {
             "policy": engine.policy.name,
-            "emulation": self.told.config.emulation(self.told.slab),
+            "emulation": self.told.config.emulation,
             "scheduler": self.scheduler.stats(),
             "engine": engine.accounting.snapshot(),
             "tiles_per_expert": engine.shape.tiles,
@@ -218,49 +190,33 @@ class Assembly:
             self._costs = measure_costs(self.engine) if file is None else Costs.load(file)
         return self._costs
 
-    def _device_memory(self, layout: StoreLayout, kv_bytes: int) -> DeviceMemory:
+    def _bind_prefetcher(self) -> None:
+        fetch = PeerSocket(self.told.runtime, "fetch.sock", "prefetcher", self.told.fingerprint)
+        self._closing.callback(fetch.close)
+        self._peers["prefetcher"] = fetch
+
+    def _device_memory(self, layout: StoreLayout) -> DeviceMemory:
         told, shape = self.told, layout.shape
         capacity = cache_tiles(told.config.expert_cache, shape.layers * shape.experts * shape.tiles)
         slots = capacity + STAGING_TILES
-        self.device.check_room(slots * layout.tile_bytes, kv_bytes)
+        self.device.check_room(slots * layout.tile_bytes, self._kv_bytes)
         name = f"{engine_prefix(told.runtime)}slab-{told.incarnation}"
         slab = self.device.open_slab(name, slots, layout.tile_bytes)
         self._closing.callback(slab.close)
+        if "prefetcher" not in self._peers:
+            self._bind_prefetcher()
+            if told.prefetcher == "process":
+                self._need("prefetcher")
         link = FetchLink(self._peers["prefetcher"])
         if told.prefetcher == "thread":
-            self._start_copy_thread(slab)
+            copier = paced(slab.local_copier(self.store), told.config.link_gbps)
+            self._closing.callback(start_copy_thread(told, self.store, copier, self._peers["prefetcher"]))
         link.wait_ready(PEER_LIMIT)
         if told.prefetcher == "process":
             self.notes.extend(link.attach(slab.address(), PEER_LIMIT))
+        self.notes.append(f"slab: {capacity} tiles and {STAGING_TILES} for streaming")
         cache = ExpertCache(shape.layers, shape.experts, shape.tiles, capacity, slots, self.device.fence)
         return DeviceMemory(TileMover(cache, link, self.device), slab)
-
-    def _start_copy_thread(self, slab: SlabMemory) -> None:
-        """The prefetcher as a thread of this process."""
-        told = self.told
-        copier = paced(slab.local_copier(self.store), told.config.link_gbps)
-
-        def copy() -> None:
-            who = {"role": "prefetcher", "index": 0, "incarnation": told.incarnation}
-            where = {"runtime": str(told.runtime), "fingerprint": told.fingerprint}
-            peer = Peer(who | where, "fetch.sock", supervised=False)
-            loop = CopyLoop(peer, self.store, told.config.link_gbps)
-            loop.attach(copier)
-            peer.announce()
-            try:
-                loop.run()
-            except (CudaError, ShmError) as e:
-                self._peers["prefetcher"].give_up(f"the prefetcher failed: {e}")
-            finally:
-                peer.close()
-
-        def stop() -> None:
-            self._peers["prefetcher"].send(0, Shutdown())
-            thread.join(COPY_THREAD_LIMIT)
-
-        thread = threading.Thread(target=copy, name="prefetcher", daemon=True)
-        thread.start()
-        self._closing.callback(stop)
 
     def _measured_chunk(self, kv: KVCache) -> int:
         """Prefill tokens that take about CHUNK_SECONDS: timed once, then fixed, and a power of two so that a
@@ -276,12 +232,3 @@ class Assembly:
             kv.release(sequence)
         wanted = count * CHUNK_SECONDS / min(seconds)
         return int(min(max(2 ** int(np.log2(wanted)), 16), CHUNK_MAX, self.context))
-
-
-def choose_context(asked: int | None, spec: ModelSpec) -> int:
-    """Tokens of prompt and answer together. Raises UsageError beyond what the model was made for."""
-    if asked is None:
-        return min(spec.max_positions, DEFAULT_CONTEXT)
-    if asked > spec.max_positions:
-        raise UsageError(f"--context {asked} is more than the model's {spec.max_positions} positions")
-    return asked

@@ -24,7 +24,7 @@ from protocol.sockets import bind_router
 log = logging.getLogger(__name__)
 
 HEARTBEAT = 0.5  # seconds
-SILENCE_LIMIT = 10.0  # seconds after which a client is taken for gone
+SILENCE_LIMIT = 10.0  # seconds after which a client that says nothing, or takes nothing, is taken for gone
 RETRY = 0.005  # seconds until a full socket is tried again
 SEND_HWM = 64  # messages in a client's socket; what does not fit waits in its queue, where it is counted
 CONGESTED_BYTES = 64 << 20  # queued for one client, from where on its requests pause
@@ -37,6 +37,7 @@ class Client:
     queue: asyncio.Queue[object] = field(default_factory=asyncio.Queue)
     queued_bytes: int = 0
     heard: float = field(default_factory=time.monotonic)
+    stuck: float | None = None  # since when its socket has been full
     sender: asyncio.Task[None] | None = None
 
 
@@ -59,6 +60,7 @@ class Clients:
         self._clients: dict[bytes, Client] = {}
         self._group: asyncio.TaskGroup | None = None
         self.malformed = 0
+        self.cut_off = 0  # clients that did not read
 
     async def serve(self) -> None:
         """Until cancelled."""
@@ -149,11 +151,13 @@ class Clients:
                 try:
                     self._try_send(name, message)
                 except zmq.Again:
+                    client.stuck = client.stuck or time.monotonic()
                     await asyncio.sleep(RETRY)
                     continue
                 except zmq.ZMQError:
                     self._forget(name)  # unroutable: it has disconnected
                     return
+                client.stuck = None
                 break
             client.queued_bytes -= _size(message)
             client.queue.task_done()
@@ -164,6 +168,10 @@ class Clients:
             now = time.monotonic()
             for name, client in list(self._clients.items()):
                 if now - client.heard > SILENCE_LIMIT:
+                    self._forget(name)
+                elif client.stuck is not None and now - client.stuck > SILENCE_LIMIT:
+                    log.warning("a client that took nothing for %.0f s was cut off", SILENCE_LIMIT)
+                    self.cut_off += 1
                     self._forget(name)
                 elif client.queue.empty():
                     self.send(name, Heartbeat(now))

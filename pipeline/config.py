@@ -28,6 +28,7 @@ class EngineConfig:
     tile: int | None = None  # channels; None: chosen from the experts' shape
     workers: int | None = None  # None: one for each core
     context: int | None = None  # tokens; None: the model's, at most DEFAULT_CONTEXT
+    kv_tokens: int | None = None  # tokens that the KV cache holds; None: KV_CONTEXTS full contexts
     max_sequences: int = 16  # sequences that are decoded together
     chunk: int | None = None  # prefill tokens of one step; None: measured at start
     link_gbps: float | None = None  # emulation: pace of the prefetcher's copies, GB/s (1e9 bytes)
@@ -43,11 +44,11 @@ class EngineConfig:
         paths = {key: Path(plain[key]) for key in ("model", "costs") if plain[key] is not None}
         return cls(**(plain | paths))
 
-    def emulation(self, slab: bool) -> str:
-        """Names what paces this engine to stand in for another machine; empty where nothing does. Without a
-        slab nothing crosses the link."""
+    @property
+    def emulation(self) -> str:
+        """Names what paces this engine to stand in for another machine; empty where nothing does."""
         paces = []
-        if self.link_gbps is not None and slab:
+        if self.link_gbps is not None:
             paces.append(f"link paced to {self.link_gbps:g} GB/s")
         if self.host_slowdown != 1.0:
             paces.append(f"host slowed by {self.host_slowdown:g}")

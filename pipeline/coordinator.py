@@ -16,7 +16,8 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from pipeline.assembly import Assembly, Briefed
+from pipeline.assembly import Assembly
+from pipeline.briefed import Briefed
 from pipeline.clients import Clients, for_others
 from pipeline.engine_thread import EngineThread
 from pipeline.errors import UsageError
@@ -30,6 +31,7 @@ from protocol.messages import (
     Error,
     Failed,
     Generate,
+    Needed,
     PolicyChanged,
     Ready,
     Score,
@@ -41,6 +43,7 @@ from protocol.messages import (
     WorkerDied,
 )
 from protocol.sockets import connect_dealer, identity, ipc_endpoint
+from shm.errors import NotEnoughMemory
 from workers.lifetime import enter
 
 log = logging.getLogger(__name__)
@@ -62,7 +65,12 @@ class Coordinator:
         name = identity("coordinator", 0, self._told.incarnation)
         self._control = connect_dealer(self._context, ipc_endpoint(runtime, "control.sock"), identity=name)
         self._engine = EngineThread(
-            self._told, self._loop, self.clients, on_ready=self._on_ready, on_failure=self._on_failure
+            self._told,
+            self._loop,
+            self.clients,
+            on_ready=self._on_ready,
+            on_failure=self._on_failure,
+            on_need=lambda role: self._tell_supervisor(Needed(role)),
         )
         self._assembly: Assembly | None = None
         self._built = asyncio.Event()
@@ -152,12 +160,14 @@ class Coordinator:
             context=assembly.context,
             has_tokenizer=tokenizer is not None,
             has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
-            emulation=told.config.emulation(told.slab),
+            emulation=told.config.emulation,
             sampling=assembly.sampling,
+            format=told.config.format,
+            backbone_dtype=told.config.backbone_dtype,
         )
 
     def _on_gone(self, client: bytes) -> None:
-        self._engine.call(lambda a: a.scheduler.cancel(client))
+        self._engine.call(lambda a: a.scheduler.forget(client))
 
     def _on_message(self, client: bytes, message: object) -> None:
         match message:
@@ -175,7 +185,11 @@ class Coordinator:
     def _stats(self, request: int) -> StatsReply:
         # Read while the engine's thread counts on: each is whole, together they may be a step apart.
         assert self._assembly is not None
-        clients = {"connected": len(self.clients), "malformed": self.clients.malformed}
+        clients = {
+            "connected": len(self.clients),
+            "malformed": self.clients.malformed,
+            "cut_off": self.clients.cut_off,
+        }
         return StatsReply(request, self._assembly.stats() | {"clients": clients})
 
     # --- calls that run in the engine's thread -----------------------------------------------------------
@@ -190,7 +204,7 @@ class Coordinator:
         options = {name: str(value) for name, value in message.options.items()}
         try:
             notes = assembly.set_policy(PolicyRequest(message.policy, options))
-        except UsageError as e:
+        except (UsageError, NotEnoughMemory) as e:
             self._engine.send(client, Error(message.request, str(e)))
             return
         policy = assembly.engine.policy

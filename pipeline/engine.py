@@ -59,7 +59,7 @@ class Engine:
         pool: WorkerPool,
         memory: DeviceMemory | None,
     ) -> None:
-        """`memory` None: no slab; only policies with `uses_device` False can be set."""
+        """`memory` None: no slab yet; only policies with `uses_device` False can be set before there is."""
         s = layout.shape
         self.backbone = backbone
         self.layout = layout
@@ -77,12 +77,9 @@ class Engine:
 
     def set_policy(self, policy: Policy, costs: Costs | None) -> tuple[str, ...]:
         """Use a policy from the next step on: its placement is resident when this returns. Returns its
-        notes. Raises PolicyError where it needs a slab that this engine was started without."""
+        notes. Raises PolicyError where it needs a slab and there is none."""
         if policy.uses_device and self.memory is None:
-            raise PolicyError(
-                f"policy {policy.name} keeps experts on the device, and this engine was started without room"
-                " for them; start it with --policy or with --expert-cache"
-            )
+            raise PolicyError(f"policy {policy.name} keeps experts on the device, and has no room there")
         self.policy, self._costs, self._step = policy, costs, 0
         view = self._view("decode")
         placement = policy.placement(view)
@@ -160,9 +157,7 @@ class Engine:
         self._popularity[layer] += split.workload
         return split
 
-    def _run_on_device(
-        self, layer: int, split: Split, x: Tensor, counters: PhaseCounters
-    ) -> Tensor | None:
+    def _run_on_device(self, layer: int, split: Split, x: Tensor, counters: PhaseCounters) -> Tensor | None:
         """The device's share, float32 [R, H]; None where it has none. Resident tiles are computed while the
         missing ones are on their way, and those as they land. Resident ones are an expert's first, so each
         expert sums its tiles in tile order, and then experts are added in theirs: the bits depend on the cuts

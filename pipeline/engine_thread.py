@@ -8,10 +8,12 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
-from pipeline.assembly import Assembly, Briefed
+from pipeline.assembly import Assembly
+from pipeline.briefed import Briefed
 from pipeline.clients import Clients
 from pipeline.errors import PipelineError, UsageError
 from shm.errors import NotEnoughMemory, ShmError
@@ -21,6 +23,7 @@ log = logging.getLogger(__name__)
 
 IDLE_WAIT = 0.5  # seconds an idle engine waits for a call before it audits itself
 PAUSE = 0.005  # seconds until a round is tried again when all requests wait for their clients
+CALLS_SECONDS = 0.01  # of calls between two rounds
 JOIN_LIMIT = 2.0  # seconds for the engine's thread to end its step
 GIVE_UP_LIMIT = 1.0  # seconds for it to end after its peers were given up
 
@@ -36,14 +39,16 @@ class EngineThread:
         *,
         on_ready: Callable[[Assembly], None],
         on_failure: Callable[[str, bool], None],
+        on_need: Callable[[str], None],
     ) -> None:
-        """In the loop are called `on_ready(assembly)` once the engine is built, and `on_failure(text, usage)`
-        if it cannot be, or cannot go on."""
+        """In the loop are called `on_ready(assembly)` once the engine is built, `on_failure(text, usage)` if
+        it cannot be, or cannot go on, and `on_need(role)` when it waits for a child that must be started."""
         self._told = told
         self._loop = loop
         self._clients = clients
         self._on_ready = on_ready
         self._on_failure = on_failure
+        self._on_need = on_need
         self._assembly: Assembly | None = None
         self._calls: queue.SimpleQueue[Callable[[Assembly], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -76,7 +81,12 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            assembly = self._assembly = Assembly(self._told, self.send, self._clients.congested)
+            assembly = self._assembly = Assembly(
+                self._told,
+                self.send,
+                self._clients.congested,
+                need=lambda role: self.in_loop(self._on_need, role),
+            )
             self.in_loop(self._on_ready, assembly)
             assembly.warm_up()
             self._serve(assembly)
@@ -89,25 +99,33 @@ class EngineThread:
 
     def _serve(self, assembly: Assembly) -> None:
         scheduler = assembly.scheduler
-        running = True  # whether there may be something to run
         try:
             while True:
-                idle = scheduler.idle
-                try:
-                    call = self._calls.get(idle or not running, IDLE_WAIT if idle else PAUSE)
-                except queue.Empty:
-                    if idle:
-                        assembly.audit()
-                    else:
-                        running = scheduler.round()
-                    continue
-                running = True
-                if call is None:
-                    scheduler.cancel_all()
+                wait = IDLE_WAIT if scheduler.idle else 0.0
+                if self._take_calls(assembly, wait):
                     return
-                call(assembly)
+                if scheduler.idle:
+                    assembly.audit()
+                elif not scheduler.round() and self._take_calls(assembly, PAUSE):
+                    return
         except Exception as e:
             scheduler.fail_all(str(e))
             raise
         finally:
             assembly.close()
+
+    def _take_calls(self, assembly: Assembly, wait: float) -> bool:
+        """Run the calls that are there, for a little while, so that a flood of them does not keep rounds from
+        running; wait for the first. True where the end was asked for."""
+        try:
+            call = self._calls.get(timeout=wait) if wait else self._calls.get_nowait()
+            until = time.perf_counter() + CALLS_SECONDS
+            while call is not None:
+                call(assembly)
+                if time.perf_counter() > until:
+                    return False
+                call = self._calls.get_nowait()
+        except queue.Empty:
+            return False
+        assembly.scheduler.cancel_all()
+        return True

@@ -1,6 +1,6 @@
-"""Requests in service: what each feeds to the engine next, and what it makes of the logits.
+"""What is being served: a Generate or a Score with its state, as pieces for the engine's steps.
 
-A job knows its tokens, its sequence's KV and how to answer its client; when it runs is the scheduler's
+A job knows its own tokens, its sequence's KV and how to answer its client; when it runs is the scheduler's
 business. Used by the engine's thread alone.
 """
 
@@ -19,41 +19,87 @@ from pipeline.models.backbone import Slice
 from pipeline.policies.view import FloatArray, Phase
 from pipeline.sampler import Sampler
 from pipeline.text_stream import TextStream
-from protocol.messages import Done, Scores, Token
+from protocol.messages import Done, Queued, Scores, Token
 
 BLOCK_BYTES = 4 << 20  # log-probabilities of one Scores message
 Emit = Callable[[object], None]
 
 
 class Job(ABC):
-    """One admitted request. `kv` is set at admission; `reason` once it has ended."""
+    """One request. `kv` is there while it is admitted; `reason` once it has ended."""
 
-    kv: SequenceKV
+    grows = False  # its tokens become more while it runs, and it can make way and come back
+    conversation: str | None = None
 
-    def __init__(self, client: bytes, request: int, prompt: list[int], room: int, emit: Emit) -> None:
-        """`prompt`: the tokens to prefill; `room`: tokens of KV it may need."""
+    def __init__(self, client: bytes, request: int, tokens: list[int], prompt: int, emit: Emit) -> None:
+        """`tokens`: all that are known; the first `prompt` of them are prefilled."""
         self.client = client
         self.request = request
+        self.tokens = tokens
         self.prompt = prompt
-        self.room = room
+        self.goal = prompt  # KV tokens at which prefilling is over
+        self.kv: SequenceKV | None = None
         self.reason: str | None = None
-        self.seconds: dict[Phase, float] = {"prefill": 0.0, "decode": 0.0}
-        self.before: dict[str, Any] = {}  # the engine's counters at admission
+        self.arrival = time.perf_counter()
+        self.admission = -1  # a number that grows from one first admission to the next
+        self.reused = 0  # tokens of the prompt that an earlier request had computed
+        self.preemptions = 0
+        self.before: dict[str, Any] = {}  # the engine's counters at the first admission
+        self._seconds: dict[Phase, float] = {"prefill": 0.0, "decode": 0.0}
+        self._computed: dict[Phase, int] = {"prefill": 0, "decode": 0}
         self._emit = emit
-        self._arrived = time.perf_counter()
+        self._position = 0  # in the queue, as last told
+        self._queued = 0.0  # seconds until the first admission
         self._first: float | None = None
 
     @property
     def prefilling(self) -> bool:
-        return self.kv.length < len(self.prompt)
+        return self.filled < self.goal
+
+    @property
+    def filled(self) -> int:
+        """Tokens whose KV is there."""
+        return 0 if self.kv is None else self.kv.length
+
+    @property
+    @abstractmethod
+    def room(self) -> int:
+        """Tokens of KV that it may need in the end."""
 
     @abstractmethod
     def piece(self, chunk: int) -> Piece:
-        """What to run next; at most `chunk` tokens of the prompt."""
+        """What to run next; at most `chunk` tokens of a prefill."""
 
     @abstractmethod
     def accept(self, logits: FloatArray) -> None:
         """Take the wanted logits [n, vocabulary] of the piece that was just run; may set `reason`."""
+
+    def admit(self, kv: SequenceKV, number: int, counters: dict[str, Any]) -> None:
+        """It begins with what is in `kv`, or goes on after having made way."""
+        self.kv = kv
+        if self.admission < 0:
+            self.admission, self.before, self.reused = number, counters, kv.length
+            self._queued = time.perf_counter() - self.arrival
+
+    def make_way(self) -> SequenceKV:
+        """Give up what was computed; all known tokens will be prefilled again, and nothing is told twice."""
+        assert self.kv is not None
+        kv, self.kv = self.kv, None
+        self.goal = len(self.tokens)
+        self.preemptions += 1
+        self._position = 0
+        return kv
+
+    def tell_position(self, position: int) -> None:
+        """Tell the client where in the queue it is, unless it knows."""
+        if position != self._position:
+            self._position = position
+            self._emit(Queued(self.request, position))
+
+    def book(self, phase: Phase, tokens: int, seconds: float) -> None:
+        """A step with `tokens` of this job's took so long."""
+        self._computed[phase] += tokens
+        self._seconds[phase] += seconds
 
     def finish(self, reason: str, stats: dict[str, Any], error: str = "", text: str = "") -> None:
         """Send the one terminal message; `text` is what was still held back."""
@@ -61,22 +107,27 @@ class Job(ABC):
         self._emit(Done(self.request, reason, error, text, {**self._times(), **stats}))
 
     def _times(self) -> dict[str, Any]:
-        fed = self.kv.length if hasattr(self, "kv") else 0
-        prefilled = min(fed, len(self.prompt))
-        prefill, decode = self.seconds["prefill"], self.seconds["decode"]
+        prefill, decode = self._seconds["prefill"], self._seconds["decode"]
+        prefilled, decoded = self._computed["prefill"], self._computed["decode"]
         return {
-            "prompt_tokens": len(self.prompt),
-            "decode_tokens": fed - prefilled,
+            "prompt_tokens": self.prompt,
+            "kv_reused_tokens": self.reused,
+            "decode_tokens": decoded,
+            "queued_s": self._queued,
             "prefill_s": prefill,
             "decode_s": decode,
             "prefill_tok_s": prefilled / prefill if prefill else 0.0,
-            "decode_tok_s": (fed - prefilled) / decode if decode else 0.0,
-            "first_token_s": 0.0 if self._first is None else self._first - self._arrived,
+            "decode_tok_s": decoded / decode if decode else 0.0,
+            "first_token_s": 0.0 if self._first is None else self._first - self.arrival,
+            "preemptions": self.preemptions,
         }
 
-    def _prompt_piece(self, chunk: int) -> list[int]:
+    def _slice(self, count: int) -> Slice:
+        """The next tokens whose KV is missing, at most `count`, and within a prefill none behind its end."""
+        assert self.kv is not None
         start = self.kv.length
-        return self.prompt[start : start + chunk]
+        end = start + count
+        return Slice(self.kv, self.tokens[start : min(end, self.goal) if self.prefilling else end])
 
     def _answered(self) -> None:
         if self._first is None:
@@ -85,6 +136,8 @@ class Job(ABC):
 
 class GenerateJob(Job):
     """Samples token after token until a stop string, an end token, or enough of them."""
+
+    grows = True
 
     def __init__(
         self,
@@ -97,35 +150,38 @@ class GenerateJob(Job):
         sampler: Sampler,
         text: TextStream | None,
         eos: frozenset[int],
+        conversation: str | None,
     ) -> None:
-        super().__init__(client, request, prompt, len(prompt) + max_tokens, emit)
-        self._max_tokens = max_tokens
+        super().__init__(client, request, prompt, len(prompt), emit)
+        self.conversation = conversation
+        self._most = len(prompt) + max_tokens
         self._sampler = sampler
         self._text = text
         self._eos = eos
-        self._new: list[int] = []
+
+    @property
+    def room(self) -> int:
+        return self._most
 
     def piece(self, chunk: int) -> Piece:
-        if not self.prefilling:
-            return Piece(Slice(self.kv, self._new[-1:]), "last")
-        tokens = self._prompt_piece(chunk)
-        ends = self.kv.length + len(tokens) == len(self.prompt)
-        return Piece(Slice(self.kv, tokens), "last" if ends else "none")
+        new = self._slice(chunk if self.prefilling else 1)
+        return Piece(new, "last" if self.filled + len(new.tokens) == len(self.tokens) else "none")
 
     def accept(self, logits: FloatArray) -> None:
         if len(logits) == 0:
             return  # a chunk within the prompt
         self._answered()
-        token = self._sampler.next(logits[0], self.prompt + self._new)
+        token = self._sampler.next(logits[0], self.tokens)
         if token in self._eos:
             self.reason = "stop"
             return
-        self._new.append(token)
+        self.tokens.append(token)
         shown = self._text.push(token) if self._text is not None else ""
-        self._emit(Token(self.request, len(self._new) - 1, token, shown))
+        margin, runner_up = two_best(logits[0])
+        self._emit(Token(self.request, len(self.tokens) - self.prompt - 1, token, shown, margin, runner_up))
         if self._text is not None and self._text.stopped:
             self.reason = "stop"
-        elif len(self._new) == self._max_tokens:
+        elif len(self.tokens) == self._most:
             self.reason = "length"
 
     def finish(self, reason: str, stats: dict[str, Any], error: str = "", text: str = "") -> None:
@@ -142,29 +198,30 @@ class ScoreJob(Job):
     def __init__(
         self, client: bytes, request: int, tokens: list[int], emit: Emit, *, prefill: int, full: bool
     ) -> None:
-        super().__init__(client, request, tokens[:prefill], len(tokens), emit)
-        self._tokens = tokens
+        super().__init__(client, request, tokens, prefill, emit)
         self._full = full
 
+    @property
+    def room(self) -> int:
+        return len(self.tokens)
+
     def piece(self, chunk: int) -> Piece:
-        if self.prefilling:
-            return Piece(Slice(self.kv, self._prompt_piece(chunk)), "all")
-        return Piece(Slice(self.kv, self._tokens[self.kv.length : self.kv.length + 1]), "all")
+        return Piece(self._slice(chunk if self.prefilling else 1), "all")
 
     def accept(self, logits: FloatArray) -> None:
         self._answered()
-        start = self.kv.length - len(logits)
+        start = self.filled - len(logits)
         rows = max(1, BLOCK_BYTES // logits[:1].nbytes)
         for first in range(0, len(logits), rows):
             self._send_block(start + first, log_softmax(logits[first : first + rows]))
-        if self.kv.length == len(self._tokens):
+        if self.filled == len(self.tokens):
             self.reason = "stop"
 
     def _send_block(self, start: int, logprobs: FloatArray) -> None:
         end = start + len(logprobs)
-        following = np.array(self._tokens[start + 1 : end + 1], np.int64)
+        following = np.array(self.tokens[start + 1 : end + 1], np.int64)
         chosen = logprobs[np.arange(len(following)), following]
-        tokens = np.array(self._tokens[start:end], np.int32)
+        tokens = np.array(self.tokens[start:end], np.int32)
         full = logprobs if self._full else np.empty((0, 0), np.float32)
         self._emit(Scores(self.request, start, tokens, chosen, full))
 
@@ -175,3 +232,18 @@ def log_softmax(logits: FloatArray) -> FloatArray:
     total = np.log(np.exp(shifted).sum(axis=1, keepdims=True, dtype=np.float64))
     logprobs: FloatArray = (shifted - total).astype(np.float32)
     return logprobs
+
+
+def two_best(logits: FloatArray) -> tuple[float, int]:
+    """How far the largest of logits [vocabulary] is above the second, and which that is. A vocabulary of one
+    has no second: -1."""
+    best = int(logits.argmax())
+    rest = [
+        (float(part.max()), start + int(part.argmax()))
+        for start, part in ((0, logits[:best]), (best + 1, logits[best + 1 :]))
+        if len(part)
+    ]
+    if not rest:
+        return 0.0, -1
+    value, place = max(rest, key=lambda found: found[0])
+    return float(logits[best]) - value, place

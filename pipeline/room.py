@@ -1,4 +1,4 @@
-"""How much of a model fits the device, and what is said where it does not."""
+"""How much of a model fits: experts on the device, tokens in the KV cache; what is said where it does not."""
 
 from __future__ import annotations
 
@@ -7,12 +7,34 @@ from contextlib import contextmanager
 
 import torch
 
+from pipeline.config import DEFAULT_CONTEXT, KV_CONTEXTS
 from pipeline.errors import UsageError
+from pipeline.models.spec import ModelSpec
 
 
 def cache_tiles(share: float, tiles: int) -> int:
     """This share of the tiles, rounded down; 0.29 of 100 are 29, although the product is a little less."""
     return int(share * tiles + 1e-9)
+
+
+def choose_context(asked: int | None, spec: ModelSpec) -> int:
+    """Tokens of prompt and answer together. Raises UsageError beyond what the model was made for."""
+    if asked is None:
+        return min(spec.max_positions, DEFAULT_CONTEXT)
+    if asked > spec.max_positions:
+        raise UsageError(f"--context {asked} is more than the model's {spec.max_positions} positions")
+    return asked
+
+
+def kv_budget(asked: int | None, context: int) -> int:
+    """Tokens that the KV cache holds. Raises UsageError where not even one full context would fit."""
+    if asked is None:
+        return KV_CONTEXTS * context
+    if asked < context:
+        raise UsageError(
+            f"--kv-tokens {asked} is less than one context of {context}; lower --context as well"
+        )
+    return asked
 
 
 @contextmanager

@@ -1,29 +1,35 @@
 """Which requests run in the next step: continuous batching with chunked prefill.
 
-One round is a prefill chunk of the oldest request that has prompt left, then one decode step of all that
-are past theirs. A request is admitted when its whole sequence fits the KV cache; the others wait in
-order. Every request ends with exactly one Done. Used by the engine's thread alone.
+One round is a prefill chunk of one request that has prompt left (clients take turns), then one decode step of
+all that are past theirs. A request is admitted when its prompt and a little more fit the KV cache; the others
+wait, in an order that `waiting.py` says. A sequence grows while it is decoded; when the cache is full, kept
+conversations go first, and then the request that was admitted last makes way: it waits, is admitted again
+before all others, has its tokens prefilled again, and goes on where it was. Every request ends with exactly
+one Done. Used by the engine's thread alone.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from pipeline.accounting import difference
+from pipeline.conversations import Conversations
 from pipeline.engine import Engine
 from pipeline.errors import PipelineError, RequestError
-from pipeline.jobs import GenerateJob, Job, ScoreJob
-from pipeline.kv_cache import KVCache
+from pipeline.jobs import Job
+from pipeline.kv_cache import BLOCK, GROWTH, KVCache, SequenceKV, room_for
 from pipeline.policies.view import Phase
-from pipeline.sampler import Sampler, validate
-from pipeline.tokenizer import Tokenizer
+from pipeline.requests import Requests
+from pipeline.waiting import WaitingRoom
 from protocol.messages import Generate, Score
 
 Send = Callable[[bytes, object], None]
+
+QUEUE_LIMIT = 1024  # requests of one client that may wait
+TELL_INTERVAL = 0.5  # seconds between two times that those who wait are told their changed positions
 
 
 class Scheduler:
@@ -33,13 +39,10 @@ class Scheduler:
         self,
         engine: Engine,
         kv: KVCache,
-        tokenizer: Tokenizer | None,
-        eos: frozenset[int],
+        requests: Requests,
         *,
-        context: int,
         max_sequences: int,
         chunk: int,
-        seed: int,
         send: Send,
         congested: Callable[[bytes], bool],
     ) -> None:
@@ -48,15 +51,19 @@ class Scheduler:
         self.engine = engine
         self.kv = kv
         self.chunk = chunk
-        self._tokenizer = tokenizer
-        self._eos = eos
-        self._context = context
+        self._requests = requests
         self._max_sequences = max_sequences
-        self._seeds = itertools.count(seed)
         self._send = send
         self._congested = congested
-        self._waiting: deque[Job] = deque()
-        self._running: list[Job] = []
+        self._waiting = WaitingRoom()
+        self._running: list[Job] = []  # by admission, the oldest first
+        self._conversations = Conversations(kv)
+        self._admissions = itertools.count()
+        self._turns = itertools.count()
+        self._last_turn: dict[bytes, int] = {}  # of running clients: when one last had a prefill chunk
+        self._told = 0.0  # when those who wait were last told their positions
+        self._reused = 0
+        self._preemptions = 0
 
     @property
     def idle(self) -> bool:
@@ -66,16 +73,29 @@ class Scheduler:
         """Queue a request. Raises RequestError, one line, for one that can never be served."""
         if any(j.client == client and j.request == message.request for j in self._jobs()):
             raise RequestError(f"request {message.request} is already being served")
-        if isinstance(message, Generate):
-            self._waiting.append(self._generate_job(client, message))
-        else:
-            self._waiting.append(self._score_job(client, message))
+        if self._waiting.of(client) >= QUEUE_LIMIT:
+            raise RequestError(f"{QUEUE_LIMIT} requests of this client wait already; ask later")
 
-    def cancel(self, client: bytes, request: int | None = None) -> None:
-        """End a client's request, or with None all of them: it is gone."""
+        def emit(answer: object) -> None:
+            self._send(client, answer)
+
+        if isinstance(message, Generate):
+            self._waiting.add(self._requests.generate(client, message, emit))
+        else:
+            self._waiting.add(self._requests.score(client, message, emit))
+
+    def cancel(self, client: bytes, request: int) -> None:
+        """End a client's request."""
         for job in self._jobs():
-            if job.client == client and request in (None, job.request):
+            if job.client == client and job.request == request:
                 self._end(job, "cancelled")
+
+    def forget(self, client: bytes) -> None:
+        """A client is gone: end its requests, and keep nothing of it."""
+        for job in self._jobs():
+            if job.client == client:
+                self._end(job, "cancelled")
+        self._conversations.forget(client)
 
     def cancel_all(self) -> None:
         """The engine shuts down."""
@@ -90,36 +110,117 @@ class Scheduler:
     def round(self) -> bool:
         """Admit what fits; one prefill chunk, one decode step. False where nothing could run: every request
         waits for its client to take what it was sent."""
-        while self._waiting and len(self._running) < self._max_sequences:
-            job = self._waiting[0]
-            if not self.kv.fits(job.room):
-                break
-            self._waiting.popleft()
-            job.kv = self.kv.allocate(job.room)
-            job.before = self.engine.accounting.snapshot()
-            self._running.append(job)
+        self._admit()
         ready = [job for job in self._running if not self._congested(job.client)]
-        self._step([job for job in ready if job.prefilling][:1], "prefill")
-        self._step([job for job in ready if not job.prefilling and job.reason is None], "decode")
+        self._step(self._next_prefill(ready), "prefill")
+        decoding = [job for job in ready if not job.prefilling and job.reason is None]
+        self._step(self._with_room(decoding), "decode")
         return bool(ready)
 
     def stats(self) -> dict[str, Any]:
+        kept = self._conversations.tokens
         return {
             "waiting": len(self._waiting),
             "running": len(self._running),
-            "kv_tokens_used": self.kv.used,
+            "kv_tokens_used": self.kv.used - kept,
+            "kv_tokens_kept": kept,
             "kv_tokens": self.kv.budget,
+            "kv_reused_tokens": self._reused,
+            "conversations": len(self._conversations),
+            "preemptions": self._preemptions,
             "prefill_chunk": self.chunk,
+            "context": self._requests.context,
         }
 
     def _jobs(self) -> list[Job]:
         return [*self._running, *self._waiting]
 
+    # --- who runs ----------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._max_sequences:
+            job = next(self._waiting.in_order(self._running))
+            kv = self._admission_room(job)
+            if kv is None:
+                break
+            self._waiting.admit(job)
+            if job.admission < 0:
+                self._reused += kv.length
+            job.admit(kv, next(self._admissions), self.engine.accounting.snapshot())
+            self._running.append(job)
+            self._running.sort(key=lambda j: j.admission)
+        self._tell_positions()
+
+    def _admission_room(self, job: Job) -> SequenceKV | None:
+        """A sequence with room for the job's tokens and a few more; None where that is not to be had beside
+        what those who run may need next."""
+        wanted = room_for(len(job.tokens) + 1, job.room) if job.grows else job.room
+        soon = sum(min(BLOCK, j.room - j.kv.capacity) for j in self._running if j.grows and j.kv is not None)
+        # What is kept of its own conversation is room that it will use, and is counted with the rest.
+        if wanted + soon > self.kv.free + self._conversations.tokens:
+            return None
+        kept = None
+        if job.conversation is not None and job.admission < 0:
+            kept = self._conversations.take((job.client, job.conversation), job.tokens)
+        if kept is not None:
+            self._enlarge(kept, wanted)
+            return kept
+        self._conversations.make_room(wanted)
+        return self.kv.allocate(wanted)
+
+    def _tell_positions(self) -> None:
+        now = time.perf_counter()
+        if not self._waiting or now - self._told < TELL_INTERVAL:
+            return
+        self._told = now
+        for position, job in enumerate(self._waiting.in_order(self._running), start=1):
+            job.tell_position(position)
+
+    def _next_prefill(self, ready: list[Job]) -> list[Job]:
+        """The one whose chunk is next: of the client whose last chunk is longest ago, the oldest."""
+        waiting = [job for job in ready if job.prefilling]
+        if not waiting:
+            return []
+        job = min(waiting, key=lambda j: self._last_turn.get(j.client, -1))
+        here = {j.client for j in self._running}
+        self._last_turn = {c: turn for c, turn in self._last_turn.items() if c in here}
+        self._last_turn[job.client] = next(self._turns)
+        return [job]
+
+    def _with_room(self, decoding: list[Job]) -> list[Job]:
+        """Those of the jobs that can take a step, each with room for one more token; others made way."""
+        for job in decoding:
+            while job.kv is not None and job.filled == job.kv.capacity:
+                grown = int(job.filled * GROWTH)
+                if self._enlarge(job.kv, room_for(grown, job.room)):
+                    continue
+                if self._enlarge(job.kv, room_for(job.filled + 1, job.room)):
+                    continue
+                self._make_way([j for j in self._running if j.grows][-1])
+        return [job for job in decoding if job.kv is not None]
+
+    def _enlarge(self, kv: SequenceKV, capacity: int) -> bool:
+        more = capacity - kv.capacity
+        if more > 0:
+            if not self._conversations.make_room(more):
+                return False
+            self.kv.grow(kv, capacity)
+        return True
+
+    def _make_way(self, job: Job) -> None:
+        self._running.remove(job)
+        self.kv.release(job.make_way())
+        self._waiting.add_returned(job)
+        self._preemptions += 1
+
+    # --- a step ------------------------------------------------------------------------------------------
+
     def _step(self, jobs: list[Job], phase: Phase) -> None:
         if not jobs:
             return
         started = time.perf_counter()
-        answers = self.engine.step([job.piece(self.chunk) for job in jobs], phase)
+        pieces = [job.piece(self.chunk) for job in jobs]
+        answers = self.engine.step(pieces, phase)
         failed: dict[Job, str] = {}
         for job, logits in zip(jobs, answers, strict=True):
             try:
@@ -127,8 +228,8 @@ class Scheduler:
             except PipelineError as e:  # its numbers are at fault (not finite, say); the others go on
                 failed[job] = str(e)
         seconds = time.perf_counter() - started
-        for job in jobs:
-            job.seconds[phase] += seconds
+        for job, piece in zip(jobs, pieces, strict=True):
+            job.book(phase, len(piece.slice.tokens), seconds)
             if job in failed:
                 self._end(job, "error", failed[job])
             elif job.reason is not None:
@@ -137,82 +238,14 @@ class Scheduler:
     def _end(self, job: Job, reason: str, error: str = "") -> None:
         policy = self.engine.policy
         stats: dict[str, Any] = {"policy": policy.name, "fidelity": {"exact": policy.exact}}
-        if job in self._running:
-            self._running.remove(job)
-            self.kv.release(job.kv)
+        if job.admission >= 0:
             stats["engine"] = difference(self.engine.accounting.snapshot(), job.before)
-        else:
+        if job.kv is None:
             self._waiting.remove(job)
+        else:
+            self._running.remove(job)
+            if job.conversation is not None and reason != "error" and job.filled:
+                self._conversations.keep((job.client, job.conversation), job.tokens, job.kv)
+            else:
+                self.kv.release(job.kv)
         job.finish(reason, stats, error)
-
-    def _generate_job(self, client: bytes, message: Generate) -> Job:
-        if message.max_tokens < 1:
-            raise RequestError(f"max_tokens must be at least 1, it is {message.max_tokens}")
-        validate(message.sampling)
-        prompt = self._prompt_of(message)
-        if len(prompt) >= self._context:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens, the context is {self._context} with the answer;"
-                " shorten it or start the engine with a larger --context"
-            )
-        if message.stop and self._tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, and this model has none")
-        seed = message.sampling.seed
-        return GenerateJob(
-            client,
-            message.request,
-            prompt,
-            lambda m: self._send(client, m),
-            max_tokens=min(message.max_tokens, self._context - len(prompt)),
-            sampler=Sampler(message.sampling, next(self._seeds) if seed is None else seed),
-            text=None if self._tokenizer is None else self._tokenizer.stream(message.stop),
-            eos=frozenset() if message.ignore_eos else self._eos,
-        )
-
-    def _prompt_of(self, message: Generate) -> list[int]:
-        given = [message.prompt is not None, message.token_ids is not None, message.messages is not None]
-        if sum(given) != 1:
-            raise RequestError("give exactly one of prompt, token_ids and messages")
-        if message.messages is not None:
-            return self._checked(self._need_tokenizer("messages").render_chat(message.messages))
-        return self._ids(message.prompt, message.token_ids)
-
-    def _score_job(self, client: bytes, message: Score) -> Job:
-        if (message.text is None) == (message.token_ids is None):
-            raise RequestError("give exactly one of text and token_ids")
-        tokens = self._ids(message.text, message.token_ids)
-        if len(tokens) > self._context:
-            raise RequestError(
-                f"the text has {len(tokens)} tokens, the context is {self._context};"
-                " shorten it or start the engine with a larger --context"
-            )
-        if not 1 <= message.prefill <= len(tokens):
-            raise RequestError(f"prefill must be in 1..{len(tokens)}, it is {message.prefill}")
-        prefill = message.prefill if message.stepwise else len(tokens)
-        return ScoreJob(
-            client,
-            message.request,
-            tokens,
-            lambda m: self._send(client, m),
-            prefill=prefill,
-            full=message.full,
-        )
-
-    def _ids(self, text: str | None, given: tuple[int, ...] | None) -> list[int]:
-        if given is not None:
-            return self._checked(list(given))
-        return self._checked(self._need_tokenizer("text").encode(text or ""))
-
-    def _checked(self, tokens: list[int]) -> list[int]:
-        size = self.engine.backbone.spec.vocabulary
-        wrong = [t for t in tokens if not 0 <= t < size]
-        if wrong:
-            raise RequestError(f"token id {wrong[0]} is outside the vocabulary of {size}")
-        if not tokens:
-            raise RequestError("the prompt has no tokens")
-        return tokens
-
-    def _need_tokenizer(self, what: str) -> Tokenizer:
-        if self._tokenizer is None:
-            raise RequestError(f"{what} needs a tokenizer, and this model has none; give token ids")
-        return self._tokenizer

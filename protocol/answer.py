@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
 from protocol.connection import Connection
 from protocol.errors import ProtocolError, RequestFailed
-from protocol.messages import Done, Token
+from protocol.messages import Done, Queued, Token
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class Answer:
     def __init__(self, connection: Connection, request: int) -> None:
         self.request = request
         self.done: Done | None = None  # set once it has arrived, even where tokens before it are yet unread
+        self.on_queued: Callable[[int], None] | None = None
+        """Called in the event loop with the request's position while it waits for room: 1 is the next."""
         self._connection = connection
         self._tokens: list[Token] = []
         self._failure: ProtocolError | None = None
@@ -68,9 +70,13 @@ class Answer:
     def _over(self) -> bool:
         return self.done is not None or self._failure is not None
 
-    def take(self, message: Token | Done | ProtocolError) -> None:
+    def take(self, message: Queued | Token | Done | ProtocolError) -> None:
         """For the client's receiver: the next message of this request, or what ended it."""
         match message:
+            case Queued():
+                if self.on_queued is not None:
+                    asyncio.get_running_loop().call_soon(self.on_queued, message.position)
+                return
             case Token():
                 self._tokens.append(message)
             case Done(reason="error"):

@@ -29,6 +29,7 @@ from protocol.messages import (
     Error,
     Generate,
     PolicyChanged,
+    Queued,
     Sampling,
     Score,
     Scores,
@@ -50,12 +51,15 @@ class Client:
         self.welcome: Welcome = connection.welcome
         self.on_policy: Callable[[PolicyChanged], None] | None = None
         """Called in the event loop when another client has changed the policy."""
+        self.strays = 0
+        """Tokens and ends that came for a request which had ended: an engine's mistake, never expected."""
         self._connection = connection
         self._endpoint, self._name, self._timeout = endpoint, name, timeout
         self._requests = itertools.count()
         self._answers: dict[int, Answer] = {}
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._ended: ProtocolError | None = None
+        self._lost = asyncio.Event()
 
     @staticmethod
     @asynccontextmanager
@@ -86,6 +90,7 @@ class Client:
         sampling: Sampling = Sampling(),  # noqa: B008 - frozen
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
+        conversation: str | None = None,
     ) -> Answer:
         """Ask for an answer to exactly one of `prompt`, `token_ids`, `messages`; the request is sent at once.
 
@@ -104,6 +109,7 @@ class Client:
                 sampling,
                 tuple(stop),
                 ignore_eos,
+                conversation,
             )
         )
         self._answers[request] = answer
@@ -159,6 +165,12 @@ class Client:
         reply: PolicyChanged = await self._ask(SetPolicy(self._next_request(), name, dict(options or {})))
         return reply
 
+    async def lost(self) -> ProtocolError:
+        """Wait until the engine is gone; returns what every call raises from then on."""
+        await self._lost.wait()
+        assert self._ended is not None
+        return _another(self._ended)
+
     def _next_request(self) -> int:
         if self._ended is not None:
             raise _another(self._ended)
@@ -190,7 +202,7 @@ class Client:
     def _dispatch(self, message: object) -> None:
         """Give a message to whoever asked. What belongs to no request (any more) is dropped."""
         match message:
-            case Token(request=request) if answer := self._answers.get(request):
+            case Token(request=request) | Queued(request=request) if answer := self._answers.get(request):
                 answer.take(message)
             case Done(request=request) if answer := self._answers.pop(request, None):
                 answer.take(message)
@@ -203,6 +215,8 @@ class Client:
             case PolicyChanged(request=-1) if self.on_policy is not None:
                 # An error in the callback is the event loop's to report, not the end of this receiver.
                 asyncio.get_running_loop().call_soon(self.on_policy, message)
+            case Token() | Done() | Queued():
+                self.strays += 1
 
     def _settle(self, request: int, reply: object, failure: ProtocolError | None) -> None:
         future = self._replies[request]
@@ -218,6 +232,7 @@ class Client:
         if self._ended is not None:
             return
         self._ended = reason
+        self._lost.set()
         for answer in self._answers.values():
             answer.take(_another(reason))
         self._answers.clear()

@@ -1,4 +1,4 @@
-r"""Messages to frames and back: Tandem's wire format, version 1.
+r"""Messages to frames and back: Tandem's wire format, version 2.
 
 This docstring is the specification; with it a client can be written in any language that has ZeroMQ and
 msgpack. `messages.py` says what each message means.
@@ -43,10 +43,11 @@ the supervisor and its children.
   1 Hello: version int, client str = ""
   2 Welcome: version int, engine str, model str, fingerprint str, device str, policy str, exact bool,
     vocabulary int, context int, has_tokenizer bool, has_chat_template bool, emulation str = "",
-    sampling Sampling = {}
+    sampling Sampling = {}, format str = "", backbone_dtype str = ""
   3 Generate: request int, prompt str? = nil, token_ids [int]? = nil, messages [ChatMessage]? = nil,
-    max_tokens int = 128, sampling Sampling = {}, stop [str] = [], ignore_eos bool = false
-  4 Token: request int, index int, token int, text str
+    max_tokens int = 128, sampling Sampling = {}, stop [str] = [], ignore_eos bool = false,
+    conversation str? = nil
+  4 Token: request int, index int, token int, text str, margin float = 0.0, runner_up int = -1
   5 Done: request int, reason str, error str = "", text str = "", stats map = {}, usage bool = false
   6 Cancel: request int
   7 Score: request int, text str? = nil, token_ids [int]? = nil, stepwise bool = false, prefill int = 1,
@@ -58,6 +59,7 @@ the supervisor and its children.
   12 PolicyChanged: request int, policy str, exact bool, notes [str] = []
   13 Heartbeat: time float = 0.0
   14 Error: request int, text str
+  15 Queued: request int, position int
 
   32 Ready: version int, role str, index int, incarnation int, pid int, fingerprint str, notes [str] = []
   33 Work: seq int, layer int, items int32[2d], offsets int32[1d], rows int32[1d], weights float32[1d],
@@ -76,6 +78,7 @@ the supervisor and its children.
   66 Shutdown: reason str = ""
   67 WorkerDied: role str, index int, incarnation int
   68 WorkerUp: role str, index int, incarnation int
+  69 Needed: role str
 
   Sampling: temperature float = 0.0, top_k int = 0, top_p float = 1.0, min_p float = 0.0,
     repetition_penalty float = 1.0, seed int? = nil
@@ -91,10 +94,10 @@ A conversation
 2. Both sides send Heartbeat every 0.5 s for as long as they live, whatever else they send. Any message
    counts as life. A client that waited 2.5 s and got nothing takes the engine for dead. A coordinator
    drops a heartbeat that finds a client's queue full, and forgets a client, cancelling its requests, when
-   it can no longer be reached (no route) or has been silent for long.
+   it can no longer be reached (no route), has been silent for long, or takes nothing of what is sent to it.
 3. The client numbers its requests itself (`request` >= 0, unique among its live ones):
-     Generate  -> Token with index 0, 1, 2... -> Done
-     Score     -> Scores in order of `start`  -> Done
+     Generate  -> Queued, any number -> Token with index 0, 1, 2... -> Done
+     Score     -> Queued, any number -> Scores in order of `start`  -> Done
      Stats     -> StatsReply
      SetPolicy -> PolicyChanged; other clients get it too, with request -1
    Exactly one Done ends a Generate or a Score; where one cannot even begin, and instead of a StatsReply
@@ -108,16 +111,16 @@ A conversation
 
 Example
 -------
-Token(request=7, index=0, token=42, text="Hi") is two frames: tag 4 and version 1, then a map of four.
+Queued(request=7, position=2) is two frames: tag 15 and version 2, then a map of two.
 
 >>> from protocol.codec import decode, encode
->>> from protocol.messages import Token
->>> for frame in encode(Token(request=7, index=0, token=42, text="Hi")):
+>>> from protocol.messages import Queued
+>>> for frame in encode(Queued(request=7, position=2)):
 ...     print(frame.hex(" "))
-04 01
-84 a7 72 65 71 75 65 73 74 07 a5 69 6e 64 65 78 00 a5 74 6f 6b 65 6e 2a a4 74 65 78 74 a2 48 69
->>> decode([bytes([4, 1]), bytes.fromhex("84a77265717565737407a5696e64657800a5746f6b656e2aa474657874a24869")])
-Token(request=7, index=0, token=42, text='Hi')
+0f 02
+82 a7 72 65 71 75 65 73 74 07 a8 70 6f 73 69 74 69 6f 6e 02
+>>> decode([bytes([15, 2]), bytes.fromhex("82a77265717565737407a8706f736974696f6e02")])
+Queued(request=7, position=2)
 
 A block of scores has three arrays, so five frames; here tokens [5, 6], chosen [-0.5], logprobs [0, 0]:
 

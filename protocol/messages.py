@@ -83,14 +83,18 @@ class Welcome:
     has_chat_template: bool
     emulation: str = ""  # names --link-gbps and --host-slowdown when they pace this engine
     sampling: Sampling = field(default_factory=Sampling)  # what the model's makers recommend for a chat
+    format: str = ""  # of the experts
+    backbone_dtype: str = ""  # of all the rest
 
 
 @dataclass(frozen=True)
 class Generate:
     """Ask for an answer. Exactly one of `prompt`, `token_ids`, `messages` is given.
 
-    The coordinator answers any number of Token and then exactly one Done with the same `request`.
-    `request` is the client's own number, unique among its live requests.
+    The coordinator answers any number of Queued and Token and then exactly one Done with the same `request`.
+    `request` is the client's own number, unique among its live requests. What was computed for a request
+    of a `conversation` is kept when it ends: the next of that name computes only what follows the longest
+    common prefix of the two. Names are each client's own, and what is kept goes with its connection.
     """
 
     request: int
@@ -101,17 +105,28 @@ class Generate:
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    conversation: str | None = None
+
+
+@dataclass(frozen=True)
+class Queued:
+    """A request waits for room. Sent when it has to wait, and now and then as its position changes."""
+
+    request: int
+    position: int  # 1: the next to be admitted
 
 
 @dataclass(frozen=True)
 class Token:
     """One new token. `text` is what may be shown now: whole characters, and nothing that a stop string may
-    still take back; it can be empty."""
+    still take back; it can be empty. `margin` and `runner_up` say how near a tie the model was."""
 
     request: int
     index: int  # 0 for the first new token
     token: int
     text: str
+    margin: float = 0.0  # the model's largest logit above its second, before any penalty or filter
+    runner_up: int = -1  # the token of that second logit; -1 where there is none
 
 
 @dataclass(frozen=True)
@@ -356,6 +371,13 @@ class WorkerUp:
     incarnation: int
 
 
+@dataclass(frozen=True)
+class Needed:
+    """Coordinator to supervisor: start this child, which a policy needs and the first one did not."""
+
+    role: str  # prefetcher
+
+
 TAGS: dict[int, type] = {
     1: Hello,
     2: Welcome,
@@ -371,6 +393,7 @@ TAGS: dict[int, type] = {
     12: PolicyChanged,
     13: Heartbeat,
     14: Error,
+    15: Queued,
     32: Ready,
     33: Work,
     34: Partial,
@@ -386,5 +409,6 @@ TAGS: dict[int, type] = {
     66: Shutdown,
     67: WorkerDied,
     68: WorkerUp,
+    69: Needed,
 }
-VERSION = 1
+VERSION = 2

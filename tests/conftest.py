@@ -40,15 +40,15 @@ EngineFactory = Callable[[EngineConfig], AbstractAsyncContextManager[tuple[Super
 
 @pytest.fixture(scope="session")
 def start_engine() -> EngineFactory:
-    """`async with start_engine(config) as (supervisor, client)`: a real engine in this process's care. It has
-    a slab, so that SetPolicy can take it through every preset; a name is made where the config has none."""
+    """`async with start_engine(config) as (supervisor, client)`: a real engine in this process's care; a
+    name is made where the config has none."""
     names = itertools.count()
 
     @asynccontextmanager
     async def start(config: EngineConfig) -> AsyncIterator[tuple[Supervisor, Client]]:
         named = replace(config, name=config.name or f"t{os.getpid()}-{next(names)}")
         async with (
-            Supervisor(named, slab=True, log_level="WARNING") as supervisor,
+            Supervisor(named, log_level="WARNING") as supervisor,
             Client.connect(supervisor.endpoint, name="tests") as client,
         ):
             yield supervisor, client

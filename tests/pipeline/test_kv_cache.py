@@ -7,7 +7,7 @@ import torch
 from test_models import GOOD
 
 from pipeline.errors import RequestError
-from pipeline.kv_cache import KVCache
+from pipeline.kv_cache import BLOCK, KVCache, room_for
 from pipeline.models.registry import model_spec
 
 
@@ -16,15 +16,30 @@ def cache() -> KVCache:
     return KVCache(model_spec(GOOD), torch.float32, torch.device("cpu"), budget=100)
 
 
+def random_rows(counts: tuple[int, ...]) -> list[torch.Tensor]:
+    """For each count [keys and values, layers, kv_heads, count, head_dim]."""
+    spec, random = model_spec(GOOD), torch.Generator().manual_seed(0)
+    shapes = [(2, spec.layers, spec.kv_heads, count, spec.head_dim) for count in counts]
+    return [torch.randn(shape, generator=random) for shape in shapes]
+
+
+def append(sequence, rows: torch.Tensor) -> None:
+    for layer in range(rows.shape[1]):
+        sequence.write(layer, rows[0, layer], rows[1, layer])
+    sequence.advance(rows.shape[3])
+
+
 def test_the_budget_is_kept(cache) -> None:
-    first, second = cache.allocate(60), cache.allocate(40)
-    assert (first.capacity, second.capacity, cache.used) == (60, 40, 100)
-    assert not cache.fits(1)
-    with pytest.raises(RequestError, match="1 tokens do not fit the KV cache, 0 are free"):
-        cache.allocate(1)
+    first, second = cache.allocate(60), cache.allocate(30)
+    assert (first.capacity, second.capacity, cache.used, cache.free) == (60, 30, 90, 10)
+    with pytest.raises(RequestError, match="11 tokens do not fit the KV cache, 10 are free"):
+        cache.allocate(11)
+    with pytest.raises(RequestError, match="11 tokens do not fit"):
+        cache.grow(first, 71)
+    cache.grow(first, 70)
+    assert (first.capacity, cache.free) == (70, 0)
     cache.release(first)
-    assert cache.fits(60)
-    assert not cache.fits(61)
+    assert cache.free == 70
     cache.release(second)
     assert cache.used == 0
 
@@ -32,9 +47,7 @@ def test_the_budget_is_kept(cache) -> None:
 def test_writes_append_and_count_only_once_all_layers_have_them(cache) -> None:
     spec = model_spec(GOOD)
     sequence = cache.allocate(5)
-    random = torch.Generator().manual_seed(0)
-    shapes = [(2, spec.layers, spec.kv_heads, count, spec.head_dim) for count in (3, 1, 1)]
-    steps = [torch.randn(shape, generator=random) for shape in shapes]
+    steps = random_rows((3, 1, 1))
     for step, (keys, values) in enumerate(steps):
         so_far = torch.cat(steps[: step + 1], dim=3)
         for layer in range(spec.layers):
@@ -47,6 +60,22 @@ def test_writes_append_and_count_only_once_all_layers_have_them(cache) -> None:
     assert sequence.length == sequence.capacity
 
 
+def test_a_sequence_that_grows_or_is_cut_keeps_its_rows(cache) -> None:
+    first, second, third = random_rows((4, 3, 2))
+    sequence = cache.allocate(4)
+    append(sequence, first)
+    cache.grow(sequence, 8)
+    append(sequence, second)
+    sequence.truncate(5)
+    sequence.truncate(7)  # what is forgotten does not come back
+    assert sequence.length == 5
+    wanted = torch.cat((first, second[:, :, :, :1], third), dim=3)
+    for layer in range(wanted.shape[1]):
+        keys, values = sequence.write(layer, third[0, layer], third[1, layer])
+        assert torch.equal(keys, wanted[0, layer])
+        assert torch.equal(values, wanted[1, layer])
+
+
 def test_sequences_do_not_share_room(cache) -> None:
     a, b = cache.allocate(4), cache.allocate(4)
     ones = torch.ones(2, 4, 16)
@@ -54,3 +83,10 @@ def test_sequences_do_not_share_room(cache) -> None:
     b.write(0, 2 * ones, 2 * ones)
     assert (a.keys[0] == 1).all()
     assert (b.values[0] == 2).all()
+
+
+def test_room_comes_in_blocks_and_never_more_than_can_be_used() -> None:
+    assert room_for(1, 1000) == BLOCK
+    assert room_for(BLOCK, 1000) == BLOCK
+    assert room_for(BLOCK + 1, 1000) == 2 * BLOCK
+    assert room_for(BLOCK + 1, BLOCK + 5) == BLOCK + 5

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.assembly import choose_context
 from pipeline.config import DEFAULT_CONTEXT
 from pipeline.errors import ModelError, UsageError
 from pipeline.models.registry import TILE_BYTES, TILES_PER_EXPERT, expert_shape, expert_tensors, model_spec
+from pipeline.room import choose_context
 
 GOOD: dict[str, Any] = {
     "model_type": "mixtral",

@@ -6,14 +6,20 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from thread_engine import CONTEXT, engine_in_threads
+from thread_engine import CONTEXT as LONGEST
+from thread_engine import engine_in_threads
 
+from launch.equality import Verdict, compare
 from pipeline.errors import RequestError
 from pipeline.kv_cache import KVCache
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
+from pipeline.requests import Requests
 from pipeline.scheduler import Scheduler
-from protocol.messages import ChatMessage, Done, Generate, Score, Token
+from protocol.messages import ChatMessage, Done, Generate, Queued, Score, Token
+
+CONTEXT = 64
+BOUND = 1e-4  # between float32 results of different batches
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 
@@ -21,19 +27,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not wri
 class Harness:
     """A scheduler whose messages are kept, and whose clients are congested as the test says."""
 
-    def __init__(self, engine) -> None:
+    def __init__(self, engine, budget: int = 2 * CONTEXT, context: int = CONTEXT) -> None:
         self.sent: list[tuple[bytes, object]] = []
         self.slow: set[bytes] = set()
         spec, device = engine.backbone.spec, engine.device.torch_device
         self.scheduler = Scheduler(
             engine,
-            KVCache(spec, torch.float32, device, 2 * CONTEXT),
-            None,
-            frozenset({2}),
-            context=CONTEXT,
+            KVCache(spec, torch.float32, device, budget),
+            Requests(None, frozenset({2}), vocabulary=spec.vocabulary, context=context, seed=0),
             max_sequences=3,
             chunk=8,
-            seed=0,
             send=lambda client, message: self.sent.append((client, message)),
             congested=self.slow.__contains__,
         )
@@ -47,6 +50,13 @@ class Harness:
                 return
             self.scheduler.round()
         raise AssertionError("still not idle")
+
+    def answer(self, request: int, client: bytes = b"c") -> tuple[list[Token], Done]:
+        """The tokens, in order and each once, and the one end."""
+        tokens = [m for m in self.to(client, Token) if m.request == request]
+        assert [m.index for m in tokens] == list(range(len(tokens)))
+        (done,) = [m for m in self.to(client, Done) if m.request == request]
+        return tokens, done
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +72,14 @@ def harness(engine) -> Iterator[Harness]:
     yield harness
     harness.slow.clear()
     harness.finish()
+    for client in {client for client, _ in harness.sent}:
+        harness.scheduler.forget(client)
     assert harness.scheduler.kv.used == 0
 
 
-def ask(request: int, prompt: int, count: int) -> Generate:
-    return Generate(request, token_ids=tuple(range(3, 3 + prompt)), max_tokens=count, ignore_eos=True)
+def ask(request: int, prompt: int, count: int, conversation: str | None = None) -> Generate:
+    ids = tuple(range(3, 3 + prompt))
+    return Generate(request, token_ids=ids, max_tokens=count, ignore_eos=True, conversation=conversation)
 
 
 def test_who_does_not_read_pauses_and_delays_nobody(harness) -> None:
@@ -98,24 +111,101 @@ def test_a_long_prompt_is_cut_into_chunks_and_decoding_goes_on_beside_it(harness
     assert done.stats["engine"]["prefill"]["rows"] == 40
 
 
-def test_who_came_first_is_admitted_first(harness) -> None:
-    """A small request does not overtake a large one that waits for room; a cancelled one makes way."""
-    for i in range(4):
-        harness.scheduler.submit(b"c", ask(i, 8, 52))
-    harness.scheduler.submit(b"c", ask(4, 1, 1))
+def test_clients_take_turns_with_their_prefill(harness) -> None:
+    """One client's two long prompts do not make another's wait for both."""
+    for i in range(2):
+        harness.scheduler.submit(b"a", ask(i, 40, 2))  # 5 chunks each
+    harness.scheduler.submit(b"b", ask(0, 8, 2))
+    for _ in range(3):
+        harness.scheduler.round()
+    assert [m.reason for m in harness.to(b"b", Done)] == ["length"]
+    assert not harness.to(b"a", Token)
+
+
+def test_who_waits_is_told_the_position_and_who_floods_waits_for_others(engine) -> None:
+    """Room for one: of five requests of one client one runs; another client's comes before the other four."""
+    harness = Harness(engine, CONTEXT)
+    for i in range(5):
+        harness.scheduler.submit(b"a", ask(i, 1, 60))
+    harness.scheduler.submit(b"b", ask(0, 1, 60))
     harness.scheduler.round()
     stats = harness.scheduler.stats()
-    assert (stats["running"], stats["waiting"], stats["kv_tokens_used"]) == (2, 3, 120)
+    assert (stats["running"], stats["waiting"], stats["kv_tokens_used"]) == (1, 5, 61)
+    assert [(m.request, m.position) for m in harness.to(b"a", Queued)] == [(1, 2), (2, 3), (3, 4), (4, 5)]
+    assert [(m.request, m.position) for m in harness.to(b"b", Queued)] == [(0, 1)]
     for i in (0, 2, 3):
-        harness.scheduler.cancel(b"c", i)
-    harness.scheduler.cancel(b"other")
-    assert sorted(m.request for m in harness.to(b"c", Done)) == [0, 2, 3]
+        harness.scheduler.cancel(b"a", i)
+    harness.scheduler.cancel(b"other", 1)
+    assert sorted(m.request for m in harness.to(b"a", Done)) == [0, 2, 3]
     harness.scheduler.round()
-    harness.scheduler.round()  # a prompt's chunk each
-    assert harness.scheduler.stats()["waiting"] == 0
+    assert harness.to(b"b", Token)
     harness.scheduler.fail_all("the engine failed")
-    reasons = {m.request: m.reason for m in harness.to(b"c", Done)}
-    assert reasons == {0: "cancelled", 1: "error", 2: "cancelled", 3: "cancelled", 4: "length"}
+    reasons = {m.request: m.reason for m in harness.to(b"a", Done)}
+    assert reasons == {0: "cancelled", 1: "error", 2: "cancelled", 3: "cancelled", 4: "error"}
+    assert harness.scheduler.kv.used == 0
+
+
+def test_who_makes_way_loses_nothing_and_says_nothing_twice(engine) -> None:
+    """Four answers that need up to 200 tokens each in the end, in a cache of 256: all begin, and those that
+    were admitted last make way, wait, and go on."""
+    asked = [ask(i, 4 + i, 120 + 20 * i) for i in range(4)]
+    alone = []
+    for message in asked:
+        harness = Harness(engine, LONGEST, LONGEST)
+        harness.scheduler.submit(b"c", message)
+        harness.finish()
+        alone.append(harness.answer(message.request)[0])
+    harness = Harness(engine, LONGEST, LONGEST)
+    for message in asked:
+        harness.scheduler.submit(b"c", message)
+    harness.finish()
+    ends = [harness.answer(i)[1] for i in range(4)]
+    assert [done.reason for done in ends] == ["length"] * 4
+    assert harness.scheduler.stats()["preemptions"] == sum(d.stats["preemptions"] for d in ends) > 0
+    assert ends[0].stats["preemptions"] == 0  # the oldest always goes on
+    for i, reference in enumerate(alone):
+        tokens = [token.token for token in harness.answer(i)[0]]
+        assert compare(tokens, reference, BOUND).verdict is not Verdict.MISMATCH
+    assert harness.scheduler.kv.used == 0
+
+
+def test_the_next_turn_computes_only_what_is_new(harness) -> None:
+    harness.scheduler.submit(b"c", ask(0, 20, 6, "talk"))
+    harness.finish()
+    first, done = harness.answer(0)
+    assert done.stats["kv_reused_tokens"] == 0
+    assert harness.scheduler.stats()["conversations"] == 1
+    assert harness.scheduler.stats()["kv_tokens_used"] == 0
+    longer = (*range(3, 23), *(token.token for token in first), 50, 51, 52)
+    harness.scheduler.submit(
+        b"c", Generate(1, token_ids=longer, max_tokens=6, ignore_eos=True, conversation="talk")
+    )
+    harness.finish()
+    again, done = harness.answer(1)
+    assert done.stats["kv_reused_tokens"] == 25  # the last token's KV was never needed
+    assert done.stats["engine"]["prefill"]["rows"] == 4
+    harness.scheduler.submit(b"c", Generate(2, token_ids=longer, max_tokens=6, ignore_eos=True))
+    harness.finish()
+    fresh, done = harness.answer(2)
+    verdict = compare([token.token for token in again], fresh, BOUND).verdict
+    assert verdict is not Verdict.MISMATCH
+    assert done.stats["engine"]["prefill"]["rows"] == 29
+    assert harness.scheduler.stats()["kv_reused_tokens"] == 25
+
+
+def test_what_is_kept_makes_way_for_who_needs_the_room(harness) -> None:
+    for i in range(2):
+        harness.scheduler.submit(b"c", ask(i, 50, 2, f"talk {i}"))
+        harness.finish()
+    assert harness.scheduler.stats()["kv_tokens_kept"] == 2 * 52
+    harness.scheduler.submit(b"c", ask(2, 60, 4))
+    harness.finish()
+    assert harness.scheduler.stats()["conversations"] == 1
+    harness.scheduler.submit(b"c", ask(3, 50, 2, "talk 1"))
+    harness.finish()
+    assert harness.answer(3)[1].stats["kv_reused_tokens"] == 49
+    harness.scheduler.forget(b"c")
+    assert harness.scheduler.kv.used == 0
 
 
 @pytest.mark.parametrize(

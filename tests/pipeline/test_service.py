@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from equality import near_tie_or_equal
 from raw_client import raw_client
 
+from launch.equality import Verdict, compare
 from pipeline.policies.presets import PRESETS
 from protocol.client import Client
 from protocol.messages import (
@@ -19,6 +21,7 @@ from protocol.messages import (
     Error,
     Generate,
     PolicyChanged,
+    Queued,
     Sampling,
     Score,
     Scores,
@@ -54,9 +57,15 @@ async def idle(client: Client, seconds: float = 10.0) -> dict:
         await asyncio.sleep(0.05)
 
 
+def same_answer(tokens: list, reference: list) -> bool:
+    """Two answers, as the Token messages that came, by the rule of equality."""
+    return compare([t.token for t in tokens], reference, BOUND).verdict is not Verdict.MISMATCH
+
+
 def check_request(messages: list, kind: type = Token) -> Done:
-    """Any number of one kind in order, then exactly one terminal message, then nothing."""
-    *before, done = messages
+    """Perhaps positions in the queue, any number of one kind in order, then exactly one terminal message,
+    then nothing."""
+    *before, done = itertools.dropwhile(lambda m: isinstance(m, Queued), messages)
     assert isinstance(done, Done)
     assert all(type(m) is kind for m in before), messages
     if kind is Token:
@@ -151,7 +160,8 @@ async def test_a_client_that_vanishes_frees_what_it_held(engine) -> None:
     async with raw_client(engine[1]._endpoint) as raw:
         many = (Generate(i, token_ids=(5, 6, 7), max_tokens=200, ignore_eos=True) for i in range(40))
         await raw.send(*many)
-        await raw.expect(Token)
+        while not isinstance(await raw.next(), Token):
+            pass
         assert (await engine[1].stats())["scheduler"]["kv_tokens_used"] > 0
     after = (await idle(engine[1]))["engine"]["decode"]["rows"]
     assert after - before < 40 * 200 / 2
@@ -175,11 +185,45 @@ async def test_more_than_fit_wait_their_turn(engine) -> None:
             await asyncio.sleep(0.005)
         for i, messages in found.items():
             assert check_request(messages).reason == "length"
-            assert len(messages) == 1 + (50 if i < 8 else 3)
+            assert sum(isinstance(m, Token) for m in messages) == (50 if i < 8 else 3)
         assert 4 <= most["running"] <= 6
         assert most["waiting"] >= 9
         assert 750 <= most["kv_tokens_used"] <= 1024
     await idle(engine[1])
+
+
+async def say(client: Client, turns: list[ChatMessage], conversation: str | None) -> tuple[list, Done]:
+    answer = client.generate(messages=turns, max_tokens=20, ignore_eos=True, conversation=conversation)
+    tokens = [token async for token in answer]
+    assert answer.done is not None
+    return tokens, answer.done
+
+
+async def test_the_second_turn_computes_only_what_is_new(engine) -> None:
+    """It equals a fresh run of the whole conversation; another client's of the same name is its own."""
+    turns = [ChatMessage("user", "What is a list?")]
+    async with Client.connect(engine[1]._endpoint) as client:
+        tokens, first = await say(client, turns, "x")
+        assert first.stats["kv_reused_tokens"] == 0
+        text = "".join(token.text for token in tokens) + first.text
+        turns += [ChatMessage("assistant", text), ChatMessage("user", "And a dict?")]
+        before = (await idle(client))["engine"]["prefill"]["rows"]
+        again, second = await say(client, turns, "x")
+        reused, whole = second.stats["kv_reused_tokens"], second.stats["prompt_tokens"]
+        assert reused >= first.stats["prompt_tokens"] - 1
+        scheduler = await idle(client)
+        assert scheduler["engine"]["prefill"]["rows"] - before == whole - reused
+        assert scheduler["scheduler"]["conversations"] == 1
+        assert scheduler["scheduler"]["kv_tokens_kept"] >= whole + 19
+        async with Client.connect(client._endpoint) as stranger:
+            fresh, done = await say(stranger, turns, "x")
+        assert done.stats["kv_reused_tokens"] == 0
+        assert same_answer(again, fresh)
+    async with asyncio.timeout(10):
+        while True:
+            if not (await engine[1].stats())["scheduler"]["kv_tokens_kept"]:
+                return  # they went with their clients
+            await asyncio.sleep(0.05)
 
 
 async def test_an_answer_ends_at_a_stop_string_and_at_the_context(engine) -> None:

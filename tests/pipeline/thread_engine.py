@@ -18,7 +18,7 @@ from pipeline.worker_pool import WorkerPool
 from protocol.messages import Shutdown
 from workers.expert_worker import serve
 
-CONTEXT = 64
+CONTEXT = 256
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from protocol.messages import (
     Heartbeat,
     Hello,
     PolicyChanged,
+    Queued,
     Score,
     Scores,
     SetPolicy,
@@ -113,6 +114,11 @@ class Engine:
             case "fail":
                 await self.say(peer, Token(ask.request, 0, 1, "a"))
                 return await self.say(peer, Done(ask.request, "error", "over the context limit"))
+            case "queue":
+                await self.say(peer, Queued(ask.request, 3))
+                await self.say(peer, Queued(ask.request, 1))
+            case "stray":
+                await self.say(peer, Done(ask.request, "length"))
         for index in range(ask.max_tokens):
             await self.say(peer, Token(ask.request, index, 100 + index, f"t{index} "))
             if ask.prompt == "slow":

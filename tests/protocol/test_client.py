@@ -10,13 +10,13 @@ from protocol_engine import BLOCK, WELCOME, both, drain, engine, engine_process,
 
 from protocol.client import Client
 from protocol.errors import EngineGone, MalformedMessage, RequestFailed
-from protocol.messages import Cancel, ChatMessage, Generate, Hello, PolicyChanged, Sampling, Score
+from protocol.messages import VERSION, Cancel, ChatMessage, Generate, Hello, PolicyChanged, Sampling, Score
 
 
 async def a_bit_of_everything(endpoint):
     async with both(endpoint) as (server, client):
         assert client.welcome == WELCOME
-        assert server.ever(Hello) == [Hello(1, "test")]
+        assert server.ever(Hello) == [Hello(VERSION, "test")]
         result = await client.generate(prompt="hi", max_tokens=50).result()
         assert result.tokens == tuple(range(100, 150))
         assert result.text == "".join(f"t{i} " for i in range(50)) + "end"
@@ -38,17 +38,41 @@ async def test_what_is_asked_arrives(endpoint):
         sampling = Sampling(temperature=0.5, seed=3)
         chat = [ChatMessage("user", "hi")]
         first = client.generate(
-            messages=chat, max_tokens=0, sampling=sampling, stop=["x", "y"], ignore_eos=True
+            messages=chat,
+            max_tokens=0,
+            sampling=sampling,
+            stop=["x", "y"],
+            ignore_eos=True,
+            conversation="talk",
         )
         second = client.generate(token_ids=[1, 2], max_tokens=0)
         await drain(client.score(text="stop", stepwise=True, prefill=7))
         await first.result()
         await second.result()
         assert server.ever(Generate) == [
-            Generate(first.request, None, None, tuple(chat), 0, sampling, ("x", "y"), True),
+            Generate(first.request, None, None, tuple(chat), 0, sampling, ("x", "y"), True, "talk"),
             Generate(second.request, token_ids=(1, 2), max_tokens=0),
         ]
         assert server.ever(Score) == [Score(2, text="stop", stepwise=True, prefill=7)]
+
+
+async def test_a_request_that_waits_says_where_it_is(endpoint):
+    async with both(endpoint) as (_, client):
+        answer = client.generate(prompt="queue", max_tokens=3)
+        positions = []
+        answer.on_queued = positions.append
+        assert len((await answer.result()).tokens) == 3
+        assert positions == [3, 1]
+
+
+async def test_what_comes_after_the_end_is_counted_and_shown_to_nobody(endpoint):
+    async with both(endpoint) as (_, client):
+        answer = client.generate(prompt="stray", max_tokens=2)
+        assert (await answer.result()).tokens == ()
+        await client.stats()
+        assert client.strays == 3  # two tokens and a second end
+        assert (await client.generate(prompt="hi", max_tokens=2).result()).done.reason == "length"
+        assert client.strays == 3
 
 
 async def test_tokens_stream_while_others_do(endpoint):

@@ -11,7 +11,7 @@ from protocol_engine import WELCOME, both, drain, engine, engine_process
 from protocol.client import Client
 from protocol.codec import encode
 from protocol.errors import EngineGone, MalformedMessage, ProtocolError, VersionMismatch
-from protocol.messages import Error
+from protocol.messages import VERSION, Error
 from protocol.sockets import bind_router
 
 
@@ -106,7 +106,10 @@ async def test_an_endpoint_of_another_kind():
             pass
 
 
-NEWER = "the engine speaks protocol version 9, this client version 1; use the client that was installed with"
+NEWER = (
+    f"the engine speaks protocol version 9, this client version {VERSION};"
+    " use the client that was installed with"
+)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +122,7 @@ NEWER = "the engine speaks protocol version 9, this client version 1; use the cl
             VersionMismatch,
             "^the engine refused this client: version 9 here$",
         ),
-        ([b"\x02\x01", b"rubbish"], MalformedMessage, "^Welcome: the header is not plain msgpack"),
+        ([b"\x02\x02", b"rubbish"], MalformedMessage, "^Welcome: the header is not plain msgpack"),
         ([b"HTTP/1.1 400"], MalformedMessage, "^the first frame is not two bytes"),
     ],
 )
@@ -142,7 +145,7 @@ async def test_garbage_in_mid_conversation_ends_the_client_with_one_line(endpoin
         answer = client.generate(prompt="slow", max_tokens=10_000)
         await asyncio.sleep(0.1)
         for peer in server.clients:
-            await server.socket.send_multipart([peer, b"\x05\x01", b"\xc1"])
+            await server.socket.send_multipart([peer, b"\x05\x02", b"\xc1"])
         with pytest.raises(MalformedMessage, match=r"^Done: the header is not plain msgpack"):
             await answer.result()
         with pytest.raises(MalformedMessage, match=r"^Done: the header is not plain msgpack"):

@@ -1,0 +1,83 @@
+"""The one rule of equality between two answers to the same prompt (DESIGN.md, section 4).
+
+Between plans, batch compositions and worker counts results differ by rounding only. So greedy tokens are
+equal, or their first difference is at a near-tie: where the reference's two best log-probabilities are closer
+than the rounding bound, and ours is the second of them. What follows a first difference has another past and
+is not compared. Numbers alone: knows no engine and no client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+END = -1  # instead of a token: the answer ended here by itself
+F32_BOUND = 1e-4
+BF16_BOUND = 0.25
+
+
+class Choice(Protocol):
+    """One step of the reference. A message's Token is one."""
+
+    @property
+    def token(self) -> int: ...
+
+    @property
+    def runner_up(self) -> int:
+        """The second best token."""
+
+    @property
+    def margin(self) -> float:
+        """By how many nats the best token's log-probability exceeds the runner-up's, 0 or more."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A Choice that did not come as a message."""
+
+    token: int
+    runner_up: int
+    margin: float
+
+
+class Verdict(StrEnum):
+    EQUAL = "equal"
+    NEAR_TIE = "near-tie"
+    MISMATCH = "mismatch"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The verdict, and where the first difference is: `ours` and `expected` are None where that sequence has
+    ended, `margin` is the reference's there."""
+
+    verdict: Verdict
+    at: int | None = None
+    ours: int | None = None
+    expected: int | None = None
+    margin: float | None = None
+
+
+def compare(tokens: Sequence[int], reference: Sequence[Choice], bound: float) -> Comparison:
+    """Apply the rule. Where ours is END, the margin alone decides: a client is not told which of a model's
+    end tokens it was."""
+    for at, (ours, choice) in enumerate(zip(tokens, reference, strict=False)):
+        if ours != choice.token:
+            tied = choice.margin < bound and ours in (choice.runner_up, END)
+            verdict = Verdict.NEAR_TIE if tied else Verdict.MISMATCH
+            return Comparison(verdict, at, ours, choice.token, choice.margin)
+    shared = min(len(tokens), len(reference))
+    if len(tokens) > shared:
+        return Comparison(Verdict.MISMATCH, shared, ours=tokens[shared])
+    if len(reference) > shared:
+        missing = reference[shared]
+        return Comparison(Verdict.MISMATCH, shared, expected=missing.token, margin=missing.margin)
+    return Comparison(Verdict.EQUAL)
+
+
+def rounding_bound(format_name: str, backbone_dtype: str) -> float:
+    """Nats that the margin between two log-probabilities may move by rounding alone, in an engine with
+    experts of that format and a backbone of that dtype."""
+    return F32_BOUND if format_name == backbone_dtype == "f32" else BF16_BOUND

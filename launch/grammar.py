@@ -1,0 +1,181 @@
+"""The words that the command line may hold, for argparse. What they mean together is `options.py`'s.
+
+An option that was not written is absent from argparse's result; common options are taken before and after the
+subcommand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NoReturn, get_args
+
+from launch.errors import WrongUsage
+from launch.values import above, at_least, between, not_empty, token_ids
+from pipeline.config import DEFAULT_CONTEXT, KV_CONTEXTS, DeviceName, DTypeName, EngineConfig
+from protocol.messages import Sampling
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+# Subcommands that the command line promises and that no code is behind yet.
+NOT_YET = {
+    "calibrate": "policies that need calibration are not there either",
+    "cache": "remove folders under ~/.cache/tandem by hand",
+}
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """ "; did you mean X or Y?", or "" where nothing is near."""
+    near = difflib.get_close_matches(word.split("=")[0], list(known), n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors are WrongUsage instead of a dump of the usage."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, **settings)
+        self.not_yet = ""  # what to use instead of a subcommand that is not there yet
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self.not_yet:
+            raise WrongUsage(f"{self.prog.split()[-1]} is not there yet; {self.not_yet}")
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        message = " ".join(message.split())
+        choice = re.search(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", message)
+        if choice:
+            known = re.findall(r"[\w-]+", choice[3])
+            near = nearest(choice[2], known)
+            message = f"{choice[1]}: there is no {choice[2]!r}{near} ({', '.join(known)})"
+        raise WrongUsage(message.removeprefix("argument "))
+
+    def known_options(self) -> list[str]:
+        return [option for action in self._actions for option in action.option_strings]
+
+
+def grammar() -> tuple[Parser, dict[str, Parser]]:
+    parser = Parser(
+        prog="launch.py",
+        description="Mixture-of-experts models on one workstation. Without a command: chat in this terminal.",
+    )
+    _add_common(parser)
+    _add_answer(parser)
+    _add_chat(parser)
+    subparsers = parser.add_subparsers(dest="command", metavar="command", parser_class=Parser)
+
+    generate = subparsers.add_parser("generate", help="complete one prompt (greedy by default)")
+    _add_common(generate)
+    _add_answer(generate)
+    prompt = generate.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="T", help="text to continue; as a turn of a chat with --chat")
+    prompt.add_argument("--prompt-tokens", type=token_ids, metavar="1,2,3", help="token ids to continue")
+    generate.add_argument("--chat", action="store_true", help="put the prompt into the chat template")
+    _add_json(generate)
+
+    score = subparsers.add_parser("score", help="log-probabilities of a text")
+    _add_common(score)
+    text = score.add_mutually_exclusive_group(required=True)
+    text.add_argument("--text", type=Path, metavar="F", help="UTF-8 file")
+    text.add_argument("--tokens", type=Path, metavar="F.json", help="file with a JSON list of token ids")
+    score.add_argument("--out", type=Path, metavar="F.npy", help="all of them, float32 [positions, vocab]")
+    score.add_argument("--stepwise", action="store_true", help="one token at a time, by the decode path")
+    score.add_argument("--prefill", type=at_least(1), metavar="N", help="tokens before the single ones (1)")
+    _add_json(score)
+
+    serve = subparsers.add_parser("serve", help="engine only; prints its name and address")
+    _add_common(serve)
+
+    chat = subparsers.add_parser("chat", help="chat with a running engine (--connect: which one)")
+    _add_common(chat)
+    _add_answer(chat)
+    _add_chat(chat)
+
+    stress = subparsers.add_parser("stress", help="many clients at once, each answer compared with it alone")
+    _add_common(stress)
+    stress.add_argument("--script", type=Path, metavar="F.jsonl", help="requests, one a line (built-in ones)")
+    stress.add_argument("--clients", type=at_least(1), metavar="C", help="connected at once (8)")
+    stress.add_argument("--repeat", type=at_least(1), metavar="N", help="times through the script (1)")
+    _add_json(stress)
+
+    bench = subparsers.add_parser("bench", help="the same prompts under each of --policy a,b,c")
+    _add_common(bench)
+    bench.add_argument("--prompt-len", type=at_least(1), metavar="P", help="tokens of a prompt (128)")
+    bench.add_argument("--gen-len", type=at_least(2), metavar="G", help="new tokens of an answer (64)")
+    bench.add_argument("--batch", type=at_least(1), metavar="B", help="requests at once (1)")
+    bench.add_argument("--rounds", type=at_least(1), metavar="N", help="measured runs of each policy (5)")
+    _add_json(bench)
+
+    doctor = subparsers.add_parser("doctor", help="what this machine can do, and what to change")
+    doctor.add_argument("--log-level", choices=LOG_LEVELS, help="(info)")
+    _add_json(doctor)
+    for name, instead in NOT_YET.items():
+        subparsers.add_parser(name, help="not there yet").not_yet = instead
+    return parser, dict(subparsers.choices)
+
+
+def _add_common(parser: Parser) -> None:
+    default = EngineConfig()
+    engine = parser.add_argument_group("engine")
+    add = engine.add_argument
+    add("--model", type=Path, metavar="DIR", help="Hugging Face checkpoint directory (the embedded model)")
+    add("--policy", metavar="PRESET", help="who computes what (all-host without a GPU, fiddler with one)")
+    add("--set", action="append", metavar="POLICY.OPTION=VALUE", help="an option of the policy; repeatable")
+    add("--device", choices=get_args(DeviceName), help=f"({default.device})")
+    add("--format", choices=get_args(DTypeName), help=f"of the experts ({default.format})")
+    add("--backbone-dtype", choices=get_args(DTypeName), help=f"of all the rest ({default.backbone_dtype})")
+    add(
+        "--expert-cache",
+        type=between(0.0, 1.0),
+        metavar="RATIO",
+        help=f"share of all expert tiles that fits the device ({default.expert_cache})",
+    )
+    add("--tile", type=at_least(1), metavar="N", help="channels of a tile (from the experts' shape)")
+    add("--workers", type=at_least(1), metavar="N", help="expert workers (one for each core)")
+    add(
+        "--context",
+        type=at_least(1),
+        metavar="N",
+        help=f"tokens of prompt and answer (the model's, at most {DEFAULT_CONTEXT})",
+    )
+    add(
+        "--kv-tokens",
+        type=at_least(1),
+        metavar="N",
+        help=f"tokens that the KV cache holds for all requests ({KV_CONTEXTS} contexts)",
+    )
+    add("--chunk", type=at_least(1), metavar="N", help="prefill tokens of one step (measured at start)")
+    add("--link-gbps", type=above(0.0), metavar="X", help="emulate a link of X GB/s")
+    add("--host-slowdown", type=between(1.0, math.inf), metavar="X", help="emulate workers X times slower")
+    add("--costs", type=Path, metavar="FILE", help="use these costs instead of measuring")
+    add("--seed", type=at_least(0), metavar="S", help=f"of preset random and sampling ({default.seed})")
+    add("--prefetcher", choices=("process", "thread"), help=f"who copies tiles ({default.prefetcher})")
+    add("--keep-store", action="store_true", help="keep the experts in shared memory after the end")
+    add("--name", metavar="NAME", help="of the engine (e and the process id)")
+    add("--log-level", choices=LOG_LEVELS, help="(info)")
+    add("--connect", nargs="?", const="", metavar="NAME", help="use a running engine instead of starting one")
+
+
+def _add_answer(parser: Parser) -> None:
+    default = Sampling()
+    add = parser.add_argument_group("answer").add_argument
+    add("--max-tokens", type=at_least(1), metavar="N", help="new tokens at most (128)")
+    add("--temperature", type=between(0.0, math.inf), metavar="X", help="0 is greedy (0)")
+    add("--top-k", type=at_least(0), metavar="K", help=f"0 is no limit ({default.top_k})")
+    add("--top-p", type=above(0.0, 1.0), metavar="P", help=f"({default.top_p})")
+    add("--min-p", type=between(0.0, 1.0), metavar="P", help=f"({default.min_p})")
+    add("--repetition-penalty", type=above(0.0), metavar="X", help=f"({default.repetition_penalty})")
+    add("--stop", action="append", type=not_empty, metavar="T", help="end before this text; repeatable")
+    add("--ignore-eos", action="store_true", help="go on after the model's end of text")
+
+
+def _add_chat(parser: Parser) -> None:
+    parser.add_argument("--system", type=not_empty, metavar="T", help="what the chat's model is told first")
+
+
+def _add_json(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else")

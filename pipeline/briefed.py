@@ -1,0 +1,40 @@
+"""What the coordinator is told when it starts, as it comes through its lifeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import EngineConfig
+
+
+@dataclass(frozen=True)
+class Briefed:
+    """One engine, from its coordinator's view."""
+
+    engine: str
+    runtime: Path
+    incarnation: int
+    store: str
+    fingerprint: str
+    model: Path
+    workers: int
+    prefetcher: str  # process | thread
+    slab: bool  # the first policy needs one, and the prefetcher is being started
+    config: EngineConfig
+
+    @classmethod
+    def from_map(cls, told: dict[str, Any]) -> Briefed:
+        return cls(
+            engine=told["engine"],
+            runtime=Path(told["runtime"]),
+            incarnation=told["incarnation"],
+            store=told["store"],
+            fingerprint=told["fingerprint"],
+            model=Path(told["model"]),
+            workers=told["workers"],
+            prefetcher=told["prefetcher"],
+            slab=told["slab"],
+            config=EngineConfig.from_map(told["config"]),
+        )

@@ -1,0 +1,44 @@
+"""The prefetcher as a thread of the coordinator: the same loop and messages, no process of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from pipeline.briefed import Briefed
+from pipeline.peers import PeerSocket
+from protocol.messages import Shutdown
+from shm.errors import ShmError
+from shm.store import Store
+from workers.copiers import Copier
+from workers.cuda import CudaError
+from workers.peer import Peer
+from workers.prefetcher import CopyLoop
+
+JOIN_LIMIT = 5.0  # seconds for the thread to end
+
+
+def start_copy_thread(told: Briefed, store: Store, copier: Copier, socket: PeerSocket) -> Callable[[], None]:
+    """Start it; it announces itself to `socket`. Returns what ends it."""
+
+    def copy() -> None:
+        who = {"role": "prefetcher", "index": 0, "incarnation": told.incarnation}
+        where = {"runtime": str(told.runtime), "fingerprint": told.fingerprint}
+        peer = Peer(who | where, "fetch.sock", supervised=False)
+        loop = CopyLoop(peer, store, told.config.link_gbps)
+        loop.attach(copier)
+        peer.announce()
+        try:
+            loop.run()
+        except (CudaError, ShmError) as e:
+            socket.give_up(f"the prefetcher failed: {e}")
+        finally:
+            peer.close()
+
+    def stop() -> None:
+        socket.send(0, Shutdown())
+        thread.join(JOIN_LIMIT)
+
+    thread = threading.Thread(target=copy, name="prefetcher", daemon=True)
+    thread.start()
+    return stop

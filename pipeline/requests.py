@@ -1,0 +1,96 @@
+"""From a client's message to a job: what is asked is checked, turned into token ids, and given its sampler.
+
+Knows no engine and no other requests. Used by the engine's thread alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from pipeline.errors import RequestError
+from pipeline.jobs import Emit, GenerateJob, Job, ScoreJob
+from pipeline.sampler import Sampler, validate
+from pipeline.tokenizer import Tokenizer
+from protocol.messages import Generate, Score
+
+
+class Requests:
+    """Makes jobs. Whatever can never be served is refused with RequestError, one line."""
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, eos: frozenset[int], *, vocabulary: int, context: int, seed: int
+    ) -> None:
+        """`context`: tokens of prompt and answer together; `seed`: of requests that give none."""
+        self.context = context
+        self._tokenizer = tokenizer
+        self._eos = eos
+        self._vocabulary = vocabulary
+        self._seeds = itertools.count(seed)
+
+    def generate(self, client: bytes, message: Generate, emit: Emit) -> Job:
+        """Raises RequestError."""
+        if message.max_tokens < 1:
+            raise RequestError(f"max_tokens must be at least 1, it is {message.max_tokens}")
+        validate(message.sampling)
+        prompt = self._prompt_of(message)
+        if len(prompt) >= self.context:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, the context is {self.context} with the answer;"
+                " shorten it or start the engine with a larger --context"
+            )
+        if message.stop and self._tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and this model has none")
+        seed = message.sampling.seed
+        return GenerateJob(
+            client,
+            message.request,
+            prompt,
+            emit,
+            max_tokens=min(message.max_tokens, self.context - len(prompt)),
+            sampler=Sampler(message.sampling, next(self._seeds) if seed is None else seed),
+            text=None if self._tokenizer is None else self._tokenizer.stream(message.stop),
+            eos=frozenset() if message.ignore_eos else self._eos,
+            conversation=message.conversation,
+        )
+
+    def _prompt_of(self, message: Generate) -> list[int]:
+        given = [message.prompt is not None, message.token_ids is not None, message.messages is not None]
+        if sum(given) != 1:
+            raise RequestError("give exactly one of prompt, token_ids and messages")
+        if message.messages is not None:
+            return self._checked(self._need_tokenizer("messages").render_chat(message.messages))
+        return self._ids(message.prompt, message.token_ids)
+
+    def score(self, client: bytes, message: Score, emit: Emit) -> Job:
+        """Raises RequestError."""
+        if (message.text is None) == (message.token_ids is None):
+            raise RequestError("give exactly one of text and token_ids")
+        tokens = self._ids(message.text, message.token_ids)
+        if len(tokens) > self.context:
+            raise RequestError(
+                f"the text has {len(tokens)} tokens, the context is {self.context};"
+                " shorten it or start the engine with a larger --context"
+            )
+        if not 1 <= message.prefill <= len(tokens):
+            raise RequestError(f"prefill must be in 1..{len(tokens)}, it is {message.prefill}")
+        prefill = message.prefill if message.stepwise else len(tokens)
+        return ScoreJob(client, message.request, tokens, emit, prefill=prefill, full=message.full)
+
+    def _ids(self, text: str | None, given: tuple[int, ...] | None) -> list[int]:
+        if given is not None:
+            return self._checked(list(given))
+        return self._checked(self._need_tokenizer("text").encode(text or ""))
+
+    def _checked(self, tokens: list[int]) -> list[int]:
+        size = self._vocabulary
+        wrong = [t for t in tokens if not 0 <= t < size]
+        if wrong:
+            raise RequestError(f"token id {wrong[0]} is outside the vocabulary of {size}")
+        if not tokens:
+            raise RequestError("the prompt has no tokens")
+        return tokens
+
+    def _need_tokenizer(self, what: str) -> Tokenizer:
+        if self._tokenizer is None:
+            raise RequestError(f"{what} needs a tokenizer, and this model has none; give token ids")
+        return self._tokenizer

@@ -1,0 +1,164 @@
+"""Many clients at an engine with room for four: all are served, in a fair order, and nothing stays."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
+import psutil
+import pytest
+import pytest_asyncio
+from raw_client import raw_client
+
+from launch.equality import Verdict, compare
+from launch.supervisor import COORDINATOR, Supervisor
+from protocol.client import Client
+from protocol.messages import Generate, Heartbeat, Score
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CONTEXT = 24
+LENGTH = 12  # new tokens of an answer
+PROMPT = CONTEXT - LENGTH
+BOUND = 1e-4
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def small(start_engine, plain_config) -> AsyncIterator[tuple[Supervisor, Client]]:
+    """A KV cache of four contexts, and each request fills one."""
+    async with start_engine(replace(plain_config, context=CONTEXT, kv_tokens=4 * CONTEXT)) as running:
+        yield running
+
+
+def prompt_of(number: int) -> list[int]:
+    return [10 + number + i for i in range(PROMPT)]
+
+
+async def everything_back(client: Client) -> None:
+    """Nothing runs, waits or is kept."""
+    held = ("running", "waiting", "kv_tokens_used", "kv_tokens_kept", "conversations")
+    async with asyncio.timeout(20):
+        while True:
+            stats = (await client.stats())["scheduler"]
+            if not any(stats[key] for key in held):
+                return
+            await asyncio.sleep(0.05)
+
+
+async def test_two_hundred_requests_of_fifty_clients(small) -> None:
+    supervisor, first = small
+    alone = {}
+    for i in range(8):
+        answer = first.generate(token_ids=prompt_of(i), max_tokens=LENGTH, ignore_eos=True)
+        alone[i] = [token async for token in answer]
+    served: list[int] = []  # the clients, in the order of their first tokens
+
+    async def ask(client: Client, number: int, which: int) -> None:
+        answer = client.generate(token_ids=prompt_of(which), max_tokens=LENGTH, ignore_eos=True)
+        tokens = []
+        async for token in answer:
+            if not tokens:
+                served.append(number)
+            tokens.append(token.token)
+        assert answer.done is not None
+        assert answer.done.reason == "length"
+        assert compare(tokens, alone[which], BOUND).verdict is not Verdict.MISMATCH
+
+    memory = []
+    coordinator = psutil.Process(supervisor.pids[COORDINATOR])
+    for wave in range(2):
+        served.clear()
+        async with AsyncExitStack() as stack:
+            clients = [
+                await stack.enter_async_context(Client.connect(supervisor.endpoint)) for _ in range(50)
+            ]
+            async with asyncio.TaskGroup() as group:
+                for i in range(200):  # a client's four at once, one client after the other
+                    group.create_task(ask(clients[i // 4], i // 4, i % 8))
+            assert [client.strays for client in clients] == [0] * 50
+        assert Counter(served) == {i: 4 for i in range(50)}, wave
+        # Who came first had its four before others had come; from then on clients take turns.
+        assert max(Counter(served[:50]).values()) <= 4
+        assert len(set(served[:70])) == 50
+        memory.append(coordinator.memory_info().rss)
+    await everything_back(first)
+    assert memory[1] < memory[0] + (16 << 20)
+
+
+async def test_five_hundred_answers_cancelled_at_random_moments(small) -> None:
+    supervisor, first = small
+    draw = random.Random(3)
+    ends: Counter[str] = Counter()
+
+    async def one_after_the_other(client: Client, waits: list[float]) -> None:
+        for i, wait in enumerate(waits):
+            conversation = f"talk {i % 3}" if i % 2 else None
+            answer = client.generate(
+                token_ids=prompt_of(i), max_tokens=LENGTH, ignore_eos=True, conversation=conversation
+            )
+            await asyncio.sleep(wait)
+            await answer.cancel()
+            result = await answer.result()
+            ends[result.done.reason] += 1
+            assert len(result.tokens) == LENGTH or result.done.reason == "cancelled"
+
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(Client.connect(supervisor.endpoint)) for _ in range(10)]
+        async with asyncio.TaskGroup() as group:
+            for client in clients:
+                group.create_task(
+                    one_after_the_other(
+                        client, [draw.choice((0, 0.05, 0.2)) * draw.random() for _ in range(50)]
+                    )
+                )
+        await asyncio.gather(*(client.stats() for client in clients))  # whatever was under way has come
+        assert [client.strays for client in clients] == [0] * 10
+    assert sum(ends.values()) == 500
+    assert ends["cancelled"] > 50
+    await everything_back(first)
+
+
+async def test_who_never_reads_is_cut_off_and_nobody_notices(small) -> None:
+    """It lives, it asks for more than any queue takes, and reads nothing of it."""
+    supervisor, first = small
+    async with raw_client(supervisor.endpoint) as deaf:
+
+        async def live() -> None:
+            while True:
+                await deaf.send(Heartbeat())
+                await asyncio.sleep(0.5)
+
+        living = asyncio.create_task(live())
+        await deaf.send(*(Score(i, token_ids=tuple(range(CONTEXT)), full=True) for i in range(400)))
+        others = 0
+        async with asyncio.timeout(60):
+            while not (await first.stats())["clients"]["cut_off"]:
+                result = await first.generate(token_ids=(5, 6), max_tokens=4, ignore_eos=True).result()
+                assert len(result.tokens) == 4
+                others += 1
+                await asyncio.sleep(0.2)
+        assert others > 5
+        living.cancel()
+        await everything_back(first)
+
+
+async def test_an_answer_without_a_reader_goes_on_behind_a_queue(small) -> None:
+    """Positions come in order and end with the answer."""
+    supervisor, first = small
+    async with raw_client(supervisor.endpoint) as raw:
+        await raw.send(
+            *(
+                Generate(i, token_ids=tuple(prompt_of(i)), max_tokens=LENGTH, ignore_eos=True)
+                for i in range(12)
+            )
+        )
+        found = await raw.to_the_end(*range(12))
+    for messages in found.values():
+        positions = [m.position for m in messages if hasattr(m, "position")]
+        assert positions == sorted(positions, reverse=True)
+    assert any(hasattr(messages[0], "position") for messages in found.values())
+    await everything_back(first)
