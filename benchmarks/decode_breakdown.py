@@ -41,7 +41,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     prompt = tuple(range(3, 3 + arguments.prompt))
     results: dict[str, dict[str, Any]] = {}
     async with (
-        Supervisor(config, slab=True, log_level="WARNING") as engine,
+        Supervisor(config, log_level="WARNING") as engine,
         Client.connect(engine.endpoint, name="breakdown") as client,
     ):
         for policy in arguments.policy:

@@ -93,6 +93,8 @@ def parse(arguments: list[str]) -> Options:
     if command not in (None, "chat", "generate"):
         for option in sorted(ANSWER_OPTIONS & written.keys()):
             raise WrongUsage(f"{_spelt(option)} does not belong to {command}")
+    if command not in (None, "chat") and "system" in written:
+        raise WrongUsage(f"--system does not belong to {command}")
     if {"chat", "prompt_tokens"} <= written.keys():
         raise WrongUsage("--chat puts a text into a template; not with --prompt-tokens")
     # A chat samples as its model recommends, unless it is told otherwise.

@@ -13,10 +13,12 @@ import pytest
 
 from launch.checks import without_effect
 from launch.cli import main
-from launch.options import NOT_YET, parse
+from launch.grammar import NOT_YET
+from launch.options import parse
 from pipeline.config import EngineConfig
 from pipeline.policies.lru import OnDemand
 from pipeline.policies.static import AllHost
+from pipeline.policies.view import PolicyRequest
 from protocol.checks import DEFAULT
 from protocol.messages import Sampling
 
@@ -101,6 +103,17 @@ def complaint(capfd: pytest.CaptureFixture[str]) -> Complaint:
         ("generate --prompt a --connect nobody", ["nobody"]),
         ("generate --prompt a --connect", ["no engine is running"]),
         ("serve --connect", ["serve"]),
+        ("chat --policy fiddler", ["--policy", "chat"]),
+        ("chat", ["no engine is running"]),
+        ("chat --connect nobody", ["nobody"]),
+        ("stress --max-tokens 5", ["--max-tokens"]),
+        ("--max-tokens 5 stress", ["--max-tokens", "stress"]),
+        ("--system b generate --prompt a", ["--system", "generate"]),
+        ("stress --clients 0", ["--clients", "at least 1"]),
+        ("bench --gen-len 1", ["--gen-len", "at least 2"]),
+        ("bench --policy all-host --set fiddler.x=1", ["all-host", "fiddler"]),
+        ("serve --kv-tokens 0", ["--kv-tokens", "at least 1"]),
+        ("generate --prompt a --system b", ["--system"]),
     ],
 )
 def test_wrong_usage_is_one_line(arguments: str, words: list[str], complaint: Complaint) -> None:
@@ -175,7 +188,6 @@ def test_defaults_are_those_of_the_dataclasses() -> None:
     options = parse(["generate", "--prompt", "a"])
     assert options.config() == EngineConfig()
     assert options.sampling(Sampling()) == Sampling()
-    assert not options.slab
 
 
 def test_options_are_taken_before_and_after_the_command() -> None:
@@ -186,19 +198,26 @@ def test_options_are_taken_before_and_after_the_command() -> None:
 
 
 def test_what_cannot_act_is_said(tiny_model: Path) -> None:
-    for preset, config, slab, words in (
-        (AllHost, EngineConfig(), True, ["--expert-cache", "all-host"]),
-        (OnDemand, EngineConfig(host_slowdown=2.0), True, ["--host-slowdown", "on-demand"]),
-        (OnDemand, EngineConfig(tile=97), True, ["--tile 97", "96"]),
+    for preset, config, words in (
+        (AllHost, EngineConfig(expert_cache=0.5), ["--expert-cache", "all-host"]),
+        (AllHost, EngineConfig(link_gbps=5.0), ["--link-gbps", "all-host"]),
+        (AllHost, EngineConfig(prefetcher="thread"), ["--prefetcher", "all-host"]),
+        (OnDemand, EngineConfig(host_slowdown=2.0), ["--host-slowdown", "on-demand"]),
+        (OnDemand, EngineConfig(tile=97), ["--tile 97", "96"]),
     ):
-        (line,) = without_effect(config, preset, slab, tiny_model)
+        (line,) = without_effect(config, preset, tiny_model)
         for word in words:
             assert word in line
-    assert without_effect(EngineConfig(tile=96, host_slowdown=2.0), AllHost, False, tiny_model) == []
+    assert without_effect(EngineConfig(tile=96, host_slowdown=2.0), AllHost, tiny_model) == []
+    used = EngineConfig(expert_cache=0.5, link_gbps=5.0, prefetcher="thread")
+    assert without_effect(used, OnDemand, tiny_model) == []
 
 
-def test_asking_for_a_cache_asks_for_device_memory() -> None:
-    assert parse(["serve", "--expert-cache", "0.5"]).slab
+def test_several_policies_are_for_bench_alone() -> None:
+    options = parse("bench --policy random,fiddler --set random.seed=3".split())
+    assert options.policies() == [PolicyRequest("random", {"seed": "3"}), PolicyRequest("fiddler")]
+    assert options.config().policy == "random"
+    assert parse("serve --policy random,fiddler".split()).config().policy == "random,fiddler"  # refused later
 
 
 def test_a_seed_may_go_to_a_running_engine_with_its_request() -> None:

@@ -73,7 +73,7 @@ def test_of_two_engines_one_must_be_named(claimed: RuntimeDir) -> None:
     second = RuntimeDir.claim("rt-second")
     try:
         info = publish(second)
-        with pytest.raises(WrongUsage, match="rt-second, rt-test"):
+        with pytest.raises(WrongUsage, match=r"rt-second \(m, all-host\), rt-test \(m, all-host\)"):
             find_engine(None)
         assert find_engine("rt-second") == info
     finally:

@@ -1,0 +1,44 @@
+"""An engine whose first policy keeps nothing on the device: room is made when a later one needs it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launch.equality import Verdict, compare
+from launch.runtime import segments
+from launch.supervisor import PREFETCHER
+from protocol.errors import RequestFailed
+
+PROMPT = list(range(5, 25))
+
+
+@pytest.mark.parametrize("prefetcher", ["process", "thread"])
+async def test_room_is_made_once_a_policy_needs_it(start_engine, plain_config, prefetcher) -> None:
+    async with start_engine(replace(plain_config, prefetcher=prefetcher)) as (supervisor, client):
+        runtime = Path(supervisor.endpoint.removeprefix("ipc://")).parent
+
+        async def answer() -> list:
+            return [t async for t in client.generate(token_ids=PROMPT, max_tokens=30, ignore_eos=True)]
+
+        reference = await answer()
+        assert PREFETCHER not in supervisor.pids
+        assert "cache" not in await client.stats()
+        with pytest.raises(RequestFailed, match="did you mean"):
+            await client.set_policy("on-deman")
+        assert not segments(runtime)
+        running = asyncio.create_task(answer())  # it waits for the new policy and goes on
+        await client.set_policy("on-demand")
+        assert (PREFETCHER in supervisor.pids) == (prefetcher == "process")
+        assert (await client.stats())["cache"]["capacity_tiles"] > 0
+        for tokens in (await running, await answer()):
+            verdict = compare([t.token for t in tokens], reference, 1e-4).verdict
+            assert verdict is not Verdict.MISMATCH
+        assert (await client.stats())["engine"]["decode"]["fetched_tiles"] > 0
+        before = dict(supervisor.pids)
+        await client.set_policy("all-host")
+        await client.set_policy("layerwise")
+        assert supervisor.pids == before
