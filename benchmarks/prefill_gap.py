@@ -3,8 +3,8 @@
     python benchmarks/prefill_gap.py [--tokens 2000] [--runs 5]
 
 The embedded model, told that it takes 4096 tokens, so that a prompt of 2000 fits. For each run: the longest
-gap between two tokens of the answered client during the prefill, the step alone (the median gap before it), and
-the mean round (a chunk and a step) while it lasts. The scheduler promises one chunk between two steps.
+gap between two tokens of the answered client during the prefill, the step alone (the median gap before it),
+and the mean round (a chunk and a step) while it lasts. The scheduler promises one chunk between two steps.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def long_model(folder: Path) -> Path:
 
 
 async def gaps_during(client: Client, other: Client, tokens: int) -> tuple[float, float, float, int]:
-    """Seconds: the longest gap while the prompt was prefilled, the median gap before, the mean of a round; and
-    the number of chunks."""
+    """Seconds: the longest gap while the prompt was prefilled, the median gap before, the mean of a round.
+    And the number of chunks."""
     answer = client.generate(token_ids=range(5, 20), max_tokens=1500, ignore_eos=True)
     arrivals: list[float] = []
     started, ended = 0.0, 0.0
