@@ -39,6 +39,9 @@ def main(arguments: list[str] | None = None) -> int:
         return _complain(str(e), e.exit_code)
     except (ProtocolError, ShmError) as e:
         return _complain(str(e), 1)
+    except ModuleNotFoundError as e:
+        install = "python -m pip install -e ."
+        return _complain(f"the Python package {e.name} is missing; in Tandem's folder run: {install}", 1)
     except KeyboardInterrupt:
         return _complain("interrupted", 1)
     except BrokenPipeError:
@@ -99,11 +102,11 @@ def _command(name: str | None) -> Command:
 
         return stress
     if name == "bench":
-        from launch.bench import bench
+        from launch.bench.command import bench
 
         return bench
     if name == "doctor":
-        from launch.doctor import doctor
+        from launch.doctor.command import doctor
 
         return doctor
     from launch.chat import chat

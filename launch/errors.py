@@ -33,3 +33,7 @@ class OutputFailed(LaunchError):
 
 class AnswerLost(LaunchError):
     """The engine ended an answer that had begun."""
+
+
+class Disturbed(LaunchError):
+    """Something else used the engine during a measured run, so its figures say nothing."""

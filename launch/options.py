@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from launch.errors import WrongUsage
-from launch.grammar import grammar, nearest
+from launch.grammar import Parser, grammar, nearest
 from pipeline.config import EngineConfig
 from pipeline.policies.view import PolicyRequest
 from protocol.messages import Sampling
@@ -88,8 +88,7 @@ def parse(arguments: list[str]) -> Options:
     written = vars(namespace)
     command = written.pop("command", None)
     if unknown:
-        known = commands[command].known_options() if command else parser.known_options()
-        raise WrongUsage(f"unknown argument {unknown[0]!r}{nearest(unknown[0], known)}")
+        raise WrongUsage(_unknown(unknown[0], command, commands[command] if command else parser, commands))
     if command not in (None, "chat", "generate"):
         for option in sorted(ANSWER_OPTIONS & written.keys()):
             raise WrongUsage(f"{_spelt(option)} does not belong to {command}")
@@ -114,6 +113,13 @@ def parse(arguments: list[str]) -> Options:
         if command == "serve":
             raise WrongUsage("serve starts an engine; it takes no --connect")
     return options
+
+
+def _unknown(word: str, command: str | None, parser: Parser, commands: dict[str, Parser]) -> str:
+    others = [name for name, other in commands.items() if word.split("=")[0] in other.known_options()]
+    if others:
+        return f"{word} does not belong to {command or 'a chat'}, but to {', '.join(others)}"
+    return f"unknown argument {word!r}{nearest(word, parser.known_options())}"
 
 
 def _spelt(destination: str) -> str:

@@ -70,6 +70,7 @@ class Assembly:
         self._need = need
         self._closing = ExitStack()
         self._costs: Costs | None = None
+        self._options: dict[str, str] = {}  # of the policy, as they were given
         index = CheckpointIndex.open(told.model)
         spec = model_spec(index.config)
         self.context = choose_context(config.context, spec)
@@ -138,13 +139,16 @@ class Assembly:
         policy: Policy = make_policy(request, self.told.config.seed)
         if policy.uses_device and self.engine.memory is None:
             self.engine.memory = self._device_memory(self.engine.layout)
-        return self.engine.set_policy(policy, self._costs_for(policy))
+        notes = self.engine.set_policy(policy, self._costs_for(policy))
+        self._options = request.options
+        return notes
 
     def stats(self) -> dict[str, Any]:
         """The engine's counters as a JSON-like tree."""
         engine = self.engine
         stats: dict[str, Any] = {
             "policy": engine.policy.name,
+            "policy_options": self._options,
             "emulation": self.told.config.emulation,
             "scheduler": self.scheduler.stats(),
             "engine": engine.accounting.snapshot(),

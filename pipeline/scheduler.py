@@ -122,6 +122,7 @@ class Scheduler:
         return {
             "waiting": len(self._waiting),
             "running": len(self._running),
+            "max_running": self._max_sequences,
             "kv_tokens_used": self.kv.used - kept,
             "kv_tokens_kept": kept,
             "kv_tokens": self.kv.budget,

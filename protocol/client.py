@@ -40,7 +40,8 @@ from protocol.messages import (
     Welcome,
 )
 
-REPLY_SECONDS = 60.0  # for Stats and SetPolicy, which wait for no other request
+REPLY_SECONDS = 60.0  # for Stats, which wait for no other request
+POLICY_SECONDS = 900.0  # for SetPolicy, which may place many gigabytes and measure costs
 SCORES_HWM = 4  # blocks of Scores that may wait on this side
 
 
@@ -156,13 +157,14 @@ class Client:
 
     async def stats(self) -> dict[str, Any]:
         """The engine's counters. Raises RequestFailed, EngineGone."""
-        reply: StatsReply = await self._ask(Stats(self._next_request()))
+        reply: StatsReply = await self._ask(Stats(self._next_request()), REPLY_SECONDS)
         return reply.stats
 
     async def set_policy(self, name: str, options: dict[str, str] | None = None) -> PolicyChanged:
         """Change the engine's policy for everybody. Raises RequestFailed with the engine's reason where it
         is unknown or cannot be had, EngineGone."""
-        reply: PolicyChanged = await self._ask(SetPolicy(self._next_request(), name, dict(options or {})))
+        asked = SetPolicy(self._next_request(), name, dict(options or {}))
+        reply: PolicyChanged = await self._ask(asked, POLICY_SECONDS)
         return reply
 
     async def lost(self) -> ProtocolError:
@@ -176,16 +178,16 @@ class Client:
             raise _another(self._ended)
         return next(self._requests)
 
-    async def _ask(self, message: Stats | SetPolicy) -> Any:
+    async def _ask(self, message: Stats | SetPolicy, limit: float) -> Any:
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._connection.send(message)
         self._replies[message.request] = reply
         try:
-            async with asyncio.timeout(REPLY_SECONDS):
+            async with asyncio.timeout(limit):
                 return await reply
         except TimeoutError:
             asked = type(message).__name__
-            raise RequestFailed(f"the engine did not answer {asked} in {REPLY_SECONDS:g} s") from None
+            raise RequestFailed(f"the engine did not answer {asked} in {limit:g} s") from None
         finally:
             del self._replies[message.request]
 

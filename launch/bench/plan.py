@@ -1,0 +1,82 @@
+"""What `bench` is asked to compare, checked before anything is started. Knows no engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from launch.errors import WrongUsage
+from launch.options import Options
+from pipeline.assets import model_dir
+from pipeline.checkpoint.index import CheckpointIndex
+from pipeline.config import DEFAULT_CONTEXT, KV_CONTEXTS
+from pipeline.models.registry import model_spec
+from pipeline.policies.presets import PRESETS, make_policy
+from pipeline.policies.random_plan import RandomPlan
+from pipeline.policies.view import PolicyRequest
+
+
+@dataclass(frozen=True)
+class BenchPlan:
+    """The policies in the order asked for; lengths in tokens; `batch` requests at once; `rounds` measured
+    runs of each policy."""
+
+    policies: tuple[PolicyRequest, ...]
+    prompt_len: int
+    gen_len: int
+    batch: int
+    rounds: int
+    seed: int
+
+    @classmethod
+    def of(cls, options: Options) -> BenchPlan:
+        """Raises WrongUsage; UsageError for a policy, or a model's config, that cannot be used."""
+        config, written = options.config(), options.written
+        plan = cls(
+            tuple(_policies(options, config.seed)),
+            prompt_len=written.get("prompt_len", 128),
+            gen_len=written.get("gen_len", 64),
+            batch=written.get("batch", 1),
+            rounds=written.get("rounds", 5),
+            seed=config.seed,
+        )
+        if plan.batch > config.max_sequences:
+            raise WrongUsage(f"--batch {plan.batch}: an engine runs {config.max_sequences} requests at once")
+        if not options.connect:
+            # Said at once, not after a large model has been loaded.
+            spec = model_spec(CheckpointIndex.open(config.model or model_dir()).config)
+            context = config.context or min(spec.max_positions, DEFAULT_CONTEXT)
+            plan.check_room(context, config.kv_tokens or KV_CONTEXTS * context)
+        return plan
+
+    def check_room(self, context: int, kv_tokens: int) -> None:
+        """Raises WrongUsage where the requests do not fit an engine of this context and KV cache."""
+        tokens = self.prompt_len + self.gen_len
+        if tokens > context:
+            raise WrongUsage(
+                f"--prompt-len {self.prompt_len} and --gen-len {self.gen_len} make {tokens} tokens, and the"
+                f" context is {context}; use shorter ones"
+            )
+        if self.batch * tokens > kv_tokens:
+            raise WrongUsage(
+                f"--batch {self.batch} of {tokens} tokens each needs {self.batch * tokens} tokens of KV"
+                f" cache, and it holds {kv_tokens}; use fewer or shorter requests, or more --kv-tokens"
+            )
+
+    def order(self, turn: int) -> list[int]:
+        """Who runs when: every other turn goes backwards, so that a steady drift of the machine cancels."""
+        forwards = range(len(self.policies))
+        return list(reversed(forwards) if turn % 2 else forwards)
+
+
+def _policies(options: Options, seed: int) -> list[PolicyRequest]:
+    """What --policy names, else every preset that exists but the one for tests."""
+    requests = options.policies() or [PolicyRequest(name) for name in PRESETS if name != RandomPlan.name]
+    names = [request.name for request in requests]
+    if not all(names):
+        raise WrongUsage(f"--policy {','.join(names)}: a name is missing; write it as a,b,c")
+    for name in names:
+        if names.count(name) > 1:
+            raise WrongUsage(f"--policy: {name} is named {names.count(name)} times; once is enough")
+    for request in requests:
+        make_policy(request, seed)
+    return requests

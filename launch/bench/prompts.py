@@ -1,0 +1,54 @@
+"""What `bench` lets the model read: held-out text where the model has a tokenizer, else seeded random ids."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipeline.assets import heldout
+from protocol.client import Client
+
+Prompt = tuple[int, ...]
+
+SPECIAL_TOKENS = 8  # that a tokenizer may put around a text, at most
+BYTES_PER_TOKEN = 4  # a first guess; where it falls short, the text is read on
+STRIDE = 20_000  # bytes between two prompts from the same text
+
+
+async def make_prompts(client: Client, count: int, length: int, seed: int) -> list[Prompt]:
+    """`count` different prompts of exactly `length` token ids. The engine that is measured tokenizes the text
+    (a Score tells the tokens it is about), so this takes about as long as reading the prompts once.
+
+    Raises RequestFailed, EngineGone.
+    """
+    if not client.welcome.has_tokenizer:
+        random = np.random.default_rng(seed)
+        ids = random.integers(0, client.welcome.vocabulary, (count, length))
+        return [tuple(row) for row in ids.tolist()]
+    texts = [path.read_bytes() for path in heldout().values()]
+    return [await _read(client, _beginning(texts, i), length) for i in range(count)]
+
+
+def _beginning(texts: list[bytes], index: int) -> bytes:
+    """All texts as a ring, from where prompt `index` begins: each text in turn, then further on in each."""
+    lap, which = divmod(index, len(texts))
+    text = texts[which]
+    start = lap * STRIDE % len(text)
+    start = text.find(b"\n", start) + 1 if start else 0  # a whole line; also a whole character
+    return b"".join([text[start:], *texts[which + 1 :], *texts[:which], text[:start]])
+
+
+async def _read(client: Client, text: bytes, length: int) -> Prompt:
+    # A token is at least a byte of text, so a piece of so many bytes never exceeds the context.
+    largest = max(4, client.welcome.context - SPECIAL_TOKENS)
+    ids: list[int] = []
+    position = 0
+    while len(ids) < length:
+        size = min(largest, BYTES_PER_TOKEN * (length - len(ids)) + SPECIAL_TOKENS)
+        piece = text[position : position + size].decode("utf-8", "ignore")  # cut within a character
+        position = (position + len(piece.encode())) % len(text)
+        found: list[int] = []
+        async for block in client.score(text=piece):
+            found += block.tokens.tolist()
+        # a token that begins every text belongs to the first piece alone
+        ids += found[1:] if ids and len(found) > 1 and found[0] == ids[0] else found
+    return tuple(ids[:length])

@@ -1,0 +1,159 @@
+"""One measured run: some requests sent together, when each of their tokens arrived, what the engine did.
+
+Speeds are taken from the clock of this process, at the arrival of each token: that is what a person sees,
+with scheduling and transport, and it shows when several answers are under way at the same time. The engine's
+own `decode_s` adds up the steps of one request and knows nothing of the gaps between them; it is a little
+shorter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from launch.bench.prompts import Prompt
+from launch.errors import AnswerLost, Disturbed, WrongUsage
+from protocol.answer import Answer
+from protocol.client import Client
+from protocol.messages import Done
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each token of B requests that were sent together arrived; seconds of one clock."""
+
+    sent: float
+    prompt_tokens: int  # P, of each request
+    arrivals: tuple[tuple[float, ...], ...]  # [B][G], each ascending
+
+    @property
+    def prefill_tok_s(self) -> float:
+        """All prompts' tokens by the time until the last request has its first token. With several requests
+        the decode steps between the chunks of later prompts are in it."""
+        return len(self.arrivals) * self.prompt_tokens / (self._all_began - self.sent)
+
+    @property
+    def first_token_s(self) -> float:
+        """The median over the requests."""
+        return median(times[0] - self.sent for times in self.arrivals)
+
+    @property
+    def decode_steps(self) -> int:
+        """Tokens that each request got while all of them were decoding: after the last one's first token,
+        until the first of them ended."""
+        return min(len(times) - had for times, had in zip(self.arrivals, self._had, strict=True))
+
+    @property
+    def decode_tok_s(self) -> float:
+        """New tokens of all requests a second while all of them were decoding; `decode_steps` is above 0."""
+        steps = self.decode_steps
+        end = max(times[had + steps - 1] for times, had in zip(self.arrivals, self._had, strict=True))
+        return len(self.arrivals) * steps / (end - self._all_began)
+
+    @property
+    def _all_began(self) -> float:
+        return max(times[0] for times in self.arrivals)
+
+    @property
+    def _had(self) -> list[int]:
+        """Tokens of each request when the last one began, that one's first included."""
+        return [bisect_right(times, self._all_began) for times in self.arrivals]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The figures of one run under one policy."""
+
+    prefill_tok_s: float
+    first_token_s: float
+    decode_tok_s: float
+    moved_bytes: int  # to the device, in the whole run
+    moved_bytes_per_token: float  # in decode, for each new token; background copies count as decode's
+    host_share: float  # of the expert tiles of decode, 0..1
+
+
+async def measure(client: Client, prompts: Sequence[Prompt], gen_len: int) -> tuple[Run, list[Done]]:
+    """Send all prompts (of one length) at once and wait for exactly `gen_len` new tokens of each, at least 2;
+    also the engine's word on each request.
+
+    Raises Disturbed, WrongUsage where the lengths leave no moment at which all were decoding, AnswerLost,
+    RequestFailed, EngineGone.
+    """
+    before = await client.stats()
+    timeline, ends = await _generate(client, prompts, gen_len)
+    after = await client.stats()
+    rows = {"prefill": sum(map(len, prompts)), "decode": len(prompts) * (gen_len - 1)}
+    _check_undisturbed(before, after, rows, ends)
+    if timeline.decode_steps < 1:
+        raise WrongUsage(
+            f"--gen-len {gen_len} is too short for --batch {len(prompts)}: the first answers end before the"
+            " last begin; use longer answers, shorter prompts or fewer requests"
+        )
+    decode = _grown(before, after, "engine", "decode")
+    fetched = _grown(before, after, "engine", "prefill")["fetched_bytes"]
+    later = decode["fetched_bytes"] + _placed_bytes(after) - _placed_bytes(before)
+    tiles = decode["host_tiles"] + decode["resident_tiles"] + decode["fetched_tiles"]
+    run = Run(
+        prefill_tok_s=timeline.prefill_tok_s,
+        first_token_s=timeline.first_token_s,
+        decode_tok_s=timeline.decode_tok_s,
+        moved_bytes=fetched + later,
+        moved_bytes_per_token=later / rows["decode"],
+        host_share=decode["host_tiles"] / tiles if tiles else 0.0,
+    )
+    return run, ends
+
+
+async def settle(client: Client, prompt: Prompt, gen_len: int) -> None:
+    """Let a policy that was just set fill its cache, on text that is not measured."""
+    await client.generate(token_ids=prompt, max_tokens=gen_len, ignore_eos=True).result()
+
+
+async def _generate(client: Client, prompts: Sequence[Prompt], gen_len: int) -> tuple[Timeline, list[Done]]:
+    async def arrivals(answer: Answer) -> tuple[float, ...]:
+        return tuple([time.perf_counter() async for _ in answer])
+
+    sent = time.perf_counter()
+    answers = [client.generate(token_ids=p, max_tokens=gen_len, ignore_eos=True) for p in prompts]
+    try:
+        async with asyncio.TaskGroup() as group:
+            times = [group.create_task(arrivals(answer)) for answer in answers]
+    except ExceptionGroup as several:
+        raise several.exceptions[0] from None  # one line for a person: the others say the same
+    ends = [answer.done for answer in answers if answer.done is not None]
+    for end, its in zip(ends, times, strict=True):
+        if end.reason == "cancelled":
+            raise AnswerLost("the engine gave its requests up; it is shutting down")
+        if len(its.result()) != gen_len:
+            raise AnswerLost(f"an answer has {len(its.result())} tokens instead of {gen_len}")
+    return Timeline(sent, len(prompts[0]), tuple(t.result() for t in times)), ends
+
+
+def _check_undisturbed(
+    before: dict[str, Any], after: dict[str, Any], rows: dict[str, int], ends: list[Done]
+) -> None:
+    """Raises Disturbed unless the engine computed these rows and no others."""
+    if any(end.stats.get("preemptions", 0) for end in ends):
+        raise Disturbed("the engine interrupted requests for want of KV room; use a smaller --batch")
+    if any(end.stats.get("kv_reused_tokens", 0) for end in ends):
+        raise Disturbed("the engine did not read the whole prompts: it knew their beginnings")
+    for phase, expected in rows.items():
+        if _grown(before, after, "engine", phase)["rows"] != expected:
+            raise Disturbed("another client's requests ran meanwhile; use an engine of bench's own")
+
+
+def _grown(before: dict[str, Any], after: dict[str, Any], *keys: str) -> dict[str, int]:
+    """after - before of the whole numbers under `keys`."""
+    for key in keys:
+        before, after = before[key], after[key]
+    return {key: value - before[key] for key, value in after.items() if isinstance(value, int)}
+
+
+def _placed_bytes(stats: dict[str, Any]) -> int:
+    """What was copied to the device in the background, so far. 0 before there is room for experts."""
+    return int(stats.get("cache", {}).get("placed_tiles", 0) * stats["tile_bytes"])

@@ -1,0 +1,163 @@
+"""Measured: how fast memory is read and copied, and the bound on tokens a second that follows.
+
+The buffer is shared memory of the kind that the store is made of, far larger than the last level of cache,
+and without a name: nothing is left whatever ends this process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from launch.doctor.finding import Finding
+from launch.doctor.models import Reads
+from launch.doctor.trials import TrialFailed, trial
+from shm.segment import SHM_FOLDER, free_shm_bytes, gigabytes
+
+TOPIC = "speed"
+CHILD = "launch.doctor.reader"
+SMALLEST, LARGEST = 1 << 26, 1 << 31  # bytes of the buffer
+UNKNOWN_CACHE = 1 << 26
+TIMES_CACHE = 8
+SHARE = 8  # of the available memory, the buffer takes at most one part in this many
+SECONDS = 0.6  # of each measurement
+LIMIT = 60.0  # seconds for a child to start or to end
+GAIN = 1.1  # huge pages that give less are not worth a word
+BUSY = 0.2  # share of the cores that others use, from which on figures are not the machine's
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """Bytes a second, medians; None where it could not be measured."""
+
+    cores: int
+    buffer: int  # bytes
+    one: float
+    all: float
+    copy: float
+    one_huge: float | None  # one core, from huge pages
+
+    def to_map(self) -> dict[str, Any]:
+        """For JSON; GB are 1e9 bytes."""
+        return {
+            "read_one_core_gbps": self.one / 1e9,
+            "read_all_cores_gbps": self.all / 1e9,
+            "read_one_core_huge_pages_gbps": None if self.one_huge is None else self.one_huge / 1e9,
+            "copy_gbps": self.copy / 1e9,
+            "cores": self.cores,
+            "buffer_bytes": self.buffer,
+        }
+
+
+def buffer_size(cache: int | None, available: int) -> int:
+    """Bytes to measure with; 0 where memory is too short. `cache`: of the last level, `available`: bytes."""
+    wanted = max(TIMES_CACHE * (cache or UNKNOWN_CACHE), 4 * SMALLEST)
+    size = min(wanted, available // SHARE, LARGEST) // SMALLEST * SMALLEST
+    return max(size, 0)
+
+
+async def measure(cores: Sequence[int], cache: int | None, available: int) -> Bandwidth:
+    """Takes a few seconds. Raises TrialFailed where memory is too short or a child fails."""
+    size = buffer_size(cache, available)
+    with _buffer(size) as fd:
+        shared = {"fd": fd, "size": size, "seconds": SECONDS}
+        whole = shared | {"lo": 0, "hi": size}
+        copy = (await _together([whole | {"what": "copy", "cores": []}], fd))[0]
+        alone = whole | {"cores": [cores[0]]}
+        huge: float | None
+        try:
+            one, huge = await _together([alone | {"what": "huge"}], fd)
+        except TrialFailed:  # a kernel without huge pages
+            (one,), huge = await _together([alone | {"what": "read"}], fd), None
+        part = size // len(cores) // 4096 * 4096
+        parts = [
+            shared | {"what": "read", "cores": [core], "lo": i * part, "hi": (i + 1) * part}
+            for i, core in enumerate(cores)
+        ]
+        everybody = (await _together(parts, fd))[0] if len(cores) > 1 else one
+    return Bandwidth(len(cores), size, one, everybody, copy, huge)
+
+
+async def _together(configs: list[dict[str, Any]], fd: int) -> list[float]:
+    """Run these children at the same time; for each memory that they read, the sum of their medians."""
+    async with AsyncExitStack() as stack:
+        children = [await stack.enter_async_context(trial(CHILD, config, (fd,))) for config in configs]
+        for child in children:
+            await child.result(LIMIT)
+        for child in children:
+            await child.go()
+        results = [await child.result(LIMIT) for child in children]
+        return [sum(median(rates) for rates in of_one) for of_one in zip(*results, strict=True)]
+
+
+@contextmanager
+def _buffer(size: int) -> Iterator[int]:
+    if not size:
+        raise TrialFailed("too little memory is available to measure")
+    with ExitStack() as closing:
+        try:
+            fd = _nameless(2 * size)
+            closing.callback(os.close, fd)
+            os.posix_fallocate(fd, 0, size)
+        except OSError as e:
+            raise TrialFailed(f"no buffer of {gigabytes(size)}: {e.strerror}") from e
+        yield fd
+
+
+def _nameless(room: int) -> int:
+    """A file in /dev/shm if it has this much room, so that its mount options count; else one beside it."""
+    if free_shm_bytes() > room:
+        return os.open(SHM_FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    return os.memfd_create("tandem-doctor")
+
+
+def busy(load: float, cores: int) -> list[Finding]:
+    """What a load average says of figures measured just after it."""
+    if load < BUSY * cores:
+        return []
+    return [
+        Finding(
+            TOPIC,
+            "note",
+            f"load average {load:.1f} before measuring: other programs compute here",
+            "the figures below are lower than this machine's, and so are the bounds that follow",
+            "close them and run this again",
+        )
+    ]
+
+
+def explain(found: Bandwidth, embedded: Reads, example: Reads, cache: int | None) -> list[Finding]:
+    """What the figures mean for the embedded model and for one of a size that people run."""
+    each = f"one core reads {found.one / 1e9:.1f} GB/s"
+    both = f", {found.cores} together {found.all / 1e9:.1f} GB/s" if found.cores > 1 else ""
+    bound = (
+        f"a token of {example.name} reads {gigabytes(example.token)} of experts: "
+        f"at most {found.all / example.token:.2g} tokens/s with all-host"
+    )
+    here = f"; the embedded model's {gigabytes(embedded.token)}: at most {found.all / embedded.token:,.0f}"
+    if cache is not None and embedded.store <= cache:
+        here += f", and it may pass that, because all its experts ({gigabytes(embedded.store)}) fit the cache"
+    findings = [Finding(TOPIC, "ok", each + both, bound + here)]
+    if found.one_huge is not None and found.one_huge > GAIN * found.one:
+        findings.append(
+            Finding(
+                TOPIC,
+                "note",
+                f"from huge pages one core reads {found.one_huge / 1e9:.1f} GB/s",
+                f"{found.one_huge / found.one - 1:.0%} more than from the small pages of /dev/shm",
+                "sudo mount -o remount,huge=within_size /dev/shm",
+            )
+        )
+    findings.append(
+        Finding(
+            TOPIC,
+            "ok",
+            f"memory is copied at {found.copy / 1e9:.1f} GB/s",
+            "this is the link of --device cpu: the most that the prefetcher moves to resident tiles",
+        )
+    )
+    return findings

@@ -1,0 +1,123 @@
+"""`launch.py doctor`: what this machine can do, what is missing, what to change.
+
+Every finding is a fact, what it means for an engine here, and what to do about it. At the end an engine is
+really started on the embedded model. Exit code 0: it ran, and nothing was found that keeps engines from
+running; else 1.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from launch.doctor import (
+    bandwidth,
+    cgroup,
+    cpu,
+    gpu,
+    memory,
+    models,
+    places,
+    proof,
+    shared_memory,
+    software,
+)
+from launch.doctor.finding import Finding, contents
+from launch.doctor.report import rendered
+from launch.doctor.trials import TrialFailed
+from launch.errors import LaunchError
+from launch.interrupts import Interrupts
+from launch.machine import cores
+from launch.options import Options
+from launch.output import print_json, show
+from pipeline.errors import PipelineError
+from shm.segment import available_memory
+
+log = logging.getLogger("tandem")
+
+
+async def doctor(options: Options, interrupts: Interrupts) -> int:
+    """Raises LaunchError where there is nothing to be examined: another system, a damaged installation."""
+    if sys.platform != "linux":
+        raise LaunchError(f"Tandem runs on Linux; this is {sys.platform}")
+    try:
+        embedded = models.embedded()
+    except (OSError, ValueError, PipelineError) as e:
+        raise LaunchError(f"the embedded model cannot be read: {e}; install Tandem again") from e
+    log.info("looking at the machine")
+    findings = await _look(embedded)
+    load = os.getloadavg()[0]
+    seen, link = await gpu.inspect(models.example())
+    findings += seen
+    log.info("measuring how fast memory is read: a few seconds")
+    speed, told = await _measure(embedded)
+    findings += bandwidth.busy(load, len(cores())) + told
+    log.info("starting an engine on the embedded model")
+    proofs = await _prove(options, interrupts)
+    ceiling = None if speed is None else speed.all / embedded.token
+    findings += [proof.explain(p, ceiling, embedded.store <= (_last_cache() or 0)) for p in proofs]
+
+    ok = not any(finding.prevents for finding in findings)
+    if "json" in options.written:
+        measured: dict[str, Any] = {} if speed is None else speed.to_map()
+        measured |= {
+            "host_to_device_gbps": None if link is None else link / 1e9,
+            "expert_bytes_per_token": embedded.token,
+            "ceiling_tok_s": ceiling,
+            "engine": proofs[0].to_map(),
+        }
+        print_json({"ok": ok, "findings": [f.to_map() for f in findings], "measured": measured})
+    else:
+        show(rendered(findings, _verdict(ok, findings)))
+    return 0 if ok else 1
+
+
+async def _look(embedded: models.Reads) -> list[Finding]:
+    """What can be known without trying anything out."""
+    limits = cgroup.limits()
+    lockable, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    total = memory.parse_meminfo(contents(memory.MEMINFO)).get("MemTotal", 0)
+    return [
+        *cpu.inspect(cores(), limits.cpus),
+        *memory.inspect(embedded.store, limits.memory, None if lockable < 0 else lockable, files),
+        *shared_memory.inspect(embedded.store, min(total, limits.memory or total)),
+        *await software.inspect(gpu=bool(gpu.driver_nodes())),
+        *places.inspect(),
+    ]
+
+
+async def _measure(embedded: models.Reads) -> tuple[bandwidth.Bandwidth | None, list[Finding]]:
+    cache, available = _last_cache(), available_memory()
+    group = cgroup.limits().memory
+    try:
+        speed = await bandwidth.measure(cores(), cache, min(available, group or available))
+    except TrialFailed as e:
+        means = "what this machine allows is unknown"
+        return None, [Finding(bandwidth.TOPIC, "note", f"memory was not measured: {e}", means)]
+    return speed, bandwidth.explain(speed, embedded, models.example(), cache)
+
+
+async def _prove(options: Options, interrupts: Interrupts) -> list[proof.Proof]:
+    """As the command line starts an engine; where a GPU is the reason that it cannot, without it as well."""
+    proofs = [await proof.prove(options, interrupts, "auto")]
+    if proofs[0].failure and gpu.driver_nodes():
+        proofs.append(await proof.prove(options, interrupts, "cpu"))
+    return proofs
+
+
+def _last_cache() -> int | None:
+    """Bytes of the last level of cache, all instances together; None where that is unknown."""
+    sizes = [cache.total for cache in cpu.caches().values()]
+    return max(sizes, default=None)
+
+
+def _verdict(ok: bool, findings: Sequence[Finding]) -> str:
+    counts = {level: sum(f.level == level for f in findings) for level in ("problem", "note")}
+    words = " and ".join(f"{n} {level}{'' if n == 1 else 's'}" for level, n in counts.items() if n)
+    verdict = "Engines run here" if ok else "Engines do not run here as they should"
+    return f"{verdict}{f': {words}' if words else ''}."

@@ -1,0 +1,198 @@
+"""The processor: cores, caches, instruction sets, NUMA, clock, and who shares it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.doctor.finding import Finding, binary, contents, entries, parse_cores, parse_size
+
+TOPIC = "cpu"
+INSTRUCTIONS = (
+    # as /proc/cpuinfo names them on x86, then on aarch64
+    *("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"),
+    *("asimd", "asimddp", "bf16", "i8mm", "sve", "sve2", "svebf16"),
+)
+BF16 = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
+WIDE = {"avx2", "avx512f", "asimd"}
+SLOW_GOVERNORS = {"powersave", "conservative", "ondemand"}
+SELF_CLOCKED = ("intel_pstate", "amd-pstate")  # drivers whose "powersave" follows the load at once
+
+
+@dataclass(frozen=True)
+class Cache:
+    """All caches of one level: instances, and their bytes together."""
+
+    instances: int
+    total: int
+
+
+def parse_cpuinfo(text: str) -> tuple[str, frozenset[str]]:
+    """Model and instruction sets of the first processor in /proc/cpuinfo."""
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        key, colon, value = line.partition(":")
+        if colon:
+            fields.setdefault(key.strip(), value.strip())
+    model = fields.get("model name") or fields.get("Model") or fields.get("cpu") or ""
+    if not model and "CPU part" in fields:
+        model = f"implementer {fields.get('CPU implementer', '?')} part {fields['CPU part']}"
+    flags = fields.get("flags") or fields.get("Features") or ""
+    return model or "unknown processor", frozenset(flags.split())
+
+
+def caches(root: Path = Path("/")) -> dict[str, Cache]:
+    """By name (L1d, L2, L3), what sysfs tells; empty where it tells nothing, as in some virtual machines."""
+    seen: dict[tuple[str, str, str], int] = {}
+    for index in entries(root / "sys/devices/system/cpu", "cpu[0-9]*/cache/index*"):
+        level, kind = contents(index / "level"), contents(index / "type")
+        size, shared = parse_size(contents(index / "size")), contents(index / "shared_cpu_list")
+        if level and size and kind != "Instruction":
+            name = f"L{level}" + ("d" if kind == "Data" else "")
+            seen[(name, shared, "" if shared else str(index))] = size
+    found: dict[str, Cache] = {}
+    for (name, _, _), size in sorted(seen.items()):
+        before = found.get(name, Cache(0, 0))
+        found[name] = Cache(before.instances + 1, before.total + size)
+    return found
+
+
+def physical_cores(root: Path = Path("/")) -> int | None:
+    """Cores that are not two threads of one; None where sysfs does not tell."""
+    folders = entries(root / "sys/devices/system/cpu", "cpu[0-9]*/topology")
+    pairs = {(contents(f / "physical_package_id"), contents(f / "core_id")) for f in folders}
+    return len(pairs) if pairs and all(core for _, core in pairs) else None
+
+
+def inspect(usable: Collection[int], quota: float | None, root: Path = Path("/")) -> list[Finding]:
+    """`usable`: the cores this process may run on. `quota`: what its control group grants it, in cores."""
+    model, flags = parse_cpuinfo(contents(root / "proc/cpuinfo"))
+    online = parse_cores(contents(root / "sys/devices/system/cpu/online")) or frozenset(usable)
+    return [
+        *_cores(model, len(online), physical_cores(root), len(usable), quota),
+        _caches(caches(root)),
+        _instructions(flags),
+        *_nodes(root),
+        *_clock(root),
+        *_surroundings(root, flags),
+    ]
+
+
+def _cores(model: str, logical: int, physical: int | None, usable: int, quota: float | None) -> list[Finding]:
+    cores = f"{physical} cores, {logical} threads" if physical else f"{logical} threads"
+    means = "an engine starts one expert worker on each thread that it may use"
+    found = [Finding(TOPIC, "ok", f"{model}: {cores}, {usable} usable here", means)]
+    if usable < logical:
+        found.append(
+            Finding(
+                TOPIC,
+                "note",
+                f"this process may use {usable} of {logical} threads",
+                "the others' part of the memory bandwidth is not used either",
+                "if that is not meant: `taskset -c`, `docker run --cpuset-cpus`, a service's AllowedCPUs",
+            )
+        )
+    if quota is not None and quota < usable:
+        workers = max(1, int(quota))
+        found.append(
+            Finding(
+                TOPIC,
+                "note",
+                f"the control group grants the time of {quota:g} cores, with {usable} to run on",
+                "workers that use their share up are stopped together for the rest of each period",
+                f"start engines with `--workers {workers}`, or raise it: `docker run --cpus {usable}`",
+            )
+        )
+    if physical and logical > physical and usable > physical:
+        found.append(
+            Finding(
+                TOPIC,
+                "note",
+                f"each core runs {logical / physical:g} threads",
+                "reading weights, the threads of a core share what one of them would get; compare both",
+                f"`python launch.py bench` with and without `--workers {physical}`",
+            )
+        )
+    return found
+
+
+def _caches(found: dict[str, Cache]) -> Finding:
+    if not found:
+        return Finding(TOPIC, "note", "caches: unknown", "buffers of the measurements are sized by a guess")
+    parts = [
+        f"{name} {binary(cache.total)}" + (f" in {cache.instances}" if cache.instances > 1 else "")
+        for name, cache in found.items()
+    ]
+    means = "experts that fit the last level are read faster than memory; a large model's do not"
+    return Finding(TOPIC, "ok", "caches: " + ", ".join(parts), means)
+
+
+def _instructions(flags: frozenset[str]) -> Finding:
+    have = [name for name in INSTRUCTIONS if name in flags]
+    found = "instruction sets: " + (", ".join(have) or "none of those that matter")
+    if BF16 & set(have):
+        return Finding(TOPIC, "ok", found, "bf16 experts can be multiplied as they are stored")
+    if WIDE & set(have):
+        return Finding(
+            TOPIC,
+            "note",
+            found,
+            "there are no bf16 products: bf16 experts are widened to f32 while they are computed",
+            "if it fits the memory, compare `--format f32`",
+        )
+    return Finding(TOPIC, "note", found, "computing, not reading memory, will bound the speed")
+
+
+def _nodes(root: Path) -> list[Finding]:
+    folders = entries(root / "sys/devices/system/node", "node[0-9]*")
+    nodes = {f.name: parse_cores(contents(f / "cpulist")) for f in folders}
+    if not nodes:
+        return []
+    if len(nodes) == 1:
+        return [Finding(TOPIC, "ok", "one NUMA node", "all memory is equally near to all cores")]
+    sizes = ", ".join(f"{name} {len(cores)} threads" for name, cores in nodes.items())
+    return [
+        Finding(
+            TOPIC,
+            "note",
+            f"{len(nodes)} NUMA nodes: {sizes}",
+            "the experts lie where the loader wrote them; workers of another node read them from afar",
+            "spread them: `numactl --interleave=all python launch.py`",
+        )
+    ]
+
+
+def _clock(root: Path) -> list[Finding]:
+    folder = root / "sys/devices/system/cpu/cpu0/cpufreq"
+    governor, driver = contents(folder / "scaling_governor"), contents(folder / "scaling_driver")
+    if not governor:
+        return []
+    found = f"frequency governor: {governor}" + (f" ({driver})" if driver else "")
+    if governor in SLOW_GOVERNORS and not driver.startswith(SELF_CLOCKED):
+        return [
+            Finding(
+                TOPIC,
+                "note",
+                found,
+                "workers sleep between tokens, and cores that are slow to wake up cost time at each",
+                "sudo cpupower frequency-set -g performance",
+            )
+        ]
+    return [Finding(TOPIC, "ok", found, "the cores' clock follows the load")]
+
+
+def _surroundings(root: Path, flags: frozenset[str]) -> list[Finding]:
+    places = []
+    if "microsoft" in contents(root / "proc/version").lower():
+        places.append("WSL")
+    elif "hypervisor" in flags or contents(root / "sys/hypervisor/type"):
+        dmi = (contents(root / "sys/class/dmi/id" / name) for name in ("sys_vendor", "product_name"))
+        who = " ".join(part for part in dmi if part)
+        places.append("a virtual machine" + (f" ({who})" if who else ""))
+    if (root / ".dockerenv").exists() or (root / "run/.containerenv").exists():
+        places.append("a container")
+    if not places:
+        return []
+    means = "cores and bandwidth may be shared with others that are not seen here: figures vary"
+    return [Finding(TOPIC, "ok", f"this is {' and '.join(places)}", means)]

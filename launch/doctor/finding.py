@@ -1,0 +1,78 @@
+"""One thing found, and how files of the kernel are read: what is missing or odd reads as nothing."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Level = Literal["ok", "note", "problem"]
+
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`found` is a fact, `means` what follows from it for an engine here, `do` what can be done: "" where
+    nothing need be, else sentences and commands, one a line. `prevents`: engines cannot be relied on to run.
+    """
+
+    topic: str
+    level: Level
+    found: str
+    means: str
+    do: str = ""
+    prevents: bool = False
+
+    def to_map(self) -> dict[str, str]:
+        """For JSON."""
+        return {name: getattr(self, name) for name in ("topic", "level", "found", "means", "do")}
+
+
+def contents(path: Path) -> str:
+    """A file's text without the space around it; "" where it cannot be read."""
+    try:
+        return path.read_text("utf-8", errors="replace").strip("\0 \n")
+    except OSError:
+        return ""
+
+
+def entries(folder: Path, pattern: str) -> list[Path]:
+    """What matches in a folder, in numerical order (cpu2 before cpu10); nothing where it cannot be listed."""
+    try:
+        found = list(folder.glob(pattern))
+    except OSError:
+        return []
+    return sorted(found, key=lambda p: [int(n) if n.isdigit() else n for n in re.split(r"(\d+)", p.name)])
+
+
+def parse_size(text: str) -> int | None:
+    """Bytes of "32768K", "64M", "1g" or "512", as sysfs and mount options write them; None for others."""
+    match = re.fullmatch(r"([0-9]+)([KMGT]?)", text.strip().upper())
+    return int(match[1]) * UNITS[match[2]] if match else None
+
+
+def parse_cores(text: str) -> frozenset[int]:
+    """The numbers of a kernel's list such as "0-3,8"; none where it is no list."""
+    if not re.fullmatch(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*", text):
+        return frozenset()
+    spans = [part.partition("-") for part in text.split(",")]
+    return frozenset(n for low, _, high in spans for n in range(int(low), int(high or low) + 1))
+
+
+def chosen(text: str) -> str:
+    """The word in brackets of "always [madvise] never"; the text itself where none is."""
+    match = re.search(r"\[(\w+)\]", text)
+    return match[1] if match else text
+
+
+def number(text: str) -> int | None:
+    """A whole number that is not negative; None for anything else."""
+    return int(text) if re.fullmatch(r"[0-9]{1,20}", text) else None
+
+
+def binary(count: int) -> str:
+    """A size that is a power of two for a person: "32 KB", "1 MB"; memory is counted so."""
+    unit = max((u for u in UNITS if UNITS[u] <= max(count, 1)), key=UNITS.__getitem__)
+    return f"{count / UNITS[unit]:.4g} {unit}B"

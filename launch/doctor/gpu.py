@@ -1,0 +1,142 @@
+"""NVIDIA GPUs: the driver, what torch sees, whether CUDA IPC works, how fast the link is.
+
+Whatever touches the driver does so in a child process with a time limit.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from launch.doctor.finding import Finding, contents, entries
+from launch.doctor.models import Reads
+from launch.doctor.software import installed
+from launch.doctor.trials import TrialFailed, trial
+from launch.machine import DRIVER_NODES
+from shm.segment import gigabytes
+
+TOPIC = "gpu"
+CHILD = "launch.doctor.gpu_child"
+LIMIT = 120.0  # seconds; a cold import of a CUDA build of torch from a slow disk takes tens of them
+CUDA_BUILDS = "https://download.pytorch.org/whl/cu128"
+BINDINGS = "cuda-bindings"
+NVIDIA, DISPLAY = "0x10de", "0x03"  # PCI vendor; class of display controllers begins so
+
+
+def driver_nodes(root: Path = Path("/")) -> list[str]:
+    """Device nodes of a loaded driver; without one there is no GPU to be used."""
+    return [str(node) for node in DRIVER_NODES if (root / str(node).lstrip("/")).exists()]
+
+
+def driver_version(text: str) -> str:
+    """Of /proc/driver/nvidia/version; "" where it says none."""
+    match = re.search(r"Module(?:\s+for\s+\S+)?\s+([0-9]+(?:\.[0-9]+)+)", text)
+    return match[1] if match else ""
+
+
+def cards(root: Path = Path("/")) -> int:
+    """NVIDIA display controllers on the PCI bus, driver or not."""
+    devices = entries(root / "sys/bus/pci/devices", "*")
+    return sum(
+        contents(d / "vendor") == NVIDIA and contents(d / "class").startswith(DISPLAY) for d in devices
+    )
+
+
+async def inspect(example: Reads, root: Path = Path("/")) -> tuple[list[Finding], float | None]:
+    """The findings, and bytes a second from page-locked host memory to the device where that was measured."""
+    nodes = driver_nodes(root)
+    if not nodes:
+        return [_without_driver(cards(root))], None
+    version = driver_version(contents(root / "proc/driver/nvidia/version"))
+    found = [Finding(TOPIC, "ok", f"NVIDIA driver {version or 'of unknown version'}", f"seen at {nodes[0]}")]
+    try:
+        seen = await _try({"what": "torch"})
+    except TrialFailed as e:
+        do = "nvidia-smi\nengines start with --device cpu meanwhile"
+        means = "engines compute on the CPU"
+        return [*found, Finding(TOPIC, "problem", f"torch fails: {e}", means, do)], None
+    found += _devices(seen)
+    if not seen["devices"] or installed(BINDINGS) is None:  # of which software says what to do
+        return found, None
+    found.append(await _ipc(wsl="/dev/dxg" in nodes))
+    try:
+        rate = median(await _try({"what": "link"}))
+    except TrialFailed as e:
+        means = "experts cannot be moved to the GPU at the speed of its link"
+        return [*found, Finding(TOPIC, "problem", f"no copy from page-locked memory: {e}", means)], None
+    return [*found, _link(rate, example)], rate
+
+
+def _without_driver(count: int) -> Finding:
+    if count:
+        return Finding(
+            TOPIC,
+            "note",
+            f"{count} NVIDIA GPU{'s' if count > 1 else ''}, and no driver is loaded",
+            "engines compute on the CPU",
+            "install the driver, on Ubuntu: sudo ubuntu-drivers install\n"
+            "in a container: `docker run --gpus all`",
+        )
+    means = "engines run with --device cpu and the policy all-host: the cores compute every expert"
+    return Finding(TOPIC, "note", "no NVIDIA GPU", means)
+
+
+def _devices(seen: dict[str, Any]) -> list[Finding]:
+    build = f"torch {seen['version']}"
+    if not seen["devices"]:
+        if seen["cuda"] is None:
+            why = "a build without CUDA"
+            do = f"python -m pip install --force-reinstall torch --index-url {CUDA_BUILDS}"
+        else:
+            why = "it finds no GPU that it can use"
+            do = f"nvidia-smi\nif the driver is older than CUDA {seen['cuda']}, update it"
+        return [Finding(TOPIC, "problem", f"{build}: {why}", "engines compute on the CPU", do)]
+    return [
+        Finding(
+            TOPIC,
+            "ok",
+            f"{device['name']}, {gigabytes(device['bytes'])}, {gigabytes(device['free'])} free",
+            "attention and shared parts live there, and as many experts as --expert-cache says"
+            if i == 0
+            else "an engine uses the first GPU alone",
+        )
+        for i, device in enumerate(seen["devices"])
+    ]
+
+
+async def _try(config: dict[str, Any]) -> Any:
+    async with trial(CHILD, config) as child:
+        return await child.result(LIMIT)
+
+
+async def _ipc(wsl: bool) -> Finding:
+    """Memory of one process, read by another while the first keeps it."""
+    try:
+        async with trial(CHILD, {"what": "export"}) as owner:
+            handle = await owner.result(LIMIT)
+            same = await _try({"what": "open", "handle": handle})
+            await owner.go()
+        reason = "" if same else "another process reads something else than was written"
+    except TrialFailed as e:
+        reason = str(e)
+    if not reason:
+        means = "the prefetcher can be a process of its own (--prefetcher process, the default)"
+        return Finding(TOPIC, "ok", "CUDA IPC works", means)
+    why = "; WSL has no CUDA IPC" if wsl else ""
+    return Finding(
+        TOPIC,
+        "problem",
+        f"CUDA IPC does not work: {reason}",
+        f"the prefetcher cannot be a process of its own{why}",
+        "start engines with --prefetcher thread",
+    )
+
+
+def _link(rate: float, example: Reads) -> Finding:
+    means = (
+        f"where every expert of a token is fetched ({gigabytes(example.token)} of {example.name}), "
+        f"at most {rate / example.token:.2g} tokens/s"
+    )
+    return Finding(TOPIC, "ok", f"host to device: {rate / 1e9:.1f} GB/s from page-locked memory", means)

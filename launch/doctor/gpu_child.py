@@ -1,0 +1,105 @@
+"""Process entry that tries one thing of CUDA; `what` of its configuration says which.
+
+    torch    what torch sees: {"version", "cuda", "devices": [{"name", "bytes", "free"}]}
+    export   allocate device memory, fill it, write its IPC handle as hex; keep it until a line comes
+    open     open the IPC handle `handle`, copy from it, compare; writes true or false
+    link     copy page-locked host memory to the device; writes bytes a second of each copy
+
+A call that fails ends it with one line on stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from shm.layout import Bytes
+from workers.cuda import CudaError, call, constant, ipc_handle, open_ipc_handle, page_lock, page_unlock
+from workers.lifetime import enter
+
+SHARED = 1 << 21  # bytes; cudaMalloc cuts smaller pieces out of a shared block, and IPC exports whole blocks
+MOVED = 1 << 28  # bytes of one measured copy
+COPIES = 7
+DEVICE = 0
+
+
+def main() -> None:
+    told = enter("doctor")
+    try:
+        match told["what"]:
+            case "torch":
+                _say(_torch())
+            case "export":
+                _export()
+            case "open":
+                _say(_open(bytes.fromhex(told["handle"])))
+            case "link":
+                _say(_link())
+    except CudaError as e:
+        sys.exit(str(e))
+
+
+def _say(value: Any) -> None:
+    print(json.dumps(value), flush=True)
+
+
+def _torch() -> dict[str, Any]:
+    import torch
+
+    devices = []
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(i)
+            devices.append({"name": torch.cuda.get_device_name(i), "bytes": total, "free": free})
+    return {"version": torch.__version__, "cuda": torch.version.cuda, "devices": devices}
+
+
+def _pattern() -> Bytes:
+    return (np.arange(SHARED) % 251).astype(np.uint8)
+
+
+def _export() -> None:
+    call("cudaSetDevice", DEVICE)
+    address = int(call("cudaMalloc", SHARED))
+    pattern = _pattern()
+    kind = constant("cudaMemcpyKind").cudaMemcpyHostToDevice
+    call("cudaMemcpy", address, pattern.ctypes.data, SHARED, kind)
+    call("cudaDeviceSynchronize")
+    _say(ipc_handle(address).hex())
+    sys.stdin.readline()
+
+
+def _open(handle: bytes) -> bool:
+    address = open_ipc_handle(DEVICE, handle)
+    back = np.zeros(SHARED, np.uint8)
+    kind = constant("cudaMemcpyKind").cudaMemcpyDeviceToHost
+    call("cudaMemcpy", back.ctypes.data, address, SHARED, kind)
+    call("cudaIpcCloseMemHandle", address)
+    return bool(np.array_equal(back, _pattern()))
+
+
+def _link() -> list[float]:
+    call("cudaSetDevice", DEVICE)
+    source = np.ones(MOVED, np.uint8)
+    locked, reason = page_lock(source)
+    if reason:
+        raise CudaError(reason)
+    address = int(call("cudaMalloc", MOVED))
+    stream = call("cudaStreamCreateWithFlags", constant("cudaStreamNonBlocking"))
+    kind = constant("cudaMemcpyKind").cudaMemcpyHostToDevice
+    rates = []
+    for _ in range(COPIES):
+        began = time.perf_counter()
+        call("cudaMemcpyAsync", address, source.ctypes.data, MOVED, kind, stream)
+        call("cudaStreamSynchronize", stream)
+        rates.append(MOVED / (time.perf_counter() - began))
+    page_unlock(source, locked)
+    return rates[1:]  # the first one wakes the link up
+
+
+if __name__ == "__main__":
+    main()

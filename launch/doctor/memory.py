@@ -1,0 +1,132 @@
+"""Main memory: how much, what limits it, whether pages can be locked, how large pages are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launch.briefing import FREE_BYTES
+from launch.doctor.finding import Finding, chosen, contents
+from shm.segment import gigabytes
+
+TOPIC = "memory"
+CAP_IPC_LOCK = 1 << 14
+FEW_FILES = 256  # a coordinator holds dozens of its own and one for each client
+KB = 1024
+MEMINFO = Path("/proc/meminfo")
+
+
+def parse_meminfo(text: str) -> dict[str, int]:
+    """/proc/meminfo: sizes in bytes, counts (HugePages_*) as they are; other lines are left out."""
+    found: dict[str, int] = {}
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        words = value.split()
+        if words and words[0].isdigit() and len(words) <= 2:
+            found[key.strip()] = int(words[0]) * (KB if words[1:] == ["kB"] else 1)
+    return found
+
+
+def inspect(
+    needed: int, group_limit: int | None, lockable: int | None, files: int, root: Path = Path("/")
+) -> list[Finding]:
+    """`needed`: bytes of the embedded model's store. `group_limit`: the control group's, bytes. `lockable`:
+    RLIMIT_MEMLOCK in bytes, None where it is unlimited. `files`: RLIMIT_NOFILE."""
+    info = parse_meminfo(contents(root / str(MEMINFO).lstrip("/")))
+    found = [*_amount(info, needed, group_limit), *_swap(info)]
+    privileged = has_capability(contents(root / "proc/self/status"), CAP_IPC_LOCK)
+    found.append(_locking(None if privileged else lockable, info.get("MemTotal", 0)))
+    return [*found, *_pages(root, info), _files(files)]
+
+
+def has_capability(status: str, bit: int) -> bool:
+    """Whether /proc/self/status grants this capability."""
+    for line in status.splitlines():
+        key, _, value = line.partition(":")
+        if key == "CapEff":
+            try:
+                return bool(int(value, 16) & bit)
+            except ValueError:
+                return False
+    return False
+
+
+def _amount(info: dict[str, int], needed: int, group_limit: int | None) -> list[Finding]:
+    total, available = info.get("MemTotal"), info.get("MemAvailable")
+    if not total or available is None:
+        return [Finding(TOPIC, "note", "memory: unknown", "a model that does not fit will be seen late")]
+    size = f"{gigabytes(total)}, {gigabytes(available)} available"
+    if available < needed + FREE_BYTES:
+        means = f"{gigabytes(needed + FREE_BYTES)} are needed even for the embedded model"
+        return [Finding(TOPIC, "problem", size, means, "close other programs", prevents=True)]
+    most = min(available, group_limit or available) - FREE_BYTES
+    room = f"experts of up to {gigabytes(max(most, 0))} fit; {gigabytes(FREE_BYTES)} are left for the rest"
+    found = [Finding(TOPIC, "ok", size, room)]
+    if group_limit is not None and group_limit < total:
+        found.append(
+            Finding(
+                TOPIC,
+                "note",
+                f"the control group allows {gigabytes(group_limit)}",
+                "experts in shared memory count; beyond the limit the kernel kills a process of the engine",
+                "choose a model that fits, or raise the limit (`docker run --memory`, MemoryMax)",
+            )
+        )
+    return found
+
+
+def _swap(info: dict[str, int]) -> list[Finding]:
+    total = info.get("SwapTotal")
+    if total is None:
+        return []
+    if not total:
+        return [Finding(TOPIC, "ok", "no swap", "experts stay in memory; what does not fit fails at once")]
+    used = total - info.get("SwapFree", total)
+    means = "experts that are not locked can be swapped out when memory runs short, and then cost seconds"
+    return [Finding(TOPIC, "ok", f"swap: {gigabytes(total)}, {gigabytes(used)} used", means)]
+
+
+def _locking(lockable: int | None, total: int) -> Finding:
+    if lockable is None or (total and lockable >= total):
+        return Finding(TOPIC, "ok", "pages can be locked without limit", "experts cannot be swapped out")
+    return Finding(
+        TOPIC,
+        "note",
+        f"{gigabytes(lockable)} can be locked (memlock limit)",
+        "larger models work as well, but what is not locked can be swapped out",
+        "ulimit -l unlimited\n"
+        "or for good, in /etc/security/limits.conf: `* - memlock unlimited`, then log in again\n"
+        "in a container: `docker run --ulimit memlock=-1`",
+    )
+
+
+def _pages(root: Path, info: dict[str, int]) -> list[Finding]:
+    folder = root / "sys/kernel/mm/transparent_hugepage"
+    enabled, shared = contents(folder / "enabled"), contents(folder / "shmem_enabled")
+    if enabled:
+        words = f"transparent huge pages: {chosen(enabled)}"
+        if shared:
+            words += f"; for shared memory: {chosen(shared)}"
+        means = "/dev/shm, where experts lie, follows its own mount option: see there"
+        found = [Finding(TOPIC, "ok", words, means)]
+    else:
+        found = [Finding(TOPIC, "ok", "no transparent huge pages", "experts lie in small pages")]
+    reserved, free = info.get("HugePages_Total", 0), info.get("HugePages_Free", 0)
+    if reserved:
+        size = gigabytes(reserved * info.get("Hugepagesize", 2 << 20))
+        found.append(
+            Finding(
+                TOPIC,
+                "note",
+                f"{reserved} huge pages are reserved, {free} of them free",
+                f"these {size} are set aside for programs that ask for them; experts cannot lie there",
+                "if nothing else needs them: sudo sysctl vm.nr_hugepages=0",
+            )
+        )
+    return found
+
+
+def _files(limit: int) -> Finding:
+    if limit < FEW_FILES:
+        means, do = "an engine holds dozens of its own, and one for each client", "ulimit -n 4096"
+        return Finding(TOPIC, "note", f"{limit} open files at most", means, do)
+    return Finding(TOPIC, "ok", f"{limit} open files at most", "enough: each client takes one")

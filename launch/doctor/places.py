@@ -1,0 +1,100 @@
+"""Folders and what is in them: runtime directory, engines, stores in shared memory, the disk cache."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from launch.doctor.finding import Finding
+from launch.runtime import SHM, cache_root, running_engines, sweep
+from protocol.errors import ProtocolError
+from protocol.sockets import ipc_endpoint, runtime_root
+from shm.errors import ShmError
+from shm.locks import sweep as sweep_stores
+from shm.segment import gigabytes
+
+TOPIC = "places"
+LONGEST = "x" * 32  # an engine's name
+OWN_FOLDER = "set XDG_RUNTIME_DIR to a folder of your own with a short name"
+STORES = "tandem-store-*"
+
+
+def inspect() -> list[Finding]:
+    """Removes what killed engines left behind, as every start does, and says so."""
+    return [*runtime_findings(), *store_findings(), cache_finding(cache_root())]
+
+
+def runtime_findings() -> list[Finding]:
+    """Of this user's runtime directory and the engines in it."""
+    means = "engines keep their sockets there, in folders that only you can enter"
+    try:
+        root = runtime_root()
+        ipc_endpoint(root / LONGEST, "control.sock")
+        swept = sweep()
+        removed = sweep_stores(root)
+        engines = running_engines()
+    except (ProtocolError, ShmError) as e:
+        # Their texts say what to do after the last semicolon, where there is something.
+        text, _, do = str(e).rpartition("; ")
+        do = do.removeprefix("run: ") if text else OWN_FOLDER
+        return [Finding(TOPIC, "problem", text or str(e), means, do, prevents=True)]
+    except OSError as e:
+        return [Finding(TOPIC, "problem", f"runtime directory: {e}", means, OWN_FOLDER, prevents=True)]
+    found = [Finding(TOPIC, "ok", f"runtime directory {root} is private", means)]
+    if swept or removed:
+        names = ", ".join([*swept, *(name.lstrip("/") for name in removed)])
+        found.append(
+            Finding(TOPIC, "note", f"leftovers of killed engines: {names}", "they have just been removed")
+        )
+    if engines:
+        names = ", ".join(f"{e.name} ({Path(e.model).name}, {e.policy}, process {e.pid})" for e in engines)
+        means = "they use cores and memory, also while this measures: its figures are too low"
+        do = f"python launch.py chat --connect {engines[0].name}\nto end one: kill {engines[0].pid}"
+        found.append(Finding(TOPIC, "note", f"running engines: {names}", means, do))
+    else:
+        found.append(Finding(TOPIC, "ok", "no engine is running", "cores and memory are free of them"))
+    return found
+
+
+def store_findings(folder: Path = SHM) -> list[Finding]:
+    """Stores of this user that are in shared memory now."""
+    stores: list[tuple[str, int]] = []
+    try:
+        for path in sorted(folder.glob(STORES)):
+            status = path.stat()
+            if status.st_uid == os.geteuid():
+                stores.append((path.name, status.st_size))
+    except OSError:
+        return []  # removed meanwhile; or no such folder, which has a finding of its own
+    if not stores:
+        return []
+    size = gigabytes(sum(size for _, size in stores))
+    count = f"{len(stores)} store{'s' if len(stores) > 1 else ''} of experts in {folder}, {size}"
+    means = "used by running engines or kept by --keep-store: the next start of that model finds it there"
+    return [Finding(TOPIC, "ok", count, means)]
+
+
+def cache_finding(folder: Path) -> Finding:
+    """Whether stores can be kept on disk, and what they take there."""
+    means = "experts are kept there in the engine's format, so that they are converted once"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"\0")
+            file.flush()
+    except OSError as e:
+        means = "engines start without it, and convert a model's experts at every start"
+        do = f"ls -ld {folder}; df -h {folder}"
+        return Finding(TOPIC, "note", f"cache {folder}: {e.strerror}", means, do)
+    used = sum(size for size in map(_size, folder.glob("*/*")))
+    free = shutil.disk_usage(folder).free
+    return Finding(TOPIC, "ok", f"cache {folder}: {gigabytes(used)}, disk has {gigabytes(free)} free", means)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except OSError:
+        return 0

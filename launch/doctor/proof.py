@@ -1,0 +1,105 @@
+"""The proof: an engine on the embedded model starts, answers and ends, as the command line would have it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from launch.doctor.finding import Finding
+from launch.errors import LaunchError
+from launch.interrupts import Interrupts
+from launch.options import Options
+from launch.session import connected
+from pipeline.errors import PipelineError
+from protocol.errors import ProtocolError
+from shm.errors import ShmError
+
+TOPIC = "engine"
+PROMPT = "A list is"
+TOKENS = 32
+ANSWER_LIMIT = 120.0  # seconds
+
+log = logging.getLogger("tandem")
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the engine did; `failure`: the one line of what kept it from doing it, otherwise ""."""
+
+    device: str
+    failure: str = ""
+    start: float = 0.0  # seconds until it took clients, a first import of torch among them
+    tokens: int = 0
+    first: float = 0.0  # seconds to the first token
+    rate: float = 0.0  # tokens a second after it
+    policy: str = ""
+
+    def to_map(self) -> dict[str, Any]:
+        """For JSON."""
+        if self.failure:
+            return {"failure": self.failure}
+        return {
+            "start_s": self.start,
+            "first_token_s": self.first,
+            "decode_tok_s": self.rate,
+            "tokens": self.tokens,
+            "policy": self.policy,
+        }
+
+
+async def prove(options: Options, interrupts: Interrupts, device: str) -> Proof:
+    """Start an engine on this device (auto: as the command line does), ask it, stop it. What goes wrong
+    is in the proof; an interrupt is raised."""
+    level = str(options.written.get("log_level", "warning"))
+    engine = Options("generate", {"device": device, "log_level": level})
+    began = time.monotonic()
+    try:
+        with _quiet(level):
+            async with connected(engine, interrupts) as client:
+                start = time.monotonic() - began
+                async with asyncio.timeout(ANSWER_LIMIT):
+                    result = await client.generate(prompt=PROMPT, max_tokens=TOKENS, ignore_eos=True).result()
+                stats, policy = result.done.stats, client.welcome.policy
+    except TimeoutError:
+        return Proof(device, f"no answer within {ANSWER_LIMIT:g} s")
+    except OSError as e:
+        where = f"{e.filename}: " if e.filename else ""
+        return Proof(device, f"{where}{e.strerror or e}")
+    except (LaunchError, PipelineError, ProtocolError, ShmError) as e:
+        return Proof(device, str(e))
+    first, rate = (float(stats.get(key, 0.0)) for key in ("first_token_s", "decode_tok_s"))
+    return Proof(device, "", start, len(result.tokens), first, rate, policy)
+
+
+@contextmanager
+def _quiet(level: str) -> Iterator[None]:
+    """What an engine says while it starts is no part of the report, unless --log-level asks for it."""
+    before = log.level
+    log.setLevel(level.upper())
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+def explain(proof: Proof, ceiling: float | None, fits_cache: bool) -> Finding:
+    """`ceiling`: tokens a second that the memory's bandwidth allows on the host."""
+    if proof.failure:
+        where = "" if proof.device == "auto" else f" with --device {proof.device}"
+        means = "no engine can run here until this is solved"
+        do = "solve the problems above\nsee what the engine says: python launch.py doctor --log-level debug"
+        found = f"no engine could do its work{where}: {proof.failure}"
+        return Finding(TOPIC, "problem", found, means, do, prevents=True)
+    found = (
+        f"an engine started in {proof.start:.1f} s and wrote {proof.tokens} tokens "
+        f"at {proof.rate:,.0f} tokens/s ({proof.policy})"
+    )
+    means = "the embedded model is so small that starting each step costs more than reading its experts"
+    if ceiling is not None and not fits_cache and proof.rate:
+        means = f"{proof.rate / ceiling:.0%} of what reading its experts alone would allow"
+    return Finding(TOPIC, "ok", found, means)

@@ -1,0 +1,76 @@
+"""/dev/shm, where experts lie: its size, what is in it, its mount options."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from launch.doctor.finding import Finding, contents
+from shm.segment import SHM_FOLDER, gigabytes
+
+TOPIC = "shared memory"
+SMALL = 1 << 28  # bytes; containers have 64 MB unless they are told otherwise, and no real model fits that
+LARGE_PAGES = {"always", "within_size"}
+
+
+def mount_options(mountinfo: str, folder: str = SHM_FOLDER) -> tuple[str, ...]:
+    """Options of the file system that is mounted last at this folder, from /proc/self/mountinfo; none where
+    it is no mount of its own."""
+    options: tuple[str, ...] = ()
+    for line in mountinfo.splitlines():
+        before, _, after = line.partition(" - ")
+        fields, rest = before.split(), after.split()
+        if len(fields) >= 6 and len(rest) >= 3 and fields[4] == folder:
+            # of this mount, then of the file system
+            options = tuple(dict.fromkeys(fields[5].split(",") + rest[2].split(",")))
+    return options
+
+
+def inspect(needed: int, memory: int, root: Path = Path("/")) -> list[Finding]:
+    """`needed`: bytes of the embedded model's store. `memory`: MemTotal in bytes."""
+    folder = root / SHM_FOLDER.lstrip("/")
+    try:
+        status = os.statvfs(folder)
+    except OSError as e:
+        do = f"sudo mount -t tmpfs -o mode=1777 tmpfs {SHM_FOLDER}"
+        return [_unusable(e.strerror or str(e), do)]
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return [_unusable("it is not writable", f"sudo chmod 1777 {SHM_FOLDER}")]
+    options = mount_options(contents(root / "proc/self/mountinfo"))
+    total, free = (blocks * status.f_frsize for blocks in (status.f_blocks, status.f_bavail))
+    return [room(total, free, needed, memory), *pages(options)]
+
+
+def _unusable(why: str, do: str) -> Finding:
+    return Finding(TOPIC, "problem", f"{SHM_FOLDER}: {why}", "experts must lie there", do, prevents=True)
+
+
+def room(total: int, free: int, needed: int, memory: int) -> Finding:
+    """What fits /dev/shm, all in bytes."""
+    found = f"{SHM_FOLDER}: {gigabytes(total)}, {gigabytes(free)} free"
+    half = max(memory // 2 // 2**20, 1024)
+    enlarge = (
+        f"sudo mount -o remount,size={half}m {SHM_FOLDER}\n"
+        f"of a container, from outside: `docker run --shm-size={half}m` (or `--ipc=host`)"
+    )
+    if free < needed:
+        means = f"even the embedded model's experts need {gigabytes(needed)}"
+        return Finding(TOPIC, "problem", found, means, enlarge, prevents=True)
+    if total < SMALL:
+        means = "the embedded model's experts fit, no larger model's do: this is a container's default"
+        return Finding(TOPIC, "problem", found, means, enlarge)
+    means = f"experts of up to {gigabytes(free)} fit; the embedded model's are {gigabytes(needed)}"
+    if total < memory // 3:
+        return Finding(TOPIC, "note", found, means + "; the memory would hold more", enlarge)
+    return Finding(TOPIC, "ok", found, means)
+
+
+def pages(options: tuple[str, ...]) -> list[Finding]:
+    """How large the pages of /dev/shm are, by its mount options."""
+    if not options:
+        return []
+    huge = next((o.removeprefix("huge=") for o in options if o.startswith("huge=")), "never")
+    found = f"mounted with {','.join(options)}"
+    if huge in LARGE_PAGES:
+        return [Finding(TOPIC, "ok", found, "experts lie in huge pages, as far as memory has them")]
+    return [Finding(TOPIC, "ok", found, "experts lie in small pages; what huge ones would give: see speed")]

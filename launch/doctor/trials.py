@@ -1,0 +1,90 @@
+"""Child processes that try something out for the doctor and end: what crashes or hangs is theirs alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from launch.children import ROOT
+from launch.errors import LaunchError
+from workers.lifetime import pack_config
+
+LAST_WORDS = 200  # characters of a failed child's last line that are shown
+
+
+class TrialFailed(LaunchError):
+    """A trial ended without its result, or took too long; the text says why."""
+
+
+class Trial:
+    """A running child. It writes one JSON value a line and may wait for `go`."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    async def result(self, limit: float) -> Any:
+        """The next value, within `limit` seconds. Raises TrialFailed with the child's last words."""
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        try:
+            async with asyncio.timeout(limit):
+                line = await self._process.stdout.readline()
+                if line:
+                    return json.loads(line)
+                errors = (await self._process.stderr.read()).decode("utf-8", "replace").split("\n")
+                code = await self._process.wait()
+        except TimeoutError:
+            raise TrialFailed(f"no result within {limit:g} s") from None
+        except ValueError:
+            raise TrialFailed(f"unexpected output: {line[:LAST_WORDS]!r}") from None
+        words = [text.strip() for text in errors if text.strip()]
+        raise TrialFailed(words[-1][:LAST_WORDS] if words else f"ended with exit code {code}")
+
+    async def go(self) -> None:
+        """Tell the child to go on. Nothing happens where it has ended."""
+        assert self._process.stdin is not None
+        with suppress(ConnectionError):
+            self._process.stdin.write(b"\n")
+            await self._process.stdin.drain()
+
+
+@asynccontextmanager
+async def trial(module: str, config: dict[str, Any], pass_fds: tuple[int, ...] = ()) -> AsyncIterator[Trial]:
+    """`python -m MODULE` with a configuration (see workers.lifetime) for the length of the block. Raises
+    TrialFailed where it cannot be started."""
+    for_child, lifeline = os.pipe()
+    try:
+        try:
+            os.write(lifeline, pack_config(config))
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", module, "--lifeline", str(for_child)),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,  # the terminal's Ctrl-C is ours to handle
+                pass_fds=(for_child, *pass_fds),
+                env=_environment(),
+            )
+        except OSError as e:
+            raise TrialFailed(f"no process could be started: {e.strerror}") from e
+        finally:
+            os.close(for_child)
+        try:
+            yield Trial(process)
+        finally:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+    finally:
+        os.close(lifeline)
+
+
+def _environment() -> dict[str, str]:
+    # One thread: numpy's linear algebra would start one for each core when it is imported.
+    path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p)
+    return os.environ | {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}

@@ -1,0 +1,318 @@
+"""`launch.py bench`: what it measures, that the policies take turns, and what wrong input gets. No times."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import Launched, engines_left, wait_until
+
+from launch.bench.prompts import make_prompts
+from launch.bench.report import Entry, Report
+from launch.bench.run import Disturbed, Run, Timeline, measure
+from launch.cli import main
+from launch.errors import WrongUsage
+from launch.runtime import find_engine
+from pipeline.policies.presets import PRESETS
+from pipeline.policies.view import PolicyRequest
+from protocol.client import Client
+from protocol.messages import PolicyChanged
+
+pytestmark = pytest.mark.timeout(300)  # several engines start, on a machine that may be busy
+
+SHORT = "--prompt-len 24 --gen-len 6".split()
+FIGURES = ("prefill_tok_s", "decode_tok_s", "first_token_s")
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    with Launched("bench", *arguments) as launched:
+        return launched.end()
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path) -> Iterator[str]:
+    """A running engine of the tiny model with room for experts; its name."""
+    arguments = ["--model", str(tiny_model), "--device", "cpu", "--workers", "2", "--chunk", "16"]
+    with Launched(
+        "serve", "--name", "bench", "--policy", "layerwise", "--link-gbps", "5", *arguments
+    ) as engine:
+        name, _ = engine.line().split()
+        yield name
+        engine.send(signal.SIGINT)
+        assert engine.end()[0] == 0
+
+
+# --- the arithmetic -------------------------------------------------------------------------------------
+
+
+def test_speeds_of_one_request() -> None:
+    line = Timeline(sent=10.0, prompt_tokens=100, arrivals=((12.0, 12.5, 13.0, 13.5),))
+    assert line.prefill_tok_s == 50.0
+    assert line.first_token_s == 2.0
+    assert line.decode_steps == 3
+    assert line.decode_tok_s == 2.0
+
+
+def test_speeds_of_a_batch_are_those_of_the_time_when_all_decode() -> None:
+    first = (1.0, 2.0, 3.0, 4.0, 5.0)  # decodes alone at first, and ends first
+    second = (2.5, 3.0, 4.0, 5.0, 9.0)
+    line = Timeline(sent=0.0, prompt_tokens=10, arrivals=(first, second))
+    assert line.prefill_tok_s == 20 / 2.5
+    assert line.first_token_s == 1.75
+    assert line.decode_steps == 3
+    assert line.decode_tok_s == 6 / 2.5
+
+
+def test_answers_that_never_decode_together_have_no_steps() -> None:
+    assert Timeline(0.0, 10, ((1.0, 2.0), (3.0, 4.0))).decode_steps == 0
+
+
+def test_ratios_pair_the_runs_of_a_round() -> None:
+    def entry(*speeds: float) -> Entry:
+        runs = [Run(1.0, 1.0, speed, 0, 0.0, 0.5) for speed in speeds]
+        return Entry(PolicyRequest("all-host"), runs=runs)
+
+    first, second = entry(1.0, 10.0, 100.0), entry(2.0, 30.0, 400.0)
+    assert second.ratio(first, "decode_tok_s") == 3.0
+    assert first.ratio(first, "decode_tok_s") == 1.0
+
+
+def test_the_table_fits_80_columns_and_names_what_was_emulated() -> None:
+    config = {
+        **{"model": "/models/a-model", "device": "cuda", "workers": 8, "format": "bf16"},
+        **{"backbone_dtype": "f32", "expert_cache": 0.25, "cache_tiles": 16, "tile_bytes": 393216},
+        **{"prompts": "held-out text", "batch": 8, "prompt_len": 512, "gen_len": 128, "rounds": 2},
+    }
+    runs = [
+        Run(12345.6, 12.3456, 1234.5, 10**9, 5e8, 0.755),
+        Run(9876.5, 9.87654, 98.765, 10**9, 5e8, 0.755),
+    ]
+    request = PolicyRequest("mixtral-offloading", {"scope": "global"})
+    entries = [
+        Entry(PolicyRequest("all-host"), runs=runs),
+        Entry(request, exact=False, notes=["it keeps whole experts"], runs=runs),
+    ]
+    text = Report(config, entries, "link paced to 2 GB/s").render()
+    assert max(map(len, text.splitlines())) <= 80
+    for words in ("emulation: link paced to 2 GB/s", "mixtral-offloading", "scope=global", "approximate"):
+        assert words in text
+    for words in ("note: it keeps whole experts", "a-model on cuda, 8 workers", "11.1k", "500", "1.00"):
+        assert words in text
+
+
+# --- against an engine ----------------------------------------------------------------------------------
+
+
+async def test_figures_agree_with_the_engine_s_own(engine: str) -> None:
+    async with Client.connect(find_engine(engine).endpoint, name="tests") as client:
+        prompts = await make_prompts(client, 3, 40, seed=0)
+        assert [len(p) for p in prompts] == [40, 40, 40]
+        assert len(set(prompts)) == 3
+        assert await make_prompts(client, 3, 40, seed=0) == prompts
+
+        await client.set_policy("on-demand")
+        alone, (done,) = await measure(client, prompts[:1], 24)
+        # Both clocks saw the same steps; this process may have been kept waiting by others.
+        assert 0.2 < alone.decode_tok_s / done.stats["decode_tok_s"] < 2
+        assert 0.2 < alone.prefill_tok_s / done.stats["prefill_tok_s"] < 2
+        assert alone.host_share == 0
+        assert alone.moved_bytes > 0
+
+        await client.set_policy("all-host")
+        together, ends = await measure(client, prompts, 24)
+        assert len(ends) == 3
+        assert together.host_share == 1
+        assert together.moved_bytes == together.moved_bytes_per_token == 0
+
+
+async def test_prompts_longer_than_a_piece_of_text(engine: str) -> None:
+    async with Client.connect(find_engine(engine).endpoint, name="tests") as client:
+        (prompt,) = await make_prompts(client, 1, 250, seed=0)
+        assert len(prompt) == 250
+        _, (done,) = await measure(client, [prompt], 2)
+        assert done.stats["prompt_tokens"] == 250
+
+
+async def test_answers_that_do_not_overlap_are_refused(engine: str) -> None:
+    async with Client.connect(find_engine(engine).endpoint, name="tests") as client:
+        prompts = await make_prompts(client, 4, 100, seed=0)
+        with pytest.raises(WrongUsage, match="--gen-len 2 is too short for --batch 4"):
+            await measure(client, prompts, 2)
+
+
+async def test_others_requests_disturb_a_run(engine: str) -> None:
+    endpoint = find_engine(engine).endpoint
+    async with Client.connect(endpoint, name="tests") as client, Client.connect(endpoint) as other:
+        prompts = await make_prompts(client, 1, 40, seed=0)
+        answer = other.generate(token_ids=prompts[0], max_tokens=120, ignore_eos=True)
+        waiting = asyncio.create_task(answer.result())
+        with pytest.raises(Disturbed, match="another client"):
+            await measure(client, prompts, 24)
+        await waiting
+
+
+async def test_policies_take_turns_and_the_engine_s_comes_back(engine: str) -> None:
+    seen: list[str] = []
+
+    def saw(changed: PolicyChanged) -> None:
+        seen.append(changed.policy)
+
+    async with Client.connect(find_engine(engine).endpoint, name="tests") as client:
+        await client.set_policy("layerwise")
+        client.on_policy = saw
+        with Launched(
+            *("bench", "--connect", engine, "--policy", "all-host,on-demand,fiddler", "--json"),
+            *("--set", "on-demand.scope=global", "--rounds", "2", "--batch", "2", *SHORT),
+        ) as launched:
+            code, out, err = await asyncio.to_thread(launched.end)
+        assert code == 0, err
+        assert (await client.stats())["policy"] == "layerwise"
+    forwards = ["all-host", "on-demand", "fiddler"]
+    assert seen == [*forwards, *reversed(forwards), *forwards, "layerwise"]
+
+    found = json.loads(out)
+    assert set(found) == {"config", "policies", "emulation"}
+    assert found["emulation"] == "link paced to 5 GB/s"
+    expected = {"prompt_len": 24, "gen_len": 6, "batch": 2, "rounds": 2, "device": "cpu", "workers": None}
+    assert expected.items() <= found["config"].items()
+    check_policies(found, forwards, rounds=2)
+    host, demand, _ = found["policies"]
+    assert demand["options"] == {"scope": "global"}
+    assert (host["host_share"], host["moved_bytes"], host["moved_bytes_per_token"]) == (1, 0, 0)
+    assert demand["host_share"] == 0
+    assert demand["moved_bytes"] > 0
+
+
+def check_policies(found: dict[str, Any], names: list[str], rounds: int) -> None:
+    policies = found["policies"]
+    assert [p["name"] for p in policies] == names
+    assert policies[0]["prefill_ratio"] == policies[0]["decode_ratio"] == 1
+    for policy in policies:
+        assert policy["exact"] is True
+        assert 0 <= policy["host_share"] <= 1
+        for figure in FIGURES:
+            spread = policy[figure]
+            assert len(spread["runs"]) == rounds
+            assert 0 < spread["min"] <= spread["median"] <= spread["max"] < math.inf
+            assert {spread["min"], spread["max"]} <= set(spread["runs"])
+
+
+async def test_the_policy_comes_back_with_its_options(engine: str) -> None:
+    async with Client.connect(find_engine(engine).endpoint, name="tests") as client:
+        await client.set_policy("on-demand", {"scope": "global"})
+        arguments = ("--connect", engine, "--policy", "all-host", "--rounds", "1", *SHORT)
+        code, out, err = await asyncio.to_thread(run, *arguments)
+        assert code == 0, err
+        stats = await client.stats()
+        assert (stats["policy"], stats["policy_options"]) == ("on-demand", {"scope": "global"})
+        await client.set_policy("layerwise")
+    assert "emulation: link paced to 5 GB/s" in out
+    assert "\x1b" not in out
+
+
+async def test_an_interrupted_bench_restores_the_policy_as_well(engine: str) -> None:
+    changes: list[str] = []
+    async with Client.connect(find_engine(engine).endpoint, name="tests") as client:
+        await client.set_policy("layerwise")
+        client.on_policy = lambda changed: changes.append(changed.policy)
+        with Launched(
+            *("bench", "--connect", engine, "--policy", "all-host,on-demand"),
+            *("--rounds", "1000", *SHORT),
+        ) as launched:
+            assert await asyncio.to_thread(wait_until_changed, changes)
+            launched.send(signal.SIGINT)
+            code, out, err = await asyncio.to_thread(launched.end)
+        assert (code, out) == (1, "")
+        assert err.splitlines()[-1] == "launch.py: interrupted"
+        assert (await client.stats())["policy"] == "layerwise"
+        assert (await client.stats())["scheduler"]["running"] == 0
+
+
+def wait_until_changed(changes: list[str]) -> bool:
+    return wait_until(lambda: len(changes) > 3, 60.0)
+
+
+async def test_a_policy_set_by_somebody_else_ends_the_comparison(engine: str) -> None:
+    changes: list[str] = []
+    async with Client.connect(find_engine(engine).endpoint, name="tests") as client:
+        client.on_policy = lambda changed: changes.append(changed.policy)
+        with Launched(
+            *("bench", "--connect", engine, "--policy", "all-host,on-demand"),
+            *("--rounds", "1000", *SHORT),
+        ) as launched:
+            assert await asyncio.to_thread(wait_until_changed, changes)
+            await client.set_policy("fiddler")
+            code, out, err = await asyncio.to_thread(launched.end)
+        assert (code, out) == (1, "")
+        assert "another client set the policy fiddler meanwhile" in err.splitlines()[-1]
+        # the newest wish is not the bench's to undo, and it may just have set one of its own over it
+        assert (await client.stats())["policy"] in ("fiddler", "all-host", "on-demand")
+
+
+# --- with an engine of its own --------------------------------------------------------------------------
+
+
+def test_every_preset_without_policy_and_without_a_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(tiny_model / name)
+    arguments = ["--model", str(tmp_path), "--device", "cpu", "--workers", "2", "--expert-cache", "0.5"]
+    code, out, err = run(*arguments, "--name", "own", "--rounds", "1", "--json", *SHORT)
+    assert code == 0, err
+    found = json.loads(out)
+    check_policies(found, [name for name in PRESETS if name != "random"], rounds=1)
+    assert found["emulation"] == ""
+    assert found["config"]["prompts"] == "random ids"
+    assert found["config"]["workers"] == 2
+    assert found["config"]["expert_cache"] == 0.5
+    assert found["config"]["cache_tiles"] > 0
+    assert "own" not in engines_left()
+
+
+# --- wrong input ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--policy fidler", ["fidler", "fiddler"]),
+        ("--policy all-host,fidler", ["fidler", "fiddler"]),
+        ("--policy fiddler,all-host,fiddler", ["fiddler", "2 times"]),
+        ("--policy all-host,,fiddler", ["all-host,,fiddler", "a name is missing"]),
+        ("--policy all-host,", ["a name is missing"]),
+        ("--policy ,", ["a name is missing"]),
+        ("--policy all-host,on-demand --set on-demand.scop=global", ["scop", "scope"]),
+        ("--policy all-host,on-demand --set fiddler.scope=global", ["all-host or on-demand", "fiddler"]),
+        ("--set on-demand.scope=global", ["--policy"]),
+        ("--prompt-len 250 --gen-len 7", ["257 tokens", "256"]),
+        ("--prompt-len 0", ["--prompt-len", "at least 1"]),
+        ("--gen-len 1", ["--gen-len", "at least 2"]),
+        ("--context 64", ["192 tokens", "64"]),
+        ("--batch 17", ["--batch 17", "16"]),
+        ("--batch 8 --prompt-len 180", ["1952 tokens", "1024", "--kv-tokens"]),
+        ("--rounds 0", ["--rounds", "at least 1"]),
+        ("--temperature 1", ["--temperature"]),
+        ("--connect nobody", ["nobody"]),
+    ],
+)
+def test_wrong_usage_is_one_line(
+    arguments: str, words: list[str], tiny_model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = [] if "--connect" in arguments else ["--model", str(tiny_model)]
+    assert main(["bench", *model, *arguments.split()]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("launch.py: ")
+    assert err.count("\n") == 1, err
+    for word in words:
+        assert word in err
+
+
+def test_lengths_are_checked_against_a_running_engine(engine: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--connect", engine, "--prompt-len", "250", "--gen-len", "7"]) == 2
+    assert "257 tokens" in capfd.readouterr().err

@@ -1,0 +1,158 @@
+"""The doctor at work: real runs, real trials of this machine, its report."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import LAUNCH, LIMIT, ROOT, engines_left
+from machines import GB, words, write
+
+from launch.doctor import gpu, models
+from launch.doctor.bandwidth import LARGEST, buffer_size
+from launch.doctor.finding import Finding
+from launch.doctor.report import rendered
+from launch.doctor.trials import TrialFailed, trial
+
+TOPICS = {"cpu", "memory", "shared memory", "software", "places", "gpu", "speed", "engine"}
+
+
+async def test_a_machine_without_a_driver_is_fine(tmp_path: Path) -> None:
+    found, rate = await gpu.inspect(models.example(), tmp_path)
+    assert rate is None
+    assert [f.level for f in found] == ["note"]
+    assert "all-host" in found[0].means
+    write(
+        tmp_path,
+        **{
+            "sys/bus/pci/devices/0000:01:00.0/vendor": "0x10de",
+            "sys/bus/pci/devices/0000:01:00.0/class": "0x030000",
+            "sys/bus/pci/devices/0000:01:00.1/vendor": "0x10de",  # its sound
+            "sys/bus/pci/devices/0000:01:00.1/class": "0x040300",
+        },
+    )
+    assert gpu.cards(tmp_path) == 1
+    found, _ = await gpu.inspect(models.example(), tmp_path)
+    assert "no driver is loaded" in words(found, "note")
+
+
+async def test_a_driver_is_tried_out_with_this_torch(tmp_path: Path) -> None:
+    """A driver's nodes are seen; what torch then makes of it is this machine's."""
+    write(tmp_path, dev__nvidiactl="", proc__driver__nvidia__version="NVIDIA Kernel Module  550.54.14  Thu")
+    found, rate = await gpu.inspect(models.example(), tmp_path)
+    assert found[0].found == "NVIDIA driver 550.54.14"
+    assert len(found) > 1
+    if rate is None:
+        assert found[-1].level == "problem"
+    else:
+        assert rate > 0
+        assert "host to device" in found[-1].found
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu Feb 22\nGCC version: 12",
+            "550.54.14",
+        ),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build", "570.86.15"),
+        ("", ""),
+    ],
+)
+def test_versions_of_drivers(text: str, version: str) -> None:
+    assert gpu.driver_version(text) == version
+
+
+async def test_a_trial_that_fails_says_so_and_ends() -> None:
+    """Without a GPU the CUDA calls fail; with one the address is nobody's. Either way it is one line."""
+    with pytest.raises(TrialFailed) as failure:
+        async with trial("launch.doctor.gpu_child", {"what": "open", "handle": "00" * 64}) as child:
+            await child.result(LIMIT)
+    assert str(failure.value)
+    assert "\n" not in str(failure.value)
+
+
+def test_buffers_pass_the_cache_and_leave_the_memory() -> None:
+    assert buffer_size(32 << 20, 64 * GB) == 256 << 20
+    assert buffer_size(512 << 20, 64 * GB) == LARGEST
+    assert 0 < buffer_size(32 << 20, 1 * GB) <= GB // 8
+    assert buffer_size(None, 64 * GB) > 0
+    assert buffer_size(32 << 20, 100_000_000) == 0
+
+
+def test_the_report_fits_80_columns_and_is_plain() -> None:
+    finding = Finding(
+        "cpu", "problem", "found [bold]x[/bold] " * 8, "means " * 30, "one command\nanother " * 9
+    )
+    text = rendered([finding, Finding("memory", "ok", "much", "")], "Engines run here.")
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert "\x1b" not in text
+    assert "[bold]x[/bold]" in text
+    assert text.endswith("\n\nEngines run here.\n")
+
+
+def doctor(*arguments: str, **settings: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, LAUNCH, "doctor", *arguments]
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        **settings,
+    )
+
+
+def test_a_real_run_examines_everything_and_starts_an_engine() -> None:
+    done = doctor("--json")
+    assert done.returncode == 0, done.stderr + done.stdout
+    report = json.loads(done.stdout)
+    assert report.keys() == {"ok", "findings", "measured"}
+    assert report["ok"] is True
+    assert {f["topic"] for f in report["findings"]} == TOPICS
+    for finding in report["findings"]:
+        assert finding.keys() == {"topic", "level", "found", "means", "do"}
+        assert finding["level"] in ("ok", "note", "problem")
+        assert finding["found"]
+    measured = report["measured"]
+    for name in ("read_one_core_gbps", "read_all_cores_gbps", "copy_gbps", "ceiling_tok_s"):
+        assert measured[name] > 0
+    assert measured["cores"] == len(os.sched_getaffinity(0))
+    assert measured["engine"]["tokens"] == 32
+    assert "Traceback" not in done.stderr
+    assert engines_left() == []
+
+
+def test_a_runtime_directory_that_others_can_enter_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "tandem").mkdir()
+    (tmp_path / "tandem").chmod(0o755)
+    done = doctor("--log-level", "error", env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)})
+    assert done.returncode == 1
+    assert done.stderr == ""
+    assert "is open to other users" in " ".join(done.stdout.split())
+    assert "chmod 700" in done.stdout
+    assert "Engines do not run here" in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+def test_a_machine_where_nothing_can_be_written_is_a_problem() -> None:
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # shared memory is files, too
+
+    done = doctor("--json", preexec_fn=limited)
+    assert done.returncode == 1
+    report = json.loads(done.stdout)
+    assert report["ok"] is False
+    (engine,) = [f for f in report["findings"] if f["topic"] == "engine"]
+    assert engine["level"] == "problem"
+    assert report["measured"]["engine"]["failure"] in engine["found"]
+    assert "memory was not measured" in json.dumps(report["findings"])
+    assert engines_left() == []
