@@ -98,7 +98,7 @@ def _command(name: str | None) -> Command:
 
         return serve
     if name == "stress":
-        from launch.stress import stress
+        from launch.stress.command import stress
 
         return stress
     if name == "bench":

@@ -13,9 +13,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-END = -1  # instead of a token: the answer ended here by itself
+# Nats that rounding alone may move the margin between two tokens by. Float32: as wide as the tests' bound
+# against another implementation; the shipped script's answers under load and alone did not differ at all.
 F32_BOUND = 1e-4
-BF16_BOUND = 0.25
+# With bfloat16 in the experts or in the rest. Measured on the embedded model: 796 answers of eight clients
+# at once against the same alone, 21,728 steps with the same past. Margins moved by 0.005 on average, by more
+# than 0.0625 in fewer than one step of a hundred, and by up to 0.5625 where rounding flipped a router's
+# choice. 46 answers differed: one request's four at a margin of 0.375, after such a flip, the others below
+# 0.07, a unit or two of a logit's last place. 27 % of all margins are below this bound; the median is 1.1.
+BF16_BOUND = 0.5
 
 
 class Choice(Protocol):
@@ -61,11 +67,10 @@ class Comparison:
 
 
 def compare(tokens: Sequence[int], reference: Sequence[Choice], bound: float) -> Comparison:
-    """Apply the rule. Where ours is END, the margin alone decides: a client is not told which of a model's
-    end tokens it was."""
+    """Apply the rule. An end token is a step like any other."""
     for at, (ours, choice) in enumerate(zip(tokens, reference, strict=False)):
         if ours != choice.token:
-            tied = choice.margin < bound and ours in (choice.runner_up, END)
+            tied = choice.margin < bound and ours == choice.runner_up
             verdict = Verdict.NEAR_TIE if tied else Verdict.MISMATCH
             return Comparison(verdict, at, ours, choice.token, choice.margin)
     shared = min(len(tokens), len(reference))

@@ -17,13 +17,20 @@ CLIENT = "launch.py"  # how these clients introduce themselves
 
 @asynccontextmanager
 async def connected(options: Options, interrupts: Interrupts) -> AsyncIterator[Client]:
-    """Raises what Supervisor and Client.connect raise, WrongUsage where --connect finds no engine."""
-    if options.connect:
-        async with Client.connect(find_engine(options.connect_name).endpoint, name=CLIENT) as client:
-            yield client
-        return
-    async with started(options, interrupts) as engine, Client.connect(engine.endpoint, name=CLIENT) as client:
+    """Raises what `endpoint` and Client.connect raise."""
+    async with endpoint(options, interrupts) as where, Client.connect(where, name=CLIENT) as client:
         yield client
+
+
+@asynccontextmanager
+async def endpoint(options: Options, interrupts: Interrupts) -> AsyncIterator[str]:
+    """Where the engine that the command line means takes clients. Raises what Supervisor raises, WrongUsage
+    where --connect finds no engine."""
+    if options.connect:
+        yield find_engine(options.connect_name).endpoint
+        return
+    async with started(options, interrupts) as engine:
+        yield engine.endpoint
 
 
 @asynccontextmanager

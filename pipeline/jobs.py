@@ -21,6 +21,7 @@ from pipeline.sampler import Sampler
 from pipeline.text_stream import TextStream
 from protocol.messages import Done, Queued, Scores, Token
 
+TELL_AGAIN = 10.0  # seconds after which a position that has not changed is told again, as a sign of life
 BLOCK_BYTES = 4 << 20  # log-probabilities of one Scores message
 Emit = Callable[[object], None]
 
@@ -49,6 +50,7 @@ class Job(ABC):
         self._computed: dict[Phase, int] = {"prefill": 0, "decode": 0}
         self._emit = emit
         self._position = 0  # in the queue, as last told
+        self._told = 0.0  # when that was
         self._queued = 0.0  # seconds until the first admission
         self._first: float | None = None
 
@@ -91,9 +93,10 @@ class Job(ABC):
         return kv
 
     def tell_position(self, position: int) -> None:
-        """Tell the client where in the queue it is, unless it knows."""
-        if position != self._position:
-            self._position = position
+        """Tell the client where in the queue it is, unless it was told so a moment ago."""
+        now = time.perf_counter()
+        if position != self._position or now - self._told > TELL_AGAIN:
+            self._position, self._told = position, now
             self._emit(Queued(self.request, position))
 
     def book(self, phase: Phase, tokens: int, seconds: float) -> None:
@@ -158,6 +161,7 @@ class GenerateJob(Job):
         self._sampler = sampler
         self._text = text
         self._eos = eos
+        self._end: dict[str, Any] = {}  # of an end token: what its Token message would say
 
     @property
     def room(self) -> int:
@@ -172,12 +176,13 @@ class GenerateJob(Job):
             return  # a chunk within the prompt
         self._answered()
         token = self._sampler.next(logits[0], self.tokens)
+        margin, runner_up = two_best(logits[0])
         if token in self._eos:
             self.reason = "stop"
+            self._end = {"end": {"token": token, "margin": margin, "runner_up": runner_up}}
             return
         self.tokens.append(token)
         shown = self._text.push(token) if self._text is not None else ""
-        margin, runner_up = two_best(logits[0])
         self._emit(Token(self.request, len(self.tokens) - self.prompt - 1, token, shown, margin, runner_up))
         if self._text is not None and self._text.stopped:
             self.reason = "stop"
@@ -189,7 +194,7 @@ class GenerateJob(Job):
             text = self._text.finish()
             if reason == "length" and self._text.stopped:
                 reason = "stop"  # the text held back completed a stop string
-        super().finish(reason, stats, error, text)
+        super().finish(reason, stats | self._end, error, text)
 
 
 class ScoreJob(Job):

@@ -1,7 +1,7 @@
 """Who is served next: requests that wait for room, in an order that is fair to clients.
 
-The next is the oldest request of the client that has the fewest running ones; of several such clients, the one
-that was served longest ago, or never while its present requests wait; and then the one whose request came
+The next is the oldest request of the client that has the fewest running ones; of several such clients, the
+one that was served longest ago, or never while its present requests wait; and then the one whose request came
 first. A client that floods the engine so delays mostly itself. Requests that were served already and had to
 make way come before all others. Used by the engine's thread alone.
 """
@@ -72,7 +72,8 @@ class WaitingRoom:
         yield from self._returned
         busy = Counter(job.client for job in (*running, *self._returned))
         turns = itertools.count(self._turn + 1)
-        heap = [(busy[c], self._turns.get(c, 0), jobs[0].arrival, c, 0) for c, jobs in self._by_client.items()]
+        last = self._turns
+        heap = [(busy[c], last.get(c, 0), jobs[0].arrival, c, 0) for c, jobs in self._by_client.items()]
         heapq.heapify(heap)
         while heap:
             count, _, _, client, place = heapq.heappop(heap)

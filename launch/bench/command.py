@@ -12,10 +12,10 @@ import logging
 from typing import Any
 
 from launch.bench.plan import BenchPlan
-from launch.bench.progress import RunsBar
 from launch.bench.prompts import make_prompts
 from launch.bench.report import Entry, Report
 from launch.bench.run import measure, settle
+from launch.counting import counted
 from launch.errors import Disturbed
 from launch.interrupts import Interrupts
 from launch.machine import cores
@@ -58,14 +58,13 @@ async def bench(options: Options, interrupts: Interrupts) -> int:
 
 async def _run(client: Client, plan: BenchPlan, changes: list[PolicyChanged]) -> list[Entry]:
     entries = [Entry(request) for request in plan.policies]
-    with RunsBar(len(entries) * (1 + plan.rounds)) as bar:
-        bar.begin("prompts")
+    with counted("bench: prompts", len(entries) * (1 + plan.rounds)) as bar:
         *prompts, other = await make_prompts(client, plan.batch + 1, plan.prompt_len, plan.seed)
         for turn in range(1 + plan.rounds):
             for index in plan.order(turn):
                 entry = entries[index]
                 name = entry.request.name
-                bar.begin(f"round {turn} of {plan.rounds}: {name}" if turn else f"warm-up: {name}")
+                bar.name(f"bench: round {turn}, {name}" if turn else f"bench: warm-up, {name}")
                 changed = await client.set_policy(name, entry.request.options)
                 await settle(client, other[:SETTLE_PROMPT], min(SETTLE_NEW, plan.gen_len))
                 run, _ = await measure(client, prompts, plan.gen_len)
@@ -78,7 +77,7 @@ async def _run(client: Client, plan: BenchPlan, changes: list[PolicyChanged]) ->
                     entry.exact = changed.exact
                     entry.notes += [note for note in changed.notes if note not in entry.notes]
                     entry.runs.append(run)
-                bar.advance()
+                bar.count()
     return entries
 
 

@@ -1,0 +1,109 @@
+"""`launch.py stress`: many clients at once, and every answer compared with the same request alone.
+
+First all entries of the script are served by C clients at once. Then, in the same engine with nothing else
+running, each deterministic request is run from the very prompt it had, and compared (`equality.py`). The exit
+code is 0 only where no answer differs, nothing failed, was lost or came twice, and the engine holds nothing
+afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from launch.assets import stress_script
+from launch.counting import counted
+from launch.equality import Verdict, rounding_bound
+from launch.errors import WrongUsage
+from launch.interrupts import Interrupts
+from launch.options import Options
+from launch.output import print_json
+from launch.session import endpoint
+from launch.stress.load import Load, count_strays, run_load
+from launch.stress.reference import Finding, alone, compare_all
+from launch.stress.report import Run, report
+from launch.stress.requests import End, Outcome
+from launch.stress.script import Entry, read_script
+from launch.stress.table import show_report
+from protocol.client import Client
+from protocol.messages import Welcome
+
+CLIENTS = 8
+IDLE_SECONDS = 10.0  # for the engine to notice that clients have gone
+IDLE = {"running": "requests run", "waiting": "requests wait", "kv_tokens_used": "tokens of KV are in use"}
+
+
+async def stress(options: Options, interrupts: Interrupts) -> int:
+    """1 where the run failed. Raises WrongUsage, EngineGone and what the engine's start raises; what was
+    found until then is shown all the same."""
+    path: Path = options.written.get("script", stress_script())
+    entries = read_script(path) * options.written.get("repeat", 1)
+    clients = options.written.get("clients", CLIENTS)
+    async with endpoint(options, interrupts) as where, Client.connect(where, name="stress") as client:
+        welcome = client.welcome
+        _check_model(welcome, entries, path)
+        bound = rounding_bound(welcome.format, welcome.backbone_dtype)
+        run = Run(str(path), welcome, bound, Load([[] for _ in range(clients)]))
+        try:
+            await _run(run, where, client, entries)
+            run.finished = True
+        finally:
+            found = report(run)
+            if "json" in options.written:
+                print_json(found)
+            else:
+                show_report(found)
+    return 0 if found["passed"] else 1
+
+
+def _check_model(welcome: Welcome, entries: list[Entry], path: Path) -> None:
+    if not welcome.has_tokenizer:
+        raise WrongUsage("this model has no tokenizer, and a stress script holds texts")
+    if not welcome.has_chat_template:
+        for entry in entries:
+            if entry.prompt is None:
+                raise WrongUsage(f"{path}: {entry.name} is a chat, and this model has no chat template")
+
+
+async def _run(run: Run, where: str, client: Client, entries: list[Entry]) -> None:
+    async with AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(Client.connect(where, name=f"stress {number}"))
+            for number in range(len(run.load.outcomes))
+        ]
+        with counted("stress: under load", sum(entry.requests for entry in entries)) as counter:
+
+            def ended(outcome: Outcome) -> None:
+                counter.count(bad=outcome.end in (End.FAILED, End.GONE, End.LOST))
+
+            await run_load(clients, entries, run.load, ended)
+            counter.drop(run.load.unsent)
+        outcomes = run.load.all
+        with counted(
+            "stress: each alone", sum(alone(outcome) is not None for outcome in outcomes)
+        ) as counter:
+
+            def compared(finding: Finding) -> None:
+                run.findings.append(finding)
+                counter.count(bad=finding.verdict is Verdict.MISMATCH)
+
+            await compare_all(client, outcomes, run.bound, compared)
+        await count_strays(clients, run.load)
+    await _look_for_leaks(client, run)
+
+
+async def _look_for_leaks(client: Client, run: Run) -> None:
+    """Once this run's clients have gone, nothing may be left of them; where others are connected, what is
+    there may be theirs."""
+    deadline = asyncio.get_running_loop().time() + IDLE_SECONDS
+    while True:
+        stats = await client.stats()
+        left = [f"{count} {what}" for key, what in IDLE.items() if (count := stats["scheduler"].get(key))]
+        others = stats["clients"]["connected"] > 1
+        if not (left or others) or asyncio.get_running_loop().time() > deadline:
+            break
+        await asyncio.sleep(0.1)
+    run.leaks_checked = not others
+    if run.leaks_checked:
+        run.leaks = left

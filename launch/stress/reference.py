@@ -1,0 +1,92 @@
+"""Each deterministic answer of a load against the same request run alone, by the rule of `equality.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from launch.equality import Comparison, Verdict, compare
+from launch.stress.requests import End, Outcome, Request, ask
+from protocol.client import Client
+from protocol.errors import EngineGone
+
+
+@dataclass(frozen=True)
+class Finding:
+    """How a request's answer compares with that of the same request alone."""
+
+    label: str
+    comparison: Comparison
+    why: str = ""  # what else than tokens differs
+
+    @property
+    def verdict(self) -> Verdict:
+        return self.comparison.verdict
+
+    def __str__(self) -> str:
+        found = self.comparison
+        if found.at is None:
+            return f"{self.label}: {self.why or found.verdict}"
+        tie = "" if found.margin is None else f", margin {found.margin:.3g}"
+        return f"{self.label}: token {found.at} is {_token(found.ours)}, alone {_token(found.expected)}{tie}"
+
+
+def alone(outcome: Outcome) -> Request | None:
+    """The request that is expected to be answered in the same way: without a past, and where the answer was
+    cut off by a Cancel, asking for as many tokens as had come. None where nothing is to be expected."""
+    request = replace(outcome.request, label="", cancel_after=None, conversation=None)
+    cut = outcome.end is End.CANCELLED
+    if not request.deterministic or (cut and not outcome.tokens):
+        return None
+    if not outcome.served and outcome.end is not End.REFUSED:
+        return None
+    return replace(request, max_tokens=len(outcome.tokens)) if cut else request
+
+
+async def compare_all(
+    client: Client, outcomes: Iterable[Outcome], bound: float, compared: Callable[[Finding], None]
+) -> None:
+    """Run each different request once, one after the other, and tell `compared` of every outcome that can be
+    compared. Raises EngineGone."""
+    groups: dict[Request, list[Outcome]] = {}
+    for outcome in outcomes:
+        request = alone(outcome)
+        if request is not None:
+            groups.setdefault(request, []).append(outcome)
+    for request, group in groups.items():
+        reference = await _ask(client, request)
+        for outcome in group:
+            compared(judge(outcome, reference, bound))
+
+
+def judge(outcome: Outcome, reference: Outcome, bound: float) -> Finding:
+    """`reference` is the same request alone."""
+    label, cut = outcome.request.label, outcome.end is End.CANCELLED
+    if not (outcome.served and reference.served):
+        if (outcome.end, outcome.error) == (reference.end, reference.error):
+            return Finding(label, Comparison(Verdict.EQUAL))
+        why = f"{_ended(outcome)}; alone {_ended(reference)}"
+        return Finding(label, Comparison(Verdict.MISMATCH), why)
+    found = compare([step.token for step in outcome.steps], reference.steps, bound)
+    if found.verdict is Verdict.EQUAL and outcome.text != reference.text:
+        why = f"equal tokens, but the text {outcome.text!r:.60}; alone {reference.text!r:.60}"
+        return Finding(label, Comparison(Verdict.MISMATCH), why)
+    if found.verdict is Verdict.EQUAL and not cut and outcome.end is not reference.end:
+        why = f"equal tokens, but {_ended(outcome)}; alone {_ended(reference)}"
+        return Finding(label, Comparison(Verdict.MISMATCH), why)
+    return Finding(label, found)
+
+
+async def _ask(client: Client, request: Request) -> Outcome:
+    outcome = await ask(client, request)
+    if outcome.end is End.GONE:
+        raise EngineGone(outcome.error)
+    return outcome
+
+
+def _ended(outcome: Outcome) -> str:
+    return f"{outcome.end}: {outcome.error}" if outcome.error else str(outcome.end)
+
+
+def _token(token: int | None) -> str:
+    return "none" if token is None else str(token)

@@ -1,0 +1,142 @@
+"""What a stress run found, as one plain mapping: the JSON object, and what the table shows. Shows nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from launch.equality import Verdict
+from launch.stress.load import Load
+from launch.stress.reference import Finding
+from launch.stress.requests import End, Outcome
+from protocol.messages import Welcome
+
+FAULTS = ("mismatches", "failures", "lost", "doubled", "leaks")  # each makes a run fail
+
+
+@dataclass
+class Run:
+    """Everything known of a run; it grows while it goes on."""
+
+    script: str
+    welcome: Welcome
+    bound: float  # nats
+    load: Load
+    findings: list[Finding] = field(default_factory=list)
+    leaks: list[str] = field(default_factory=list)
+    leaks_checked: bool = False
+    finished: bool = False
+
+
+def report(run: Run) -> dict[str, Any]:
+    """The figures are of the load alone; times are seconds. Under "details" there is a text for each near-tie
+    and each fault."""
+    outcomes, seconds = run.load.all, run.load.seconds
+    ends = [outcome.end for outcome in outcomes]
+    verdicts = [finding.verdict for finding in run.findings]
+    gaps = [after - before for outcome in outcomes for before, after in pairwise(outcome.arrivals)]
+    first = [outcome.arrivals[0] - outcome.sent for outcome in outcomes if outcome.arrivals]
+    tokens = _tokens(outcomes)
+    details = _details(run)
+    return {
+        "passed": run.finished and not any(details[fault] for fault in FAULTS),
+        "finished": run.finished,
+        "script": run.script,
+        "engine": run.welcome.engine,
+        "model": run.welcome.model,
+        "device": run.welcome.device,
+        "policy": run.welcome.policy,
+        "emulation": run.welcome.emulation,
+        "format": run.welcome.format,
+        "backbone_dtype": run.welcome.backbone_dtype,
+        "clients": len(run.load.outcomes),
+        "requests": len(outcomes),
+        "completed": ends.count(End.STOP) + ends.count(End.LENGTH),
+        "cancelled": ends.count(End.CANCELLED),
+        "refused": ends.count(End.REFUSED),
+        "sampled": sum(not outcome.request.deterministic for outcome in outcomes),
+        "unsent": run.load.unsent,
+        "compared": len(verdicts),
+        "equal": verdicts.count(Verdict.EQUAL),
+        "near_ties": verdicts.count(Verdict.NEAR_TIE),
+        "near_tie_bound": run.bound,
+        **{fault: len(details[fault]) for fault in FAULTS},
+        "leaks_checked": run.leaks_checked,
+        "seconds": seconds,
+        "tokens": tokens,
+        "tok_s": tokens / seconds if seconds else None,
+        "first_token_s": _quantiles(first),
+        "token_gap_s": _quantiles(gaps),
+        "fairness": _fairness(run.load),
+        "kv_reused_tokens": _total(outcomes, "kv_reused_tokens"),
+        "preemptions": _total(outcomes, "preemptions"),
+        "details": details,
+    }
+
+
+def _details(run: Run) -> dict[str, list[str]]:
+    def ended(*ends: End) -> list[str]:
+        found = (outcome for outcome in run.load.all if outcome.end in ends)
+        return [f"{outcome.request.label}: {outcome.error}" for outcome in found]
+
+    def judged(verdict: Verdict) -> list[str]:
+        return [str(finding) for finding in run.findings if finding.verdict is verdict]
+
+    doubled = [
+        f"{outcome.request.label}: its tokens came with the numbers "
+        + ", ".join(str(token.index) for token in outcome.tokens)
+        for outcome in run.load.all
+        if not outcome.in_order
+    ]
+    strays = [
+        f"client {number}: {count} messages for requests that had ended"
+        for number, count in run.load.strays.items()
+        if count
+    ]
+    return {
+        "mismatches": judged(Verdict.MISMATCH),
+        "failures": ended(End.FAILED, End.GONE),
+        "lost": ended(End.LOST),
+        "doubled": doubled + strays,
+        "leaks": run.leaks,
+        "near_ties": judged(Verdict.NEAR_TIE),
+    }
+
+
+def _fairness(load: Load) -> dict[str, Any]:
+    """Each client's share. Its tok_s is that of its completed answers, from sending to end; Jain's index of
+    these is 1 where all are equal, and 1/n where one client of n got everything."""
+    clients = []
+    for number, outcomes in enumerate(load.outcomes):
+        completed = [outcome for outcome in outcomes if outcome.end in (End.STOP, End.LENGTH)]
+        busy = sum(outcome.ended - outcome.sent for outcome in completed)
+        first = [outcome.arrivals[0] - outcome.sent for outcome in outcomes if outcome.arrivals]
+        clients.append(
+            {
+                "client": number,
+                "requests": len(outcomes),
+                "tokens": _tokens(outcomes),
+                "tok_s": _tokens(completed) / busy if busy else None,
+                "first_token_s": float(np.mean(first)) if first else None,
+            }
+        )
+    rates = np.array([client["tok_s"] for client in clients if client["tok_s"] is not None], np.float64)
+    squares = len(rates) * float(np.square(rates).sum())
+    return {"clients": clients, "jain": float(rates.sum()) ** 2 / squares if squares else None}
+
+
+def _tokens(outcomes: Sequence[Outcome]) -> int:
+    return sum(len(outcome.tokens) for outcome in outcomes)
+
+
+def _quantiles(values: Sequence[float]) -> dict[str, float | None]:
+    names = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
+    return {name: float(np.quantile(values, q)) if values else None for name, q in names.items()}
+
+
+def _total(outcomes: Sequence[Outcome], key: str) -> int:
+    return sum(outcome.stats.get(key, 0) for outcome in outcomes)

@@ -1,0 +1,125 @@
+"""One request of a stress run, and what came of it. Knows no script and compares nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from launch.equality import Choice, Step
+from protocol.client import Client
+from protocol.errors import EngineGone, ProtocolError, RequestFailed
+from protocol.messages import ChatMessage, Sampling, Token
+
+SILENCE = 120.0  # seconds without any message of a request, after which it is lost
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is sent, and when it is cancelled; one of `prompt` and `messages` is not None."""
+
+    label: str
+    prompt: str | None
+    messages: tuple[ChatMessage, ...] | None
+    max_tokens: int
+    sampling: Sampling
+    cancel_after: int | None = None  # tokens
+    conversation: str | None = None
+
+    @property
+    def deterministic(self) -> bool:
+        return self.sampling.temperature == 0
+
+
+class End(StrEnum):
+    """How a request ended."""
+
+    STOP = "stop"  # by the model
+    LENGTH = "length"  # by max_tokens or the context
+    CANCELLED = "cancelled"  # by us
+    REFUSED = "refused"  # it is at fault: too long for the context, say
+    FAILED = "failed"
+    GONE = "gone"  # with its engine
+    LOST = "lost"  # no end came
+
+
+@dataclass
+class Outcome:
+    """An answer as it came. Times are seconds of one monotonic clock."""
+
+    request: Request
+    sent: float
+    tokens: list[Token] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list)  # of each token
+    end: End = End.LOST
+    ended: float = 0.0
+    text: str = ""  # "" unless the request was served
+    error: str = ""
+    stats: dict[str, Any] = field(default_factory=dict)  # the engine's
+
+    @property
+    def served(self) -> bool:
+        return self.end in (End.STOP, End.LENGTH, End.CANCELLED)
+
+    @property
+    def steps(self) -> list[Choice]:
+        """The tokens that were chosen, the one that ended the answer among them."""
+        end = self.stats.get("end")
+        return [*self.tokens, *([Step(end["token"], end["runner_up"], end["margin"])] if end else [])]
+
+    @property
+    def in_order(self) -> bool:
+        return [token.index for token in self.tokens] == list(range(len(self.tokens)))
+
+
+async def ask(client: Client, request: Request, silence: float = SILENCE) -> Outcome:
+    """Send a request and take its answer to the end. Whatever goes wrong with it is in the outcome."""
+    outcome = Outcome(request, time.perf_counter())
+    try:
+        async with asyncio.timeout(silence) as limit:
+            await _take(client, outcome, limit, silence)
+    except TimeoutError:
+        outcome.error = f"no message for {silence:g} s after {len(outcome.tokens)} tokens"
+    except RequestFailed as e:
+        outcome.end, outcome.error = End.REFUSED if e.usage else End.FAILED, str(e)
+    except EngineGone as e:
+        outcome.end, outcome.error = End.GONE, str(e)
+    except ProtocolError as e:
+        outcome.end, outcome.error = End.FAILED, str(e)
+    outcome.ended = time.perf_counter()
+    return outcome
+
+
+async def _take(client: Client, outcome: Outcome, limit: asyncio.Timeout, silence: float) -> None:
+    loop = asyncio.get_running_loop()
+    request = outcome.request
+
+    def heard(_position: int = 0) -> None:
+        # a position may be told when the limit has just passed, or the answer has just ended
+        if not limit.expired() and not outcome.ended:
+            limit.reschedule(loop.time() + silence)
+
+    answer = client.generate(
+        prompt=request.prompt,
+        messages=request.messages,
+        max_tokens=request.max_tokens,
+        sampling=request.sampling,
+        conversation=request.conversation,
+    )
+    answer.on_queued = heard
+    if request.cancel_after == 0:
+        await answer.cancel()
+    async for token in answer:
+        outcome.arrivals.append(time.perf_counter())
+        outcome.tokens.append(token)
+        heard()
+        if len(outcome.tokens) == request.cancel_after:
+            await answer.cancel()
+    assert answer.done is not None  # the loop above raises otherwise
+    outcome.end, outcome.stats = End(answer.done.reason), answer.done.stats
+    outcome.text = "".join(token.text for token in outcome.tokens) + answer.done.text
+    enough = request.cancel_after is not None and len(outcome.tokens) >= request.cancel_after
+    if outcome.end is End.CANCELLED and not enough:
+        outcome.end, outcome.error = End.FAILED, "the engine gave this answer up"

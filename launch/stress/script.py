@@ -1,0 +1,200 @@
+"""Scripts of `launch.py stress`: a JSON object a line, each a request or a conversation of several.
+
+    {"name": "greeting", "prompt": "Good morning,", "max_tokens": 32}
+    {"messages": [{"role": "user", "content": "What is a list?"}], "temperature": 0.8, "seed": 7}
+    {"turns": ["What is a list?", "And a tuple?"], "cancel_after": 5, "delay": 0.5}
+
+Exactly one of
+  prompt        text to continue as it stands
+  messages      a conversation so far, rendered by the chat template
+  turns         what a user says, one after the other, in one conversation; each answer goes into the next
+                prompt
+and optionally
+  max_tokens    new tokens of an answer at most (64)
+  temperature   0 is greedy, and only greedy answers are compared (0)
+  seed          of the choice at random
+  cancel_after  tokens after which each answer is cancelled; 0: at once
+  delay         seconds to wait before the first request
+  name          a label for reports ("line N")
+
+The file is UTF-8; blank lines are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from launch.checks import read_text
+from launch.errors import WrongUsage
+from launch.grammar import nearest
+from protocol.codec import encode
+from protocol.errors import MalformedMessage
+from protocol.messages import ChatMessage, Generate, Sampling
+
+PROMPTS = ("prompt", "messages", "turns")
+LONGEST_DELAY = 600.0  # seconds
+HIGHEST_TEMPERATURE = 1000.0
+SHOWN = 40  # characters of a wrong value in an error message
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line; exactly one of `prompt`, `messages`, `turns` is not None."""
+
+    name: str
+    prompt: str | None = None
+    messages: tuple[ChatMessage, ...] | None = None
+    turns: tuple[str, ...] | None = None
+    max_tokens: int = 64
+    temperature: float = 0.0
+    seed: int | None = None
+    cancel_after: int | None = None
+    delay: float = 0.0
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(temperature=self.temperature, seed=self.seed)
+
+    @property
+    def requests(self) -> int:
+        return 1 if self.turns is None else len(self.turns)
+
+
+def read_script(path: Path) -> list[Entry]:
+    """Raises WrongUsage, one line with the file and the line's number, for anything but such a script."""
+    entries = []
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if line.strip():
+            try:
+                entries.append(_entry(line, number))
+            except _Wrong as e:
+                raise WrongUsage(f"{path}, line {number}: {e}") from None
+    if not entries:
+        raise WrongUsage(f"{path} holds no request; write one JSON object a line")
+    return entries
+
+
+class _Wrong(Exception):
+    """What is wrong with a line."""
+
+
+def _entry(line: str, number: int) -> Entry:
+    given = _object(line)
+    known = [f.name for f in fields(Entry)]
+    for key in given:
+        if key not in known:
+            raise _Wrong(f"unknown field {key!r}{nearest(key, known) or '; known are ' + ', '.join(known)}")
+    prompts = [key for key in PROMPTS if key in given]
+    if len(prompts) != 1:
+        has = "there is none" if not prompts else f"there are {' and '.join(prompts)}"
+        raise _Wrong(f"give exactly one of {', '.join(PROMPTS)}; {has}")
+    values: dict[str, Any] = {"name": f"line {number}"}
+    for key, value in given.items():
+        try:
+            values[key] = CHECKS[key](value)
+        except _Wrong as e:
+            raise _Wrong(f"{key} must be {e}") from None
+    entry = Entry(**values)
+    try:
+        encode(Generate(0, entry.prompt, messages=entry.messages, sampling=entry.sampling))
+        for text in (entry.name, *(entry.turns or ())):
+            encode(Generate(0, text))
+    except MalformedMessage as e:
+        raise _Wrong(f"this cannot be sent to the engine: {e}") from None
+    return entry
+
+
+def _object(line: str) -> dict[str, Any]:
+    def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for i, (key, _) in enumerate(pairs):
+            if any(key == later for later, _ in pairs[i + 1 :]):
+                raise _Wrong(f"{key!r} is there twice")
+        return dict(pairs)
+
+    try:
+        value = json.loads(line, object_pairs_hook=without_repetition)
+    except json.JSONDecodeError as e:
+        raise _Wrong(f"this is not JSON: {e.msg} at character {e.colno}") from None
+    except (ValueError, RecursionError):  # a number of thousands of digits; brackets without end
+        raise _Wrong("this is not JSON that can be read") from None
+    if not isinstance(value, dict):
+        raise _Wrong(f"this is {_shown(value)}; each line holds a JSON object")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        _wrong("a text", value)
+    return value
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        _wrong("a text of one line", value)
+    return value
+
+
+def _integer(smallest: int) -> Callable[[Any], int]:
+    def check(value: Any) -> int:
+        if type(value) is not int or not smallest <= value < 1 << 63:
+            _wrong(f"an integer, {smallest} or more", value)
+        return value
+
+    return check
+
+
+def _number(largest: float) -> Callable[[Any], float]:
+    def check(value: Any) -> float:
+        if type(value) not in (int, float) or not 0 <= value <= largest:  # false for NaN too
+            _wrong(f"a number from 0 to {largest:g}", value)
+        return float(value)
+
+    return check
+
+
+def _messages(value: Any) -> tuple[ChatMessage, ...]:
+    expected = 'a list of {"role": "user", "content": "..."}'
+    if not isinstance(value, list) or not value:
+        _wrong(expected, value)
+    for message in value:
+        if not isinstance(message, dict) or sorted(message) != ["content", "role"]:
+            _wrong(expected, message)
+        if not all(isinstance(text, str) for text in message.values()):
+            _wrong(expected, message)
+    return tuple(ChatMessage(**message) for message in value)
+
+
+def _turns(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value:
+        _wrong("a list of texts", value)
+    for turn in value:
+        if not isinstance(turn, str):
+            _wrong("a list of texts", turn)
+    return tuple(value)
+
+
+CHECKS: dict[str, Callable[[Any], Any]] = {
+    "name": _name,
+    "prompt": _text,
+    "messages": _messages,
+    "turns": _turns,
+    "max_tokens": _integer(1),
+    "temperature": _number(HIGHEST_TEMPERATURE),
+    "seed": _integer(0),
+    "cancel_after": _integer(0),
+    "delay": _number(LONGEST_DELAY),
+}
+
+
+def _wrong(expected: str, value: Any) -> NoReturn:
+    raise _Wrong(f"{expected}, not {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    """A value of any size and kind on one line, as JSON writes it."""
+    text = json.dumps(value)
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."

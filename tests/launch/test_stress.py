@@ -1,0 +1,267 @@
+"""Runs of `stress` on real engines: one that passes, and all the ways in which one must fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engines import LAUNCH, Launched, wait_until
+
+from launch.equality import Comparison, Verdict
+from launch.stress.load import Load, count_strays, run_load
+from launch.stress.reference import Finding, alone, compare_all
+from launch.stress.report import FAULTS, Run, report
+from launch.stress.requests import End, Outcome, Request, ask
+from launch.stress.script import Entry
+from launch.stress.table import show_report
+from pipeline.config import EngineConfig
+from protocol.client import Client
+from protocol.messages import ChatMessage, Sampling, Token, Welcome
+
+BOUND = 1e-4
+F32 = ["--format", "f32", "--backbone-dtype", "f32"]
+LINES = [
+    {"prompt": "A list of"},
+    {"prompt": "A list of", "max_tokens": 7},
+    {"name": "a chat", "messages": [{"role": "user", "content": "What is a list?"}], "max_tokens": 20},
+    {"name": "talk", "turns": ["What is a list?", "And a tuple?", "Why?"], "max_tokens": 12},
+    {"name": "cut talk", "turns": ["Go on.", "Go on."], "cancel_after": 2},
+    {"prompt": "def main():", "cancel_after": 0},
+    {"prompt": "def main():", "cancel_after": 5, "max_tokens": 60},
+    {"name": "too long", "prompt": "long " * 300},
+    {"name": "too long a talk", "turns": ["long " * 300, "This is never said."]},
+    {"prompt": "At random", "temperature": 1.0, "seed": 3, "max_tokens": 8},
+    {"prompt": "late", "delay": 0.2, "max_tokens": 1},
+]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.jsonl"
+    path.write_text("\n".join(json.dumps(line) for line in LINES))
+    return path
+
+
+def test_a_run_that_passes(script: Path, tiny_model: Path) -> None:
+    """An engine of its own with room for two contexts, four clients, twice through the script."""
+    options = ["--clients", "4", "--repeat", "2", "--kv-tokens", "512", "--model", str(tiny_model), *F32]
+    with Launched("stress", "--script", str(script), "--json", *options) as launched:
+        code, out, err = launched.end()
+    assert code == 0, (out, err)
+    assert out.count("\n") == 1
+    found = json.loads(out)
+    assert found["passed"]
+    assert found["finished"]
+    assert found["leaks_checked"]
+    expected = {
+        **{"requests": 28, "completed": 16, "cancelled": 8, "refused": 4, "sampled": 2, "unsent": 2},
+        **{"mismatches": 0, "failures": 0, "lost": 0, "doubled": 0, "leaks": 0},
+        **{"clients": 4, "policy": "all-host", "format": "f32", "emulation": "", "near_tie_bound": BOUND},
+    }
+    assert {key: found[key] for key in expected} == expected
+    assert 24 <= found["compared"] <= 26  # all but the sampled, and those cancelled before a token came
+    assert found["equal"] + found["near_ties"] == found["compared"]
+    assert found["kv_reused_tokens"] > 0  # of the talks
+    clients = found["fairness"]["clients"]
+    assert [client["client"] for client in clients] == [0, 1, 2, 3]
+    assert sum(client["requests"] for client in clients) == 28
+    assert sum(client["tokens"] for client in clients) == found["tokens"]
+    assert 0.25 <= found["fairness"]["jain"] <= 1
+    for times in (found["first_token_s"], found["token_gap_s"]):
+        assert 0 <= times["p50"] <= times["p95"] <= times["p99"] <= times["max"] < found["seconds"]
+
+
+def test_an_engine_that_dies_and_a_person_who_stops(script: Path, tiny_model: Path) -> None:
+    """Either ends the run early with exit code 1 and the report of what there is."""
+    endless = ["--script", str(script), "--repeat", "10000", "--json"]
+    environment = os.environ | {"COLUMNS": "80"}
+    with Launched("serve", "--name", "stressed", "--model", str(tiny_model)) as engine:
+        assert engine.line().startswith("stressed ")
+        with Launched("stress", *endless, "--connect", "stressed") as first:
+            wait_for_load(engine)
+            first.send(signal.SIGINT)
+            code, out, err = first.end()
+        assert code == 1
+        assert err.splitlines()[-1] == "launch.py: interrupted"
+        found = json.loads(out)
+        assert not found["passed"]
+        assert not found["finished"]
+        assert found["failures"] == found["lost"] == 0
+
+        plain = ["stress", "--script", str(script), "--connect", "--clients", "3"]
+        done = subprocess.run(
+            [sys.executable, LAUNCH, *plain], env=environment, capture_output=True, text=True, timeout=100
+        )
+        assert done.returncode == 0, (done.stdout, done.stderr)
+        assert "\x1b" not in done.stdout
+        assert max(map(len, done.stdout.splitlines())) <= 80
+        assert "passed" in done.stdout.splitlines()[-1]
+
+        with Launched("stress", *endless, "--connect") as second:
+            wait_for_load(engine)
+            engine.child("pipeline.coordinator").kill()
+            code, out, err = second.end()
+        assert code == 1
+        assert "Traceback" not in err
+        found = json.loads(out)
+        assert not found["passed"]
+        assert found["failures"] >= 1
+        assert found["unsent"] > 1000
+        engine.end()
+
+
+def wait_for_load(engine: Launched) -> None:
+    """Until its coordinator has served some requests."""
+    coordinator = engine.child("pipeline.coordinator")
+    before = coordinator.cpu_times().user
+    assert wait_until(lambda: coordinator.cpu_times().user > before + 1.0, 60.0)
+
+
+def entries() -> list[Entry]:
+    return [
+        Entry("first", prompt="A list of", max_tokens=12),
+        Entry("second", prompt="def main():", max_tokens=12),
+        Entry("chat", messages=(ChatMessage("user", "What is a list?"),), max_tokens=12),
+        Entry("cut", prompt="One, two,", max_tokens=40, cancel_after=4),
+        Entry("talk", turns=("Good morning.", "Good night."), max_tokens=8),
+        Entry("too long", prompt="long " * 300),
+        Entry("random", prompt="A list of", max_tokens=12, temperature=1.0),
+    ]
+
+
+async def test_other_answers_are_found(start_engine, tiny_model: Path) -> None:
+    """Answers that are altered, or compared as if they were another prompt's: all are mismatches."""
+    config = EngineConfig(model=tiny_model, format="f32", backbone_dtype="f32")
+    async with start_engine(config) as (supervisor, client), AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(Client.connect(supervisor.endpoint)) for _ in range(3)]
+        load = Load([[], [], []])
+        ended: list[Outcome] = []
+        await run_load(clients, entries(), load, ended.append)
+        await count_strays(clients, load)
+        assert len(ended) == len(load.all) == 8
+        assert load.unsent == 0
+
+        findings: list[Finding] = []
+        await compare_all(client, load.all, BOUND, findings.append)
+        assert Counter(f.verdict for f in findings)[Verdict.MISMATCH] == 0
+        assert len(findings) == 7
+        run = Run("here", client.welcome, BOUND, load, findings, finished=True)
+        assert report(run)["passed"]
+
+        by_name = {outcome.request.label: outcome for outcome in load.all}
+        wrong = [
+            replace(by_name["first"], request=replace(by_name["first"].request, prompt="def main():")),
+            replace(by_name["cut"], request=replace(by_name["cut"].request, prompt="Three, two,")),
+            replace(by_name["second"], tokens=by_name["second"].tokens[:-1]),
+            replace(by_name["second"], text="other text"),
+            replace(by_name["chat"], end=End.STOP),
+            replace(by_name["too long"], error="another reason"),
+            replace(by_name["too long"], request=by_name["first"].request),
+            replace(by_name["second"], request=by_name["too long"].request),
+        ]
+        findings.clear()
+        await compare_all(client, wrong, BOUND, findings.append)
+        assert [f.verdict for f in findings] == [Verdict.MISMATCH] * len(wrong), [*map(str, findings)]
+        found = report(Run("here", client.welcome, BOUND, load, findings, finished=True))
+        assert not found["passed"]
+        assert found["mismatches"] == len(wrong)
+
+        quick = await ask(client, Request("q", "A list of", None, 200, Sampling()), silence=1e-4)
+        assert quick.end is End.LOST
+        assert alone(quick) is None
+        assert "no message" in quick.error
+
+
+async def test_where_an_answer_ended_is_compared_like_a_token(start_engine) -> None:
+    """The embedded model's answers end by themselves; one that goes on is a near-tie only with the runner-up
+    to the end, and within the bound."""
+    async with start_engine(EngineConfig()) as (_, client):
+        for question in ("What does grep do?", "What is a row?", "What is a key?", "What is a lock?"):
+            chat = (ChatMessage("user", question),)
+            whole = await ask(client, Request("chat", None, chat, 64, Sampling()))
+            if whole.end is End.STOP:
+                break
+        assert whole.end is End.STOP
+        step = whole.steps[-1]
+        assert len(whole.steps) == len(whole.tokens) + 1
+
+        def going_on(token: int) -> Outcome:
+            more = [Token(0, len(whole.tokens) + i, token, "") for i in range(2)]
+            return replace(whole, tokens=whole.tokens + more, end=End.LENGTH, stats={})
+
+        cut = replace(whole, tokens=whole.tokens[:-1])  # ends one token before
+        outcomes = [whole, going_on(step.runner_up), going_on(step.token)]
+        for bound, near in ((step.margin + 0.01, Verdict.NEAR_TIE), (step.margin, Verdict.MISMATCH)):
+            findings: list[Finding] = []
+            await compare_all(client, outcomes, bound, findings.append)
+            assert [f.verdict for f in findings] == [Verdict.EQUAL, near, Verdict.MISMATCH]
+        findings.clear()
+        await compare_all(client, [cut], 0.0, findings.append)
+        assert [f.verdict for f in findings] == [Verdict.MISMATCH]
+
+
+WELCOME = Welcome(1, "e", "m", "f", "cpu", "all-host", True, 4096, 256, True, True, "link paced to 1 GB/s")
+
+
+def outcome(*indices: int, end: End = End.LENGTH, error: str = "") -> Outcome:
+    tokens = [Token(0, index, 5, "x", 1.0, 6) for index in indices]
+    request = Request("a request", "a", None, 9, Sampling())
+    return Outcome(request, 0.0, tokens, [0.5 + 0.1 * i for i in range(len(tokens))], end, 2.0, "x", error)
+
+
+FAULTY = {
+    "mismatches": Run(
+        "s", WELCOME, BOUND, Load([[outcome(0, 1)]]), [Finding("a", Comparison(Verdict.MISMATCH))]
+    ),
+    "failures": Run("s", WELCOME, BOUND, Load([[outcome(0, end=End.FAILED, error="it broke")]])),
+    "lost": Run("s", WELCOME, BOUND, Load([[outcome(0, end=End.LOST, error="no message")]])),
+    "doubled": Run("s", WELCOME, BOUND, Load([[outcome(0, 1, 1)]])),
+    "leaks": Run("s", WELCOME, BOUND, Load([[outcome(0)]]), leaks=["3 requests run"]),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_fails_a_run_and_is_named(fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = replace(FAULTY[fault], finished=True)
+    found = report(run)
+    assert not found["passed"]
+    assert {name: found[name] for name in FAULTS} == {name: int(name == fault) for name in FAULTS}
+    show_report(found)
+    shown = capsys.readouterr().out
+    assert f"FAILED: 1 {fault}" in shown
+    assert "emulation: link paced to 1 GB/s" in shown
+    assert found["details"][fault][0] in shown
+
+
+def test_messages_for_ended_requests_and_an_early_end_fail_a_run() -> None:
+    run = Run("s", WELCOME, BOUND, Load([[outcome(0)]], strays={0: 2}), finished=True)
+    assert report(run)["doubled"] == 1
+    assert not report(replace(run, load=Load([[outcome(0)]]), finished=False))["passed"]
+    assert report(replace(run, load=Load([[outcome(0)]])))["passed"]
+
+
+def test_figures() -> None:
+    load = Load([[outcome(0, 1, 2)], [outcome(0, 1)], []], seconds=2.0)
+    found = report(Run("s", WELCOME, BOUND, load, finished=True))
+    assert (found["tokens"], found["tok_s"]) == (5, 2.5)
+    assert found["first_token_s"]["p50"] == pytest.approx(0.5)
+    assert found["token_gap_s"]["max"] == pytest.approx(0.1)
+    rates = [client["tok_s"] for client in found["fairness"]["clients"]]
+    assert rates == [1.5, 1.0, None]
+    assert found["fairness"]["jain"] == pytest.approx(2.5**2 / (2 * (1.5**2 + 1)))
+
+
+def test_many_clients_are_shown_by_three(capsys: pytest.CaptureFixture[str]) -> None:
+    load = Load([[replace(outcome(0, 1), ended=float(1 + i))] for i in range(19)] + [[]], seconds=2.0)
+    show_report(report(Run("s", WELCOME, BOUND, load, finished=True)))
+    shown = capsys.readouterr().out
+    rows = [line.split() for line in shown.splitlines() if line.split()[1:3] == ["1", "2"]]
+    assert [row[0] for row in rows] == ["18", "9", "0"]

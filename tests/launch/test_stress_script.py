@@ -1,0 +1,155 @@
+"""Scripts of `stress`: what they may hold, and the one line that a wrong one gets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from launch.assets import stress_script
+from launch.cli import main
+from launch.errors import WrongUsage
+from launch.stress.script import Entry, read_script
+from pipeline.assets import model_dir
+from pipeline.tokenizer import Tokenizer
+from protocol.messages import ChatMessage
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    return tmp_path / "script.jsonl"
+
+
+def test_every_field_arrives(script: Path) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "A list?"}]
+    lines = [
+        {"prompt": ""},
+        {
+            "name": "a chat",
+            "messages": messages,
+            "max_tokens": 5,
+            "temperature": 1,
+            "seed": 0,
+            "delay": 0.25,
+        },
+        {"turns": ["one", "two"], "cancel_after": 0},
+    ]
+    script.write_text("\n\n".join(json.dumps(line) for line in lines) + "\r\n \n")
+    chat = (ChatMessage("system", "Be brief."), ChatMessage("user", "A list?"))
+    assert read_script(script) == [
+        Entry("line 1", prompt=""),
+        Entry("a chat", messages=chat, max_tokens=5, temperature=1.0, seed=0, delay=0.25),
+        Entry("line 5", turns=("one", "two"), cancel_after=0),
+    ]
+
+
+WRONG = [
+    ('{"prompt": "a"', ["not JSON", "character"]),
+    ("prompt", ["not JSON"]),
+    ("[" * 100_000, ["not JSON"]),
+    ('{"prompt": "a", "seed": ' + "9" * 5000 + "}", ["not JSON"]),
+    ("[1, 2]", ["[1, 2]", "object"]),
+    ("null", ["null", "object"]),
+    ("{}", ["exactly one of prompt, messages, turns"]),
+    ('{"prompt": "a", "turns": ["b"]}', ["exactly one", "prompt and turns"]),
+    ('{"prompt": "a", "max_token": 3}', ["max_token", "max_tokens"]),
+    ('{"prompt": "a", "cancel": 3}', ["cancel", "cancel_after"]),
+    ('{"prompt": "a", "xyz": 3}', ["xyz", "delay"]),
+    ('{"prompt": "a", "prompt": "b"}', ["prompt", "twice"]),
+    ('{"prompt": ["a"]}', ["prompt", '["a"]']),
+    ('{"prompt": "a", "max_tokens": 0}', ["max_tokens", "1 or more", "0"]),
+    ('{"prompt": "a", "max_tokens": 2.0}', ["max_tokens", "2.0"]),
+    ('{"prompt": "a", "max_tokens": true}', ["max_tokens", "true"]),
+    ('{"prompt": "a", "max_tokens": ' + str(1 << 63) + "}", ["max_tokens"]),
+    ('{"prompt": "a", "temperature": -1}', ["temperature", "-1"]),
+    ('{"prompt": "a", "temperature": NaN}', ["temperature", "NaN"]),
+    ('{"prompt": "a", "temperature": 1e999}', ["temperature"]),
+    ('{"prompt": "a", "seed": -3}', ["seed", "-3"]),
+    ('{"prompt": "a", "cancel_after": "soon"}', ["cancel_after", "soon"]),
+    ('{"prompt": "a", "delay": 1e9}', ["delay", "600"]),
+    ('{"prompt": "a", "delay": null}', ["delay", "null"]),
+    ('{"prompt": "a", "name": " "}', ["name"]),
+    ('{"prompt": "a", "name": "two\\nlines"}', ["name"]),
+    ('{"prompt": "\\ud800"}', ["surrogates"]),
+    ('{"turns": ["\\udfff"]}', ["surrogates"]),
+    ('{"messages": []}', ["messages", "role"]),
+    ('{"messages": [{"role": "user"}]}', ["messages", "content"]),
+    ('{"messages": [{"role": "user", "content": 3}]}', ["messages", "content"]),
+    ('{"messages": [{"role": "user", "content": "a", "name": "b"}]}', ["messages"]),
+    ('{"turns": "a"}', ["turns", "list"]),
+    ('{"turns": []}', ["turns", "list"]),
+    ('{"turns": [1]}', ["turns", "list"]),
+    ('{"prompt": "' + "long " * 1_000_000 + '"}', ["cannot be sent"]),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), WRONG, ids=[line[:40] for line, _ in WRONG])
+def test_a_wrong_line_is_one_line_and_nothing_is_started(
+    line: str, words: list[str], script: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script.write_text('{"prompt": "good"}\n\n' + line + "\n")
+    assert main(["stress", "--script", str(script)]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith(f"launch.py: {script}, line 3: ")
+    assert err.count("\n") == 1
+    assert len(err) < 300 + len(str(script))
+    for word in words:
+        assert word in err
+
+
+def test_files_that_are_no_scripts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").write_text("\n \n")
+    (tmp_path / "latin").write_bytes(b'{"prompt": "caf\xe9"}\n')
+    words = {"empty": "no request", "latin": "UTF-8", "missing": "No such file"}
+    for name, word in words.items():
+        assert main(["stress", "--script", str(tmp_path / name)]) == 2
+        out, err = capfd.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert str(tmp_path / name) in err
+        assert word in err
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = st.sampled_from([*Entry.__dataclass_fields__, "role", "Prompt"])
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(FIELDS, JSON | st.integers(0, 9) | st.lists(st.text(max_size=3), max_size=2)))
+def test_a_line_is_an_entry_or_a_complaint(script: Path, fields: dict[str, object]) -> None:
+    script.write_text(json.dumps(fields))
+    complaint = None
+    try:
+        (entry,) = read_script(script)
+    except WrongUsage as e:
+        complaint = str(e)
+    if complaint is None:
+        assert [entry.prompt, entry.messages, entry.turns].count(None) == 2
+        assert entry.max_tokens >= 1
+        assert entry.delay >= 0
+    else:
+        assert complaint.startswith(f"{script}, line 1: ")
+        assert "\n" not in complaint
+
+
+def test_the_shipped_script_is_as_varied_as_it_says() -> None:
+    entries = read_script(stress_script())
+    tokenizer = Tokenizer.load(model_dir())
+    assert tokenizer is not None
+    assert len({(e.prompt, e.messages, e.turns) for e in entries}) >= 64
+    assert len({e.name for e in entries}) == len(entries)
+    lengths = {len(tokenizer.encode(e.prompt)) for e in entries if e.prompt is not None}
+    assert {900, 1000, 1023, 1024, 1025} <= lengths  # the context is 1024
+    assert any(e.prompt and not e.prompt.strip() for e in entries)
+    assert any(e.messages and len(e.messages) >= 20 for e in entries)
+    assert {2, 3, 4, 5} <= {len(e.turns) for e in entries if e.turns}
+    assert {0, 1, 3, 10, 40} <= {e.cancel_after for e in entries}
+    assert sum(e.temperature > 0 for e in entries) >= 5
+    assert any(e.delay for e in entries)
