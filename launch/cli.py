@@ -109,7 +109,7 @@ def _command(name: str | None) -> Command:
         from launch.doctor.command import doctor
 
         return doctor
-    from launch.chat import chat
+    from launch.chat.command import chat
 
     return chat
 

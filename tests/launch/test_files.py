@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launch.lines import Lines
+from launch.chat.lines import Lines
 from launch.score import Matrix
 
 

@@ -33,6 +33,7 @@ class Lines:
     async def _readable(self) -> None:
         loop = asyncio.get_running_loop()
         ready = loop.create_future()
+        blocking = os.get_blocking(self._fd)
         try:
             loop.add_reader(self._fd, lambda: None if ready.done() else ready.set_result(None))
         except PermissionError:
@@ -41,3 +42,5 @@ class Lines:
             await ready
         finally:
             loop.remove_reader(self._fd)
+            # libuv has changed it, for everybody who shares this terminal or pipe
+            os.set_blocking(self._fd, blocking)

@@ -1,0 +1,128 @@
+"""How answers are asked for, and how a person changes that: the keys of /set, read, checked and shown."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from launch.errors import WrongUsage
+from launch.grammar import nearest
+from launch.values import above, at_least, between
+from pipeline.errors import RequestError
+from pipeline.sampler import validate
+from protocol.messages import Sampling
+
+RANDOM_ONLY = ("top_k", "top_p", "min_p", "seed")  # without effect on a greedy answer
+NONE = "none"  # as a value of `stop` and `seed`
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """What every question of a conversation is asked with; the fields are arguments of Client.generate."""
+
+    max_tokens: int
+    sampling: Sampling
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def get(self, key: str) -> Any:
+        """The value of one of KEYS."""
+        return getattr(self if key in _OWN else self.sampling, key)
+
+    def put(self, key: str, value: Any) -> AnswerSettings:
+        """A copy in which one of KEYS has this value."""
+        if key in _OWN:
+            return replace(self, **{key: value})
+        return replace(self, sampling=replace(self.sampling, **{key: value}))
+
+    def without_effect(self) -> list[str]:
+        """A line for each group of settings that says nothing to the engine now."""
+        idle = [key for key in RANDOM_ONLY if self.get(key) != getattr(Sampling(), key)]
+        if self.sampling.temperature > 0 or not idle:
+            return []
+        has = "has" if len(idle) == 1 else "have"
+        return [f"{', '.join(idle)} {has} no effect at temperature 0; /set temperature=0.8 makes it random"]
+
+
+_OWN = ("max_tokens", "stop", "ignore_eos")
+
+
+def _seed(text: str) -> int | None:
+    return None if text.lower() == NONE else at_least(0)(text)
+
+
+def _switch(text: str) -> bool:
+    words = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
+    if text.lower() not in words:
+        raise argparse.ArgumentTypeError(f"must be on or off, not {text}")
+    return words[text.lower()]
+
+
+def _stop(text: str) -> str:
+    return text.replace("\\n", "\n").replace("\\t", "\t")
+
+
+KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "max_tokens": (at_least(1), "new tokens of an answer at most"),
+    "temperature": (between(0.0, math.inf), "0 is greedy"),
+    "top_k": (at_least(0), "the likeliest K tokens; 0 is no limit"),
+    "top_p": (above(0.0, 1.0), "the likeliest that make up P; 1 is no limit"),
+    "min_p": (between(0.0, 1.0), "those P times as likely as the best one"),
+    "repetition_penalty": (above(0.0), "1 is none"),
+    "seed": (_seed, "of the random choices; none: always another"),
+    "stop": (_stop, "end before this text; stop=A stop=B for two"),
+    "ignore_eos": (_switch, "on: go on after the end of text"),
+}
+
+
+def change(settings: AnswerSettings, text: str, start: AnswerSettings) -> AnswerSettings:
+    """The settings after `key=value ...`; an empty value is `start`'s. Raises WrongUsage, one line, and then
+    nothing has changed."""
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        raise WrongUsage("a quotation mark is open; close it, or write \\' for the mark itself") from None
+    changed, stops = settings, list[str]()
+    for word in words:
+        key, equals, value = word.partition("=")
+        if key not in KEYS:
+            raise WrongUsage(f"there is no setting {key[:40]!r}{nearest(key, KEYS)} ({', '.join(KEYS)})")
+        if not equals:
+            raise WrongUsage(f"{key}: write it as {key}=value")
+        if key == "stop" and value and value.lower() != NONE:
+            stops.append(_stop(value))
+            changed = changed.put("stop", tuple(stops))
+        elif not value:
+            changed = changed.put(key, start.get(key))
+        elif key == "stop":
+            changed = changed.put("stop", ())
+        else:
+            changed = changed.put(key, _read(key, value))
+    try:
+        validate(changed.sampling)
+    except RequestError as e:
+        raise WrongUsage(str(e)) from e
+    return changed
+
+
+def _read(key: str, text: str) -> Any:
+    try:
+        return KEYS[key][0](text)
+    except argparse.ArgumentTypeError as e:
+        raise WrongUsage(f"{key}: {e}") from None
+
+
+def shown(settings: AnswerSettings, key: str) -> str:
+    """The value as /set takes it."""
+    value = settings.get(key)
+    if value is None or value == ():
+        return NONE
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return " ".join(shlex.quote(text.replace("\n", "\\n").replace("\t", "\\t")) for text in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)

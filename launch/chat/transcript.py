@@ -1,0 +1,113 @@
+"""Conversations as files: JSON, readable by their owner alone, whole or not there at all.
+
+    {"model": "...", "system": null or "...", "messages": [{"role": "user", "content": "..."}, ...]}
+
+The messages are questions and answers in turn, from the first question to the last answer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.errors import OutputFailed, WrongUsage
+from launch.grammar import nearest
+from protocol.messages import ChatMessage
+
+LARGEST = 16 << 20  # bytes of a file that is read; a conversation fits a model's context
+FIELDS = ("model", "system", "messages")
+ROLES = ("user", "assistant")
+
+
+@dataclass(frozen=True)
+class Transcript:
+    model: str
+    system: str | None
+    messages: tuple[ChatMessage, ...]
+
+
+def save(transcript: Transcript, path: Path) -> None:
+    """Write the file, mode 0600, in place of one that is there. Raises OutputFailed; what was there before is
+    then still there."""
+    text = json.dumps(asdict(transcript), ensure_ascii=False, indent=1) + "\n"
+    try:
+        if path.is_dir():
+            raise OutputFailed(f"{path} is a directory")
+        fd, temporary = tempfile.mkstemp(prefix=f".{path.name[:40]}.", dir=path.parent)  # mode 0600
+    except OSError as e:
+        raise OutputFailed(f"cannot write {path}: {e.strerror}") from e
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as e:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise OutputFailed(f"cannot write {path}: {e.strerror}") from e
+
+
+def load(path: Path) -> Transcript:
+    """Raises WrongUsage, one line, for what is no such file."""
+    try:
+        value = json.loads(_read(path))
+    except (ValueError, RecursionError) as e:
+        raise WrongUsage(f"{path} is not JSON: {' '.join(str(e).split())}") from e
+    if not isinstance(value, dict) or "messages" not in value:
+        raise WrongUsage(f"{path} is no saved conversation: it has no object with `messages`")
+    for name in value:
+        if name not in FIELDS:
+            raise WrongUsage(f"{path}: unknown field {name[:40]!r}{nearest(name, FIELDS)}")
+    model, system = value.get("model", ""), value.get("system")
+    if not _is_text(model):
+        raise WrongUsage(f"{path}: `model` must be a text")
+    if system is not None and not (_is_text(system) and system):
+        raise WrongUsage(f"{path}: `system` must be a text that is not empty, or null")
+    return Transcript(model, system, _messages(path, value["messages"]))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        # not waiting: a pipe without a writer would be waited for
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(fd, "rb") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise WrongUsage(f"{path} is not a file")
+            content = file.read(LARGEST + 1)
+    except (OSError, ValueError) as e:  # ValueError: a name with a NUL
+        reason = e.strerror if isinstance(e, OSError) else str(e)
+        raise WrongUsage(f"cannot read {path}: {reason}") from e
+    if len(content) > LARGEST:
+        raise WrongUsage(f"{path} is larger than {LARGEST >> 20} MB; no conversation is")
+    return content
+
+
+def _messages(path: Path, value: Any) -> tuple[ChatMessage, ...]:
+    if not isinstance(value, list):
+        raise WrongUsage(f"{path}: `messages` must be a list")
+    messages = []
+    for i, item in enumerate(value):
+        good = isinstance(item, dict) and item.keys() == {"role", "content"}
+        if not good or not _is_text(item["role"]) or not _is_text(item["content"]):
+            raise WrongUsage(f"{path}: message {i + 1} must have the texts `role` and `content`, and no more")
+        if item["role"] != ROLES[i % 2]:
+            raise WrongUsage(
+                f"{path}: message {i + 1} must be the {ROLES[i % 2]}'s, not {item['role'][:40]!r}: "
+                "questions and answers take turns"
+            )
+        messages.append(ChatMessage(item["role"], item["content"]))
+    if len(messages) % 2:
+        raise WrongUsage(f"{path}: the last question has no answer")
+    return tuple(messages)
+
+
+def _is_text(value: object) -> bool:
+    """A str that can be sent: JSON's escapes can write half a surrogate pair, which is no character."""
+    return isinstance(value, str) and value.encode(errors="replace").decode() == value

@@ -1,0 +1,180 @@
+"""The REPL as a person has it: keys in, a screen out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from conftest import EngineFactory
+from engines import engines_left
+from terminal import TMUX, Terminal
+
+from pipeline.config import EngineConfig
+
+pytestmark = pytest.mark.skipif(TMUX is None, reason="tmux is not installed")
+
+READY = r"^/help lists.*\n\n>"
+
+
+def summaries(screen: str) -> list[str]:
+    return re.findall(r"^\d+ tokens? ·.*$", screen, re.MULTILINE)
+
+
+def kept_tokens(summary: str) -> int:
+    """Prompt tokens that were not computed again."""
+    found = re.search(r"KV (\d+)/\d+", summary)
+    assert found, summary
+    return int(found[1])
+
+
+def test_one_whole_session_and_the_next(tmp_path: Path) -> None:
+    env = {"XDG_STATE_HOME": str(tmp_path)}
+    engine = ("--policy", "layerwise", "--expert-cache", "0.25", "--ignore-eos", "--log-level", "warning")
+    with Terminal(*engine, "--max-tokens", "400", env=env) as terminal:
+        terminal.until(READY)
+        terminal.line("Tell me everything about generators.")
+        begun = r"^> Tell me everything about generators\.\n(?!reading the prompt)\S"
+        early = terminal.until(begun)
+        later = terminal.until(lambda screen: len(screen) > len(early) + 20)
+        assert not summaries(later)  # it came while it was written
+
+        terminal.keys("C-c")
+        cancelled = terminal.until(r"cancelled\n\n>$")
+        assert re.search(begun, cancelled, re.MULTILINE)  # what there was stays
+        terminal.line("/set max_tokens=6")
+        terminal.until("^max_tokens 6$")
+        terminal.line("And what is a coroutine?")
+        second = summaries(terminal.until(r"cut at max_tokens\n\n>$"))[-1]
+        assert second.startswith("6 tokens")
+        asked = int(re.findall(r"KV 0/(\d+)", cancelled)[-1])
+        assert kept_tokens(second) > asked  # the first question, and what there was of its answer
+
+        terminal.type("/pol")
+        terminal.keys("Tab")
+        terminal.until(r"^> /policy\b")
+        terminal.type("rand")
+        terminal.until(r"^> /policy rand\n +random ")  # the menu
+        terminal.keys("Tab")
+        terminal.until(r"^> /policy random\b")
+        terminal.keys("Enter")
+        terminal.until(r"^policy: random\n\n>$")
+        terminal.line("And a decorator?")
+        third = summaries(terminal.until(lambda screen: len(summaries(screen)) == 3))[-1]
+        assert kept_tokens(third) > kept_tokens(second)  # the KV has stayed as well
+        assert "host 100 %" not in third  # and the new policy computes
+
+        terminal.until(r"\n\n>$")
+        terminal.line("/quit")
+        assert terminal.end() == (0, True)
+    history = tmp_path / "tandem" / "history"
+    assert history.stat().st_mode & 0o777 == 0o600
+    assert history.parent.stat().st_mode & 0o777 == 0o700
+
+    with Terminal(*engine, env=env) as terminal:
+        terminal.until(READY)
+        terminal.type("x")  # once it is shown, the history has been read
+        terminal.until("^> x$")
+        terminal.keys("BSpace", "Up")
+        terminal.until(r"^> /quit$")
+        terminal.keys("Up", "Up")
+        terminal.until(r"^> /policy random$")
+        terminal.keys("C-c")
+        terminal.until(r"^>$")
+        terminal.keys("C-c")
+        terminal.until("^Ctrl-D or /quit ends\n>$")
+        terminal.keys("C-d")
+        assert terminal.end() == (0, True)
+    assert engines_left() == []
+
+
+async def test_commands_and_what_comes_by_itself(
+    start_engine: EngineFactory, tiny_model: Path, tmp_path: Path
+) -> None:
+    """In a thread of its own, because the engine lives in this one."""
+    env = {"XDG_STATE_HOME": str(tmp_path / "state")}
+    arguments = ("chat", "--connect", "repl", "--ignore-eos", "--max-tokens", "5", "--log-level", "warning")
+    async with start_engine(EngineConfig(model=tiny_model, name="repl")) as (engine, client):
+        with Terminal(*arguments, "--system", "Be brief.", env=env) as terminal:
+            await asyncio.to_thread(_commands, terminal, tmp_path / "talk.json")
+
+            terminal.type("half a li")
+            await asyncio.to_thread(terminal.until, "^> half a li$")
+            await client.set_policy("layerwise")
+            announced = "^another client changed the policy: layerwise\n> half a li$"
+            await asyncio.to_thread(terminal.until, announced)
+            terminal.type("ne")
+            await asyncio.to_thread(terminal.until, "^> half a line$")
+
+            os.kill(terminal.pid(), signal.SIGTERM)
+            assert await asyncio.to_thread(terminal.end) == (1, True)
+
+        with Terminal(*arguments, env=env | {"TERM": "dumb"}) as terminal:
+            await asyncio.to_thread(terminal.until, "^>$")
+            terminal.line("Hi?")
+            await asyncio.to_thread(terminal.until, r"^> Hi\?\n(?s:.+)\n>$")
+            terminal.keys("C-d")
+            assert await asyncio.to_thread(terminal.end) == (0, True)
+
+        with Terminal(*arguments, env=env) as terminal:
+            await asyncio.to_thread(terminal.until, READY)
+            terminal.type("too late")
+            await asyncio.to_thread(terminal.until, "^> too late$")
+            for child in engine.pids.values():
+                os.kill(child, signal.SIGSTOP)
+            try:
+                assert await asyncio.to_thread(terminal.end) == (1, True)
+                assert len(re.findall("^launch.py: ", terminal.screen(), re.MULTILINE)) == 1
+            finally:
+                for child in engine.pids.values():
+                    os.kill(child, signal.SIGCONT)
+
+
+def _commands(terminal: Terminal, file: Path) -> None:
+    terminal.until(READY)
+    terminal.until("^system message: Be brief.$")
+    terminal.paste("two\nlines")
+    terminal.until("^> two\n· lines$")
+    terminal.keys("M-Enter")
+    terminal.line("and a third: ä 漢 🎉")
+    terminal.until("^· and a third: ä 漢 🎉\n(?s:.+)cut at max_tokens\n\n>$")
+
+    terminal.line(f"/save {file}")
+    terminal.until(r"^saved 1 question to\s")
+    saved = json.loads(file.read_text())
+    assert saved["system"] == "Be brief."
+    assert [message["role"] for message in saved["messages"]] == ["user", "assistant"]
+    assert saved["messages"][0]["content"] == "two\nlines\nand a third: ä 漢 🎉"
+    terminal.line("/system off")
+    terminal.until("^there is no system message$")
+    terminal.line("/reset")
+    terminal.line("/retry")
+    terminal.until("^nothing has been asked yet$")
+    terminal.line(f"/load {file}")
+    terminal.until(r"^loaded 1 question from\s")
+    terminal.line("/retry")
+    terminal.until("^the same again: ")  # also the system message is there again
+    for turns in (3, 4):  # with the one that was loaded, the second of these is too many
+        terminal.line("word " * 110)
+        terminal.until(lambda screen, turns=turns: len(summaries(screen)) == turns)
+    terminal.until("^the oldest turn was dropped: ")
+    terminal.line("word " * 300)
+    terminal.until("context is 256")
+    terminal.line("/stats")
+    terminal.until("^expert tiles .*\n(?s:.+)\n\n>$")
+    for wrong, answer in {
+        "/polcy": r"there is no command /polcy; did you mean /policy\?",
+        "/policy nothing": "unknown policy 'nothing'",
+        "/policy random seed": "'seed': write an option of the policy as OPTION=VALUE",
+        "/set top_p=2": "top_p: must be",
+        "/load /dev/null/no": "cannot read /dev/null/no: Not a directory",
+        "/stats now": "/stats takes no argument",
+    }.items():
+        terminal.line(wrong)
+        terminal.until(f"^{answer}")
+    assert "Traceback" not in terminal.screen()
+    terminal.until(r"\n\n>$")

@@ -1,0 +1,275 @@
+"""The REPL's parts that need no terminal: lines, settings, files, completions, and how text is laid out."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
+
+from launch.chat.answer import in_bytes, in_lines, share
+from launch.chat.commands import Call, policy_words, read_line
+from launch.chat.completion import CommandCompleter
+from launch.chat.history import KeptHistory
+from launch.chat.screen import visible
+from launch.chat.settings import KEYS, AnswerSettings, change, shown
+from launch.chat.transcript import Transcript, load, save
+from launch.chat.word_wrap import WordWrap
+from launch.errors import OutputFailed, WrongUsage
+from pipeline.policies.presets import PRESETS
+from protocol.messages import ChatMessage, Sampling
+
+START = AnswerSettings(100, Sampling(repetition_penalty=1.1), ("END",))
+
+
+@pytest.mark.parametrize(
+    ("line", "meaning"),
+    [
+        ("", None),
+        ("  \n ", None),
+        (" hello /help ", " hello /help "),
+        ("//etc is a path", "/etc is a path"),
+        ("/help", Call("help", "")),
+        ("/policy  random seed=1 ", Call("policy", "random seed=1")),
+        ("/system two\nlines", Call("system", "two\nlines")),
+    ],
+)
+def test_a_line_is_a_command_or_a_question(line: str, meaning: object) -> None:
+    assert read_line(line) == meaning
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [("/hlep", "/help"), ("/", "/help"), ("/nothing-near-it", "/help"), ("/quit now", "no argument")],
+)
+def test_a_wrong_command_is_told_in_a_line(line: str, told: str) -> None:
+    with pytest.raises(WrongUsage) as raised:
+        read_line(line)
+    assert told in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_policy_options_are_read_as_set_has_them() -> None:
+    assert policy_words("random seed=3 random.churn=1") == ("random", {"seed": "3", "churn": "1"})
+    with pytest.raises(WrongUsage, match="OPTION=VALUE"):
+        policy_words("random seed")
+
+
+def test_settings_change_and_go_back() -> None:
+    text = "max_tokens=5 temperature=0.5 top_k=3 top_p=0.9 min_p=0.1 seed=7 ignore_eos=on"
+    text += " stop='a b' stop=\\\\n"
+    after = change(START, text, START)
+    assert after == AnswerSettings(5, Sampling(0.5, 3, 0.9, 0.1, 1.1, 7), ("a b", "\n"), True)
+    assert after.without_effect() == []
+    again = change(START, " ".join(f"{key}={shown(after, key)}" for key in KEYS if key != "stop"), START)
+    assert again == after.put("stop", START.stop)  # what is shown can be written
+    assert change(after, " ".join(f"{key}=" for key in KEYS), START) == START
+    assert change(after, "stop=none seed=none", START).get("stop") == ()
+    (line,) = change(after, "temperature=0", START).without_effect()
+    assert line.startswith("top_k, top_p, min_p, seed have no effect")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("topk=1", "top_k"),
+        ("max_tokens", "max_tokens=value"),
+        ("max_tokens=0", "at least 1"),
+        ("temperature=warm", "not a number"),
+        ("temperature=nan", "temperature"),
+        ("top_p=0", "top_p"),
+        ("min_p=2", "min_p"),
+        ("repetition_penalty=1000", "repetition_penalty"),
+        ("seed=-1", "seed"),
+        ("ignore_eos=maybe", "on or off"),
+        ("stop='a", "quotation"),
+    ],
+)
+def test_a_wrong_setting_is_told_in_a_line(text: str, told: str) -> None:
+    with pytest.raises(WrongUsage) as raised:
+        change(START, f"max_tokens=7 {text}", START)
+    assert told in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+TALK = Transcript("model", "Be brief.", (ChatMessage("user", 'a "b"\n漢'), ChatMessage("assistant", "")))
+
+
+def test_a_saved_conversation_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "talk.json"
+    path.write_text("before")
+    path.chmod(0o644)
+    save(TALK, path)
+    assert load(path) == TALK
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert os.listdir(tmp_path) == ["talk.json"]
+
+
+def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(OutputFailed, match="No such file"):
+        save(TALK, tmp_path / "no" / "talk.json")
+    with pytest.raises(OutputFailed, match="directory"):
+        save(TALK, tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+USER = {"role": "user", "content": "?"}
+ASSISTANT = {"role": "assistant", "content": "!"}
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "no saved conversation"),
+        ({"model": "m"}, "no saved conversation"),
+        ({"messages": [], "sytem": "x"}, "'sytem'; did you mean system?"),
+        ({"messages": {}}, "must be a list"),
+        ({"messages": [], "system": ""}, "`system`"),
+        ({"messages": [], "model": 1}, "`model`"),
+        ({"messages": [USER]}, "no answer"),
+        ({"messages": [ASSISTANT, USER]}, "message 1 must be the user's"),
+        ({"messages": [USER, USER]}, "message 2 must be the assistant's"),
+        ({"messages": [USER | {"name": "x"}, ASSISTANT]}, "message 1"),
+        ({"messages": [USER | {"content": None}, ASSISTANT]}, "message 1"),
+        ({"messages": [USER | {"content": "\ud800"}, ASSISTANT]}, "message 1"),
+        (b"\xff\xfe\xff", "not JSON"),
+    ],
+)
+def test_what_is_no_conversation_is_told_in_a_line(tmp_path: Path, content: object, told: str) -> None:
+    path = tmp_path / "talk.json"
+    text = content if isinstance(content, str | bytes) else json.dumps(content)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(WrongUsage) as raised:
+        load(path)
+    assert told in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, tmp_path, tmp_path / "no", Path("/dev/zero")):
+        with pytest.raises(WrongUsage, match=str(path)):
+            load(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "some", "none"),
+    [
+        ("/", {"help", "policy ", "quit"}, set()),
+        ("/s", {"set ", "save ", "stats", "system "}, {"help"}),
+        ("/policy ", set(PRESETS), set()),
+        ("/policy ra", {"random"}, {"fiddler"}),
+        ("/policy random ", {"seed=", "churn="}, {"scope="}),
+        ("/policy random seed=1 churn=", {"0", "1"}, set()),
+        ("/set to", {"top_k=", "top_p="}, {"stop="}),
+        ("/set top_k=1 ignore_eos=", {"on", "off"}, set()),
+        ("/load {}/talk", {".json"}, set()),
+        ("//", set(), {"help"}),
+        ("what is /", set(), {"help"}),
+        ("/system a\n/", set(), {"help"}),
+    ],
+)
+def test_completion(tmp_path: Path, line: str, some: set[str], none: set[str]) -> None:
+    (tmp_path / "talk.json").touch()
+    text = line.replace("{}", str(tmp_path))
+    found = {c.text for c in CommandCompleter().get_completions(Document(text), CompleteEvent())}
+    assert some <= found
+    assert not none & found
+    assert some or not found
+
+
+async def test_history_is_kept_and_survives_damage(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "tandem" / "history"
+    complaints: list[str] = []
+    first = KeptHistory(path, complaints.append)
+    assert [line async for line in first.load()] == []
+    for line in ("one", "two\nlines \ud800", "three"):
+        first.append_string(line)
+    path.write_bytes(path.read_bytes() + b"\xff damaged\n{}\n")
+    second = KeptHistory(path, complaints.append)
+    assert [line async for line in second.load()] == ["three", "two\nlines \ud800", "one"]
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert complaints == []
+
+    path.unlink()
+    path.mkdir()
+    third = KeptHistory(path, complaints.append)
+    assert [line async for line in third.load()] == []
+    third.append_string("four")
+    assert len(complaints) == 1
+    assert third.get_strings() == ["four"]
+
+
+def test_the_line_after_an_answer_breaks_between_its_parts() -> None:
+    assert in_lines(["12 tokens", "3 tok/s", "the last part"], 22) == "12 tokens · 3 tok/s\nthe last part"
+    assert in_lines(["longer than the line"], 5) == "longer than the line"
+    assert [share(part, 1000) for part in (0, 1, 500, 999, 1000)] == ["0 %", "<1 %", "50 %", ">99 %", "100 %"]
+    assert [in_bytes(n) for n in (0, 999, 1200, 123_456, 5e9)] == ["0 B", "999 B", "1.2 kB", "123 kB", "5 GB"]
+
+
+def test_what_a_model_writes_cannot_steer_the_terminal() -> None:
+    assert visible("\x1b[2Ja\tb\nc\x9b\x07\r漢") == "\ufffd[2Ja\tb\nc\ufffd\ufffd\ufffd漢"
+
+
+class Paper:
+    """A terminal that knows what WordWrap uses: text, newline, going to a column, erasing from there."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.rows = [""]
+
+    def write(self, text: str) -> None:
+        for i, part in enumerate(text.split("\x1b[")):
+            control, letters = ("", part) if i == 0 else self._control(part)
+            if control:
+                self.rows[-1] = self.rows[-1][: int(control) - 1]
+            for letter in letters:
+                if letter == "\n":
+                    self.rows.append("")
+                    continue
+                if len(self.rows[-1]) == self.width:
+                    self.rows.append("")
+                self.rows[-1] += letter
+
+    @staticmethod
+    def _control(part: str) -> tuple[str, str]:
+        if part.startswith("K"):
+            return "", part[1:]
+        column, _, rest = part.partition("G")
+        return column, rest
+
+
+@given(
+    words=st.lists(st.text("abc", min_size=1, max_size=14), max_size=30),
+    cuts=st.lists(st.integers(0, 200), max_size=20),
+    width=st.integers(4, 12),
+)
+def test_no_word_that_fits_a_line_is_broken(words: list[str], cuts: list[int], width: int) -> None:
+    text = " ".join(words)
+    paper, wrap = Paper(width), WordWrap(lambda: width)
+    ends = sorted(cut for cut in cuts if cut < len(text))
+    for start, end in zip([0, *ends], [*ends, len(text)], strict=True):
+        paper.write(wrap.push(text[start:end]))
+    assert "".join(paper.rows).replace(" ", "") == "".join(words)
+    assert all(len(row) <= width for row in paper.rows)
+    short = [word for word in words if len(word) <= width]
+    shown = [word for row in paper.rows for word in row.split()]
+    for word in short:
+        assert word in shown
+
+
+def test_code_is_left_to_the_terminal() -> None:
+    wrap = WordWrap(lambda: 10)
+    code = "```\nfirst second third\n```\n    indented code line\n"
+    assert wrap.push(code) == code
+    assert wrap.push("first second") == "first seco\x1b[7G\x1b[K\nsecond"
+    assert WordWrap(lambda: 4).push("漢字漢字") == "漢字漢字"
