@@ -14,7 +14,6 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +24,7 @@ from launch.checks import without_effect
 from launch.children import Child, end, spawn, title, wait_ended
 from launch.control import Control
 from launch.errors import EngineDied, StartFailed
+from launch.guard import Guard
 from launch.machine import cores, usable_device
 from launch.progress import LoadingBar
 from launch.runtime import EngineInfo, RuntimeDir, cache_root, sweep
@@ -67,12 +67,9 @@ class Supervisor:
         self._control: Control | None = None
         self._lease: StoreLease | None = None
         self._children: dict[Identity, Child] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
         self._heard = 0.0  # when a child last said something
         self._bar = LoadingBar()
-        self._body: asyncio.Task[Any] | None = None
-        self._cancels = 0
-        self._failure: BaseException | None = None
+        self._guard = Guard()
 
     @property
     def pids(self) -> dict[Identity, int]:
@@ -80,8 +77,7 @@ class Supervisor:
         return {identity: child.process.pid for identity, child in self._children.items() if child.alive}
 
     async def __aenter__(self) -> Supervisor:
-        self._body = asyncio.current_task()
-        self._cancels = self._body.cancelling() if self._body else 0
+        self._guard.enter()
         try:
             await self._start()
         except BaseException as error:
@@ -95,9 +91,9 @@ class Supervisor:
         try:
             await self._stop()
         except asyncio.CancelledError:
-            if self._failure is None:
+            if self._guard.failure is None:
                 raise
-        self._raise_failure(error)
+        self._guard.raise_failure(error)
 
     def kill(self) -> None:
         """End every child now. What they leave is still removed when the block is left."""
@@ -123,7 +119,7 @@ class Supervisor:
 
         self._runtime = RuntimeDir.claim(self.name)
         self._control = Control(self._runtime.endpoint("control.sock"))
-        self._keep(self._listen(self._control))
+        self._guard.keep(self._listen(self._control))
         briefing = Briefing(
             self.config, self.model, self._runtime, preset.uses_device, self._log_level, cache_root()
         )
@@ -190,7 +186,7 @@ class Supervisor:
     async def _spawn(self, identity: Identity, config: dict[str, Any], threads: int) -> Child:
         child = await spawn(identity, config, threads)
         self._children[identity] = child
-        self._keep(self._watch(child))
+        self._guard.keep(self._watch(child))
         return child
 
     # --- watch -------------------------------------------------------------------------------------------
@@ -211,7 +207,7 @@ class Supervisor:
                 case Progress():
                     self._bar.update(message)
                 case Needed(role=PREFETCHER.role) if PREFETCHER not in self._children:
-                    self._keep(self._begin_late(PREFETCHER, self._prefetcher))
+                    self._guard.keep(self._begin_late(PREFETCHER, self._prefetcher))
 
     def _on_ready(self, child: Child, ready: Ready) -> None:
         self._bar.close()
@@ -241,34 +237,10 @@ class Supervisor:
             child.ready.set_exception(StartFailed(child.epitaph(code), usage))
             child.ready.exception()  # seen, also where nobody waits for it any more
         elif not child.stopping and child.identity.role != "loader":
-            self._fail(EngineDied(f"{child.epitaph(code)}; the engine has been stopped"))
+            self._guard.fail(EngineDied(f"{child.epitaph(code)}; the engine has been stopped"))
             if self._control and child.identity != COORDINATOR:
                 i = child.identity
                 await self._control.send(COORDINATOR, WorkerDied(i.role, i.index, i.incarnation))
-
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_task_done)
-
-    def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
-
-    def _fail(self, failure: BaseException) -> None:
-        """End the block; the first failure is the one that counts."""
-        if self._failure is None:
-            self._failure = failure
-            if self._body is not None:
-                self._body.cancel()
-
-    def _raise_failure(self, error: BaseException | None) -> None:
-        if self._failure is None:
-            return
-        if self._body is not None and self._body.uncancel() > self._cancels:
-            return  # somebody else asked for the end as well, and gets it
-        raise self._failure from error
 
     # --- stop --------------------------------------------------------------------------------------------
 
@@ -294,9 +266,7 @@ class Supervisor:
 
     async def _clean_up(self) -> None:
         await wait_ended(list(self._children.values()), KILL_LIMIT)
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._guard.end_tasks()
         if self._control is not None:
             self._control.close()
         if self._lease is not None:

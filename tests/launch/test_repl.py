@@ -10,7 +10,6 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import EngineFactory
 from engines import engines_left
 from terminal import TMUX, Terminal
 
@@ -93,7 +92,7 @@ def test_one_whole_session_and_the_next(tmp_path: Path) -> None:
 
 
 async def test_commands_and_what_comes_by_itself(
-    start_engine: EngineFactory, tiny_model: Path, tmp_path: Path
+    start_engine, tiny_model: Path, tmp_path: Path
 ) -> None:
     """In a thread of its own, because the engine lives in this one."""
     env = {"XDG_STATE_HOME": str(tmp_path / "state")}

@@ -1,0 +1,55 @@
+"""A block of code and the tasks beside it: when one fails, the block is cancelled and the failure raised."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+
+class Guard:
+    """For an asynchronous context manager: `enter` at its start, `raise_failure` at its end."""
+
+    def __init__(self) -> None:
+        self.failure: BaseException | None = None
+        self._body: asyncio.Task[Any] | None = None
+        self._cancels = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def enter(self) -> None:
+        """The calling task runs the block from here on."""
+        self._body = asyncio.current_task()
+        self._cancels = self._body.cancelling() if self._body else 0
+
+    def keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run something beside the block; an exception of it is the block's failure."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+
+    def fail(self, failure: BaseException) -> None:
+        """End the block; the first failure is the one that counts."""
+        if self.failure is None:
+            self.failure = failure
+            if self._body is not None:
+                self._body.cancel()
+
+    def raise_failure(self, error: BaseException | None) -> None:
+        """Raise the failure, if there is one, unless somebody else has asked for the end as well: they get
+        theirs. `error`: what the block is being left with."""
+        if self.failure is None:
+            return
+        if self._body is not None and self._body.uncancel() > self._cancels:
+            return
+        raise self.failure from error
+
+    async def end_tasks(self) -> None:
+        """Cancel what still runs beside the block."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)
