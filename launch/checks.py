@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from pathlib import Path
 
 from launch.errors import WrongUsage
@@ -87,15 +88,16 @@ def check_request(source: Path, request: object) -> None:
 def read_text(path: Path) -> str:
     """A UTF-8 file. Raises WrongUsage."""
     try:
-        return _read(path).decode("utf-8")
+        return (content := read_file(path)).decode("utf-8")
     except UnicodeDecodeError as e:
-        raise WrongUsage(f"{path} is not UTF-8 text (byte {e.start})") from None
+        line = content.count(b"\n", 0, e.start) + 1
+        raise WrongUsage(f"{path} is not UTF-8 text (byte {e.start}, line {line})") from None
 
 
 def read_ids(path: Path) -> tuple[int, ...]:
     """A JSON list of token ids. Raises WrongUsage."""
     try:
-        ids = json.loads(_read(path))
+        ids = json.loads(read_file(path))
     except (ValueError, RecursionError):
         raise WrongUsage(f"{path} is not JSON; it should hold a list of token ids") from None
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
@@ -105,12 +107,17 @@ def read_ids(path: Path) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _read(path: Path) -> bytes:
+def read_file(path: Path, largest: int = MAX_TEXT_BYTES) -> bytes:
+    """A file of at most so many bytes. Raises WrongUsage, also for a pipe: its writer might never come."""
     try:
-        with path.open("rb") as f:
-            data = f.read(MAX_TEXT_BYTES + 1)
-    except OSError as e:
-        raise WrongUsage(f"cannot read {path}: {e.strerror}") from None
-    if len(data) > MAX_TEXT_BYTES:
-        raise WrongUsage(f"{path} is larger than {MAX_TEXT_BYTES >> 20} MB")
-    return data
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(fd, "rb") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise WrongUsage(f"{path} is not a file")
+            content = file.read(largest + 1)
+    except (OSError, ValueError) as e:  # ValueError: a name with a NUL
+        reason = e.strerror if isinstance(e, OSError) else str(e)
+        raise WrongUsage(f"cannot read {path}: {reason}") from None
+    if len(content) > largest:
+        raise WrongUsage(f"{path} is larger than {largest >> 20} MB")
+    return content

@@ -21,6 +21,8 @@ class Interrupts:
         self.received = False
         self._task = asyncio.current_task()
         self._handler: Handler | None = None
+        self._depth = 0  # blocks of handled_by
+        self._otherwise: Handler | None = None
         self._at_once: list[Handler] = []
 
     @contextmanager
@@ -42,10 +44,22 @@ class Interrupts:
     def handled_by(self, handler: Handler) -> Iterator[None]:
         """The first SIGINT within the block calls `handler` instead of ending the command."""
         before, self._handler = self._handler, handler
+        self._depth += 1
         try:
             yield
         finally:
             self._handler = before
+            self._depth -= 1
+
+    @contextmanager
+    def otherwise(self, handler: Handler) -> Iterator[None]:
+        """Within the block, SIGINTs outside of every `handled_by` call `handler` instead of ending the
+        command: one that was meant for what ended just now."""
+        self._otherwise = handler
+        try:
+            yield
+        finally:
+            self._otherwise = None
 
     def at_once(self, handler: Handler) -> None:
         """What the second signal of an end does."""
@@ -53,6 +67,8 @@ class Interrupts:
 
     def _on_interrupt(self) -> None:
         handler, self._handler = self._handler, None
+        if handler is None and self._depth == 0:
+            handler = self._otherwise
         if handler is not None and not self.received:
             handler()
         else:

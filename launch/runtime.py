@@ -20,11 +20,12 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from launch.errors import WrongUsage
 from protocol.errors import ProtocolError
+from protocol.messages import VERSION
 from protocol.sockets import ipc_endpoint, private_directory, runtime_root
 from shm.segment import engine_prefix
 
@@ -107,27 +108,39 @@ def running_engines() -> list[EngineInfo]:
         if lock is not None:
             os.close(lock)
             continue
-        with suppress(OSError, ValueError, TypeError):  # not ready yet, or gone meanwhile
-            found.append(EngineInfo(**json.loads((path / "engine.json").read_text("utf-8"))))
+        with suppress(OSError, ValueError, KeyError):  # not ready yet, or gone meanwhile
+            told = json.loads((path / "engine.json").read_text("utf-8"))
+            # another version's may hold more
+            found.append(EngineInfo(**{field.name: told[field.name] for field in fields(EngineInfo)}))
     return found
 
 
 def find_engine(name: str | None) -> EngineInfo:
-    """The running engine of this name; without a name, the only one. Raises WrongUsage otherwise."""
+    """The running engine of this name; without a name, the only one. Raises WrongUsage otherwise, and for one
+    of another version."""
     engines = running_engines()
     names = ", ".join(e.name for e in engines)
     if name is not None:
         for engine in engines:
             if engine.name == name:
-                return engine
+                return _of_this_version(engine)
         there = f"running: {names}" if engines else "none is running"
         raise WrongUsage(f"--connect {name}: no engine of that name is ready ({there})")
     if not engines:
         raise WrongUsage("no engine is running; start one with `python launch.py serve`")
     if len(engines) > 1:
-        which = ", ".join(f"{e.name} ({Path(e.model).name}, {e.policy})" for e in engines)
+        which = ", ".join(f"{e.name} ({Path(e.model).name})" for e in engines)
         raise WrongUsage(f"{len(engines)} engines are running; choose one with --connect NAME: {which}")
-    return engines[0]
+    return _of_this_version(engines[0])
+
+
+def _of_this_version(engine: EngineInfo) -> EngineInfo:
+    if engine.version != VERSION:
+        raise WrongUsage(
+            f"engine {engine.name} speaks protocol version {engine.version}, this program version {VERSION};"
+            " use the launch.py that it was started with"
+        )
+    return engine
 
 
 def sweep() -> list[str]:

@@ -28,6 +28,8 @@ SILENCE_LIMIT = 10.0  # seconds after which a client that says nothing, or takes
 RETRY = 0.005  # seconds until a full socket is tried again
 SEND_HWM = 64  # messages in a client's socket; what does not fit waits in its queue, where it is counted
 CONGESTED_BYTES = 64 << 20  # queued for one client, from where on its requests pause
+SMALL = 4096  # bytes that a small message counts as: 16384 of them are a congestion
+QUEUE_LIMIT = 32768  # messages queued for one client that goes on asking and does not read
 
 
 @dataclass
@@ -69,13 +71,19 @@ class Clients:
             while True:
                 sender, *frames = await self._socket.recv_multipart()
                 self._receive(sender, frames)
+                # Receiving what is already there does not suspend: without this, one client's flood would
+                # keep every other task from running, the heartbeats too.
+                await asyncio.sleep(0)
 
     def send(self, client: bytes, message: object) -> None:
         """Queue a message; one for a client that has gone is dropped."""
         known = self._clients.get(client)
-        if known is not None:
-            known.queued_bytes += _size(message)
-            known.queue.put_nowait(message)
+        if known is None:
+            return
+        known.queued_bytes += _size(message)
+        known.queue.put_nowait(message)
+        if known.queue.qsize() > QUEUE_LIMIT:
+            self._cut_off(client, f"{QUEUE_LIMIT} messages wait for it")
 
     def broadcast(self, message: object, but: bytes) -> None:
         """Send to every client but one."""
@@ -170,11 +178,14 @@ class Clients:
                 if now - client.heard > SILENCE_LIMIT:
                     self._forget(name)
                 elif client.stuck is not None and now - client.stuck > SILENCE_LIMIT:
-                    log.warning("a client that took nothing for %.0f s was cut off", SILENCE_LIMIT)
-                    self.cut_off += 1
-                    self._forget(name)
+                    self._cut_off(name, f"it took nothing for {SILENCE_LIMIT:.0f} s")
                 elif client.queue.empty():
                     self.send(name, Heartbeat(now))
+
+    def _cut_off(self, name: bytes, why: str) -> None:
+        log.warning("a client was cut off: %s", why)
+        self.cut_off += 1
+        self._forget(name)
 
     def _forget(self, name: bytes) -> None:
         client = self._clients.pop(name, None)
@@ -185,8 +196,8 @@ class Clients:
 
 
 def _size(message: object) -> int:
-    """Bytes that count against congestion; small messages count as a little."""
-    return 64 + (message.logprobs.nbytes if isinstance(message, Scores) else 0)
+    """Bytes that count against congestion."""
+    return SMALL + (message.logprobs.nbytes if isinstance(message, Scores) else 0)
 
 
 def for_others(changed: PolicyChanged) -> PolicyChanged:

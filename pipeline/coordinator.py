@@ -20,7 +20,7 @@ from pipeline.assembly import Assembly
 from pipeline.briefed import Briefed
 from pipeline.clients import Clients, for_others
 from pipeline.engine_thread import EngineThread
-from pipeline.errors import UsageError
+from pipeline.errors import NumberInUse, UsageError
 from pipeline.policies.view import PolicyRequest
 from protocol.codec import decode, encode
 from protocol.errors import MalformedMessage
@@ -48,6 +48,7 @@ from workers.lifetime import enter
 
 log = logging.getLogger(__name__)
 
+BACKLOG = 4096  # messages that may wait for the engine's thread
 FLUSH_LIMIT = 1.0  # seconds for the last messages to clients
 
 
@@ -171,6 +172,8 @@ class Coordinator:
 
     def _on_message(self, client: bytes, message: object) -> None:
         match message:
+            case Generate() | Score() | SetPolicy() if self._engine.backlog > BACKLOG:
+                self.clients.send(client, Error(message.request, "the engine is flooded; ask again later"))
             case Generate() | Score():
                 self._engine.call(lambda a: self._submit(a, client, message))
             case Cancel():
@@ -197,6 +200,8 @@ class Coordinator:
     def _submit(self, assembly: Assembly, client: bytes, message: Generate | Score) -> None:
         try:
             assembly.scheduler.submit(client, message)
+        except NumberInUse as e:  # its Done is the other request's
+            self._engine.send(client, Error(message.request, str(e)))
         except UsageError as e:
             self._engine.send(client, Done(message.request, "error", str(e), usage=True))
 

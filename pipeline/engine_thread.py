@@ -60,6 +60,11 @@ class EngineThread:
         """Run a function with the assembly, between two rounds. From the event loop."""
         self._calls.put(function)
 
+    @property
+    def backlog(self) -> int:
+        """How many calls wait."""
+        return self._calls.qsize()
+
     def stop(self) -> None:
         """End after the round that is running. From the event loop; `join` waits."""
         self._calls.put(None)

@@ -27,3 +27,7 @@ class PlanError(PipelineError):
 
 class PeerLost(PipelineError):
     """A worker or the prefetcher died or fell silent while the engine waited for it."""
+
+
+class NumberInUse(RequestError):
+    """A request came with the number of one that is being served."""

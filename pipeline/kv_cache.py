@@ -44,8 +44,9 @@ class SequenceKV:
         """Forget all but the first `length` tokens."""
         self.length = min(self.length, length)
 
-    def enlarge(self, capacity: int) -> None:
-        """Copy to a larger room, one layer after the other, so that only one layer is there twice."""
+    def resize(self, capacity: int) -> None:
+        """Copy to a larger or smaller room that takes what is filled, one layer after the other, so that only
+        one layer is there twice."""
         for tensors in (self.keys, self.values):
             for layer, old in enumerate(tensors):
                 new = old.new_empty((old.shape[0], capacity, old.shape[2]))
@@ -78,10 +79,11 @@ class KVCache:
 
         return SequenceKV(room(), room())
 
-    def grow(self, sequence: SequenceKV, capacity: int) -> None:
-        """Enlarge a sequence's room to `capacity` tokens. Raises RequestError where it is not `free`."""
+    def resize(self, sequence: SequenceKV, capacity: int) -> None:
+        """Make a sequence's room `capacity` tokens. Raises RequestError where more than is `free` would be
+        needed."""
         self._take(capacity - sequence.capacity)
-        sequence.enlarge(capacity)
+        sequence.resize(capacity)
 
     def release(self, sequence: SequenceKV) -> None:
         """The sequence is not needed any more."""

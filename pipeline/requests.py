@@ -58,7 +58,9 @@ class Requests:
         if sum(given) != 1:
             raise RequestError("give exactly one of prompt, token_ids and messages")
         if message.messages is not None:
-            return self._checked(self._need_tokenizer("messages").render_chat(message.messages))
+            tokenizer = self._need_tokenizer("messages")
+            self._may_fit(tokenizer, sum(len(turn.content) for turn in message.messages))
+            return self._checked(tokenizer.render_chat(message.messages))
         return self._ids(message.prompt, message.token_ids)
 
     def score(self, client: bytes, message: Score, emit: Emit) -> Job:
@@ -79,7 +81,18 @@ class Requests:
     def _ids(self, text: str | None, given: tuple[int, ...] | None) -> list[int]:
         if given is not None:
             return self._checked(list(given))
-        return self._checked(self._need_tokenizer("text").encode(text or ""))
+        tokenizer, text = self._need_tokenizer("text"), text or ""
+        self._may_fit(tokenizer, len(text))
+        return self._checked(tokenizer.encode(text))
+
+    def _may_fit(self, tokenizer: Tokenizer, characters: int) -> None:
+        """Refuse a text far beyond the context before it is encoded, which everybody would wait for."""
+        least = tokenizer.at_least(characters)
+        if least > self.context:
+            raise RequestError(
+                f"the prompt has {characters} characters, at least {least} tokens, the context is"
+                f" {self.context} with the answer; shorten it"
+            )
 
     def _checked(self, tokens: list[int]) -> list[int]:
         size = self._vocabulary

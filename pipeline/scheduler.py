@@ -3,22 +3,23 @@
 One round is a prefill chunk of one request that has prompt left (clients take turns), then one decode step of
 all that are past theirs. A request is admitted when its prompt and a little more fit the KV cache; the others
 wait, in an order that `waiting.py` says. A sequence grows while it is decoded; when the cache is full, kept
-conversations go first, and then the request that was admitted last makes way: it waits, is admitted again
-before all others, has its tokens prefilled again, and goes on where it was. Every request ends with exactly
-one Done. Used by the engine's thread alone.
+conversations go first, and then the request that was admitted last makes way: it waits, has its tokens
+prefilled again when it is admitted again, and goes on where it was. Every request ends with exactly one Done.
+Used by the engine's thread alone.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from pipeline.accounting import difference
 from pipeline.conversations import Conversations
 from pipeline.engine import Engine
-from pipeline.errors import PipelineError, RequestError
+from pipeline.errors import NumberInUse, PipelineError, RequestError
 from pipeline.jobs import Job
 from pipeline.kv_cache import BLOCK, GROWTH, KVCache, SequenceKV, room_for
 from pipeline.policies.view import Phase
@@ -72,7 +73,7 @@ class Scheduler:
     def submit(self, client: bytes, message: Generate | Score) -> None:
         """Queue a request. Raises RequestError, one line, for one that can never be served."""
         if any(j.client == client and j.request == message.request for j in self._jobs()):
-            raise RequestError(f"request {message.request} is already being served")
+            raise NumberInUse(f"request {message.request} is already being served")
         if self._waiting.of(client) >= QUEUE_LIMIT:
             raise RequestError(f"{QUEUE_LIMIT} requests of this client wait already; ask later")
 
@@ -139,18 +140,35 @@ class Scheduler:
     # --- who runs ----------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._max_sequences:
+        """Admit in order. Whose client has nothing running is not kept out by another's many requests: one
+        slot is for those alone, and where that or the room is taken, the newest of the most makes way."""
+        while self._waiting:
             job = next(self._waiting.in_order(self._running))
-            kv = self._admission_room(job)
-            if kv is None:
+            busy = Counter(j.client for j in self._running)
+            slots = self._max_sequences + (job.client not in busy)
+            kv = self._admission_room(job) if len(self._running) < slots else None
+            if kv is not None:
+                self._begin(job, kv)
+            elif job.client in busy or not self._thin_out(busy):
                 break
-            self._waiting.admit(job)
-            if job.admission < 0:
-                self._reused += kv.length
-            job.admit(kv, next(self._admissions), self.engine.accounting.snapshot())
-            self._running.append(job)
-            self._running.sort(key=lambda j: j.admission)
         self._tell_positions()
+
+    def _begin(self, job: Job, kv: SequenceKV) -> None:
+        self._waiting.admit(job)
+        if job.admission < 0:
+            self._reused += kv.length
+        job.admit(kv, next(self._admissions), self.engine.accounting.snapshot())
+        self._running.append(job)
+        self._running.sort(key=lambda j: j.admission)
+
+    def _thin_out(self, busy: Counter[bytes]) -> bool:
+        """Have the newest request of the client with most running ones make way; False where none has two."""
+        client, count = busy.most_common(1)[0] if busy else (b"", 0)
+        theirs = [job for job in self._running if job.client == client and job.grows]
+        if count < 2 or not theirs:
+            return False
+        self._make_way(theirs[-1])
+        return True
 
     def _admission_room(self, job: Job) -> SequenceKV | None:
         """A sequence with room for the job's tokens and a few more; None where that is not to be had beside
@@ -163,11 +181,12 @@ class Scheduler:
         kept = None
         if job.conversation is not None and job.admission < 0:
             kept = self._conversations.take((job.client, job.conversation), job.tokens)
-        if kept is not None:
-            self._enlarge(kept, wanted)
-            return kept
-        self._conversations.make_room(wanted)
-        return self.kv.allocate(wanted)
+        if kept is None:
+            self._conversations.make_room(wanted)
+            return self.kv.allocate(wanted)
+        self._conversations.make_room(wanted - kept.capacity)
+        self.kv.resize(kept, wanted)
+        return kept
 
     def _tell_positions(self) -> None:
         now = time.perf_counter()
@@ -205,13 +224,13 @@ class Scheduler:
         if more > 0:
             if not self._conversations.make_room(more):
                 return False
-            self.kv.grow(kv, capacity)
+            self.kv.resize(kv, capacity)
         return True
 
     def _make_way(self, job: Job) -> None:
         self._running.remove(job)
         self.kv.release(job.make_way())
-        self._waiting.add_returned(job)
+        self._waiting.add(job)
         self._preemptions += 1
 
     # --- a step ------------------------------------------------------------------------------------------

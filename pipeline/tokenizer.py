@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ TOKENIZER_FILES = (
     "tiktoken.model",
 )
 MAX_STOP_STRINGS = 16
+QUICK = 65536  # characters that are encoded in less time than a step takes
 MAX_STOP_CHARACTERS = 512
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # all they are is in tokenizer.json
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -96,6 +98,18 @@ class Tokenizer:
         Raises RequestError where the text is no valid Unicode."""
         ids: list[int] = self._tokenizer.encode(_valid(text), verbose=False)
         return ids
+
+    def at_least(self, characters: int) -> int:
+        """A number of tokens that no text of so many characters comes below, known without encoding it; 0 for
+        one that is encoded in no time."""
+        if characters <= QUICK:
+            return 0
+        return characters // (2 * self._longest)  # twice: a normalizer may write less than it read
+
+    @cached_property
+    def _longest(self) -> int:
+        """Characters of the longest token; a byte-level one has as many letters as bytes."""
+        return max(map(len, self._backend.get_vocab()))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids. Special tokens and unknown ids are left out; what is no UTF-8 shows as U+FFFD."""

@@ -2,8 +2,8 @@
 
 The next is the oldest request of the client that has the fewest running ones; of several such clients, the
 one that was served longest ago, or never while its present requests wait; and then the one whose request came
-first. A client that floods the engine so delays mostly itself. Requests that were served already and had to
-make way come before all others. Used by the engine's thread alone.
+first. A client that floods the engine so delays mostly itself. A request that was served already and had to
+make way comes before its client's others. Used by the engine's thread alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ class WaitingRoom:
     """The jobs that wait."""
 
     def __init__(self) -> None:
-        self._returned: list[Job] = []  # by admission, the oldest first
         self._by_client: dict[bytes, deque[Job]] = {}
         self._turns: dict[bytes, int] = {}  # of clients that wait: when one of their requests was admitted
         self._turn = 0
@@ -30,20 +29,17 @@ class WaitingRoom:
         return self._count
 
     def __iter__(self) -> Iterator[Job]:
-        yield from self._returned
         for jobs in self._by_client.values():
             yield from jobs
 
     def add(self, job: Job) -> None:
-        """A new request."""
-        self._by_client.setdefault(job.client, deque()).append(job)
+        """A new request, or one that was running and had to make way."""
+        jobs = self._by_client.setdefault(job.client, deque())
+        place = len(jobs)
+        if job.admission >= 0:
+            place = sum(0 <= other.admission < job.admission for other in jobs)
+        jobs.insert(place, job)
         self._count += 1
-
-    def add_returned(self, job: Job) -> None:
-        """One that was running and had to make way."""
-        self._returned.append(job)
-        self._count += 1
-        self._returned.sort(key=lambda j: j.admission)
 
     def admit(self, job: Job) -> None:
         """It does not wait any more, and its client has had its turn."""
@@ -53,12 +49,9 @@ class WaitingRoom:
 
     def remove(self, job: Job) -> None:
         """It has ended."""
-        self._count -= 1
-        if job in self._returned:
-            self._returned.remove(job)
-            return
         jobs = self._by_client[job.client]
         jobs.remove(job)
+        self._count -= 1
         if not jobs:
             del self._by_client[job.client]
             self._turns.pop(job.client, None)
@@ -69,8 +62,7 @@ class WaitingRoom:
 
     def in_order(self, running: Iterable[Job]) -> Iterator[Job]:
         """All that wait, the next first, as they would be admitted if none of `running` ended."""
-        yield from self._returned
-        busy = Counter(job.client for job in (*running, *self._returned))
+        busy = Counter(job.client for job in running)
         turns = itertools.count(self._turn + 1)
         last = self._turns
         heap = [(busy[c], last.get(c, 0), jobs[0].arrival, c, 0) for c, jobs in self._by_client.items()]

@@ -58,7 +58,7 @@ class Repl:
         screen = self._screen
         self._client.on_policy = self._on_policy
         try:
-            with screen.quiet(), LogLines(screen):
+            with screen.quiet(), LogLines(screen), self._interrupts.otherwise(self._hint):
                 self._welcome()
                 while (line := await self._next_line()) is not None:
                     if not await self._obey(line):
@@ -121,7 +121,7 @@ class Repl:
             except asyncio.CancelledError:
                 if not given_up or self._interrupts.received:
                     raise
-                self._screen.note(f"/{call.name} was given up")
+                self._screen.note(f"/{call.name} is no longer waited for")
 
     async def _answer(self, ask: Callable[[AnswerView], Coroutine[Any, Any, Reply]]) -> None:
         with AnswerView(self._screen, self._interrupts) as view:
@@ -181,7 +181,7 @@ class Repl:
         turns = self._conversation.turns
         if not turns:
             raise WrongUsage("there is nothing to save yet")
-        if path.exists() and path not in self._files and not force:
+        if path not in self._files and not force and _exists(path):
             raise WrongUsage(f"{path} exists; /save {path} {FORCE} writes over it")
         save(Transcript(self._client.welcome.model, self._conversation.system, turns), path)
         self._files.add(path)
@@ -236,8 +236,15 @@ def _path(text: str, command: str) -> Path:
         raise WrongUsage(f"{command} needs the name of a file")
     try:
         return Path(text).expanduser().absolute()
-    except RuntimeError as e:  # ~ of somebody who is not there
+    except (RuntimeError, OSError) as e:  # ~ of somebody who is not there; a working directory that is gone
         raise WrongUsage(f"{text}: {e}") from e
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as e:
+        raise WrongUsage(f"{path}: {e.strerror}") from e
 
 
 def _questions(count: int) -> str:

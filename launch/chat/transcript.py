@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from launch.checks import read_file
 from launch.errors import OutputFailed, WrongUsage
 from launch.grammar import nearest
 from protocol.messages import ChatMessage
@@ -57,7 +57,7 @@ def save(transcript: Transcript, path: Path) -> None:
 def load(path: Path) -> Transcript:
     """Raises WrongUsage, one line, for what is no such file."""
     try:
-        value = json.loads(_read(path))
+        value = json.loads(read_file(path, LARGEST))
     except (ValueError, RecursionError) as e:
         raise WrongUsage(f"{path} is not JSON: {' '.join(str(e).split())}") from e
     if not isinstance(value, dict) or "messages" not in value:
@@ -71,22 +71,6 @@ def load(path: Path) -> Transcript:
     if system is not None and not (_is_text(system) and system):
         raise WrongUsage(f"{path}: `system` must be a text that is not empty, or null")
     return Transcript(model, system, _messages(path, value["messages"]))
-
-
-def _read(path: Path) -> bytes:
-    try:
-        # not waiting: a pipe without a writer would be waited for
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(fd, "rb") as file:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise WrongUsage(f"{path} is not a file")
-            content = file.read(LARGEST + 1)
-    except (OSError, ValueError) as e:  # ValueError: a name with a NUL
-        reason = e.strerror if isinstance(e, OSError) else str(e)
-        raise WrongUsage(f"cannot read {path}: {reason}") from e
-    if len(content) > LARGEST:
-        raise WrongUsage(f"{path} is larger than {LARGEST >> 20} MB; no conversation is")
-    return content
 
 
 def _messages(path: Path, value: Any) -> tuple[ChatMessage, ...]:

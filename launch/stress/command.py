@@ -31,7 +31,12 @@ from protocol.messages import Welcome
 
 CLIENTS = 8
 IDLE_SECONDS = 10.0  # for the engine to notice that clients have gone
-IDLE = {"running": "requests run", "waiting": "requests wait", "kv_tokens_used": "tokens of KV are in use"}
+IDLE = {
+    "running": "requests run",
+    "waiting": "requests wait",
+    "kv_tokens_used": "tokens of KV are in use",
+    "kv_tokens_kept": "tokens of KV are kept for conversations",
+}
 
 
 async def stress(options: Options, interrupts: Interrupts) -> int:

@@ -67,7 +67,7 @@ class Entry:
 def read_script(path: Path) -> list[Entry]:
     """Raises WrongUsage, one line with the file and the line's number, for anything but such a script."""
     entries = []
-    for number, line in enumerate(read_text(path).split("\n"), 1):
+    for number, line in enumerate(read_text(path).removeprefix("\ufeff").split("\n"), 1):
         if line.strip():
             try:
                 entries.append(_entry(line, number))
@@ -141,7 +141,7 @@ def _name(value: Any) -> str:
 def _integer(smallest: int) -> Callable[[Any], int]:
     def check(value: Any) -> int:
         if type(value) is not int or not smallest <= value < 1 << 63:
-            _wrong(f"an integer, {smallest} or more", value)
+            _wrong(f"an integer from {smallest} to 2**63 - 1", value)
         return value
 
     return check

@@ -179,7 +179,7 @@ def test_two_engines_share_a_store_and_not_their_lives(arguments: list[str], tin
             assert engines_left() == ["left", "right"]
             code, _, err = run("generate", "--prompt-tokens", "5", "--connect")
             assert code == 2
-            assert "left (tiny, all-host), right (tiny, all-host)" in err
+            assert "left (tiny), right (tiny)" in err
             left.send(signal.SIGTERM)
             assert left.end()[0] == 0
             assert store_of(tiny_model).stat().st_ino == store

@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 
 from launch.chat.lines import Lines
+from launch.checks import read_ids, read_text
+from launch.errors import WrongUsage
 from launch.score import Matrix
+from launch.stress.script import read_script
 
 
 async def all_lines(fd: int) -> list[str]:
@@ -49,6 +52,13 @@ async def test_lines_of_a_file_and_of_nothing(tmp_path: Path) -> None:
             assert await all_lines(fd) == expected
         finally:
             os.close(fd)
+
+
+def test_a_pipe_without_a_writer_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for read in (read_text, read_ids, read_script):
+        with pytest.raises(WrongUsage, match="is not a file"):
+            read(tmp_path / "pipe")
 
 
 def test_a_matrix_is_what_numpy_reads(tmp_path: Path) -> None:

@@ -171,6 +171,7 @@ def _commands(terminal: Terminal, file: Path) -> None:
         "/policy random seed": "'seed': write an option of the policy as OPTION=VALUE",
         "/set top_p=2": "top_p: must be",
         "/load /dev/null/no": "cannot read /dev/null/no: Not a directory",
+        "/save /tmp/" + "a" * 300: "(?s:.+)File name",
         "/stats now": "/stats takes no argument",
     }.items():
         terminal.line(wrong)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from launch.errors import WrongUsage
 from launch.runtime import EngineInfo, RuntimeDir, find_engine, running_engines, segments, sweep
+from protocol.messages import VERSION
 from protocol.sockets import runtime_root
 from shm.segment import engine_prefix
 
@@ -28,7 +31,8 @@ def claimed() -> Iterator[RuntimeDir]:
 
 
 def publish(runtime: RuntimeDir) -> EngineInfo:
-    info = EngineInfo(runtime.name, os.getpid(), "/m", "all-host", runtime.endpoint("client.sock"), 1)
+    endpoint = runtime.endpoint("client.sock")
+    info = EngineInfo(runtime.name, os.getpid(), "/m", "all-host", endpoint, VERSION)
     runtime.publish(info)
     return info
 
@@ -73,9 +77,25 @@ def test_of_two_engines_one_must_be_named(claimed: RuntimeDir) -> None:
     second = RuntimeDir.claim("rt-second")
     try:
         info = publish(second)
-        with pytest.raises(WrongUsage, match=r"rt-second \(m, all-host\), rt-test \(m, all-host\)"):
+        with pytest.raises(WrongUsage, match=r"rt-second \(m\), rt-test \(m\)"):
             find_engine(None)
         assert find_engine("rt-second") == info
+    finally:
+        second.remove()
+
+
+def test_an_engine_of_another_version_is_seen_and_not_used(claimed: RuntimeDir) -> None:
+    """Whatever else its engine.json holds; and it is never passed over for another engine."""
+    publish(claimed)
+    second = RuntimeDir.claim("rt-future")
+    try:
+        info = publish(second)
+        told = asdict(info) | {"version": 99, "news": [1]}
+        (second.path / "engine.json").write_text(json.dumps(told))
+        with pytest.raises(WrongUsage, match="2 engines are running"):
+            find_engine(None)
+        with pytest.raises(WrongUsage, match="rt-future speaks protocol version 99, this program version"):
+            find_engine("rt-future")
     finally:
         second.remove()
 

@@ -60,7 +60,7 @@ WRONG = [
     ('{"prompt": "a", "xyz": 3}', ["xyz", "delay"]),
     ('{"prompt": "a", "prompt": "b"}', ["prompt", "twice"]),
     ('{"prompt": ["a"]}', ["prompt", '["a"]']),
-    ('{"prompt": "a", "max_tokens": 0}', ["max_tokens", "1 or more", "0"]),
+    ('{"prompt": "a", "max_tokens": 0}', ["max_tokens", "from 1", "0"]),
     ('{"prompt": "a", "max_tokens": 2.0}', ["max_tokens", "2.0"]),
     ('{"prompt": "a", "max_tokens": true}', ["max_tokens", "true"]),
     ('{"prompt": "a", "max_tokens": ' + str(1 << 63) + "}", ["max_tokens"]),

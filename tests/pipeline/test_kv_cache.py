@@ -35,9 +35,12 @@ def test_the_budget_is_kept(cache) -> None:
     with pytest.raises(RequestError, match="11 tokens do not fit the KV cache, 10 are free"):
         cache.allocate(11)
     with pytest.raises(RequestError, match="11 tokens do not fit"):
-        cache.grow(first, 71)
-    cache.grow(first, 70)
+        cache.resize(first, 71)
+    cache.resize(first, 70)
     assert (first.capacity, cache.free) == (70, 0)
+    cache.resize(first, 20)
+    assert (first.capacity, cache.free) == (20, 50)
+    cache.resize(first, 70)
     cache.release(first)
     assert cache.free == 70
     cache.release(second)
@@ -64,11 +67,12 @@ def test_a_sequence_that_grows_or_is_cut_keeps_its_rows(cache) -> None:
     first, second, third = random_rows((4, 3, 2))
     sequence = cache.allocate(4)
     append(sequence, first)
-    cache.grow(sequence, 8)
+    cache.resize(sequence, 8)
     append(sequence, second)
     sequence.truncate(5)
     sequence.truncate(7)  # what is forgotten does not come back
     assert sequence.length == 5
+    cache.resize(sequence, 7)
     wanted = torch.cat((first, second[:, :, :, :1], third), dim=3)
     for layer in range(wanted.shape[1]):
         keys, values = sequence.write(layer, third[0, layer], third[1, layer])

@@ -45,7 +45,7 @@ class Harness:
         return [m for c, m in self.sent if c == client and isinstance(m, kind)]
 
     def finish(self) -> None:
-        for _ in range(500):
+        for _ in range(2000):
             if self.scheduler.idle:
                 return
             self.scheduler.round()
@@ -205,6 +205,49 @@ def test_what_is_kept_makes_way_for_who_needs_the_room(harness) -> None:
     harness.finish()
     assert harness.answer(3)[1].stats["kv_reused_tokens"] == 49
     harness.scheduler.forget(b"c")
+    assert harness.scheduler.kv.used == 0
+
+
+def test_a_short_question_after_a_long_one_holds_no_more_than_it_needs(engine) -> None:
+    """Three clients with long conversations begin anew in them, and a fourth needs the room."""
+    harness = Harness(engine, 3 * LONGEST, LONGEST)
+    for client in (b"a", b"b", b"c"):
+        harness.scheduler.submit(client, ask(0, 200, 40, "talk"))
+        harness.finish()
+    for client in (b"a", b"b", b"c"):
+        harness.scheduler.submit(client, ask(1, 12, 200, "talk"))
+    harness.scheduler.submit(b"d", ask(0, 230, 20))
+    harness.scheduler.round()
+    assert harness.scheduler.stats()["running"] == 4
+    assert harness.scheduler.stats()["kv_tokens_used"] <= 3 * 64 + 250
+    harness.finish()
+    for client in (b"a", b"b", b"c"):
+        assert harness.answer(1, client)[1].reason == "length"
+        assert harness.answer(1, client)[1].stats["kv_reused_tokens"] == 11
+    assert len(harness.answer(0, b"d")[0]) == 20
+    for client in (b"a", b"b", b"c", b"d"):
+        harness.scheduler.forget(client)
+    assert harness.scheduler.kv.used == 0
+
+
+@pytest.mark.parametrize("room", [LONGEST * 8, LONGEST])
+def test_many_long_answers_of_one_client_keep_nobody_out(engine, room) -> None:
+    """Whether slots (three, and one for newcomers) or KV room are all taken: each newcomer begins at once,
+    and what made way for it loses nothing."""
+    harness = Harness(engine, room, LONGEST)
+    for i in range(6):
+        harness.scheduler.submit(b"a", ask(i, 4, 120))
+    for _ in range(100):
+        harness.scheduler.round()
+    for client in (b"b", b"c"):
+        harness.scheduler.submit(client, ask(0, 4, 40))
+        for _ in range(3):
+            harness.scheduler.round()
+        assert harness.to(client, Token)
+    assert harness.scheduler.stats()["preemptions"] > 0
+    harness.finish()
+    for i in range(6):
+        assert len(harness.answer(i, b"a")[0]) == 120
     assert harness.scheduler.kv.used == 0
 
 

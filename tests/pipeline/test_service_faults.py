@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import time
+
 import pytest
+import zmq
 from raw_client import one_line, raw_client
 
 from protocol.client import Client
@@ -122,11 +127,12 @@ async def test_a_number_that_is_in_use(engine) -> None:
         first = Generate(3, token_ids=IDS, max_tokens=20, ignore_eos=True)
         await raw.send(first, Generate(3, token_ids=(9,)), Score(3, token_ids=IDS))
         messages = (await raw.to_the_end(3))[3]
-        while sum(isinstance(m, Done) for m in messages) < 3:
+        while not any(isinstance(m, Done) for m in messages):
             messages += (await raw.until_stats())[0]
-        ends = [m for m in messages if isinstance(m, Done)]
-        assert [m.reason for m in ends] == ["error", "error", "length"]
-        assert all("request 3 is already being served" in m.error for m in ends[:2])
+        (done,) = [m for m in messages if isinstance(m, Done)]
+        assert done.reason == "length"
+        refusals = [m.text for m in messages if isinstance(m, Error)]
+        assert refusals == ["request 3 is already being served"] * 2
         assert [m.index for m in messages if isinstance(m, Token)] == list(range(20))
         async with raw_client(engine[1]._endpoint) as other:  # numbers are each client's own
             await raw.send(first)
@@ -204,3 +210,41 @@ def engine_messages() -> list[object]:
     work = Work(1, 0, nothing.reshape(0, 3), np.zeros(1, np.int32), nothing, x[0, :0], x)
     ready = Ready(VERSION, "worker", 0, 9, 1, "f" * 64)
     return [work, ready, Partial(0, 0, 0.0, x), Token(1, 0, 0, ""), PolicyChanged(1, "all-host", True)]
+
+
+async def test_a_text_far_beyond_the_context_is_refused_without_encoding_it(engine) -> None:
+    async with Client.connect(engine[1]._endpoint) as client:
+        for given in ({"prompt": "x" * 4_000_000}, {"messages": [ChatMessage("user", "x " * 2_000_000)]}):
+            with pytest.raises(RequestFailed, match=r"4000000 char.* at least .* the context is 256"):
+                await client.generate(**given).result()
+        with pytest.raises(RequestFailed, match="4000000 characters"):
+            async for _ in client.score(text="x" * 4_000_000):
+                pass
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [Stats(1), SetPolicy(1, "all-host"), Generate(1, token_ids=IDS), None],
+    ids=["stats", "policy", "generate", "malformed"],
+)
+async def test_a_flood_of_one_client_does_not_silence_the_engine_for_others(engine, flood) -> None:
+    """For three seconds, longer than a client takes silence for death."""
+    async with raw_client(engine[1]._endpoint) as raw, Client.connect(engine[1]._endpoint) as other:
+
+        async def pour() -> None:
+            frames = [b"\x01"] if flood is None else encode(flood)
+            while True:
+                with contextlib.suppress(zmq.Again):
+                    for _ in range(50):
+                        await raw.socket.send_multipart(frames, flags=zmq.NOBLOCK)
+                await asyncio.sleep(0)
+
+        pouring = asyncio.create_task(pour())
+        try:
+            until = time.monotonic() + 3.0
+            while time.monotonic() < until:
+                result = await other.generate(token_ids=IDS, max_tokens=2, ignore_eos=True).result()
+                assert len(result.tokens) == 2
+        finally:
+            pouring.cancel()
+    await works(engine[1]._endpoint)

@@ -60,17 +60,19 @@ def test_who_was_served_last_lets_others_go_first() -> None:
     assert served == "abaacbaa"
 
 
-def test_who_had_to_make_way_comes_back_first_in_the_order_of_admission() -> None:
-    room, _ = room_of("ab")
-    second, first = Waiting(b"c", admission=5), Waiting(b"a", admission=3)
-    room.add_returned(second)
-    room.add_returned(first)
+def test_who_had_to_make_way_comes_before_its_client_s_others() -> None:
+    room, _ = room_of("aab")
+    third = Waiting(b"a", arrival=-1.0, admission=5)
+    first = Waiting(b"a", arrival=-2.0, admission=3)
+    room.add(third)
+    room.add(first)
     order = list(room.in_order([]))
-    assert order[:2] == [first, second]
-    assert letters(order[2:]) == "ba"  # a has one ahead already
+    assert letters(order) == "abaaa"
+    assert [job for job in order if job.client == b"a"][:2] == [first, third]
+    assert next(room.in_order([Waiting(b"a")])).client == b"b"  # others are not kept out by what comes back
     room.remove(first)
-    assert letters(room.in_order([])) == "cab"
-    assert len(room) == 3
+    assert next(job for job in room.in_order([]) if job.client == b"a") is third
+    assert len(room) == 4
 
 
 @given(st.text("abcd", max_size=30), st.text("abcd", max_size=6), st.integers(1, 4))

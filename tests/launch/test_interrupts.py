@@ -1,0 +1,50 @@
+"""Who gets a SIGINT: the innermost block that waits for one, the session between two, else the command."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from launch.interrupts import Interrupts
+
+
+async def interrupt() -> None:
+    """A SIGINT, delivered."""
+    os.kill(os.getpid(), signal.SIGINT)
+    await asyncio.sleep(0.05)
+
+
+async def test_the_innermost_block_gets_the_first_and_the_command_the_second() -> None:
+    got: list[str] = []
+
+    async def command() -> None:
+        interrupts = Interrupts()
+        with interrupts.installed(), interrupts.otherwise(lambda: got.append("between")):
+            await interrupt()
+            await interrupt()  # as often as it comes
+            with interrupts.handled_by(lambda: got.append("answer")):
+                await interrupt()
+                with interrupts.handled_by(lambda: got.append("cancelling")):
+                    await interrupt()
+            await interrupt()
+            assert not interrupts.received
+            with interrupts.handled_by(lambda: got.append("stuck")):
+                await interrupt()
+                await interrupt()  # nothing has come of the first
+            got.append("not reached")
+
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.create_task(command())
+    assert got == ["between", "between", "answer", "cancelling", "between", "stuck"]
+
+
+async def test_without_a_session_the_command_ends() -> None:
+    async def command() -> None:
+        with Interrupts().installed():
+            await interrupt()
+
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.create_task(command())
