@@ -10,6 +10,7 @@ from pathlib import Path
 
 from launch.errors import WrongUsage
 from pipeline.config import DeviceName
+from shm.cgroup import limits
 
 log = logging.getLogger("tandem")
 
@@ -21,6 +22,12 @@ PROBE_LIMIT = 120.0  # seconds; a cold import of a CUDA build from a slow disk t
 def cores() -> list[int]:
     """The cores this process may run on."""
     return sorted(os.sched_getaffinity(0))
+
+
+def default_workers() -> int:
+    """One for each core, as far as a container's share of the time goes."""
+    quota = limits().cpus
+    return max(1, min(len(cores()), len(cores()) if quota is None else int(quota)))
 
 
 def usable_device(asked: DeviceName) -> DeviceName:

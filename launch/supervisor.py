@@ -25,7 +25,7 @@ from launch.children import Child, end, spawn, title, wait_ended
 from launch.control import Control
 from launch.errors import EngineDied, StartFailed
 from launch.guard import Guard
-from launch.machine import cores, usable_device
+from launch.machine import cores, default_workers, usable_device
 from launch.progress import LoadingBar
 from launch.runtime import EngineInfo, RuntimeDir, cache_root, sweep
 from pipeline.assets import model_dir
@@ -110,7 +110,7 @@ class Supervisor:
         sweep_stores(runtime_root())
         device = await asyncio.to_thread(usable_device, self.config.device)
         policy = self.config.policy or ("all-host" if device == "cpu" else "fiddler")
-        workers = self.config.workers or len(cores())
+        workers = self.config.workers or default_workers()
         self.config = replace(self.config, device=device, policy=policy, workers=workers)
         request = PolicyRequest(policy, self.config.policy_options)
         preset = type(make_policy(request, self.config.seed))

@@ -22,6 +22,7 @@ import numpy as np
 import posix_ipc
 import psutil
 
+from shm.cgroup import free_memory
 from shm.errors import NotEnoughMemory, SegmentMissing, ShmError
 from shm.layout import Bytes
 
@@ -74,6 +75,10 @@ class Segment:
             return cls(name, memory.fd, size, writable=True)
         except OSError as e:
             unlink(name)
+            if e.errno == errno.EFBIG:
+                raise NotEnoughMemory(
+                    f"a segment of {gigabytes(size)} is larger than a file may be here: raise ulimit -f"
+                ) from None
             if e.errno not in (errno.ENOSPC, errno.ENOMEM):
                 raise
             raise NotEnoughMemory(_too_small(size, free_shm_bytes())) from None
@@ -141,8 +146,9 @@ def free_shm_bytes() -> int:
 
 
 def available_memory() -> int:
-    """Bytes of memory that can be had without swapping (MemAvailable)."""
-    return int(psutil.virtual_memory().available)
+    """Bytes of memory that can be had without swapping (MemAvailable), within a container's limit."""
+    available, free = int(psutil.virtual_memory().available), free_memory()
+    return available if free is None else min(available, free)
 
 
 def check_space(needed: int, reserve: int) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 
 from launch.doctor import (
     bandwidth,
-    cgroup,
     cpu,
     gpu,
     memory,
@@ -26,7 +25,7 @@ from launch.doctor import (
     shared_memory,
     software,
 )
-from launch.doctor.finding import Finding, contents
+from launch.doctor.finding import Finding
 from launch.doctor.report import rendered
 from launch.doctor.trials import TrialFailed
 from launch.errors import LaunchError
@@ -35,6 +34,8 @@ from launch.machine import cores
 from launch.options import Options
 from launch.output import print_json, show
 from pipeline.errors import PipelineError
+from shm import cgroup
+from shm.kernel_files import contents
 from shm.segment import available_memory
 
 log = logging.getLogger("tandem")
@@ -93,9 +94,8 @@ async def _look(embedded: models.Reads) -> list[Finding]:
 
 async def _measure(embedded: models.Reads) -> tuple[bandwidth.Bandwidth | None, list[Finding]]:
     cache, available = _last_cache(), available_memory()
-    group = cgroup.limits().memory
     try:
-        speed = await bandwidth.measure(cores(), cache, min(available, group or available))
+        speed = await bandwidth.measure(cores(), cache, available)
     except TrialFailed as e:
         means = "what this machine allows is unknown"
         return None, [Finding(bandwidth.TOPIC, "note", f"memory was not measured: {e}", means)]

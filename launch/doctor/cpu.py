@@ -6,7 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.doctor.finding import Finding, binary, contents, entries, parse_cores, parse_size
+from launch.doctor.finding import Finding, binary, entries, parse_cores, parse_size
+from shm.kernel_files import contents
 
 TOPIC = "cpu"
 INSTRUCTIONS = (
@@ -100,8 +101,9 @@ def _cores(model: str, logical: int, physical: int | None, usable: int, quota: f
                 TOPIC,
                 "note",
                 f"the control group grants the time of {quota:g} cores, with {usable} to run on",
-                "workers that use their share up are stopped together for the rest of each period",
-                f"start engines with `--workers {workers}`, or raise it: `docker run --cpus {usable}`",
+                f"so an engine starts {workers} worker{'s' if workers > 1 else ''}: more would use that share"
+                " up and be stopped together for the rest of each period",
+                f"to use more, raise it: `docker run --cpus {usable}`",
             )
         )
     if physical and logical > physical and usable > physical:

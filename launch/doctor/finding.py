@@ -30,14 +30,6 @@ class Finding:
         return {name: getattr(self, name) for name in ("topic", "level", "found", "means", "do")}
 
 
-def contents(path: Path) -> str:
-    """A file's text without the space around it; "" where it cannot be read."""
-    try:
-        return path.read_text("utf-8", errors="replace").strip("\0 \n")
-    except OSError:
-        return ""
-
-
 def entries(folder: Path, pattern: str) -> list[Path]:
     """What matches in a folder, in numerical order (cpu2 before cpu10); nothing where it cannot be listed."""
     try:
@@ -65,11 +57,6 @@ def chosen(text: str) -> str:
     """The word in brackets of "always [madvise] never"; the text itself where none is."""
     match = re.search(r"\[(\w+)\]", text)
     return match[1] if match else text
-
-
-def number(text: str) -> int | None:
-    """A whole number that is not negative; None for anything else."""
-    return int(text) if re.fullmatch(r"[0-9]{1,20}", text) else None
 
 
 def binary(count: int) -> str:

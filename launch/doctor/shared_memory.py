@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from launch.doctor.finding import Finding, contents
+from launch.doctor.finding import Finding
+from shm.kernel_files import contents
 from shm.segment import SHM_FOLDER, gigabytes
 
 TOPIC = "shared memory"

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import ARM, GB, INTEL, two_threads_a_core, words, write
 
-from launch.doctor import cgroup, cpu, memory, places, shared_memory, software
+from launch.doctor import cpu, memory, places, shared_memory, software
 from launch.doctor.finding import UNITS, parse_cores, parse_size
+from shm import cgroup
 
 
 @settings(deadline=None)  # the machine may be busy
@@ -73,7 +74,7 @@ def test_what_limits_the_cores_is_said(tmp_path: Path) -> None:
     )
     notes = words(cpu.inspect(range(3), 1.5, tmp_path), "note")
     assert "3 of 4 threads" in notes
-    assert "--workers 1" in notes  # the quota
+    assert "starts 1 worker:" in notes  # the quota
     assert "--workers 2" in notes  # the cores
     assert "2 NUMA nodes" in notes
     assert "numactl --interleave=all" in notes
@@ -91,6 +92,7 @@ def test_an_unreadable_machine_is_unknown_and_no_error(tmp_path: Path) -> None:
     assert "memory: unknown" in words(found)
     assert "/dev/shm: No such file or directory" in words(found, "problem")
     assert cgroup.limits(tmp_path) == cgroup.Limits(None, None)
+    assert cgroup.free_memory(tmp_path) is None
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").mkdir()  # reading it is an error
     (tmp_path / "proc/meminfo").write_bytes(b"MemTotal: \xff kB\nMemFree\n:::\n")
@@ -119,6 +121,11 @@ def test_limits_of_a_service_in_version_2(tmp_path: Path) -> None:
         },
     )
     assert cgroup.limits(tmp_path) == cgroup.Limits(2.5, 8 * GB)
+    assert cgroup.free_memory(tmp_path) is None  # what is used is not told
+    folder = tmp_path / "sys/fs/cgroup/system.slice"
+    (folder / "memory.current").write_text("5000000000\n")
+    (folder / "memory.stat").write_text("anon 1\ninactive_file 1000000000\nfile 2\n")
+    assert cgroup.free_memory(tmp_path) == 4 * GB
 
 
 def test_limits_of_a_container_in_version_1(tmp_path: Path) -> None:
@@ -137,6 +144,8 @@ def test_limits_of_a_container_in_version_1(tmp_path: Path) -> None:
         },
     )
     assert cgroup.limits(tmp_path) == cgroup.Limits(None, 2 * GB)
+    (tmp_path / "sys/fs/cgroup/memory/memory.usage_in_bytes").write_text("1500000000")
+    assert cgroup.free_memory(tmp_path) == GB // 2
 
 
 def test_memory_that_is_short_swapped_or_reserved(tmp_path: Path) -> None:

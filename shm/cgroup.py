@@ -6,12 +6,14 @@ A limit of any group above ours binds us as well, so all are read up to the root
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from launch.doctor.finding import contents, number
+from shm.kernel_files import contents, number
 
+MEMORY_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")  # version 1's names
 UNLIMITED = 1 << 60  # version 1 writes "no limit" as the largest number of pages there is
 
 
@@ -30,9 +32,22 @@ def limits(root: Path = Path("/")) -> Limits:
     for group in _groups(root, "cpu"):
         cpus += [c for c in (_cpus(group),) if c is not None]
     for group in _groups(root, "memory"):
-        sizes = (number(contents(group / name)) for name in ("memory.max", "memory.limit_in_bytes"))
+        sizes = (number(contents(group / name)) for name in ("memory.max", MEMORY_1[0]))
         memory += [size for size in sizes if size is not None and size < UNLIMITED]
     return Limits(min(cpus, default=None), min(memory, default=None))
+
+
+def free_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that may still be used under the memory limits that bind this process; None where none does.
+    Pages of files that nobody uses now are counted as free, as the kernel takes them back."""
+    free = []
+    for group in _groups(root, "memory"):
+        for limit, used in (("memory.max", "memory.current"), MEMORY_1):
+            most, now = number(contents(group / limit)), number(contents(group / used))
+            if most is not None and most < UNLIMITED and now is not None:
+                unused = re.search(r"^(?:total_)?inactive_file (\d+)$", contents(group / "memory.stat"), re.M)
+                free.append(max(0, most - now + (int(unused[1]) if unused else 0)))
+    return min(free, default=None)
 
 
 def parse_quota(text: str) -> float | None:
