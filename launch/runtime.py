@@ -108,7 +108,7 @@ def running_engines() -> list[EngineInfo]:
         if lock is not None:
             os.close(lock)
             continue
-        with suppress(OSError, ValueError, KeyError):  # not ready yet, or gone meanwhile
+        with suppress(OSError, ValueError, KeyError, TypeError):  # not ready yet, or gone meanwhile
             told = json.loads((path / "engine.json").read_text("utf-8"))
             # another version's may hold more
             found.append(EngineInfo(**{field.name: told[field.name] for field in fields(EngineInfo)}))

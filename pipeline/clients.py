@@ -62,7 +62,7 @@ class Clients:
         self._clients: dict[bytes, Client] = {}
         self._group: asyncio.TaskGroup | None = None
         self.malformed = 0
-        self.cut_off = 0  # clients that did not read
+        self.cut_offs = 0  # clients that did not read, or sent too much
 
     async def serve(self) -> None:
         """Until cancelled."""
@@ -83,11 +83,11 @@ class Clients:
         known.queued_bytes += _size(message)
         known.queue.put_nowait(message)
         if known.queue.qsize() > QUEUE_LIMIT:
-            self._cut_off(client, f"{QUEUE_LIMIT} messages wait for it")
+            self.cut_off(client, f"{QUEUE_LIMIT} messages wait for it")
 
     def broadcast(self, message: object, but: bytes) -> None:
         """Send to every client but one."""
-        for client in self._clients:
+        for client in list(self._clients):  # one that does not read may be cut off by this very message
             if client != but:
                 self.send(client, message)
 
@@ -178,13 +178,14 @@ class Clients:
                 if now - client.heard > SILENCE_LIMIT:
                     self._forget(name)
                 elif client.stuck is not None and now - client.stuck > SILENCE_LIMIT:
-                    self._cut_off(name, f"it took nothing for {SILENCE_LIMIT:.0f} s")
+                    self.cut_off(name, f"it took nothing for {SILENCE_LIMIT:.0f} s")
                 elif client.queue.empty():
                     self.send(name, Heartbeat(now))
 
-    def _cut_off(self, name: bytes, why: str) -> None:
+    def cut_off(self, name: bytes, why: str) -> None:
+        """End the connection of a client that harms the engine."""
         log.warning("a client was cut off: %s", why)
-        self.cut_off += 1
+        self.cut_offs += 1
         self._forget(name)
 
     def _forget(self, name: bytes) -> None:

@@ -48,7 +48,7 @@ from workers.lifetime import enter
 
 log = logging.getLogger(__name__)
 
-BACKLOG = 4096  # messages that may wait for the engine's thread
+FLOODED = "this client has sent more than the engine can take in; ask again later"
 FLUSH_LIMIT = 1.0  # seconds for the last messages to clients
 
 
@@ -168,18 +168,19 @@ class Coordinator:
         )
 
     def _on_gone(self, client: bytes) -> None:
-        self._engine.call(lambda a: a.scheduler.forget(client))
+        self._engine.call(client, lambda a: a.scheduler.forget(client), always=True)
 
     def _on_message(self, client: bytes, message: object) -> None:
         match message:
-            case Generate() | Score() | SetPolicy() if self._engine.backlog > BACKLOG:
-                self.clients.send(client, Error(message.request, "the engine is flooded; ask again later"))
             case Generate() | Score():
-                self._engine.call(lambda a: self._submit(a, client, message))
-            case Cancel():
-                self._engine.call(lambda a: a.scheduler.cancel(client, message.request))
+                if not self._engine.call(client, lambda a: self._submit(a, client, message)):
+                    self.clients.send(client, Done(message.request, "error", FLOODED))
             case SetPolicy():
-                self._engine.call(lambda a: self._set_policy(a, client, message))
+                if not self._engine.call(client, lambda a: self._set_policy(a, client, message)):
+                    self.clients.send(client, Error(message.request, FLOODED))
+            case Cancel():
+                if not self._engine.call(client, lambda a: a.scheduler.cancel(client, message.request)):
+                    self.clients.cut_off(client, FLOODED)
             case Stats():
                 self.clients.send(client, self._stats(message.request))
             case _:
@@ -191,7 +192,7 @@ class Coordinator:
         clients = {
             "connected": len(self.clients),
             "malformed": self.clients.malformed,
-            "cut_off": self.clients.cut_off,
+            "cut_off": self.clients.cut_offs,
         }
         return StatsReply(request, self._assembly.stats() | {"clients": clients})
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 
 from pipeline.assembly import Assembly
 from pipeline.briefed import Briefed
+from pipeline.calls import Calls
 from pipeline.clients import Clients
 from pipeline.errors import PipelineError, UsageError
 from shm.errors import NotEnoughMemory, ShmError
@@ -50,24 +50,20 @@ class EngineThread:
         self._on_failure = on_failure
         self._on_need = on_need
         self._assembly: Assembly | None = None
-        self._calls: queue.SimpleQueue[Callable[[Assembly], None] | None] = queue.SimpleQueue()
+        self._calls: Calls[Assembly] = Calls()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def call(self, function: Callable[[Assembly], None]) -> None:
-        """Run a function with the assembly, between two rounds. From the event loop."""
-        self._calls.put(function)
-
-    @property
-    def backlog(self) -> int:
-        """How many calls wait."""
-        return self._calls.qsize()
+    def call(self, client: bytes, function: Callable[[Assembly], None], always: bool = False) -> bool:
+        """Run a function with the assembly for a client, between two rounds. False where too many of this
+        client's wait already, unless it is to be run `always`. From the event loop."""
+        return self._calls.put(client, function, always)
 
     def stop(self) -> None:
         """End after the round that is running. From the event loop; `join` waits."""
-        self._calls.put(None)
+        self._calls.stop()
 
     def join(self) -> None:
         """Wait for the end, not for a peer: a step that waits for one that does not answer is given up."""
@@ -105,32 +101,24 @@ class EngineThread:
     def _serve(self, assembly: Assembly) -> None:
         scheduler = assembly.scheduler
         try:
-            while True:
-                wait = IDLE_WAIT if scheduler.idle else 0.0
-                if self._take_calls(assembly, wait):
-                    return
+            while not self._calls.stopped:
+                self._take_calls(assembly, IDLE_WAIT if scheduler.idle else 0.0)
                 if scheduler.idle:
                     assembly.audit()
-                elif not scheduler.round() and self._take_calls(assembly, PAUSE):
-                    return
+                elif not scheduler.round():
+                    self._take_calls(assembly, PAUSE)
+            scheduler.cancel_all()
         except Exception as e:
             scheduler.fail_all(str(e))
             raise
         finally:
             assembly.close()
 
-    def _take_calls(self, assembly: Assembly, wait: float) -> bool:
+    def _take_calls(self, assembly: Assembly, wait: float) -> None:
         """Run the calls that are there, for a little while, so that a flood of them does not keep rounds from
-        running; wait for the first. True where the end was asked for."""
-        try:
-            call = self._calls.get(timeout=wait) if wait else self._calls.get_nowait()
-            until = time.perf_counter() + CALLS_SECONDS
-            while call is not None:
-                call(assembly)
-                if time.perf_counter() > until:
-                    return False
-                call = self._calls.get_nowait()
-        except queue.Empty:
-            return False
-        assembly.scheduler.cancel_all()
-        return True
+        running; wait for the first."""
+        call = self._calls.get(wait)
+        until = time.perf_counter() + CALLS_SECONDS
+        while call is not None:
+            call(assembly)
+            call = self._calls.get(0.0) if time.perf_counter() < until else None

@@ -57,7 +57,8 @@ class Scheduler:
         self._send = send
         self._congested = congested
         self._waiting = WaitingRoom()
-        self._running: list[Job] = []  # by admission, the oldest first
+        self._running: list[Job] = []  # by their latest admission, the oldest first
+        self._live: dict[tuple[bytes, int], Job] = {}  # all of both, by client and request
         self._conversations = Conversations(kv)
         self._admissions = itertools.count()
         self._turns = itertools.count()
@@ -72,7 +73,7 @@ class Scheduler:
 
     def submit(self, client: bytes, message: Generate | Score) -> None:
         """Queue a request. Raises RequestError, one line, for one that can never be served."""
-        if any(j.client == client and j.request == message.request for j in self._jobs()):
+        if (client, message.request) in self._live:
             raise NumberInUse(f"request {message.request} is already being served")
         if self._waiting.of(client) >= QUEUE_LIMIT:
             raise RequestError(f"{QUEUE_LIMIT} requests of this client wait already; ask later")
@@ -80,32 +81,35 @@ class Scheduler:
         def emit(answer: object) -> None:
             self._send(client, answer)
 
-        if isinstance(message, Generate):
-            self._waiting.add(self._requests.generate(client, message, emit))
-        else:
-            self._waiting.add(self._requests.score(client, message, emit))
+        job = (
+            self._requests.generate(client, message, emit)
+            if isinstance(message, Generate)
+            else self._requests.score(client, message, emit)
+        )
+        self._live[client, message.request] = job
+        self._waiting.add(job)
 
     def cancel(self, client: bytes, request: int) -> None:
         """End a client's request."""
-        for job in self._jobs():
-            if job.client == client and job.request == request:
-                self._end(job, "cancelled")
+        job = self._live.get((client, request))
+        if job is not None:
+            self._end(job, "cancelled")
 
     def forget(self, client: bytes) -> None:
         """A client is gone: end its requests, and keep nothing of it."""
-        for job in self._jobs():
+        for job in list(self._live.values()):
             if job.client == client:
                 self._end(job, "cancelled")
         self._conversations.forget(client)
 
     def cancel_all(self) -> None:
         """The engine shuts down."""
-        for job in self._jobs():
+        for job in list(self._live.values()):
             self._end(job, "cancelled")
 
     def fail_all(self, error: str) -> None:
         """The engine cannot go on: end every request with this text."""
-        for job in self._jobs():
+        for job in list(self._live.values()):
             self._end(job, "error", error)
 
     def round(self) -> bool:
@@ -134,9 +138,6 @@ class Scheduler:
             "context": self._requests.context,
         }
 
-    def _jobs(self) -> list[Job]:
-        return [*self._running, *self._waiting]
-
     # --- who runs ----------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
@@ -159,15 +160,15 @@ class Scheduler:
             self._reused += kv.length
         job.admit(kv, next(self._admissions), self.engine.accounting.snapshot())
         self._running.append(job)
-        self._running.sort(key=lambda j: j.admission)
 
     def _thin_out(self, busy: Counter[bytes]) -> bool:
-        """Have the newest request of the client with most running ones make way; False where none has two."""
-        client, count = busy.most_common(1)[0] if busy else (b"", 0)
-        theirs = [job for job in self._running if job.client == client and job.grows]
-        if count < 2 or not theirs:
+        """Have the newest request of the client with most running ones make way; False where none has two.
+        Only requests that grow can make way."""
+        able = [job for job in self._running if job.grows and busy[job.client] >= 2]
+        if not able:
             return False
-        self._make_way(theirs[-1])
+        most = max(busy[job.client] for job in able)
+        self._make_way([job for job in able if busy[job.client] == most][-1])
         return True
 
     def _admission_room(self, job: Job) -> SequenceKV | None:
@@ -194,7 +195,8 @@ class Scheduler:
             return
         self._told = now
         for position, job in enumerate(self._waiting.in_order(self._running), start=1):
-            job.tell_position(position)
+            if not self._congested(job.client):
+                job.tell_position(position)
 
     def _next_prefill(self, ready: list[Job]) -> list[Job]:
         """The one whose chunk is next: of the client whose last chunk is longest ago, the oldest."""
@@ -256,6 +258,7 @@ class Scheduler:
                 self._end(job, job.reason)
 
     def _end(self, job: Job, reason: str, error: str = "") -> None:
+        del self._live[job.client, job.request]
         policy = self.engine.policy
         stats: dict[str, Any] = {"policy": policy.name, "fidelity": {"exact": policy.exact}}
         if job.admission >= 0:

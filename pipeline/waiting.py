@@ -28,10 +28,6 @@ class WaitingRoom:
     def __len__(self) -> int:
         return self._count
 
-    def __iter__(self) -> Iterator[Job]:
-        for jobs in self._by_client.values():
-            yield from jobs
-
     def add(self, job: Job) -> None:
         """A new request, or one that was running and had to make way."""
         jobs = self._by_client.setdefault(job.client, deque())

@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from shm.kernel_files import contents, number
 
 MEMORY_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")  # version 1's names
+FILE_PAGES = ("active", "inactive")
 UNLIMITED = 1 << 60  # version 1 writes "no limit" as the largest number of pages there is
 
 
@@ -39,14 +40,17 @@ def limits(root: Path = Path("/")) -> Limits:
 
 def free_memory(root: Path = Path("/")) -> int | None:
     """Bytes that may still be used under the memory limits that bind this process; None where none does.
-    Pages of files that nobody uses now are counted as free, as the kernel takes them back."""
+    Pages of files on disk are counted as free, as the kernel takes them back."""
     free = []
     for group in _groups(root, "memory"):
         for limit, used in (("memory.max", "memory.current"), MEMORY_1):
             most, now = number(contents(group / limit)), number(contents(group / used))
             if most is not None and most < UNLIMITED and now is not None:
-                unused = re.search(r"^(?:total_)?inactive_file (\d+)$", contents(group / "memory.stat"), re.M)
-                free.append(max(0, most - now + (int(unused[1]) if unused else 0)))
+                lines = re.findall(r"^(\w+) (\d+)$", contents(group / "memory.stat"), re.M)
+                stat: dict[str, str] = dict(lines)
+                # version 1 has a group's own pages, and with "total_" those of the groups in it
+                pages = [stat.get(f"total_{kind}_file", stat.get(f"{kind}_file", "0")) for kind in FILE_PAGES]
+                free.append(max(0, most - now + sum(map(int, pages))))
     return min(free, default=None)
 
 

@@ -124,7 +124,7 @@ def test_limits_of_a_service_in_version_2(tmp_path: Path) -> None:
     assert cgroup.free_memory(tmp_path) is None  # what is used is not told
     folder = tmp_path / "sys/fs/cgroup/system.slice"
     (folder / "memory.current").write_text("5000000000\n")
-    (folder / "memory.stat").write_text("anon 1\ninactive_file 1000000000\nfile 2\n")
+    (folder / "memory.stat").write_text("anon 1\ninactive_file 600000000\nactive_file 400000000\n")
     assert cgroup.free_memory(tmp_path) == 4 * GB
 
 

@@ -90,6 +90,9 @@ def test_an_engine_of_another_version_is_seen_and_not_used(claimed: RuntimeDir) 
     second = RuntimeDir.claim("rt-future")
     try:
         info = publish(second)
+        for nonsense in ("[]", "null", "5", "{", "{}"):
+            (second.path / "engine.json").write_text(nonsense)
+            assert len(running_engines()) == 1
         told = asdict(info) | {"version": 99, "news": [1]}
         (second.path / "engine.json").write_text(json.dumps(told))
         with pytest.raises(WrongUsage, match="2 engines are running"):

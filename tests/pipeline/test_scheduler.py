@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not wri
 class Harness:
     """A scheduler whose messages are kept, and whose clients are congested as the test says."""
 
-    def __init__(self, engine, budget: int = 2 * CONTEXT, context: int = CONTEXT) -> None:
+    def __init__(self, engine, budget: int = 2 * CONTEXT, context: int = CONTEXT, slots: int = 3) -> None:
         self.sent: list[tuple[bytes, object]] = []
         self.slow: set[bytes] = set()
         spec, device = engine.backbone.spec, engine.device.torch_device
@@ -35,7 +35,7 @@ class Harness:
             engine,
             KVCache(spec, torch.float32, device, budget),
             Requests(None, frozenset({2}), vocabulary=spec.vocabulary, context=context, seed=0),
-            max_sequences=3,
+            max_sequences=slots,
             chunk=8,
             send=lambda client, message: self.sent.append((client, message)),
             congested=self.slow.__contains__,
@@ -249,6 +249,25 @@ def test_many_long_answers_of_one_client_keep_nobody_out(engine, room) -> None:
     for i in range(6):
         assert len(harness.answer(i, b"a")[0]) == 120
     assert harness.scheduler.kv.used == 0
+
+
+def test_a_newcomer_is_let_in_beside_scores_which_cannot_make_way(engine) -> None:
+    """Two clients have two requests each; one's are Scores, so the other's newest makes way."""
+    harness = Harness(engine, LONGEST * 8, LONGEST, slots=4)
+    for i in range(2):
+        harness.scheduler.submit(b"a", Score(i, token_ids=tuple(range(200)), stepwise=True))
+        harness.scheduler.round()
+    for i in range(2):
+        harness.scheduler.submit(b"d", ask(i, 4, 120))
+        harness.scheduler.round()
+    for client in (b"m", b"n", b"o"):
+        harness.scheduler.submit(client, ask(0, 4, 20))
+    for _ in range(12):
+        harness.scheduler.round()
+    assert all(harness.to(client, Token) for client in (b"m", b"n"))
+    harness.finish()
+    assert all(len(harness.answer(0, client)[0]) == 20 for client in (b"m", b"n", b"o"))
+    assert all(len(harness.answer(i, b"d")[0]) == 120 for i in range(2))
 
 
 @pytest.mark.parametrize(
