@@ -94,7 +94,8 @@ A conversation
 2. Both sides send Heartbeat every 0.5 s for as long as they live, whatever else they send. Any message
    counts as life. A client that waited 2.5 s and got nothing takes the engine for dead. A coordinator
    drops a heartbeat that finds a client's queue full, and forgets a client, cancelling its requests, when
-   it can no longer be reached (no route), has been silent for long, or takes nothing of what is sent to it.
+   it can no longer be reached (no route), has been silent for long, takes nothing of what is sent to it, or
+   sends Cancel after Cancel faster than they can be taken in. Other requests beyond that are refused.
 3. The client numbers its requests itself (`request` >= 0, unique among its live ones):
      Generate  -> Queued, any number -> Token with index 0, 1, 2... -> Done
      Score     -> Queued, any number -> Scores in order of `start`  -> Done
