@@ -69,11 +69,12 @@ class Child:
         return f"the {title(self.identity)} ended with exit code {code}"
 
 
-async def spawn(identity: Identity, config: dict[str, Any], threads: int) -> Child:
+async def spawn(identity: Identity, config: dict[str, Any], threads: int, key: bytes) -> Child:
     """Start a child from the calling thread, which must be the one that lives as long as the engine: the
-    kernel's parent-death signal is tied to it. The child is told `config` and its identity. `threads` bounds
-    what numerical libraries start. Raises StartFailed where the system refuses another process."""
-    packed = pack_config(config | asdict(identity))
+    kernel's parent-death signal is tied to it. The child is told `config` and its identity, as proved by the
+    engine's `key`. `threads` bounds what numerical libraries start. Raises StartFailed where the system
+    refuses another process."""
+    packed = pack_config(config | asdict(identity) | {"identity": identity.prove(key)})
     if len(packed) > PIPE_ROOM:
         raise StartFailed(f"the {title(identity)}'s configuration has {len(packed)} bytes: too many options")
     for_child, lifeline = os.pipe()
@@ -82,6 +83,7 @@ async def spawn(identity: Identity, config: dict[str, Any], threads: int) -> Chi
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
+            "workers.child",
             MODULES[identity.role],
             "--lifeline",
             str(for_child),

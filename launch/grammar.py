@@ -89,6 +89,7 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
 
     serve = subparsers.add_parser("serve", help="engine only; prints its name and address")
     _add_common(serve)
+    serve.add_argument("--listen", metavar="tcp://ADDRESS:PORT", help="take clients that have a key there, too")
 
     chat = subparsers.add_parser("chat", help="chat with a running engine (--connect: which one)")
     _add_common(chat)
@@ -100,6 +101,12 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
     stress.add_argument("--script", type=Path, metavar="F.jsonl", help="requests, one a line (built-in ones)")
     stress.add_argument("--clients", type=at_least(1), metavar="C", help="connected at once (8)")
     stress.add_argument("--repeat", type=at_least(1), metavar="N", help="times through the script (1)")
+    stress.add_argument(
+        "--chaos",
+        metavar="KINDS",
+        help="do harm meanwhile: kill, stop, delay, corrupt, or several of them with commas between",
+    )
+    stress.add_argument("--chaos-rate", type=above(0.0), metavar="R", help="harms a second on average (1)")
     _add_json(stress)
 
     bench = subparsers.add_parser("bench", help="the same prompts under each of --policy a,b,c")
@@ -109,6 +116,10 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
     bench.add_argument("--batch", type=at_least(1), metavar="B", help="requests at once (1)")
     bench.add_argument("--rounds", type=at_least(1), metavar="N", help="measured runs of each policy (5)")
     _add_json(bench)
+
+    keys = subparsers.add_parser("keys", help="make the keys for clients over tcp")
+    keys.add_argument("--out", type=Path, metavar="DIR", help="folder for them (~/.config/tandem/keys)")
+    keys.add_argument("--log-level", choices=LOG_LEVELS, help="(info)")
 
     doctor = subparsers.add_parser("doctor", help="what this machine can do, and what to change")
     doctor.add_argument("--log-level", choices=LOG_LEVELS, help="(info)")
@@ -155,9 +166,17 @@ def _add_common(parser: Parser) -> None:
     add("--seed", type=at_least(0), metavar="S", help=f"of preset random and sampling ({default.seed})")
     add("--prefetcher", choices=("process", "thread"), help=f"who copies tiles ({default.prefetcher})")
     add("--keep-store", action="store_true", help="keep the experts in shared memory after the end")
+    add("--verify", action="store_true", help="compare the experts with their checksums before they are used")
     add("--name", metavar="NAME", help="of the engine (e and the process id)")
     add("--log-level", choices=LOG_LEVELS, help="(info)")
-    add("--connect", nargs="?", const="", metavar="NAME", help="use a running engine instead of starting one")
+    add(
+        "--connect",
+        nargs="?",
+        const="",
+        metavar="NAME",
+        help="use a running engine instead of starting one; tcp://HOST:PORT is one on another machine",
+    )
+    add("--key", type=Path, metavar="FILE", help="for tcp: this client's key, or with serve the engine's")
 
 
 def _add_answer(parser: Parser) -> None:

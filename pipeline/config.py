@@ -37,11 +37,14 @@ class EngineConfig:
     seed: int = 0  # of the preset `random` and of requests that give none
     prefetcher: Literal["process", "thread"] = "process"
     keep_store: bool = False
+    verify: bool = False  # compare the store's bytes with their checksums before they are used
+    listen: str | None = None  # tcp endpoint for clients with a key, beside the local one
+    key: Path | None = None  # file of the engine's key for `listen`; None: where `launch.py keys` puts it
 
     @classmethod
     def from_map(cls, plain: dict[str, Any]) -> EngineConfig:
         """The configuration from the map that a child is given: `dataclasses.asdict` with paths as text."""
-        paths = {key: Path(plain[key]) for key in ("model", "costs") if plain[key] is not None}
+        paths = {key: Path(plain[key]) for key in ("model", "costs", "key") if plain[key] is not None}
         return cls(**(plain | paths))
 
     @property

@@ -44,7 +44,6 @@ from protocol.messages import (
 )
 from protocol.sockets import connect_dealer, identity, ipc_endpoint
 from shm.errors import NotEnoughMemory
-from workers.lifetime import enter
 
 log = logging.getLogger(__name__)
 
@@ -223,10 +222,6 @@ async def _run(config: dict[str, Any]) -> int:
     return await Coordinator(config).run()
 
 
-def main() -> None:
-    """Entry of `python -m pipeline.coordinator`."""
-    raise SystemExit(uvloop.run(_run(enter("coordinator"))))
-
-
-if __name__ == "__main__":
-    main()
+def main(config: dict[str, Any]) -> int:
+    """The coordinator's life; the exit code."""
+    return uvloop.run(_run(config))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,14 +28,13 @@ from pipeline.errors import UsageError
 from pipeline.models.registry import expert_shape, expert_tensors
 from protocol.codec import decode, encode
 from protocol.messages import VERSION, Failed, Progress, Ready, Shutdown
-from protocol.sockets import connect_dealer, identity, ipc_endpoint
+from protocol.sockets import connect_dealer, ipc_endpoint
 from shm.disk_cache import CachedStore, write_cache
 from shm.errors import NotEnoughMemory, SegmentMissing, ShmError, StoreDamaged, StoreInvalid, UnknownFormat
 from shm.locks import build_lock, sweep
 from shm.manifest import StoreManifest, store_bytes
 from shm.segment import check_space, gigabytes, unlink
 from shm.store import Store, StoreBuilder, store_name
-from workers.lifetime import enter
 
 ROLE = "loader"
 PROGRESS_SECONDS = 0.1
@@ -50,10 +48,8 @@ class Stopped(Exception):
 class Control:
     """The supervisor's socket: progress out, Shutdown in."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], runtime: Path, incarnation: int) -> None:
-        self._socket = connect_dealer(
-            context, ipc_endpoint(runtime, "control.sock"), identity=identity(ROLE, 0, incarnation)
-        )
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], runtime: Path, identity: bytes) -> None:
+        self._socket = connect_dealer(context, ipc_endpoint(runtime, "control.sock"), identity=identity)
         self._next = 0.0  # monotonic seconds: before then, only a stage's end is reported
 
     def send(self, message: Ready | Failed) -> None:
@@ -181,11 +177,11 @@ class Loading:
         self.notes.append(text)
 
 
-def main() -> int:
-    config = enter(ROLE)
+def main(config: dict[str, Any]) -> int:
+    """The loader's life; the exit code."""
     started = time.monotonic()
     with zmq.Context[zmq.Socket[bytes]]() as context:
-        control = Control(context, Path(config["runtime"]), config["incarnation"])
+        control = Control(context, Path(config["runtime"]), config["identity"])
         try:
             loading = Loading(config, control)
             loading.run()
@@ -221,7 +217,3 @@ def main() -> int:
 def _fail(control: Control, text: str, usage: bool) -> int:
     control.send(Failed(ROLE, text, usage))
     return 2 if usage else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

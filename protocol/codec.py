@@ -1,4 +1,4 @@
-r"""Messages to frames and back: Tandem's wire format, version 2.
+r"""Messages to frames and back: Tandem's wire format, version 3.
 
 This docstring is the specification; with it a client can be written in any language that has ZeroMQ and
 msgpack. `messages.py` says what each message means.
@@ -46,7 +46,7 @@ the supervisor and its children.
     sampling Sampling = {}, format str = "", backbone_dtype str = ""
   3 Generate: request int, prompt str? = nil, token_ids [int]? = nil, messages [ChatMessage]? = nil,
     max_tokens int = 128, sampling Sampling = {}, stop [str] = [], ignore_eos bool = false,
-    conversation str? = nil
+    conversation str? = nil, resume [int] = []
   4 Token: request int, index int, token int, text str, margin float = 0.0, runner_up int = -1
   5 Done: request int, reason str, error str = "", text str = "", stats map = {}, usage bool = false
   6 Cancel: request int
@@ -76,9 +76,10 @@ the supervisor and its children.
   64 Progress: stage str, done int, total int
   65 Failed: role str, text str, usage bool
   66 Shutdown: reason str = ""
-  67 WorkerDied: role str, index int, incarnation int
+  67 WorkerDied: role str, index int, incarnation int, crashed bool
   68 WorkerUp: role str, index int, incarnation int
   69 Needed: role str
+  70 Hung: role str, index int, incarnation int
 
   Sampling: temperature float = 0.0, top_k int = 0, top_p float = 1.0, min_p float = 0.0,
     repetition_penalty float = 1.0, seed int? = nil
@@ -112,15 +113,15 @@ A conversation
 
 Example
 -------
-Queued(request=7, position=2) is two frames: tag 15 and version 2, then a map of two.
+Queued(request=7, position=2) is two frames: tag 15 and version 3, then a map of two.
 
 >>> from protocol.codec import decode, encode
 >>> from protocol.messages import Queued
 >>> for frame in encode(Queued(request=7, position=2)):
 ...     print(frame.hex(" "))
-0f 02
+0f 03
 82 a7 72 65 71 75 65 73 74 07 a8 70 6f 73 69 74 69 6f 6e 02
->>> decode([bytes([15, 2]), bytes.fromhex("82a77265717565737407a8706f736974696f6e02")])
+>>> decode([bytes([15, 3]), bytes.fromhex("82a77265717565737407a8706f736974696f6e02")])
 Queued(request=7, position=2)
 
 A block of scores has three arrays, so five frames; here tokens [5, 6], chosen [-0.5], logprobs [0, 0]:

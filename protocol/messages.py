@@ -95,6 +95,9 @@ class Generate:
     `request` is the client's own number, unique among its live requests. What was computed for a request
     of a `conversation` is kept when it ends: the next of that name computes only what follows the longest
     common prefix of the two. Names are each client's own, and what is kept goes with its connection.
+
+    `resume` are the answer's first tokens where the client has them already (of an engine that died, say):
+    the answer goes on behind them. They count against `max_tokens`; the first Token has index len(resume).
     """
 
     request: int
@@ -106,6 +109,7 @@ class Generate:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     conversation: str | None = None
+    resume: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -192,7 +196,8 @@ class StatsReply:
 @dataclass(frozen=True)
 class SetPolicy:
     """Change the policy between two steps; answered by PolicyChanged (sent to every client, with
-    `request` -1 for all but the asker) or by Error."""
+    `request` -1 for all but the asker) or by Error. The coordinator sends it on to the supervisor, so that
+    its successor, should it die, begins with this policy."""
 
     request: int
     policy: str
@@ -359,13 +364,29 @@ class Shutdown:
 
 @dataclass(frozen=True)
 class WorkerDied:
+    """Supervisor to coordinator: this life of a worker or the prefetcher has ended. `crashed`: by its own
+    doing, or because it hung; not by a SIGKILL or SIGTERM from outside."""
+
     role: str  # worker | prefetcher
+    index: int
+    incarnation: int
+    crashed: bool
+
+
+@dataclass(frozen=True)
+class WorkerUp:
+    """Coordinator to supervisor: this life of a worker or the prefetcher does its work, which takes a little
+    longer than its Ready: a worker has imported what it computes with, a prefetcher has mapped the slab."""
+
+    role: str
     index: int
     incarnation: int
 
 
 @dataclass(frozen=True)
-class WorkerUp:
+class Hung:
+    """Coordinator to supervisor: this life has work and makes no progress. Kill it."""
+
     role: str
     index: int
     incarnation: int
@@ -410,5 +431,6 @@ TAGS: dict[int, type] = {
     67: WorkerDied,
     68: WorkerUp,
     69: Needed,
+    70: Hung,
 }
-VERSION = 2
+VERSION = 3

@@ -11,6 +11,7 @@ directories' locks, not by this. Closing leaves the file; the directory's owner 
 
 from __future__ import annotations
 
+import hmac
 import os
 import re
 import stat
@@ -32,7 +33,9 @@ RECONNECT_MS, RECONNECT_MAX_MS = 10, 100
 HANDSHAKE_MS = 5000  # a peer that connects and says nothing is dropped after this
 
 _SCHEME = "ipc://"
-_IDENTITY = re.compile(rb"(loader|coordinator|worker|prefetcher)-(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,17})")
+_IDENTITY = re.compile(
+    rb"((loader|coordinator|worker|prefetcher)-(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,17}))-([0-9a-f]{16})"
+)
 
 
 @dataclass(frozen=True)
@@ -43,21 +46,29 @@ class Identity:
     index: int
     incarnation: int
 
+    def prove(self, key: bytes) -> bytes:
+        """The child's ROUTER identity, `<role>-<index>-<incarnation>-<proof>`: never used twice, because a
+        ROUTER ignores a second peer of the same name for as long as it remembers the first. The proof is made
+        from the engine's `key`, which its processes alone know: nobody else can speak for a child, or take its
+        name before it does. Raises MalformedMessage for an identity that cannot be."""
+        stated = f"{self.role}-{self.index}-{self.incarnation}".encode()
+        name = stated + b"-" + _proof(stated, key)
+        parse_identity(name, key)
+        return name
 
-def identity(role: str, index: int, incarnation: int) -> bytes:
-    """A child's ROUTER identity, `<role>-<index>-<incarnation>`: never used twice, because a ROUTER ignores a
-    second peer of the same name for as long as it remembers the first."""
-    name = f"{role}-{index}-{incarnation}".encode()
-    parse_identity(name)
-    return name
 
-
-def parse_identity(name: bytes) -> Identity:
-    """The reverse of `identity`. Raises MalformedMessage for any other bytes."""
+def parse_identity(name: bytes, key: bytes) -> Identity:
+    """The reverse of `Identity.prove`. Raises MalformedMessage for any other bytes."""
     parts = _IDENTITY.fullmatch(name)
     if parts is None:
-        raise MalformedMessage(f"identity {name[:40]!r} is not <role>-<index>-<incarnation>")
-    return Identity(parts[1].decode(), int(parts[2]), int(parts[3]))
+        raise MalformedMessage(f"identity {name[:40]!r} is not <role>-<index>-<incarnation>-<proof>")
+    if not hmac.compare_digest(parts[5], _proof(parts[1], key)):
+        raise MalformedMessage(f"identity {parts[1].decode()} comes without its proof")
+    return Identity(parts[2].decode(), int(parts[3]), int(parts[4]))
+
+
+def _proof(stated: bytes, key: bytes) -> bytes:
+    return hmac.digest(key, stated, "sha256").hex()[:16].encode()
 
 
 def runtime_root() -> Path:

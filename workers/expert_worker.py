@@ -18,7 +18,7 @@ from protocol.messages import Abandon, Partial, Work, WorkFailed
 from shm.errors import ShmError
 from shm.layout import ExpertShape, StoreLayout
 from shm.store import Store
-from workers.lifetime import enter, pin
+from workers.lifetime import pin
 from workers.peer import Peer
 
 if TYPE_CHECKING:
@@ -113,9 +113,8 @@ def serve(peer: Peer, store: Store, threads: int, slowdown: float) -> None:
             peer.send(Partial(work.seq, peer.incarnation, busy, y))
 
 
-def main() -> None:
-    """Entry of `python -m workers.expert_worker`."""
-    config: dict[str, Any] = enter("worker")
+def main(config: dict[str, Any]) -> int:
+    """A worker's life; the exit code."""
     note = pin(config["cores"])
     peer = Peer(config, "work.sock")
     try:
@@ -123,12 +122,9 @@ def main() -> None:
     except ShmError as e:
         peer.fail(str(e))
         peer.close()
-        raise SystemExit(1) from None
+        return 1
     peer.announce((note,) if note else ())
     serve(peer, store, config["threads"], config["host_slowdown"])
     peer.close()
     store.close()
-
-
-if __name__ == "__main__":
-    main()
+    return 0

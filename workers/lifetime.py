@@ -1,8 +1,8 @@
 """How a child process begins and ends: its configuration, its cores, its parent's death.
 
-The parent starts `python -m MODULE --lifeline FD` and keeps the pipe's other end open. The child reads
-its configuration from the pipe (4 bytes length, big endian, then a msgpack map) and then watches it: end
-of file means that the parent is gone, however it went, and the child exits at once. The kernel's
+The parent starts `python -m workers.child MODULE --lifeline FD` and keeps the pipe's other end open. The
+child reads its configuration from the pipe (4 bytes length, big endian, then a msgpack map) and then watches
+it: end of file means that the parent is gone, however it went, and the child exits at once. The kernel's
 parent-death signal says the same a little earlier. Children ignore SIGINT: a Ctrl-C in the terminal
 reaches them too, and the supervisor ends them in order.
 """
@@ -24,19 +24,17 @@ EXIT_PARENT_GONE = 3
 MAX_CONFIG = 1 << 20
 
 
-def enter(role: str) -> dict[str, Any]:
-    """Read this child's configuration from the lifeline named on the command line, and tie the process to
-    its parent's life. `role` prefixes its log lines. Exits where it was not started by a supervisor."""
-    if len(sys.argv) != 3 or sys.argv[1] != "--lifeline" or not sys.argv[2].isdigit():
-        sys.exit(f"{role}: this process is started by launch.py, not by hand")
-    lifeline = int(sys.argv[2])
+def enter(lifeline: int) -> dict[str, Any]:
+    """Tie the process to its parent's life and read its configuration from this descriptor; its `role` then
+    prefixes the log lines. Exits where it was not started by a supervisor."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     length = int.from_bytes(_read_exactly(lifeline, 4), "big")
     if length > MAX_CONFIG:
-        sys.exit(f"{role}: the lifeline holds no configuration")
+        sys.exit("the lifeline holds no configuration")
     config: dict[str, Any] = msgpack.unpackb(_read_exactly(lifeline, length))
     threading.Thread(target=_watch, args=(lifeline,), name="lifeline", daemon=True).start()
+    role = config["role"]
     logging.basicConfig(
         level=config.get("log_level", "INFO"), stream=sys.stderr, format=f"[{role}] %(message)s", force=True
     )

@@ -18,7 +18,7 @@ import zmq
 from protocol.codec import decode, encode
 from protocol.errors import MalformedMessage
 from protocol.messages import VERSION, Failed, Ready, Shutdown
-from protocol.sockets import connect_dealer, identity, ipc_endpoint
+from protocol.sockets import connect_dealer, ipc_endpoint
 
 POLL_LIMIT_MS = 1000  # no wait is longer, so that a lost wake-up costs a second and not for ever
 
@@ -35,7 +35,7 @@ class Peer:
         self._fingerprint: str = config["fingerprint"]
         self._context = zmq.Context()
         runtime = Path(config["runtime"])
-        name = identity(self.role, self.index, self.incarnation)
+        name: bytes = config["identity"]
         self._work = connect_dealer(self._context, ipc_endpoint(runtime, work_socket), identity=name)
         self._sockets = [self._work]
         if supervised:

@@ -20,7 +20,7 @@ from shm.errors import ShmError
 from shm.store import Store
 from workers.copiers import Copier, open_copier
 from workers.cuda import CudaError
-from workers.lifetime import enter, pin
+from workers.lifetime import pin
 from workers.peer import Peer
 
 log = logging.getLogger(__name__)
@@ -129,9 +129,8 @@ class CopyLoop:
         self._peer.send(Fetched(fetch.id, self._peer.incarnation, order.landed, final, order.seconds))
 
 
-def main() -> None:
-    """Entry of `python -m workers.prefetcher`."""
-    config: dict[str, Any] = enter("prefetcher")
+def main(config: dict[str, Any]) -> int:
+    """The prefetcher's life; the exit code."""
     note = pin(config["cores"])
     peer = Peer(config, "fetch.sock")
     try:
@@ -140,10 +139,7 @@ def main() -> None:
             CopyLoop(peer, store, config["link_gbps"]).run()
     except (ShmError, CudaError) as e:
         peer.fail(str(e))
-        raise SystemExit(1) from None
+        return 1
     finally:
         peer.close()
-
-
-if __name__ == "__main__":
-    main()
+    return 0

@@ -11,7 +11,7 @@ import zmq
 import pipeline
 from protocol.codec import decode
 from protocol.messages import Failed, Ready
-from protocol.sockets import bind_router, identity, ipc_endpoint
+from protocol.sockets import Identity, bind_router, ipc_endpoint
 from workers.lifetime import pack_config
 
 ROOT = Path(pipeline.__file__).parent.parent  # where child processes find the packages
@@ -43,7 +43,7 @@ class Child:
     def __init__(self, config: dict) -> None:
         read_end, self.lifeline = os.pipe()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "pipeline.loader", "--lifeline", str(read_end)],
+            [sys.executable, "-m", "workers.child", "pipeline.loader", "--lifeline", str(read_end)],
             cwd=ROOT,
             pass_fds=(read_end,),
         )
@@ -79,13 +79,19 @@ class Supervisor:
             "role": "loader",
             "index": 0,
             "incarnation": self.incarnation,
+            "identity": self.identity,
             "model": str(model),
             "format": "bf16",
             "tile": 32,
             "cache_dir": str(self.cache),
             "reserve_bytes": 0,
             "keep_store": False,
+            "verify": False,
         } | changes
+
+    @property
+    def identity(self) -> bytes:
+        return Identity("loader", 0, self.incarnation).prove(b"k" * 32)
 
     def start(self, model: Path, **changes: object) -> Child:
         return Child(self.config(model, **changes))
@@ -96,7 +102,7 @@ class Supervisor:
         while child.process.poll() is None or self.control.poll(100):
             if self.control.poll(100):
                 sender, *frames = self.control.recv_multipart()
-                assert sender == identity("loader", 0, self.incarnation)
+                assert sender == self.identity
                 messages.append(decode(frames))
                 if isinstance(messages[-1], Ready):
                     self.fingerprints.add(messages[-1].fingerprint)

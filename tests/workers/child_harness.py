@@ -22,7 +22,7 @@ import zmq
 import workers
 from protocol.codec import decode, encode
 from protocol.messages import Ready, Shutdown
-from protocol.sockets import bind_router, identity, ipc_endpoint
+from protocol.sockets import Identity, bind_router, ipc_endpoint
 from shm.layout import ExpertShape, Float32
 from shm.manifest import StoreManifest
 from shm.segment import unlink
@@ -32,6 +32,7 @@ from workers.lifetime import pack_config
 ROOT = Path(workers.__file__).parent.parent  # where child processes find the packages
 SHAPE = ExpertShape(layers=2, experts=4, hidden=48, intermediate=300, tile=16)  # 19 tiles, the last padded
 SECONDS = 100.0  # for any one answer: importing torch takes a while on a busy machine
+KEY = b"k" * 32  # of the engine
 MODULES = {"worker": "workers.expert_worker", "prefetcher": "workers.prefetcher"}
 SOCKETS = {"worker": "work.sock", "prefetcher": "fetch.sock"}
 
@@ -117,19 +118,20 @@ class Surroundings:
             "host_slowdown": 1.0,
             "link_gbps": None,
         } | changes
+        name = Identity(self.role, config["index"], incarnation).prove(KEY)
+        config["identity"] = name
         for_child, lifeline = os.pipe()
         os.write(lifeline, pack_config(config))
         errors = self.runtime / f"errors-{incarnation}"
         with errors.open("wb") as stderr:
             process = subprocess.Popen(
-                [sys.executable, "-m", MODULES[self.role], "--lifeline", str(for_child)],
+                [sys.executable, "-m", "workers.child", MODULES[self.role], "--lifeline", str(for_child)],
                 cwd=ROOT,
                 pass_fds=(for_child,),
                 stderr=stderr,
                 env=os.environ | ({"PYTHONPATH": str(python_path)} if python_path else {}),
             )
         os.close(for_child)
-        name = identity(self.role, config["index"], incarnation)
         child = Child(name, incarnation, process, lifeline, errors)
         self._children.append(child)
         return child
