@@ -12,6 +12,7 @@ from pipeline.config import DEFAULT_CONTEXT, KV_CONTEXTS, EngineConfig
 from pipeline.errors import PipelineError
 from pipeline.models.registry import expert_shape, model_spec
 from shm.layout import StoreLayout, format_named
+from shm.segment import engine_prefix
 from shm.store import store_name
 
 FREE_BYTES = 2_000_000_000  # left for the rest of the machine
@@ -29,6 +30,12 @@ class Briefing:
     slab: bool
     log_level: str
     cache_dir: Path
+    key: bytes  # the engine's: what its children prove themselves with
+
+    @property
+    def control_name(self) -> str:
+        """Of the segment in which workers and prefetcher count their progress."""
+        return f"{engine_prefix(self.runtime.path)}control-0"
 
     def for_loader(self) -> dict[str, Any]:
         return self._engine() | {
@@ -37,6 +44,7 @@ class Briefing:
             "tile": self.config.tile,
             "cache_dir": str(self.cache_dir),
             "reserve_bytes": self._reserve_bytes(),
+            "verify": self.config.verify,
         }
 
     def for_coordinator(self, fingerprint: str) -> dict[str, Any]:
@@ -47,6 +55,7 @@ class Briefing:
             "workers": self.config.workers,
             "prefetcher": self.config.prefetcher,
             "slab": self.slab,
+            "key": self.key,
         }
 
     def for_worker(self, fingerprint: str, core: int) -> dict[str, Any]:
@@ -58,7 +67,8 @@ class Briefing:
         return self._store(fingerprint) | {"cores": [], "link_gbps": self.config.link_gbps}
 
     def _store(self, fingerprint: str) -> dict[str, Any]:
-        return self._engine() | {"store": store_name(fingerprint), "fingerprint": fingerprint}
+        store = {"store": store_name(fingerprint), "fingerprint": fingerprint}
+        return self._engine() | store | {"control": self.control_name}
 
     def _engine(self) -> dict[str, Any]:
         return {

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.errors import StartFailed
-from protocol.messages import Failed, Ready
+from protocol.messages import Failed
 from protocol.sockets import Identity
 from workers.lifetime import pack_config
 
@@ -40,8 +40,11 @@ class Child:
     identity: Identity
     process: asyncio.subprocess.Process
     lifeline: int  # the pipe's end that we keep; its closing, however it comes about, ends the child
-    ready: asyncio.Future[Ready] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
     failed: asyncio.Future[Failed] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    heard: float = 0.0  # when it last said something
+    up: bool = False  # it does its work, as the coordinator sees it
+    hung: bool = False  # it was ended because it made no progress
     stopping: bool = False  # its end is expected from now on
 
     @property
@@ -60,10 +63,22 @@ class Child:
             self.lifeline = -1
         return code
 
+    async def last_words(self, limit: float) -> None:
+        """Once it has ended by itself: wait a little for the Ready or the Failed that it may have sent."""
+        said = asyncio.ensure_future(self.ready.wait())
+        try:
+            code = self.process.returncode
+            words = (said, self.failed) if code == 0 else (self.failed,)
+            await asyncio.wait(words, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            said.cancel()
+
     def epitaph(self, code: int) -> str:
         """One line: how this child ended."""
         if self.failed.done():
             return self.failed.result().text
+        if self.hung:
+            return f"the {title(self.identity)} made no progress and was ended"
         if code < 0:
             return f"the {title(self.identity)} was killed by {signal.Signals(-code).name}"
         return f"the {title(self.identity)} ended with exit code {code}"

@@ -2,40 +2,51 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import secrets
 
 import zmq
 import zmq.asyncio
 
 from protocol.codec import decode, encode
 from protocol.errors import MalformedMessage
-from protocol.sockets import Identity, bind_router, identity, parse_identity
+from protocol.sockets import Identity, bind_router, parse_identity
 
 log = logging.getLogger(__name__)
 
+COMPLAINTS = 5  # strangers' messages that are logged; the others are counted
+
 
 class Control:
-    """A bound ROUTER; `peer` is what tells one life of one child from another."""
+    """A bound ROUTER; `peer` is what tells one life of one child from another. `key` is the engine's: what
+    its children prove themselves with."""
 
     def __init__(self, endpoint: str) -> None:
         """Raises ProtocolError where the endpoint cannot be bound."""
+        self.key = secrets.token_bytes(32)
+        self.malformed = 0
         self._context = zmq.asyncio.Context()
         self._socket = bind_router(self._context, endpoint)
 
     async def receive(self) -> tuple[Identity, object]:
-        """The next message and its sender. What is none is logged and skipped."""
+        """The next message and its sender. What is none is counted and skipped."""
         while True:
             name, *frames = await self._socket.recv_multipart()
+            # Receiving what is already there does not suspend: without this, a flood would keep every other
+            # task from running.
+            await asyncio.sleep(0)
             try:
-                return parse_identity(name), decode(frames)
+                return parse_identity(name, self.key), decode(frames)
             except MalformedMessage as e:
-                log.warning("control channel: %s", e)
+                self.malformed += 1
+                if self.malformed <= COMPLAINTS:
+                    log.warning("control channel: dropped a malformed message: %s", e)
 
     async def send(self, peer: Identity, message: object) -> bool:
         """False where this child never connected, or is gone, or does not read."""
-        name = identity(peer.role, peer.index, peer.incarnation)
         try:
-            await self._socket.send_multipart([name, *encode(message)], flags=zmq.DONTWAIT)
+            await self._socket.send_multipart([peer.prove(self.key), *encode(message)], flags=zmq.DONTWAIT)
         except zmq.ZMQError:
             return False
         return True

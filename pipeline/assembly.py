@@ -25,7 +25,7 @@ from pipeline.generation_defaults import sampling_defaults
 from pipeline.kv_cache import KVCache
 from pipeline.models.backbone import Backbone, Slice
 from pipeline.models.registry import model_spec
-from pipeline.peers import PeerSocket
+from pipeline.peers import Deaths, PeerSocket, Tell
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Policy, PolicyRequest
@@ -35,6 +35,8 @@ from pipeline.scheduler import Scheduler, Send
 from pipeline.tile_mover import TileMover
 from pipeline.tokenizer import Tokenizer, eos_ids
 from pipeline.worker_pool import WorkerPool
+from protocol.messages import Needed
+from shm.control import ControlSegment
 from shm.layout import StoreLayout
 from shm.pinned import lock_pages
 from shm.segment import engine_prefix
@@ -52,7 +54,7 @@ CHUNK_MAX = 1024
 
 
 class Assembly:
-    """A running engine's parts. Everything but `bury` is for the engine's thread."""
+    """A running engine's parts. Everything but `stats` and `give_up` is for the engine's thread."""
 
     @full_memory_in_one_line()
     def __init__(
@@ -60,14 +62,15 @@ class Assembly:
         told: Briefed,
         send: Send,
         congested: Callable[[bytes], bool],
-        need: Callable[[str], None],
+        deaths: Deaths,
+        tell: Tell,
     ) -> None:
-        """`need(role)` has the supervisor start a child. Raises UsageError, ShmError, PeerLost or CudaError,
-        each one line."""
+        """`deaths`: of workers and prefetcher, as the supervisor sees them; `tell` sends to the supervisor.
+        Raises UsageError, ShmError, PeerLost or CudaError, each one line."""
         config = told.config
         self.told = told
         self.notes: list[str] = []
-        self._need = need
+        self._deaths, self._tell = deaths, tell
         self._closing = ExitStack()
         self._costs: Costs | None = None
         self._options: dict[str, str] = {}  # of the policy, as they were given
@@ -76,20 +79,20 @@ class Assembly:
         self.context = choose_context(config.context, spec)
         self.device: Device = open_device(config.device)
         # Bound before anything slow, so that the peers find it.
-        workers = PeerSocket(told.runtime, "work.sock", "worker", told.fingerprint)
-        self._closing.callback(workers.close)
-        self._peers = {"worker": workers}
+        self._peers: dict[str, PeerSocket] = {}
+        workers = self._bind("work.sock", "worker")
         if told.slab:
-            self._bind_prefetcher()
+            self._bind("fetch.sock", "prefetcher")
+        self._control = ControlSegment.attach(told.control)
+        self._closing.callback(self._control.close)
         self.store = Store.attach(told.store, told.fingerprint, writable=True)
         self._closing.callback(self.store.close)
         layout = self.store.layout
         self.notes.append(f"store: {lock_pages(self.store.segment.array)}")
         dtype = DTYPES[config.backbone_dtype]
         backbone = Backbone(index, spec, dtype, self.context, self.device.torch_device)
-        pool = WorkerPool(workers, told.workers)
-        pool.wait_ready(PEER_LIMIT)
-        pool.wake(layout.shape.hidden)  # the workers import torch while this process reads the tokenizer
+        pool = WorkerPool(workers, self._control, told.workers, layout.shape.hidden)
+        pool.wait_ready(PEER_LIMIT)  # from here on they import torch, while this process reads the tokenizer
         self.tokenizer = Tokenizer.load(told.model)
         self.sampling = sampling_defaults(told.model)
         kv = KVCache(spec, dtype, self.device.torch_device, kv_budget(config.kv_tokens, self.context))
@@ -154,6 +157,9 @@ class Assembly:
             "engine": engine.accounting.snapshot(),
             "tiles_per_expert": engine.shape.tiles,
             "tile_bytes": engine.layout.tile_bytes,
+            "peers": [peer for socket in list(self._peers.values()) for peer in socket.stats()],
+            "recovery": {role: socket.recovery.stats() for role, socket in list(self._peers.items())},
+            "malformed": {role: socket.malformed for role, socket in list(self._peers.items())},
         }
         if self._costs is not None:
             stats["costs"] = self._costs.to_json()
@@ -167,15 +173,16 @@ class Assembly:
             }
         return stats
 
-    def audit(self) -> None:
-        """Between requests: finish what moves in the background, and check the slots' books."""
-        if self.engine.memory is not None:
-            self.engine.memory.mover.settle()
-
-    def bury(self, role: str, index: int, incarnation: int) -> None:
-        """The supervisor saw a worker or the prefetcher die. May be called from any thread."""
-        if role in self._peers:
-            self._peers[role].bury(index, incarnation)
+    def rest(self) -> bool:
+        """Between requests: see who has come or gone, keep tiles moving, check the slots' books. True where
+        something moves, so that it is soon to be called again."""
+        self.engine.keep_up()
+        if self.engine.memory is None:
+            return False
+        mover = self.engine.memory.mover
+        if not mover.moving:
+            mover.cache.audit()
+        return mover.moving
 
     def give_up(self, reason: str) -> None:
         """End every wait for a worker or the prefetcher. May be called from any thread."""
@@ -194,10 +201,12 @@ class Assembly:
             self._costs = measure_costs(self.engine) if file is None else Costs.load(file)
         return self._costs
 
-    def _bind_prefetcher(self) -> None:
-        fetch = PeerSocket(self.told.runtime, "fetch.sock", "prefetcher", self.told.fingerprint)
-        self._closing.callback(fetch.close)
-        self._peers["prefetcher"] = fetch
+    def _bind(self, socket: str, role: str) -> PeerSocket:
+        told = self.told
+        peers = PeerSocket(told.runtime, socket, role, told.fingerprint, told.key, self._deaths, self._tell)
+        self._closing.callback(peers.close)
+        self._peers[role] = peers
+        return peers
 
     def _device_memory(self, layout: StoreLayout) -> DeviceMemory:
         told, shape = self.told, layout.shape
@@ -207,17 +216,19 @@ class Assembly:
         name = f"{engine_prefix(told.runtime)}slab-{told.incarnation}"
         slab = self.device.open_slab(name, slots, layout.tile_bytes)
         self._closing.callback(slab.close)
-        if "prefetcher" not in self._peers:
-            self._bind_prefetcher()
+        peers = self._peers.get("prefetcher")
+        if peers is None:
+            peers = self._bind("fetch.sock", "prefetcher")
             if told.prefetcher == "process":
-                self._need("prefetcher")
-        link = FetchLink(self._peers["prefetcher"])
-        if told.prefetcher == "thread":
-            copier = paced(slab.local_copier(self.store), told.config.link_gbps)
-            self._closing.callback(start_copy_thread(told, self.store, copier, self._peers["prefetcher"]))
-        link.wait_ready(PEER_LIMIT)
+                self._tell(Needed("prefetcher"))
         if told.prefetcher == "process":
-            self.notes.extend(link.attach(slab.address(), PEER_LIMIT))
+            link = FetchLink(peers, slab.address(), self._control.line("prefetcher", 0))
+        else:
+            link = FetchLink(peers, None, None)
+            copier = paced(slab.local_copier(self.store), told.config.link_gbps, lambda: None)
+            self._closing.callback(start_copy_thread(told, self.store, copier, peers))
+        link.wait_up(PEER_LIMIT)
+        self.notes.extend(link.notes)
         self.notes.append(f"slab: {capacity} tiles and {STAGING_TILES} for streaming")
         cache = ExpertCache(shape.layers, shape.experts, shape.tiles, capacity, slots, self.device.fence)
         return DeviceMemory(TileMover(cache, link, self.device), slab)

@@ -16,6 +16,8 @@ class Briefed:
     engine: str
     runtime: Path
     incarnation: int
+    key: bytes  # proves who this engine's children are
+    control: str  # name of the control segment
     store: str
     fingerprint: str
     model: Path
@@ -30,6 +32,8 @@ class Briefed:
             engine=told["engine"],
             runtime=Path(told["runtime"]),
             incarnation=told["incarnation"],
+            key=told["key"],
+            control=told["control"],
             store=told["store"],
             fingerprint=told["fingerprint"],
             model=Path(told["model"]),

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,8 +23,10 @@ from pipeline.briefed import Briefed
 from pipeline.clients import Clients, for_others
 from pipeline.engine_thread import EngineThread
 from pipeline.errors import NumberInUse, UsageError
+from pipeline.peers import Deaths
 from pipeline.policies.view import PolicyRequest
 from protocol.codec import decode, encode
+from protocol.connection import HEARTBEAT_SECONDS
 from protocol.errors import MalformedMessage
 from protocol.messages import (
     VERSION,
@@ -31,7 +35,7 @@ from protocol.messages import (
     Error,
     Failed,
     Generate,
-    Needed,
+    Heartbeat,
     PolicyChanged,
     Ready,
     Score,
@@ -42,7 +46,7 @@ from protocol.messages import (
     Welcome,
     WorkerDied,
 )
-from protocol.sockets import connect_dealer, identity, ipc_endpoint
+from protocol.sockets import connect_dealer, ipc_endpoint
 from shm.errors import NotEnoughMemory
 
 log = logging.getLogger(__name__)
@@ -62,15 +66,17 @@ class Coordinator:
             ipc_endpoint(runtime, "client.sock"), self._welcome, self._on_message, self._on_gone
         )
         self._context = zmq.asyncio.Context()
-        name = identity("coordinator", 0, self._told.incarnation)
-        self._control = connect_dealer(self._context, ipc_endpoint(runtime, "control.sock"), identity=name)
+        control = ipc_endpoint(runtime, "control.sock")
+        self._control = connect_dealer(self._context, control, identity=config["identity"])
+        self._deaths = Deaths()
         self._engine = EngineThread(
             self._told,
             self._loop,
             self.clients,
+            deaths=self._deaths,
             on_ready=self._on_ready,
             on_failure=self._on_failure,
-            on_need=lambda role: self._tell_supervisor(Needed(role)),
+            tell=self._tell_supervisor,
         )
         self._assembly: Assembly | None = None
         self._built = asyncio.Event()
@@ -82,8 +88,9 @@ class Coordinator:
         self._engine.start()
         listening = asyncio.create_task(self._listen())
         serving = asyncio.create_task(self._serve())
+        beating = asyncio.create_task(self._beat())
         stopping = asyncio.create_task(self._stopping.wait())
-        tasks = (listening, serving, stopping)
+        tasks = (listening, serving, beating, stopping)
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             if (error := task.exception()) is not None:
@@ -119,14 +126,23 @@ class Coordinator:
         self._tell_supervisor(Failed("coordinator", text, usage))
 
     def _tell_supervisor(self, message: object) -> None:
-        # Not waiting, this has happened when it returns, and the future only carries how it went.
+        # Not waiting, this has happened when it returns, and the future only carries how it went. A
+        # supervisor that stands still is told nothing: what it misses is a sign of life, or is seen by it
+        # otherwise.
         sent = self._control.send_multipart(encode(message), flags=zmq.NOBLOCK)
-        cast("asyncio.Future[None]", sent).result()
+        with suppress(zmq.Again):
+            cast("asyncio.Future[None]", sent).result()
 
     async def _serve(self) -> None:
         # What clients say before there is an engine waits in the socket.
         await self._built.wait()
         await self.clients.serve()
+
+    async def _beat(self) -> None:
+        """Signs of life for the supervisor."""
+        while True:
+            self._tell_supervisor(Heartbeat(time.monotonic()))
+            await asyncio.sleep(HEARTBEAT_SECONDS)
 
     async def _listen(self) -> None:
         while True:
@@ -140,8 +156,8 @@ class Coordinator:
                 case Shutdown():
                     self._stopping.set()
                     return
-                case WorkerDied() if self._assembly is not None:
-                    self._assembly.bury(message.role, message.index, message.incarnation)
+                case WorkerDied():
+                    self._deaths.put(message)
 
     def _welcome(self) -> Welcome:
         told, assembly = self._told, self._assembly
@@ -212,6 +228,7 @@ class Coordinator:
         except (UsageError, NotEnoughMemory) as e:
             self._engine.send(client, Error(message.request, str(e)))
             return
+        self._engine.in_loop(self._tell_supervisor, message)
         policy = assembly.engine.policy
         changed = PolicyChanged(message.request, policy.name, policy.exact, notes)
         self._engine.send(client, changed)
@@ -224,4 +241,5 @@ async def _run(config: dict[str, Any]) -> int:
 
 def main(config: dict[str, Any]) -> int:
     """The coordinator's life; the exit code."""
-    return uvloop.run(_run(config))
+    code: int = uvloop.run(_run(config))
+    return code

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 
 from pipeline.briefed import Briefed
 from pipeline.peers import PeerSocket
 from protocol.messages import Shutdown
+from protocol.sockets import Identity
 from shm.errors import ShmError
 from shm.store import Store
 from workers.copiers import Copier
@@ -21,11 +23,15 @@ JOIN_LIMIT = 5.0  # seconds for the thread to end
 def start_copy_thread(told: Briefed, store: Store, copier: Copier, socket: PeerSocket) -> Callable[[], None]:
     """Start it; it announces itself to `socket`. Returns what ends it."""
 
+    def _no_tick() -> None:
+        """Nobody watches a thread: it cannot hang alone."""
+
     def copy() -> None:
-        who = {"role": "prefetcher", "index": 0, "incarnation": told.incarnation}
+        name = Identity("prefetcher", 0, told.incarnation)
+        who = asdict(name) | {"identity": name.prove(told.key)}
         where = {"runtime": str(told.runtime), "fingerprint": told.fingerprint}
         peer = Peer(who | where, "fetch.sock", supervised=False)
-        loop = CopyLoop(peer, store, told.config.link_gbps)
+        loop = CopyLoop(peer, store, told.config.link_gbps, _no_tick)
         loop.attach(copier)
         peer.announce()
         try:

@@ -16,8 +16,7 @@ from pipeline.engine import Engine
 from pipeline.errors import PolicyError
 from pipeline.policies.costs import Costs
 from pipeline.runs import empty_run
-from pipeline.split import HostShare
-from pipeline.tile_mover import Missing
+from pipeline.split import HostShare, Missing
 from pipeline.worker_pool import Ticket
 
 ROWS = (1, 4, 16, 64)
@@ -115,14 +114,14 @@ class _Probe:
         layer, expert = next(self._experts)
         chosen = np.array([expert], np.int32)
         every, weights = np.arange(rows, dtype=np.int32), np.ones(rows, np.float32)
-        share = HostShare(chosen, 0 * chosen, [every], [weights], self._engine.shape.tiles)
+        share = HostShare(chosen, 0 * chosen, 0 * chosen + self._engine.shape.tiles, [every], [weights])
         return self._engine.pool.submit(layer, share, self._activations(rows).numpy(), "decode")
 
     def _fetch(self) -> float:
         """Stream one expert to the device; seconds."""
         layer, expert = next(self._experts)
         started = time.perf_counter()
-        for _ in self._memory.mover.stream(layer, [Missing(expert, 0, self._engine.shape.tiles)]):
+        for _ in self._memory.mover.stream(layer, [Missing(expert, 0, self._engine.shape.tiles)], []):
             pass
         return time.perf_counter() - started
 

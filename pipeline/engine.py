@@ -22,8 +22,8 @@ from pipeline.models.backbone import Backbone, Slice
 from pipeline.models.routing import top_k_softmax
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import FloatArray, IntArray, ModelShape, Phase, Policy, Routing, Target, View
-from pipeline.split import Split, split_layer
-from pipeline.tile_mover import Missing, TileMover
+from pipeline.split import Missing, Split, split_layer
+from pipeline.tile_mover import TileMover
 from pipeline.worker_pool import WorkerPool
 from shm.layout import StoreLayout
 from workers.kernels.reference import ReferenceKernel
@@ -94,10 +94,18 @@ class Engine:
         self.accounting = Accounting(self.layout.tile_bytes)
         self._popularity[:] = 0
 
+    def keep_up(self) -> None:
+        """Take in who has come and who has died, whether the next layer needs them or not."""
+        self.pool.update(0)
+        if self.memory is not None:
+            self.memory.mover.update()
+
     @torch.inference_mode()
     def step(self, pieces: Sequence[Piece], phase: Phase) -> list[FloatArray]:
         """Run the pieces' tokens through the model. Returns each piece's wanted logits, float32 [n,
-        vocabulary], and leaves the sequences' KV advanced."""
+        vocabulary], and leaves the sequences' KV advanced. Raises RunFailed where the workers cannot compute
+        it: the sequences are then as they were."""
+        self.keep_up()
         model, device, policy = self.backbone, self.device, self.policy
         counters = self.accounting.phases[phase]
         clock = StepClock(counters)
@@ -121,17 +129,22 @@ class Engine:
             ticket = self.pool.submit(layer, split.host, x_host, phase)
             clock.mark("submit")
 
-            y = self._run_on_device(layer, split, x, counters)
+            y, left = self._run_on_device(layer, split, x, counters)
             clock.mark("device")
 
-            if ticket.runs:
-                partial = device.from_host(self.pool.result(ticket))
-                clock.mark("wait")
-                y = partial if y is None else y.add_(partial)
+            tickets = [(split.host, ticket)]
+            if left:  # the prefetcher is gone: what it was to bring is the workers' now
+                late = split.handed_over(left)
+                tickets.append((late, self.pool.submit(layer, late, x_host, phase)))
+            for share, ticket in tickets:
+                if ticket.runs:
+                    partial = device.from_host(self.pool.result(ticket))
+                    clock.mark("wait")
+                    y = partial if y is None else y.add_(partial)
+                counters.host_tiles += share.total
+                counters.host_busy += ticket.busy
             if y is not None:
                 h = h + y
-            counters.host_tiles += split.host.total
-            counters.host_busy += ticket.busy
             if self.memory is not None:
                 self.memory.mover.retarget(policy.after(layer, routing, view))
                 self.memory.mover.update()
@@ -157,16 +170,19 @@ class Engine:
         self._popularity[layer] += split.workload
         return split
 
-    def _run_on_device(self, layer: int, split: Split, x: Tensor, counters: PhaseCounters) -> Tensor | None:
-        """The device's share, float32 [R, H]; None where it has none. Resident tiles are computed while the
-        missing ones are on their way, and those as they land. Resident ones are an expert's first, so each
-        expert sums its tiles in tile order, and then experts are added in theirs: the bits depend on the cuts
-        and not on what happened to be resident."""
+    def _run_on_device(
+        self, layer: int, split: Split, x: Tensor, counters: PhaseCounters
+    ) -> tuple[Tensor | None, list[Missing]]:
+        """The device's share, float32 [R, H], None where it has none; and what of it is missing because there
+        is no prefetcher. Resident tiles are computed while the missing ones are on their way, and those as
+        they land. Resident ones are an expert's first, so each expert sums its tiles in tile order, and then
+        experts are added in theirs: the bits depend on the cuts and not on what happened to be resident."""
+        left: list[Missing] = []
         if self.memory is None or not split.device:
-            return None
+            return None, left
         slab, mover = self.memory.slab, self.memory.mover
         missing = [Missing(s.expert, s.resident, s.cut) for s in split.device if s.resident < s.cut]
-        landing = mover.stream(layer, missing)
+        landing = mover.stream(layer, missing, left)
         inputs = self.kernel.activations(x)
         y = torch.zeros_like(x)
         rows = {s.expert: torch.from_numpy(s.rows.astype(np.int64)).to(x.device) for s in split.device}
@@ -184,9 +200,10 @@ class Engine:
             add(expert, slot)
             counters.fetched_tiles += 1
         for share in split.device:
-            weights = torch.from_numpy(share.weights[:, None]).to(x.device)
-            y.index_add_(0, rows[share.expert], sums[share.expert] * weights)
-        return y
+            if share.expert in sums:
+                weights = torch.from_numpy(share.weights[:, None]).to(x.device)
+                y.index_add_(0, rows[share.expert], sums[share.expert] * weights)
+        return y, left
 
     def _head(self, h: Tensor, pieces: Sequence[Piece]) -> list[FloatArray]:
         """The wanted logits of each piece; rows nobody wants do not go through the head."""

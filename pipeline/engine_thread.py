@@ -16,12 +16,14 @@ from pipeline.briefed import Briefed
 from pipeline.calls import Calls
 from pipeline.clients import Clients
 from pipeline.errors import PipelineError, UsageError
+from pipeline.peers import Deaths
 from shm.errors import NotEnoughMemory, ShmError
 from workers.cuda import CudaError
 
 log = logging.getLogger(__name__)
 
-IDLE_WAIT = 0.5  # seconds an idle engine waits for a call before it audits itself
+IDLE_WAIT = 0.5  # seconds an idle engine waits for a call before it looks after itself
+MOVING_WAIT = 0.01  # the same while tiles move in the background
 PAUSE = 0.005  # seconds until a round is tried again when all requests wait for their clients
 CALLS_SECONDS = 0.01  # of calls between two rounds
 JOIN_LIMIT = 2.0  # seconds for the engine's thread to end its step
@@ -37,18 +39,19 @@ class EngineThread:
         loop: asyncio.AbstractEventLoop,
         clients: Clients,
         *,
+        deaths: Deaths,
         on_ready: Callable[[Assembly], None],
         on_failure: Callable[[str, bool], None],
-        on_need: Callable[[str], None],
+        tell: Callable[[object], None],
     ) -> None:
         """In the loop are called `on_ready(assembly)` once the engine is built, `on_failure(text, usage)` if
-        it cannot be, or cannot go on, and `on_need(role)` when it waits for a child that must be started."""
+        it cannot be, or cannot go on, and `tell(message)` with what the supervisor is to know."""
         self._told = told
         self._loop = loop
         self._clients = clients
         self._on_ready = on_ready
         self._on_failure = on_failure
-        self._on_need = on_need
+        self._deaths, self._tell = deaths, tell
         self._assembly: Assembly | None = None
         self._calls: Calls[Assembly] = Calls()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -86,7 +89,8 @@ class EngineThread:
                 self._told,
                 self.send,
                 self._clients.congested,
-                need=lambda role: self.in_loop(self._on_need, role),
+                self._deaths,
+                tell=lambda message: self.in_loop(self._tell, message),
             )
             self.in_loop(self._on_ready, assembly)
             assembly.warm_up()
@@ -99,12 +103,12 @@ class EngineThread:
             self.in_loop(self._on_failure, f"the engine failed: {type(e).__name__}: {e}", False)
 
     def _serve(self, assembly: Assembly) -> None:
-        scheduler = assembly.scheduler
+        scheduler, pause = assembly.scheduler, IDLE_WAIT
         try:
             while not self._calls.stopped:
-                self._take_calls(assembly, IDLE_WAIT if scheduler.idle else 0.0)
+                self._take_calls(assembly, pause if scheduler.idle else 0.0)
                 if scheduler.idle:
-                    assembly.audit()
+                    pause = MOVING_WAIT if assembly.rest() else IDLE_WAIT
                 elif not scheduler.round():
                     self._take_calls(assembly, PAUSE)
             scheduler.cancel_all()

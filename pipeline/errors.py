@@ -26,7 +26,12 @@ class PlanError(PipelineError):
 
 
 class PeerLost(PipelineError):
-    """A worker or the prefetcher died or fell silent while the engine waited for it."""
+    """The engine waited for a worker or the prefetcher in vain: it did not come, or all were given up."""
+
+
+class RunFailed(PipelineError):
+    """A run of a step cannot be computed: it crashed the workers that tried, or a worker refused it. The
+    requests whose rows it has are at fault, or the experts' bytes; the workers are replaced."""
 
 
 class NumberInUse(RequestError):

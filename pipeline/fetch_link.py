@@ -1,4 +1,8 @@
-"""Orders to the prefetcher and their landings: the coordinator's end of one socket."""
+"""Orders to the prefetcher and their landings: the coordinator's end of one socket.
+
+The prefetcher may be gone for a while: then the link is not `up`, and what was ordered is final where it
+stood.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,13 @@ import time
 from dataclasses import dataclass, field
 
 from pipeline.errors import PeerLost
-from pipeline.peers import PeerSocket
-from protocol.messages import AttachSlab, CancelFetch, Fetch, Fetched, SlabAttached
+from pipeline.peers import PeerSocket, Watch
+from protocol.messages import AttachSlab, CancelFetch, Fetch, Fetched, Ready, SlabAttached, WorkerDied
+from shm.control import ControlLine
 
 DEMANDED, PLACED = 0, 2  # urgency; smaller overtakes
+STALL_LIMIT = 3.0  # seconds without a tile after which the prefetcher hangs
+ATTACH_LIMIT = 60.0  # the same while it maps the slab and locks the store's pages
 
 
 @dataclass
@@ -30,27 +37,30 @@ class Order:
 class FetchLink:
     """Sends orders and keeps their state up to date. Used by the engine's thread alone."""
 
-    def __init__(self, socket: PeerSocket) -> None:
+    def __init__(self, socket: PeerSocket, slab: AttachSlab | None, line: ControlLine | None) -> None:
+        """`slab`: what each prefetcher that comes is to map; None: it has it already. `line`: where it counts
+        its progress; None: it is a thread of this process."""
+        self.up = False
+        self.notes: tuple[str, ...] = ()  # of the latest prefetcher
         self._socket = socket
+        self._slab = slab
+        self._line = line
+        self._attaching = False
         self._next = 0
         self._orders: dict[int, Order] = {}
+        self._watch = Watch()
 
-    def wait_ready(self, limit: float) -> None:
-        """Wait for the prefetcher to announce itself. Raises PeerLost."""
-        self._socket.wait_ready(1, limit)
-
-    def attach(self, slab: AttachSlab, limit: float) -> tuple[str, ...]:
-        """Have the prefetcher map the slab. Returns its notes. Raises PeerLost."""
-        self._socket.send(0, slab)
+    def wait_up(self, limit: float) -> None:
+        """Wait until there is a prefetcher that has mapped the slab. Raises PeerLost after `limit`
+        seconds."""
         deadline = time.monotonic() + limit
-        while time.monotonic() < deadline:
-            for _, message in self._socket.receive(100):
-                if isinstance(message, SlabAttached):
-                    return message.notes
-        raise PeerLost(f"the prefetcher did not attach the slab within {limit:.0f} s")
+        while not self.up:
+            if time.monotonic() > deadline:
+                raise PeerLost(f"no prefetcher was ready after {limit:.0f} s")
+            self.update(100)
 
     def order(self, layer: int, expert: int, lo: int, slots: list[int], urgency: int) -> Order:
-        """Ask for tiles [lo, lo + len(slots)) of an expert."""
+        """Ask for tiles [lo, lo + len(slots)) of an expert. The link must be up."""
         order = Order(self._next, layer, expert, lo, slots)
         self._next += 1
         self._orders[order.id] = order
@@ -64,22 +74,44 @@ class FetchLink:
             self._socket.send(0, CancelFetch(order.id))
 
     def update(self, wait_ms: int) -> None:
-        """Take in what the prefetcher has reported; wait at most `wait_ms` for something."""
-        for _, message in self._socket.receive(wait_ms):
-            if isinstance(message, Fetched) and message.id in self._orders:
-                order = self._orders[message.id]
-                order.landed, order.final, order.seconds = message.landed, message.final, message.seconds
-                if order.final:
-                    del self._orders[order.id]
+        """Take in what has come; wait at most `wait_ms` for something. Orders of a prefetcher that has died
+        become final."""
+        messages = self._socket.receive(wait_ms)
+        for _, message in messages:
+            match message:
+                case Fetched(id=id) if id in self._orders:
+                    order = self._orders[id]
+                    order.landed, order.final, order.seconds = message.landed, message.final, message.seconds
+                    if order.final:
+                        del self._orders[id]
+                case Ready() if self._slab is not None:
+                    self._attaching = True
+                    self._socket.send(0, self._slab)
+                case Ready():
+                    self._begin()
+                case SlabAttached():
+                    self.notes = message.notes
+                    self._begin()
+                case WorkerDied():
+                    self.up = self._attaching = False
+                    for order in self._orders.values():
+                        order.final = True
+                    self._orders.clear()
+        if not messages and (wait_ms or self._attaching):
+            self._look_whether_it_hangs()
 
-    def wait(self, order: Order, landed: int, limit: float) -> None:
-        """Return when `landed` tiles of the order are there, or it is final. Raises PeerLost after `limit`
-        seconds without any landing."""
-        deadline = time.monotonic() + limit
-        known = order.landed
+    def wait(self, order: Order, landed: int) -> None:
+        """Return when `landed` tiles of the order are there, or it is final."""
         while order.landed < landed and not order.final:
             self.update(50)
-            if order.landed > known:
-                known, deadline = order.landed, time.monotonic() + limit
-            elif time.monotonic() > deadline:
-                raise PeerLost(f"the prefetcher has copied nothing for {limit:.0f} s")
+
+    def _begin(self) -> None:
+        self.up, self._attaching = True, False
+        self._watch.rest()
+        self._socket.up(0)
+
+    def _look_whether_it_hangs(self) -> None:
+        if self._line is None or not (self._orders or self._attaching):
+            self._watch.rest()
+        elif self._watch.stalled(self._line.ticks) > (STALL_LIMIT if self.up else ATTACH_LIMIT):
+            self._socket.hung(0)

@@ -1,124 +1,245 @@
 """The coordinator's end of a socket to its workers or its prefetcher: who is there, messages both ways.
 
-A peer is known by its index; behind an index only its newest incarnation is heard, and what a dead one
-still had under way is dropped. Used by the engine's thread alone; `bury` and `give_up` may be called from any
-thread, and end its waits.
+A peer is known by its index; behind an index only its newest life is heard, and what a dead one still had
+under way is dropped. That a peer came or died is told in order among its messages, as its Ready and as
+WorkerDied. Used by the engine's thread alone, but for `give_up` and `stats`.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import zmq
 
 from pipeline.errors import PeerLost
+from pipeline.recovery import Recovery
 from protocol.codec import decode, encode
 from protocol.errors import MalformedMessage
-from protocol.messages import VERSION, Ready
-from protocol.sockets import bind_router, identity, ipc_endpoint, parse_identity
+from protocol.messages import VERSION, Hung, Ready, WorkerDied, WorkerUp
+from protocol.sockets import Identity, bind_router, ipc_endpoint, parse_identity
 
 log = logging.getLogger(__name__)
 
 SEND_LIMIT = 30.0  # seconds for a peer whose queue is full to take something
+SLICE_MS = 10  # of a wait, between two looks at who has died
 COPY_BELOW = 65536  # bytes; copying less is cheaper than tracking the buffer
+BATCH = 256  # messages taken in at once, so that a flood of strangers' is no endless loop
+STALL_SLICE = 0.1  # seconds without progress that one look may find: we may have stood still ourselves
+COMPLAINTS = 5  # strangers' messages that are logged; the others are counted
+
+Tell = Callable[[object], None]
+
+
+@dataclass
+class Life:
+    """A peer's present life."""
+
+    name: bytes
+    incarnation: int
+    pid: int
+    up: bool = False  # it does its work
+    hung: bool = False  # its end was asked for
+
+
+class Deaths:
+    """What the supervisor saw die, by role. From any thread."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, deque[WorkerDied]] = {"worker": deque(), "prefetcher": deque()}
+
+    def put(self, death: WorkerDied) -> None:
+        """Note a death; one of another role is nobody's."""
+        if death.role in self._seen:
+            self._seen[death.role].append(death)
+
+    def of(self, role: str) -> deque[WorkerDied]:
+        """Those of a role that were not yet taken, the oldest first."""
+        return self._seen[role]
 
 
 class PeerSocket:
     """A bound ROUTER for all peers of one role."""
 
-    def __init__(self, runtime: Path, socket: str, role: str, fingerprint: str) -> None:
+    def __init__(
+        self, runtime: Path, socket: str, role: str, fingerprint: str, key: bytes, deaths: Deaths, tell: Tell
+    ) -> None:
+        """`key`: the engine's, which proves who its children are; `tell` sends to the supervisor."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = bind_router(self._context, ipc_endpoint(runtime, socket))
-        self._role = role
+        self.role = role
         self._fingerprint = fingerprint
-        self._live: dict[int, int] = {}  # index -> incarnation
-        self._dead: set[tuple[int, int]] = set()
-        self._lock = threading.Lock()
+        self._key = key
+        self._deaths = deaths.of(role)
+        self._tell = tell
+        self._live: dict[int, Life] = {}
         self._given_up = ""
         self._early: list[tuple[int, object]] = []  # what came while a send had to wait
+        self.recovery = Recovery()
         self.malformed = 0
 
+    @property
+    def live(self) -> list[int]:
+        """The indices of the peers that are there."""
+        return list(self._live)
+
     def wait_ready(self, count: int, limit: float) -> None:
-        """Wait for `count` peers to announce themselves. Raises PeerLost after `limit` seconds."""
+        """Wait for `count` peers to announce themselves; what they say meanwhile is received later. Raises
+        PeerLost after `limit` seconds."""
         deadline = time.monotonic() + limit
         while len(self._live) < count:
             if time.monotonic() > deadline:
-                raise PeerLost(f"{len(self._live)} of {count} {self._role}s were ready after {limit:.0f} s")
-            self.receive(100)
-
-    def bury(self, index: int, incarnation: int) -> None:
-        """The supervisor saw this incarnation die."""
-        with self._lock:
-            self._dead.add((index, incarnation))
+                raise PeerLost(f"{len(self._live)} of {count} {self.role}s were ready after {limit:.0f} s")
+            self._early.extend(self._take(100))
 
     def give_up(self, reason: str) -> None:
-        """No peer will answer any more: every wait from now on raises PeerLost with this reason."""
+        """No peer will answer any more: every wait from now on raises PeerLost with this reason. From any
+        thread."""
         self._given_up = reason
 
-    def check_alive(self) -> None:
-        """Raises PeerLost when a peer that was ready has died, or all were given up."""
-        if self._given_up:
-            raise PeerLost(self._given_up)
-        with self._lock:
-            for index, incarnation in self._live.items():
-                if (index, incarnation) in self._dead:
-                    raise PeerLost(f"{self._role} {index} died")
+    def up(self, index: int) -> None:
+        """This peer does its work from now on."""
+        life = self._live[index]
+        if not life.up:
+            life.up = True
+            self.recovery.whole(index)
+            self._tell(WorkerUp(self.role, index, life.incarnation))
+
+    def hung(self, index: int) -> None:
+        """This peer has work and makes no progress: have it killed."""
+        life = self._live.get(index)
+        if life is not None and not life.hung:
+            life.hung = True
+            self._tell(Hung(self.role, index, life.incarnation))
 
     def send(self, index: int, message: object) -> None:
-        """Send to a peer. Large tensors are not copied: they must not change until its answer. Raises
-        PeerLost where it is not connected, or takes no message for too long."""
+        """Send to a peer. Large tensors are not copied: they must not change until its answer. To one that is
+        dying or dead nothing is sent: its death is received, or was. Raises PeerLost where a living one takes
+        no message for too long."""
+        life = self._live.get(index)
+        if life is None:
+            return
         frames = encode(message)
-        name = identity(self._role, index, self._live.get(index, 0))
         small = sum(map(len, frames)) < COPY_BELOW
         deadline = time.monotonic() + SEND_LIMIT
         while True:
             try:
-                self._socket.send_multipart([name, *frames], zmq.NOBLOCK, copy=small)
+                self._socket.send_multipart([life.name, *frames], zmq.NOBLOCK, copy=small)
                 return
             except zmq.Again:
                 # It may wait for us to take what it sends, so take it.
                 self._early.extend(self._take(10))
+                if self._live.get(index) is not life:
+                    return
                 if time.monotonic() > deadline:
-                    raise PeerLost(f"{self._role} {index} took no message for {SEND_LIMIT:.0f} s") from None
+                    raise PeerLost(f"{self.role} {index} took no message for {SEND_LIMIT:.0f} s") from None
             except zmq.ZMQError as e:
-                raise PeerLost(f"{self._role} {index} cannot be reached: {e}") from None
+                if e.errno != zmq.EHOSTUNREACH:
+                    raise PeerLost(f"{self.role} {index} cannot be reached: {e}") from None
+                return
 
     def receive(self, wait_ms: int) -> list[tuple[int, object]]:
-        """Messages that are here, as (index, message); waits at most `wait_ms` for the first. Ready is
-        taken in here. Raises PeerLost where a peer speaks for another engine or version, or has died."""
+        """Messages that are here, as (index, message); waits at most `wait_ms` for the first. Among them are
+        the Ready of who has come and the WorkerDied of who is gone. Raises PeerLost when all were given
+        up."""
         early, self._early = self._early, []
         return early + self._take(0 if early else wait_ms)
 
+    def stats(self) -> list[dict[str, Any]]:
+        """Who is there, for a person. From any thread."""
+        return [
+            {"role": self.role, "index": i, "incarnation": life.incarnation, "pid": life.pid, "up": life.up}
+            for i, life in sorted(list(self._live.items()))
+        ]
+
     def _take(self, wait_ms: int) -> list[tuple[int, object]]:
-        if not self._socket.poll(wait_ms):
-            self.check_alive()
-            return []
         messages: list[tuple[int, object]] = []
         while True:
+            slice_ms = min(wait_ms, SLICE_MS)
+            here = self._socket.poll(slice_ms)
+            if self._given_up:
+                raise PeerLost(self._given_up)
+            while self._deaths:
+                self._bury(self._deaths.popleft(), messages)
+            if here:
+                self._drain(messages)
+            wait_ms -= slice_ms
+            if messages or wait_ms <= 0:
+                return messages
+
+    def _drain(self, messages: list[tuple[int, object]]) -> None:
+        for _ in range(BATCH):
             try:
                 sender, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return messages
+                return
             try:
-                peer = parse_identity(sender)
+                peer = parse_identity(sender, self._key)
                 message = decode(frames)
             except MalformedMessage as e:
-                self.malformed += 1
-                log.warning("dropped a malformed message on the %s socket: %s", self._role, e)
+                self._complain(str(e))
                 continue
-            if isinstance(message, Ready):
-                self._welcome(message)
-            elif peer.role == self._role and self._live.get(peer.index) == peer.incarnation:
+            life = self._live.get(peer.index)
+            if peer.role != self.role:
+                self._complain(f"a {peer.role} speaks as a {self.role}")
+            elif isinstance(message, Ready):
+                self._welcome(sender, peer, message, messages)
+            elif life is not None and life.incarnation == peer.incarnation:
                 messages.append((peer.index, message))
 
-    def _welcome(self, ready: Ready) -> None:
+    def _complain(self, text: str) -> None:
+        self.malformed += 1
+        if self.malformed <= COMPLAINTS:
+            log.warning("dropped a malformed message on the %s socket: %s", self.role, text)
+
+    def _welcome(self, name: bytes, peer: Identity, ready: Ready, messages: list[tuple[int, object]]) -> None:
         if ready.version != VERSION or ready.fingerprint != self._fingerprint:
-            raise PeerLost(f"{ready.role} {ready.index} belongs to another engine or version")
-        self._live[ready.index] = ready.incarnation
+            self._complain(f"{peer.role} {peer.index} has another version or store")
+            return
+        known = self._live.get(peer.index)
+        if known is not None and known.incarnation >= peer.incarnation:
+            return  # said twice, or by a former life
+        if known is not None:  # its successor came before the news of its death
+            self._bury(WorkerDied(peer.role, peer.index, known.incarnation, False, -1), messages)
+        self._live[peer.index] = Life(name, peer.incarnation, ready.pid)
+        self.recovery.ready(peer.index)
+        messages.append((peer.index, ready))
+
+    def _bury(self, death: WorkerDied, messages: list[tuple[int, object]]) -> None:
+        life = self._live.get(death.index)
+        if life is not None and life.incarnation == death.incarnation:
+            del self._live[death.index]
+            self.recovery.died(death.index)
+            messages.append((death.index, death))
 
     def close(self) -> None:
         self._socket.close()
         self._context.term()
+
+
+class Watch:
+    """Whether a peer that has work makes progress. Time in which we did not look does not count."""
+
+    def __init__(self) -> None:
+        self._ticks = -1
+        self._still = 0.0
+        self._looked = 0.0
+
+    def stalled(self, ticks: int) -> float:
+        """Seconds without progress, as far as they were seen; `ticks` is the peer's counter now."""
+        now = time.monotonic()
+        if ticks != self._ticks:
+            self._ticks, self._still = ticks, 0.0
+        else:
+            self._still += min(now - self._looked, STALL_SLICE)
+        self._looked = now
+        return self._still
+
+    def rest(self) -> None:
+        """It has no work: nothing is expected of it."""
+        self._ticks = -1

@@ -52,35 +52,35 @@ Part = list[tuple[int, int, int]]  # index into the share, tile lo, tile hi
 def _consecutive(share: HostShare, costs: list[int], workers: int) -> list[Part]:
     """A tile belongs to the run in which its middle lies. Plain integers: at decode there are a few experts,
     and this is on every layer's way."""
-    experts = list(zip(range(len(costs)), share.lo.tolist(), costs, strict=True))
-    total = sum(cost * (share.tiles - lo) for _, lo, cost in experts)
+    experts = list(zip(range(len(costs)), share.lo.tolist(), share.hi.tolist(), costs, strict=True))
+    total = sum(cost * (hi - lo) for _, lo, hi, cost in experts)
     parts: list[Part] = [[] for _ in range(workers)]
     run, before = 0, 0  # `before`: cost of all tiles before the expert at hand
-    for i, lo, cost in experts:
+    for i, lo, hi, cost in experts:
         start = lo
         while True:
             # the first tile whose middle is at or beyond this run's end
             beyond = 2 * (run + 1) * total - workers * (2 * before + cost)
-            end = min(share.tiles, lo + max(0, -(-beyond // (2 * workers * cost))))
+            end = min(hi, lo + max(0, -(-beyond // (2 * workers * cost))))
             if end > start:
                 parts[run].append((i, start, end))
                 start = end
-            if start == share.tiles:
+            if start == hi:
                 break
             run += 1
-        before += cost * (share.tiles - lo)
+        before += cost * (hi - lo)
     return parts
 
 
 def _by_expert(share: HostShare, costs: list[int], workers: int) -> list[Part]:
-    totals = [cost * (share.tiles - lo) for cost, lo in zip(costs, share.lo.tolist(), strict=True)]
+    totals = [cost * tiles for cost, tiles in zip(costs, (share.hi - share.lo).tolist(), strict=True)]
     loads = [0] * workers
     chosen: list[list[int]] = [[] for _ in range(workers)]
     for i in sorted(range(len(totals)), key=lambda i: -totals[i]):
         run = loads.index(min(loads))
         loads[run] += totals[i]
         chosen[run].append(i)
-    return [[(i, int(share.lo[i]), share.tiles) for i in sorted(part)] for part in chosen]
+    return [[(i, int(share.lo[i]), int(share.hi[i])) for i in sorted(part)] for part in chosen]
 
 
 def _run(share: HostShare, part: Part, batch_rows: int) -> Run:

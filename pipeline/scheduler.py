@@ -19,7 +19,7 @@ from typing import Any
 from pipeline.accounting import difference
 from pipeline.conversations import Conversations
 from pipeline.engine import Engine
-from pipeline.errors import NumberInUse, PipelineError, RequestError
+from pipeline.errors import NumberInUse, PipelineError, RequestError, RunFailed
 from pipeline.jobs import Job
 from pipeline.kv_cache import BLOCK, GROWTH, KVCache, SequenceKV, room_for
 from pipeline.policies.view import Phase
@@ -242,7 +242,11 @@ class Scheduler:
             return
         started = time.perf_counter()
         pieces = [job.piece(self.chunk) for job in jobs]
-        answers = self.engine.step(pieces, phase)
+        try:
+            answers = self.engine.step(pieces, phase)
+        except RunFailed as e:
+            self._find_the_one(jobs, phase, str(e))
+            return
         failed: dict[Job, str] = {}
         for job, logits in zip(jobs, answers, strict=True):
             try:
@@ -256,6 +260,14 @@ class Scheduler:
                 self._end(job, "error", failed[job])
             elif job.reason is not None:
                 self._end(job, job.reason)
+
+    def _find_the_one(self, jobs: list[Job], phase: Phase, error: str) -> None:
+        """A step of these cannot be computed: the one whose rows are at fault ends, the others go on."""
+        if len(jobs) == 1:
+            self._end(jobs[0], "error", error)
+            return
+        for job in jobs:
+            self._step([job], phase)
 
     def _end(self, job: Job, reason: str, error: str = "") -> None:
         del self._live[job.client, job.request]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,19 +13,28 @@ from pipeline.policies.view import FloatArray, IntArray, Routing
 
 
 @dataclass(frozen=True)
+class Missing:
+    """Tiles [lo, hi) of an expert that the device is to compute and has not got."""
+
+    expert: int
+    lo: int
+    hi: int
+
+
+@dataclass(frozen=True)
 class HostShare:
-    """The experts with host tiles: their tiles [lo, tiles), the rows that use them, those rows' weights."""
+    """The experts with host tiles: their tiles [lo, hi), the rows that use them, those rows' weights."""
 
     experts: IntArray  # [m], ascending
     lo: IntArray  # [m]
+    hi: IntArray  # [m]
     rows: list[NDArray[np.int32]]  # each ascending
     weights: list[FloatArray]
-    tiles: int  # n, of every expert
 
     @property
     def total(self) -> int:
         """Tiles that the host computes."""
-        return self.tiles * len(self.lo) - int(self.lo.sum())
+        return int(self.hi.sum() - self.lo.sum())
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,18 @@ class Split:
     host: HostShare
     device: list[DeviceShare]  # experts ascending
 
+    def handed_over(self, missing: Iterable[Missing]) -> HostShare:
+        """The host's share of what the device was to compute and cannot get."""
+        shares = {share.expert: share for share in self.device}
+        items = sorted(missing, key=lambda item: (item.expert, item.lo))
+        return HostShare(
+            np.array([item.expert for item in items], np.int32),
+            np.array([item.lo for item in items], np.int32),
+            np.array([item.hi for item in items], np.int32),
+            [shares[item.expert].rows for item in items],
+            [shares[item.expert].weights for item in items],
+        )
+
 
 def split_layer(routing: Routing, cut: IntArray, residency: IntArray, tiles: int) -> Split:
     """cut, residency: int32 [E], of this layer. For each active expert the device computes tiles [0, cut),
@@ -63,7 +85,8 @@ def split_layer(routing: Routing, cut: IntArray, residency: IntArray, tiles: int
     if not right or (cuts < 0).any() or (cuts > tiles).any():
         raise PlanError(f"a policy's cuts must be {len(residency)} numbers in 0..{tiles}")
     on_host = cuts < tiles
-    host = HostShare(active[on_host], cuts[on_host], [], [], tiles)
+    lo = cuts[on_host]
+    host = HostShare(active[on_host], lo, np.full_like(lo, tiles), [], [])
     device: list[DeviceShare] = []
     start = 0
     for expert, p in zip(active.tolist(), cuts.tolist(), strict=True):

@@ -1,31 +1,24 @@
 """Moves tiles to the device: keeps residency at the policy's targets, streams what a step demands.
 
-The only user of the expert cache's slots and of the fetch link, so the rules that tie the two live here:
-an expert has at most one order under way; a demanded expert's background order is truncated first;
-tiles land in order, so what is resident is always a prefix.
+The only user of the expert cache's slots and of the fetch link, so the rules that tie the two live here: an
+expert has at most one order under way; a demanded expert's background order is truncated first; tiles land
+in order, so what is resident is always a prefix. While there is no prefetcher nothing is ordered, and what
+was demanded is handed back.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from pipeline.device import Device
 from pipeline.expert_cache import ExpertCache
 from pipeline.fetch_link import DEMANDED, PLACED, FetchLink, Order
 from pipeline.policies.view import Target
+from pipeline.split import Missing
 
-LANDING_LIMIT = 30.0  # seconds for the next tile of an order that is waited for
-
-
-@dataclass(frozen=True)
-class Missing:
-    """Tiles [lo, hi) of an expert that the device is to compute and has not got."""
-
-    expert: int
-    lo: int
-    hi: int
+BACKGROUND = 64  # orders under way at most: more would only fill the prefetcher's socket
+COME_LIMIT = 60.0  # seconds for a new prefetcher, where one is waited for
 
 
 class TileMover:
@@ -58,7 +51,11 @@ class TileMover:
                 self._take_in(order)
                 if order.final:
                     del self._background[key]
-        for layer, expert in self.cache.lacking().tolist():
+        else:
+            self._link.update(0)
+        for layer, expert in self.cache.lacking().tolist() if self._link.up else ():
+            if len(self._background) == BACKGROUND:
+                return
             if (layer, expert) not in self._background:
                 lo = int(self.cache.residency[layer, expert])
                 wanted = int(self.cache.target[layer, expert]) - lo
@@ -67,31 +64,46 @@ class TileMover:
                     return
                 self._background[layer, expert] = order_or_none
 
+    @property
+    def moving(self) -> bool:
+        """Something is under way in the background."""
+        return bool(self._background)
+
     def settle(self) -> None:
-        """Wait until residency equals the targets."""
+        """Wait until residency equals the targets. Raises PeerLost where no prefetcher comes."""
         while self.cache.lacking().size or self._background:
             self.update()
             for order in list(self._background.values())[:1]:
-                self._link.wait(order, order.landed + 1, LANDING_LIMIT)
+                self._link.wait(order, order.landed + 1)
+            if not self._link.up:
+                self._link.wait_up(COME_LIMIT)
         self.cache.audit()
 
-    def stream(self, layer: int, missing: Iterable[Missing]) -> Iterator[tuple[int, int]]:
+    def stream(
+        self, layer: int, missing: Iterable[Missing], left: list[Missing]
+    ) -> Iterator[tuple[int, int]]:
         """Fetch tiles on demand: the first orders leave now, and the result yields (expert, slot) for each
         tile, in the order given, once it has landed. A slot whose tile the target does not keep may be read
-        until the next one is asked for."""
+        until the next one is asked for. What will not come, because there is no prefetcher, is put in `left`;
+        of an expert these are its last tiles."""
         wanted = deque(missing)
         running: deque[Order] = deque()
         self._truncate(layer, wanted)
         self._demand(layer, wanted, running)
-        return self._landings(layer, wanted, running)
+        return self._landings(layer, wanted, running, left)
 
     def _landings(
-        self, layer: int, wanted: deque[Missing], running: deque[Order]
+        self, layer: int, wanted: deque[Missing], running: deque[Order], left: list[Missing]
     ) -> Iterator[tuple[int, int]]:
         while running:
             order = running.popleft()
             for index in range(len(order.slots)):
-                self._link.wait(order, index + 1, LANDING_LIMIT)
+                self._link.wait(order, index + 1)
+                if order.landed <= index:  # the prefetcher died over it
+                    for slot in order.slots[index:]:
+                        self.cache.pass_through(slot)
+                    left.append(Missing(order.expert, order.lo + index, order.lo + len(order.slots)))
+                    break
                 slot, tile = order.slots[index], order.lo + index
                 self.demanded += 1
                 kept = self.cache.land(layer, order.expert, tile, slot)
@@ -101,6 +113,7 @@ class TileMover:
                     self._demand(layer, wanted, running)
             if not running:
                 self._demand(layer, wanted, running)
+        left.extend(wanted)
 
     def _truncate(self, layer: int, wanted: Iterable[Missing]) -> None:
         """End the background orders of experts that are about to be demanded. What lands meanwhile is
@@ -110,13 +123,13 @@ class TileMover:
             if order is not None:
                 self._link.cancel(order)
                 while not order.final:
-                    self._link.wait(order, len(order.slots), LANDING_LIMIT)
+                    self._link.wait(order, len(order.slots))
                 for slot in order.slots[self._taken_in.pop(order.id, 0) :]:
                     self.cache.pass_through(slot)
 
     def _demand(self, layer: int, wanted: deque[Missing], running: deque[Order]) -> None:
         """Order as much of what is wanted as there are slots. With no order running there always are."""
-        while wanted:
+        while wanted and self._link.up:
             item = wanted[0]
             order = self._order(layer, item.expert, item.lo, item.hi - item.lo, DEMANDED)
             if order is None:
@@ -134,7 +147,7 @@ class TileMover:
         key, order = next(iter(self._background.items()))
         self._link.cancel(order)
         while not order.final:
-            self._link.wait(order, len(order.slots), LANDING_LIMIT)
+            self._link.wait(order, len(order.slots))
         self._take_in(order)
         del self._background[key]
 

@@ -1,4 +1,10 @@
-"""The pool of expert workers: submits a layer's host share, collects the partial sums."""
+"""The pool of expert workers: submits a layer's host share, collects the partial sums, whoever dies.
+
+A run is cut for one of W workers and usually computed by that one. Where it died, is being replaced, or has
+not yet imported what it computes with, another computes it: which one changes nothing in the result. A Work
+that was being computed when a worker crashed is tried once more; if that one crashes too, the Work is given
+up, and not the pool.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +14,20 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pipeline.errors import PeerLost, PipelineError
-from pipeline.peers import PeerSocket
+from pipeline.errors import PeerLost, RunFailed
+from pipeline.peers import PeerSocket, Watch
 from pipeline.policies.view import FloatArray, Phase
 from pipeline.runs import Run, cut_into_runs, empty_run
 from pipeline.split import HostShare
-from protocol.messages import Partial, Work, WorkFailed
+from protocol.messages import Abandon, Partial, Ready, Work, WorkerDied, WorkFailed
+from shm.control import ControlSegment
 
-ANSWER_LIMIT = 120.0  # seconds without any answer after which a worker is given up
+ANSWER_LIMIT = 120.0  # seconds without any answer, and any worker, after which the engine is given up
+STALL_LIMIT = 3.0  # seconds without a tile after which a worker hangs
+STALL_LIMIT_ROW = 0.02  # and for each row of what it computes: a tile of many rows takes longer
+WAKE_LIMIT = 60.0  # the same until its first answer: importing torch is no progress that is counted
+CRASHES = 2  # of workers over one Work, by their own doing
+KILLS = 8  # of workers over one Work, whoever did it: perhaps the system, whose memory it exhausts
 
 
 @dataclass
@@ -27,29 +39,53 @@ class Ticket:
     runs: dict[int, Run] = field(default_factory=dict)  # by seq, in run order
     partials: dict[int, FloatArray] = field(default_factory=dict)
     busy: float = 0.0  # seconds, the longest of the workers
+    failure: str = ""  # why it will never be complete
 
     @property
     def complete(self) -> bool:
         return len(self.partials) == len(self.runs)
 
 
-class WorkerPool:
-    """One run to each worker, in order. Used by the engine's thread alone."""
+@dataclass
+class _Order:
+    """A Work that has not been answered."""
 
-    def __init__(self, socket: PeerSocket, workers: int) -> None:
+    work: Work
+    ticket: Ticket
+    home: int  # the worker that its run was cut for
+    wakes: bool = False  # it only wakes that worker, and nobody waits for it
+    crashes: int = 0
+    kills: int = 0
+
+
+@dataclass
+class _Worker:
+    """A living worker."""
+
+    up: bool = False  # it has answered once
+    orders: dict[int, _Order] = field(default_factory=dict)  # by seq, as they were sent
+    watch: Watch = field(default_factory=Watch)
+
+
+class WorkerPool:
+    """Used by the engine's thread alone."""
+
+    def __init__(self, socket: PeerSocket, control: ControlSegment, workers: int, hidden: int) -> None:
+        """`workers`: how many runs a share is cut into, and as many workers are expected. `control`: where
+        they count their progress."""
         self.workers = workers
         self._socket = socket
+        self._lines = [control.line("worker", index) for index in range(workers)]
+        self._hidden = hidden
         self._next = 0
-        self._open: dict[int, Ticket] = {}  # by seq
+        self._team: dict[int, _Worker] = {}  # those that live, by index
+        self._homeless: list[_Order] = []  # nobody lives to do them
 
     def wait_ready(self, limit: float) -> None:
-        """Wait for all workers to announce themselves. Raises PeerLost."""
+        """Wait for all workers to announce themselves. Raises PeerLost. They make themselves ready to compute
+        (a worker imports torch with its first Work) while the caller goes on."""
         self._socket.wait_ready(self.workers, limit)
-
-    def wake(self, hidden: int) -> None:
-        """Have every worker make itself ready to compute (it imports torch with its first Work); waits for
-        nothing."""
-        self.submit_runs(0, [empty_run()] * self.workers, np.zeros((1, hidden), np.float32))
+        self.update(0)
 
     def submit(self, layer: int, share: HostShare, x: FloatArray, phase: Phase) -> Ticket:
         """Send the share's runs and return at once. x: float32 [R, H], unchanged until `result`."""
@@ -58,39 +94,119 @@ class WorkerPool:
     def submit_runs(self, layer: int, runs: Sequence[Run], x: FloatArray) -> Ticket:
         """Send runs, at most one for each worker."""
         ticket = Ticket(*x.shape)
-        for worker, run in enumerate(runs):
+        for home, run in enumerate(runs):
             kept = x if len(run.kept) == len(x) else x[run.kept]
-            work = Work(self._next, layer, run.items, run.offsets, run.rows, run.weights, kept)
-            self._next += 1
+            work = self._work(layer, run, kept)
             ticket.runs[work.seq] = run
-            self._open[work.seq] = ticket
-            self._socket.send(worker, work)
+            self._give(_Order(work, ticket, home))
         return ticket
 
     def result(self, ticket: Ticket) -> FloatArray:
-        """The sum of the ticket's partials: float32 [R, H], added in run order. Raises PeerLost."""
+        """The sum of the ticket's partials: float32 [R, H], added in run order. Raises RunFailed where a run
+        cannot be computed, PeerLost where the engine is to end."""
         deadline = time.monotonic() + ANSWER_LIMIT
         while not ticket.complete:
+            if ticket.failure:
+                self._abandon(ticket)
+                raise RunFailed(ticket.failure)
             if self.update(50):
                 deadline = time.monotonic() + ANSWER_LIMIT
             elif time.monotonic() > deadline:
-                raise PeerLost(f"no worker has answered for {ANSWER_LIMIT:.0f} s")
+                raise PeerLost(f"no worker has come or answered for {ANSWER_LIMIT:.0f} s")
         y = np.zeros((ticket.rows, ticket.hidden), np.float32)
         for seq, run in ticket.runs.items():
             y[run.kept] += ticket.partials[seq]
         return y
 
     def update(self, wait_ms: int) -> bool:
-        """Take in partials; True if there were any. A partial nobody waits for is dropped."""
-        any_came = False
-        for _, message in self._socket.receive(wait_ms):
+        """Take in what has come, and who came or died; True if there was anything. A partial nobody waits for
+        is dropped."""
+        messages = self._socket.receive(wait_ms)
+        for index, message in messages:
             match message:
                 case Partial():
-                    ticket = self._open.pop(message.seq, None)
-                    if ticket is not None:
-                        ticket.partials[message.seq] = message.y
-                        ticket.busy = max(ticket.busy, message.busy)
-                        any_came = True
+                    self._answered(index, message)
                 case WorkFailed():
-                    raise PipelineError(f"a worker refused its work: {message.text}")
-        return any_came
+                    order = self._team[index].orders.pop(message.seq, None)
+                    if order is not None:
+                        order.ticket.failure = f"a worker refused its work: {message.text}"
+                case Ready():
+                    self._came(index)
+                case WorkerDied():
+                    self._died(index, message)
+        if not messages and wait_ms:
+            self._look_for_hung()
+        return bool(messages)
+
+    # --- who does what -----------------------------------------------------------------------------------
+
+    def _give(self, order: _Order) -> None:
+        """Have a worker do it: the one it was cut for, if that one is as ready as any; else the least busy of
+        those that are."""
+        able = [index for index, worker in self._team.items() if worker.up] or list(self._team)
+        if not able:
+            self._homeless.append(order)
+            return
+        chosen = order.home
+        if chosen not in able:
+            chosen = min(able, key=lambda index: (len(self._team[index].orders), index))
+        self._team[chosen].orders[order.work.seq] = order
+        self._socket.send(chosen, order.work)
+
+    def _came(self, index: int) -> None:
+        """A worker announced itself: wake it, and give it what nobody else can do."""
+        worker = self._team[index] = _Worker()
+        wake = self._work(0, empty_run(), np.zeros((1, self._hidden), np.float32))
+        worker.orders[wake.seq] = _Order(wake, Ticket(1, self._hidden), index, wakes=True)
+        self._socket.send(index, wake)
+        homeless, self._homeless = self._homeless, []
+        for order in homeless:
+            self._give(order)
+
+    def _answered(self, index: int, partial: Partial) -> None:
+        worker = self._team[index]
+        if not worker.up:
+            worker.up = True
+            self._socket.up(index)
+        order = worker.orders.pop(partial.seq, None)
+        if order is not None:
+            order.ticket.partials[partial.seq] = partial.y
+            order.ticket.busy = max(order.ticket.busy, partial.busy)
+
+    def _died(self, index: int, death: WorkerDied) -> None:
+        """Give its orders to others, unless the one it was computing has done harm enough."""
+        worker = self._team.pop(index)
+        for seq, order in worker.orders.items():
+            if order.wakes:
+                continue
+            if seq == death.seq:
+                order.kills += 1
+                order.crashes += death.crashed
+            if order.crashes >= CRASHES or order.kills >= KILLS:
+                order.ticket.failure = (
+                    f"what this request needs has ended {order.kills} workers that tried to compute it"
+                )
+            else:
+                self._give(order)
+
+    def _abandon(self, ticket: Ticket) -> None:
+        """Nobody waits for what is left of it."""
+        for index, worker in self._team.items():
+            for seq in [seq for seq, order in worker.orders.items() if order.ticket is ticket]:
+                del worker.orders[seq]
+                self._socket.send(index, Abandon(seq))
+        self._homeless = [order for order in self._homeless if order.ticket is not ticket]
+
+    def _look_for_hung(self) -> None:
+        for index, worker in self._team.items():
+            if not worker.orders:
+                worker.watch.rest()
+                continue
+            rows = max(len(order.work.x) for order in worker.orders.values())
+            limit = STALL_LIMIT + rows * STALL_LIMIT_ROW if worker.up else WAKE_LIMIT
+            if worker.watch.stalled(self._lines[index].ticks) > limit:
+                self._socket.hung(index)
+
+    def _work(self, layer: int, run: Run, x: FloatArray) -> Work:
+        self._next += 1
+        return Work(self._next, layer, run.items, run.offsets, run.rows, run.weights, x)

@@ -365,12 +365,14 @@ class Shutdown:
 @dataclass(frozen=True)
 class WorkerDied:
     """Supervisor to coordinator: this life of a worker or the prefetcher has ended. `crashed`: by its own
-    doing, or because it hung; not by a SIGKILL or SIGTERM from outside."""
+    doing, or because it hung; not by a SIGKILL or SIGTERM from outside. `seq`: the Work that it was
+    computing, -1 where there was none."""
 
     role: str  # worker | prefetcher
     index: int
     incarnation: int
     crashed: bool
+    seq: int
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from protocol.messages import AttachSlab
@@ -15,6 +16,9 @@ from shm.layout import Bytes
 from shm.slab import Slab
 from shm.store import Store
 from workers.cuda import call, constant, open_ipc_handle, page_lock, page_unlock, registered_parts
+
+PACE = 0.5  # seconds of an emulated copy between two signs of progress
+Tick = Callable[[], None]
 
 
 class Copier(Protocol):
@@ -105,10 +109,11 @@ class CudaCopier:
 
 class PacedCopier:
     """Slows another copier to a link of `gbps` 1e9 bytes a second (emulation). Deadlines accumulate, so
-    that the inexactness of each sleep does not."""
+    that the inexactness of each sleep does not. A wait is progress, and ticks."""
 
-    def __init__(self, inner: Copier, gbps: float) -> None:
+    def __init__(self, inner: Copier, gbps: float, tick: Tick) -> None:
         self._inner = inner
+        self._tick = tick
         self._rate = gbps * 1e9
         self._due: deque[float] = deque()
         self._free_at = 0.0  # when the emulated link has finished what was started
@@ -122,13 +127,16 @@ class PacedCopier:
 
     def finish(self) -> None:
         self._inner.finish()
-        time.sleep(max(0.0, self._due.popleft() - time.perf_counter()))
+        due = self._due.popleft()
+        while (left := due - time.perf_counter()) > 0:
+            time.sleep(min(left, PACE))
+            self._tick()
 
     def close(self) -> None:
         self._inner.close()
 
 
-def open_copier(order: AttachSlab, store: Store, link_gbps: float | None) -> Copier:
+def open_copier(order: AttachSlab, store: Store, link_gbps: float | None, tick: Tick) -> Copier:
     """The copier for a slab in another process. Raises ShmError or CudaError where it cannot be attached."""
     copier: Copier
     if order.kind == "cuda":
@@ -136,9 +144,9 @@ def open_copier(order: AttachSlab, store: Store, link_gbps: float | None) -> Cop
         copier = CudaCopier(store, order.device, address, order.slot_bytes, owned=True)
     else:
         copier = ShmCopier(Slab.attach(order.handle.decode(), order.slots, order.slot_bytes))
-    return paced(copier, link_gbps)
+    return paced(copier, link_gbps, tick)
 
 
-def paced(copier: Copier, link_gbps: float | None) -> Copier:
+def paced(copier: Copier, link_gbps: float | None, tick: Tick) -> Copier:
     """The copier at the pace of an emulated link; None: at its own."""
-    return copier if link_gbps is None else PacedCopier(copier, link_gbps)
+    return copier if link_gbps is None else PacedCopier(copier, link_gbps, tick)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from protocol.messages import Abandon, Partial, Work, WorkFailed
+from shm.control import ControlLine, ControlSegment
 from shm.errors import ShmError
 from shm.layout import ExpertShape, StoreLayout
 from shm.store import Store
@@ -28,11 +29,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+PACE = 0.5  # seconds of an emulated computation between two signs of progress
+
 
 class HostExperts:
     """The store's experts as this process computes them. Imports torch when it is made."""
 
-    def __init__(self, store: Store, threads: int) -> None:
+    def __init__(self, store: Store, threads: int, line: ControlLine) -> None:
         import torch
 
         from workers.kernels.reference import ReferenceKernel
@@ -42,7 +45,7 @@ class HostExperts:
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         self._torch = torch
         self._store = store
-        self._kernel: ReferenceKernel = ReferenceKernel(store.layout)
+        self._kernel: ReferenceKernel = ReferenceKernel(store.layout, line.tick)
 
     def run(self, work: Work) -> Tensor:
         """The weighted sum over the items: float32 [R, H], a row for each row of `work.x`."""
@@ -83,8 +86,9 @@ def fault_of(work: Work, shape: ExpertShape) -> str | None:
     return None if (items[:, 1] < items[:, 2]).all() else "an item without tiles"
 
 
-def serve(peer: Peer, store: Store, threads: int, slowdown: float) -> None:
-    """Answer Work until Shutdown. `slowdown` > 1 waits after each Work, to stand in for a slower host."""
+def serve(peer: Peer, store: Store, line: ControlLine, threads: int, slowdown: float) -> None:
+    """Answer Work until Shutdown; progress is counted on `line`. `slowdown` > 1 waits after each Work, to
+    stand in for a slower host."""
     layout: StoreLayout = store.layout
     experts: HostExperts | None = None  # with the first Work: until then this process is cheap
     waiting: deque[Work] = deque()
@@ -98,19 +102,30 @@ def serve(peer: Peer, store: Store, threads: int, slowdown: float) -> None:
                 log.warning("unexpected %s", type(message).__name__)
         if waiting:
             work = waiting.popleft()
+            line.tick()
             fault = fault_of(work, layout.shape)
             if fault is not None:
                 peer.send(WorkFailed(work.seq, peer.incarnation, fault))
                 continue
             if experts is None:
-                experts = HostExperts(store, threads)
+                experts = HostExperts(store, threads, line)
             started = time.perf_counter()
+            line.begin(work.seq)
             y = experts.run(work).numpy()
+            line.end()
             busy = time.perf_counter() - started
             if slowdown > 1:
-                time.sleep(busy * (slowdown - 1))
+                wait(busy * (slowdown - 1), line)
                 busy *= slowdown
             peer.send(Partial(work.seq, peer.incarnation, busy, y))
+
+
+def wait(seconds: float, line: ControlLine) -> None:
+    """Stand in for computing so long."""
+    until = time.perf_counter() + seconds
+    while (left := until - time.perf_counter()) > 0:
+        time.sleep(min(left, PACE))
+        line.tick()
 
 
 def main(config: dict[str, Any]) -> int:
@@ -119,12 +134,14 @@ def main(config: dict[str, Any]) -> int:
     peer = Peer(config, "work.sock")
     try:
         store = Store.attach(config["store"], config["fingerprint"])
+        control = ControlSegment.attach(config["control"])
     except ShmError as e:
         peer.fail(str(e))
         peer.close()
         return 1
     peer.announce((note,) if note else ())
-    serve(peer, store, config["threads"], config["host_slowdown"])
+    serve(peer, store, control.line("worker", peer.index), config["threads"], config["host_slowdown"])
     peer.close()
     store.close()
+    control.close()
     return 0

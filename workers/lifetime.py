@@ -34,7 +34,7 @@ def enter(lifeline: int) -> dict[str, Any]:
         sys.exit("the lifeline holds no configuration")
     config: dict[str, Any] = msgpack.unpackb(_read_exactly(lifeline, length))
     threading.Thread(target=_watch, args=(lifeline,), name="lifeline", daemon=True).start()
-    role = config["role"]
+    role = config.get("role", "child")
     logging.basicConfig(
         level=config.get("log_level", "INFO"), stream=sys.stderr, format=f"[{role}] %(message)s", force=True
     )

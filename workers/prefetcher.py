@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from protocol.messages import AttachSlab, CancelFetch, Fetch, Fetched, SlabAttached
+from shm.control import ControlSegment
 from shm.errors import ShmError
 from shm.store import Store
-from workers.copiers import Copier, open_copier
+from workers.copiers import Copier, Tick, open_copier
 from workers.cuda import CudaError
 from workers.lifetime import pin
 from workers.peer import Peer
@@ -46,7 +47,9 @@ class Order:
 class CopyLoop:
     """Serves one coordinator: in a process of its own, or in a thread of the coordinator."""
 
-    def __init__(self, peer: Peer, store: Store, link_gbps: float | None) -> None:
+    def __init__(self, peer: Peer, store: Store, link_gbps: float | None, tick: Tick) -> None:
+        """`tick` is called whenever progress was made."""
+        self._tick = tick
         self._peer = peer
         self._store = store
         self._link_gbps = link_gbps
@@ -63,6 +66,7 @@ class CopyLoop:
             busy = bool(self._queue or self._running)
             for message in self._peer.receive(wait=not busy):
                 self._accept(message)
+            self._tick()
             self._start_copies()
             if self._running:
                 self._finish_copy()
@@ -76,7 +80,7 @@ class CopyLoop:
     def _accept(self, message: object) -> None:
         match message:
             case AttachSlab():
-                self.attach(open_copier(message, self._store, self._link_gbps))
+                self.attach(open_copier(message, self._store, self._link_gbps, self._tick))
                 assert self._copier is not None
                 self._peer.send(SlabAttached(self._peer.incarnation, self._copier.notes))
             case Fetch():
@@ -134,9 +138,11 @@ def main(config: dict[str, Any]) -> int:
     note = pin(config["cores"])
     peer = Peer(config, "fetch.sock")
     try:
+        control = ControlSegment.attach(config["control"])
         with Store.attach(config["store"], config["fingerprint"], writable=True) as store:
             peer.announce((note,) if note else ())
-            CopyLoop(peer, store, config["link_gbps"]).run()
+            CopyLoop(peer, store, config["link_gbps"], control.line("prefetcher", 0).tick).run()
+        control.close()
     except (ShmError, CudaError) as e:
         peer.fail(str(e))
         return 1

@@ -12,23 +12,23 @@ import mmap
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from shm.layout import Bytes
-from workers.lifetime import enter, pin
+from workers.lifetime import pin
 
 BLOCK = 1 << 26  # bytes between two looks at the clock
 TILE = 1 << 20  # bytes of one copy; tiles of large models are about as large
 FEWEST = 3  # blocks whose times make a median
 
 
-def main() -> None:
+def main(told: dict[str, Any]) -> None:
     """Configuration: `fd` and `size` of the buffer; `lo`, `hi`: the part to use; `cores` to run on; `seconds`
     to go on for; `what`: read | copy | huge, which reads in turn from the buffer and from as much memory of
     its own in huge pages. Writes "ready", waits for a line, then writes a list for each memory that it read:
     bytes a second of each block."""
-    told = enter("doctor")
     pin(told["cores"])
     shared = np.frombuffer(mmap.mmap(told["fd"], told["size"], mmap.MAP_SHARED), np.uint8)
     part = shared[told["lo"] : told["hi"]]
@@ -90,7 +90,3 @@ def _rates(works: list[tuple[Work, int]], seconds: float) -> list[list[float]]:
             before, now = now, time.perf_counter()
             its.append(done / (now - before))
     return rates
-
-
-if __name__ == "__main__":
-    main()

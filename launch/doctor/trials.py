@@ -62,7 +62,7 @@ async def trial(module: str, config: dict[str, Any], pass_fds: tuple[int, ...] =
         try:
             os.write(lifeline, pack_config(config))
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", module, "--lifeline", str(for_child)),
+                *(sys.executable, "-m", "workers.child", module, "--lifeline", str(for_child)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,

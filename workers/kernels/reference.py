@@ -6,6 +6,8 @@ The order of the operations depends on the tiles and rows alone, so the same cal
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -18,7 +20,9 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 class ReferenceKernel:
     """Computes tiles whose bytes lie in a uint8 tensor, on that tensor's device."""
 
-    def __init__(self, layout: StoreLayout) -> None:
+    def __init__(self, layout: StoreLayout, tick: Callable[[], None] | None = None) -> None:
+        """`tick` is called after each tile: progress was made."""
+        self._tick = tick
         self._tile = layout.shape.tile
         self._hidden = layout.shape.hidden
         self._tile_bytes = layout.tile_bytes
@@ -38,6 +42,8 @@ class ReferenceKernel:
             inner = functional.silu(both[:, : self._tile]) * both[:, self._tile :]  # [R, T]
             part = (inner @ tile[2]).float()  # [R, H]
             total = part if total is None else total.add_(part)
+            if self._tick is not None:
+                self._tick()
         if total is None:
             raise ValueError("no tiles to run")
         return total
