@@ -29,6 +29,7 @@ class Crew:
         self._control = control
         self._guard = guard
         self._children: dict[Identity, Child] = {}
+        self._over = False  # who is being started just now is not needed any more
         guard.keep(self._listen())
 
     @property
@@ -41,6 +42,8 @@ class Crew:
         child = await spawn(identity, told, threads, self._control.key)
         self._children[identity] = child
         self._guard.keep(self._watch(child))
+        if self._over:
+            self.kill(identity.role)
         return child
 
     async def tell(self, identity: Identity, message: object) -> bool:
@@ -49,6 +52,7 @@ class Crew:
 
     def kill(self, *roles: str) -> None:
         """End these roles' children now, or without roles all; their ends are expected from here on."""
+        self._over = self._over or not roles
         for child in self._of(*roles):
             child.stopping = True
             child.signal(signal.SIGKILL)
@@ -60,6 +64,7 @@ class Crew:
     async def stop(self, orderly: bool) -> None:
         """End all in order: the coordinator first, because it ends what its clients wait for and needs the
         others for that. `orderly`: they have begun their work, listen, and may finish what they do."""
+        self._over = True
         for roles in STOP_ORDER:
             group = self._of(*roles)
             for child in group:

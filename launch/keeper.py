@@ -171,12 +171,12 @@ class Keeper:
         if post.strikes >= STRIKES:
             self._guard.fail(
                 EngineDied(
-                    f"{child.epitaph(code)}, the {STRIKES}th time in a row before it could work;"
+                    f"{_how(child, code)}, the {STRIKES}th time in a row before it could work;"
                     " the engine has been stopped"
                 )
             )
             return
-        log.warning(f"{child.epitaph(code)}; it is being replaced")
+        log.warning(f"{_how(child, code)}; it is being replaced")
         restarts = self._restarts
         await asyncio.sleep(_pause(post.strikes))
         if not self._stopping and restarts == self._restarts:
@@ -191,9 +191,9 @@ class Keeper:
             early = 1 if ended - ready > EARLY else early + 1
             if early > RESTARTS or (child.failed.done() and child.failed.result().usage):
                 again = f", the {early}th time in a row" if early > RESTARTS else ""
-                self._guard.fail(EngineDied(f"{child.epitaph(code)}{again}; the engine has been stopped"))
+                self._guard.fail(EngineDied(f"{_how(child, code)}{again}; the engine has been stopped"))
                 return
-            log.warning(f"{child.epitaph(code)}; the engine is being restarted, its store is kept")
+            log.warning(f"{_how(child, code)}; the engine is being restarted, its store is kept")
             await self._begin_anew(_pause(early))
             done = asyncio.ensure_future(self._all_ready())
             await asyncio.wait((done, self._end), return_when=asyncio.FIRST_COMPLETED)
@@ -213,7 +213,8 @@ class Keeper:
         for post in self._posts.values():
             post.ready = asyncio.get_running_loop().create_future()
             post.died = None
-            await self._fill(post)
+            if not self._stopping:
+                await self._fill(post)
 
     async def _watch_silence(self) -> None:
         """End a coordinator that gives no sign of life: it is stopped, or its event loop is stuck. Only time
@@ -252,6 +253,12 @@ class Keeper:
     def _post_of(self, child: Child) -> Post | None:
         post = self._posts.get((child.identity.role, child.identity.index))
         return post if post is not None and post.child is child else None
+
+
+def _how(child: Child, code: int) -> str:
+    """One line: which child ended, and how."""
+    text = child.epitaph(code)
+    return f"the {title(child.identity)} failed: {text}" if child.failed.done() else text
 
 
 def _pause(strikes: int) -> float:

@@ -258,9 +258,9 @@ class Supervisor:
             await self._clean_up()
 
     async def _clean_up(self) -> None:
+        await self._guard.end_tasks()
         if self._crew is not None:
             await self._crew.gone()
-        await self._guard.end_tasks()
         if self._channel is not None:
             self._channel.close()
         if self._progress is not None:
