@@ -99,8 +99,7 @@ class Keeper:
     async def begin_late(self, post: Post) -> None:
         """Start a post that was not needed at first, and wait until it is ready. Raises StartFailed."""
         await self._fill(post)
-        async with asyncio.timeout(READY_LIMIT):
-            await asyncio.shield(post.ready)
+        await self._all_ready()
 
     def stop(self) -> None:
         """Nobody is replaced from now on."""
@@ -211,6 +210,8 @@ class Keeper:
         self._on_restart()
         await asyncio.sleep(pause)
         for post in self._posts.values():
+            if not post.ready.done():
+                post.ready.set_result(None)  # whoever waits for this life waits for the next one's in vain
             post.ready = asyncio.get_running_loop().create_future()
             post.died = None
             if not self._stopping:
