@@ -211,7 +211,7 @@ class Keeper:
         await asyncio.sleep(pause)
         for post in self._posts.values():
             if not post.ready.done():
-                post.ready.set_result(None)  # whoever waits for this life waits for the next one's in vain
+                post.ready.set_result(None)  # who waits for this life is not to wait for ever
             post.ready = asyncio.get_running_loop().create_future()
             post.died = None
             if not self._stopping:

@@ -80,10 +80,7 @@ class FetchLink:
         for _, message in messages:
             match message:
                 case Fetched(id=id) if id in self._orders:
-                    order = self._orders[id]
-                    order.landed, order.final, order.seconds = message.landed, message.final, message.seconds
-                    if order.final:
-                        del self._orders[id]
+                    self._landed(self._orders[id], message)
                 case Ready() if self._slab is not None:
                     self._attaching = True
                     self._socket.send(0, self._slab)
@@ -104,6 +101,14 @@ class FetchLink:
         """Return when `landed` tiles of the order are there, or it is final."""
         while order.landed < landed and not order.final:
             self.update(50)
+
+    def _landed(self, order: Order, report: Fetched) -> None:
+        if not order.landed <= report.landed <= len(order.slots):
+            self._socket.hung(0)  # it does not know what it does; its successor will
+            return
+        order.landed, order.final, order.seconds = report.landed, report.final, report.seconds
+        if order.final:
+            del self._orders[order.id]
 
     def _begin(self) -> None:
         self.up, self._attaching = True, False

@@ -169,7 +169,9 @@ class WorkerPool:
             worker.up = True
             self._socket.up(index)
         order = worker.orders.pop(partial.seq, None)
-        if order is not None:
+        if order is not None and partial.y.shape != order.work.x.shape:
+            order.ticket.failure = f"a worker answered {order.work.x.shape} rows with {partial.y.shape}"
+        elif order is not None:
             order.ticket.partials[partial.seq] = partial.y
             order.ticket.busy = max(order.ticket.busy, partial.busy)
 
