@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import math
 import os
+import socket
 import stat
 from pathlib import Path
 
@@ -18,7 +20,16 @@ from pipeline.policies.lru import OnDemand
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Policy, PolicyRequest
 from protocol.codec import encode
-from protocol.errors import MalformedMessage
+from protocol.errors import MalformedMessage, ProtocolError
+from protocol.keys import (
+    CLIENT_FILE,
+    ENGINE_FILE,
+    Address,
+    keys_folder,
+    read_client_keys,
+    read_engine_keys,
+)
+from protocol.sockets import check_tcp
 
 MAX_TEXT_BYTES = 64 << 20  # of a text or a list of ids: far more than any context holds
 
@@ -31,6 +42,50 @@ def check_engine(config: EngineConfig) -> None:
         Costs.load(config.costs)
     if config.model is not None:
         model_spec(CheckpointIndex.open(config.model).config)
+    if config.listen is not None:
+        check_listening(config.listen, config.key or keys_folder() / ENGINE_FILE)
+
+
+def check_listening(endpoint: str, key: Path) -> None:
+    """Raises WrongUsage unless clients with keys can be taken there now."""
+    try:
+        host, port = check_tcp(endpoint)
+        address = "::" if host == "*" else str(ipaddress.ip_address(host))
+    except (ProtocolError, ValueError):
+        form = "tcp://ADDRESS:PORT, with an IP address of this machine, or * for all of them"
+        raise WrongUsage(f"--listen {endpoint}: write it as {form}") from None
+    if port == 0:
+        raise WrongUsage(f"--listen {endpoint}: a port has a number from 1 to 65535")
+    try:
+        read_engine_keys(key)
+    except ProtocolError as e:
+        raise WrongUsage(f"--listen: {e}") from None
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            probe.bind((address, port))
+            probe.listen()
+    except OSError as e:
+        raise WrongUsage(f"--listen {endpoint}: cannot be bound: {e.strerror}") from None
+
+
+def client_address(endpoint: str, key: Path | None) -> Address:
+    """The address of an engine on tcp, with the client's keys from this file or the default one. Raises
+    WrongUsage."""
+    try:
+        if check_tcp(endpoint)[1] == 0:
+            raise ProtocolError("port 0")
+    except ProtocolError:
+        raise WrongUsage(
+            f"--connect {endpoint}: give the name of an engine on this machine, or tcp://HOST:PORT"
+        ) from None
+    try:
+        return Address(endpoint, read_client_keys(key or keys_folder() / CLIENT_FILE))
+    except ProtocolError as e:
+        raise WrongUsage(f"--connect {endpoint}: {e}") from None
 
 
 def without_effect(config: EngineConfig, preset: type[Policy], model: Path) -> list[str]:

@@ -105,6 +105,10 @@ def _command(name: str | None) -> Command:
         from launch.bench.command import bench
 
         return bench
+    if name == "keys":
+        from launch.keys import keys
+
+        return keys
     if name == "doctor":
         from launch.doctor.command import doctor
 

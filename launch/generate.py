@@ -13,7 +13,7 @@ from launch.errors import AnswerLost, WrongUsage
 from launch.interrupts import Interrupts
 from launch.options import Options
 from launch.output import print_json, show
-from launch.session import connected
+from launch.patience import patient
 from protocol.answer import Answer
 from protocol.client import Client
 from protocol.errors import RequestFailed
@@ -21,8 +21,8 @@ from protocol.messages import ChatMessage, Sampling, Token
 
 
 async def generate(options: Options, interrupts: Interrupts) -> int:
-    """Raises WrongUsage, RequestFailed, AnswerLost and what the engine's start raises."""
-    async with connected(options, interrupts) as client:
+    """Raises WrongUsage, RequestFailed, AnswerLost and what `patient` raises."""
+    async with patient(options, interrupts) as client:
         answer = client.generate(**_prompt(options, client), **answer_settings(options, Sampling()))
         tokens: list[Token] = []
         as_json = "json" in options.written

@@ -89,7 +89,9 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
 
     serve = subparsers.add_parser("serve", help="engine only; prints its name and address")
     _add_common(serve)
-    serve.add_argument("--listen", metavar="tcp://ADDRESS:PORT", help="take clients that have a key there, too")
+    serve.add_argument(
+        "--listen", metavar="tcp://ADDRESS:PORT", help="take clients that have a key there, too"
+    )
 
     chat = subparsers.add_parser("chat", help="chat with a running engine (--connect: which one)")
     _add_common(chat)

@@ -26,6 +26,8 @@ MEANT_FOR_REQUESTS: dict[str | None, set[str]] = {
     "generate": {"seed"},
     "bench": {"policy", "set"},
 }
+# Commands that have nothing to do with an engine, and all that they take.
+ALONE = {"keys": {"out", "log_level"}, "doctor": {"json", "log_level"}}
 ANSWER_OPTIONS = SAMPLING_FIELDS - {"seed"} | {"max_tokens", "stop", "ignore_eos"}
 
 
@@ -43,6 +45,12 @@ class Options:
     @property
     def connect_name(self) -> str | None:
         return self.written.get("connect") or None
+
+    @property
+    def remote(self) -> str | None:
+        """The endpoint, where --connect gives one instead of a name."""
+        name = self.connect_name
+        return name if name is not None and "://" in name else None
 
     @property
     def log_level(self) -> str:
@@ -102,11 +110,19 @@ def parse(arguments: list[str]) -> Options:
             raise WrongUsage(
                 f"{_spelt(option)} has no effect on a greedy answer; give a --temperature as well"
             )
+    if "chaos_rate" in written and "chaos" not in written:
+        raise WrongUsage("--chaos-rate belongs to --chaos; give both or neither")
     if "prefill" in written and "stepwise" not in written:
         raise WrongUsage("--prefill belongs to --stepwise; give both or neither")
+    for option in sorted(written.keys() - ALONE.get(command or "", written.keys())):
+        raise WrongUsage(f"{_spelt(option)} does not belong to {command}")
     options = Options(command, written)
+    if "key" in written and "listen" not in written and options.remote is None:
+        raise WrongUsage("--key is for tcp: --connect tcp://HOST:PORT, or serve --listen tcp://ADDRESS:PORT")
     if options.connect:
-        engine_options = (CONFIG_FIELDS | {"set"}) - MEANT_FOR_REQUESTS.get(command, set())
+        # A running engine's seed stays what it is; faults have one of their own.
+        meant = {"seed"} if "chaos" in written else MEANT_FOR_REQUESTS.get(command, set())
+        engine_options = (CONFIG_FIELDS | {"set"}) - meant - {"key"}
         for option in sorted(engine_options & written.keys()):
             with_what = "with --connect" if "connect" in written else "in chat, which connects to one"
             raise WrongUsage(f"{_spelt(option)} does not change a running engine; not {with_what}")

@@ -7,7 +7,8 @@
         client.sock     clients -> coordinator; work.sock, fetch.sock: its own children
 
 Who holds the lock owns the directory. A directory whose lock nobody holds is what a killed supervisor
-left behind: the next start removes it, with the engine's own shared-memory segments.
+left behind: the next start removes it, with the engine's own shared-memory segments. It also removes those
+whose directory is gone, as $XDG_RUNTIME_DIR goes at a logout.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -30,6 +32,7 @@ from protocol.sockets import ipc_endpoint, private_directory, runtime_root
 from shm.segment import engine_prefix
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,32}")
+SEGMENT = re.compile(r"tandem-([A-Za-z0-9_-]{1,32})-[0-9a-f]{6}-[a-z]+-[0-9]+")
 SHM = Path("/dev/shm")
 LOCK_TRIES = 10  # another process that looks whether the lock is held holds it for a moment itself
 
@@ -72,9 +75,7 @@ class RuntimeDir:
                 continue  # its former owner removed it just now
             lock = _try_lock(path, create=True)
             if lock is not None:
-                for leftover in path.iterdir():
-                    if leftover.name != "lock":
-                        leftover.unlink()
+                _remove_contents(path)
                 return cls(path, lock)
             time.sleep(0.02)
         raise WrongUsage(f"an engine named {name!r} is running; use --connect {name} or another --name")
@@ -152,6 +153,13 @@ def sweep() -> list[str]:
             _remove_remains(path)
             os.close(lock)
             swept.append(path.name)
+        elif not (path / "lock").exists():
+            with suppress(OSError):  # not empty: none of ours, or claimed just now
+                path.rmdir()
+    for name in _without_directory():
+        with suppress(WrongUsage):  # claimed just now, by an engine that removes them itself
+            RuntimeDir.claim(name).remove()
+            swept.append(name)
     return swept
 
 
@@ -194,13 +202,28 @@ def _try_lock(path: Path, create: bool = False) -> int | None:
     return None
 
 
-def _remove_remains(path: Path) -> None:
+def _without_directory() -> list[str]:
+    """Names of engines of this place that have segments and no directory. A living engine's directory is made
+    before its segments and removed after them."""
+    names = {found[1] for path in SHM.glob("tandem-*") if (found := SEGMENT.fullmatch(path.name))}
+    paths = [runtime_root() / name for name in sorted(names)]
+    return [path.name for path in paths if segments(path) and not path.exists()]
+
+
+def _remove_contents(path: Path) -> None:
+    """An engine's segments, and all but the lock in its directory. For who holds that."""
     for segment in segments(path):
         with suppress(PermissionError):  # another user's of the same name: none of ours
             segment.unlink(missing_ok=True)
     for entry in list(path.iterdir()):
-        if entry.name != "lock":
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry.name != "lock":
             entry.unlink(missing_ok=True)
+
+
+def _remove_remains(path: Path) -> None:
+    _remove_contents(path)
     # From here on the directory is another's if it wants it, and then it is neither empty nor ours to remove.
     (path / "lock").unlink(missing_ok=True)
     try:

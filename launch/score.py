@@ -15,7 +15,7 @@ from launch.errors import OutputFailed, WrongUsage
 from launch.interrupts import Interrupts
 from launch.options import Options
 from launch.output import print_json, show
-from launch.session import connected
+from launch.patience import patient
 from protocol.client import Client
 from protocol.messages import F32Matrix, Score
 
@@ -63,7 +63,7 @@ class Matrix:
 
 
 async def score(options: Options, interrupts: Interrupts) -> int:
-    """Raises WrongUsage, OutputFailed, RequestFailed and what the engine's start raises."""
+    """Raises WrongUsage, OutputFailed, RequestFailed and what `patient` raises."""
     written = options.written
     out: Path | None = written.get("out")
     if out is not None:
@@ -79,7 +79,7 @@ async def score(options: Options, interrupts: Interrupts) -> int:
         "full": out is not None,
     }
     check_request(written.get("text") or written["tokens"], Score(0, **asked))
-    async with connected(options, interrupts) as client:
+    async with patient(options, interrupts) as client:
         if "text" in asked and not client.welcome.has_tokenizer:
             raise WrongUsage("--text: this model has no tokenizer; give --tokens")
         if out is None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from launch.checks import check_engine
+from launch.checks import check_engine, client_address
 from launch.interrupts import Interrupts
 from launch.options import Options
 from launch.runtime import find_engine
 from launch.supervisor import Supervisor
 from protocol.client import Client
+from protocol.keys import Address
+
+log = logging.getLogger("tandem")
 
 CLIENT = "launch.py"  # how these clients introduce themselves
 
@@ -23,14 +27,16 @@ async def connected(options: Options, interrupts: Interrupts) -> AsyncIterator[C
 
 
 @asynccontextmanager
-async def endpoint(options: Options, interrupts: Interrupts) -> AsyncIterator[str]:
+async def endpoint(options: Options, interrupts: Interrupts) -> AsyncIterator[Address]:
     """Where the engine that the command line means takes clients. Raises what Supervisor raises, WrongUsage
-    where --connect finds no engine."""
-    if options.connect:
-        yield find_engine(options.connect_name).endpoint
-        return
-    async with started(options, interrupts) as engine:
-        yield engine.endpoint
+    where --connect finds no engine or --key no key."""
+    if options.remote is not None:
+        yield client_address(options.remote, options.written.get("key"))
+    elif options.connect:
+        yield Address(find_engine(options.connect_name).endpoint)
+    else:
+        async with started(options, interrupts) as engine:
+            yield Address(engine.endpoint)
 
 
 @asynccontextmanager
@@ -41,4 +47,6 @@ async def started(options: Options, interrupts: Interrupts) -> AsyncIterator[Sup
     supervisor = Supervisor(config, log_level=options.log_level)
     interrupts.at_once(supervisor.kill)
     async with supervisor:
+        if config.listen is not None:
+            log.info(f"clients with a key are taken at {config.listen}")
         yield supervisor

@@ -45,7 +45,7 @@ from shm.locks import sweep as sweep_stores
 log = logging.getLogger("tandem")
 
 LOADER_SILENCE = 300.0  # seconds without a word; a cold disk may take long for the first bytes
-LOAD_TRIES = 3  # another engine's end may remove the store between our loader's end and our lease
+LOAD_TRIES = 10  # another engine's end may remove the store between our loader's end and our lease
 
 
 class Supervisor:

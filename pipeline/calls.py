@@ -4,19 +4,22 @@ once waits behind itself and not others behind them. Within a client the order i
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 Target = TypeVar("Target")
 LIMIT = 4096  # calls of one client that may wait
+SIZE_LIMIT = 64 << 20  # bytes of what they hold
 
 
 class Calls(Generic[Target]):
     """Functions to be called with the target."""
 
     def __init__(self) -> None:
-        self._queues: OrderedDict[bytes, deque[Callable[[Target], None]]] = OrderedDict()  # none is empty
+        # by client, none of them empty: the calls, and how large each is
+        self._queues: OrderedDict[bytes, deque[tuple[Callable[[Target], None], int]]] = OrderedDict()
+        self._sizes: Counter[bytes] = Counter()
         self._news = threading.Condition()
         self._stopped = False
 
@@ -25,13 +28,18 @@ class Calls(Generic[Target]):
         """The end was asked for; what waits does not matter any more."""
         return self._stopped
 
-    def put(self, client: bytes, call: Callable[[Target], None], always: bool = False) -> bool:
-        """False where too many of this client wait already; `always`: not then either."""
+    def put(
+        self, client: bytes, call: Callable[[Target], None], *, size: int = 0, always: bool = False
+    ) -> bool:
+        """False where too many of this client wait already, or they would hold too much; `size`: bytes that
+        this one holds; `always`: not then either."""
         with self._news:
-            queue = self._queues.setdefault(client, deque())
-            if len(queue) >= LIMIT and not always:
+            queue = self._queues.get(client, deque())
+            full = len(queue) >= LIMIT or (queue and self._sizes[client] + size > SIZE_LIMIT)
+            if full and not always:
                 return False
-            queue.append(call)
+            self._queues.setdefault(client, queue).append((call, size))
+            self._sizes[client] += size
             self._news.notify()
         return True
 
@@ -44,9 +52,12 @@ class Calls(Generic[Target]):
             if not self._queues or self._stopped:
                 return None
             client, queue = self._queues.popitem(last=False)
-            call = queue.popleft()
+            call, size = queue.popleft()
+            self._sizes[client] -= size
             if queue:
                 self._queues[client] = queue
+            else:
+                del self._sizes[client]
             return call
 
     def stop(self) -> None:

@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ import zmq.asyncio
 
 from pipeline.assembly import Assembly
 from pipeline.briefed import Briefed
+from pipeline.client_sockets import Listening
 from pipeline.clients import Clients, for_others
 from pipeline.engine_thread import EngineThread
 from pipeline.errors import NumberInUse, UsageError
@@ -27,7 +29,7 @@ from pipeline.peers import Deaths
 from pipeline.policies.view import PolicyRequest
 from protocol.codec import decode, encode
 from protocol.connection import HEARTBEAT_SECONDS
-from protocol.errors import MalformedMessage
+from protocol.errors import MalformedMessage, ProtocolError
 from protocol.messages import (
     VERSION,
     Cancel,
@@ -52,6 +54,7 @@ from shm.errors import NotEnoughMemory
 log = logging.getLogger(__name__)
 
 FLOODED = "this client has sent more than the engine can take in; ask again later"
+ID_BYTES = 36  # of a number in a tuple
 FLUSH_LIMIT = 1.0  # seconds for the last messages to clients
 
 
@@ -62,12 +65,22 @@ class Coordinator:
         self._told = Briefed.from_map(config)
         self._loop = asyncio.get_running_loop()
         runtime = Path(config["runtime"])
-        self.clients = Clients(
-            ipc_endpoint(runtime, "client.sock"), self._welcome, self._on_message, self._on_gone
-        )
         self._context = zmq.asyncio.Context()
         control = ipc_endpoint(runtime, "control.sock")
         self._control = connect_dealer(self._context, control, identity=config["identity"])
+        try:
+            self.clients = Clients(
+                ipc_endpoint(runtime, "client.sock"),
+                self._welcome,
+                self._on_message,
+                self._on_gone,
+                tcp=Listening.asked(self._told.config),
+            )
+        except ProtocolError as e:  # the port was taken just now, say
+            self._tell_supervisor(Failed("coordinator", str(e), usage=True))
+            self._control.close()
+            self._context.term()
+            raise SystemExit(2) from None
         self._deaths = Deaths()
         self._engine = EngineThread(
             self._told,
@@ -188,7 +201,8 @@ class Coordinator:
     def _on_message(self, client: bytes, message: object) -> None:
         match message:
             case Generate() | Score():
-                if not self._engine.call(client, lambda a: self._submit(a, client, message)):
+                submit = partial(self._submit, client=client, message=message)
+                if not self._engine.call(client, submit, size=_size(message)):
                     self.clients.send(client, Done(message.request, "error", FLOODED))
             case SetPolicy():
                 if not self._engine.call(client, lambda a: self._set_policy(a, client, message)):
@@ -199,17 +213,12 @@ class Coordinator:
             case Stats():
                 self.clients.send(client, self._stats(message.request))
             case _:
-                self.clients.send(client, Error(-1, f"a client may not send {type(message).__name__}"))
+                self.clients.refuse(client, f"a client may not send {type(message).__name__}")
 
     def _stats(self, request: int) -> StatsReply:
         # Read while the engine's thread counts on: each is whole, together they may be a step apart.
         assert self._assembly is not None
-        clients = {
-            "connected": len(self.clients),
-            "malformed": self.clients.malformed,
-            "cut_off": self.clients.cut_offs,
-        }
-        return StatsReply(request, self._assembly.stats() | {"clients": clients})
+        return StatsReply(request, self._assembly.stats() | {"clients": self.clients.counts()})
 
     # --- calls that run in the engine's thread -----------------------------------------------------------
 
@@ -233,6 +242,15 @@ class Coordinator:
         changed = PolicyChanged(message.request, policy.name, policy.exact, notes)
         self._engine.send(client, changed)
         self._engine.in_loop(self.clients.broadcast, for_others(changed), client)
+
+
+def _size(message: Generate | Score) -> int:
+    """Bytes that a request holds while it waits, about."""
+    if isinstance(message, Score):
+        return ID_BYTES * len(message.token_ids or ()) + len(message.text or "")
+    turns = [turn.content for turn in message.messages or ()]
+    texts = [message.prompt or "", message.conversation or "", *turns, *message.stop]
+    return ID_BYTES * (len(message.resume) + len(message.token_ids or ())) + sum(map(len, texts))
 
 
 async def _run(config: dict[str, Any]) -> int:

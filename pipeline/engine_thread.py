@@ -59,10 +59,13 @@ class EngineThread:
     def start(self) -> None:
         self._thread.start()
 
-    def call(self, client: bytes, function: Callable[[Assembly], None], always: bool = False) -> bool:
-        """Run a function with the assembly for a client, between two rounds. False where too many of this
-        client's wait already, unless it is to be run `always`. From the event loop."""
-        return self._calls.put(client, function, always)
+    def call(
+        self, client: bytes, function: Callable[[Assembly], None], *, size: int = 0, always: bool = False
+    ) -> bool:
+        """Run a function with the assembly for a client, between two rounds; until then it holds `size`
+        bytes. False where too many of this client's wait already, unless it is to be run `always`. From the
+        event loop."""
+        return self._calls.put(client, function, size=size, always=always)
 
     def stop(self) -> None:
         """End after the round that is running. From the event loop; `join` waits."""
@@ -111,11 +114,11 @@ class EngineThread:
                     pause = MOVING_WAIT if assembly.rest() else IDLE_WAIT
                 elif not scheduler.round():
                     self._take_calls(assembly, PAUSE)
-            scheduler.cancel_all()
-        except Exception as e:
-            scheduler.fail_all(str(e))
-            raise
         finally:
+            if self._calls.stopped:
+                scheduler.cancel_all()
+            # Otherwise the engine failed. Its successor goes on where a client asks it to, so nothing is
+            # ended.
             assembly.close()
 
     def _take_calls(self, assembly: Assembly, wait: float) -> None:

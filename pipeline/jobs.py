@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from pipeline.engine import Piece
 from pipeline.kv_cache import SequenceKV
+from pipeline.logits import log_softmax, two_best
 from pipeline.models.backbone import Slice
 from pipeline.policies.view import FloatArray, Phase
 from pipeline.sampler import Sampler
@@ -149,17 +150,23 @@ class GenerateJob(Job):
         prompt: list[int],
         emit: Emit,
         *,
+        resume: Sequence[int],
         max_tokens: int,
         sampler: Sampler,
         text: TextStream | None,
         eos: frozenset[int],
         conversation: str | None,
     ) -> None:
-        super().__init__(client, request, prompt, len(prompt), emit)
+        """`resume`: the answer's first tokens, at most `max_tokens`, which the client has; `sampler` has
+        drawn them, `text` is fresh."""
+        super().__init__(client, request, [*prompt, *resume], len(prompt), emit)
+        self.goal = len(self.tokens)
         self.conversation = conversation
         self._most = len(prompt) + max_tokens
         self._sampler = sampler
         self._text = text
+        if text is not None:
+            text.resume(resume)
         self._eos = eos
         self._end: dict[str, Any] = {}  # of an end token: what its Token message would say
 
@@ -175,6 +182,9 @@ class GenerateJob(Job):
         if len(logits) == 0:
             return  # a chunk within the prompt
         self._answered()
+        self.reason = self._enough()
+        if self.reason is not None:  # all of a resumed answer was there already, but for its end
+            return
         token = self._sampler.next(logits[0], self.tokens)
         margin, runner_up = two_best(logits[0])
         if token in self._eos:
@@ -184,10 +194,13 @@ class GenerateJob(Job):
         self.tokens.append(token)
         shown = self._text.push(token) if self._text is not None else ""
         self._emit(Token(self.request, len(self.tokens) - self.prompt - 1, token, shown, margin, runner_up))
+        self.reason = self._enough()
+
+    def _enough(self) -> str | None:
+        """Why no token follows those that are there; None where one does."""
         if self._text is not None and self._text.stopped:
-            self.reason = "stop"
-        elif len(self.tokens) == self._most:
-            self.reason = "length"
+            return "stop"
+        return "length" if len(self.tokens) == self._most else None
 
     def finish(self, reason: str, stats: dict[str, Any], error: str = "", text: str = "") -> None:
         if self._text is not None:
@@ -229,26 +242,3 @@ class ScoreJob(Job):
         tokens = np.array(self.tokens[start:end], np.int32)
         full = logprobs if self._full else np.empty((0, 0), np.float32)
         self._emit(Scores(self.request, start, tokens, chosen, full))
-
-
-def log_softmax(logits: FloatArray) -> FloatArray:
-    """Natural-log probabilities float32 [n, vocabulary] of logits of that shape."""
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    total = np.log(np.exp(shifted).sum(axis=1, keepdims=True, dtype=np.float64))
-    logprobs: FloatArray = (shifted - total).astype(np.float32)
-    return logprobs
-
-
-def two_best(logits: FloatArray) -> tuple[float, int]:
-    """How far the largest of logits [vocabulary] is above the second, and which that is. A vocabulary of one
-    has no second: -1."""
-    best = int(logits.argmax())
-    rest = [
-        (float(part.max()), start + int(part.argmax()))
-        for start, part in ((0, logits[:best]), (best + 1, logits[best + 1 :]))
-        if len(part)
-    ]
-    if not rest:
-        return 0.0, -1
-    value, place = max(rest, key=lambda found: found[0])
-    return float(logits[best]) - value, place

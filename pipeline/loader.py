@@ -5,6 +5,10 @@ file; the checkpoint, and then it writes the cached file. Looking and building h
 build lock, so engines that start together share one store. It imports no torch: on a small model nearly
 all of its time would be that import.
 
+What is damaged is made again, with one line that says so, and never while another engine uses it. A cached
+file's checksums are compared whenever it is read; a store in memory, and the cached file beside it, are
+compared when that is asked for (`verify`), because attaching else takes no time at all.
+
 A store's first user is the supervisor, not this process: after Ready it takes a StoreLease, and where that
 raises SegmentMissing (the last user of an attached store left just then) it starts the loader again.
 """
@@ -29,9 +33,9 @@ from pipeline.models.registry import expert_shape, expert_tensors
 from protocol.codec import decode, encode
 from protocol.messages import VERSION, Failed, Progress, Ready, Shutdown
 from protocol.sockets import connect_dealer, ipc_endpoint
-from shm.disk_cache import CachedStore, write_cache
+from shm.disk_cache import CachedStore, sweep_cache, write_cache
 from shm.errors import NotEnoughMemory, SegmentMissing, ShmError, StoreDamaged, StoreInvalid, UnknownFormat
-from shm.locks import build_lock, sweep
+from shm.locks import build_lock, remove_unused, sweep
 from shm.manifest import StoreManifest, store_bytes
 from shm.segment import check_space, gigabytes, unlink
 from shm.store import Store, StoreBuilder, store_name
@@ -78,7 +82,7 @@ class Control:
 
 
 class Loading:
-    """One store on its way into shared memory. `notes` tell the person what happened."""
+    """One store on its way into shared memory. `source` says in the end where its bytes came from."""
 
     def __init__(self, config: dict[str, Any], control: Control) -> None:
         """Read the checkpoint's headers. Raises ModelError, UnknownFormat."""
@@ -92,39 +96,58 @@ class Loading:
         self.root = Path(config["runtime"]).parent
         self.cache_folder = Path(config["cache_dir"])
         self.reserve: int = config["reserve_bytes"]
-        self.notes: list[str] = []
+        self.verify: bool = config["verify"]
+        self.source = ""
 
     def run(self) -> None:
         """Have a ready store under `name`. Raises NotEnoughMemory, ModelError, ShmError, Stopped."""
+        for path in sweep_cache(self.cache_folder):
+            log.warning(f"removed the half-written {path}, left by a loader that was killed")
         waiting = self.control.stage("waiting for another engine that loads this model", 1)
         with build_lock(self.fingerprint, self.root, lambda: waiting(0)):
             if self._attached():
                 source, read, cached = "attached", 0, 0
+                if self.verify:
+                    self._verify_cache()
             elif self._from_cache():
                 source, read, cached = "cache", 0, self.size
             else:
                 source, read, cached = "checkpoint", self._from_checkpoint(), 0
-                self._save()
-        self.notes.insert(
-            0, f"source {source}: {read} bytes read from the checkpoint, {cached} bytes read from the cache"
+        self.source = (
+            f"source {source}: {read} bytes read from the checkpoint, {cached} bytes read from the cache"
         )
 
     def _attached(self) -> bool:
-        """Whether the segment is there; one that nobody can use, left by a loader that died, is removed."""
+        """Whether a store that can be used is there; what cannot be is removed. Raises ShmError where another
+        engine uses it all the same."""
         try:
-            Store.attach(self.name, self.fingerprint).close()
+            with Store.attach(self.name, self.fingerprint) as store:
+                if self.verify:
+                    store.verify(self.control.stage("verifying the store", store.layout.total_bytes))
         except SegmentMissing:
             return False
-        except StoreInvalid as e:
-            self._note(f"{e}; it is removed and made again")
-            unlink(self.name)
+        except (StoreInvalid, StoreDamaged) as e:
+            if not remove_unused(self.name):
+                raise ShmError(f"{e}, and another engine uses it: end that engine, then start again") from e
+            log.warning(f"{e}; it is removed and made again")
             return False
         return True
+
+    def _verify_cache(self) -> None:
+        """Compare the cached file, if there is one, and write it again from memory where it is damaged."""
+        try:
+            cached = CachedStore.open(self.cache_folder, self.fingerprint)
+            if cached is not None:
+                with cached:
+                    cached.verify(self.control.stage("verifying the cache", self.manifest.layout.total_bytes))
+        except (StoreInvalid, StoreDamaged) as e:
+            log.warning(f"{e}; it is written again from the store in memory")
+            self._save()
 
     def _builder(self) -> StoreBuilder:
         """The new segment, once there is room for it."""
         for name in sweep(self.root):
-            self._note(f"removed the store {name}, which nobody uses")
+            log.warning(f"removed the store {name}, which nobody uses")
         check_space(self.size, self.reserve)
         return StoreBuilder.create(self.name, self.manifest, self.control.stage("allocating", self.size))
 
@@ -136,7 +159,7 @@ class Loading:
             with cached:
                 self._fill(lambda builder, progress: cached.fill(builder, progress), "reading the cache")
         except (StoreInvalid, StoreDamaged) as e:
-            self._note(f"{e}; it is made again from the checkpoint")
+            log.warning(f"{e}; it is made again from the checkpoint")
             return False
         return True
 
@@ -150,7 +173,12 @@ class Loading:
                 ),
                 "encoding the experts",
             )
-            return reader.bytes_read
+        try:
+            self._save()
+        except BaseException:
+            unlink(self.name)
+            raise
+        return reader.bytes_read
 
     def _fill(self, fill: Callable[[StoreBuilder, Callable[[int], None]], None], stage: str) -> None:
         builder = self._builder()
@@ -167,14 +195,9 @@ class Loading:
             with Store.attach(self.name, self.fingerprint) as store:
                 write_cache(self.cache_folder, store, self.control.stage("writing the cache", self.size))
         except OSError as e:
-            self._note(f"the store could not be kept on disk, the next start reads the checkpoint again: {e}")
-        except BaseException:
-            unlink(self.name)
-            raise
-
-    def _note(self, text: str) -> None:
-        log.warning(text)
-        self.notes.append(text)
+            log.warning(
+                f"the store could not be kept on disk, the next start reads the checkpoint again: {e}"
+            )
 
 
 def main(config: dict[str, Any]) -> int:
@@ -195,9 +218,7 @@ def main(config: dict[str, Any]) -> int:
             log.exception("loading failed")
             return _fail(control, f"loading failed: {type(e).__name__}: {e}", usage=False)
         else:
-            log.debug(
-                "%s in %.2f s; %s", gigabytes(loading.size), time.monotonic() - started, loading.notes[0]
-            )
+            log.debug(f"{gigabytes(loading.size)} in {time.monotonic() - started:.2f} s; {loading.source}")
             control.send(
                 Ready(
                     version=VERSION,
@@ -206,7 +227,7 @@ def main(config: dict[str, Any]) -> int:
                     incarnation=config["incarnation"],
                     pid=os.getpid(),
                     fingerprint=loading.fingerprint,
-                    notes=tuple(loading.notes),
+                    notes=(loading.source,),
                 )
             )
             return 0

@@ -6,12 +6,15 @@ Knows no engine and no other requests. Used by the engine's thread alone.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 from pipeline.errors import RequestError
 from pipeline.jobs import Emit, GenerateJob, Job, ScoreJob
 from pipeline.sampler import Sampler, validate
 from pipeline.tokenizer import Tokenizer
 from protocol.messages import Generate, Score
+
+NAME_LIMIT = 256  # characters of a conversation's name, which is kept
 
 
 class Requests:
@@ -31,6 +34,8 @@ class Requests:
         """Raises RequestError."""
         if message.max_tokens < 1:
             raise RequestError(f"max_tokens must be at least 1, it is {message.max_tokens}")
+        if message.conversation is not None and len(message.conversation) > NAME_LIMIT:
+            raise RequestError(f"a conversation's name has {NAME_LIMIT} characters at most")
         validate(message.sampling)
         prompt = self._prompt_of(message)
         if len(prompt) >= self.context:
@@ -40,18 +45,27 @@ class Requests:
             )
         if message.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this model has none")
+        most = min(message.max_tokens, self.context - len(prompt))
+        self._check_resume(message.resume, most)
         seed = message.sampling.seed
+        seed = next(self._seeds) if seed is None else seed
         return GenerateJob(
             client,
             message.request,
             prompt,
             emit,
-            max_tokens=min(message.max_tokens, self.context - len(prompt)),
-            sampler=Sampler(message.sampling, next(self._seeds) if seed is None else seed),
+            resume=message.resume,
+            max_tokens=most,
+            sampler=Sampler(message.sampling, seed, drawn=len(message.resume)),
             text=None if self._tokenizer is None else self._tokenizer.stream(message.stop),
             eos=frozenset() if message.ignore_eos else self._eos,
             conversation=message.conversation,
         )
+
+    def _check_resume(self, resume: tuple[int, ...], most: int) -> None:
+        if len(resume) > most:
+            raise RequestError(f"resume has {len(resume)} tokens, the answer can have {most} at most")
+        self._check_ids(resume)
 
     def _prompt_of(self, message: Generate) -> list[int]:
         given = [message.prompt is not None, message.token_ids is not None, message.messages is not None]
@@ -95,13 +109,16 @@ class Requests:
             )
 
     def _checked(self, tokens: list[int]) -> list[int]:
+        self._check_ids(tokens)
+        if not tokens:
+            raise RequestError("the prompt has no tokens")
+        return tokens
+
+    def _check_ids(self, tokens: Sequence[int]) -> None:
         size = self._vocabulary
         wrong = [t for t in tokens if not 0 <= t < size]
         if wrong:
             raise RequestError(f"token id {wrong[0]} is outside the vocabulary of {size}")
-        if not tokens:
-            raise RequestError("the prompt has no tokens")
-        return tokens
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self._tokenizer is None:

@@ -44,11 +44,13 @@ def validate(sampling: Sampling) -> None:
 class Sampler:
     """One request's choice of tokens: its settings, its own random numbers, and the ids it has seen."""
 
-    def __init__(self, sampling: Sampling, seed: int) -> None:
+    def __init__(self, sampling: Sampling, seed: int, drawn: int = 0) -> None:
         """`sampling` has passed `validate`. Equal seeds and logits give equal tokens; `seed` is
-        `sampling.seed`, or one that the engine drew where that is None."""
+        `sampling.seed`, or one that the engine drew where that is None. This one goes on where another of the
+        same seed was after `drawn` tokens."""
         self._sampling = sampling
         self._random = np.random.default_rng(seed)
+        self._random.random(drawn)  # `next` draws one number for each token
         self._seen: NDArray[np.bool_] | None = None  # [V], only for the repetition penalty
         self._counted = 0  # leading ids of `previous` that are in _seen
 

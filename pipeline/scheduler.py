@@ -107,11 +107,6 @@ class Scheduler:
         for job in list(self._live.values()):
             self._end(job, "cancelled")
 
-    def fail_all(self, error: str) -> None:
-        """The engine cannot go on: end every request with this text."""
-        for job in list(self._live.values()):
-            self._end(job, "error", error)
-
     def round(self) -> bool:
         """Admit what fits; one prefill chunk, one decode step. False where nothing could run: every request
         waits for its client to take what it was sent."""

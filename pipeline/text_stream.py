@@ -144,6 +144,11 @@ class TextStream:
             return ""
         return self._stop.push(self._pieces.push(token))
 
+    def resume(self, tokens: Sequence[int]) -> None:
+        """Begin behind these tokens, whose text has been shown as far as `push` would have returned it."""
+        for token in tokens:
+            self.push(token)
+
     def finish(self) -> str:
         """The rest of the text. It can complete a stop string; look at `stopped` afterwards."""
         if self.stopped:

@@ -1,4 +1,4 @@
-"""One answer as it comes, token by token. Knows its request and how to cancel it; `client.py` feeds it."""
+"""One answer as it comes, token by token. Knows its number and how to cancel it; `client.py` feeds it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
-from protocol.connection import Connection
 from protocol.errors import ProtocolError, RequestFailed
 from protocol.messages import Done, Queued, Token
 
@@ -24,15 +23,17 @@ class Answer:
     """The answer to a Generate, as it comes: `async for token in answer` gives each Token from the first.
 
     Leaving the loop before the end, by whatever way, cancels the request. The loop ends at Done, or raises
-    RequestFailed with the engine's reason, or what ended the connection (EngineGone).
+    RequestFailed with the engine's reason, or what ended the client (EngineGone). Where an engine has died
+    and the client went on with another, `done.stats` are that other's alone.
     """
 
-    def __init__(self, connection: Connection, request: int) -> None:
+    def __init__(self, request: int, cancel: Callable[[int], None]) -> None:
+        """`cancel` asks for the end of the request of this number."""
         self.request = request
         self.done: Done | None = None  # set once it has arrived, even where tokens before it are yet unread
         self.on_queued: Callable[[int], None] | None = None
         """Called in the event loop with the request's position while it waits for room: 1 is the next."""
-        self._connection = connection
+        self._cancel = cancel
         self._tokens: list[Token] = []
         self._failure: ProtocolError | None = None
         self._news = asyncio.Event()
@@ -56,7 +57,12 @@ class Answer:
     async def cancel(self) -> None:
         """Ask the engine to end this request; its Done follows. Nothing happens where it has ended."""
         if not self._over:
-            self._connection.cancel(self.request)
+            self._cancel(self.request)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Those that have come so far."""
+        return tuple(token.token for token in self._tokens)
 
     async def result(self) -> Result:
         """Wait for the end and give everything. Raises as the loop does."""
@@ -64,7 +70,7 @@ class Answer:
             pass
         assert self.done is not None  # the loop ends without an exception only at Done
         text = "".join(token.text for token in self._tokens) + self.done.text
-        return Result(tuple(token.token for token in self._tokens), text, self.done)
+        return Result(self.token_ids, text, self.done)
 
     @property
     def _over(self) -> bool:

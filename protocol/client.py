@@ -10,6 +10,10 @@ Works on asyncio and uvloop. One task per client receives for all its requests. 
 can be hundreds of megabytes: `score` therefore opens a connection of its own, from which the caller's loop
 receives directly. A slow caller fills that connection's short queue and so slows the engine down, for
 itself alone; the heartbeats of both connections go on beside it.
+
+With `retry`, a client survives its engine: it waits for another at the same address, of the same model, and
+asks it for what is missing. An answer then goes on where it was, after a pause. It is what it would have been
+without (to rounding) where it is greedy or seeded; otherwise its rest is drawn anew, as good a sample.
 """
 
 from __future__ import annotations
@@ -17,62 +21,67 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from protocol.answer import Answer
-from protocol.connection import Connection, end_task, open_connection
+from protocol.connection import end_task
 from protocol.errors import EngineGone, ProtocolError, RequestFailed
+from protocol.keys import Address
+from protocol.link import Link
 from protocol.messages import (
     ChatMessage,
-    Done,
-    Error,
     Generate,
     PolicyChanged,
-    Queued,
     Sampling,
     Score,
     Scores,
     SetPolicy,
     Stats,
     StatsReply,
-    Token,
     Welcome,
 )
+from protocol.pending import Pending, another
+from protocol.scoring import scored
 
 REPLY_SECONDS = 60.0  # for Stats, which wait for no other request
 POLICY_SECONDS = 900.0  # for SetPolicy, which may place many gigabytes and measure costs
-SCORES_HWM = 4  # blocks of Scores that may wait on this side
 
 
 class Client:
     """A connection to an engine. Once the engine is gone, every pending and later call raises EngineGone."""
 
-    def __init__(self, connection: Connection, endpoint: str, name: str, timeout: float) -> None:
-        self.welcome: Welcome = connection.welcome
+    def __init__(self, address: Address, name: str, timeout: float, retry: float) -> None:
+        """For `connect`."""
         self.on_policy: Callable[[PolicyChanged], None] | None = None
         """Called in the event loop when another client has changed the policy."""
-        self.strays = 0
-        """Tokens and ends that came for a request which had ended: an engine's mistake, never expected."""
-        self._connection = connection
-        self._endpoint, self._name, self._timeout = endpoint, name, timeout
+        self.on_pause: Callable[[ProtocolError], None] | None = None
+        """Called in the event loop with the reason when the connection was lost and a new one is tried."""
+        self.on_reconnect: Callable[[], None] | None = None
+        """Called in the event loop when there is one, and all that was under way has been asked for again."""
+        self._endpoint = address.endpoint
+        self._address, self._name, self._timeout, self._retry = address, name, timeout, retry
+        self._link = Link(address, name, timeout, retry, paused=self._paused, resumed=self._resumed)
+        self._pending = Pending(self._link)
         self._requests = itertools.count()
-        self._answers: dict[int, Answer] = {}
-        self._replies: dict[int, asyncio.Future[Any]] = {}
         self._ended: ProtocolError | None = None
         self._lost = asyncio.Event()
 
     @staticmethod
     @asynccontextmanager
-    async def connect(endpoint: str, *, name: str = "", timeout: float = 5.0) -> AsyncIterator[Client]:
-        """A client for the length of the block; an engine that is starting is waited for.
+    async def connect(
+        where: str | Address, *, name: str = "", timeout: float = 5.0, retry: float = 0.0
+    ) -> AsyncIterator[Client]:
+        """A client for the length of the block; an engine that is starting is waited for, and one that is
+        gone, for `retry` seconds.
 
         Raises EngineGone where nobody answers within `timeout` seconds, VersionMismatch where the engine
-        speaks another version, ProtocolError for an endpoint that is not ipc://.
+        speaks another version, ProtocolError for an endpoint that cannot be used.
         """
-        async with open_connection(endpoint, name, timeout) as connection:
-            client = Client(connection, endpoint, name, timeout)
-            receiver = asyncio.create_task(client._receive(), name=f"receiver from {endpoint}")
+        client = Client(Address(where) if isinstance(where, str) else where, name, timeout, retry)
+        await client._link.open()
+        try:
+            receiver = asyncio.create_task(client._receive(), name=f"receiver from {client._endpoint}")
             try:
                 yield client
             finally:
@@ -80,6 +89,18 @@ class Client:
                     client._close()
                 finally:
                     await end_task(receiver)
+        finally:
+            await client._link.close()
+
+    @property
+    def welcome(self) -> Welcome:
+        """What the engine said it is; of the latest one, where there were several."""
+        return self._link.welcome
+
+    @property
+    def strays(self) -> int:
+        """Tokens and ends that came for a request which had ended: an engine's mistake, never expected."""
+        return self._pending.strays
 
     def generate(
         self,
@@ -99,8 +120,7 @@ class Client:
         raised by the answer.
         """
         request = self._next_request()
-        answer = Answer(self._connection, request)
-        self._connection.send(
+        return self._pending.generate(
             Generate(
                 request,
                 prompt,
@@ -113,8 +133,6 @@ class Client:
                 conversation,
             )
         )
-        self._answers[request] = answer
-        return answer
 
     async def score(
         self,
@@ -130,30 +148,12 @@ class Client:
         Ends when all have come. Leaving the loop before cancels the request. Raises RequestFailed with the
         engine's reason, or where the engine cancelled the request; EngineGone, MalformedMessage.
         """
-        request = self._next_request()
         ids = None if token_ids is None else tuple(token_ids)
-        async with open_connection(
-            self._endpoint, f"{self._name}/score", self._timeout, receive_hwm=SCORES_HWM
-        ) as connection:
-            connection.send(Score(request, text, ids, stepwise, prefill, full))
-            try:
-                while True:
-                    match await connection.receive():
-                        case Scores(request=its) as block if its == request:
-                            yield block
-                        case Done(request=its, reason=reason) as done if its == request:
-                            if reason == "error":
-                                raise RequestFailed(done.error, done.usage)
-                            if reason == "cancelled":
-                                raise RequestFailed("the engine gave this request up; it is shutting down")
-                            return
-                        case Error(request=its, text=error) if its == request:
-                            raise RequestFailed(error, usage=True)
-            except ProtocolError:
-                raise  # the request has ended, or the engine has
-            except BaseException:  # the caller left the loop or was cancelled
-                connection.cancel(request)
-                raise
+        asked = Score(self._next_request(), text, ids, stepwise, prefill, full)
+        blocks = scored(asked, self._address, f"{self._name}/score", self._timeout, self._retry, self.welcome)
+        async with aclosing(blocks):
+            async for block in blocks:
+                yield block
 
     async def stats(self) -> dict[str, Any]:
         """The engine's counters. Raises RequestFailed, EngineGone."""
@@ -168,33 +168,29 @@ class Client:
         return reply
 
     async def lost(self) -> ProtocolError:
-        """Wait until the engine is gone; returns what every call raises from then on."""
+        """Wait until the engine is given up; returns what every call raises from then on."""
         await self._lost.wait()
         assert self._ended is not None
-        return _another(self._ended)
+        return another(self._ended)
 
     def _next_request(self) -> int:
         if self._ended is not None:
-            raise _another(self._ended)
+            raise another(self._ended)
         return next(self._requests)
 
     async def _ask(self, message: Stats | SetPolicy, limit: float) -> Any:
-        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._connection.send(message)
-        self._replies[message.request] = reply
+        limit += self._retry
         try:
             async with asyncio.timeout(limit):
-                return await reply
+                return await self._pending.ask(message)
         except TimeoutError:
             asked = type(message).__name__
             raise RequestFailed(f"the engine did not answer {asked} in {limit:g} s") from None
-        finally:
-            del self._replies[message.request]
 
     async def _receive(self) -> None:
         try:
             while True:
-                self._dispatch(await self._connection.receive())
+                self._dispatch(await self._link.receive())
         except ProtocolError as e:
             self._end(e)
         except Exception as e:
@@ -202,53 +198,33 @@ class Client:
             raise  # by `connect`, when the block ends
 
     def _dispatch(self, message: object) -> None:
-        """Give a message to whoever asked. What belongs to no request (any more) is dropped."""
         match message:
-            case Token(request=request) | Queued(request=request) if answer := self._answers.get(request):
-                answer.take(message)
-            case Done(request=request) if answer := self._answers.pop(request, None):
-                answer.take(message)
-            case Error(request=request, text=text) if answer := self._answers.pop(request, None):
-                answer.take(RequestFailed(text, usage=True))
-            case StatsReply(request=request) | PolicyChanged(request=request) if request in self._replies:
-                self._settle(request, message, None)
-            case Error(request=request, text=text) if request in self._replies:
-                self._settle(request, None, RequestFailed(text, usage=True))
-            case PolicyChanged(request=-1) if self.on_policy is not None:
-                # An error in the callback is the event loop's to report, not the end of this receiver.
-                asyncio.get_running_loop().call_soon(self.on_policy, message)
-            case Token() | Done() | Queued():
-                self.strays += 1
+            case PolicyChanged(request=-1):
+                if self.on_policy is not None:
+                    # An error in a callback is the event loop's to report, not the end of this receiver.
+                    asyncio.get_running_loop().call_soon(self.on_policy, message)
+            case _:
+                self._pending.dispatch(message)
 
-    def _settle(self, request: int, reply: object, failure: ProtocolError | None) -> None:
-        future = self._replies[request]
-        if future.done():  # given up by its caller in this very moment
-            return
-        if failure is not None:
-            future.set_exception(failure)
-        else:
-            future.set_result(reply)
+    def _paused(self, lost: ProtocolError) -> None:
+        self._pending.lose_engine()
+        if self.on_pause is not None:
+            asyncio.get_running_loop().call_soon(self.on_pause, lost)
+
+    async def _resumed(self) -> None:
+        await self._pending.ask_again()
+        if self.on_reconnect is not None:
+            asyncio.get_running_loop().call_soon(self.on_reconnect)
 
     def _end(self, reason: ProtocolError) -> None:
         """Fail everything that waits, and all later calls."""
-        if self._ended is not None:
-            return
-        self._ended = reason
-        self._lost.set()
-        for answer in self._answers.values():
-            answer.take(_another(reason))
-        self._answers.clear()
-        for request in self._replies:
-            self._settle(request, None, _another(reason))
+        if self._ended is None:
+            self._ended = reason
+            self._lost.set()
+            self._pending.fail(reason)
 
     def _close(self) -> None:
         """Leave nothing running in the engine for a client that goes."""
         if self._ended is None:
-            for request in self._answers:
-                self._connection.cancel(request)
+            self._pending.cancel_all()
             self._end(EngineGone("this client is closed"))
-
-
-def _another(error: ProtocolError) -> ProtocolError:
-    """The same error to raise in one more place: an exception object belongs to one traceback."""
-    return type(error)(str(error))

@@ -76,7 +76,7 @@ the supervisor and its children.
   64 Progress: stage str, done int, total int
   65 Failed: role str, text str, usage bool
   66 Shutdown: reason str = ""
-  67 WorkerDied: role str, index int, incarnation int, crashed bool
+  67 WorkerDied: role str, index int, incarnation int, crashed bool, seq int
   68 WorkerUp: role str, index int, incarnation int
   69 Needed: role str
   70 Hung: role str, index int, incarnation int
@@ -89,9 +89,9 @@ A conversation
 --------------
 1. The client connects a DEALER to the engine's `client.sock` (`engine.json` beside it has the endpoint)
    and sends Hello. The coordinator answers Welcome, or Error with request -1 where the versions differ.
-   Anything else from a peer that has no Welcome, heartbeats too, is answered by Error with request -1. A
-   client that gets this in mid-conversation has been reconnected to a new coordinator, which does not
-   know it or its requests: it gives up.
+   Anything else from a peer that has no Welcome, heartbeats too, is answered by Error with request -1 and
+   the text "say Hello first". A client that gets this in mid-conversation has been reconnected to a new
+   coordinator, which does not know it or its requests; or it was forgotten by the old one, see 2.
 2. Both sides send Heartbeat every 0.5 s for as long as they live, whatever else they send. Any message
    counts as life. A client that waited 2.5 s and got nothing takes the engine for dead. A coordinator
    drops a heartbeat that finds a client's queue full, and forgets a client, cancelling its requests, when
@@ -109,7 +109,23 @@ A conversation
    request is ignored.
 5. Scores can be large. A client that reads slowly fills its queue, and the coordinator then waits with this
    client's next block; so ask for Scores on a connection of their own, or read promptly.
-6. A malformed message is answered by Error with request -1 and otherwise ignored.
+6. A malformed message is answered by Error with request -1 and otherwise ignored; so is a message that no
+   client may send. Who sends many of them is told so by an Error whose text begins with "cut off", and is
+   not heard for ten seconds; many strangers together are not all answered.
+7. A coordinator that dies is soon replaced, at the same endpoint, and its successor knows nothing of what
+   was asked. A client that wants its answers all the same closes its socket as soon as it takes the engine
+   for dead (2) or is told to say Hello (1), and says Hello on a new one, every few seconds until it gets a
+   Welcome. It compares `model`, `fingerprint`, `format` and `backbone_dtype` with the first one's, as there
+   may be another engine there now. Then it sends again what has not ended:
+     Generate  with `resume`, the tokens that have come. The next Token has index len(resume), and texts go
+               on behind the last that was sent. Where all had come but the Done, only that comes. With a
+               `seed`, or greedy, the rest is what it would have been, to rounding; else it is drawn anew.
+     Score     as it was; rows that have come before come again, perhaps in blocks of other sizes
+     Stats, SetPolicy   as they were
+   and not what it has cancelled, for which no Done comes any more; nor what was under way when several
+   engines died one after the other, and got no further in between: it may be what kills them. Who is told
+   to say Hello while the transport has not been broken was forgotten by an engine that lives, for what it
+   did or did not do, and should not come back often.
 
 Example
 -------

@@ -1,14 +1,13 @@
 """One client socket of a coordinator: handshake, heartbeats, and the judgement that the engine is gone.
 
-Knows nothing of requests; `client.py` builds those on it.
+Knows nothing of requests, nor of other connections before and after it; `link.py` knows those.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from typing import cast
 
 import zmq
@@ -16,12 +15,23 @@ import zmq.asyncio
 
 from protocol.codec import decode, encode, wire_version
 from protocol.errors import EngineGone, MalformedMessage, RequestFailed, VersionMismatch
+from protocol.keys import Address
 from protocol.messages import VERSION, Cancel, Error, Heartbeat, Hello, Welcome
 from protocol.sockets import HWM, connect_dealer
 
 HEARTBEAT_SECONDS = 0.5
 SILENCE_SECONDS = 2.5
+STRANGER = "say Hello first"  # what a coordinator tells whom it does not know, or no longer
 _WAITS = 10  # a silence is this many waits in a row without a message
+
+
+class ConnectionLost(EngineGone):
+    """This connection is over, or did not come about, and another one may do better: the engine is silent, or
+    another has taken its place, or (`dropped`) it is still the same and has forgotten this client."""
+
+    def __init__(self, text: str, dropped: bool = False) -> None:
+        super().__init__(text)
+        self.dropped = dropped
 
 
 class Connection:
@@ -30,6 +40,9 @@ class Connection:
     def __init__(self, socket: zmq.asyncio.Socket, endpoint: str) -> None:
         self._socket = socket
         self._endpoint = endpoint
+        self._heart: asyncio.Task[None] | None = None
+        # Gets a message when the transport breaks, as it does where the process at the other end dies.
+        self._breaks = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self.welcome: Welcome
 
     def send(self, message: object) -> None:
@@ -48,7 +61,8 @@ class Connection:
             self.send(Cancel(request))
 
     async def receive(self) -> object:
-        """The next message that is no heartbeat. Raises EngineGone after 2.5 s of waiting without any.
+        """The next message that is no heartbeat. Raises ConnectionLost after 2.5 s of waiting without any,
+        and where the engine does not know this client; EngineGone where it has another reason to end this.
 
         Only time spent waiting here counts as the engine's silence, in short waits: what a busy program
         did not read, or could not read while its event loop was held up, is not held against the engine.
@@ -66,13 +80,21 @@ class Connection:
             await asyncio.sleep(0)
             message = decode(frames)
             if isinstance(message, Error) and message.request == -1:
-                raise EngineGone(f"the engine ended this connection: {message.text}")
+                text = f"the engine ended this connection: {message.text}"
+                if message.text == STRANGER:
+                    raise ConnectionLost(text, dropped=not self._has_broken())
+                raise EngineGone(text)
             if not isinstance(message, Heartbeat):
                 return message
-        raise EngineGone(f"the engine at {self._endpoint} has been silent for {SILENCE_SECONDS} s")
+        raise ConnectionLost(f"the engine at {self._endpoint} has been silent for {SILENCE_SECONDS} s")
+
+    def _has_broken(self) -> bool:
+        """Whether somebody else may be at the other end now, to whom ZeroMQ has connected by itself."""
+        return bool(cast(int, self._breaks.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     async def shake_hands(self, name: str) -> None:
-        """Hello and Welcome. Raises VersionMismatch; waits without a limit of its own."""
+        """Hello and Welcome, and heartbeats from then on. Raises VersionMismatch; waits without a limit of
+        its own."""
         self.send(Hello(VERSION, name))
         frames = [b""]
         try:
@@ -95,41 +117,51 @@ class Connection:
                 f"the engine speaks protocol version {theirs}, this client version {VERSION}; "
                 "use the client that was installed with the engine"
             )
+        self._heart = asyncio.create_task(self._beat(), name=f"heartbeats to {self._endpoint}")
 
-    async def beat(self) -> None:
+    async def _beat(self) -> None:
         """Send heartbeats until cancelled."""
         while True:
             with suppress(RequestFailed):  # a full queue: the engine will see life enough in it
                 self.send(Heartbeat(time.monotonic()))
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
-
-@asynccontextmanager
-async def open_connection(
-    endpoint: str, name: str, timeout: float, *, receive_hwm: int = HWM
-) -> AsyncIterator[Connection]:
-    """A welcomed connection, with heartbeats for as long as the block lasts.
-
-    Raises EngineGone where nobody answers within `timeout` seconds, VersionMismatch, and ProtocolError for
-    an unusable endpoint.
-    """
-    socket = connect_dealer(zmq.asyncio.Context.instance(), endpoint, receive_hwm=receive_hwm)
-    try:
-        socket.setsockopt(zmq.RCVTIMEO, int(SILENCE_SECONDS / _WAITS * 1000))
-        connection = Connection(socket, endpoint)
+    async def close(self, *, deliver: bool) -> None:
+        """End it; `deliver`: what is still queued goes out, within the socket's linger time."""
         try:
-            async with asyncio.timeout(timeout):
-                await connection.shake_hands(name)
-        except TimeoutError:
-            socket.close(linger=0)
-            raise EngineGone(f"no engine at {endpoint} within {timeout:g} s; is it running?") from None
-        heart = asyncio.create_task(connection.beat(), name=f"heartbeats to {endpoint}")
-        try:
-            yield connection
+            if self._heart is not None:
+                heart, self._heart = self._heart, None
+                await end_task(heart)
         finally:
-            await end_task(heart)
-    finally:
-        socket.close()
+            self._socket.disable_monitor()
+            self._breaks.close(linger=0)
+            self._socket.close(linger=None if deliver else 0)
+
+
+async def open_connection(
+    address: Address, name: str, timeout: float, *, receive_hwm: int = HWM
+) -> Connection:
+    """A welcomed connection that sends heartbeats until it is closed.
+
+    Raises ConnectionLost where nobody answers within `timeout` seconds, VersionMismatch, and ProtocolError
+    for an unusable endpoint.
+    """
+    context = zmq.asyncio.Context.instance()
+    socket = connect_dealer(context, address.endpoint, receive_hwm=receive_hwm, keys=address.keys)
+    socket.setsockopt(zmq.RCVTIMEO, int(SILENCE_SECONDS / _WAITS * 1000))
+    connection = Connection(socket, address.endpoint)
+    try:
+        async with asyncio.timeout(timeout):
+            await connection.shake_hands(name)
+    except TimeoutError:
+        await connection.close(deliver=False)
+        key = " Does it know this client's key?" if address.keys is not None else ""
+        where = f"no engine at {address.endpoint} within {timeout:g} s; is it running?{key}"
+        raise ConnectionLost(where) from None
+    except BaseException:
+        await connection.close(deliver=False)
+        raise
+    return connection
 
 
 async def end_task(task: asyncio.Task[None]) -> None:

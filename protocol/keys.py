@@ -1,8 +1,33 @@
-"""CURVE keys: who may talk to an engine over tcp, and to which engine a client talks."""
+"""CURVE keys: who may talk to an engine over tcp, and to which engine a client talks.
+
+A key file is a JSON object with `kind`, `public` and `secret`, the last two 40 characters of Z85 each; an
+engine's also has `clients`, the public keys that it lets in, and a client's has `engine`, the engine's public
+key. It belongs to its user alone, mode 0600: what others could read is no secret any more, and is refused.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import os
+import stat
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+
+from protocol.errors import ProtocolError
+
+ENGINE_FILE, CLIENT_FILE = "engine.key", "client.key"
+_KINDS = {
+    "tandem engine key": f"an engine's ({ENGINE_FILE})",
+    "tandem client key": f"a client's ({CLIENT_FILE})",
+}
+_ENGINE, _CLIENT = _KINDS
+_LARGEST = 1 << 20  # bytes of a key file
+_BINARY = 32  # bytes of a key
 
 
 @dataclass(frozen=True)
@@ -10,8 +35,17 @@ class ClientKeys:
     """A client's own key pair and the public key of its engine, each 40 characters of Z85."""
 
     public: bytes
-    secret: bytes
+    secret: bytes = field(repr=False)
     engine: bytes
+
+
+@dataclass(frozen=True)
+class EngineKeys:
+    """An engine's key pair and the public keys of the clients that it lets in, each 40 characters of Z85."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+    clients: frozenset[bytes]
 
 
 @dataclass(frozen=True)
@@ -20,3 +54,129 @@ class Address:
 
     endpoint: str
     keys: ClientKeys | None = None
+
+
+def keys_folder() -> Path:
+    """Where key files are unless a person says otherwise: $XDG_CONFIG_HOME/tandem/keys, usually
+    ~/.config/tandem/keys."""
+    given = os.environ.get("XDG_CONFIG_HOME", "")
+    return (Path(given) if os.path.isabs(given) else Path.home() / ".config") / "tandem" / "keys"
+
+
+def new_keys() -> tuple[EngineKeys, ClientKeys]:
+    """Fresh keys of an engine and of one client that it lets in."""
+    engine_public, engine_secret = zmq.curve_keypair()
+    client_public, client_secret = zmq.curve_keypair()
+    engine = EngineKeys(engine_public, engine_secret, frozenset({client_public}))
+    return engine, ClientKeys(client_public, client_secret, engine_public)
+
+
+def write_engine_keys(path: Path, keys: EngineKeys) -> None:
+    """A new file, mode 0600. Raises ProtocolError where there is one already, or none can be made."""
+    clients = sorted(key.decode() for key in keys.clients)
+    _write(path, {"kind": _ENGINE} | _pair(keys) | {"clients": clients})
+
+
+def write_client_keys(path: Path, keys: ClientKeys) -> None:
+    """A new file, mode 0600. Raises ProtocolError where there is one already, or none can be made."""
+    _write(path, {"kind": _CLIENT} | _pair(keys) | {"engine": keys.engine.decode()})
+
+
+def read_engine_keys(path: Path) -> EngineKeys:
+    """Raises ProtocolError, one line that says what to do, for a file that is missing, not this user's alone,
+    a client's, or damaged."""
+    found = _read(path, _ENGINE)
+    public, secret = _checked_pair(path, found)
+    clients = found.get("clients")
+    if type(clients) is not list or not clients:
+        raise ProtocolError(f'{path}: "clients" must be a list of the public keys that are let in')
+    return EngineKeys(public, secret, frozenset(_key(path, "clients", key) for key in clients))
+
+
+def read_client_keys(path: Path) -> ClientKeys:
+    """Raises ProtocolError like `read_engine_keys`, here also for an engine's file."""
+    found = _read(path, _CLIENT)
+    return ClientKeys(*_checked_pair(path, found), _key(path, "engine", found.get("engine")))
+
+
+def _pair(keys: EngineKeys | ClientKeys) -> dict[str, Any]:
+    return {"public": keys.public.decode(), "secret": keys.secret.decode()}
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        raise ProtocolError(f"{path} is there already and stays as it is; remove it first") from None
+    except OSError as e:
+        raise ProtocolError(f"cannot write {path}: {e.strerror}") from e
+    try:
+        with os.fdopen(fd, "w", encoding="ascii") as file:
+            os.fchmod(fd, 0o600)  # a umask may have taken more away
+            file.write(json.dumps(content, indent=2) + "\n")
+    except OSError as e:
+        path.unlink()
+        raise ProtocolError(f"cannot write {path}: {e.strerror}") from e
+
+
+def _read(path: Path, kind: str) -> dict[str, Any]:
+    try:
+        # Not blocking: a pipe's writer might never come.
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(fd, "rb") as file:
+            _check_file(path, os.fstat(fd))
+            content = file.read(_LARGEST)
+    except FileNotFoundError:
+        raise ProtocolError(f"there is no key file {path}; make keys with: launch.py keys") from None
+    except (OSError, ValueError) as e:  # ValueError: a name with a NUL
+        reason = e.strerror if isinstance(e, OSError) else str(e)
+        raise ProtocolError(f"cannot read {path}: {reason}") from None
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        found = None
+    if type(found) is not dict or str(found.get("kind")) not in _KINDS:
+        raise ProtocolError(f"{path} is not a key file; make keys with: launch.py keys")
+    if found["kind"] != kind:
+        raise ProtocolError(f"{path} is {_KINDS[found['kind']]}; what is needed here is {_KINDS[kind]}")
+    return found
+
+
+def _check_file(path: Path, found: os.stat_result) -> None:
+    mode = stat.S_IMODE(found.st_mode)
+    if not stat.S_ISREG(found.st_mode):
+        raise ProtocolError(f"{path} is not a file")
+    if found.st_uid != os.getuid():
+        raise ProtocolError(f"{path} belongs to user {found.st_uid}, not to you; use a key file of your own")
+    if mode & 0o077:
+        raise ProtocolError(
+            f"{path} is open to other users (mode {mode:04o}); make new keys, or if nobody else has read it "
+            f"run: chmod 600 {path}"
+        )
+
+
+def _checked_pair(path: Path, found: dict[str, Any]) -> tuple[bytes, bytes]:
+    public, secret = (_key(path, name, found.get(name)) for name in ("public", "secret"))
+    if zmq.curve_public(secret) != public:
+        raise ProtocolError(f'{path}: "public" and "secret" are not a pair; the file is damaged')
+    return public, secret
+
+
+def _key(path: Path, name: str, value: Any) -> bytes:
+    """The value never appears in an error: it may be a secret."""
+    try:
+        key = value.encode("ascii")
+        if len(key) == 40 and len(binary_key(key)) == _BINARY:
+            return bytes(key)
+    except (AttributeError, ValueError):
+        pass  # no text, or not ASCII: said below, as for every other value that is no key
+    raise ProtocolError(f'{path}: "{name}" holds something that is no key of 40 characters')
+
+
+def binary_key(key: bytes) -> bytes:
+    """The 32 bytes that 40 characters of Z85 stand for. Raises ValueError."""
+    try:
+        binary: bytes = z85.decode(key)
+    except (KeyError, struct.error, ValueError) as e:  # a wrong character, value, length
+        raise ValueError("not Z85") from e
+    return binary

@@ -3,8 +3,8 @@
     line 0: the prefetcher    line 1 + i: worker i
 
 A line is 64 bytes, so that no two writers share a cache line: its first number (int64) counts progress and
-only grows; the second is the Work that is being computed, IDLE where none is. Each number is written whole by one
-process. Who reads two of them may see them a moment apart.
+only grows; the second is the Work that is being computed, IDLE where none is. Each number is written whole,
+by one process. Who reads two of them may see them a moment apart.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class ControlSegment:
     def create(cls, name: str, workers: int) -> ControlSegment:
         """A new segment. Raises NotEnoughMemory, and ShmError where the name is taken."""
         made = cls(Segment.create(name, (1 + workers) * LINE * 8))
+        made.line("prefetcher", 0).end()
         for index in range(workers):
             made.line("worker", index).end()
         return made
@@ -40,6 +41,8 @@ class ControlSegment:
 
     def line(self, role: str, index: int) -> ControlLine:
         """The line of a worker or of the prefetcher. Raises IndexError where there is none."""
+        if index < 0:
+            raise IndexError(f"no line of {role} {index}")
         row = 1 + index if role == "worker" else 0
         return ControlLine(self.segment.array.view(np.int64).reshape(-1, LINE)[row])
 

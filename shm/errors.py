@@ -17,6 +17,10 @@ class SegmentMissing(ShmError):
     """A segment to attach does not exist."""
 
 
+class SegmentEmpty(ShmError):
+    """A segment to attach has no bytes: whoever made it died before it had any."""
+
+
 class StoreInvalid(ShmError):
     """A segment or cache file is not a store of this version, is unfinished, or is another model's."""
 

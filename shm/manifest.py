@@ -16,7 +16,8 @@ offset first and everything else before `state`, which is one aligned 32-bit sto
 is ever changed after it. A reader learns the segment's name from a message that was sent after that store,
 or holds the build lock, which the builder gave back after it. Both paths go through system calls on both
 sides, so a reader that sees `state` ready also sees all that was written before, on any processor. A
-segment whose state is building while nobody holds the build lock was left by a builder that died.
+segment whose state is building while nobody holds the build lock, nor a lock on the segment itself, was left
+by a builder that died.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import posix_ipc
 import psutil
 
 from shm.cgroup import free_memory
-from shm.errors import NotEnoughMemory, SegmentMissing, ShmError
+from shm.errors import NotEnoughMemory, SegmentEmpty, SegmentMissing, ShmError
 from shm.layout import Bytes
 
 SHM_FOLDER = "/dev/shm"
@@ -90,8 +90,8 @@ class Segment:
 
     @classmethod
     def attach(cls, name: str, writable: bool = False) -> Segment:
-        """Map an existing segment. Raises SegmentMissing where there is none, ShmError where it is another
-        user's or empty."""
+        """Map an existing segment. Raises SegmentMissing where there is none, SegmentEmpty where it has no
+        bytes, ShmError where it is another user's."""
         try:
             memory = posix_ipc.SharedMemory(name, read_only=not writable)
         except posix_ipc.ExistentialError:
@@ -104,7 +104,7 @@ class Segment:
             if status.st_uid != os.geteuid():
                 raise ShmError(f"the shared-memory segment {name} belongs to another user")
             if status.st_size == 0:
-                raise ShmError(f"the shared-memory segment {name} is empty")
+                raise SegmentEmpty(f"the shared-memory segment {name} is empty")
             return cls(name, memory.fd, status.st_size, writable)
         finally:
             memory.close_fd()

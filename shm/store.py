@@ -8,15 +8,16 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import os
 import zlib
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 import numpy as np
 
-from shm.errors import ShmError, StoreDamaged, StoreInvalid
+from shm.checksums import damaged_layers, name_layers
+from shm.errors import SegmentEmpty, ShmError, StoreDamaged, StoreInvalid
 from shm.layout import PAGE, Bytes, StoreLayout
 from shm.manifest import (
     BUILDING,
@@ -29,9 +30,10 @@ from shm.manifest import (
     read_head,
     store_bytes,
 )
-from shm.segment import Segment, unlink
+from shm.segment import SHM_FOLDER, Segment, unlink
 
 STORE_PREFIX = "/tandem-store-"
+SUM_BYTES = 1 << 24  # summed at a time: between two of them, verifying can be stopped
 
 
 def store_name(fingerprint: str) -> str:
@@ -61,7 +63,10 @@ class Store:
         Raises SegmentMissing where there is none, StoreInvalid unless it is ready, of this version and, if
         a fingerprint is given, of that model.
         """
-        segment = Segment.attach(name, writable)
+        try:
+            segment = Segment.attach(name, writable)
+        except SegmentEmpty:
+            raise StoreInvalid(f"the store {name} cannot be used: it is empty") from None
         try:
             head = segment.array[: PAGE + MAX_MANIFEST]
             manifest, start = read_head(head, segment.size)
@@ -86,18 +91,20 @@ class Store:
         start = self.layout.offset(layer, expert, lo)
         return self._data[start : start + (hi - lo) * self._tile_bytes]
 
-    def verify(self) -> None:
-        """Compare every layer with its checksum, on all cores. Raises StoreDamaged naming the layers that
-        differ, ValueError after `close`."""
+    def verify(self, progress: Callable[[int], None] | None = None) -> None:
+        """Compare every layer with its checksum, on all cores; `progress` is given the bytes compared so far.
+        Raises StoreDamaged naming the layers that differ, ValueError after `close`."""
         if self._data is None:
             raise ValueError(f"the store {self.segment.name} is closed here")
         layers = self._data.reshape(self.layout.shape.layers, self.layout.layer_stride)
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            sums = list(pool.map(zlib.crc32, layers))
-        pairs = zip(sums, self.manifest.checksums, strict=True)
-        damaged = [layer for layer, (found, expected) in enumerate(pairs) if found != expected]
+
+        def parts(layer: int) -> Iterator[memoryview]:
+            for begin in range(0, self.layout.layer_stride, SUM_BYTES):
+                yield layers[layer, begin : begin + SUM_BYTES].data
+
+        damaged = damaged_layers(self.manifest.checksums, parts, progress)
         if damaged:
-            raise StoreDamaged(f"the store {self.segment.name} is damaged in layers {damaged}")
+            raise StoreDamaged(f"the store {self.segment.name} is damaged in {name_layers(damaged)}")
 
     def close(self) -> None:
         """End this process's use (see Segment.close). May be called twice."""
@@ -115,11 +122,13 @@ class Store:
 
 class StoreBuilder:
     """A store being filled, by the holder of its build lock: every byte of every expert is written once, then
-    `finish` makes it a store. `discard` removes what could not be finished."""
+    `finish` makes it a store. `discard` removes what could not be finished. Until one of them, or until this
+    process ends, a shared lock on the segment says that somebody is at work on it."""
 
-    def __init__(self, segment: Segment, manifest: StoreManifest) -> None:
-        """Fill a new segment. Use `create`."""
+    def __init__(self, segment: Segment, manifest: StoreManifest, lock: int) -> None:
+        """Fill a new segment, whose locked descriptor this object then keeps. Use `create`."""
         self.segment = segment
+        self._lock = lock
         self.manifest = manifest
         self.layout: StoreLayout = manifest.layout
         self._start = data_offset(len(manifest.pack()))
@@ -136,7 +145,13 @@ class StoreBuilder:
         segment = Segment.create(name, store_bytes(manifest), progress)
         head = pack_head(manifest, BUILDING)
         segment.array[: len(head)] = np.frombuffer(head, dtype=np.uint8)
-        return cls(segment, manifest)
+        lock = os.open(SHM_FOLDER + name, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise ShmError(f"the store {name} is being removed by another program; start again") from None
+        return cls(segment, manifest, lock)
 
     def layer(self, layer: int) -> Bytes:
         """All experts of a layer: uint8 [layer_stride], writable."""
@@ -166,10 +181,14 @@ class StoreBuilder:
         head = pack_head(manifest, BUILDING)
         self.segment.array[: len(head)] = np.frombuffer(head, dtype=np.uint8)
         self.segment.array[STATE_OFFSET : STATE_OFFSET + 4].view("<u4")[0] = READY  # last: see manifest.py
-        self.segment.close()
+        self._close()
         return manifest
 
     def discard(self) -> None:
         """Remove an unfinished store."""
-        self.segment.close()
         unlink(self.segment.name)
+        self._close()
+
+    def _close(self) -> None:
+        self.segment.close()
+        os.close(self._lock)

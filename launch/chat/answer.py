@@ -65,6 +65,13 @@ class AnswerView:
         which = "oldest turn was" if turns == 1 else f"{turns} oldest turns were"
         self._screen.note(f"the {which} dropped: {why}")
 
+    def aside(self, text: str) -> None:
+        """A dim line now; the answer goes on below it."""
+        self._settle()
+        self._new_line()
+        self._wrap = WordWrap(lambda: self._screen.width)
+        self._screen.note(text)
+
     def cancelling(self) -> None:
         # A second Ctrl-C that follows by mistake must not end the session; a third one does.
         self._stack.enter_context(self._interrupts.handled_by(lambda: None))

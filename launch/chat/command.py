@@ -18,7 +18,7 @@ from launch.generate import answer_settings
 from launch.interrupts import Interrupts
 from launch.options import RANDOM_OPTIONS, Options
 from launch.output import show
-from launch.session import connected
+from launch.patience import patient
 from protocol.client import Client
 from protocol.errors import RequestFailed
 
@@ -29,9 +29,9 @@ DUMB_TERMINALS = ("", "dumb", "unknown")
 
 
 async def chat(options: Options, interrupts: Interrupts) -> int:
-    """0 at the end of the input; 1 where an answer of piped input failed. Raises what `connected` raises, and
+    """0 at the end of the input; 1 where an answer of piped input failed. Raises what `patient` raises, and
     EngineGone."""
-    async with connected(options, interrupts) as client:
+    async with patient(options, interrupts) as client:
         settings = _settings(options, client)
         conversation = Conversation(client, settings, options.written.get("system"))
         if sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "") not in DUMB_TERMINALS:

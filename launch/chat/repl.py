@@ -18,6 +18,7 @@ from launch.chat.tables import counters_table, engine_table, help_text, policy_t
 from launch.chat.transcript import Transcript, load, save
 from launch.errors import OutputFailed, WrongUsage
 from launch.interrupts import Interrupts
+from launch.patience import BACK, WAITING
 from pipeline.assets import model_dir
 from protocol.client import Client
 from protocol.errors import RequestFailed
@@ -39,6 +40,7 @@ class Repl:
         self._input = InputLine(history, self._hint)
         self._start = conversation.settings
         self._last: Reply | None = None
+        self._view: AnswerView | None = None  # while an answer is written
         self._hinted = False  # since the last line
         self._files: set[Path] = set()  # saved or loaded in this session: they may be written again
         self._commands: dict[str, Callable[[str], Awaitable[None]]] = {
@@ -57,6 +59,8 @@ class Repl:
         """0 at the end. Raises EngineGone where the engine goes first, AnswerLost where it shuts down."""
         screen = self._screen
         self._client.on_policy = self._on_policy
+        self._client.on_pause = lambda lost: self._aside(WAITING)
+        self._client.on_reconnect = lambda: self._aside(BACK)
         try:
             with screen.quiet(), LogLines(screen), self._interrupts.otherwise(self._hint):
                 self._welcome()
@@ -64,7 +68,7 @@ class Repl:
                     if not await self._obey(line):
                         break
         finally:
-            self._client.on_policy = None
+            self._client.on_policy = self._client.on_pause = self._client.on_reconnect = None
             self._input.close()
         return 0
 
@@ -124,8 +128,11 @@ class Repl:
                 self._screen.note(f"/{call.name} is no longer waited for")
 
     async def _answer(self, ask: Callable[[AnswerView], Coroutine[Any, Any, Reply]]) -> None:
-        with AnswerView(self._screen, self._interrupts) as view:
-            self._last = reply = await ask(view)
+        with AnswerView(self._screen, self._interrupts) as self._view:
+            try:
+                self._last = reply = await ask(self._view)
+            finally:
+                self._view = None
             most = self._conversation.settings.max_tokens
             parts = summary(reply, self._client.welcome.emulation, most)
             self._screen.note(in_lines(parts, self._screen.width))
@@ -162,6 +169,13 @@ class Repl:
 
     def _on_policy(self, changed: PolicyChanged) -> None:
         self._screen.announce(f"another client changed the {_announcement(changed)}", "yellow")
+
+    def _aside(self, text: str) -> None:
+        """How the engine is, in the middle of an answer if need be."""
+        if self._view is None:
+            self._screen.announce(text)
+        else:
+            self._view.aside(text)
 
     async def _set(self, argument: str) -> None:
         conversation = self._conversation

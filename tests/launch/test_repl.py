@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -91,13 +92,11 @@ def test_one_whole_session_and_the_next(tmp_path: Path) -> None:
     assert engines_left() == []
 
 
-async def test_commands_and_what_comes_by_itself(
-    start_engine, tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_commands_and_what_comes_by_itself(start_engine, tiny_model: Path, tmp_path: Path) -> None:
     """In a thread of its own, because the engine lives in this one."""
     env = {"XDG_STATE_HOME": str(tmp_path / "state")}
     arguments = ("chat", "--connect", "repl", "--ignore-eos", "--max-tokens", "5", "--log-level", "warning")
-    async with start_engine(EngineConfig(model=tiny_model, name="repl")) as (engine, client):
+    async with start_engine(EngineConfig(model=tiny_model, name="repl")) as (_, client):
         with Terminal(*arguments, "--system", "Be brief.", env=env) as terminal:
             await asyncio.to_thread(_commands, terminal, tmp_path / "talk.json")
 
@@ -119,18 +118,18 @@ async def test_commands_and_what_comes_by_itself(
             terminal.keys("C-d")
             assert await asyncio.to_thread(terminal.end) == (0, True)
 
-        with Terminal(*arguments, env=env) as terminal:
+
+async def test_an_engine_that_ends_ends_the_chat(start_engine, tiny_model: Path, tmp_path: Path) -> None:
+    arguments = ("chat", "--connect", "repl-end")
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(start_engine(EngineConfig(model=tiny_model, name="repl-end")))
+        with Terminal(*arguments, env={"XDG_STATE_HOME": str(tmp_path)}) as terminal:
             await asyncio.to_thread(terminal.until, READY)
             terminal.type("too late")
             await asyncio.to_thread(terminal.until, "^> too late$")
-            for child in engine.pids.values():
-                os.kill(child, signal.SIGSTOP)
-            try:
-                assert await asyncio.to_thread(terminal.end) == (1, True)
-                assert len(re.findall("^launch.py: ", terminal.screen(), re.MULTILINE)) == 1
-            finally:
-                for child in engine.pids.values():
-                    os.kill(child, signal.SIGCONT)
+            await stack.aclose()
+            assert await asyncio.to_thread(terminal.end) == (1, True)
+            assert len(re.findall("^launch.py: ", terminal.screen(), re.MULTILINE)) == 1
 
 
 def _commands(terminal: Terminal, file: Path) -> None:

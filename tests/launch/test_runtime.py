@@ -118,6 +118,43 @@ def test_what_a_killed_engine_left_is_swept_and_a_living_one_is_not(claimed: Run
     assert claimed.path.is_dir()
 
 
+def test_segments_whose_directory_is_gone_are_swept(claimed: RuntimeDir) -> None:
+    """As $XDG_RUNTIME_DIR goes at a logout; else an engine of that name could never start again."""
+    gone, living = segment_of(runtime_root() / "rt-gone"), segment_of(claimed.path)
+    elsewhere = segment_of(Path("/run/elsewhere/rt-gone"))
+    try:
+        for segment in (gone, living, elsewhere):
+            segment.write_bytes(b"x")
+        assert sweep() == ["rt-gone"]
+        assert (gone.exists(), living.exists(), elsewhere.exists()) == (False, True, True)
+        gone.write_bytes(b"x")
+        runtime = RuntimeDir.claim("rt-gone")
+        assert not gone.exists()
+        runtime.remove()
+        assert sweep() == []
+    finally:
+        for segment in (gone, living, elsewhere):
+            segment.unlink(missing_ok=True)
+
+
+def test_whatever_lies_in_a_dead_engines_directory_goes(claimed: RuntimeDir) -> None:
+    """A supervisor may be killed between making the directory and its lock, and its children dump cores."""
+    for name in ("rt-half", "rt-full", "rt-foreign"):
+        (runtime_root() / name).mkdir(mode=0o700)
+    (runtime_root() / "rt-full" / "lock").touch()
+    (runtime_root() / "rt-full" / "folder" / "inner").mkdir(parents=True)
+    (runtime_root() / "rt-full" / "link").symlink_to(claimed.path)
+    (runtime_root() / "rt-foreign" / "file").touch()  # without a lock: nobody knows whose
+    try:
+        assert sweep() == ["rt-full"]
+        left = sorted(p.name for p in runtime_root().iterdir() if p.name.startswith("rt-"))
+        assert left == ["rt-foreign", "rt-test"]
+        assert (claimed.path / "lock").exists()
+    finally:
+        (runtime_root() / "rt-foreign" / "file").unlink()
+        (runtime_root() / "rt-foreign").rmdir()
+
+
 def test_a_name_may_be_claimed_while_its_former_owner_removes_it() -> None:
     def lives() -> int:
         count = 0

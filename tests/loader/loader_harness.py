@@ -3,15 +3,20 @@
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+import torch
 import zmq
 
 import pipeline
 from protocol.codec import decode
-from protocol.messages import Failed, Ready
+from protocol.messages import Failed, Progress, Ready
 from protocol.sockets import Identity, bind_router, ipc_endpoint
+from shm.layout import ExpertShape
+from shm.store import Store, store_name
 from workers.lifetime import pack_config
 
 ROOT = Path(pipeline.__file__).parent.parent  # where child processes find the packages
@@ -24,6 +29,12 @@ class Outcome:
 
     code: int
     messages: list[object] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)  # of its stderr
+
+    @property
+    def stages(self) -> list[str]:
+        """What it was doing, in order."""
+        return list(dict.fromkeys(m.stage for m in self.messages if isinstance(m, Progress)))
 
     @property
     def ready(self) -> Ready:
@@ -38,14 +49,16 @@ class Outcome:
 
 
 class Child:
-    """One running loader and its end of the lifeline."""
+    """One running loader and its end of the lifeline. `lines`: its stderr, once it has ended."""
 
     def __init__(self, config: dict) -> None:
         read_end, self.lifeline = os.pipe()
+        self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed at the end
         self.process = subprocess.Popen(
             [sys.executable, "-m", "workers.child", "pipeline.loader", "--lifeline", str(read_end)],
             cwd=ROOT,
             pass_fds=(read_end,),
+            stderr=self._stderr,
         )
         os.close(read_end)
         os.write(self.lifeline, pack_config(config))
@@ -57,6 +70,9 @@ class Child:
             self.process.kill()
             if self.lifeline >= 0:
                 os.close(self.lifeline)
+            self._stderr.seek(0)
+            self.lines = self._stderr.read().splitlines()
+            self._stderr.close()
 
 
 class Supervisor:
@@ -106,7 +122,30 @@ class Supervisor:
                 messages.append(decode(frames))
                 if isinstance(messages[-1], Ready):
                     self.fingerprints.add(messages[-1].fingerprint)
-        return Outcome(child.end(), messages)
+        return Outcome(child.end(), messages, child.lines)
 
     def load(self, model: Path, **changes: object) -> Outcome:
         return self.finish(self.start(model, **changes))
+
+
+def exists(fingerprint: str) -> bool:
+    return (Path("/dev/shm") / store_name(fingerprint)[1:]).exists()
+
+
+def assert_right(fingerprint: str, tensors: dict[str, torch.Tensor]) -> None:
+    """The store holds the checkpoint's experts."""
+    with Store.attach(store_name(fingerprint), fingerprint) as store:
+        store.verify()
+        layout = store.layout
+        assert layout.shape == ExpertShape(2, 3, 64, 100, 32)
+        for layer in range(2):
+            for expert in range(3):
+                tiles = [
+                    layout.format.decode(store.tiles(layer, expert, t, t + 1), 64, 32)
+                    for t in range(layout.shape.tiles)
+                ]
+                decoded = np.concatenate(tiles, axis=1)  # [3, 128, 64]
+                at = f"model.layers.{layer}.block_sparse_moe.experts.{expert}"
+                gate, down, up = (tensors[f"{at}.w{n}.weight"].float().numpy() for n in (1, 2, 3))
+                np.testing.assert_array_equal(decoded[:, :100], np.stack((gate, up, down.T)))
+                assert not decoded[:, 100:].any()

@@ -48,6 +48,8 @@ class Engine:
         self.received = []  # every message but heartbeats
         self.heartbeats = []  # (name, time)
         self.blocks_sent = 0
+        self.rows = BLOCK[0]  # in a block of Scores
+        self.shares = {}  # request -> tokens or blocks of it that this engine has in it; then it says no more
         self.jobs = {}
 
     def ever(self, kind):
@@ -103,6 +105,8 @@ class Engine:
                     await self.say(peer, StatsReply(request, {"received": len(self.received)}))
                 case SetPolicy(request=request, policy="nonsense"):
                     await self.say(peer, Error(request, "no policy 'nonsense'; did you mean 'on-demand'?"))
+                case SetPolicy(policy="deadly"):
+                    pass  # there would be no engine left to answer
                 case SetPolicy(request=request, policy=policy):
                     for other in self.clients:
                         await self.say(other, PolicyChanged(request if other == peer else -1, policy, True))
@@ -119,23 +123,31 @@ class Engine:
                 await self.say(peer, Queued(ask.request, 1))
             case "stray":
                 await self.say(peer, Done(ask.request, "length"))
-        for index in range(ask.max_tokens):
+        for index in range(len(ask.resume), ask.max_tokens):
+            if index - len(ask.resume) == self.shares.get(ask.request):
+                return None
             await self.say(peer, Token(ask.request, index, 100 + index, f"t{index} "))
             if ask.prompt == "slow":
                 await asyncio.sleep(0.02)
-        await self.say(peer, Done(ask.request, "length", text="end"))
+        if ask.request in self.shares and self.shares[ask.request] <= ask.max_tokens - len(ask.resume):
+            return None
+        return await self.say(peer, Done(ask.request, "length", text="end"))
 
     async def score(self, peer, ask):
         if ask.text == "refuse":
             return await self.say(peer, Error(ask.request, "not now"))
         for block in range(len(ask.token_ids or ())):
-            logprobs = np.full(BLOCK if ask.full else (0, 0), -block, np.float32)
-            row = np.full(BLOCK[0], block, np.int32)
-            await self.say(peer, Scores(ask.request, block * BLOCK[0], row, row.astype(np.float32), logprobs))
+            if block == self.shares.get(ask.request):
+                return None
+            start = block * self.rows
+            rows = np.arange(start, start + self.rows, dtype=np.int32)
+            logprobs = np.full((self.rows, BLOCK[1]) if ask.full else (0, 0), -block, np.float32)
+            chosen = rows.astype(np.float32)
+            await self.say(peer, Scores(ask.request, start, rows, chosen, logprobs))
             self.blocks_sent += 1
         reason = ask.text or "stop"
         error = "no such token" if reason == "error" else ""
-        await self.say(peer, Done(ask.request, reason, error, usage=reason == "error"))
+        return await self.say(peer, Done(ask.request, reason, error, usage=reason == "error"))
 
 
 @asynccontextmanager
@@ -152,8 +164,8 @@ async def engine(endpoint, welcome=WELCOME):
 
 
 @asynccontextmanager
-async def both(endpoint):
-    async with engine(endpoint) as server, Client.connect(endpoint, name="test") as client:
+async def both(endpoint, **how):
+    async with engine(endpoint) as server, Client.connect(endpoint, name="test", **how) as client:
         yield server, client
 
 

@@ -101,7 +101,9 @@ async def test_an_engine_that_starts_meanwhile_is_waited_for(endpoint):
 
 
 async def test_an_endpoint_of_another_kind():
-    with pytest.raises(ProtocolError, match=r"^endpoint 'tcp://localhost:1' is not ipc://"):
+    with pytest.raises(
+        ProtocolError, match=r"^endpoint 'tcp://localhost:1' is tcp, which is served with keys only$"
+    ):
         async with Client.connect("tcp://localhost:1"):
             pass
 
@@ -122,7 +124,7 @@ NEWER = (
             VersionMismatch,
             "^the engine refused this client: version 9 here$",
         ),
-        ([b"\x02\x02", b"rubbish"], MalformedMessage, "^Welcome: the header is not plain msgpack"),
+        ([bytes([2, VERSION]), b"rubbish"], MalformedMessage, "^Welcome: the header is not plain msgpack"),
         ([b"HTTP/1.1 400"], MalformedMessage, "^the first frame is not two bytes"),
     ],
 )
@@ -145,7 +147,7 @@ async def test_garbage_in_mid_conversation_ends_the_client_with_one_line(endpoin
         answer = client.generate(prompt="slow", max_tokens=10_000)
         await asyncio.sleep(0.1)
         for peer in server.clients:
-            await server.socket.send_multipart([peer, b"\x05\x02", b"\xc1"])
+            await server.socket.send_multipart([peer, bytes([5, VERSION]), b"\xc1"])
         with pytest.raises(MalformedMessage, match=r"^Done: the header is not plain msgpack"):
             await answer.result()
         with pytest.raises(MalformedMessage, match=r"^Done: the header is not plain msgpack"):

@@ -128,23 +128,24 @@ def test_the_documented_table_is_the_truth():
 
 
 GOLDEN = [
-    (Heartbeat(1.5), "0d02 81a474696d65cb3ff8000000000000"),
-    (Shutdown("bye"), "4202 81a6726561736f6ea3627965"),
+    (Heartbeat(1.5), "0d03 81a474696d65cb3ff8000000000000"),
+    (Shutdown("bye"), "4203 81a6726561736f6ea3627965"),
     (
         Fetch(id=300, layer=2, expert=7, lo=1, slots=(5, 70000), urgency=0),
-        "2702 86a26964cd012ca56c6179657202a665787065727407a26c6f01a5736c6f74739205ce00011170a7757267656e63"
+        "2703 86a26964cd012ca56c6179657202a665787065727407a26c6f01a5736c6f74739205ce00011170a7757267656e63"
         "7900",
     ),
     (
         Generate(0, messages=(ChatMessage("user", "é"),), max_tokens=-1, sampling=Sampling(seed=-(2**63))),
-        "0302 89a77265717565737400a670726f6d7074c0a9746f6b656e5f696473c0a86d657373616765739182a4726f6c65"
+        "0303 8aa77265717565737400a670726f6d7074c0a9746f6b656e5f696473c0a86d657373616765739182a4726f6c65"
         "a475736572a7636f6e74656e74a2c3a9aa6d61785f746f6b656e73ffa873616d706c696e6786ab74656d7065726174757265cb00000000"
         "00000000a5746f705f6b00a5746f705f70cb3ff0000000000000a56d696e5f70cb0000000000000000b272657065746974696f"
-        "6e5f70656e616c7479cb3ff0000000000000a473656564d38000000000000000a473746f7090aa69676e6f72655f656f73c2ac636f6e766572736174696f6ec0",
+        "6e5f70656e616c7479cb3ff0000000000000a473656564d38000000000000000a473746f7090aa69676e6f72655f656f73c2ac636f6e766572736174696f6ec0"
+        "a6726573756d6590",
     ),
     (
         Partial(1, 2, 0.25, np.array([[1.0, -2.0]], np.float32)),
-        "2202 84a373657101ab696e6361726e6174696f6e02a462757379cb3fd0000000000000a17993a7666c6f617433320102"
+        "2203 84a373657101ab696e6361726e6174696f6e02a462757379cb3fd0000000000000a17993a7666c6f617433320102"
         " 0000803f000000c0",
     ),
 ]
@@ -177,7 +178,7 @@ WRONG = [
     ),
     (Generate(1, sampling={}), "Generate.sampling must be Sampling, not dict"),
     (Generate(1, messages=(Sampling(),)), "Generate.messages must be ChatMessage, not Sampling"),
-    (Generate(1, prompt="x" * (4 << 20)), "Generate: 4194494 bytes of header, the limit is 4194304"),
+    (Generate(1, prompt="x" * (4 << 20)), "Generate: 4194502 bytes of header, the limit is 4194304"),
     (StatsReply(1, {1: 2}), "StatsReply.stats must be str, not 1"),
     (
         StatsReply(1, {"a": np.float32(1)}),

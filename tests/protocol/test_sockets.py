@@ -17,7 +17,6 @@ from protocol.sockets import (
     Identity,
     bind_router,
     connect_dealer,
-    identity,
     ipc_endpoint,
     parse_identity,
     private_directory,
@@ -34,7 +33,7 @@ def context():
 def test_a_router_and_a_dealer_exchange_messages(context, endpoint):
     with (
         bind_router(context, endpoint) as router,
-        connect_dealer(context, endpoint, identity=identity("worker", 0, 1)) as dealer,
+        connect_dealer(context, endpoint, identity=b"worker-0-1") as dealer,
     ):
         dealer.send_multipart([b"a", b"b"])
         assert router.poll(5000)
@@ -139,9 +138,9 @@ def test_a_path_that_cannot_be_bound(context, runtime):
 
 
 @pytest.mark.parametrize(
-    "elsewhere", ["tcp://127.0.0.1:5555", "ipc://@abstract", "ipc://relative", "/a/path", ""]
+    "elsewhere", ["udp://127.0.0.1:5555", "inproc://a", "ipc://@abstract", "ipc://relative", "/a/path", ""]
 )
-def test_only_ipc_endpoints_are_served(context, elsewhere):
+def test_only_ipc_endpoints_are_served_without_keys(context, elsewhere):
     for make in (bind_router, connect_dealer):
         with pytest.raises(ProtocolError, match=r"^endpoint '.*' is not ipc:// with an absolute path$"):
             make(context, elsewhere)
@@ -218,25 +217,40 @@ def test_a_strangers_directory_is_refused(tmp_path):
         private_directory(strange)
 
 
+KEY = b"k" * 32
+
+
 @given(
     st.sampled_from(["loader", "coordinator", "worker", "prefetcher"]),
     st.integers(0, 10**9 - 1),
     st.integers(0, 10**18 - 1),
+    st.binary(min_size=1, max_size=64),
 )
-def test_identities_survive_the_round_trip(role, index, incarnation):
-    assert parse_identity(identity(role, index, incarnation)) == Identity(role, index, incarnation)
+def test_identities_survive_the_round_trip(role, index, incarnation, key):
+    known = Identity(role, index, incarnation)
+    assert parse_identity(known.prove(key), key) == known
 
 
-@given(st.binary(max_size=30) | st.from_regex(rb"\A(worker|x)-[0-9-]{1,4}-[0-9]{1,3}\n?\Z"))
+@given(st.binary(max_size=30) | st.from_regex(rb"\A(worker|x)-[0-9-]{1,4}-[0-9]{1,3}-[0-9a-f]{15,17}\n?\Z"))
 def test_other_bytes_are_no_identity(name):
-    try:
-        parsed = parse_identity(name)
-    except MalformedMessage:
-        return
-    assert identity(parsed.role, parsed.index, parsed.incarnation) == name
+    with pytest.raises(MalformedMessage):
+        parse_identity(name, KEY)
+
+
+def test_an_identity_without_its_proof_is_refused():
+    name = Identity("worker", 0, 1).prove(KEY)
+    assert name.startswith(b"worker-0-1-")
+    stated, proof = name.rsplit(b"-", 1)
+    with pytest.raises(MalformedMessage, match=r"^identity worker-0-1 comes without its proof$"):
+        parse_identity(name, b"another key")
+    with pytest.raises(MalformedMessage, match=r"^identity worker-0-2 comes without its proof$"):
+        parse_identity(b"worker-0-2-" + proof, KEY)
+    for other in (stated, stated + b"-", name + b"0", name.upper()):
+        with pytest.raises(MalformedMessage, match=r"is not <role>-<index>-<incarnation>-<proof>"):
+            parse_identity(other, KEY)
 
 
 def test_an_identity_that_cannot_be_is_refused():
     for wrong in (("supervisor", 0, 0), ("worker", -1, 0), ("worker", 0, 10**18), ("worker", True, 0)):
-        with pytest.raises(MalformedMessage, match="is not <role>-<index>-<incarnation>"):
-            identity(*wrong)
+        with pytest.raises(MalformedMessage, match=r"is not <role>-<index>-<incarnation>"):
+            Identity(*wrong).prove(KEY)

@@ -1,14 +1,17 @@
 """Stores on disk: the same bytes, and every way in which a file can be unusable."""
 
 import os
+import struct
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from small_store import ROOT, build, file_of
 
-from shm.disk_cache import CachedStore, write_cache
+from shm.disk_cache import CachedStore, sweep_cache, write_cache
 from shm.errors import StoreDamaged, StoreInvalid
 from shm.layout import PAGE
 from shm.segment import unlink
@@ -70,14 +73,195 @@ def test_a_foreign_file_is_refused(cached, fingerprint):
 
 
 def test_a_flipped_bit_is_found_and_leaves_no_segment(cached, fingerprint):
-    with cached.open("r+b") as file:
-        file.seek(-5000, os.SEEK_END)
-        byte = file.read(1)
-        file.seek(-5000, os.SEEK_END)
-        file.write(bytes([byte[0] ^ 128]))
+    flip(cached, -5000)
     with pytest.raises(StoreDamaged, match="layer 1"):
         refill(cached, fingerprint)
     assert not file_of(fingerprint).exists()
+
+
+def flip(path: Path, place: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(place, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(place, os.SEEK_END)
+        file.write(bytes([byte[0] ^ 128]))
+
+
+def open_cached(path: Path, fingerprint: str) -> CachedStore:
+    store = CachedStore.open(path.parent.parent, fingerprint)
+    assert store is not None
+    return store
+
+
+def test_verifying_a_file_names_what_is_damaged_and_needs_no_segment(cached, fingerprint):
+    seen: list[int] = []
+    with open_cached(cached, fingerprint) as store:
+        store.verify(seen.append)
+        total = store.manifest.layout.total_bytes
+    assert seen == sorted(seen)
+    assert seen[-1] == total
+    flip(cached, -5000)
+    with open_cached(cached, fingerprint) as store:
+        with pytest.raises(StoreDamaged, match=r"is damaged in layer 1$"):
+            store.verify(seen.append)
+        os.truncate(cached, cached.stat().st_size - 100)  # while it is open
+        with pytest.raises(StoreDamaged, match="became shorter"):
+            store.verify(seen.append)
+
+
+def make_other_version(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(8)
+        file.write(struct.pack("<I", 77))
+
+
+def make_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+    (path / "something").write_text("in it")
+
+
+def make_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path, 0o600)
+
+
+def make_loop(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def make_unreadable(path: Path) -> None:
+    if os.geteuid() == 0:
+        os.chown(path, 12345, 12345)  # root reads everything, but does not believe it
+    else:
+        path.chmod(0)
+
+
+BAD_FILES = {
+    "version 77": make_other_version,
+    "not a file": make_folder,
+    "is not a file": make_pipe,
+    "symbolic links": make_loop,
+    "other users can write it|Permission denied": make_unreadable,
+    "can write it": lambda path: path.chmod(0o620),
+    "shorter than a store's header": lambda path: path.write_bytes(b""),
+    "not a store": lambda path: path.write_bytes(b"\x7fELF" + path.read_bytes()[4:]),
+}
+
+
+@pytest.mark.parametrize("reason", BAD_FILES)
+def test_whatever_is_there_instead_is_refused_in_one_line_and_replaced(cached, fingerprint, reason):
+    build(fingerprint)
+    good = cached.read_bytes()
+    BAD_FILES[reason](cached)
+    with pytest.raises(StoreInvalid, match=f"{cached}.*({reason})") as refusal:
+        CachedStore.open(cached.parent.parent, fingerprint)
+    assert "\n" not in str(refusal.value)
+    with Store.attach(store_name(fingerprint)) as store:
+        write_cache(cached.parent.parent, store, lambda done: None)
+    assert cached.read_bytes() == good
+    assert cached.stat().st_mode & 0o7777 == 0o600
+
+
+def test_nobody_else_can_enter_whatever_the_umask_and_the_folders_were(fingerprint, tmp_path):
+    build(fingerprint)
+    old = os.umask(0)
+    try:
+        (tmp_path / "open" / fingerprint).mkdir(parents=True)
+        with Store.attach(store_name(fingerprint)) as store:
+            write_cache(tmp_path / "open", store, lambda done: None)
+            write_cache(tmp_path / "new" / "newer" / "newest", store, lambda done: None)
+    finally:
+        os.umask(old)
+    made = [*(tmp_path / "open").rglob("*"), tmp_path / "open", *(tmp_path / "new").rglob("*")]
+    assert len(made) == 7
+    assert [path for path in [*made, tmp_path / "new"] if path.stat().st_mode & 0o077] == []
+
+
+# --- what killed loaders leave ------------------------------------------------------------------------
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from shm.disk_cache import write_cache
+from shm.store import Store
+def halfway(done):
+    print("writing", flush=True)
+    sys.stdin.readline()
+write_cache(Path(sys.argv[2]), Store.attach(sys.argv[1]), halfway)
+"""
+
+
+@contextmanager
+def writer(fingerprint: str, folder: Path) -> Iterator[subprocess.Popen]:
+    """A process that is writing the cached store."""
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, store_name(fingerprint), str(folder)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout.readline() == "writing\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_the_sweep_leaves_what_is_being_written_and_removes_what_was(fingerprint, tmp_path):
+    build(fingerprint)
+    unfinished = tmp_path / fingerprint / "store.tmp"
+    with writer(fingerprint, tmp_path) as process:
+        assert sweep_cache(tmp_path) == []
+        with (
+            Store.attach(store_name(fingerprint)) as store,
+            pytest.raises(OSError, match="another program is writing it"),
+        ):
+            write_cache(tmp_path, store, lambda done: None)
+        process.communicate("go on\n", timeout=30)
+        assert process.returncode == 0
+    with open_cached(tmp_path / fingerprint / "store.bin", fingerprint) as cached:
+        cached.verify(lambda done: None)
+    with writer(fingerprint, tmp_path) as process:
+        process.kill()
+        process.wait(30)
+    assert unfinished.exists()
+    assert sweep_cache(tmp_path) == [unfinished]
+    assert [path.name for path in (tmp_path / fingerprint).iterdir()] == ["store.bin"]
+
+
+def test_the_sweep_removes_empty_folders_and_nothing_of_anybody_else(tmp_path):
+    for name in ("0" * 64, "1" * 64, "notes", "0" * 63):
+        (tmp_path / name).mkdir()
+    (tmp_path / ("1" * 64) / "store.bin").write_text("a store")
+    (tmp_path / "notes" / "store.tmp").write_text("not ours")
+    assert sweep_cache(tmp_path) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["1" * 64, "notes", "0" * 63])
+    assert (tmp_path / "notes" / "store.tmp").exists()
+    assert sweep_cache(tmp_path / "nowhere") == []
+
+
+def test_a_sweep_and_many_writes_at_once_lose_nothing(fingerprint, tmp_path):
+    """An empty folder may be swept just when a writer has made it."""
+    build(fingerprint)
+    code = (
+        "import sys; from pathlib import Path; from shm.disk_cache import sweep_cache\n"
+        "print('up', flush=True)\n"
+        "while True: sweep_cache(Path(sys.argv[1]))\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as sweeper:
+        try:
+            assert sweeper.stdout.readline() == "up\n"
+            with Store.attach(store_name(fingerprint)) as store:
+                for _ in range(30):
+                    write_cache(tmp_path, store, lambda done: None)
+                    (tmp_path / fingerprint / "store.bin").unlink()
+        finally:
+            sweeper.kill()
+    assert sweep_cache(tmp_path) == []
 
 
 def test_a_failed_write_leaves_nothing(fingerprint, tmp_path):

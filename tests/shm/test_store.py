@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_store import SHAPE, build, file_of, fill
 
+from shm.checksums import damaged_layers, name_layers
 from shm.errors import SegmentMissing, StoreDamaged, StoreInvalid
 from shm.layout import PAGE, ExpertShape
 from shm.manifest import READY, StoreManifest, pack_head, read_head, store_bytes
@@ -88,9 +89,38 @@ def test_verify_names_the_damaged_layer(fingerprint):
         file.write(bytes([byte[0] ^ 4]))
     with (
         Store.attach(store_name(fingerprint), fingerprint) as store,
-        pytest.raises(StoreDamaged, match=r"layers \[1\]"),
+        pytest.raises(StoreDamaged, match=r"is damaged in layer 1$"),
     ):
         store.verify()
+
+
+def test_verifying_reports_every_byte_and_can_be_stopped(fingerprint):
+    build(fingerprint)
+    with Store.attach(store_name(fingerprint), fingerprint) as store:
+        seen: list[int] = []
+        store.verify(seen.append)
+        assert seen == sorted(seen)
+        assert seen[-1] == store.layout.total_bytes
+
+        def stop(done: int) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            store.verify(stop)
+
+
+def test_of_many_damaged_layers_the_first_are_named():
+    expected = [zlib.crc32(bytes([layer])) for layer in range(12)]
+    found = damaged_layers(expected, lambda layer: iter([memoryview(bytes([layer ^ 1]))]))
+    assert found == list(range(12))
+    assert name_layers(found) == "layers 0, 1, 2, 3, 4, 5, 6, 7 and 4 more"
+    assert damaged_layers(expected, lambda layer: iter([memoryview(bytes([layer]))])) == []
+
+
+def test_a_segment_without_bytes_is_no_store(fingerprint):
+    file_of(fingerprint).touch(mode=0o600)
+    with pytest.raises(StoreInvalid, match="it is empty"):
+        Store.attach(store_name(fingerprint))
 
 
 def test_attaching_takes_milliseconds_whatever_the_size(fingerprint):

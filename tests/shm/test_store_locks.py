@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from small_store import ROOT, build, file_of
+from small_store import ROOT, SHAPE, build, file_of, fill
 
 from shm.errors import SegmentMissing, ShmError
-from shm.locks import StoreLease, build_lock, sweep
-from shm.store import store_name
+from shm.locks import StoreLease, build_lock, remove_unused, sweep
+from shm.manifest import BUILDING, StoreManifest, pack_head
+from shm.store import Store, StoreBuilder, store_name
 
 RACER = """
 import sys, time
@@ -213,6 +214,81 @@ def test_the_sweep_finds_what_a_killed_builder_left(fingerprint, tmp_path):
     build(fingerprint)
     assert sweep(tmp_path) == [store_name(fingerprint)]
     assert list((tmp_path / ".locks").iterdir()) == []
+
+
+def leave_half_built(fingerprint: str) -> None:
+    """As a builder that was killed."""
+    file_of(fingerprint).write_bytes(pack_head(StoreManifest(fingerprint, SHAPE, "bf16", ""), BUILDING))
+
+
+def test_a_half_built_store_is_swept_whoever_left_it(fingerprint, tmp_path):
+    """Also by an engine of another root; not as long as it is being built; nor is a finished one, which that
+    other root's engine may have asked to keep."""
+    leave_half_built(fingerprint)
+    (tmp_path / "there").mkdir()
+    with build_lock(fingerprint, tmp_path / "there"):
+        assert sweep(tmp_path) == []
+    assert sweep(tmp_path) == [store_name(fingerprint)]
+    assert not file_of(fingerprint).exists()
+    file_of(fingerprint).touch(mode=0o600)  # its builder was killed before there was a byte
+    assert sweep(tmp_path) == [store_name(fingerprint)]
+    build(fingerprint)
+    assert sweep(tmp_path) == []
+    assert file_of(fingerprint).exists()
+
+
+def test_a_store_that_is_being_built_without_the_lock_is_not_swept(fingerprint, tmp_path):
+    """Tools and tests build stores of their own, whose names no engine knows."""
+    manifest = StoreManifest(fingerprint, SHAPE, "bf16", "")
+    builder = StoreBuilder.create(store_name(fingerprint), manifest)
+    assert sweep(tmp_path) == []
+    fill(builder)
+    builder.finish()
+    Store.attach(store_name(fingerprint), fingerprint).close()
+
+
+def test_only_a_store_that_can_be_used_is_kept(fingerprint, tmp_path):
+    build(fingerprint)
+    StoreLease.acquire(fingerprint, tmp_path).release(keep=True)
+    assert sweep(tmp_path) == []
+    os.truncate(file_of(fingerprint), 5000)
+    assert sweep(tmp_path) == [store_name(fingerprint)]
+    assert list((tmp_path / ".locks").iterdir()) == []
+
+
+def test_a_lease_on_a_store_that_is_built_again_asks_for_a_loader(fingerprint, tmp_path):
+    leave_half_built(fingerprint)
+    with pytest.raises(SegmentMissing, match="unfinished"):
+        StoreLease.acquire(fingerprint, tmp_path)
+
+
+def test_lock_files_of_killed_builders_are_swept(fingerprint, tmp_path):
+    """Also where their engine's root is gone."""
+    (tmp_path / "there").mkdir()
+    code = (
+        "import os, signal, sys; from pathlib import Path; from shm.locks import build_lock\n"
+        "with build_lock(sys.argv[1], Path(sys.argv[2])): os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    there = str(tmp_path / "there")
+    subprocess.run([sys.executable, "-c", code, fingerprint, there], cwd=ROOT, timeout=30)
+    left = Path(f"/tmp/tandem-{os.geteuid()}/.locks/{fingerprint[:16]}.build")
+    assert left.exists()
+    (tmp_path / "here").mkdir()
+    assert sweep(tmp_path / "here") == []
+    assert not left.exists()
+
+
+def test_a_store_in_use_is_not_removed(fingerprint, tmp_path):
+    build(fingerprint)
+    with build_lock(fingerprint, tmp_path):
+        lease = StoreLease.acquire(fingerprint, tmp_path)
+        assert not remove_unused(store_name(fingerprint))
+        Store.attach(store_name(fingerprint)).close()
+        assert lease.release(keep=False)
+        assert remove_unused(store_name(fingerprint))  # already
+        build(fingerprint)
+        assert remove_unused(store_name(fingerprint))
+        assert not file_of(fingerprint).exists()
 
 
 def test_a_lock_folder_of_another_user_is_refused(fingerprint, tmp_path):

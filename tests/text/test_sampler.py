@@ -154,6 +154,24 @@ def test_seeds() -> None:
     assert mixed == list(zip(draw(1), draw(2), strict=True))
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_sampler_goes_on_where_another_was(temperature: float) -> None:
+    random = np.random.default_rng(0)
+    rows = random.normal(size=(30, 500)).astype(np.float32)
+    sampling = Sampling(temperature=temperature, top_p=0.95, repetition_penalty=1.3)
+    prompt = [3, 4]
+    tokens = list(prompt)
+    first = Sampler(sampling, 5)
+    for row in rows:
+        tokens.append(first.next(row, tokens))
+    for drawn in range(len(rows)):
+        again = tokens[: len(prompt) + drawn]
+        second = Sampler(sampling, 5, drawn)
+        for row in rows[drawn:]:
+            again.append(second.next(row, again))
+        assert again == tokens
+
+
 def test_extreme_but_allowed() -> None:
     logits = np.array([-1e38, 1e38, 3e38, -np.inf], dtype=np.float32)
     for sampling in (

@@ -116,6 +116,28 @@ def test_text_appears_at_once_where_nothing_can_change_it(tokenizer: Tokenizer) 
     assert stream.finish() == ""
 
 
+@settings(deadline=None, max_examples=100)
+@given(text=UNICODE, data=st.data())
+def test_a_resumed_stream_goes_on_where_the_other_was(
+    tokenizer: Tokenizer, text: str, data: st.DataObject
+) -> None:
+    """At any point, in the middle of a character or of what may be a stop string."""
+    ids = tokenizer.encode(text) + data.draw(st.lists(st.integers(0, 430), max_size=8))
+    whole = tokenizer.decode(ids)
+    places = st.integers(0, max(0, len(whole) - 2))
+    words = st.builds(lambda a, n: whole[a : a + n] or "x", places, st.integers(1, 6))
+    stop = data.draw(st.lists(words, max_size=2))
+    first = tokenizer.stream(stop)
+    shown = [first.push(token) for token in ids]
+    rest = first.finish()
+    for cut in range(len(ids) + 1):
+        second = tokenizer.stream(stop)
+        second.resume(ids[:cut])
+        assert [second.push(token) for token in ids[cut:]] == shown[cut:]
+        assert second.finish() == rest
+        assert second.stopped == first.stopped
+
+
 def test_a_character_is_never_shown_by_halves(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("x日本語👩‍👩‍👧‍👦é")
     stream = tokenizer.stream([])

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from child_harness import ROOT, wait_gone
@@ -19,22 +20,40 @@ from workers.lifetime import EXIT_PARENT_GONE, MAX_CONFIG, pack_config, pin
 
 LIMIT = 30.0
 CHILD = """
-import json, logging, signal, sys, time
-from workers.lifetime import enter
-signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever these tests were started with
-config = enter("child")
-logging.getLogger("x").info("%s", "a line")
-print(json.dumps(config), flush=True)
+import json, logging, time
+def main(config):
+    logging.getLogger("x").info("%s", "a line")
+    print(json.dumps(config), flush=True)
+    if config.get("code") is not None:
+        return config["code"]
+    time.sleep(600)
+"""
+SLOW = """
+import time
+print("importing", flush=True)
 time.sleep(600)
 """
-# Starts CHILD with the pipe it was given, says its process id, and waits.
+# Starts a child with the pipe it was given, says its process id, and waits.
 PARENT = """
 import subprocess, sys, time
-command = [sys.executable, "-c", sys.argv[2], "--lifeline", sys.argv[1]]
-child = subprocess.Popen(command, pass_fds=[int(sys.argv[1])])
+child = subprocess.Popen([sys.executable, "-m", "workers.child", *sys.argv[1:]], pass_fds=[int(sys.argv[-1])])
 print(child.pid, flush=True)
 time.sleep(600)
 """
+ENTRY = ("-m", "workers.child")  # the process that is tested
+
+
+@pytest.fixture(autouse=True)
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the children run, where `-m` finds it."""
+    (tmp_path / "its_module.py").write_text(CHILD)
+    (tmp_path / "slow_module.py").write_text(SLOW)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), str(ROOT))))
+
+
+def runs(module: str, lifeline: int) -> tuple[str, ...]:
+    """Arguments of the entry."""
+    return module, "--lifeline", str(lifeline)
 
 
 def line_of(process: subprocess.Popen[str]) -> str:
@@ -44,9 +63,9 @@ def line_of(process: subprocess.Popen[str]) -> str:
 
 
 @contextmanager
-def started(script: str, lifeline: int, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def started(entry: tuple[str, ...], lifeline: int, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable, "-c", script, *arguments],
+        [sys.executable, *entry, *arguments],
         cwd=ROOT,
         pass_fds=(lifeline,),
         stdin=subprocess.DEVNULL,
@@ -72,9 +91,16 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 
 def test_the_configuration_arrives_as_it_was_sent(pipe: tuple[int, int]) -> None:
-    config = {"log_level": "INFO", "cores": [1, 2], "text": "é" * 3000, "none": None, "map": {"a": 0.25}}
+    config = {
+        "role": "child",
+        "log_level": "INFO",
+        "cores": [1, 2],
+        "text": "é" * 3000,
+        "none": None,
+        "map": {"a": 0.25},
+    }
     os.write(pipe[1], pack_config(config))
-    with started(CHILD, pipe[0], "--lifeline", str(pipe[0])) as child:
+    with started(ENTRY, pipe[0], *runs("its_module", pipe[0])) as child:
         assert json.loads(line_of(child)) == config
         os.close(pipe[1])
         assert child.wait(LIMIT) == EXIT_PARENT_GONE
@@ -83,9 +109,9 @@ def test_the_configuration_arrives_as_it_was_sent(pipe: tuple[int, int]) -> None
 
 
 def test_a_configuration_may_come_in_pieces(pipe: tuple[int, int]) -> None:
-    config = {"log_level": "WARNING", "long": "x" * 200_000}  # more than a pipe holds
+    config = {"role": "child", "log_level": "WARNING", "long": "x" * 200_000}  # more than a pipe holds
     packed = memoryview(pack_config(config))
-    with started(CHILD, pipe[0], "--lifeline", str(pipe[0])) as child:
+    with started(ENTRY, pipe[0], *runs("its_module", pipe[0])) as child:
         for piece in (packed[:2], packed[2:5], packed[5:]):
             time.sleep(0.05)
             while piece:
@@ -94,8 +120,8 @@ def test_a_configuration_may_come_in_pieces(pipe: tuple[int, int]) -> None:
 
 
 def test_sigint_is_ignored(pipe: tuple[int, int]) -> None:
-    os.write(pipe[1], pack_config({}))
-    with started(CHILD, pipe[0], "--lifeline", str(pipe[0])) as child:
+    os.write(pipe[1], pack_config({"role": "child"}))
+    with started(ENTRY, pipe[0], *runs("its_module", pipe[0])) as child:
         line_of(child)
         child.send_signal(signal.SIGINT)
         with pytest.raises(subprocess.TimeoutExpired):
@@ -107,10 +133,12 @@ def test_sigint_is_ignored(pipe: tuple[int, int]) -> None:
 @pytest.mark.parametrize("held", [False, True], ids=["with its lifeline", "its lifeline held by another"])
 def test_a_child_dies_with_its_killed_parent(pipe: tuple[int, int], held: bool) -> None:
     """Where another process still holds the lifeline's other end, the kernel's signal alone does it."""
-    os.write(pipe[1], pack_config({}))
-    with started(PARENT, pipe[0], str(pipe[0]), CHILD) as parent:
+    os.write(pipe[1], pack_config({"role": "child"}))
+    with started(("-c", PARENT), pipe[0], *runs("its_module", pipe[0])) as parent:
         pid = int(line_of(parent))
-        assert json.loads(line_of(parent)) == {}  # the child has entered: it has its parent's stdout
+        assert json.loads(line_of(parent)) == {
+            "role": "child"
+        }  # the child has entered: it has its parent's stdout
         parent.send_signal(signal.SIGKILL)
         if not held:
             os.close(pipe[1])
@@ -118,8 +146,8 @@ def test_a_child_dies_with_its_killed_parent(pipe: tuple[int, int], held: bool) 
 
 
 def test_a_child_whose_lifeline_closes_dies_while_its_parent_lives(pipe: tuple[int, int]) -> None:
-    os.write(pipe[1], pack_config({}))
-    with started(PARENT, pipe[0], str(pipe[0]), CHILD) as parent:
+    os.write(pipe[1], pack_config({"role": "child"}))
+    with started(("-c", PARENT), pipe[0], *runs("its_module", pipe[0])) as parent:
         pid = int(line_of(parent))
         line_of(parent)
         os.close(pipe[1])
@@ -127,11 +155,13 @@ def test_a_child_whose_lifeline_closes_dies_while_its_parent_lives(pipe: tuple[i
         assert parent.poll() is None
 
 
-@pytest.mark.parametrize("sent", [b"", b"\0\0", pack_config({"a": 1})[:-1]], ids=["none", "length", "half"])
+@pytest.mark.parametrize(
+    "sent", [b"", b"\0\0", pack_config({"role": "child"})[:-1]], ids=["none", "length", "half"]
+)
 def test_a_parent_that_dies_before_the_configuration_is_whole(pipe: tuple[int, int], sent: bytes) -> None:
     os.write(pipe[1], sent)
     os.close(pipe[1])
-    with started(CHILD, pipe[0], "--lifeline", str(pipe[0])) as child:
+    with started(ENTRY, pipe[0], *runs("its_module", pipe[0])) as child:
         assert child.wait(LIMIT) == EXIT_PARENT_GONE
         assert child.stderr is not None
         assert child.stderr.read() == ""
@@ -139,18 +169,51 @@ def test_a_parent_that_dies_before_the_configuration_is_whole(pipe: tuple[int, i
 
 def test_a_configuration_over_the_limit_is_refused(pipe: tuple[int, int]) -> None:
     os.write(pipe[1], (MAX_CONFIG + 1).to_bytes(4, "big"))
-    with started(CHILD, pipe[0], "--lifeline", str(pipe[0])) as child:
+    with started(ENTRY, pipe[0], *runs("its_module", pipe[0])) as child:
         assert child.wait(LIMIT) == 1
         assert child.stderr is not None
-        assert child.stderr.read() == "child: the lifeline holds no configuration\n"
+        assert child.stderr.read() == "the lifeline holds no configuration\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["--lifeline"], ["--lifeline", "x"], ["3", "4"]])
-def test_without_a_lifeline_it_is_one_line(pipe: tuple[int, int], arguments: list[str]) -> None:
-    with started(CHILD, pipe[0], *arguments) as child:
+@pytest.mark.parametrize("arguments", ["", "its_module", "its_module --lifeline", "its_module --lifeline x"])
+def test_without_a_lifeline_it_is_one_line(pipe: tuple[int, int], arguments: str) -> None:
+    with started(ENTRY, pipe[0], *arguments.split()) as child:
         assert child.wait(LIMIT) == 1
         assert child.stderr is not None
-        assert child.stderr.read() == "child: this process is started by launch.py, not by hand\n"
+        assert child.stderr.read() == "this process is started by launch.py, not by hand\n"
+
+
+def test_a_lifeline_that_is_none_is_one_line(pipe: tuple[int, int]) -> None:
+    with started(ENTRY, pipe[0], *runs("its_module", 99)) as child:
+        assert child.wait(LIMIT) == 1
+        assert child.stderr is not None
+        assert "started by launch.py" in child.stderr.read()
+
+
+def test_what_main_returns_is_the_exit_code(pipe: tuple[int, int]) -> None:
+    os.write(pipe[1], pack_config({"role": "child", "code": 7}))
+    with started(ENTRY, pipe[0], *runs("its_module", pipe[0])) as child:
+        assert child.wait(LIMIT) == 7
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["with its lifeline", "its lifeline held by another"])
+def test_a_child_that_still_imports_dies_with_its_parent(pipe: tuple[int, int], held: bool) -> None:
+    os.write(pipe[1], pack_config({"role": "child"}))
+    with started(("-c", PARENT), pipe[0], *runs("slow_module", pipe[0])) as parent:
+        pid = int(line_of(parent))
+        assert line_of(parent) == "importing\n"
+        parent.send_signal(signal.SIGKILL)
+        if not held:
+            os.close(pipe[1])
+        assert wait_gone(pid)
+
+
+def test_a_child_whose_parent_died_before_it_began_ends_too(pipe: tuple[int, int]) -> None:
+    """Then the kernel has no death left to signal; the configuration is there all the same."""
+    os.write(pipe[1], pack_config({"role": "child"}))
+    os.close(pipe[1])
+    with started(ENTRY, pipe[0], *runs("slow_module", pipe[0])) as child:
+        assert child.wait(LIMIT) == EXIT_PARENT_GONE
 
 
 def test_pin_binds_to_the_cores_or_says_why_not() -> None:

@@ -1,0 +1,177 @@
+"""Engines that are to be killed: their processes are found again, and all that they leave behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from pipeline.checkpoint.index import CheckpointIndex, fingerprint
+from pipeline.models.registry import expert_shape
+from shm.locks import BUILD_ROOT
+from shm.store import store_name
+
+ROOT = Path(__file__).resolve().parents[1]
+SHM = Path("/dev/shm")
+LIMIT = 300.0  # seconds for whatever an engine does
+SILENT = 8.0  # seconds for a client to start and be answered
+MARK = "SUPERVISOR_KILLS"  # in the environment of an engine's processes, whoever their parent is
+ASK = "generate --prompt-tokens 5,6,7 --ignore-eos".split()
+
+
+@dataclass
+class Place:
+    """Where engines live that are to be killed, and the model that they run."""
+
+    folder: Path
+    model: Path
+    options: tuple[str, ...]
+    key: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        index = CheckpointIndex.open(self.model)
+        self.key = fingerprint(index, "bf16", expert_shape(index.config, None).tile)
+        for folder in (self.runtime, self.cache):
+            folder.mkdir(mode=0o700, exist_ok=True)
+
+    @property
+    def runtime(self) -> Path:
+        return self.folder / "run"
+
+    @property
+    def cache(self) -> Path:
+        return self.folder / "cache"
+
+    def remains(self, name: str) -> list[str]:
+        """What an engine of this name has on the machine, kind by kind."""
+        found = [f"segment {kind}" for kind in _kinds(name)]
+        if (SHM / store_name(self.key)[1:]).exists():
+            found.append("store")
+        found += ["directory" for path in (self.runtime / "tandem").glob("*") if path.name != ".locks"]
+        locks = [self.runtime / "tandem" / ".locks", Path(BUILD_ROOT.format(uid=os.geteuid())) / ".locks"]
+        found += [f"lock .{p.suffix[1:]}" for folder in locks for p in folder.glob(f"{self.key[:16]}.*")]
+        found += ["half-written cache" for _ in self.cache.glob("tandem/*/store.tmp")]
+        return found + ["empty folder" for p in self.cache.glob("tandem/*") if not any(p.iterdir())]
+
+
+class Engine:
+    """One `launch.py serve` of a place. Its processes bear a mark; none of them outlives the block."""
+
+    def __init__(self, place: Place, name: str) -> None:
+        self.place, self.name = place, name
+        self._mark = uuid.uuid4().hex
+        self._clients: list[subprocess.Popen[str]] = []
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed at the end of the block
+        command = ["serve", "--name", name, "--model", str(place.model), "--device", "cpu", *place.options]
+        self.process = self._launch(*command, stdout=subprocess.PIPE, mark=self._mark)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes():
+            with _already_gone():
+                process.kill()
+        for client in self._clients:
+            client.kill()
+        for process in (self.process, *self._clients):
+            process.communicate(timeout=LIMIT)
+        self._log.close()
+
+    def wait_ready(self) -> None:
+        """Raises RuntimeError, with what the engine said, where it does not start."""
+        assert self.process.stdout is not None
+        if not self.process.stdout.readline():
+            self._log.seek(0)
+            raise RuntimeError(f"the engine did not start: {self._log.read()[-2000:]}")
+
+    def processes(self) -> list[psutil.Process]:
+        """Those that live, the supervisor among them."""
+        return list(marked(self._mark))
+
+    def doing(self) -> str:
+        """Which children live, for a person: "loader", "coordinator, 2 workers"."""
+        return _roles(self.processes())
+
+    def ask(self, tokens: int) -> None:
+        """Have a client ask, and wait until it is being answered: until its first words, or for a while where
+        the model has no tokenizer and its answers have none."""
+        command = [*ASK, "--max-tokens", str(tokens), "--connect", self.name]
+        client = self._launch(*command, stdout=subprocess.PIPE, mark="")
+        self._clients.append(client)
+        assert client.stdout is not None
+        select.select([client.stdout], [], [], SILENT)
+
+    def kill(self) -> tuple[str, float]:
+        """SIGKILL the supervisor. What was going on, and the seconds until the last process was gone."""
+        doing = self.doing()
+        began = time.monotonic()
+        self.process.kill()
+        self.process.wait(LIMIT)
+        while self.processes() and time.monotonic() - began < LIMIT:
+            time.sleep(0.005)
+        return doing, time.monotonic() - began
+
+    def next_start(self) -> float:
+        """An engine of the same name that starts, answers and ends; the seconds that takes."""
+        began = time.monotonic()
+        command = ["--name", self.name, "--model", str(self.place.model), "--device", "cpu"]
+        with self._launch(*ASK, "--max-tokens", "1", *command, *self.place.options, mark="") as one:
+            if one.wait(LIMIT) != 0:
+                self._log.seek(0)
+                raise RuntimeError(f"the next start failed: {self._log.read()[-2000:]}")
+        return time.monotonic() - began
+
+    def _launch(self, *words: str, mark: str, stdout: int = subprocess.DEVNULL) -> subprocess.Popen[str]:
+        places = {"XDG_RUNTIME_DIR": str(self.place.runtime), "XDG_CACHE_HOME": str(self.place.cache)}
+        return subprocess.Popen(
+            [sys.executable, str(ROOT / "launch.py"), *words],
+            env=os.environ | places | {MARK: mark},
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=self._log,
+            text=True,
+        )
+
+
+def _kinds(name: str) -> Iterator[str]:
+    for path in SHM.glob(f"tandem-{name}-*"):
+        yield path.name.split("-")[-2]
+
+
+def marked(mark: str) -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        with _already_gone():
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                yield process
+
+
+def _roles(processes: list[psutil.Process]) -> str:
+    words = []
+    commands = []
+    for process in processes:
+        with _already_gone():
+            commands.append(" ".join(process.cmdline()))
+    for role in ("loader", "coordinator", "expert_worker", "prefetcher"):
+        count = sum(role in command for command in commands)
+        if count:
+            words.append(role.removeprefix("expert_") if count == 1 else f"{count} {role.split('_')[-1]}s")
+    return ", ".join(words) or "no children"
+
+
+@contextmanager
+def _already_gone() -> Iterator[None]:
+    try:
+        yield
+    except psutil.Error:
+        return

@@ -1,0 +1,81 @@
+"""The answer to a Score, block by block, on a connection of its own; `client.py` offers it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+
+from protocol.errors import ProtocolError, RequestFailed
+from protocol.keys import Address
+from protocol.link import Link, Lives
+from protocol.messages import Done, Error, Score, Scores, Welcome
+
+SCORES_HWM = 4  # blocks of Scores that may wait on this side
+
+
+async def scored(
+    asked: Score, address: Address, name: str, timeout: float, retry: float, known: Welcome
+) -> AsyncGenerator[Scores, None]:
+    """Each row once, in order, also where an engine dies and the next is asked for all of them again. Other
+    arguments as for `Link`. Leaving the loop before the end cancels the request. Raises RequestFailed,
+    EngineGone, MalformedMessage."""
+    rows = 0  # that have come
+    lives = Lives()
+
+    def paused(lost: ProtocolError) -> None:
+        failure = lives.lost(rows)
+        if failure is not None:
+            raise failure
+
+    async def resumed() -> None:
+        link.send(asked)
+
+    link = Link(
+        address,
+        name,
+        timeout,
+        retry,
+        paused=paused,
+        resumed=resumed,
+        receive_hwm=SCORES_HWM,
+        known=known,
+    )
+    await link.open()
+    try:
+        link.send(asked)
+        while True:
+            match await link.receive():
+                case Scores(request=its) as block if its == asked.request:
+                    end = block.start + len(block.tokens)
+                    if end > rows:
+                        new = _without(block, rows - block.start)
+                        rows = end
+                        yield new
+                case Done(request=its, reason=reason) as done if its == asked.request:
+                    if reason == "error":
+                        raise RequestFailed(done.error, done.usage)
+                    if reason == "cancelled":
+                        raise RequestFailed("the engine gave this request up; it is shutting down")
+                    return
+                case Error(request=its, text=error) if its == asked.request:
+                    raise RequestFailed(error, usage=True)
+    except ProtocolError:
+        raise  # the request has ended, or the engine has
+    except BaseException:  # the caller left the loop or was cancelled
+        link.cancel(asked.request)
+        raise
+    finally:
+        await link.close()
+
+
+def _without(block: Scores, count: int) -> Scores:
+    """The block without its first rows."""
+    if count <= 0:
+        return block
+    return replace(
+        block,
+        start=block.start + count,
+        tokens=block.tokens[count:],
+        chosen=block.chosen[count:],
+        logprobs=block.logprobs[count:],
+    )

@@ -1,0 +1,216 @@
+"""`launch.py keys`, and engines that are reached over tcp."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from engines import Launched
+
+from launch.cli import main
+from protocol.keys import new_keys, read_client_keys, read_engine_keys, write_client_keys, write_engine_keys
+
+Complaint = Callable[..., str]
+
+
+@pytest.fixture
+def complaint(capfd: pytest.CaptureFixture[str]) -> Complaint:
+    """The one line that a wrong command line gets."""
+
+    def complaint(*arguments: str) -> str:
+        assert main(list(arguments)) == 2
+        out, err = capfd.readouterr()
+        assert out == ""
+        assert err.startswith("launch.py: ")
+        assert err.count("\n") == 1, err
+        return err.removeprefix("launch.py: ").rstrip("\n")
+
+    return complaint
+
+
+@pytest.fixture
+def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nobody's real configuration: where this test's keys are by default."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path / "config" / "tandem" / "keys"
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield int(listener.getsockname()[1])
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o022, 0o777])
+def test_keys_are_made_and_explained(keys: Path, capfd: pytest.CaptureFixture[str], mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        assert main(["keys"]) == 0
+    finally:
+        os.umask(before)
+    engine, client = read_engine_keys(keys / "engine.key"), read_client_keys(keys / "client.key")
+    assert engine.clients == {client.public}
+    assert client.engine == engine.public
+    assert mode(keys) == mode(keys.parent) == mode(keys.parent.parent) == 0o700
+    assert mode(keys / "engine.key") == mode(keys / "client.key") == 0o600
+    out, err = capfd.readouterr()
+    assert err == ""
+    for word in (
+        f"{keys}/engine.key",
+        f"{keys}/client.key",
+        "serve --listen tcp://",
+        "chat --connect tcp://",
+    ):
+        assert word in out
+    assert "--key" not in out.split("client.key")[0]
+    for secret in (engine.secret, client.secret):
+        assert secret.decode() not in out
+
+
+def test_keys_elsewhere(
+    keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["keys", "--out", "a/b"]) == 0
+    assert "serve --listen tcp://ADDRESS:PORT --key a/b/engine.key" in capfd.readouterr().out
+    assert sorted(p.name for p in (tmp_path / "a" / "b").iterdir()) == ["client.key", "engine.key"]
+    assert not keys.exists()
+
+
+def test_keys_are_never_overwritten(keys: Path, complaint: Complaint) -> None:
+    keys.mkdir(parents=True)
+    keys.chmod(0o700)
+    for name in ("client.key", "engine.key"):  # whichever is there, neither is made
+        (keys / name).touch()
+        assert complaint("keys").startswith(f"{keys / name} is there already and stays as it is")
+        assert [(p.name, p.stat().st_size) for p in keys.iterdir()] == [(name, 0)]
+        (keys / name).unlink()
+
+
+def test_keys_in_a_folder_that_is_not_private(tmp_path: Path, complaint: Complaint) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o755)
+    (tmp_path / "file").touch()
+    for name in ("open", "file"):
+        line = complaint("keys", "--out", str(tmp_path / name))
+        assert line.startswith(f"{tmp_path / name} is not a folder that you alone can enter")
+    assert list((tmp_path / "open").iterdir()) == []
+    assert "cannot create" in complaint("keys", "--out", str(tmp_path / "file" / "below"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("serve --listen 127.0.0.1:5000", "write it as tcp://ADDRESS:PORT"),
+        ("serve --listen ipc:///tmp/a", "write it as tcp://ADDRESS:PORT"),
+        ("serve --listen tcp://127.0.0.1", "write it as tcp://ADDRESS:PORT"),
+        ("serve --listen tcp://localhost:5000", "an IP address of this machine"),
+        ("serve --listen tcp://127.0.0.1:0", "1 to 65535"),
+        ("serve --listen tcp://127.0.0.1:65536", "write it as tcp://ADDRESS:PORT"),
+        ("serve --key a", "--key is for tcp"),
+        ("generate --prompt a --key a", "--key is for tcp"),
+        ("chat --connect name --key a", "--key is for tcp"),
+        ("generate --prompt a --connect --key a", "--key is for tcp"),
+        ("generate --prompt a --listen tcp://127.0.0.1:5000", "--listen does not belong to generate"),
+        ("generate --prompt a --connect tcp://host", "or tcp://HOST:PORT"),
+        ("generate --prompt a --connect tcp://host:0", "or tcp://HOST:PORT"),
+        ("generate --prompt a --connect ipc:///tmp/a", "or tcp://HOST:PORT"),
+        ("generate --prompt a --connect tcp://host:5000 --policy fiddler", "--policy does not change"),
+        ("--model a keys", "--model does not belong to keys"),
+        ("--key a keys", "--key does not belong to keys"),
+        ("keys --json", "--json does not belong to keys"),
+    ],
+)
+def test_wrong_usage_is_one_line(arguments: str, words: str, keys: Path, complaint: Complaint) -> None:
+    assert words in complaint(*arguments.split())
+    assert not keys.exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("serve --listen tcp://127.0.0.1:{port}", "engine.key"),
+        ("generate --prompt a --connect tcp://127.0.0.1:{port}", "client.key"),
+    ],
+)
+def test_the_keys_that_tcp_needs(
+    command: str, name: str, keys: Path, port: int, complaint: Complaint, tmp_path: Path
+) -> None:
+    arguments = command.format(port=port).split()
+    assert f"there is no key file {keys / name}; make keys with: launch.py keys" in complaint(*arguments)
+    arguments += ["--key", str(tmp_path / "key")]
+    assert f"there is no key file {tmp_path / 'key'}" in complaint(*arguments)
+    engine, client = new_keys()
+    write_client_keys(tmp_path / "client.key", client)
+    write_engine_keys(tmp_path / "engine.key", engine)
+    (tmp_path / "key").symlink_to(tmp_path / {"engine.key": "client.key"}.get(name, "engine.key"))
+    assert "what is needed here is" in complaint(*arguments)
+    (tmp_path / "client.key").chmod(0o640)
+    (tmp_path / "engine.key").chmod(0o604)
+    assert "is open to other users (mode 06" in complaint(*arguments)
+
+
+def test_an_address_that_cannot_be_had(
+    keys: Path, taken: int, complaint: Complaint, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["keys"]) == 0
+    capfd.readouterr()
+    for address, reason in (
+        (f"127.0.0.1:{taken}", "Address already in use"),
+        ("192.0.2.1:5000", "Cannot assign requested address"),
+    ):
+        line = complaint("serve", "--listen", f"tcp://{address}")
+        assert line == f"--listen tcp://{address}: cannot be bound: {reason}"
+
+
+def test_an_engine_is_used_from_another_machine(
+    keys: Path, tiny_model: Path, port: int, tmp_path: Path
+) -> None:
+    """As far as one machine can be two: over tcp, with keys from a folder of its own."""
+    assert main(["keys"]) == 0
+    elsewhere = tmp_path / "elsewhere.key"
+    (keys / "client.key").rename(elsewhere)
+    where = f"tcp://127.0.0.1:{port}"
+    given = ("--connect", where, "--key", str(elsewhere))
+    prompt = ("generate", "--prompt-tokens", "1,2,3", "--max-tokens", "4", "--ignore-eos", "--json")
+    with Launched("serve", "--model", str(tiny_model), "--listen", where, "--workers", "1") as engine:
+        name = engine.line().split()[0]
+        assert f"clients with a key are taken at {where}" in engine.stderr
+        answers = []
+        for to in (given, ("--connect", name)):
+            with Launched(*prompt, *to) as client:
+                code, out, err = client.end()
+            assert (code, err) == (0, "")
+            answers.append(json.loads(out)["token_ids"])
+        assert answers[0] == answers[1]
+        assert len(answers[0]) == 4
+        text = tmp_path / "ids.json"
+        text.write_text("[1, 2, 3, 4]")
+        with Launched("score", "--tokens", str(text), "--json", *given) as client:
+            assert client.end()[0] == 0
+
+        stranger = tmp_path / "stranger.key"
+        write_client_keys(stranger, new_keys()[1])
+        with Launched(*prompt, "--connect", where, "--key", str(stranger)) as client:
+            code, out, err = client.end()
+        assert (code, out) == (1, "")
+        assert where in err
+        assert err.count("\n") == 1
+        engine.send(signal.SIGTERM)
+        assert engine.end()[0] == 0

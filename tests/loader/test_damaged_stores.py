@@ -1,0 +1,243 @@
+"""Stores that are damaged, in memory and on disk: found, explained in one line, made again; never pulled away
+from an engine that uses one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import tiny_checkpoint
+from loader_harness import Outcome, Supervisor, assert_right, exists
+
+from shm.locks import StoreLease
+from shm.segment import unlink
+from shm.store import store_name
+
+TENSORS = tiny_checkpoint.expert_tensors()
+
+
+@pytest.fixture
+def loaded(supervisor: Supervisor, model: Path) -> str:
+    """The fingerprint of a store that is in memory, used by nobody, and on disk."""
+    return supervisor.load(model).ready.fingerprint
+
+
+@contextmanager
+def used(supervisor: Supervisor, fingerprint: str) -> Iterator[None]:
+    """The store is used by another engine."""
+    lease = StoreLease.acquire(fingerprint, supervisor.runtime.parent)
+    try:
+        yield
+    finally:
+        lease.release(keep=True)
+
+
+def in_memory(fingerprint: str) -> Path:
+    return Path("/dev/shm") / store_name(fingerprint)[1:]
+
+
+def on_disk(supervisor: Supervisor, fingerprint: str) -> Path:
+    return supervisor.cache / fingerprint / "store.bin"
+
+
+def flip(path: Path, place: int = -9000) -> None:
+    """Change a bit of an expert; by default one of the last layer."""
+    with path.open("r+b") as file:
+        file.seek(place, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(place, os.SEEK_END)
+        file.write(bytes([byte[0] ^ 16]))
+
+
+def source(outcome: Outcome) -> str:
+    return outcome.ready.notes[0].split(":")[0]
+
+
+def test_what_is_whole_is_attached_and_said_nothing_about(supervisor, model, loaded):
+    outcome = supervisor.load(model, verify=True)
+    assert source(outcome) == "source attached"
+    assert outcome.stages == ["verifying the store", "verifying the cache"]
+    assert outcome.lines == []
+    with used(supervisor, loaded):  # by another engine, which is no hindrance
+        assert source(supervisor.load(model, verify=True)) == "source attached"
+
+
+def test_damage_in_memory_is_found_when_asked_for(supervisor, model, loaded):
+    flip(in_memory(loaded))
+    assert source(supervisor.load(model)) == "source attached"
+    outcome = supervisor.load(model, verify=True)
+    assert source(outcome) == "source cache"
+    assert len(outcome.lines) == 1
+    assert "is damaged in layer 1; it is removed and made again" in outcome.lines[0]
+    assert_right(loaded, TENSORS)
+
+
+def test_without_a_cached_file_it_is_made_from_the_checkpoint(supervisor, model, loaded):
+    shutil.rmtree(supervisor.cache)
+    flip(in_memory(loaded))
+    outcome = supervisor.load(model, verify=True)
+    assert source(outcome) == "source checkpoint"
+    assert len(outcome.lines) == 1
+    assert_right(loaded, TENSORS)
+
+
+def test_damage_in_memory_and_on_disk(supervisor, model, loaded):
+    good = on_disk(supervisor, loaded).read_bytes()
+    flip(in_memory(loaded))
+    flip(on_disk(supervisor, loaded))
+    outcome = supervisor.load(model, verify=True)
+    assert source(outcome) == "source checkpoint"
+    assert ["the store" in line for line in outcome.lines] == [True, False]
+    assert "made again from the checkpoint" in outcome.lines[1]
+    assert_right(loaded, TENSORS)
+    assert on_disk(supervisor, loaded).read_bytes() == good
+
+
+def test_damage_on_disk_alone_is_mended_from_memory(supervisor, model, loaded):
+    path = on_disk(supervisor, loaded)
+    good = path.read_bytes()
+    for damage in (flip, lambda path: os.truncate(path, 8000), lambda path: path.write_bytes(b"")):
+        damage(path)
+        with used(supervisor, loaded):
+            outcome = supervisor.load(model, verify=True)
+        assert source(outcome) == "source attached"
+        assert len(outcome.lines) == 1
+        assert "written again from the store in memory" in outcome.lines[0]
+        assert path.read_bytes() == good
+
+
+@pytest.mark.parametrize("layers", [[0], [0, 1]])
+def test_a_damaged_store_in_use_is_left_and_the_start_fails(supervisor, model, loaded, layers):
+    if 0 in layers:
+        flip(in_memory(loaded), -150_000)
+    if 1 in layers:
+        flip(in_memory(loaded))
+    inode = in_memory(loaded).stat().st_ino
+    with used(supervisor, loaded):
+        outcome = supervisor.load(model, verify=True)
+        assert outcome.code == 1
+        assert not outcome.failed.usage
+        named = "layer 0," if layers == [0] else "layers 0, 1,"
+        assert f"is damaged in {named} and another engine uses it: end that" in outcome.failed.text
+        assert "\n" not in outcome.failed.text
+        assert in_memory(loaded).stat().st_ino == inode
+    assert source(supervisor.load(model, verify=True)) == "source cache"
+
+
+def garbage(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.write(os.urandom(8192))
+
+
+def unfinished(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(12)
+        file.write(struct.pack("<I", 0))
+
+
+BROKEN: dict[str, Callable[[Path], None]] = {
+    "cut short": lambda path: os.truncate(path, path.stat().st_size - 4096),
+    "cut to its header": lambda path: os.truncate(path, 4096),
+    "cut to nothing": lambda path: os.truncate(path, 0),
+    "too long": lambda path: os.truncate(path, path.stat().st_size + 4096),
+    "garbage": garbage,
+    "unfinished": unfinished,
+}
+
+
+def test_a_segment_that_is_no_store_is_found_without_asking(supervisor, model, loaded):
+    for kind, damage in BROKEN.items():
+        damage(in_memory(loaded))
+        outcome = supervisor.load(model)
+        assert source(outcome) == "source cache", kind
+        assert len(outcome.lines) == 1, kind
+        assert "it is removed and made again" in outcome.lines[0]
+        assert_right(loaded, TENSORS)
+
+
+@pytest.mark.parametrize("kind", ["cut to nothing", "garbage"])
+def test_a_segment_that_is_no_store_is_left_to_who_uses_it(supervisor, model, loaded, kind):
+    lease = StoreLease.acquire(loaded, supervisor.runtime.parent)
+    BROKEN[kind](in_memory(loaded))
+    outcome = supervisor.load(model)
+    assert outcome.code == 1
+    assert "cannot be used: " in outcome.failed.text
+    assert "another engine uses it" in outcome.failed.text
+    assert exists(loaded)
+    lease.release(keep=True)
+    assert not exists(loaded)  # nothing that is worth keeping
+
+
+def other_version(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(8)
+        file.write(struct.pack("<I", 2))
+
+
+def folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def loop(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path)
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "truncated": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "empty": lambda path: os.truncate(path, 0),
+    "flipped": flip,
+    "foreign": lambda path: path.write_bytes(b"\x7fELF" + path.read_bytes()[4:]),
+    "other version": other_version,
+    "folder": folder,
+    "unreadable": loop,
+    "writable": lambda path: path.chmod(0o666),
+}
+
+
+def test_a_damaged_cached_file_is_made_again_and_said_so(supervisor, model, loaded):
+    path = on_disk(supervisor, loaded)
+    good = path.read_bytes()
+    for kind, damage in DAMAGE.items():
+        unlink(store_name(loaded))
+        damage(path)
+        outcome = supervisor.load(model)
+        assert source(outcome) == "source checkpoint", kind
+        assert len(outcome.lines) == 1, kind
+        assert "made again from the checkpoint" in outcome.lines[0]
+        assert_right(loaded, TENSORS)
+        assert path.read_bytes() == good
+        assert path.stat().st_mode & 0o7777 == 0o600
+
+
+def test_another_models_cached_file_under_this_models_name(supervisor, model, loaded):
+    other = supervisor.load(model, format="f32").ready.fingerprint
+    for fingerprint in (loaded, other):
+        unlink(store_name(fingerprint))
+    shutil.copy(on_disk(supervisor, other), on_disk(supervisor, loaded))
+    outcome = supervisor.load(model)
+    assert source(outcome) == "source checkpoint"
+    assert len(outcome.lines) == 1
+    assert "another model" in outcome.lines[0]
+    assert_right(loaded, TENSORS)
+
+
+def test_what_killed_loaders_left_on_disk_is_removed_whatever_is_loaded(supervisor, model, loaded):
+    """Their models may never be loaded again."""
+    half = supervisor.cache / ("0" * 64) / "store.tmp"
+    half.parent.mkdir()
+    half.write_bytes(bytes(5000))
+    own = supervisor.cache / loaded / "store.tmp"
+    own.write_bytes(bytes(5000))
+    (supervisor.cache / ("1" * 64)).mkdir()
+    outcome = supervisor.load(model)
+    assert source(outcome) == "source attached"
+    assert [str(half) in outcome.lines[0], str(own) in outcome.lines[1]] == [True, True]
+    assert [path.name for path in supervisor.cache.iterdir()] == [loaded]
+    assert [path.name for path in (supervisor.cache / loaded).iterdir()] == ["store.bin"]

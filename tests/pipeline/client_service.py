@@ -1,0 +1,120 @@
+"""The coordinator's clients without an engine behind them: real sockets, and a few canned answers."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import zmq.asyncio
+from raw_client import RawClient
+
+from pipeline.client_sockets import Listening
+from pipeline.clients import Clients
+from protocol.client import Client
+from protocol.keys import Address, ClientKeys, new_keys
+from protocol.messages import (
+    VERSION,
+    Cancel,
+    Done,
+    Error,
+    Generate,
+    Hello,
+    SetPolicy,
+    Stats,
+    StatsReply,
+    Welcome,
+)
+from protocol.sockets import connect_dealer, ipc_endpoint
+
+WELCOME = Welcome(VERSION, "test", "model", "f" * 64, "cpu", "all-host", True, 100, 100, False, False)
+ENGINE, CLIENT = new_keys()
+LIMIT = 10.0  # seconds
+
+
+class Service:
+    """`Clients` at work. Stats are answered with its counts; SetPolicy by an Error that quotes the policy's
+    name; Generate by a Done whose text is the prompt's; Cancel is a message that cannot be handled."""
+
+    def __init__(self, runtime: Path, tcp: str | None) -> None:
+        self.local = ipc_endpoint(runtime, "client.sock")
+        self.tcp = tcp or ""
+        listening = None if tcp is None else Listening(tcp, ENGINE)
+        self.clients = Clients(self.local, lambda: WELCOME, self._on_message, self._on_gone, tcp=listening)
+        self.heard: list[tuple[bytes, object]] = []
+        self.gone: list[bytes] = []
+
+    def _on_message(self, client: bytes, message: Any) -> None:
+        self.heard.append((client, message))
+        match message:
+            case Stats():
+                self.clients.send(client, StatsReply(message.request, dict(self.clients.counts())))
+            case SetPolicy():
+                self.clients.send(client, Error(message.request, f"no policy {message.policy}"))
+            case Generate():
+                self.clients.send(client, Done(message.request, "stop", text=message.prompt + "\ud800"))
+            case Cancel():
+                raise ZeroDivisionError("a mistake")
+
+    def _on_gone(self, client: bytes) -> None:
+        self.gone.append(client)
+
+
+@asynccontextmanager
+async def service(tcp: bool = False) -> AsyncIterator[Service]:
+    """Serving for the length of the block, and at its end still."""
+    runtime = Path(tempfile.mkdtemp(prefix="tandem-test-"))
+    try:
+        running = Service(runtime, free_endpoint() if tcp else None)
+        serving = asyncio.create_task(running.clients.serve())
+        try:
+            yield running
+            await works(running.local)
+            assert not serving.done()
+        finally:
+            serving.cancel()
+            await asyncio.wait([serving])
+            running.clients.close()
+    finally:
+        shutil.rmtree(runtime)
+
+
+def free_endpoint() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+async def works(where: str | Address) -> dict[str, Any]:
+    """A client of the library is served; returns the counts."""
+    async with Client.connect(where, timeout=LIMIT) as client:
+        return await client.stats()
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Wait until it holds."""
+    for _ in range(int(LIMIT / 0.01)):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not come true")
+
+
+@asynccontextmanager
+async def raw(
+    endpoint: str, *, hello: bool = True, identity: bytes = b"", keys: ClientKeys | None = None
+) -> AsyncIterator[RawClient]:
+    """A client that can send anything; with `hello` welcomed."""
+    dealer = connect_dealer(zmq.asyncio.Context.instance(), endpoint, identity=identity, keys=keys)
+    try:
+        client = RawClient(dealer)
+        if hello:
+            await client.send(Hello(VERSION, "raw"))
+            await client.expect(Welcome)
+        yield client
+    finally:
+        dealer.close(linger=0)

@@ -1,0 +1,280 @@
+"""What a hostile client can do at the clients' socket: be answered, be counted, be cut off; no more."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import time
+import tracemalloc
+from pathlib import Path
+
+import psutil
+import pytest
+import zmq
+import zmq.asyncio
+from client_service import CLIENT, WELCOME, Service, eventually, raw, service, works
+from raw_client import RawClient
+
+from pipeline.client_sockets import LARGEST, STRANGERS_ANSWERED
+from pipeline.clients import REFUSED_LIMIT, SHUT_OUT_MOST, Clients
+from pipeline.outbox import LONGEST_ERROR
+from protocol.checks import DEFAULT
+from protocol.client import Client
+from protocol.codec import decode, encode
+from protocol.keys import Address
+from protocol.messages import VERSION, Cancel, Error, Generate, Heartbeat, Hello, SetPolicy, Stats
+from protocol.sockets import connect_dealer, ipc_endpoint
+
+
+async def pour(client: RawClient, frames: list[bytes], count: int) -> None:
+    for _ in range(count):
+        await client.socket.send_multipart(frames)
+
+
+async def everything(client: RawClient, quiet: float = 0.5) -> list[object]:
+    """What comes until nothing has for a while; heartbeats do not count."""
+    found = []
+    until = time.monotonic() + quiet
+    while (left := until - time.monotonic()) > 0:
+        if await client.socket.poll(int(left * 1000) + 1):
+            message = decode(await client.socket.recv_multipart())
+            if not isinstance(message, Heartbeat):
+                found.append(message)
+                until = time.monotonic() + quiet
+    return found
+
+
+def count(running: Service, name: str) -> int:
+    return running.clients.counts()[name]
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [[b""], [b"\x01"], [b"\xff\x03", b"\x80"], [b"x"] * 50, [b"\x03\x03", b"\xdf\xff\xff\xff\xff"]],
+    ids=range(5),
+)
+async def test_a_client_that_floods_with_garbage_is_cut_off(
+    frames: list[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with service() as running, raw(running.local) as hostile, Client.connect(running.local) as other:
+        await pour(hostile, frames, 3000)
+        answers = await everything(hostile)
+        assert len(answers) == REFUSED_LIMIT + 1
+        assert all(isinstance(a, Error) and a.request == -1 for a in answers)
+        assert answers[-1].text.startswith("cut off: more than 20 messages in a second")
+        assert (count(running, "cut_off"), count(running, "malformed")) == (1, REFUSED_LIMIT + 1)
+        await eventually(lambda: count(running, "unheard") == 3000 - REFUSED_LIMIT - 1)
+        assert len(running.gone) == 1
+        await hostile.send(Hello(VERSION))  # not now
+        assert await everything(hostile) == []
+        assert (await other.stats())["connected"] == 1
+        assert len([r for r in caplog.records if "cut off" in r.getMessage()]) == 1
+
+
+async def test_a_client_that_was_cut_off_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.clients.SHUT_OUT_SECONDS", 0.3)
+    async with service() as running, raw(running.local) as hostile:
+        await pour(hostile, [b""], 50)
+        await eventually(lambda: count(running, "cut_off") == 1)
+        await everything(hostile)
+        await hostile.send(Hello(VERSION), Stats(1))
+        assert [type(m).__name__ for m in await everything(hostile)] == ["Welcome", "StatsReply"]
+
+
+async def test_a_client_of_the_library_is_told_that_it_was_cut_off() -> None:
+    async with service() as running, Client.connect(running.local) as unlucky:
+        await unlucky.stats()
+        running.clients.cut_off(running.heard[-1][0], "a test")
+        assert str(await unlucky.lost()) == "the engine ended this connection: cut off: a test"
+        await works(running.local)
+
+
+async def test_a_mistake_now_and_then_is_answered_each_time() -> None:
+    async with service() as running, raw(running.local) as clumsy:
+        for _ in range(3):
+            await pour(clumsy, [b"\x01"], REFUSED_LIMIT - 1)
+            assert len(await everything(clumsy, quiet=1.1)) == REFUSED_LIMIT - 1
+        assert count(running, "cut_off") == 0
+
+
+@pytest.mark.parametrize("frames", [[b""], encode(Stats(1)), encode(Hello(VERSION + 1))], ids=range(3))
+async def test_strangers_are_answered_a_few_times_a_second_all_together(frames: list[bytes]) -> None:
+    async with service() as running, contextlib.AsyncExitStack() as stack:
+        strangers = [await stack.enter_async_context(raw(running.local, hello=False)) for _ in range(20)]
+        for stranger in strangers:
+            await pour(stranger, frames, 100)
+        answers = [message for stranger in strangers for message in await everything(stranger, quiet=0.1)]
+        assert STRANGERS_ANSWERED <= len(answers) <= 3 * STRANGERS_ANSWERED
+        assert {(type(a), a.request) for a in answers} == {(Error, -1)}
+        await strangers[0].send(Hello(VERSION))  # who behaves is served all the same
+        assert (await strangers[0].next()) == WELCOME
+
+
+async def test_nothing_is_remembered_of_strangers() -> None:
+    """Ten thousand names, each with a mistake: no byte of them stays."""
+    async with service() as running:
+
+        async def strangers(number: int) -> None:
+            for i in range(number):
+                async with raw(running.local, hello=False, identity=os.urandom(200)) as stranger:
+                    await stranger.send(Stats(1))
+                    if i % 50 == 0:
+                        await stranger.socket.send_multipart([b""])
+                        await asyncio.sleep(0.01)
+
+        await strangers(100)
+        tracemalloc.start()
+        try:
+            await strangers(100)
+            before, _ = tracemalloc.get_traced_memory()
+            await strangers(1500)
+            after, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert after - before < 1500 * 100
+        assert count(running, "connected") == 0
+
+
+async def test_the_names_of_those_cut_off_are_bounded() -> None:
+    """The oldest is forgotten, and heard again."""
+    async with service() as running, raw(running.local) as first:
+        await first.send(Stats(1))
+        await first.next()
+        name = running.heard[-1][0]
+        for i in range(SHUT_OUT_MOST):
+            running.clients.cut_off(name if i == 0 else name[:1] + b"%d" % i, "a test")
+        await everything(first, quiet=0.1)
+        await first.send(Hello(VERSION))
+        assert await everything(first) == []
+        running.clients.cut_off(name[:1] + b"one more", "a test")
+        await first.send(Hello(VERSION))
+        assert await first.next() == WELCOME
+
+
+async def test_hello_a_thousand_times() -> None:
+    async with service() as running, raw(running.local) as hostile, Client.connect(running.local) as other:
+        await pour(hostile, encode(Hello(VERSION)), 1000)
+        *welcomes, last = await everything(hostile)
+        assert len(welcomes) <= REFUSED_LIMIT
+        assert set(map(type, welcomes)) <= {type(WELCOME)}
+        assert isinstance(last, Error)
+        assert last.text == "cut off: it says Hello all the time"
+        assert (await other.stats())["connected"] == 1
+
+
+async def test_a_thousand_connections_that_say_hello_and_vanish() -> None:
+    """Meanwhile those who are connected are served, afterwards everybody is."""
+    process = psutil.Process()
+    async with service(tcp=True) as running, Client.connect(running.local) as other:
+        descriptors = process.num_fds()
+        with zmq.asyncio.Context() as context:
+            for where, keys, number in ((running.local, None, 1000), (running.tcp, CLIENT, 100)):
+                for _ in range(number // 50):
+                    with contextlib.ExitStack() as crowd:
+                        for _ in range(50):
+                            dealer = crowd.enter_context(connect_dealer(context, where, keys=keys))
+                            dealer.setsockopt(zmq.LINGER, 0)
+                            await dealer.send_multipart(encode(Hello(VERSION)))
+                        await other.stats()
+        await eventually(lambda: count(running, "connected") == 1)
+        await eventually(lambda: process.num_fds() <= descriptors + 8)
+        assert len(running.gone) > 500
+        await works(Address(running.tcp, CLIENT))
+
+
+async def test_more_clients_than_there_may_be_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.clients.MOST_CLIENTS", 3)
+    async with service(tcp=True) as running, contextlib.AsyncExitStack() as stack:
+        for _ in range(3):
+            last = await stack.enter_async_context(raw(running.tcp, keys=CLIENT))
+        async with raw(running.tcp, keys=CLIENT, hello=False) as late:
+            await late.send(Hello(VERSION))
+            refusal = await late.expect(Error)
+            assert refusal.text == "3 clients are connected already; come back later"
+            await works(running.local)  # it has room of its own
+            last.socket.close(linger=0)
+            await eventually(lambda: count(running, "connected") == 2)
+            await late.send(Hello(VERSION))
+            assert await late.next() == WELCOME
+
+
+async def test_a_mistake_of_ours_costs_its_own_client_only(caplog: pytest.LogCaptureFixture) -> None:
+    async with service() as running, raw(running.local) as unlucky, Client.connect(running.local) as other:
+        await unlucky.send(Cancel(1))
+        assert (await unlucky.expect(Error)).text == "cut off: the engine failed on its message"
+        assert "ZeroDivisionError" in caplog.text
+        assert (await other.stats())["cut_off"] == 1
+
+
+async def test_an_answer_that_cannot_be_encoded_ends_its_request() -> None:
+    async with service() as running, raw(running.local) as client:
+        await client.send(Generate(7, prompt="a"))
+        answer = await client.expect(Error)
+        assert answer.request == 7
+        assert answer.text.startswith("the engine's answer cannot be sent: Done")
+        await client.send(Stats(8))
+        assert (await client.next()).request == 8
+
+
+async def test_a_long_name_does_not_come_back_with_every_error() -> None:
+    async with service() as running, raw(running.local) as client:
+        await client.send(SetPolicy(1, "x" * (DEFAULT.header - 100)))
+        answer = await client.expect(Error)
+        assert answer.request == 1
+        assert len(answer.text) == LONGEST_ERROR + 3
+
+
+async def test_a_frame_larger_than_any_message_ends_the_connection() -> None:
+    async with service(tcp=True) as running:
+        for where, keys in ((running.local, None), (running.tcp, CLIENT)):
+            async with raw(where, keys=keys) as hostile:
+                await hostile.socket.send_multipart([b"\x01", bytes(LARGEST + 10000)])
+                await eventually(lambda: count(running, "connected") == 0)
+            await works(where if keys is None else Address(where, keys))
+        assert count(running, "malformed") == 0
+
+
+async def test_what_waits_to_be_heard_is_bounded() -> None:
+    """While nobody listens, as before the engine is built: the rest has to stay with the sender."""
+    runtime = await asyncio.to_thread(Path, os.environ["XDG_RUNTIME_DIR"])
+    local = ipc_endpoint(runtime, "bounded.sock")
+    clients = Clients(local, lambda: WELCOME, lambda *_: None, lambda *_: None)
+    process = psutil.Process()
+    before = process.memory_info().rss
+    try:
+        with zmq.Context() as context, connect_dealer(context, local) as hostile:
+            for _ in range(100):
+                hostile.send(BIG, copy=False)  # one buffer for all: what grows is the receiver's
+            await asyncio.sleep(1.0)
+            assert process.memory_info().rss - before < 15 * len(BIG)
+            hostile.close(linger=0)
+    finally:
+        clients.close()
+        await asyncio.to_thread((runtime / "bounded.sock").unlink)
+
+
+BIG = random.Random(1).randbytes(4 << 20)
+
+
+async def test_all_queues_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who takes nothing and asks on is cut off before the engine's memory is full; the largest goes first."""
+    monkeypatch.setattr("pipeline.clients.QUEUED_BYTES", 4 << 20)
+    async with service() as running, raw(running.local) as deaf, Client.connect(running.local) as other:
+        for i in range(3000):
+            await deaf.send(Stats(i))
+        await eventually(lambda: count(running, "cut_off") == 1)
+        assert (await other.stats())["connected"] == 1
+
+
+async def test_log_lines_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with service() as running, contextlib.AsyncExitStack() as stack:
+        hostile = [await stack.enter_async_context(raw(running.local)) for _ in range(60)]
+        for one in hostile:
+            await pour(one, [b"\x02"], REFUSED_LIMIT + 1)
+        await eventually(lambda: count(running, "cut_off") == 60)
+        lines = [r.getMessage() for r in caplog.records if "cut off" in r.getMessage()]
+        assert 5 <= len(lines) <= 15

@@ -1,0 +1,231 @@
+"""Clients over tcp: those whose key is let in are served; nobody else learns anything."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.asyncio
+from client_service import CLIENT, ENGINE, WELCOME, eventually, free_endpoint, raw, service, works
+
+from pipeline.client_sockets import Listening
+from pipeline.clients import Clients
+from pipeline.config import EngineConfig
+from protocol.client import Client
+from protocol.codec import encode
+from protocol.errors import EngineGone, ProtocolError
+from protocol.keys import Address, ClientKeys, new_keys, write_engine_keys
+from protocol.messages import VERSION, Hello, Stats, StatsReply
+from protocol.sockets import check_tcp, ipc_endpoint
+
+OTHER_ENGINE, OTHER_CLIENT = new_keys()
+WITHOUT_ENTRY = {
+    "another client's keys": ClientKeys(OTHER_CLIENT.public, OTHER_CLIENT.secret, ENGINE.public),
+    "another engine's key": ClientKeys(CLIENT.public, CLIENT.secret, OTHER_ENGINE.public),
+    "another secret": ClientKeys(CLIENT.public, OTHER_CLIENT.secret, ENGINE.public),
+}
+
+
+def greeting(mechanism: bytes, minor: bytes = b"\0") -> bytes:
+    """The 64 bytes that a ZMTP 3 connection begins with."""
+    return b"\xff" + bytes(7) + b"\1\x7f\3" + minor + mechanism.ljust(20, b"\0") + bytes(32)
+
+
+def frames(flagged: bool) -> bytes:
+    """Hello as ZMTP 1 (the length counts the flags and comes first) or as ZMTP 2 and later."""
+    first, second = encode(Hello(VERSION))
+    parts = ((1, bytes(first)), (0, bytes(second)))
+    if flagged:
+        return b"".join(bytes([more, len(part)]) + part for more, part in parts)
+    return b"".join(bytes([len(part) + 1, more]) + part for more, part in parts)
+
+
+async def test_a_client_with_the_right_keys_is_served() -> None:
+    async with service(tcp=True) as running:
+        counts = await works(Address(running.tcp, CLIENT))
+        assert (counts["connected"], counts["refused_keys"]) == (1, 0)
+
+
+@pytest.mark.parametrize("keys", WITHOUT_ENTRY.values(), ids=WITHOUT_ENTRY.keys())
+async def test_wrong_keys_get_silence(keys: ClientKeys, caplog: pytest.LogCaptureFixture) -> None:
+    async with service(tcp=True) as running:
+        async with raw(running.tcp, hello=False, keys=keys) as stranger:
+            for _ in range(3):
+                await stranger.send(Hello(VERSION))
+            assert not await stranger.socket.poll(700)
+        with pytest.raises(EngineGone):
+            async with Client.connect(Address(running.tcp, keys), timeout=0.5):
+                pass
+        counts = await works(Address(running.tcp, CLIENT))
+        assert counts["connected"] == 1
+        assert running.heard == [(running.heard[0][0], Stats(0))]
+        if keys.engine == ENGINE.public and keys.public != CLIENT.public:
+            assert counts["refused_keys"] >= 2
+            assert "127.0.0.1 was not let in: its key is not in engine.key" in caplog.text
+
+
+async def test_a_peer_without_encryption_gets_silence() -> None:
+    async with service(tcp=True) as running:
+        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as plain:
+            plain.setsockopt(zmq.LINGER, 0)
+            plain.connect(running.tcp)
+            await plain.send_multipart(encode(Hello(VERSION)))
+            assert not await plain.poll(700)
+        assert running.heard == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\nHost: engine\r\n\r\n",
+        greeting(b"NULL") + b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x06DEALER",
+        greeting(b"PLAIN") + b"\x04\x0a\x05HELLO\x01a\x01b",
+        greeting(b"CURVE"),
+        greeting(b"CURVE") + b"\x04\xc8\x05HELLO\x01" + bytes(193),
+        greeting(b"CURVE") + b"\x04\x06\x05READY",
+        greeting(b"NULL") + b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x06DEALER" + frames(True),
+        greeting(b"CURVE") + frames(True),
+        b"\xff" + bytes(7) + b"\1\x7f\1\5\0\0" + frames(True),  # ZMTP 2
+        b"\1\0" + frames(False),  # ZMTP 1
+        b"\x00" * 4096,
+        bytes(range(256)) * 64,
+    ],
+    ids=range(13),
+)
+async def test_raw_bytes_get_nothing_but_the_greeting(words: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("protocol.sockets.HANDSHAKE_MS", 300)
+    async with service(tcp=True) as running:
+        reader, writer = await asyncio.open_connection(*check_tcp(running.tcp))
+        writer.write(words)
+        got = b""
+        with contextlib.suppress(ConnectionResetError):
+            async with asyncio.timeout(5):
+                got = await reader.read(1 << 16)
+                while more := await reader.read(1 << 16):
+                    got += more
+        writer.close()
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            await writer.wait_closed()
+        ours = greeting(b"CURVE", minor=b"\1")
+        assert got[: len(ours)] == ours[: len(got)]
+        assert len(got) <= len(ours) + 12, got  # and ZMTP's short code of what is wrong with a handshake
+        assert running.clients.counts()["connected"] == 0
+        assert running.heard == []
+
+
+async def test_the_same_routing_id_on_both_sockets_is_two_clients() -> None:
+    async with service(tcp=True) as running, raw(running.local, identity=b"same") as local:
+        async with raw(running.tcp, identity=b"same", keys=CLIENT) as remote:
+            assert running.clients.counts()["connected"] == 2
+            await local.send(Stats(1))
+            await remote.send(Stats(2))
+            assert (await local.expect(StatsReply)).request == 1
+            assert (await remote.expect(StatsReply)).request == 2
+            names = {name for name, _ in running.heard}
+            assert len(names) == 2
+        await eventually(lambda: len(running.gone) > 0)  # a heartbeat finds out that it has gone
+        await local.send(Stats(3))
+        assert (await local.expect(StatsReply)).request == 3
+        (gone,) = running.gone
+        assert gone != running.heard[-1][0]
+
+
+async def test_who_comes_before_the_engine_is_ready_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Handshakes that nobody answered in time are begun anew; the old questions do no harm."""
+    monkeypatch.setattr("protocol.sockets.HANDSHAKE_MS", 200)
+    endpoint = free_endpoint()
+    clients = Clients(
+        ipc_endpoint(tmp_path, "c.sock"),
+        lambda: WELCOME,
+        lambda *_: None,
+        lambda *_: None,
+        tcp=Listening(endpoint, ENGINE),
+    )
+
+    async def come() -> None:
+        async with Client.connect(Address(endpoint, CLIENT), timeout=10) as client:
+            assert client.welcome == WELCOME
+
+    coming = [asyncio.create_task(come()) for _ in range(5)]
+    await asyncio.sleep(1.0)
+    assert not any(task.done() for task in coming)
+    serving = asyncio.create_task(clients.serve())
+    await asyncio.gather(*coming)
+    assert not serving.done()
+    serving.cancel()
+    await asyncio.wait([serving])
+    clients.close()
+
+
+async def test_a_flood_of_handshakes_does_not_keep_anybody_out(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    async with service(tcp=True) as running:
+        strangers = ClientKeys(OTHER_CLIENT.public, OTHER_CLIENT.secret, ENGINE.public)
+        with contextlib.ExitStack() as stack:
+            for _ in range(300):
+                stranger = stack.enter_context(socket.create_connection(check_tcp(running.tcp)))
+                stranger.sendall(greeting(b"CURVE")[: 10 + _ % 50])
+            with zmq.asyncio.Context() as context:
+                for _ in range(40):
+                    dealer = stack.enter_context(context.socket(zmq.DEALER))
+                    dealer.setsockopt(zmq.LINGER, 0)
+                    dealer.curve_publickey, dealer.curve_secretkey = strangers.public, strangers.secret
+                    dealer.curve_serverkey = strangers.engine
+                    dealer.connect(running.tcp)
+                await works(Address(running.tcp, CLIENT))
+                await eventually(lambda: running.clients.counts()["refused_keys"] >= 40)
+                await works(Address(running.tcp, CLIENT))
+                stack.close()
+        assert 0 < len([r for r in caplog.records if "was not let in" in r.getMessage()]) < 40
+
+
+def test_an_engine_s_listening_is_what_it_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    endpoint = free_endpoint()
+    assert Listening.asked(EngineConfig()) is None
+    with pytest.raises(
+        ProtocolError, match=r"there is no key file .*/tandem/keys/engine.key; make keys with"
+    ):
+        Listening.asked(EngineConfig(listen=endpoint))
+    write_engine_keys(tmp_path / "a.key", ENGINE)
+    assert stat.S_IMODE((tmp_path / "a.key").stat().st_mode) == 0o600
+    told = Listening.asked(EngineConfig(listen=endpoint, key=tmp_path / "a.key"))
+    assert told == Listening(endpoint, ENGINE)
+
+
+async def test_a_port_in_use_leaves_nothing_behind(tmp_path: Path) -> None:
+    async with service(tcp=True) as running:
+        local = ipc_endpoint(tmp_path, "c.sock")
+        with pytest.raises(ProtocolError, match=rf"^cannot bind {running.tcp}: Address already in use$"):
+            Clients(local, lambda: None, lambda *_: None, lambda *_: None, tcp=Listening(running.tcp, ENGINE))
+        async with service() as other:  # its own sockets are closed, and this one's are not disturbed
+            await works(other.local)
+
+
+async def test_a_real_engine_answers_over_tcp(start_engine, plain_config, tmp_path: Path) -> None:
+    write_engine_keys(tmp_path / "engine.key", ENGINE)
+    endpoint = free_endpoint()
+    config = EngineConfig(**(vars(plain_config) | {"listen": endpoint, "key": tmp_path / "engine.key"}))
+    async with start_engine(config) as (_, local):
+        ids = {"token_ids": (5, 6, 7), "max_tokens": 8, "ignore_eos": True}
+        async with Client.connect(Address(endpoint, CLIENT), timeout=20) as remote:
+            assert remote.welcome == local.welcome
+            # one after the other: together they are another batch, and may differ by rounding
+            here, there = [await client.generate(**ids).result() for client in (local, remote)]
+            assert len(there.tokens) == 8
+            assert here.tokens == there.tokens
+            blocks = [block async for block in remote.score(token_ids=range(200), full=True)]
+            assert sum(len(block.tokens) for block in blocks) == 200
+            assert (await remote.stats())["clients"]["connected"] >= 2  # that for scores may live on
+        with pytest.raises(EngineGone):
+            async with Client.connect(Address(endpoint, WITHOUT_ENTRY["another client's keys"]), timeout=1.0):
+                pass

@@ -1,0 +1,163 @@
+"""Answers that go on behind their first tokens: the same tokens and texts as without the interruption.
+
+In float32. A resumed answer is prefilled where the whole one was decoded, so greedy tokens are held to the
+rule of equality; of the seeded ones the random numbers are the same, and rounding would have to fall on one
+of them to show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+
+import pytest
+import pytest_asyncio
+from raw_client import RawClient, one_line, raw_client
+
+from launch.equality import F32_BOUND, Verdict, compare
+from protocol.messages import ChatMessage, Done, Error, Generate, Queued, Sampling, Token
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+LENGTH = 14
+PROMPT = Generate(0, prompt="über 日本", max_tokens=LENGTH, ignore_eos=True)
+SEEDED = Sampling(temperature=1.0, seed=7)
+SHAPED = Sampling(temperature=0.9, top_k=300, top_p=0.98, repetition_penalty=1.4, seed=3)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """An answer as it came."""
+
+    tokens: list[Token]
+    done: Done
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return tuple(token.token for token in self.tokens)
+
+    @property
+    def text(self) -> str:
+        return "".join(token.text for token in self.tokens) + self.done.text
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def raw(engine) -> AsyncIterator[RawClient]:
+    async with raw_client(engine[1]._endpoint) as raw:
+        yield raw
+
+
+async def answers(raw: RawClient, *asked: Generate) -> list[Whole]:
+    """All asked for at once, so that they are computed in batches of any kind."""
+    await raw.send(*asked)
+    came = await raw.to_the_end(*(message.request for message in asked))
+    found = []
+    for message in asked:
+        told = [m for m in came[message.request] if not isinstance(m, Queued)]
+        assert isinstance(told[-1], Done), told
+        whole = Whole(told[:-1], told[-1])
+        first = len(message.resume)
+        assert [token.index for token in whole.tokens] == list(range(first, first + len(whole.tokens)))
+        found.append(whole)
+    return found
+
+
+async def check_all_cuts(raw: RawClient, asked: Generate) -> Whole:
+    """Resume the answer at every point; what is still to come is what came."""
+    (whole,) = await answers(raw, asked)
+    assert "error" not in whole.done.reason
+    cuts = range(len(whole.ids) + 1)
+    resumed = await answers(raw, *(replace(asked, request=cut, resume=whole.ids[:cut]) for cut in cuts))
+    for cut, rest in zip(cuts, resumed, strict=True):
+        left = whole.tokens[cut:]
+        if asked.sampling.temperature == 0 and rest.ids != whole.ids[cut:]:
+            assert compare(rest.ids, left, F32_BOUND).verdict is Verdict.NEAR_TIE, cut
+            continue
+        assert rest.ids == whole.ids[cut:], cut
+        assert [token.text for token in rest.tokens] == [token.text for token in left]
+        assert (rest.done.reason, rest.done.text) == (whole.done.reason, whole.done.text)
+        assert rest.done.stats["prompt_tokens"] == whole.done.stats["prompt_tokens"]
+    return whole
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(), Sampling(repetition_penalty=1.5), SEEDED, SHAPED],
+    ids=["greedy", "penalised", "seeded", "shaped"],
+)
+async def test_a_resumed_answer_is_the_answer(raw, sampling) -> None:
+    whole = await check_all_cuts(raw, replace(PROMPT, sampling=sampling))
+    assert len(whole.ids) == LENGTH
+    assert whole.done.reason == "length"
+
+
+async def test_in_the_middle_of_characters(raw) -> None:
+    """Random weights and a high temperature: many tokens are parts of characters, some whole in the end."""
+    held = 0
+    for seed in range(3):
+        sampling = Sampling(temperature=3.0, seed=seed)
+        whole = await check_all_cuts(raw, replace(PROMPT, sampling=sampling, max_tokens=30))
+        held += sum(not token.text for token in whole.tokens)
+    assert held > 0
+
+
+async def test_stop_strings_are_found_across_the_cut(raw) -> None:
+    (whole,) = await answers(raw, replace(PROMPT, sampling=SEEDED))
+    text = whole.text
+    for start in (3, len(text) // 2, len(text) - 6):
+        stop = (text[start : start + 5], "never in it")
+        asked = replace(PROMPT, sampling=SEEDED, stop=stop)
+        stopped = await check_all_cuts(raw, asked)
+        assert stopped.done.reason == "stop"
+        assert stopped.text == text[: text.index(stop[0])]
+    # what may become a stop string is held back to the end, and comes with it
+    asked = replace(PROMPT, sampling=SEEDED, stop=(text[-3:] + "and more",))
+    assert (await check_all_cuts(raw, asked)).text == text
+
+
+async def test_end_tokens_end_it_again(raw) -> None:
+    """The one that ended it was never told, so it is drawn once more."""
+    asked = [  # a penalty below 1 makes what is in the prompt likelier: the end token
+        Generate(i, token_ids=(5, 2), max_tokens=12, sampling=Sampling(1.5, repetition_penalty=0.3, seed=i))
+        for i in range(18)
+    ]
+    ends = zip(asked, await answers(raw, *asked), strict=True)
+    ended = [message for message, whole in ends if whole.done.reason == "stop" and len(whole.ids) > 2]
+    assert (await check_all_cuts(raw, ended[0])).done.reason == "stop"
+
+
+async def test_a_conversation_goes_on(raw) -> None:
+    chat = Generate(
+        0, messages=(ChatMessage("user", "Hi"),), max_tokens=8, ignore_eos=True, conversation="talk"
+    )
+    (whole,) = await answers(raw, chat)
+    (rest,) = await answers(raw, replace(chat, request=1, resume=whole.ids[:5]))
+    assert rest.ids == whole.ids[5:]
+    known = rest.done.stats["prompt_tokens"]
+    assert known == whole.done.stats["prompt_tokens"]
+    assert rest.done.stats["kv_reused_tokens"] == known + 4  # of what the first had computed
+    turn = ChatMessage("assistant", whole.text)
+    more = replace(chat, request=2, messages=(*chat.messages, turn, ChatMessage("user", "And?")))
+    (after,) = await answers(raw, more)
+    assert after.done.stats["kv_reused_tokens"] >= known
+
+
+async def test_up_to_the_end_of_the_context(engine, raw) -> None:
+    context = engine[1].welcome.context
+    asked = Generate(0, token_ids=(5,) * (context - 6), max_tokens=100, ignore_eos=True)
+    whole = await check_all_cuts(raw, asked)
+    assert len(whole.ids) == 6
+
+
+@pytest.mark.parametrize(
+    ("resume", "said"),
+    [
+        ((5,) * (LENGTH + 1), f"resume has {LENGTH + 1} tokens, the answer can have {LENGTH} at most"),
+        ((5, 4096), "token id 4096 is outside the vocabulary of 4096"),
+        ((-1,), "token id -1 is outside the vocabulary of 4096"),
+    ],
+)
+async def test_what_cannot_be_resumed_is_said_in_a_line(raw, resume, said) -> None:
+    await raw.send(replace(PROMPT, resume=resume))
+    (told,) = (await raw.to_the_end(0))[0]
+    assert one_line(told.text if isinstance(told, Error) else told.error) == said

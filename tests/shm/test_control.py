@@ -1,0 +1,61 @@
+"""The control segment: lines of one writer each, read by others, also from other processes."""
+
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+
+import pytest
+from small_store import ROOT
+
+from shm.control import IDLE, ControlSegment
+from shm.errors import SegmentMissing
+from shm.segment import SHM_FOLDER, unlink
+
+
+@pytest.fixture
+def control() -> Iterator[ControlSegment]:
+    """For the prefetcher and three workers."""
+    made = ControlSegment.create(f"/tandem-test-{uuid.uuid4().hex[:8]}", 3)
+    yield made
+    made.close()
+    unlink(made.segment.name)
+
+
+def lines(control: ControlSegment) -> list[tuple[int, int]]:
+    found = [control.line("prefetcher", 0), *(control.line("worker", index) for index in range(3))]
+    return [(line.ticks, line.seq) for line in found]
+
+
+def test_a_new_segment_is_idle_and_private(control):
+    assert lines(control) == [(0, IDLE)] * 4
+    with open(f"{SHM_FOLDER}{control.segment.name}", "rb") as file:
+        assert len(file.read()) == 4 * 64
+    assert (ROOT / f"{SHM_FOLDER}{control.segment.name}").stat().st_mode & 0o7777 == 0o600
+
+
+def test_what_another_process_does_is_seen_and_on_its_line_alone(control):
+    code = (
+        "import sys; from shm.control import ControlSegment\n"
+        "control = ControlSegment.attach(sys.argv[1])\n"
+        "line = control.line('worker', 1)\n"
+        "line.begin(1 << 40)\n"
+        "for _ in range(5): line.tick()\n"
+        "control.line('worker', 2).begin(7); control.line('worker', 2).end()\n"
+        "control.line('prefetcher', 0).tick()\n"
+        "control.close()\n"
+    )
+    command = [sys.executable, "-c", code, control.segment.name]
+    subprocess.run(command, cwd=ROOT, timeout=30, check=True)
+    assert lines(control) == [(1, IDLE), (0, IDLE), (5, 1 << 40), (0, IDLE)]
+
+
+@pytest.mark.parametrize("index", [3, -1, -5])
+def test_there_is_no_other_line(control, index):
+    with pytest.raises(IndexError):
+        control.line("worker", index)
+
+
+def test_without_a_segment(control):
+    with pytest.raises(SegmentMissing):
+        ControlSegment.attach("/tandem-test-none")
