@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
+from typing import cast
 
 import zmq
 import zmq.asyncio
 
+from protocol.checks import DEFAULT
 from protocol.codec import decode, encode
 from protocol.errors import MalformedMessage
 from protocol.sockets import Identity, bind_router, parse_identity
 
 log = logging.getLogger(__name__)
 
+RECEIVE_HWM = 64  # messages of one peer that may wait to be read: a stranger's too
+TURN_SECONDS = 0.002  # of messages in a row
 COMPLAINTS = 5  # strangers' messages that are logged; the others are counted
 
 
@@ -27,21 +32,32 @@ class Control:
         self.key = secrets.token_bytes(32)
         self.malformed = 0
         self._context = zmq.asyncio.Context()
-        self._socket = bind_router(self._context, endpoint)
+        self._socket = bind_router(self._context, endpoint, receive_hwm=RECEIVE_HWM, largest=DEFAULT.header)
+        self._turn = 0.0  # when this task's turn in the event loop began
 
     async def receive(self) -> tuple[Identity, object]:
         """The next message and its sender. What is none is counted and skipped."""
         while True:
-            name, *frames = await self._socket.recv_multipart()
-            # Receiving what is already there does not suspend: without this, a flood would keep every other
-            # task from running.
-            await asyncio.sleep(0)
+            name, *frames = await self._frames()
             try:
                 return parse_identity(name, self.key), decode(frames)
             except MalformedMessage as e:
                 self.malformed += 1
                 if self.malformed <= COMPLAINTS:
                     log.warning("control channel: dropped a malformed message: %s", e)
+
+    async def _frames(self) -> list[bytes]:
+        """What is already there is taken at once, but not for so long that a flood keeps every other task
+        from running."""
+        if time.perf_counter() - self._turn > TURN_SECONDS:
+            await asyncio.sleep(0)
+            self._turn = time.perf_counter()
+        try:
+            return cast("asyncio.Future[list[bytes]]", self._socket.recv_multipart(zmq.NOBLOCK)).result()
+        except zmq.Again:
+            frames: list[bytes] = await self._socket.recv_multipart()
+            self._turn = time.perf_counter()
+            return frames
 
     async def send(self, peer: Identity, message: object) -> bool:
         """False where this child never connected, or is gone, or does not read."""

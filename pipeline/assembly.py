@@ -80,7 +80,8 @@ class Assembly:
         self.device: Device = open_device(config.device)
         # Bound before anything slow, so that the peers find it.
         self._peers: dict[str, PeerSocket] = {}
-        workers = self._bind("work.sock", "worker")
+        rows = max(config.chunk or CHUNK_MAX, config.max_sequences)
+        workers = self._bind("work.sock", "worker", largest=4 * rows * spec.hidden)
         if told.slab:
             self._bind("fetch.sock", "prefetcher")
         self._control = ControlSegment.attach(told.control)
@@ -175,14 +176,15 @@ class Assembly:
 
     def rest(self) -> bool:
         """Between requests: see who has come or gone, keep tiles moving, check the slots' books. True where
-        something moves, so that it is soon to be called again."""
+        there is more to do, so that it is soon to be called again."""
         self.engine.keep_up()
-        if self.engine.memory is None:
-            return False
-        mover = self.engine.memory.mover
-        if not mover.moving:
-            mover.cache.audit()
-        return mover.moving
+        moving = False
+        if self.engine.memory is not None:
+            mover = self.engine.memory.mover
+            moving = mover.moving
+            if not moving:
+                mover.cache.audit()
+        return moving or any(socket.behind for socket in self._peers.values())
 
     def give_up(self, reason: str) -> None:
         """End every wait for a worker or the prefetcher. May be called from any thread."""
@@ -201,9 +203,18 @@ class Assembly:
             self._costs = measure_costs(self.engine) if file is None else Costs.load(file)
         return self._costs
 
-    def _bind(self, socket: str, role: str) -> PeerSocket:
+    def _bind(self, socket: str, role: str, largest: int = 0) -> PeerSocket:
         told = self.told
-        peers = PeerSocket(told.runtime, socket, role, told.fingerprint, told.key, self._deaths, self._tell)
+        peers = PeerSocket(
+            told.runtime,
+            socket,
+            role,
+            told.fingerprint,
+            told.key,
+            self._deaths,
+            self._tell,
+            largest=largest,
+        )
         self._closing.callback(peers.close)
         self._peers[role] = peers
         return peers

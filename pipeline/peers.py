@@ -19,6 +19,7 @@ import zmq
 
 from pipeline.errors import PeerLost
 from pipeline.recovery import Recovery
+from protocol.checks import DEFAULT
 from protocol.codec import decode, encode
 from protocol.errors import MalformedMessage
 from protocol.messages import VERSION, Hung, Ready, WorkerDied, WorkerUp
@@ -29,7 +30,8 @@ log = logging.getLogger(__name__)
 SEND_LIMIT = 30.0  # seconds for a peer whose queue is full to take something
 SLICE_MS = 10  # of a wait, between two looks at who has died
 COPY_BELOW = 65536  # bytes; copying less is cheaper than tracking the buffer
-BATCH = 256  # messages taken in at once, so that a flood of strangers' is no endless loop
+TAKE_SECONDS = 0.001  # for what is here, so that a flood of strangers' messages is no endless loop
+RECEIVE_HWM = 64  # messages of one peer that may wait to be read: a stranger's too
 STALL_SLICE = 0.1  # seconds without progress that one look may find: we may have stood still ourselves
 COMPLAINTS = 5  # strangers' messages that are logged; the others are counted
 
@@ -67,11 +69,26 @@ class PeerSocket:
     """A bound ROUTER for all peers of one role."""
 
     def __init__(
-        self, runtime: Path, socket: str, role: str, fingerprint: str, key: bytes, deaths: Deaths, tell: Tell
+        self,
+        runtime: Path,
+        socket: str,
+        role: str,
+        fingerprint: str,
+        key: bytes,
+        deaths: Deaths,
+        tell: Tell,
+        *,
+        largest: int = 0,
     ) -> None:
-        """`key`: the engine's, which proves who its children are; `tell` sends to the supervisor."""
+        """`key`: the engine's, which proves who its children are; `tell` sends to the supervisor; `largest`:
+        bytes of the largest array that a peer sends."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = bind_router(self._context, ipc_endpoint(runtime, socket))
+        self._socket = bind_router(
+            self._context,
+            ipc_endpoint(runtime, socket),
+            receive_hwm=RECEIVE_HWM,
+            largest=max(largest, DEFAULT.header),
+        )
         self.role = role
         self._fingerprint = fingerprint
         self._key = key
@@ -82,6 +99,7 @@ class PeerSocket:
         self._early: list[tuple[int, object]] = []  # what came while a send had to wait
         self.recovery = Recovery()
         self.malformed = 0
+        self.behind = False  # there is more to take in
 
     @property
     def live(self) -> list[int]:
@@ -173,10 +191,13 @@ class PeerSocket:
                 return messages
 
     def _drain(self, messages: list[tuple[int, object]]) -> None:
-        for _ in range(BATCH):
+        until = time.perf_counter() + TAKE_SECONDS
+        self.behind = True
+        while time.perf_counter() < until:
             try:
                 sender, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
+                self.behind = False
                 return
             try:
                 peer = parse_identity(sender, self._key)

@@ -25,6 +25,7 @@ from shm.control import ControlSegment
 ANSWER_LIMIT = 120.0  # seconds without any answer, and any worker, after which the engine is given up
 STALL_LIMIT = 3.0  # seconds without a tile after which a worker hangs
 STALL_LIMIT_ROW = 0.02  # and for each row of what it computes: a tile of many rows takes longer
+DOUBT = 1 / 6  # of that time, after which an idle worker is given the same work: whoever is first
 WAKE_LIMIT = 60.0  # the same until its first answer: importing torch is no progress that is counted
 CRASHES = 2  # of workers over one Work, by their own doing
 KILLS = 8  # of workers over one Work, whoever did it: perhaps the system, whose memory it exhausts
@@ -63,6 +64,7 @@ class _Worker:
     """A living worker."""
 
     up: bool = False  # it has answered once
+    doubted: bool = False  # it makes no progress: others are given what it has, and it nothing more
     orders: dict[int, _Order] = field(default_factory=dict)  # by seq, as they were sent
     watch: Watch = field(default_factory=Watch)
 
@@ -134,7 +136,7 @@ class WorkerPool:
                     self._came(index)
                 case WorkerDied():
                     self._died(index, message)
-        if not messages and wait_ms:
+        if not messages:
             self._look_for_hung()
         return bool(messages)
 
@@ -143,15 +145,27 @@ class WorkerPool:
     def _give(self, order: _Order) -> None:
         """Have a worker do it: the one it was cut for, if that one is as ready as any; else the least busy of
         those that are."""
-        able = [index for index, worker in self._team.items() if worker.up] or list(self._team)
+        able = self._able() or list(self._team)
         if not able:
             self._homeless.append(order)
             return
         chosen = order.home
         if chosen not in able:
             chosen = min(able, key=lambda index: (len(self._team[index].orders), index))
-        self._team[chosen].orders[order.work.seq] = order
-        self._socket.send(chosen, order.work)
+        self._hand(order, chosen)
+
+    def _hand(self, order: _Order, index: int) -> None:
+        self._team[index].orders[order.work.seq] = order
+        self._socket.send(index, order.work)
+
+    def _able(self) -> list[int]:
+        """The workers that do what they are given, as far as is known."""
+        return [index for index, worker in self._team.items() if worker.up and not worker.doubted]
+
+    def _is_done(self, order: _Order) -> bool:
+        """Nobody more is needed for it: there is an answer, or a worker that will give one."""
+        seq = order.work.seq
+        return seq in order.ticket.partials or any(seq in self._team[i].orders for i in self._able())
 
     def _came(self, index: int) -> None:
         """A worker announced itself: wake it, and give it what nobody else can do."""
@@ -165,13 +179,16 @@ class WorkerPool:
 
     def _answered(self, index: int, partial: Partial) -> None:
         worker = self._team[index]
+        worker.doubted = False
         if not worker.up:
             worker.up = True
             self._socket.up(index)
         order = worker.orders.pop(partial.seq, None)
-        if order is not None and partial.y.shape != order.work.x.shape:
+        if order is None or partial.seq in order.ticket.partials:
+            return
+        if partial.y.shape != order.work.x.shape:
             order.ticket.failure = f"a worker answered {order.work.x.shape} rows with {partial.y.shape}"
-        elif order is not None:
+        else:
             order.ticket.partials[partial.seq] = partial.y
             order.ticket.busy = max(order.ticket.busy, partial.busy)
 
@@ -188,7 +205,7 @@ class WorkerPool:
                 order.ticket.failure = (
                     f"what this request needs has ended {order.kills} workers that tried to compute it"
                 )
-            else:
+            elif not self._is_done(order):
                 self._give(order)
 
     def _abandon(self, ticket: Ticket) -> None:
@@ -206,8 +223,19 @@ class WorkerPool:
                 continue
             rows = max(len(order.work.x) for order in worker.orders.values())
             limit = STALL_LIMIT + rows * STALL_LIMIT_ROW if worker.up else WAKE_LIMIT
-            if worker.watch.stalled(self._lines[index].ticks) > limit:
+            stalled = worker.watch.stalled(self._lines[index].ticks)
+            if stalled > limit:
                 self._socket.hung(index)
+            elif stalled > limit * DOUBT and worker.up:
+                self._ask_another(worker)
+
+    def _ask_another(self, slow: _Worker) -> None:
+        """Before a worker is given up, have an idle one do what it has: it changes nothing in the result."""
+        slow.doubted = True
+        for order in slow.orders.values():
+            idle = [index for index in self._able() if not self._team[index].orders]
+            if idle and not self._is_done(order):
+                self._hand(order, idle[0])
 
     def _work(self, layer: int, run: Run, x: FloatArray) -> Work:
         self._next += 1

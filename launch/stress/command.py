@@ -3,16 +3,19 @@
 First all entries of the script are served by C clients at once. Then, in the same engine with nothing else
 running, each deterministic request is run from the very prompt it had, and compared (`equality.py`). The exit
 code is 0 only where no answer differs, nothing failed, was lost or came twice, and the engine holds nothing
-afterwards.
+afterwards. With --chaos the injector does harm while the clients are served, and the engine has to be whole
+again before anything is compared.
 """
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
 
 from launch.assets import stress_script
+from launch.chaos.plan import Chaos
+from launch.chaos.processes import runtime_of
 from launch.counting import counted
 from launch.equality import Verdict, rounding_bound
 from launch.errors import WrongUsage
@@ -20,6 +23,7 @@ from launch.interrupts import Interrupts
 from launch.options import Options
 from launch.output import print_json
 from launch.session import endpoint
+from launch.stress.chaos import ChaosRun
 from launch.stress.load import Load, count_strays, run_load
 from launch.stress.reference import Finding, alone, compare_all
 from launch.stress.report import Run, report
@@ -27,6 +31,7 @@ from launch.stress.requests import End, Outcome
 from launch.stress.script import Entry, read_script
 from launch.stress.table import show_report
 from protocol.client import Client
+from protocol.keys import Address
 from protocol.messages import Welcome
 
 CLIENTS = 8
@@ -45,13 +50,16 @@ async def stress(options: Options, interrupts: Interrupts) -> int:
     path: Path = options.written.get("script", stress_script())
     entries = read_script(path) * options.written.get("repeat", 1)
     clients = options.written.get("clients", CLIENTS)
+    chaos = Chaos.asked(options.written, options.config().seed)
+    if chaos is not None and options.remote is not None:
+        runtime_of(Address(options.remote))  # for its refusal, before anything is connected
     async with endpoint(options, interrupts) as where, Client.connect(where, name="stress") as client:
         welcome = client.welcome
         _check_model(welcome, entries, path)
         bound = rounding_bound(welcome.format, welcome.backbone_dtype)
         run = Run(str(path), welcome, bound, Load([[] for _ in range(clients)]))
         try:
-            await _run(run, where, client, entries)
+            await _run(run, where, client, entries, chaos)
             run.finished = True
         finally:
             found = report(run)
@@ -71,19 +79,24 @@ def _check_model(welcome: Welcome, entries: list[Entry], path: Path) -> None:
                 raise WrongUsage(f"{path}: {entry.name} is a chat, and this model has no chat template")
 
 
-async def _run(run: Run, where: str, client: Client, entries: list[Entry]) -> None:
+async def _run(run: Run, where: Address, client: Client, entries: list[Entry], chaos: Chaos | None) -> None:
     async with AsyncExitStack() as stack:
         clients = [
             await stack.enter_async_context(Client.connect(where, name=f"stress {number}"))
             for number in range(len(run.load.outcomes))
         ]
+        if chaos is not None:  # connected clients are no growth of the engine's
+            run.chaos = await ChaosRun.begin(client.stats, runtime_of(where), chaos)
         with counted("stress: under load", sum(entry.requests for entry in entries)) as counter:
 
             def ended(outcome: Outcome) -> None:
                 counter.count(bad=outcome.end in (End.FAILED, End.GONE, End.LOST))
 
-            await run_load(clients, entries, run.load, ended)
+            async with run.chaos.injector if run.chaos else nullcontext():
+                await run_load(clients, entries, run.load, ended)
             counter.drop(run.load.unsent)
+        if run.chaos:
+            await run.chaos.recover()
         outcomes = run.load.all
         with counted(
             "stress: each alone", sum(alone(outcome) is not None for outcome in outcomes)

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from launch.equality import Verdict
+from launch.stress.chaos import ChaosRun
 from launch.stress.load import Load
 from launch.stress.reference import Finding
 from launch.stress.requests import End, Outcome
 from protocol.messages import Welcome
 
-FAULTS = ("mismatches", "failures", "lost", "doubled", "leaks")  # each makes a run fail
+FAULTS = ("mismatches", "failures", "lost", "doubled", "leaks", "unhealed")  # each makes a run fail
 
 
 @dataclass
@@ -29,6 +30,7 @@ class Run:
     findings: list[Finding] = field(default_factory=list)
     leaks: list[str] = field(default_factory=list)
     leaks_checked: bool = False
+    chaos: ChaosRun | None = None
     finished: bool = False
 
 
@@ -74,6 +76,7 @@ def report(run: Run) -> dict[str, Any]:
         "fairness": _fairness(run.load),
         "kv_reused_tokens": _total(outcomes, "kv_reused_tokens"),
         "preemptions": _total(outcomes, "preemptions"),
+        "chaos": run.chaos.report(outcomes) if run.chaos else None,
         "details": details,
     }
 
@@ -103,6 +106,7 @@ def _details(run: Run) -> dict[str, list[str]]:
         "lost": ended(End.LOST),
         "doubled": doubled + strays,
         "leaks": run.leaks,
+        "unhealed": run.chaos.unhealed if run.chaos else [],
         "near_ties": judged(Verdict.NEAR_TIE),
     }
 

@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from launch.stress.chaos_table import chaos_parts
 from launch.stress.report import FAULTS
 
 MOST_CLIENTS = 16  # rows of clients; of more, the slowest, the middle and the quickest are shown
@@ -49,6 +50,8 @@ def _parts(found: dict[str, Any]) -> list[RenderableType]:
                 f"{found['preemptions']} preemptions"
             )
         )
+    if found["chaos"] is not None:
+        parts += chaos_parts(found["chaos"])
     for kind in ("near_ties", *FAULTS):
         parts += _details(found, kind)
     if not found["leaks_checked"]:

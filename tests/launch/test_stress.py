@@ -11,11 +11,15 @@ from collections import Counter
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engines import LAUNCH, Launched, wait_until
 
+from launch.chaos.injector import Injector
+from launch.chaos.plan import Chaos
 from launch.equality import Comparison, Verdict
+from launch.stress.chaos import ChaosRun
 from launch.stress.load import Load, count_strays, run_load
 from launch.stress.reference import Finding, alone, compare_all
 from launch.stress.report import FAULTS, Run, report
@@ -63,7 +67,8 @@ def test_a_run_that_passes(script: Path, tiny_model: Path) -> None:
     assert found["leaks_checked"]
     expected = {
         **{"requests": 28, "completed": 16, "cancelled": 8, "refused": 4, "sampled": 2, "unsent": 2},
-        **{"mismatches": 0, "failures": 0, "lost": 0, "doubled": 0, "leaks": 0},
+        **{"mismatches": 0, "failures": 0, "lost": 0, "doubled": 0, "leaks": 0, "unhealed": 0},
+        "chaos": None,
         **{"clients": 4, "policy": "all-host", "format": "f32", "emulation": "", "near_tie_bound": BOUND},
     }
     assert {key: found[key] for key in expected} == expected
@@ -115,7 +120,8 @@ def test_an_engine_that_dies_and_a_person_who_stops(script: Path, tiny_model: Pa
         assert not found["passed"]
         assert found["failures"] >= 1
         assert found["unsent"] > 1000
-        engine.end()
+        engine.send(signal.SIGINT)
+        assert engine.end()[0] == 0
 
 
 def wait_for_load(engine: Launched) -> None:
@@ -217,6 +223,15 @@ def outcome(*indices: int, end: End = End.LENGTH, error: str = "") -> Outcome:
     return Outcome(request, 0.0, tokens, [0.5 + 0.1 * i for i in range(len(tokens))], end, 2.0, "x", error)
 
 
+async def no_stats() -> dict[str, Any]:
+    return {}
+
+
+def unhealed() -> ChaosRun:
+    injector = Injector(no_stats, Path("/nowhere"), Chaos(("kill",)), supervisor=os.getpid())
+    return ChaosRun(injector, no_stats, os.getpid(), missing=["worker 1 is not up"])
+
+
 FAULTY = {
     "mismatches": Run(
         "s", WELCOME, BOUND, Load([[outcome(0, 1)]]), [Finding("a", Comparison(Verdict.MISMATCH))]
@@ -225,6 +240,7 @@ FAULTY = {
     "lost": Run("s", WELCOME, BOUND, Load([[outcome(0, end=End.LOST, error="no message")]])),
     "doubled": Run("s", WELCOME, BOUND, Load([[outcome(0, 1, 1)]])),
     "leaks": Run("s", WELCOME, BOUND, Load([[outcome(0)]]), leaks=["3 requests run"]),
+    "unhealed": Run("s", WELCOME, BOUND, Load([[outcome(0)]]), chaos=unhealed()),
 }
 
 

@@ -1,0 +1,1 @@
+"""Faults on purpose: processes killed, stopped and held up, and hostile messages on every socket."""

@@ -1,0 +1,192 @@
+"""A seeded, endless stream of hostile messages, as frames for any of an engine's sockets. Sends nothing.
+
+Noise; valid messages at the wrong time and in the wrong order; former ones again; and valid ones damaged in
+every way that the wire format could be misread by: `MUTATIONS` lists them. The same seed, the same frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import msgpack
+
+from launch.chaos.samples import valid_message
+from protocol.checks import DEFAULT
+from protocol.codec import encode
+from protocol.messages import TAGS, VERSION
+
+Frames = list[bytes]
+
+FORMER = 256  # messages that are remembered and come again
+MANY_FRAMES = 2000  # of one message
+CLAIMS = tuple(bytes([kind]) + b"\xff\xff\xff\xff" for kind in (0xDD, 0xDF, 0xDB, 0xC6, 0xC9))  # 4 G of each
+NEST = (b"\x91", b"\x81\xa1a", b"\x81\x91", b"\xdd\x00\x00\x00\x01")  # each opens one level
+FOREIGN: tuple[Any, ...] = (
+    None, True, -1, 2**64 - 1, 1.5, float("nan"), float("inf"), "", "x", b"", b"\0\xff", [], [None], [[]], {},
+    {"": None}, {1: 2}, ["float32", -1, 4], ["float32", 2**62, 4], ["float32", 1, 1], ["int32"], ["O", 1, 1],
+    msgpack.ExtType(5, b"x"), msgpack.Timestamp(1),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Shot:
+    """One message. `kind` says what is wrong with it: a name in `KINDS`."""
+
+    kind: str
+    frames: Frames
+
+
+class HostileFrames:
+    """The stream of a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)
+        self._former: list[Frames] = []
+
+    def __iter__(self) -> Iterator[Shot]:
+        return self
+
+    def __next__(self) -> Shot:
+        random = self._random
+        kind = random.choices(KINDS, cum_weights=_CUMULATED)[0]
+        if kind == "noise":
+            return Shot(kind, [random.randbytes(random.randrange(64)) for _ in range(random.randrange(1, 7))])
+        if kind == "replay" and self._former:
+            return Shot(kind, random.choice(self._former))
+        frames = self._valid()
+        if kind in MUTATIONS:
+            frames = MUTATIONS[kind](random, frames)
+        return Shot(kind, frames)
+
+    def _valid(self) -> Frames:
+        """A new one, or a former one: making one costs more than damaging it."""
+        random = self._random
+        if len(self._former) == FORMER and random.random() < 0.75:
+            return list(random.choice(self._former))
+        message = valid_message(random, random.choice(_MESSAGES))
+        frames = [bytes(frame) for frame in encode(message)]
+        if len(self._former) < FORMER:
+            self._former.append(frames)
+        else:
+            self._former[random.randrange(FORMER)] = frames
+        return list(frames)
+
+
+def _flip(random: Random, frames: Frames) -> Frames:
+    """Bits of one frame."""
+    place = random.randrange(len(frames))
+    damaged = bytearray(frames[place])
+    for _ in range(random.randint(1, 4) if damaged else 0):
+        damaged[random.randrange(len(damaged))] ^= 1 << random.randrange(8)
+    return [*frames[:place], bytes(damaged), *frames[place + 1 :]]
+
+
+def _cut(random: Random, frames: Frames) -> Frames:
+    """One frame ends early, or goes on."""
+    place = random.randrange(len(frames))
+    frame = frames[place]
+    longer = random.random() < 0.3
+    other = frame + random.randbytes(3) if longer else frame[: random.randrange(len(frame) + 1)]
+    return [*frames[:place], other, *frames[place + 1 :]]
+
+
+def _shuffle(random: Random, frames: Frames) -> Frames:
+    """Frames dropped, doubled, swapped, added."""
+    match random.randrange(4):
+        case 0:
+            frames.pop(random.randrange(len(frames)))
+        case 1:
+            frames.insert(random.randrange(len(frames) + 1), random.choice(frames))
+        case 2:
+            random.shuffle(frames)
+        case 3:
+            frames.insert(random.randrange(len(frames) + 1), random.randbytes(random.randrange(40)))
+    return frames or [b""]  # ZeroMQ sends no message without a frame
+
+
+def _lie(random: Random, frames: Frames) -> Frames:
+    """The header claims entries, characters or bytes that do not come."""
+    header = frames[1]
+    return [frames[0], header[: random.randrange(len(header) + 1)] + random.choice(CLAIMS), *frames[2:]]
+
+
+def _shape(random: Random, frames: Frames) -> Frames:
+    """An array's declared size is another's; where a message has no array, a field becomes one."""
+    header = msgpack.unpackb(frames[1])
+    arrays = [key for key, value in header.items() if isinstance(value, list) and value[:1] == ["float32"]]
+    key = random.choice(arrays or list(header) or ["x"])
+    dtype = random.choice(("float32", "int32", "float64", "O", ""))
+    lengths = (0, 1, -1, 2**20, 2**31, 2**62, True, [1], 1.0)
+    header[key] = [dtype, *(random.choice(lengths) for _ in range(random.randrange(4)))]
+    return [frames[0], msgpack.packb(header), *frames[2:]]
+
+
+def _type(random: Random, frames: Frames) -> Frames:
+    """A field has a value of another type or out of its range, is missing, or is unknown."""
+    header = msgpack.unpackb(frames[1])
+    key = random.choice([*header, "colour"])
+    if random.random() < 0.2:
+        header.pop(key, None)
+    else:
+        header[key] = random.choice(FOREIGN)
+    return [frames[0], msgpack.packb(header), *frames[2:]]
+
+
+def _nest(random: Random, frames: Frames) -> Frames:
+    """A field's value is nested deeper than anything should be."""
+    header = msgpack.unpackb(frames[1])
+    key = random.choice(list(header) or ["x"])
+    levels = random.choice((15, 16, 17, 100, 1000, 1024, 1025, 10_000, 50_000))
+    nested = random.choice(NEST) * levels + b"\xc0"
+    return [frames[0], b"\x81" + msgpack.packb(key) + nested, *frames[2:]]
+
+
+def _huge(random: Random, frames: Frames) -> Frames:
+    """A header at and above its limit, a large frame, thousands of frames."""
+    match random.randrange(20):
+        case 0:
+            return [frames[0], bytes(DEFAULT.header + random.randrange(2)), *frames[2:]]
+        case 1 | 2:
+            return [frames[0], b"\xdd\x00\x0f\xff\xff" + bytes(2**20 - 1), *frames[2:]]  # an array of zeros
+        case 3 | 4:
+            return [*frames, *[b""] * MANY_FRAMES]
+        case 5 | 6:
+            return [*frames, bytes(2**20)]
+        case _:
+            return [frames[0], frames[1] + bytes(random.randrange(2**16)), *frames[2:]]
+
+
+def _tag(random: Random, frames: Frames) -> Frames:
+    return [bytes([random.randrange(256), VERSION]), *frames[1:]]
+
+
+def _version(random: Random, frames: Frames) -> Frames:
+    return [frames[0][:1] + bytes([random.randrange(256)]), *frames[1:]]
+
+
+MUTATIONS: dict[str, Callable[[Random, Frames], Frames]] = {
+    "flip": _flip,
+    "cut": _cut,
+    "shuffle": _shuffle,
+    "lie": _lie,
+    "shape": _shape,
+    "type": _type,
+    "nest": _nest,
+    "huge": _huge,
+    "tag": _tag,
+    "version": _version,
+}
+_WEIGHTS = {
+    "noise": 8.0,
+    "valid": 14.0,
+    "replay": 10.0,
+    **dict.fromkeys(MUTATIONS, 8.0),
+    "nest": 1.0,
+    "huge": 0.1,
+}
+KINDS = tuple(_WEIGHTS)
+_CUMULATED = [sum(list(_WEIGHTS.values())[: i + 1]) for i in range(len(_WEIGHTS))]
+_MESSAGES = tuple(TAGS.values())

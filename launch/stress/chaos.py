@@ -1,0 +1,138 @@
+"""A stress run's chaos: the injector during its load, the wait until the engine is whole again, and what both
+found, as one plain mapping. Shows nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from launch.chaos.injector import Fault, Injector, StatsOf
+from launch.chaos.plan import KINDS, Chaos
+from launch.chaos.pool import wait_whole
+from launch.chaos.processes import Usage, supervisor_of, usage
+from launch.stress.requests import Outcome
+
+WHOLE_LIMIT = 60.0  # seconds until all peers are up after the load
+
+
+@dataclass
+class ChaosRun:
+    """The injector of one run, and the engine before and after it."""
+
+    injector: Injector
+    stats: StatsOf
+    supervisor: int
+    before: dict[str, Any] = field(default_factory=dict)  # the engine's counters
+    after: dict[str, Any] = field(default_factory=dict)
+    used_before: list[Usage] = field(default_factory=list)
+    used_after: list[Usage] = field(default_factory=list)
+    whole_after: float | None = None  # seconds from the load's end
+    missing: list[str] = field(default_factory=list)
+
+    @classmethod
+    async def begin(cls, stats: StatsOf, runtime: Path, chaos: Chaos) -> ChaosRun:
+        """Looks at the engine, and does nothing yet. Raises WrongUsage where none runs, ProtocolError."""
+        supervisor = supervisor_of(runtime)
+        injector = Injector(stats, runtime, chaos, supervisor=supervisor)
+        run = cls(injector, stats, supervisor)
+        run.before = await stats()
+        run.used_before = await asyncio.to_thread(usage, supervisor)
+        return run
+
+    async def recover(self) -> None:
+        """Wait until all peers are up, and look again. Raises ProtocolError."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        self.missing = await wait_whole(self.stats, self.before["peers"], self.injector.faults, WHOLE_LIMIT)
+        if self.missing:
+            self.missing = [f"{line} {WHOLE_LIMIT:g} s after the load" for line in self.missing]
+        else:
+            self.whole_after = loop.time() - began
+        self.after = await self.stats()
+        self.used_after = await asyncio.to_thread(usage, self.supervisor)
+
+    @property
+    def unhealed(self) -> list[str]:
+        """A line for each reason why the run does not count as survived."""
+        early = self.injector.failure
+        return [*self.missing, *([f"faults ended early: {early}"] if early else [])]
+
+    def report(self, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+        """Times are seconds, sizes bytes."""
+        injector = self.injector
+        faults = injector.faults
+        strangers = injector.stranger
+        kills = [fault for fault in faults if fault.kind == "kill"]
+        first, last = _next_tokens(kills, outcomes)
+        return {
+            "kinds": list(injector.chaos.kinds),
+            "rate": injector.chaos.rate,
+            "seed": injector.chaos.seed,
+            "faults": _by_role(faults),
+            "total": len(faults),
+            "during_decode": sum(fault.decoding for fault in faults),
+            "kills_during_decode": sum(fault.decoding for fault in kills),
+            "missed": injector.missed,
+            "hostile_messages": {"sent": dict(strangers.sent), "answered": strangers.answered},
+            "malformed": _malformed(self.after),
+            "kill_to_next_token_s": _middle(first),
+            "kill_to_every_next_token_s": _middle(last),
+            "respawns": {
+                role: found["deaths"] - self.before["recovery"].get(role, {"deaths": 0})["deaths"]
+                for role, found in self.after.get("recovery", {}).items()
+            },
+            "recovery": self.after.get("recovery"),
+            "whole_after_s": self.whole_after,
+            "engine_before": _summed(self.used_before),
+            "engine_after": _summed(self.used_after),
+        }
+
+
+def _malformed(stats: dict[str, Any]) -> dict[str, int]:
+    """Messages that the coordinator's sockets refused, by who is expected there."""
+    clients = {"client": stats["clients"]["malformed"]} if "clients" in stats else {}
+    return {**stats.get("malformed", {}), **clients}
+
+
+def _by_role(faults: Iterable[Fault]) -> dict[str, dict[str, int]]:
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for fault in faults:
+        counts[fault.kind][fault.role] += 1
+    return {kind: dict(counts[kind]) for kind in KINDS if kind in counts}
+
+
+def _next_tokens(kills: Iterable[Fault], outcomes: Sequence[Outcome]) -> tuple[list[float], list[float]]:
+    """Seconds from each kill to the next token of the first and of the last of the clients that were being
+    answered at that moment: those that had a token and got another. A token that was under way when its
+    engine's process died is one, too."""
+    first, last = [], []
+    for kill in kills:
+        waits = [
+            next(at - kill.at for at in outcome.arrivals if at > kill.at)
+            for outcome in outcomes
+            if outcome.arrivals and outcome.arrivals[0] <= kill.at < outcome.arrivals[-1]
+        ]
+        if waits:
+            first.append(min(waits))
+            last.append(max(waits))
+    return first, last
+
+
+def _middle(seconds: list[float]) -> dict[str, float | None]:
+    return {"median": median(seconds) if seconds else None, "max": max(seconds, default=None)}
+
+
+def _summed(used: Iterable[Usage]) -> dict[str, dict[str, int]]:
+    """By role: processes, their own memory, their descriptors."""
+    roles: dict[str, dict[str, int]] = {}
+    for one in used:
+        role = roles.setdefault(one.role, {"processes": 0, "private_bytes": 0, "descriptors": 0})
+        role["processes"] += 1
+        role["private_bytes"] += one.private
+        role["descriptors"] += one.descriptors
+    return roles

@@ -1,0 +1,72 @@
+"""Hostile frames: a seed is a stream, and the stream has everything."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from launch.chaos.frames import KINDS, MUTATIONS, HostileFrames
+from launch.chaos.samples import valid_message
+from protocol.codec import decode, encode
+from protocol.errors import MalformedMessage
+from protocol.messages import TAGS
+
+
+@given(st.integers(0, 2**64))
+@settings(max_examples=40, deadline=None)
+def test_whatever_the_seed_frames_are_a_message_or_malformed(seed: int) -> None:
+    for shot in islice(HostileFrames(seed), 100):
+        assert shot.frames
+        try:
+            assert type(decode(shot.frames)) in TAGS.values()
+        except MalformedMessage:
+            assert shot.kind not in ("valid", "replay")
+
+
+def test_a_seed_is_a_stream() -> None:
+    first, again, other = ([s.frames for s in islice(HostileFrames(n), 2000)] for n in (5, 5, 6))
+    assert first == again
+    assert first != other
+
+
+def test_the_stream_has_everything() -> None:
+    shots = list(islice(HostileFrames(0), 20_000))
+    kinds = Counter(shot.kind for shot in shots)
+    assert set(kinds) == set(KINDS)
+    valid = [shot.frames for shot in shots if shot.kind == "valid"]
+    assert {frames[0][0] for frames in valid} == set(TAGS)
+    replayed = [shot.frames for shot in shots if shot.kind == "replay"]
+    assert len({tuple(frames) for frames in replayed}) < len(replayed)
+    refused = Counter(shot.kind for shot in shots if not is_message(shot.frames))
+    for kind in MUTATIONS:
+        assert refused[kind] > 0.5 * kinds[kind]
+    assert max(sum(map(len, shot.frames)) for shot in shots) > 4 << 20
+
+
+def is_message(frames: list[bytes]) -> bool:
+    try:
+        decode(frames)
+    except MalformedMessage:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("message", TAGS.values(), ids=lambda message: message.__name__)
+def test_samples_are_valid(message: type) -> None:
+    for seed in range(50):
+        made = valid_message(Random(seed), message)
+        back = decode(encode(made))
+        assert type(back) is message
+        for name in message.__dataclass_fields__:  # type: ignore[attr-defined]
+            before, after = getattr(made, name), getattr(back, name)
+            assert (
+                np.array_equal(before, after, equal_nan=True)
+                if isinstance(before, np.ndarray)
+                else (repr(before) == repr(after))
+            )

@@ -1,0 +1,129 @@
+"""What chaos was asked for, when a pool is whole, and what a run says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.chaos.injector import Fault, Injector
+from launch.chaos.plan import Chaos
+from launch.chaos.pool import not_whole, wait_whole
+from launch.chaos.processes import Usage, runtime_of
+from launch.errors import WrongUsage
+from launch.options import parse
+from launch.stress.chaos import ChaosRun
+from launch.stress.chaos_table import chaos_parts
+from launch.stress.requests import End, Outcome, Request
+from protocol.keys import Address
+from protocol.messages import Sampling
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_words() -> None:
+    def asked(*words: str) -> Chaos | None:
+        return Chaos.asked(parse(["stress", *words]).written, 5)
+
+    assert asked() is None
+    assert asked("--chaos", "kill, stop,kill") == Chaos(("kill", "stop"), 1.0, 5)
+    assert asked("--chaos", "corrupt", "--chaos-rate", "0.3") == Chaos(("corrupt",), 0.3, 5)
+    known = r"\(kill, stop, delay, corrupt\)$"
+    for wrong, line in (("kil", f"^--chaos: there is no 'kil'; did you mean kill. {known}"), ("", known)):
+        with pytest.raises(WrongUsage, match=line):
+            asked("--chaos", wrong)
+    with pytest.raises(WrongUsage, match=r"^--chaos-rate belongs to --chaos; give both or neither$"):
+        asked("--chaos-rate", "2")
+    assert parse(["stress", "--chaos", "kill", "--seed", "3", "--connect"]).config().seed == 3
+    with pytest.raises(WrongUsage, match=r"^--seed does not change a running engine"):
+        parse(["stress", "--seed", "3", "--connect"])
+
+
+def test_only_a_local_engine() -> None:
+    assert runtime_of(Address("ipc:///run/tandem/a/client.sock")) == Path("/run/tandem/a")
+    with pytest.raises(WrongUsage, match=r"^--chaos needs a local engine, not one at tcp://there:1$"):
+        runtime_of(Address("tcp://there:1"))
+    done = subprocess.run(
+        [sys.executable, ROOT / "launch.py", "stress", "--chaos", "kill", "--connect", "tcp://there:1"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.splitlines() == ["launch.py: --chaos needs a local engine, not one at tcp://there:1"]
+
+
+def peer(role: str, index: int, incarnation: int, up: bool = True) -> dict[str, Any]:
+    return {"role": role, "index": index, "incarnation": incarnation, "pid": 1, "up": up}
+
+
+async def test_when_a_pool_is_whole() -> None:
+    before = [peer("worker", 0, 0), peer("worker", 1, 0), peer("prefetcher", 0, 0)]
+    kills = [Fault("kill", 0.0, True, "worker", 1, 0), Fault("stop", 0.0, True, "worker", 0, 0)]
+    assert not_whole(before, before, []) == []
+    assert not_whole(before, before, kills) == ["worker 1 is not up"]
+    assert not_whole([peer("worker", 0, 0), peer("worker", 1, 1, up=False)], before, kills) == [
+        "worker 1 is not up",
+        "prefetcher 0 is not up",
+    ]
+    healed = [peer("worker", 0, 0), peer("worker", 1, 1), peer("prefetcher", 0, 0)]
+    assert not_whole(healed, before, kills) == []
+    assert not_whole([*healed, peer("worker", 2, 0, up=False)], before, kills) == ["worker 2 is not up"]
+
+    asked = 0
+
+    async def stats() -> dict[str, Any]:
+        nonlocal asked
+        asked += 1
+        return {"peers": healed if asked > 2 else before}
+
+    assert await wait_whole(stats, before, kills, 10.0) == []
+    assert asked == 3
+    asked = -100
+    assert await wait_whole(stats, before, kills, 0.1) == ["worker 1 is not up"]
+
+
+def test_what_a_run_says(tmp_path: Path) -> None:
+    def answered(*arrivals: float) -> Outcome:
+        request = Request("r", "a", None, 9, Sampling())
+        return Outcome(request, arrivals[0] - 0.5, [], list(arrivals), End.LENGTH, arrivals[-1])
+
+    async def stats() -> dict[str, Any]:
+        return {}
+
+    made = Injector(stats, tmp_path, Chaos(("kill", "corrupt"), seed=9), supervisor=os.getpid())
+    made.faults = [
+        Fault("kill", 1.0, True, "worker", 0, 0),
+        Fault("kill", 2.0, True, "prefetcher", 0, 0),
+        Fault("kill", 9.0, False, "worker", 0, 1),
+        Fault("corrupt", 3.0, True),
+    ]
+    run = ChaosRun(made, stats, os.getpid())
+    run.before = {"recovery": {"worker": {"deaths": 1}}}
+    found = {"deaths": 3, "ready_s": 0.4, "whole_s": None}
+    run.after = {"recovery": {"worker": found, "prefetcher": found}, "malformed": {"worker": 7}}
+    run.used_before = [Usage("worker", pid, 3, 2, 5_000_000, 7) for pid in (1, 2, 3, 4)]
+    run.used_after = run.used_before[:3]
+    run.whole_after = 0.5
+    outcomes = [answered(0.5, 1.25, 2.5), answered(0.75, 2.0, 2.125), answered(1.5, 1.75), answered(9.5)]
+    report = run.report(outcomes)
+    assert report["faults"] == {"kill": {"worker": 2, "prefetcher": 1}, "corrupt": {"stranger": 1}}
+    assert (report["total"], report["during_decode"], report["kills_during_decode"]) == (4, 3, 2)
+    # The first kill meets two answers, the second two, the third none.
+    assert report["kill_to_next_token_s"] == {"median": pytest.approx(0.1875), "max": 0.25}
+    assert report["kill_to_every_next_token_s"] == {"median": 0.75, "max": 1.0}
+    assert report["respawns"] == {"worker": 2, "prefetcher": 3}
+    assert report["engine_before"]["worker"] == {
+        **{"processes": 4, "private_bytes": 20_000_000, "descriptors": 28}
+    }
+    shown = "\n".join(str(part) for part in chaos_parts(report))
+    assert "chaos, seed 9: 3 kill (2 worker, 1 prefetcher); 1 corrupt (1 stranger); 3 while" in shown
+    assert "median 188 ms, at most 250 ms; of everybody: median 750 ms, at most 1000 ms" in shown
+    assert "2 deaths of a worker: ready again after 400 ms, up after - (medians)" in shown
+    assert "worker 20 to 15 MB, 28 to 21 descriptors" in shown
+    assert run.unhealed == []

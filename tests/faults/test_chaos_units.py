@@ -1,0 +1,197 @@
+"""The fault injector: whom it harms, whom it does not, and that it leaves nothing stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from launch.chaos.injector import DELAY_SECONDS, Injector
+from launch.chaos.plan import Chaos
+from launch.chaos.processes import Grip, usage
+from launch.stress.chaos import ChaosRun
+from protocol.errors import EngineGone
+
+
+class Pool:
+    """Sleeping children of this process that look like workers, and what an engine's stats say of them."""
+
+    def __init__(self, count: int) -> None:
+        command = [sys.executable, "-c", "import time; time.sleep(100)", "workers.expert_worker"]
+        self.children = [subprocess.Popen(command) for _ in range(count)]
+        self.up = [True] * count
+        self.peers = [
+            {"role": "worker", "index": i, "incarnation": 0, "pid": child.pid, "up": True}
+            for i, child in enumerate(self.children)
+        ]
+        self.running = 1
+
+    async def stats(self) -> dict[str, Any]:
+        for peer, up, child in zip(self.peers, self.up, self.children, strict=False):
+            peer["up"] = up and child.poll() is None
+        return {"scheduler": {"running": self.running}, "peers": self.peers}
+
+    def stopped(self) -> list[int]:
+        return [i for i, c in enumerate(self.children) if status(c.pid) == psutil.STATUS_STOPPED]
+
+    def dead(self) -> list[int]:
+        return [i for i, child in enumerate(self.children) if child.poll() is not None]
+
+
+def status(pid: int) -> str:
+    return str(psutil.Process(pid).status())
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    made = Pool(4)
+    yield made
+    for child in made.children:
+        child.kill()
+        child.wait()
+
+
+async def until(condition: Any, limit: float = 10.0) -> None:
+    async with asyncio.timeout(limit):
+        while True:
+            if condition():
+                break
+            await asyncio.sleep(0.005)
+
+
+def injector(pool: Pool, tmp_path: Path, *kinds: str, rate: float = 200.0, seed: int = 0) -> Injector:
+    return Injector(pool.stats, tmp_path, Chaos(kinds, rate, seed), supervisor=os.getpid())
+
+
+async def test_only_peers_that_are_up_are_killed(pool: Pool, tmp_path: Path) -> None:
+    pool.up = [False, True, True, False]
+    async with injector(pool, tmp_path, "kill") as made:
+        await until(lambda: made.missed > 5)
+    assert pool.dead() == [1, 2]
+    assert sorted((f.kind, f.role, f.index, f.decoding) for f in made.faults) == [
+        ("kill", "worker", 1, True),
+        ("kill", "worker", 2, True),
+    ]
+    assert [child.returncode for child in pool.children if child.returncode] == [-signal.SIGKILL] * 2
+    assert all(0 <= time.perf_counter() - fault.at < 20 for fault in made.faults)
+
+
+async def test_nobody_elses_process_is_touched(pool: Pool, tmp_path: Path) -> None:
+    """Wrong process ids in the stats: nobody's, another's, this process's, and its child of another role."""
+    pids = (2**22 + 1, 1, os.getpid(), pool.children[3].pid)
+    pool.peers = [{"role": "worker", "index": i, "incarnation": 0, "pid": p} for i, p in enumerate(pids)]
+    pool.peers[3]["role"] = "prefetcher"
+    async with injector(pool, tmp_path, "kill", "stop") as made:
+        await until(lambda: made.missed > 50)
+    assert made.faults == []
+    assert pool.dead() == pool.stopped() == []
+
+
+async def test_nothing_stays_stopped(pool: Pool, tmp_path: Path) -> None:
+    async def fail() -> None:
+        async with injector(pool, tmp_path, "stop", "delay"):
+            await until(lambda: len(pool.stopped()) == 4)
+            raise RuntimeError("the load failed")
+
+    with pytest.raises(RuntimeError, match="the load failed"):
+        await fail()
+    assert pool.stopped() == pool.dead() == []
+
+
+async def test_who_is_cancelled_leaves_nothing_stopped(pool: Pool, tmp_path: Path) -> None:
+    async def disturbed() -> None:
+        async with injector(pool, tmp_path, "stop"):
+            await asyncio.sleep(100)
+
+    task = asyncio.create_task(disturbed())
+    await until(lambda: len(pool.stopped()) == 4)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    assert pool.stopped() == pool.dead() == []
+
+
+async def test_a_delay_ends_by_itself(pool: Pool, tmp_path: Path) -> None:
+    async with injector(pool, tmp_path, "delay", rate=5.0) as made:
+        await until(lambda: bool(pool.stopped()))
+        made.chaos = Chaos(("corrupt",))  # no further ones: there is no socket in this directory
+        await until(lambda: not pool.stopped(), DELAY_SECONDS[1] + 5.0)
+    assert {fault.kind for fault in made.faults} <= {"delay", "corrupt"}
+    assert pool.dead() == []
+
+
+async def test_a_victim_that_was_replaced_meanwhile_does_no_harm(pool: Pool, tmp_path: Path) -> None:
+    async with injector(pool, tmp_path, "stop") as made:
+        await until(lambda: len(pool.stopped()) == 4)
+        for child in pool.children:
+            child.kill()
+            child.wait()
+        await until(lambda: made.missed > 3)
+    assert len(made.faults) == 4
+
+
+async def test_the_same_seed_does_the_same(pool: Pool, tmp_path: Path) -> None:
+    """The same kinds, that is, whoever is there at the time."""
+
+    async def kinds(up: bool, seed: int) -> list[int]:
+        """How many moments had corrupted something, at each moment."""
+        pool.up = [up] * 4
+        moments: list[int] = []
+
+        async def stats() -> dict[str, Any]:
+            moments.append(sum(fault.kind == "corrupt" for fault in made.faults))
+            return await pool.stats()
+
+        chaos = Chaos(("delay", "corrupt"), 200.0, seed)
+        async with Injector(stats, tmp_path, chaos, supervisor=os.getpid()) as made:
+            await until(lambda: len(moments) >= 40)
+        return moments[:40]
+
+    seen = [await kinds(True, 3), await kinds(False, 3), await kinds(True, 4)]
+    assert seen[0] == seen[1] != seen[2]
+
+
+async def test_an_engine_that_goes_ends_it(tmp_path: Path) -> None:
+    async def gone() -> dict[str, Any]:
+        raise EngineGone("it was there a moment ago")
+
+    async with Injector(gone, tmp_path, Chaos(("kill",), 1000.0), supervisor=os.getpid()) as made:
+        await until(lambda: bool(made.failure))
+    assert made.failure == "it was there a moment ago"
+    run = ChaosRun(made, gone, os.getpid())
+    assert run.unhealed == ["faults ended early: it was there a moment ago"]
+
+
+def test_a_grip_holds_one_process(pool: Pool) -> None:
+    child = pool.children[0]
+    assert Grip.take(child.pid, "worker", os.getppid()) is None
+    assert Grip.take(child.pid, "prefetcher", os.getpid()) is None
+    assert Grip.take(child.pid, "nobody", os.getpid()) is None
+    assert Grip.take(-5, "worker", os.getpid()) is None
+    grip = Grip.take(child.pid, "worker", os.getpid())
+    assert grip is not None
+    assert grip.alive
+    assert grip.send(signal.SIGKILL)
+    child.wait()
+    assert not grip.alive
+    assert not grip.send(signal.SIGKILL)
+    grip.close()
+    assert Grip.take(child.pid, "worker", os.getpid()) is None
+
+
+def test_what_processes_use(pool: Pool) -> None:
+    used = usage(os.getpid())
+    assert used[0].role == "supervisor"
+    assert sorted(one.pid for one in used if one.role == "worker") == sorted(c.pid for c in pool.children)
+    for one in used:
+        assert 0 < one.private <= one.pss <= one.rss
+        assert one.descriptors >= 3

@@ -1,0 +1,132 @@
+"""Runs of stress with chaos on real engines: a bounded share of what a person can run for as long as they
+like."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from launch.chaos.injector import Injector
+from launch.chaos.plan import Chaos
+from launch.chaos.pool import wait_whole
+from launch.equality import rounding_bound
+from launch.stress.chaos import ChaosRun
+from launch.stress.load import Load, count_strays, run_load
+from launch.stress.reference import compare_all
+from launch.stress.report import Run, report
+from launch.stress.requests import End, Request, ask
+from launch.stress.script import Entry
+from pipeline.config import EngineConfig
+from protocol.client import Client
+from protocol.messages import Sampling
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = ("A list of", "def main():", "The harbour was quiet when", "One, two,")
+ENTRIES = [
+    *(Entry(prompt, prompt=prompt, max_tokens=40) for prompt in PROMPTS),
+    Entry("cut", prompt="SELECT name FROM", max_tokens=60, cancel_after=20),
+    Entry("talk", turns=("What is a list?", "And a tuple?"), max_tokens=20),
+]
+KILLS = 6
+LIMIT = 90.0  # seconds of chaos; about ten on an idle machine
+
+
+def config(model: Path, **settings: Any) -> EngineConfig:
+    return EngineConfig(model=model, device="cpu", format="f32", backbone_dtype="f32", workers=2, **settings)
+
+
+def runtime(endpoint: str) -> Path:
+    return Path(endpoint.removeprefix("ipc://")).parent
+
+
+async def test_four_clients_lose_nothing(start_engine, tiny_model: Path) -> None:
+    """Workers and the prefetcher are killed while four clients are served, until enough of them were."""
+    settings = {"policy": "on-demand", "expert_cache": 0.5}
+    async with start_engine(config(tiny_model, **settings)) as (engine, client), AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(Client.connect(engine.endpoint)) for _ in range(4)]
+        chaos = await ChaosRun.begin(client.stats, runtime(engine.endpoint), Chaos(("kill",), 2.0, seed=5))
+        run = Run("here", client.welcome, rounding_bound("f32", "f32"), Load([[] for _ in clients]))
+        run.chaos = chaos
+        async with asyncio.timeout(LIMIT), chaos.injector as injector:
+            while sum(fault.decoding for fault in injector.faults) < KILLS:
+                await run_load(clients, ENTRIES, run.load, lambda outcome: None)
+        await chaos.recover()
+        await compare_all(client, run.load.all, run.bound, run.findings.append)
+        await count_strays(clients, run.load)
+        run.finished = True
+    found = report(run)
+    assert found["passed"], found["details"]
+    assert found["unsent"] == 0
+    assert found["requests"] % 7 == 0
+    told = found["chaos"]
+    assert told["kills_during_decode"] >= KILLS
+    assert sum(told["respawns"].values()) == told["total"] == sum(told["faults"]["kill"].values())
+    assert 0 < told["kill_to_next_token_s"]["median"] <= told["kill_to_every_next_token_s"]["max"]
+    assert {role: used["processes"] for role, used in told["engine_after"].items()} == {
+        **{"supervisor": 1, "coordinator": 1, "worker": 2, "prefetcher": 1}
+    }
+
+
+async def test_kills_change_no_bit(start_engine, tiny_model: Path) -> None:
+    """One client, one request after the other, `all-host`: plan and batches are the same, so tokens and
+    margins are, too."""
+    async with start_engine(config(tiny_model, policy="all-host")) as (engine, client):
+        undisturbed = [await answer(client, prompt) for prompt in PROMPTS]
+        before = (await client.stats())["peers"]
+        rounds = 0
+        injector = Injector(client.stats, runtime(engine.endpoint), Chaos(("kill",), 3.0, 1))
+        async with asyncio.timeout(LIMIT), injector:
+            while sum(fault.decoding for fault in injector.faults) < KILLS // 2:
+                assert [await answer(client, prompt) for prompt in PROMPTS] == undisturbed
+                rounds += 1
+        assert rounds > 0
+        assert await wait_whole(client.stats, before, injector.faults, 30.0) == []
+        assert [await answer(client, prompt) for prompt in PROMPTS] == undisturbed
+
+
+async def test_who_stops_is_replaced(start_engine, tiny_model: Path) -> None:
+    async with start_engine(config(tiny_model, policy="all-host")) as (engine, client):
+        undisturbed = [await answer(client, prompt) for prompt in PROMPTS]
+        before = (await client.stats())["peers"]
+        # This seed's first moment is early, the second long after the end.
+        injector = Injector(client.stats, runtime(engine.endpoint), Chaos(("stop",), 0.1, 367))
+        async with asyncio.timeout(LIMIT), injector:
+            while replaced(before, await client.stats()) == 0:
+                assert [await answer(client, prompt) for prompt in PROMPTS] == undisturbed
+        assert len(injector.faults) == 1
+        assert await wait_whole(client.stats, before, injector.faults, 30.0) == []
+
+
+def replaced(before: list[dict[str, Any]], stats: dict[str, Any]) -> int:
+    known = {peer["pid"] for peer in before}
+    return sum(peer["up"] and peer["pid"] not in known for peer in stats["peers"])
+
+
+async def answer(client: Client, prompt: str) -> list[tuple[int, int, float]]:
+    """Every token, its runner-up and its margin, to the last bit."""
+    outcome = await ask(client, Request("a", prompt, None, 40, Sampling()))
+    assert outcome.end in (End.LENGTH, End.STOP), outcome.error
+    return [(step.token, step.runner_up, step.margin) for step in outcome.steps]
+
+
+def test_the_command(tiny_model: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.jsonl"
+    script.write_text("\n".join(json.dumps({"prompt": p, "max_tokens": 40}) for p in PROMPTS))
+    command = [sys.executable, ROOT / "launch.py", "stress", "--script", script, "--model", tiny_model]
+    command += "--format f32 --backbone-dtype f32 --policy on-demand --device cpu --clients 4".split()
+    command += "--repeat 5 --chaos delay,corrupt --chaos-rate 4 --seed 7 --json".split()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    chaos = json.loads(done.stdout)["chaos"]
+    assert (chaos["kinds"], chaos["rate"], chaos["seed"]) == (["delay", "corrupt"], 4.0, 7)
+    assert chaos["faults"]["corrupt"]["stranger"] >= 1
+    sockets = {"client.sock", "work.sock", "fetch.sock", "control.sock"}
+    assert set(chaos["hostile_messages"]["sent"]) == sockets
+    assert all(chaos["malformed"].values())
+    assert not any(chaos["respawns"].values())
+    assert chaos["whole_after_s"] is not None
