@@ -20,11 +20,12 @@ import numpy as np
 from launch.children import spawn
 from launch.control import Control
 from launch.machine import cores
-from pipeline.peers import PeerSocket
+from pipeline.peers import Deaths, PeerSocket
 from pipeline.runs import empty_run
 from pipeline.worker_pool import WorkerPool
 from protocol.messages import Shutdown
 from protocol.sockets import Identity, ipc_endpoint
+from shm.control import ControlSegment
 from shm.layout import F32, ExpertShape, StoreLayout
 from shm.manifest import StoreManifest
 from shm.segment import unlink
@@ -50,26 +51,34 @@ async def measure(workers: int, hidden: int, repeats: int) -> list[float]:
         store = f"/tandem-round-trip-{os.getpid()}"
         build_store(store, hidden)
         control = Control(ipc_endpoint(runtime, "control.sock"))
-        socket = PeerSocket(runtime, "work.sock", "worker", FINGERPRINT)
+        progress = ControlSegment.create(f"{store}-control", workers)
+        socket = PeerSocket(
+            runtime, "work.sock", "worker", FINGERPRINT, control.key, Deaths(), lambda message: None
+        )
         children = []
         try:
             for index in range(workers):
                 told = {"engine": "bench", "runtime": folder, "log_level": "WARNING", "store": store}
+                told |= {"control": progress.segment.name}
                 told |= {"fingerprint": FINGERPRINT, "threads": 1, "host_slowdown": 1.0}
                 told["cores"] = [cores()[index % len(cores())]]
-                children.append(await spawn(Identity("worker", index, 0), told, 1))
-            return await asyncio.to_thread(_round_trips, socket, workers, hidden, repeats)
+                children.append(await spawn(Identity("worker", index, 0), told, 1, control.key))
+            return await asyncio.to_thread(_round_trips, socket, progress, workers, hidden, repeats)
         finally:
             for index in range(len(children)):
                 socket.send(index, Shutdown())
             await asyncio.gather(*(child.process.wait() for child in children))
             socket.close()
             control.close()
+            progress.close()
+            unlink(progress.segment.name)
             unlink(store)
 
 
-def _round_trips(socket: PeerSocket, workers: int, hidden: int, repeats: int) -> list[float]:
-    pool = WorkerPool(socket, workers)
+def _round_trips(
+    socket: PeerSocket, progress: ControlSegment, workers: int, hidden: int, repeats: int
+) -> list[float]:
+    pool = WorkerPool(socket, progress, workers, hidden)
     pool.wait_ready(30.0)
     x = np.zeros((1, hidden), np.float32)
     seconds = []

@@ -147,16 +147,13 @@ class Keeper:
         post.child = await self._crew.spawn(identity, post.told(), post.threads)
 
     async def _all_ready(self) -> None:
-        posts = list(self._posts.values())
-        await asyncio.wait(
-            [post.ready for post in posts], timeout=READY_LIMIT, return_when=asyncio.FIRST_EXCEPTION
-        )
-        for post in posts:
-            if post.ready.done():
-                post.ready.result()
-        late = ", ".join(post.title for post in posts if not post.ready.done())
+        awaited = {post.ready: post for post in self._posts.values()}  # a restart waits for others
+        done, late = await asyncio.wait(awaited, timeout=READY_LIMIT, return_when=asyncio.FIRST_EXCEPTION)
+        for ready in done:
+            ready.result()
         if late:
-            raise StartFailed(f"not ready after {READY_LIMIT:g} s: {late}")
+            who = ", ".join(post.title for ready, post in awaited.items() if ready in late)
+            raise StartFailed(f"not ready after {READY_LIMIT:g} s: {who}")
 
     async def _replace(self, post: Post, child: Child, code: int) -> None:
         """A worker or the prefetcher."""
@@ -188,8 +185,8 @@ class Keeper:
             child, code = await self._end
             ended = time.monotonic()
             early = 1 if ended - ready > EARLY else early + 1
-            if early > RESTARTS or (child.failed.done() and child.failed.result().usage):
-                again = f", the {early}th time in a row" if early > RESTARTS else ""
+            if early >= RESTARTS or (child.failed.done() and child.failed.result().usage):
+                again = f", the {early}th time in a row" if early >= RESTARTS else ""
                 self._guard.fail(EngineDied(f"{_how(child, code)}{again}; the engine has been stopped"))
                 return
             log.warning(f"{_how(child, code)}; the engine is being restarted, its store is kept")

@@ -91,6 +91,7 @@ class FetchLink:
                     self._begin()
                 case WorkerDied():
                     self.up = self._attaching = False
+                    self._watch.rest()
                     for order in self._orders.values():
                         order.final = True
                     self._orders.clear()

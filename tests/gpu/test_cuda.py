@@ -166,7 +166,7 @@ def test_a_page_locked_store_is_registered_until_it_is_unlocked(device: Device, 
 
 def copy_all(slab: SlabMemory, store: Store, gbps: float | None) -> Copier:
     """One expert, in a copier's own thread: tile i to slot 2i, as many under way as it takes."""
-    copier = paced(slab.local_copier(store), gbps)
+    copier = paced(slab.local_copier(store), gbps, lambda: None)
     under_way = 0
     for index in range(SHAPE.tiles):
         if under_way == copier.depth:

@@ -124,18 +124,51 @@ def test_piped_chat_answers_each_line_it_can(arguments: list[str]) -> None:
     assert engines_left() == []
 
 
-@pytest.mark.parametrize("module", ["workers.expert_worker", "pipeline.coordinator"])
-def test_a_child_that_dies_ends_the_engine_with_one_message(module: str, arguments: list[str]) -> None:
+def test_a_child_that_dies_is_replaced_and_the_engine_goes_on(arguments: list[str]) -> None:
+    generate = "generate --prompt-tokens 5,6,7 --max-tokens 4 --ignore-eos --json --connect victim".split()
     with Launched("serve", "--name", "victim", *arguments) as engine:
         engine.line()
-        children = engine.children()
-        engine.child(module).kill()
+        code, before, _ = run(*generate)
+        assert code == 0
+        for module, count in (("workers.expert_worker", 2), ("pipeline.coordinator", 1)):
+            killed = engine.child(module)
+            killed.kill()
+
+            def whole(module: str = module, count: int = count, killed: psutil.Process = killed) -> bool:
+                there = [c for c in engine.children() if runs(c, module) and alive(c)]
+                return len(there) == count and killed not in there
+
+            assert wait_until(whole, 60)
+            assert wait_until(lambda: run(*generate)[0] == 0, 60)
+            code, after, _ = run(*generate)
+            assert json.loads(after)["token_ids"] == json.loads(before)["token_ids"]
+        engine.send(signal.SIGTERM)
+        code, _, err = engine.end()
+    assert code == 0
+    assert "Traceback" not in err
+    told = [line for line in err.splitlines() if "killed by SIGKILL" in line]
+    assert len(told) == 2
+    assert "the worker 0 was killed by SIGKILL; it is being replaced" in told[0]
+    assert "the coordinator was killed by SIGKILL; the engine is being restarted" in told[1]
+    assert engines_left() == []
+    assert own_segments("victim") == []
+
+
+def test_an_engine_whose_coordinator_cannot_live_ends_with_one_message(arguments: list[str]) -> None:
+    with Launched("serve", "--name", "victim", *arguments) as engine:
+        engine.line()
+        while engine.process.poll() is None:
+            for child in engine.children():
+                if runs(child, "pipeline.coordinator") and alive(child):
+                    child.kill()
+            time.sleep(0.02)
         code, _, err = engine.end()
     assert code == 1
     complaints = [line for line in err.splitlines() if line.startswith("launch.py: ")]
     assert len(complaints) == 1
     assert "killed by SIGKILL" in complaints[0]
-    assert not any(alive(c) for c in children)
+    assert "in a row" in complaints[0]
+    assert "Traceback" not in err
     assert engines_left() == []
     assert own_segments("victim") == []
 
@@ -264,7 +297,7 @@ def test_streams_that_are_closed_are_no_harm(arguments: list[str]) -> None:
 async def test_a_start_that_takes_too_long_names_the_late(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launch.supervisor.READY_LIMIT", 0.05)
+    monkeypatch.setattr("launch.keeper.READY_LIMIT", 0.05)
     config = EngineConfig(model=tiny_model, name="late", device="cpu", workers=2)
     with pytest.raises(StartFailed, match=r"not ready after 0\.05 s: coordinator, worker 0, worker 1"):
         async with Supervisor(config):

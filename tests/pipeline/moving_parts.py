@@ -14,9 +14,11 @@ import numpy as np
 from pipeline.device import Device, SlabMemory, open_device
 from pipeline.expert_cache import ExpertCache
 from pipeline.fetch_link import FetchLink
-from pipeline.peers import PeerSocket
+from pipeline.peers import Deaths, PeerSocket
 from pipeline.tile_mover import TileMover
 from protocol.messages import Shutdown
+from protocol.sockets import Identity
+from shm.control import ControlSegment
 from shm.layout import ExpertShape
 from shm.manifest import StoreManifest
 from shm.segment import unlink
@@ -27,6 +29,7 @@ from workers.prefetcher import CopyLoop
 
 SLOTS = 24
 LIMIT = 10.0  # seconds for a thread to say or do something
+KEY = b"k" * 32  # the engine's, that its children prove themselves with
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,29 @@ def random_store(shape: ExpertShape, source: str) -> Iterator[Store]:
 
 
 @contextmanager
-def peer_socket(runtime: Path, socket: str, role: str, fingerprint: str) -> Iterator[PeerSocket]:
-    peers = PeerSocket(runtime, socket, role, fingerprint)
+def control_segment(runtime: Path, workers: int) -> Iterator[ControlSegment]:
+    """Where so many workers and the prefetcher count their progress; removed at the end."""
+    name = f"/tandem-tests{os.getpid()}-control-{runtime.name}"
+    control = ControlSegment.create(name, workers)
+    try:
+        yield control
+    finally:
+        control.close()
+        unlink(name)
+
+
+@contextmanager
+def peer_socket(
+    runtime: Path,
+    socket: str,
+    role: str,
+    fingerprint: str,
+    deaths: Deaths | None = None,
+    said: list[object] | None = None,
+) -> Iterator[PeerSocket]:
+    """`deaths`: as the supervisor reports them; `said`: what it is told."""
+    tell = ([] if said is None else said).append
+    peers = PeerSocket(runtime, socket, role, fingerprint, KEY, deaths or Deaths(), tell)
     try:
         yield peers
     finally:
@@ -86,7 +110,12 @@ def peer_of(
 ) -> Peer:
     """The other end of a PeerSocket; used by the thread that makes it."""
     who = {"role": role, "index": index, "incarnation": incarnation}
-    return Peer(who | {"runtime": str(runtime), "fingerprint": fingerprint}, socket, supervised=False)
+    told = {"runtime": str(runtime), "fingerprint": fingerprint, "identity": Identity(**who).prove(KEY)}
+    return Peer(who | told, socket, supervised=False)
+
+
+def no_tick() -> None:
+    """Nobody watches a thread."""
 
 
 @contextmanager
@@ -96,8 +125,8 @@ def copying(parts: Parts, runtime: Path, peers: PeerSocket, link_gbps: float | N
 
     def copy() -> None:
         peer = peer_of(runtime, "prefetcher", "fetch.sock", fingerprint)
-        loop = CopyLoop(peer, parts.store, link_gbps)
-        loop.attach(paced(parts.slab.local_copier(parts.store), link_gbps))
+        loop = CopyLoop(peer, parts.store, link_gbps, no_tick)
+        loop.attach(paced(parts.slab.local_copier(parts.store), link_gbps, no_tick))
         peer.announce()
         loop.run()
         peer.close()
@@ -105,7 +134,7 @@ def copying(parts: Parts, runtime: Path, peers: PeerSocket, link_gbps: float | N
     thread = threading.Thread(target=copy, name="prefetcher", daemon=True)
     thread.start()
     try:
-        parts.link.wait_ready(LIMIT)
+        parts.link.wait_up(LIMIT)
         yield
     finally:
         peers.send(0, Shutdown())
@@ -123,6 +152,6 @@ def moving_parts(runtime: Path, store: Store, slots: int, link_gbps: float | Non
         slab = device.open_slab(name, slots, store.layout.tile_bytes)
         stack.callback(slab.close)
         peers = stack.enter_context(peer_socket(runtime, "fetch.sock", "prefetcher", store.fingerprint))
-        parts = Parts(store, slab, device, FetchLink(peers))
+        parts = Parts(store, slab, device, FetchLink(peers, None, None))
         stack.enter_context(copying(parts, runtime, peers, link_gbps))
         yield parts

@@ -13,7 +13,8 @@ from moving_parts import SLOTS, Parts, moving_parts, random_store
 
 from pipeline.errors import PlanError
 from pipeline.policies.view import Target
-from pipeline.tile_mover import Missing, TileMover
+from pipeline.split import Missing
+from pipeline.tile_mover import TileMover
 from shm.layout import ExpertShape
 from shm.store import Store
 
@@ -49,13 +50,15 @@ def demand(parts: Parts, mover: TileMover, layer: int, wanted: list[Missing]) ->
     """Stream, and check each tile when it is yielded."""
     order = [(item.expert, tile) for item in wanted for tile in range(item.lo, item.hi)]
     yielded = 0
-    for expert, slot in mover.stream(layer, wanted):
+    left: list[Missing] = []
+    for expert, slot in mover.stream(layer, wanted, left):
         due, tile = order[yielded]
         assert expert == due
         assert parts.holds(slot, layer, expert, tile)
         yielded += 1
         check_slots(parts, mover)
     assert yielded == len(order)
+    assert left == []
 
 
 def settle(parts: Parts, mover: TileMover) -> None:

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
-from moving_parts import LIMIT, moving_parts, peer_of, peer_socket, random_store
+from moving_parts import LIMIT, control_segment, moving_parts, peer_of, peer_socket, random_store
 
 from pipeline.checkpoint.index import CheckpointIndex
 from pipeline.engine import DeviceMemory, Engine
@@ -31,15 +31,17 @@ def engine_in_threads(model: Path, folder: Path) -> Iterator[tuple[Engine, Devic
         parts = stack.enter_context(moving_parts(folder, store, slots=10, link_gbps=None))
         socket = stack.enter_context(peer_socket(folder, "work.sock", "worker", store.fingerprint))
 
+        control = stack.enter_context(control_segment(folder, 1))
+
         def work() -> None:
             peer = peer_of(folder, "worker", "work.sock", store.fingerprint)
             peer.announce()
-            serve(peer, store, threads=1, slowdown=1.0)
+            serve(peer, store, control.line("worker", 0), threads=1, slowdown=1.0)
             peer.close()
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
-        pool = WorkerPool(socket, 1)
+        pool = WorkerPool(socket, control, 1, store.layout.shape.hidden)
         pool.wait_ready(LIMIT)
         memory = DeviceMemory(parts.mover(capacity=6, staging=4), parts.slab)
         spec = model_spec(index.config)

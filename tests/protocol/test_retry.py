@@ -236,9 +236,7 @@ async def test_an_engine_that_was_stopped_is_not_waited_for(endpoint, runtime):
         start = time.monotonic()
         shutil.rmtree(runtime)
         try:
-            assert str(await engines.client.lost()).endswith(
-                "(it has ended)"
-            )
+            assert str(await engines.client.lost()).endswith("(it has ended)")
             assert time.monotonic() - start < 6.0
         finally:
             runtime.mkdir(mode=0o700)

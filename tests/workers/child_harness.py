@@ -23,6 +23,7 @@ import workers
 from protocol.codec import decode, encode
 from protocol.messages import Ready, Shutdown
 from protocol.sockets import Identity, bind_router, ipc_endpoint
+from shm.control import ControlSegment
 from shm.layout import ExpertShape, Float32
 from shm.manifest import StoreManifest
 from shm.segment import unlink
@@ -33,6 +34,7 @@ ROOT = Path(workers.__file__).parent.parent  # where child processes find the pa
 SHAPE = ExpertShape(layers=2, experts=4, hidden=48, intermediate=300, tile=16)  # 19 tiles, the last padded
 SECONDS = 100.0  # for any one answer: importing torch takes a while on a busy machine
 KEY = b"k" * 32  # of the engine
+WORKERS = 4  # that the control segment has lines for
 MODULES = {"worker": "workers.expert_worker", "prefetcher": "workers.prefetcher"}
 SOCKETS = {"worker": "work.sock", "prefetcher": "fetch.sock"}
 
@@ -99,6 +101,7 @@ class Surroundings:
         self._context = zmq.Context()
         self.control = bind_router(self._context, ipc_endpoint(self.runtime, "control.sock"))
         self.work = bind_router(self._context, ipc_endpoint(self.runtime, SOCKETS[role]))
+        self.progress = ControlSegment.create(f"/tandem-tests-{uuid.uuid4().hex[:12]}-control-0", WORKERS)
         self._children: list[Child] = []
 
     def start(self, python_path: Path | None = None, **changes: Any) -> Child:
@@ -117,6 +120,7 @@ class Surroundings:
             "threads": 1,
             "host_slowdown": 1.0,
             "link_gbps": None,
+            "control": self.progress.segment.name,
         } | changes
         name = Identity(self.role, config["index"], incarnation).prove(KEY)
         config["identity"] = name
@@ -182,6 +186,8 @@ class Surroundings:
         for child in self._children:
             child.close()
         self._context.destroy(linger=0)
+        self.progress.close()
+        unlink(self.progress.segment.name)
         shutil.rmtree(self.runtime)
 
 

@@ -234,9 +234,9 @@ def test_cores_that_are_not_there_are_noted_in_ready(place: Surroundings) -> Non
     assert "100000" in ready.notes[0]
 
 
-@pytest.mark.parametrize("module", ["workers.expert_worker", "workers.prefetcher"])
-def test_started_by_hand_it_says_one_line(module: str) -> None:
-    command = [sys.executable, "-m", module]
+@pytest.mark.parametrize("module", [[], ["workers.expert_worker"], ["workers.prefetcher"]])
+def test_started_by_hand_it_says_one_line(module: list[str]) -> None:
+    command = [sys.executable, "-m", "workers.child", *module]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stdout == ""

@@ -1,0 +1,112 @@
+"""Many short lives of what engines do with one store: sweep, build or attach, take a share, be killed.
+
+    python store_lives.py FINGERPRINT LIVES SEED ROOT...
+
+Prints one JSON object: how many lives were lived to which end, and `lost`: how often a store was gone, or
+another one, while somebody had a share in it. A process of its own, because it forks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from shm.errors import SegmentMissing, StoreInvalid
+from shm.layout import ExpertShape
+from shm.locks import StoreLease, build_lock, remove_unused, sweep
+from shm.manifest import StoreManifest
+from shm.store import Store, StoreBuilder, store_name
+
+AT_ONCE = 4
+TRIES = 10  # the last user of a store may leave between two steps of a start
+DONE, LOST, NO_STORE, BROKEN = 0, 10, 11, 12  # exit codes of a life
+SHAPE = ExpertShape(2, 3, 48, 100, 16)
+
+
+def have_store(fingerprint: str, root: Path, pause: float) -> None:
+    """What a loader does."""
+    with build_lock(fingerprint, root):
+        try:
+            Store.attach(store_name(fingerprint), fingerprint).close()
+            return
+        except SegmentMissing:
+            pass
+        except StoreInvalid:  # a builder was killed
+            if not remove_unused(store_name(fingerprint)):
+                raise
+        builder = StoreBuilder.create(store_name(fingerprint), StoreManifest(fingerprint, SHAPE, "f32", ""))
+        time.sleep(pause)
+        builder.finish()
+
+
+def live(fingerprint: str, root: Path, chance: random.Random) -> int:
+    """One engine; its exit code."""
+    sweep(root)
+    for _ in range(TRIES):
+        have_store(fingerprint, root, chance.uniform(0, 0.02))
+        try:
+            lease = StoreLease.acquire(fingerprint, root)
+        except SegmentMissing:
+            continue
+        break
+    else:
+        return NO_STORE
+    segment = Path("/dev/shm") / store_name(fingerprint)[1:]
+    first = segment.stat().st_ino
+    until = time.monotonic() + chance.uniform(0, 0.05)
+    while time.monotonic() < until:
+        if not segment.exists() or segment.stat().st_ino != first:
+            return LOST
+        Store.attach(store_name(fingerprint), fingerprint).close()
+        time.sleep(0.001)
+    lease.release(keep=chance.random() < 0.1)
+    return DONE
+
+
+def born(fingerprint: str, root: Path, seed: int) -> int:
+    """Fork one life; its process id."""
+    pid = os.fork()
+    if pid == 0:
+        code = BROKEN
+        try:
+            code = live(fingerprint, root, random.Random(seed))
+        except BaseException as e:
+            print(f"{type(e).__name__}: {e}", file=sys.stderr)
+        finally:
+            os._exit(code)
+    return pid
+
+
+def main() -> None:
+    fingerprint, lives, seed, *roots = sys.argv[1:]
+    chance = random.Random(int(seed))
+    ends: Counter[str] = Counter()
+    names = {DONE: "done", LOST: "lost", NO_STORE: "no_store", BROKEN: "broken", -signal.SIGKILL: "killed"}
+    living: dict[int, float] = {}  # process id -> when it is to be killed
+    begun = 0
+    while begun < int(lives) or living:
+        while begun < int(lives) and len(living) < AT_ONCE:
+            pid = born(fingerprint, Path(chance.choice(roots)), chance.randrange(1 << 32))
+            dies = chance.random() < 0.5
+            living[pid] = time.monotonic() + (chance.uniform(0, 0.08) if dies else 1e9)
+            begun += 1
+        for pid, moment in list(living.items()):
+            if time.monotonic() >= moment:
+                os.kill(pid, signal.SIGKILL)
+                living[pid] = 1e18
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del living[pid]
+                ends[names.get(os.waitstatus_to_exitcode(status), "other")] += 1
+        time.sleep(0.0005)
+    print(json.dumps(ends))
+
+
+if __name__ == "__main__":
+    main()

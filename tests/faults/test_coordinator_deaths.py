@@ -1,0 +1,163 @@
+"""A coordinator that is killed and stopped: its clients know at once, the engine is back on the same store,
+under the same policy; and an engine that cannot be kept ends in one line."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from fault_engines import KILL, LIMIT, STOP, State, answer, bits, config, until
+
+from launch.errors import EngineDied
+from launch.supervisor import Supervisor
+from protocol.client import Client
+from protocol.errors import EngineGone
+from shm.segment import SHM_FOLDER
+
+pytestmark = pytest.mark.timeout(300)  # starts of engines, on a machine that may be busy
+
+SHM = Path(SHM_FOLDER)
+
+KNOWN = 3.0  # seconds after which a client knows
+BACK = 60.0  # seconds for the engine to be back; three on an idle machine
+POSTS = [("coordinator", 0), ("prefetcher", 0), ("worker", 0), ("worker", 1)]
+
+
+async def loaders(supervisor: Supervisor) -> set[int]:
+    """Process ids of loaders, as long as this runs."""
+    seen: set[int] = set()
+    try:
+        while True:
+            seen |= {pid for who, pid in supervisor.pids.items() if who.role == "loader"}
+            await asyncio.sleep(0.01)
+    except asyncio.CancelledError:
+        return seen
+
+
+def the_store(client: Client) -> os.stat_result:
+    name = f"tandem-store-{client.welcome.fingerprint[:16]}"
+    (path,) = list(SHM.glob(f"{name}*"))
+    return path.stat()
+
+
+async def knows(client: Client) -> float:
+    """Seconds until the client knows that its engine is gone."""
+    began = time.monotonic()
+    async with asyncio.timeout(LIMIT):
+        error = await client.lost()
+    assert isinstance(error, EngineGone)
+    return time.monotonic() - began
+
+
+async def test_killed_in_decode_again_and_again(start_engine, tiny_model) -> None:
+    """With a policy that was set late and needs device memory, of which nothing piles up."""
+    async with start_engine(config(tiny_model)) as (supervisor, client), AsyncExitStack() as lives:
+        await client.set_policy("on-demand", {"scope": "global"})
+        state = State(supervisor, client)
+        await state.whole()
+        reference, store = await answer(client), the_store(client)
+        watching = asyncio.create_task(loaders(supervisor))
+        slabs = [name for name in state.segments() if "-slab-" in name]
+        assert len(slabs) == 1
+        for life in (1, 2):
+            running = asyncio.create_task(answer(client, count=200))
+            await state.prefilling(1)
+            state.send(KILL, "coordinator")
+            assert await knows(client) < KNOWN
+            with pytest.raises(EngineGone):
+                await running
+            with pytest.raises(EngineGone):
+                client.generate(token_ids=[5])
+            client = await lives.enter_async_context(Client.connect(supervisor.endpoint, timeout=BACK))
+            state.client = client
+            assert client.welcome.policy == "on-demand"
+            assert (await client.stats())["policy_options"] == {"scope": "global"}
+            assert [t.token for t in await answer(client)] == [t.token for t in reference]
+            found = the_store(client)
+            assert (found.st_ino, found.st_mtime_ns) == (store.st_ino, store.st_mtime_ns)
+            assert len([name for name in state.segments() if "-slab-" in name]) == 1
+            assert state.incarnation("coordinator") == life
+            assert sorted((who.role, who.index) for who in supervisor.pids) == POSTS
+        state.send(KILL, "worker", 0)  # who comes after a restart is replaced as before
+        assert len(await answer(client)) == len(reference)
+        await until(lambda: sorted((who.role, who.index) for who in supervisor.pids) == POSTS)
+        watching.cancel()
+        assert await watching == set()
+    assert state.segments() == []
+
+
+async def test_stopped_it_is_replaced_with_a_worker_that_dies_meanwhile(start_engine, tiny_model) -> None:
+    async with start_engine(config(tiny_model)) as (supervisor, client):
+        state = State(supervisor, client)
+        reference, old = await answer(client), state.pid("coordinator")
+        life = state.incarnation("worker", 0)
+        state.send(STOP, "coordinator")
+        assert await knows(client) < KNOWN
+        await state.kill_next("worker", 0, life)  # one that begins with the new coordinator
+        async with Client.connect(supervisor.endpoint, timeout=BACK) as successor:
+            assert state.pid("coordinator") != old
+            assert bits(await answer(successor)) == bits(reference)
+            state.client = successor
+            await state.whole()
+    assert state.segments() == []
+
+
+async def test_early_deaths_in_a_row_end_the_engine_in_one_line(start_engine, tiny_model) -> None:
+    lives, seen = [-1], []
+
+    async def scene() -> None:
+        async with start_engine(config(tiny_model)) as (supervisor, client):
+            state = State(supervisor, client)
+            seen.append(state)
+            while True:
+                lives.append(await state.kill_next("coordinator", 0, lives[-1]))
+
+    with pytest.raises(EngineDied, match=r"^the coordinator was killed by SIGKILL, the \dth time") as failure:
+        await scene()
+    assert "\n" not in str(failure.value)
+    assert 4 <= lives[-1] <= 5
+    assert seen[0].supervisor.pids == {}
+    assert seen[0].segments() == []
+
+
+async def test_a_worker_that_can_never_come_up_ends_the_engine_in_one_line(start_engine, tiny_model) -> None:
+    """The segment that new lives attach is gone from the machine. While it tries, the other worker serves."""
+    seen = []
+
+    async def scene() -> None:
+        async with start_engine(config(tiny_model)) as (supervisor, client):
+            state = State(supervisor, client)
+            seen.append(state)
+            reference = await answer(client)
+            (control,) = [name for name in state.segments() if "-control-" in name]
+            (SHM / control).unlink()
+            state.send(KILL, "worker", 1)
+            assert bits(await answer(client)) == bits(reference)
+            await asyncio.sleep(LIMIT)
+
+    with pytest.raises(EngineDied, match=r"no shared-memory segment .*, the 8th time in a row") as failure:
+        await scene()
+    assert "\n" not in str(failure.value)
+    assert seen[0].supervisor.pids == {}
+    assert seen[0].segments() == []
+
+
+async def test_killed_while_a_late_prefetcher_starts(start_engine, tiny_model) -> None:
+    """A policy was asked for that needs one; who asked knows nothing of it, and the engine comes back."""
+    async with start_engine(config(tiny_model)) as (supervisor, client):
+        state = State(supervisor, client)
+        reference = await answer(client)
+        setting = asyncio.create_task(client.set_policy("on-demand"))
+        await until(lambda: any(who.role == "prefetcher" for who in supervisor.pids))
+        state.send(KILL, "coordinator")
+        with pytest.raises(EngineGone):
+            await setting
+        async with Client.connect(supervisor.endpoint, timeout=BACK) as successor:
+            assert bits(await answer(successor)) == bits(reference)
+            await successor.set_policy("on-demand")
+            assert [t.token for t in await answer(successor)] == [t.token for t in reference]
+            assert sorted((who.role, who.index) for who in supervisor.pids) == POSTS

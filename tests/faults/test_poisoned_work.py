@@ -1,0 +1,132 @@
+"""A Work that crashes whoever computes it: its request ends with an error, all others are served, the pool
+lives. The end of the store is cut off, so that reading the last expert of the last layer is a SIGBUS."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fault_engines import LIMIT, State, answer, config
+from transformers import MixtralForCausalLM
+
+from launch.equality import F32_BOUND, Verdict, compare
+from launch.supervisor import Supervisor
+from protocol.client import Client
+from protocol.errors import RequestFailed
+from protocol.messages import Token
+from protocol.sockets import Identity
+from shm.segment import SHM_FOLDER
+
+LENGTH = 5  # tokens of an answer
+DRAWN = 1024  # prompts, of two tokens each
+LAST_BYTES = 8192  # of the store's end, that are cut off: of the last expert's last tile
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """By what their greedy answers need of the last layer: never its last expert; from the start; or not for
+    the prompt, but for a token of the answer."""
+
+    innocent: list[list[int]]
+    guilty: list[list[int]]
+    guilty_later: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def prompts(tiny_model: Path) -> Prompts:
+    """As another implementation routes them."""
+    model = MixtralForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    drawn = torch.from_numpy(np.random.default_rng(3).integers(3, 4096, (DRAWN, 2)))
+    tokens, first = drawn, torch.full((DRAWN,), LENGTH)
+    with torch.no_grad():
+        for step in range(LENGTH):
+            out = model(tokens, output_router_logits=True)
+            chosen = out.router_logits[-1].topk(2).indices.reshape(DRAWN, -1, 2)
+            needs = (chosen == 3).any(-1).any(-1)
+            first = torch.where(needs, first.clamp(max=step), first)
+            tokens = torch.cat([tokens, out.logits[:, -1].argmax(-1, keepdim=True)], 1)
+    return Prompts(*(drawn[chosen].tolist() for chosen in (first == LENGTH, first == 0, first == LENGTH - 2)))
+
+
+class CutOff:
+    """The store's last bytes are there no more for workers that have mapped it. A store that is too short is
+    not attached at all, so it is whole again from the moment when all these workers have died until their
+    successors have mapped it."""
+
+    def __init__(self, supervisor: Supervisor, client: Client, workers: int) -> None:
+        (self._store,) = Path(SHM_FOLDER).glob(f"tandem-store-{client.welcome.fingerprint[:16]}*")
+        self._size = self._store.stat().st_size
+        self._supervisor, self._workers = supervisor, workers
+        self._victims: set[Identity] = set()
+
+    async def __aenter__(self) -> None:
+        self._look()
+        assert self._victims
+        self._task = asyncio.create_task(self._go_on())
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _go_on(self) -> None:
+        while True:
+            self._look()
+            await asyncio.sleep(0.003)
+
+    def _look(self) -> None:
+        lives = {who: pid for who, pid in self._supervisor.pids.items() if who.role == "worker"}
+        if self._victims:
+            if self._victims.isdisjoint(lives):
+                self._victims = set()
+                os.truncate(self._store, self._size)
+        elif len(lives) == self._workers and all(map(self._maps, lives.values())):
+            self._victims = set(lives)
+            os.truncate(self._store, self._size - LAST_BYTES)
+
+    def _maps(self, pid: int) -> bool:
+        try:
+            return self._store.name in Path(f"/proc/{pid}/maps").read_text()
+        except OSError:  # it has just ended
+            return False
+
+
+def same(tokens: list[Token], reference: list[Token]) -> bool:
+    return compare([t.token for t in tokens], reference, F32_BOUND).verdict is not Verdict.MISMATCH
+
+
+async def ended(client: Client, prompt: list[int]) -> str:
+    """The error that a request ends with."""
+    async with asyncio.timeout(LIMIT):
+        with pytest.raises(RequestFailed) as failure:
+            await answer(client, prompt, LENGTH)
+    return str(failure.value)
+
+
+@pytest.mark.timeout(300)  # lives of workers, one after the other, on a machine that may be busy
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_only_the_requests_that_need_it_fail(start_engine, tiny_model, prompts, workers) -> None:
+    innocent, guilty = prompts.innocent[:2], [prompts.guilty_later[0], prompts.guilty[0]][:workers]
+    assert len(innocent) == 2
+    async with start_engine(config(tiny_model, workers=workers)) as (supervisor, client):
+        state = State(supervisor, client)
+        await state.whole()
+        references = [await answer(client, prompt, LENGTH) for prompt in innocent]
+        async with CutOff(supervisor, client, workers):
+            *served, error = await asyncio.gather(
+                *(answer(client, prompt, LENGTH) for prompt in innocent), ended(client, guilty[0])
+            )
+            for tokens, reference in zip(served, references, strict=True):
+                assert same(tokens, reference)
+            assert "ended 2 workers" in error
+            assert "\n" not in error
+            for prompt in guilty[1:]:
+                assert "ended 2 workers" in await ended(client, prompt)
+            stats = await state.whole("worker", 2 * len(guilty))
+            assert stats["recovery"]["worker"]["deaths"] <= 2 * len(guilty) + 2  # a batch, then each alone
+            for prompt, reference in zip(innocent, references, strict=True):
+                assert same(await answer(client, prompt, LENGTH), reference)

@@ -1,0 +1,64 @@
+"""Engines that start, share a store and are killed, many at once and in two places: nobody loses the store
+that is in use, and the next start removes what is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import shm
+from shm.locks import StoreLease, build_lock, sweep
+from shm.segment import unlink
+from shm.store import store_name
+
+ROOT = Path(shm.__file__).parents[1]
+LIVES = 200
+
+
+@pytest.fixture
+def fingerprint() -> Iterator[str]:
+    fingerprint = uuid.uuid4().hex * 2
+    yield fingerprint
+    unlink(store_name(fingerprint))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_store_in_use_survives_many_starts_and_kills(fingerprint: str, tmp_path: Path, seed: int) -> None:
+    roots = [tmp_path / "one", tmp_path / "two"]
+    for root in roots:
+        root.mkdir()
+    script = [sys.executable, str(Path(__file__).with_name("store_lives.py")), fingerprint]
+    done = subprocess.run(
+        [*script, str(LIVES), str(seed), *(str(root) for root in roots)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    ends = json.loads(done.stdout)
+    assert sum(ends.values()) == LIVES
+    assert set(ends) == {"done", "killed"}, (ends, done.stderr)
+    assert min(ends.values()) > LIVES // 5
+
+    # A store that was to be kept is, until it has been used by somebody who does not ask for that.
+    for root in roots:
+        sweep(root)
+    segment = Path("/dev/shm") / store_name(fingerprint)[1:]
+    for root in roots:
+        if segment.exists():
+            with build_lock(fingerprint, root):
+                lease = StoreLease.acquire(fingerprint, root)
+            lease.release(keep=False)
+        sweep(root)
+        assert [path for path in (root / ".locks").iterdir() if path.stem in fingerprint] == []
+    assert not segment.exists()
+    assert not list(Path(f"/tmp/tandem-{os.geteuid()}/.locks").glob(f"{fingerprint[:16]}*"))

@@ -1,0 +1,84 @@
+"""`--verify`, as a person uses it: what is damaged is made again, unless another engine uses it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.marked_engine import ROOT, Engine, Place
+from launch.runtime import sweep
+from protocol.sockets import runtime_root
+from shm.locks import sweep as sweep_stores
+from shm.segment import unlink
+from shm.store import store_name
+
+LIMIT = 100.0
+
+
+@pytest.fixture
+def place(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    with tempfile.TemporaryDirectory(prefix="tk-", dir="/tmp") as folder:
+        place = Place(Path(folder), tiny_model, ("--workers", "1"))
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(place.runtime))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(place.cache))
+        yield place
+        sweep()
+        sweep_stores(runtime_root())
+        unlink(store_name(place.key))
+
+
+def generate(place: Place, *words: str) -> tuple[int, list[str]]:
+    """Exit code and lines of stderr."""
+    command = "generate --prompt-tokens 5 --max-tokens 1 --device cpu".split()
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "launch.py"),
+            *command,
+            *place.options,
+            "--model",
+            str(place.model),
+            *words,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    return done.returncode, done.stderr.splitlines()
+
+
+def damage(place: Place) -> None:
+    """Change a bit of the last layer."""
+    with (Path("/dev/shm") / store_name(place.key)[1:]).open("r+b") as file:
+        file.seek(-9000, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-9000, os.SEEK_END)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def test_a_damaged_store_of_a_running_engine_fails_the_start_alone(place: Place) -> None:
+    with Engine(place, f"verify-{os.getpid()}") as engine:
+        engine.wait_ready()
+        damage(place)
+        code, lines = generate(place, "--verify")
+        assert code == 1
+        assert lines[-1].startswith("launch.py: the store ")
+        assert "is damaged in layer 1, and another engine uses it: end that engine" in lines[-1]
+        assert sum("damaged" in line for line in lines) == 1
+        assert "coordinator" in engine.doing()
+        engine.ask(2)
+
+
+def test_a_damaged_store_that_was_kept_is_made_again(place: Place) -> None:
+    assert generate(place, "--keep-store")[0] == 0
+    damage(place)
+    code, lines = generate(place, "--verify")
+    assert code == 0
+    assert sum("is damaged in layer 1; it is removed and made again" in line for line in lines) == 1
+    assert any("source cache" in line for line in lines)

@@ -1,0 +1,113 @@
+"""Nothing that a running engine makes can be read, written or entered by anybody else, whatever the umask."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.marked_engine import Engine, Place
+from launch.runtime import sweep
+from protocol.sockets import runtime_root
+from shm.locks import BUILD_ROOT
+from shm.locks import sweep as sweep_stores
+from shm.store import store_name
+
+SHM = Path("/dev/shm")
+
+
+@pytest.fixture
+def place(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    with tempfile.TemporaryDirectory(prefix="tk-", dir="/tmp") as folder:
+        place = Place(Path(folder), tiny_model, ("--workers", "2", "--policy", "on-demand"))
+        place.cache.rmdir()  # for the engine to make
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(place.runtime))
+        yield place
+        sweep()
+        sweep_stores(runtime_root())
+
+
+@dataclass(frozen=True)
+class Made:
+    """Paths of one engine, by what they are for."""
+
+    runtime: list[Path]
+    cache: list[Path]
+    segments: list[Path]
+    locks: list[Path]
+
+
+def made_by(place: Place, name: str) -> Made:
+    store = store_name(place.key)[1:]
+    build = Path(BUILD_ROOT.format(uid=os.geteuid()))
+    return Made(
+        runtime=[place.runtime / "tandem", *(place.runtime / "tandem").rglob("*")],
+        cache=[place.cache, *place.cache.rglob("*")],
+        segments=[p for p in SHM.iterdir() if p.name == store or p.name.startswith(f"tandem-{name}-")],
+        locks=[build, build / ".locks", *(build / ".locks").iterdir()],
+    )
+
+
+def open_files(processes: list[psutil.Process], places: tuple[Path, ...]) -> set[Path]:
+    """What these processes have open or mapped below these folders."""
+    found = set()
+    for process in processes:
+        found |= {Path(file.path) for file in process.open_files()}
+        found |= {Path(entry.path) for entry in process.memory_maps()}
+    return {path for path in found if any(path.is_relative_to(folder) for folder in places)}
+
+
+def test_nobody_else_can_use_what_a_running_engine_made(place: Place) -> None:
+    name = f"files-{os.getpid()}"
+    old = os.umask(0)
+    try:
+        with Engine(place, name) as engine:
+            engine.wait_ready()
+            engine.ask(100)
+            made = made_by(place, name)
+            everything = [*made.runtime, *made.cache, *made.segments, *made.locks]
+            names = {path.name for path in everything}
+            assert {"lock", "engine.json", "control.sock", "client.sock", "work.sock", "fetch.sock"} <= names
+            assert {".locks", f"{place.key[:16]}.use", place.key, "store.bin"} <= names
+            assert len(made.segments) == 3  # store, slab, control
+            loose = [path for path in everything if stat.S_IMODE(path.lstat().st_mode) & 0o077]
+            assert loose == []
+            assert [path for path in everything if path.lstat().st_uid != os.geteuid()] == []
+            # Whatever the engine has open in those folders is among what was looked at.
+            opened = open_files(engine.processes(), (place.runtime, place.cache, SHM))
+            assert opened <= {*everything}
+    finally:
+        os.umask(old)
+
+
+async def test_the_moment_before_a_socket_is_narrowed_is_closed_by_its_directory(place: Place) -> None:
+    """From the first moment on, all that is there lies in a folder that only its user can enter."""
+    name = f"files-{os.getpid()}"
+    old = os.umask(0)
+    loose: set[str] = set()
+    try:
+        with Engine(place, name) as engine:
+            ready = asyncio.create_task(asyncio.to_thread(engine.wait_ready))
+            while not ready.done():
+                made = made_by(place, name)
+                tops = [*made.runtime[:1], *made.cache[:1], *made.segments, *made.locks[:2]]
+                loose |= {str(path) for path in tops if _mode(path) & 0o077}
+                await asyncio.sleep(0.002)
+            await ready
+    finally:
+        os.umask(old)
+    assert loose == set()
+
+
+def _mode(path: Path) -> int:
+    try:
+        return stat.S_IMODE(path.lstat().st_mode)
+    except FileNotFoundError:
+        return 0

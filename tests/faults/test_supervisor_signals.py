@@ -1,0 +1,180 @@
+"""SIGINT, SIGTERM and a closed terminal, while an engine starts, answers and has nothing to do: it ends in
+order, soon, and leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.marked_engine import MARK, ROOT, Engine, Place, marked
+from launch.runtime import sweep
+from protocol.sockets import runtime_root
+from shm.locks import sweep as sweep_stores
+
+pytestmark = pytest.mark.timeout(150)
+
+LIMIT = 60.0  # seconds for a start, on a machine that may be busy
+SOON = 30.0  # seconds for an orderly end, on such a machine
+TERMINAL = shutil.which("setsid")
+
+
+@pytest.fixture
+def place(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    with tempfile.TemporaryDirectory(prefix="tk-", dir="/tmp") as folder:
+        place = Place(Path(folder), tiny_model, ("--workers", "2"))
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(place.runtime))
+        yield place
+        sweep()
+        sweep_stores(runtime_root())
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("child", ["loader", "coordinator"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_start_that_is_ended(place: Place, child: str, number: signal.Signals) -> None:
+    name = f"early-{os.getpid()}"
+    with Engine(place, name) as engine:
+        until(lambda: child in engine.doing())
+        engine.process.send_signal(number)
+        assert engine.process.wait(SOON) == 0  # it was told to
+        assert engine.processes() == []
+        assert place.remains(name) == []
+
+
+def test_a_start_that_is_ended_twice(place: Place) -> None:
+    name = f"early-{os.getpid()}"
+    with Engine(place, name) as engine:
+        until(lambda: "coordinator" in engine.doing())
+        for _ in range(2):
+            engine.process.send_signal(signal.SIGINT)
+            time.sleep(0.05)
+        engine.process.wait(SOON)
+        assert engine.processes() == []
+        assert place.remains(name) == []
+
+
+def test_a_closed_terminal_ends_an_engine_that_answers_others(place: Place) -> None:
+    name = f"idle-{os.getpid()}"
+    with Engine(place, name) as engine:
+        engine.wait_ready()
+        engine.ask(100)
+        engine.process.send_signal(signal.SIGHUP)
+        assert engine.process.wait(SOON) == 0
+        assert engine.processes() == []
+        assert place.remains(name) == []
+
+
+# --- in a terminal of its own -------------------------------------------------------------------------
+
+
+class InTerminal:
+    """`launch.py` as the leader of a session with a terminal; `shown` is what is on it."""
+
+    def __init__(self, place: Place, *words: str) -> None:
+        self.shown = b""
+        self._mark = uuid.uuid4().hex
+        self._keys, terminal = os.openpty()
+        places = {"XDG_RUNTIME_DIR": str(place.runtime), "XDG_CACHE_HOME": str(place.cache)}
+        command = [sys.executable, str(ROOT / "launch.py"), *words, "--model", str(place.model)]
+        self.process = subprocess.Popen(
+            [str(TERMINAL), "--ctty", *command, "--device", "cpu", *place.options],
+            env=os.environ | places | {MARK: self._mark, "TERM": "xterm"},
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
+        )
+        os.close(terminal)
+        self._closing = threading.Event()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def __enter__(self) -> InTerminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes():
+            process.kill()
+        self.process.wait(LIMIT)
+        self.close()
+
+    def processes(self) -> list[psutil.Process]:
+        return list(marked(self._mark))
+
+    def type(self, keys: bytes) -> None:
+        os.write(self._keys, keys)
+
+    def close(self) -> None:
+        """As a person closes the window."""
+        self._closing.set()
+        self._reader.join(LIMIT)  # first: a terminal that is being read is not closed
+        if self._keys >= 0:
+            os.close(self._keys)
+            self._keys = -1
+
+    def _read(self) -> None:
+        while not self._closing.is_set():
+            if select.select([self._keys], [], [], 0.02)[0]:
+                try:
+                    self.shown += os.read(self._keys, 4096)
+                except OSError:  # nobody writes any more
+                    return
+
+
+def closes(terminal: InTerminal) -> None:
+    terminal.close()
+
+
+def interrupts(terminal: InTerminal) -> None:
+    terminal.type(b"\x03")
+
+
+def interrupts_twice(terminal: InTerminal) -> None:
+    for _ in range(2):
+        terminal.type(b"\x03")
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(TERMINAL is None, reason="needs setsid of util-linux")
+@pytest.mark.parametrize("does", [closes, interrupts, interrupts_twice])
+def test_a_person_who_leaves(place: Place, does: Callable[[InTerminal], None]) -> None:
+    """In the middle of an answer by an engine that was started for it."""
+    name = f"person-{os.getpid()}"
+    answer = ("generate", "--prompt-tokens", "5,6,7", "--max-tokens", "250", "--ignore-eos", "--name", name)
+    with InTerminal(place, *answer, "--host-slowdown", "20") as terminal:
+        until(lambda: b"is ready after" in terminal.shown)
+        until(lambda: not terminal.shown.rstrip().endswith(b"on cpu"))  # the answer has begun
+        does(terminal)
+        assert terminal.process.wait(SOON) == 1
+        assert terminal.processes() == []
+        assert place.remains(name) == []
+        assert b"Traceback" not in terminal.shown
+
+
+@pytest.mark.skipif(TERMINAL is None, reason="needs setsid of util-linux")
+def test_a_terminal_that_is_closed_while_the_engine_starts(place: Place) -> None:
+    name = f"person-{os.getpid()}"
+    with InTerminal(place, "serve", "--name", name) as terminal:
+        until(lambda: b"model:" in terminal.shown)
+        terminal.close()
+        terminal.process.wait(SOON)
+        assert terminal.processes() == []
+        assert place.remains(name) == []
