@@ -11,6 +11,7 @@ from typing import cast
 import zmq
 import zmq.asyncio
 
+from pipeline.budget import SparseLog
 from protocol.checks import DEFAULT
 from protocol.codec import decode, encode
 from protocol.errors import MalformedMessage
@@ -20,7 +21,6 @@ log = logging.getLogger(__name__)
 
 RECEIVE_HWM = 64  # messages of one peer that may wait to be read: a stranger's too
 TURN_SECONDS = 0.002  # of messages in a row
-COMPLAINTS = 5  # strangers' messages that are logged; the others are counted
 
 
 class Control:
@@ -30,21 +30,19 @@ class Control:
     def __init__(self, endpoint: str) -> None:
         """Raises ProtocolError where the endpoint cannot be bound."""
         self.key = secrets.token_bytes(32)
-        self.malformed = 0
+        self._log = SparseLog(log)
         self._context = zmq.asyncio.Context()
         self._socket = bind_router(self._context, endpoint, receive_hwm=RECEIVE_HWM, largest=DEFAULT.header)
         self._turn = 0.0  # when this task's turn in the event loop began
 
     async def receive(self) -> tuple[Identity, object]:
-        """The next message and its sender. What is none is counted and skipped."""
+        """The next message and its sender. What is none is skipped, and of many a few are logged."""
         while True:
             name, *frames = await self._frames()
             try:
                 return parse_identity(name, self.key), decode(frames)
             except MalformedMessage as e:
-                self.malformed += 1
-                if self.malformed <= COMPLAINTS:
-                    log.warning("control channel: dropped a malformed message: %s", e)
+                self._log.warning(f"dropped a malformed message on the control socket: {e}")
 
     async def _frames(self) -> list[bytes]:
         """What is already there is taken at once, but not for so long that a flood keeps every other task

@@ -17,6 +17,7 @@ from typing import Any
 
 import zmq
 
+from pipeline.budget import SparseLog
 from pipeline.errors import PeerLost
 from pipeline.recovery import Recovery
 from protocol.checks import DEFAULT
@@ -33,7 +34,6 @@ COPY_BELOW = 65536  # bytes; copying less is cheaper than tracking the buffer
 TAKE_SECONDS = 0.001  # for what is here, so that a flood of strangers' messages is no endless loop
 RECEIVE_HWM = 64  # messages of one peer that may wait to be read: a stranger's too
 STALL_SLICE = 0.1  # seconds without progress that one look may find: we may have stood still ourselves
-COMPLAINTS = 5  # strangers' messages that are logged; the others are counted
 
 Tell = Callable[[object], None]
 
@@ -96,6 +96,7 @@ class PeerSocket:
         self._tell = tell
         self._live: dict[int, Life] = {}
         self._given_up = ""
+        self._log = SparseLog(log)
         self._early: list[tuple[int, object]] = []  # what came while a send had to wait
         self.recovery = Recovery()
         self.malformed = 0
@@ -215,8 +216,7 @@ class PeerSocket:
 
     def _complain(self, text: str) -> None:
         self.malformed += 1
-        if self.malformed <= COMPLAINTS:
-            log.warning("dropped a malformed message on the %s socket: %s", self.role, text)
+        self._log.warning(f"dropped a malformed message on the {self.role} socket: {text}")
 
     def _welcome(self, name: bytes, peer: Identity, ready: Ready, messages: list[tuple[int, object]]) -> None:
         if ready.version != VERSION or ready.fingerprint != self._fingerprint:
