@@ -15,9 +15,10 @@ import pytest_asyncio
 from raw_client import raw_client
 
 from launch.equality import Verdict, compare
-from launch.supervisor import COORDINATOR, Supervisor
+from launch.supervisor import Supervisor
 from protocol.client import Client
 from protocol.messages import Generate, Heartbeat, Score
+from protocol.sockets import Identity
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -69,7 +70,7 @@ async def test_two_hundred_requests_of_fifty_clients(small) -> None:
         assert compare(tokens, alone[which], BOUND).verdict is not Verdict.MISMATCH
 
     memory = []
-    coordinator = psutil.Process(supervisor.pids[COORDINATOR])
+    coordinator = psutil.Process(supervisor.pids[Identity("coordinator", 0, 0)])
     for wave in range(2):
         served.clear()
         async with AsyncExitStack() as stack:
