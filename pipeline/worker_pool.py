@@ -219,6 +219,7 @@ class WorkerPool:
     def _look_for_hung(self) -> None:
         for index, worker in self._team.items():
             if not worker.orders:
+                worker.doubted = False
                 worker.watch.rest()
                 continue
             rows = max(len(order.work.x) for order in worker.orders.values())
