@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -141,6 +142,8 @@ class Engine:
             stdout=stdout,
             stderr=self._log,
             text=True,
+            # Under nohup it would ignore this signal, and rightly so.
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )
 
 

@@ -43,6 +43,9 @@ class Child:
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     failed: asyncio.Future[Failed] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     heard: float = 0.0  # when it last said something
+    last_heard: float = 0.0  # the same, when that was last looked at
+    silent_looks: int = 0  # looks in a row that found nothing new
+    stopped_looks: int = 0  # looks in a row that found it stopped
     up: bool = False  # it does its work, as the coordinator sees it
     hung: bool = False  # it was ended because it made no progress
     stopping: bool = False  # its end is expected from now on
@@ -50,6 +53,20 @@ class Child:
     @property
     def alive(self) -> bool:
         return self.process.returncode is None
+
+    @property
+    def is_stopped(self) -> bool:
+        """By SIGSTOP or the like; who is being debugged is not."""
+        try:
+            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+        except OSError:
+            return False  # it has ended
+        return stat.rpartition(")")[2].split()[0] == "T"
+
+    def end_now(self) -> None:
+        """Nobody needs it any more."""
+        self.stopping = True
+        self.signal(signal.SIGKILL)
 
     def signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):

@@ -43,7 +43,7 @@ class Crew:
         self._children[identity] = child
         self._guard.keep(self._watch(child))
         if self._over:
-            self.kill(identity.role)
+            child.end_now()
         return child
 
     async def tell(self, identity: Identity, message: object) -> bool:
@@ -54,8 +54,7 @@ class Crew:
         """End these roles' children now, or without roles all; their ends are expected from here on."""
         self._over = self._over or not roles
         for child in self._of(*roles):
-            child.stopping = True
-            child.signal(signal.SIGKILL)
+            child.end_now()
 
     async def gone(self, *roles: str) -> None:
         """Wait until the killed children of these roles, or all, have ended; a little while at most."""

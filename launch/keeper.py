@@ -31,8 +31,10 @@ STRIKES = 8  # lives of one worker or of the prefetcher in a row that ended befo
 RESTARTS = 5  # lives of the coordinator in a row that ended early
 EARLY = 30.0  # seconds after its Ready until which an end of the coordinator is early
 PAUSE, LONGEST_PAUSE = 0.1, 5.0  # seconds before the third life, doubled with each more
-SILENCE_SLICE = 0.5  # seconds between two looks at the coordinator's signs of life
-SILENCE = 10  # such looks in a row without any: it hangs
+LOOK = 0.5  # seconds between two looks at who gives signs of life
+STOPPED = 6  # looks in a row that find a process stopped: it hangs
+SILENT = 10  # looks in a row without a sign of life of a coordinator that was ready: it hangs
+UNBORN = 120  # looks until a process must have said something: importing what it runs takes a while
 
 COORDINATOR = "coordinator"
 Told = Callable[[], dict[str, Any]]
@@ -91,10 +93,10 @@ class Keeper:
         """Start all posts and wait until each is ready. Raises StartFailed."""
         for post in self._posts.values():
             await self._fill(post)
+        self._guard.keep(self._watch_over())
         await self._all_ready()
         self._began = True
         self._guard.keep(self._tend_coordinator(time.monotonic()))
-        self._guard.keep(self._watch_silence())
 
     async def begin_late(self, post: Post) -> None:
         """Start a post that was not needed at first, and wait until it is ready. Raises StartFailed."""
@@ -143,8 +145,14 @@ class Keeper:
             self._end = asyncio.get_running_loop().create_future()
         else:
             self._control.line(post.role, post.index).end()
+        if post.child is not None:
+            post.child.end_now()
         identity = Identity(post.role, post.index, post.incarnation)
-        post.child = await self._crew.spawn(identity, post.told(), post.threads)
+        child = await self._crew.spawn(identity, post.told(), post.threads)
+        if post.incarnation == identity.incarnation:
+            post.child = child
+        else:  # all began anew meanwhile
+            child.end_now()
 
     async def _all_ready(self) -> None:
         awaited = {post.ready: post for post in self._posts.values()}  # a restart waits for others
@@ -214,22 +222,25 @@ class Keeper:
             if not self._stopping:
                 await self._fill(post)
 
-    async def _watch_silence(self) -> None:
-        """End a coordinator that gives no sign of life: it is stopped, or its event loop is stuck. Only time
-        in which we ran ourselves counts."""
-        silent, heard = 0, 0.0
+    async def _watch_over(self) -> None:
+        """End who hangs and cannot be found out by those who wait for its work: who is stopped, who says
+        nothing after its birth, and a coordinator that gives no sign of life. Only time in which we ran
+        ourselves counts."""
         while True:
-            await asyncio.sleep(SILENCE_SLICE)
-            post = self._posts[COORDINATOR, 0]
-            child = post.child
-            if child is None or not post.ready.done() or child.heard != heard:
-                silent, heard = 0, child.heard if child is not None else 0.0
-                continue
-            silent += 1
-            if silent >= SILENCE:
-                child.hung = True
-                child.signal(signal.SIGKILL)
-                silent = 0
+            await asyncio.sleep(LOOK)
+            for post in self._posts.values():
+                if post.child is not None and post.child.alive and self._hangs(post, post.child):
+                    post.child.hung = True
+                    post.child.signal(signal.SIGKILL)
+
+    def _hangs(self, post: Post, child: Child) -> bool:
+        child.stopped_looks = child.stopped_looks + 1 if child.is_stopped else 0
+        news = child.heard != child.last_heard
+        child.last_heard = child.heard
+        child.silent_looks = 0 if news else child.silent_looks + 1
+        beats = post.role == COORDINATOR and child.ready.is_set()
+        silent = child.silent_looks >= (SILENT if beats else UNBORN)
+        return child.stopped_looks >= STOPPED or (silent and (beats or child.heard == 0.0))
 
     def _came_up(self, post: Post | None, incarnation: int) -> None:
         if post is None or post.child is None or post.incarnation != incarnation or post.child.up:

@@ -19,6 +19,7 @@ from pipeline.copy_thread import start_copy_thread
 from pipeline.cost_probe import measure_costs
 from pipeline.device import Device, open_device
 from pipeline.engine import DeviceMemory, Engine, Piece
+from pipeline.errors import PeerLost
 from pipeline.expert_cache import ExpertCache
 from pipeline.fetch_link import FetchLink
 from pipeline.generation_defaults import sampling_defaults
@@ -238,7 +239,8 @@ class Assembly:
             link = FetchLink(peers, None, None)
             copier = paced(slab.local_copier(self.store), told.config.link_gbps, lambda: None)
             self._closing.callback(start_copy_thread(told, self.store, copier, peers))
-        link.wait_up(PEER_LIMIT)
+        if not link.wait_up(PEER_LIMIT):
+            raise PeerLost(f"no prefetcher was ready after {PEER_LIMIT:.0f} s")
         self.notes.extend(link.notes)
         self.notes.append(f"slab: {capacity} tiles and {STAGING_TILES} for streaming")
         cache = ExpertCache(shape.layers, shape.experts, shape.tiles, capacity, slots, self.device.fence)

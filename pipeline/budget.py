@@ -14,12 +14,12 @@ class Budget:
         self._spent = 0
         self._began = 0.0
 
-    def spend(self) -> bool:
-        """Count one more; whether it is still within the budget."""
+    def spend(self, cost: int = 1) -> bool:
+        """Count one more, or as much as it costs; whether that is still within the budget."""
         now = time.monotonic()
         if now - self._began >= 1.0:
             self._began, self._spent = now, 0
-        self._spent += 1
+        self._spent += cost
         return self._spent <= self._most
 
 

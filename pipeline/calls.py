@@ -25,15 +25,17 @@ class Calls(Generic[Target]):
 
     @property
     def stopped(self) -> bool:
-        """The end was asked for; what waits does not matter any more."""
+        """The end was asked for; what waits is still to be ended."""
         return self._stopped
 
     def put(
         self, client: bytes, call: Callable[[Target], None], *, size: int = 0, always: bool = False
     ) -> bool:
-        """False where too many of this client wait already, or they would hold too much; `size`: bytes that
-        this one holds; `always`: not then either."""
+        """False after `stop`, and where too many of this client wait already, or they would hold too much;
+        `size`: bytes that this one holds; `always`: not then either."""
         with self._news:
+            if self._stopped:
+                return False
             queue = self._queues.get(client, deque())
             full = len(queue) >= LIMIT or (queue and self._sizes[client] + size > SIZE_LIMIT)
             if full and not always:
@@ -45,11 +47,11 @@ class Calls(Generic[Target]):
 
     def get(self, wait: float) -> Callable[[Target], None] | None:
         """The next client's oldest call; None where none came within `wait` seconds, or the end was asked
-        for."""
+        for and all have been taken."""
         with self._news:
             if not self._queues and not self._stopped and wait:
                 self._news.wait(wait)
-            if not self._queues or self._stopped:
+            if not self._queues:
                 return None
             client, queue = self._queues.popitem(last=False)
             call, size = queue.popleft()

@@ -36,6 +36,8 @@ QUEUED_BYTES = 1 << 30  # for all clients together; beyond, the one that most wa
 REFUSED_LIMIT = 20  # refused messages of one client in a second
 SHUT_OUT_SECONDS = 10.0  # for which one that was cut off is not heard
 SHUT_OUT_MOST = 256  # of these that are remembered
+LARGEST_HELLO = 8192  # bytes of a stranger's message that is looked at
+COSTLY = 200_000  # bytes of a refused message that count as one more
 MOST_CLIENTS = 512  # on one socket
 
 _LOCAL, _TCP = b"l", b"t"  # what a client's name begins with; its routing id there is the rest
@@ -162,11 +164,16 @@ class Clients:
             self.unheard += 1
             return
         client = self._clients.get(sender)
+        size = sum(map(len, frames))
+        if client is None and size > LARGEST_HELLO:
+            self.malformed += 1
+            self.refuse(sender, "say Hello first")
+            return
         try:
             message: Any = decode(frames)
         except MalformedMessage as e:
             self.malformed += 1
-            self.refuse(sender, f"malformed message: {e}")
+            self.refuse(sender, f"malformed message: {e}", cost=1 + size // COSTLY)
             return
         if isinstance(message, Hello):
             self._greet(sender, message)
@@ -196,13 +203,14 @@ class Clients:
             client.sender = self._group.create_task(self._pump(sender, client))
             self.send(sender, self._welcome())
 
-    def refuse(self, sender: bytes, why: str) -> None:
-        """Say why a message was refused; to somebody who sends such all the time, not each time."""
+    def refuse(self, sender: bytes, why: str, cost: int = 1) -> None:
+        """Say why a message was refused; to somebody who sends such all the time, not each time. `cost`: as
+        many small ones take as long to be refused."""
         client = self._clients.get(sender)
         if client is None:
             if self._sockets[sender[:1]].refusals.spend():
                 self._answer(sender, Error(-1, why))
-        elif client.refusals.spend():
+        elif client.refusals.spend(cost):
             self._answer(sender, Error(-1, why))
         else:
             self.cut_off(sender, f"more than {REFUSED_LIMIT} messages in a second had to be refused")

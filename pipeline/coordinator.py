@@ -53,6 +53,7 @@ from shm.errors import NotEnoughMemory
 
 log = logging.getLogger(__name__)
 
+ENDING = "the engine is shutting down"
 FLOODED = "this client has sent more than the engine can take in; ask again later"
 ID_BYTES = 36  # of a number in a tuple
 FLUSH_LIMIT = 1.0  # seconds for the last messages to clients
@@ -203,17 +204,23 @@ class Coordinator:
             case Generate() | Score():
                 submit = partial(self._submit, client=client, message=message)
                 if not self._engine.call(client, submit, size=_size(message)):
-                    self.clients.send(client, Done(message.request, "error", FLOODED))
+                    self.clients.send(client, Done(message.request, "error", self._refusal))
             case SetPolicy():
                 if not self._engine.call(client, lambda a: self._set_policy(a, client, message)):
-                    self.clients.send(client, Error(message.request, FLOODED))
+                    self.clients.send(client, Error(message.request, self._refusal))
             case Cancel():
-                if not self._engine.call(client, lambda a: a.scheduler.cancel(client, message.request)):
+                taken = self._engine.call(client, lambda a: a.scheduler.cancel(client, message.request))
+                if not (taken or self._stopping.is_set()):
                     self.clients.cut_off(client, FLOODED)
             case Stats():
                 self.clients.send(client, self._stats(message.request))
             case _:
                 self.clients.refuse(client, f"a client may not send {type(message).__name__}")
+
+    @property
+    def _refusal(self) -> str:
+        """Why something was not taken in."""
+        return ENDING if self._stopping.is_set() else FLOODED
 
     def _stats(self, request: int) -> StatsReply:
         # Read while the engine's thread counts on: each is whole, together they may be a step apart.

@@ -76,8 +76,8 @@ class Engine:
         self._step = 0
 
     def set_policy(self, policy: Policy, costs: Costs | None) -> tuple[str, ...]:
-        """Use a policy from the next step on: its placement is resident when this returns. Returns its
-        notes. Raises PolicyError where it needs a slab and there is none."""
+        """Use a policy from the next step on: its placement is resident when this returns, unless there is
+        no prefetcher. Returns its notes. Raises PolicyError where it needs a slab and there is none."""
         if policy.uses_device and self.memory is None:
             raise PolicyError(f"policy {policy.name} keeps experts on the device, and has no room there")
         self.policy, self._costs, self._step = policy, costs, 0
@@ -86,7 +86,8 @@ class Engine:
         if self.memory is not None:
             every = np.ndindex(placement.shape)
             self.memory.mover.retarget(Target(i, e, int(placement[i, e])) for i, e in every)
-            self.memory.mover.settle()
+            if not self.memory.mover.settle():
+                return *policy.notes(view), "the prefetcher is away: experts are placed when it is back"
         return policy.notes(view)
 
     def forget_trials(self) -> None:

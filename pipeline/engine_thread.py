@@ -26,6 +26,7 @@ IDLE_WAIT = 0.5  # seconds an idle engine waits for a call before it looks after
 MOVING_WAIT = 0.01  # the same while tiles move in the background
 PAUSE = 0.005  # seconds until a round is tried again when all requests wait for their clients
 CALLS_SECONDS = 0.01  # of calls between two rounds
+LAST_CALLS_SECONDS = 0.5  # of those that wait when the engine is stopped
 JOIN_LIMIT = 2.0  # seconds for the engine's thread to end its step
 GIVE_UP_LIMIT = 1.0  # seconds for it to end after its peers were given up
 
@@ -115,17 +116,18 @@ class EngineThread:
                 elif not scheduler.round():
                     self._take_calls(assembly, PAUSE)
         finally:
-            if self._calls.stopped:
+            if self._calls.stopped:  # whoever has asked for something is told its end
+                self._take_calls(assembly, 0.0, LAST_CALLS_SECONDS)
                 scheduler.cancel_all()
             # Otherwise the engine failed. Its successor goes on where a client asks it to, so nothing is
             # ended.
             assembly.close()
 
-    def _take_calls(self, assembly: Assembly, wait: float) -> None:
+    def _take_calls(self, assembly: Assembly, wait: float, seconds: float = CALLS_SECONDS) -> None:
         """Run the calls that are there, for a little while, so that a flood of them does not keep rounds from
         running; wait for the first."""
         call = self._calls.get(wait)
-        until = time.perf_counter() + CALLS_SECONDS
+        until = time.perf_counter() + seconds
         while call is not None:
             call(assembly)
             call = self._calls.get(0.0) if time.perf_counter() < until else None

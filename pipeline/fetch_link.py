@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from pipeline.errors import PeerLost
 from pipeline.peers import PeerSocket, Watch
 from protocol.messages import AttachSlab, CancelFetch, Fetch, Fetched, Ready, SlabAttached, WorkerDied
 from shm.control import ControlLine
@@ -50,14 +49,12 @@ class FetchLink:
         self._orders: dict[int, Order] = {}
         self._watch = Watch()
 
-    def wait_up(self, limit: float) -> None:
-        """Wait until there is a prefetcher that has mapped the slab. Raises PeerLost after `limit`
-        seconds."""
+    def wait_up(self, limit: float) -> bool:
+        """Wait until there is a prefetcher that has mapped the slab; False after `limit` seconds."""
         deadline = time.monotonic() + limit
-        while not self.up:
-            if time.monotonic() > deadline:
-                raise PeerLost(f"no prefetcher was ready after {limit:.0f} s")
+        while not self.up and time.monotonic() < deadline:
             self.update(100)
+        return self.up
 
     def order(self, layer: int, expert: int, lo: int, slots: list[int], urgency: int) -> Order:
         """Ask for tiles [lo, lo + len(slots)) of an expert. The link must be up."""

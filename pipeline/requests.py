@@ -73,6 +73,8 @@ class Requests:
             raise RequestError("give exactly one of prompt, token_ids and messages")
         if message.messages is not None:
             tokenizer = self._need_tokenizer("messages")
+            if len(message.messages) > self.context:  # each is a token at least
+                raise RequestError(f"{len(message.messages)} turns do not fit the context of {self.context}")
             self._may_fit(tokenizer, sum(len(turn.content) for turn in message.messages))
             return self._checked(tokenizer.render_chat(message.messages))
         return self._ids(message.prompt, message.token_ids)

@@ -18,7 +18,7 @@ from pipeline.policies.view import Target
 from pipeline.split import Missing
 
 BACKGROUND = 64  # orders under way at most: more would only fill the prefetcher's socket
-COME_LIMIT = 60.0  # seconds for a new prefetcher, where one is waited for
+COME_LIMIT = 10.0  # seconds for a new prefetcher, where one is waited for
 
 
 class TileMover:
@@ -69,15 +69,17 @@ class TileMover:
         """Something is under way in the background."""
         return bool(self._background)
 
-    def settle(self) -> None:
-        """Wait until residency equals the targets. Raises PeerLost where no prefetcher comes."""
+    def settle(self) -> bool:
+        """Wait until residency equals the targets; False where no prefetcher comes: the rest lands when one
+        does."""
         while self.cache.lacking().size or self._background:
             self.update()
             for order in list(self._background.values())[:1]:
                 self._link.wait(order, order.landed + 1)
-            if not self._link.up:
-                self._link.wait_up(COME_LIMIT)
+            if not (self._link.up or self._link.wait_up(COME_LIMIT)):
+                return False
         self.cache.audit()
+        return True
 
     def stream(
         self, layer: int, missing: Iterable[Missing], left: list[Missing]

@@ -22,6 +22,7 @@ class Limits:
     frame: int = 256 << 20  # bytes of one array
     items: int = 1 << 20  # entries of one list
     keys: int = 4096  # entries of one map
+    containers: int = 16384  # lists and maps in one header, all together
     depth: int = 16  # nesting of a Tree; the Tree itself is level 1
 
 

@@ -31,8 +31,9 @@ The types, as the table writes them, and their msgpack values:
 
 A field written with "= value" may be missing and then has that value; others must be there; unknown
 fields and repeated keys are refused. The order of a map's keys is free. A header has at most 4 MiB, an
-array 256 MiB, a list 2**20 entries, a map 4096; ext types are refused. A receiver checks all of this, and
-each array's shape against its frame's length, before it makes anything of it.
+array 256 MiB, a list 2**20 entries, a map 4096, a header 16384 lists and maps in all; ext types are
+refused. A receiver checks all of this, and each array's shape against its frame's length, before it makes
+anything of it.
 
 Messages
 --------
@@ -259,10 +260,12 @@ def _open(frames: Sequence[Buffer], limits: Limits) -> tuple[_Plan, dict[str, An
     packed = memoryview(frames[1])
     if packed.nbytes > limits.header:
         raise MalformedMessage(f"{plan.name}: {packed.nbytes} bytes of header, the limit is {limits.header}")
+    containers = _Containers(limits.containers)
     try:
         header = msgpack.unpackb(
             packed,
-            object_pairs_hook=_map,
+            object_pairs_hook=containers.map,
+            list_hook=containers.list,
             ext_hook=_no_extension,
             max_str_len=limits.header,
             max_bin_len=limits.header,
@@ -277,11 +280,28 @@ def _open(frames: Sequence[Buffer], limits: Limits) -> tuple[_Plan, dict[str, An
     return plan, header
 
 
-def _map(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a key appears twice in a map")
-    return result
+class _Containers:
+    """Counts a header's lists and maps while it is unpacked: each costs a receiver far more than its byte."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._left = most
+
+    def map(self, pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+        self._count()
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            raise ValueError("a key appears twice in a map")
+        return result
+
+    def list(self, items: list[Any]) -> list[Any]:
+        self._count()
+        return items
+
+    def _count(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise ValueError(f"more than {self._most} lists and maps")
 
 
 def _no_extension(code: int, data: bytes) -> None:

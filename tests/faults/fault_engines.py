@@ -83,18 +83,6 @@ class State:
     def send(self, number: signal.Signals, role: str, index: int = 0) -> None:
         os.kill(self.pid(role, index), number)
 
-    async def kill_one_that_is_up(self, role: str) -> None:
-        """Wait for one that does its work, and kill it."""
-        end = time.monotonic() + LIMIT
-        while time.monotonic() < end:
-            up = [p["pid"] for p in (await self.client.stats())["peers"] if p["role"] == role and p["up"]]
-            for pid in up:
-                if pid in self.supervisor.pids.values():
-                    os.kill(pid, KILL)
-                    return
-            await asyncio.sleep(0.02)
-        raise AssertionError(f"no {role} is up")
-
     async def prefilling(self, rows: int) -> None:
         """Wait until so many rows more have been prefilled."""
         wanted = await self.prefilled() + rows
@@ -106,19 +94,21 @@ class State:
         """Rows so far."""
         return int((await self.client.stats())["engine"]["prefill"]["rows"])
 
-    async def kill_next(self, role: str, index: int, after: int) -> int:
-        """Kill the first life that is later than this one, as soon as it is there; which it was."""
+    async def kill_next(self, role: str, index: int, after: int, number: signal.Signals = KILL) -> int:
+        """Kill, or stop, the first life that is later than this one, as soon as it is there; which it was."""
         end = time.monotonic() + LIMIT
         while True:
             for who, pid in self.supervisor.pids.items():
                 if (who.role, who.index) == (role, index) and who.incarnation > after:
-                    os.kill(pid, KILL)
+                    os.kill(pid, number)
                     return who.incarnation
             assert time.monotonic() < end
             await asyncio.sleep(0.005)
 
     def incarnation(self, role: str, index: int = 0) -> int:
-        return max(who.incarnation for who in self.supervisor.pids if (who.role, who.index) == (role, index))
+        """Of the present life; -1 between two."""
+        lives = [who.incarnation for who in self.supervisor.pids if (who.role, who.index) == (role, index)]
+        return max(lives, default=-1)
 
     def segments(self) -> list[str]:
         return sorted(path.name for path in segments(self.runtime))

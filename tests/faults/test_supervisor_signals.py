@@ -101,6 +101,7 @@ class InTerminal:
             stdin=terminal,
             stdout=terminal,
             stderr=terminal,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )
         os.close(terminal)
         self._closing = threading.Event()
@@ -143,10 +144,6 @@ def closes(terminal: InTerminal) -> None:
     terminal.close()
 
 
-def interrupts(terminal: InTerminal) -> None:
-    terminal.type(b"\x03")
-
-
 def interrupts_twice(terminal: InTerminal) -> None:
     for _ in range(2):
         terminal.type(b"\x03")
@@ -154,7 +151,7 @@ def interrupts_twice(terminal: InTerminal) -> None:
 
 
 @pytest.mark.skipif(TERMINAL is None, reason="needs setsid of util-linux")
-@pytest.mark.parametrize("does", [closes, interrupts, interrupts_twice])
+@pytest.mark.parametrize("does", [closes, interrupts_twice])
 def test_a_person_who_leaves(place: Place, does: Callable[[InTerminal], None]) -> None:
     """In the middle of an answer by an engine that was started for it."""
     name = f"person-{os.getpid()}"

@@ -8,10 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from fault_engines import KILL, LONG, PROMPT, STOP, State, answer, answer_with_fault, bits, config, until
-
-from launch.equality import F32_BOUND, Verdict, compare
-from protocol.messages import Token
+from fault_engines import KILL, LONG, STOP, State, answer, answer_with_fault, bits, config, until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
@@ -78,32 +75,20 @@ async def test_while_nothing_runs(state) -> None:
     reference, before = await answer(state.client), await state.deaths()
     lives = state.incarnation("worker", 1)
     state.send(KILL, "worker", 1)
-    state.send(STOP, "worker", 0)  # nobody notices, until it is needed
+    state.send(STOP, "worker", 0)
     await until(lambda: state.incarnation("worker", 1) > lives)
     assert bits(await answer(state.client)) == bits(reference)
     await recovered(state, before, 2)
 
 
-async def test_again_and_again_with_several_clients(state) -> None:
-    """Answers of a batch, which differ from those of one alone by rounding."""
-    prompts = [PROMPT[i:] for i in range(3)]
-
-    async def batch() -> list[list[Token]]:
-        return await asyncio.gather(*(answer(state.client, prompt, 120) for prompt in prompts))
-
-    alone = [await answer(state.client, prompt, 120) for prompt in prompts]
-    before, running = await state.deaths(), asyncio.create_task(batch())
-    kills = 0
-    while not running.done() and kills < 6:
-        await state.kill_one_that_is_up("worker")
-        kills += 1
-        await asyncio.sleep(0.1)
-    await running
-    assert kills >= 2
-    await recovered(state, before, kills)
-    for tokens, reference in zip(running.result(), alone, strict=True):
-        ours = [token.token for token in tokens]
-        assert compare(ours, reference, F32_BOUND).verdict is not Verdict.MISMATCH
+async def test_a_successor_that_is_stopped_before_it_has_said_a_word(state) -> None:
+    """It is nobody's yet: the supervisor finds it."""
+    reference, lives = await answer(state.client), state.incarnation("worker", 0)
+    state.send(KILL, "worker", 0)
+    stopped = await state.kill_next("worker", 0, lives, STOP)
+    await until(lambda: state.incarnation("worker", 0) > stopped)
+    await state.whole()
+    assert bits(await answer(state.client)) == bits(reference)
 
 
 @pytest.mark.parametrize("number", [KILL, STOP], ids=["killed", "stopped"])

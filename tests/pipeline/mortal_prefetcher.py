@@ -172,6 +172,6 @@ def mortal_parts(runtime: Path, store: Store, slots: int) -> Iterator[tuple[Part
         link = FetchLink(peers, slab.address(), control.line("prefetcher", 0))
         lives = Lives(runtime, store, peers, deaths)
         lives.begin()
-        link.wait_up(LIMIT)
+        assert link.wait_up(LIMIT)
         stack.callback(lives.end)
         yield Parts(store, slab, device, link), lives

@@ -134,7 +134,7 @@ def copying(parts: Parts, runtime: Path, peers: PeerSocket, link_gbps: float | N
     thread = threading.Thread(target=copy, name="prefetcher", daemon=True)
     thread.start()
     try:
-        parts.link.wait_up(LIMIT)
+        assert parts.link.wait_up(LIMIT)
         yield
     finally:
         peers.send(0, Shutdown())

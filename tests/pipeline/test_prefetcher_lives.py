@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mortal_prefetcher import Lives, mortal_parts
 from moving_parts import LIMIT, SLOTS, Parts, random_store
 
-from pipeline.errors import PeerLost, PlanError
+from pipeline.errors import PlanError
 from pipeline.policies.view import Target
 from pipeline.split import Missing
 from pipeline.tile_mover import TileMover
@@ -104,7 +104,7 @@ DOOM = st.tuples(st.integers(0, 12), st.booleans())
 def test_any_order_of_calls_and_deaths(shared_scene, capacity, staging, calls) -> None:
     parts, lives = shared_scene
     lives.begin()
-    parts.link.wait_up(LIMIT)
+    assert parts.link.wait_up(LIMIT)
     mover = parts.mover(capacity, staging)
     for call in calls:
         match call:
@@ -184,7 +184,7 @@ def test_background_orders_are_freed_and_asked_for_again(scene) -> None:
     assert mover.cache.residency.sum() <= TILES + 2
     check_slots(parts, mover)
     lives.begin()
-    parts.link.wait_up(LIMIT)
+    assert parts.link.wait_up(LIMIT)
     mover.update()
     assert mover.moving
     settle(parts, lives, mover)
@@ -197,8 +197,7 @@ def test_settling_waits_for_a_successor_and_not_for_ever(scene, monkeypatch) -> 
     mover = parts.mover(TILES, 1)
     lives.doom(2, heir=False)
     mover.retarget([Target(0, 0, TILES)])
-    with pytest.raises(PeerLost, match="no prefetcher was ready"):
-        mover.settle()
+    assert not mover.settle()
     check_slots(parts, mover)
     monkeypatch.setattr("pipeline.tile_mover.COME_LIMIT", LIMIT)
     lives.begin()
@@ -215,5 +214,5 @@ def test_one_that_never_lands_a_tile_is_outlived(scene) -> None:
         lives.doom(0, heir=True)
         demand(parts, mover, 0, missing(mover, 0, [TILES, 0, 0]))
         lives.begin()
-        parts.link.wait_up(LIMIT)
+        assert parts.link.wait_up(LIMIT)
     settle(parts, lives, mover)

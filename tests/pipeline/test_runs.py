@@ -17,17 +17,18 @@ SEED = st.integers(0, 2**32 - 1)
 
 @st.composite
 def shares(draw: st.DrawFn, batch: int = ROWS) -> HostShare:
-    """Some experts with tiles [lo, TILES) and some of the batch's rows each."""
+    """Some experts with tiles [lo, hi) and some of the batch's rows each."""
     experts = sorted(draw(st.sets(st.integers(0, 11), max_size=6)))
     lo = [draw(st.integers(0, TILES - 1)) for _ in experts]
+    hi = [draw(st.integers(first + 1, TILES)) for first in lo]
     rows = [sorted(draw(st.sets(st.integers(0, batch - 1), min_size=1))) for _ in experts]
     weights = [draw(st.lists(st.integers(1, 9), min_size=len(r), max_size=len(r))) for r in rows]
     return HostShare(
         np.array(experts, np.int32),
         np.array(lo, np.int32),
+        np.array(hi, np.int32),
         [np.array(r, np.int32) for r in rows],
         [np.array(w, np.float32) for w in weights],
-        TILES,
     )
 
 
@@ -36,8 +37,8 @@ def tiles_of(run: Run) -> list[tuple[int, int]]:
 
 
 def all_tiles(share: HostShare) -> list[tuple[int, int]]:
-    pairs = zip(share.experts.tolist(), share.lo.tolist(), strict=True)
-    return [(expert, tile) for expert, lo in pairs for tile in range(lo, TILES)]
+    items = zip(share.experts.tolist(), share.lo.tolist(), share.hi.tolist(), strict=True)
+    return [(expert, tile) for expert, lo, hi in items for tile in range(lo, hi)]
 
 
 def cost(share: HostShare, tiles: list[tuple[int, int]]) -> int:
@@ -66,7 +67,8 @@ def test_prefill_gives_out_whole_experts(share, workers) -> None:
     runs = cut_into_runs(share, workers, "prefill", ROWS)
     assert len(runs) == min(workers, len(share.experts))  # nobody idles while another has two
     items = sorted(item for run in runs for item in map(tuple, run.items.tolist()))
-    assert items == [(e, lo, TILES) for e, lo in zip(share.experts.tolist(), share.lo.tolist(), strict=True)]
+    given = zip(share.experts.tolist(), share.lo.tolist(), share.hi.tolist(), strict=True)
+    assert items == list(given)
     loads = [cost(share, tiles_of(run)) for run in runs]
     for run, load in zip(runs, loads, strict=True):
         assert run.items[:, 0].tolist() == sorted(run.items[:, 0].tolist())
@@ -84,7 +86,7 @@ def test_the_runs_add_up_to_the_weighted_sum(data, batch, workers, phase, seed) 
     factor = rng.integers(-9, 9, (12, TILES)).astype(np.float64)
     expected = np.zeros_like(x)
     for i, expert in enumerate(share.experts):
-        for tile in range(share.lo[i], TILES):
+        for tile in range(share.lo[i], share.hi[i]):
             for row, weight in zip(share.rows[i], share.weights[i], strict=True):
                 expected[row] += weight * factor[expert, tile] * x[row]
 
@@ -114,4 +116,4 @@ def test_the_same_share_gives_the_same_runs_in_the_wire_s_types(share, workers, 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_nothing_to_do_is_no_run(phase) -> None:
     nothing = np.zeros(0, np.int32)
-    assert cut_into_runs(HostShare(nothing, nothing, [], [], TILES), 3, phase, ROWS) == []
+    assert cut_into_runs(HostShare(nothing, nothing, nothing, [], []), 3, phase, ROWS) == []

@@ -10,6 +10,8 @@ import pytest
 import zmq
 from raw_client import one_line, raw_client
 
+from launch.supervisor import Supervisor
+from pipeline.config import EngineConfig
 from protocol.client import Client
 from protocol.codec import encode
 from protocol.errors import RequestFailed
@@ -155,7 +157,7 @@ async def test_a_number_that_is_in_use(engine) -> None:
         [b"\x03\x03", b"\x81\xa7request\x01", b"extra"],
         [b"\xff\x03", b"\x80"],
         [b"\x09\x03", b"\xdf\xff\xff\xff\xff"],
-        [b"\x09\x03", b"\x81\xa7request\x01"],
+        [b"\x09\x02", b"\x81\xa7request\x01"],
     ],
     ids=range(11),
 )
@@ -217,6 +219,8 @@ async def test_a_text_far_beyond_the_context_is_refused_without_encoding_it(engi
         for given in ({"prompt": "x" * 4_000_000}, {"messages": [ChatMessage("user", "x " * 2_000_000)]}):
             with pytest.raises(RequestFailed, match=r"4000000 char.* at least .* the context is 256"):
                 await client.generate(**given).result()
+        with pytest.raises(RequestFailed, match="16000 turns do not fit the context of 256"):
+            await client.generate(messages=[ChatMessage("user", "")] * 16_000).result()
         with pytest.raises(RequestFailed, match="4000000 characters"):
             async for _ in client.score(text="x" * 4_000_000):
                 pass
@@ -248,3 +252,21 @@ async def test_a_flood_of_one_client_does_not_silence_the_engine_for_others(engi
         finally:
             pouring.cancel()
     await works(engine[1]._endpoint)
+
+
+async def test_every_request_is_told_its_end_when_the_engine_ends(tiny_model) -> None:
+    """Those that run, and those that the engine's thread has not yet looked at; who comes later may find
+    nobody."""
+    slow = EngineConfig(model=tiny_model, device="cpu", workers=1, host_slowdown=300.0, chunk=8)
+    asked = {"token_ids": IDS, "max_tokens": 200, "ignore_eos": True}
+    async with contextlib.AsyncExitStack() as engine:
+        supervisor = await engine.enter_async_context(Supervisor(slow, log_level="WARNING"))
+        async with Client.connect(supervisor.endpoint) as client:
+            running = client.generate(**asked)
+            await anext(aiter(running))
+            answers = [client.generate(**asked) for _ in range(5)]  # while a step is under way
+            await client.stats()  # the event loop has them all
+            ending = asyncio.create_task(engine.aclose())
+            ends = [(await answer.result()).done.reason for answer in answers]
+            await ending
+    assert ends == ["cancelled"] * 5
