@@ -14,7 +14,13 @@ import zmq
 import zmq.asyncio
 
 from protocol.codec import decode, encode, wire_version
-from protocol.errors import EngineGone, MalformedMessage, RequestFailed, VersionMismatch
+from protocol.errors import (
+    ConnectionLost,
+    EngineGone,
+    MalformedMessage,
+    RequestFailed,
+    VersionMismatch,
+)
 from protocol.keys import Address
 from protocol.messages import VERSION, Cancel, Error, Heartbeat, Hello, Welcome
 from protocol.sockets import HWM, connect_dealer
@@ -23,15 +29,6 @@ HEARTBEAT_SECONDS = 0.5
 SILENCE_SECONDS = 2.5
 STRANGER = "say Hello first"  # what a coordinator tells whom it does not know, or no longer
 _WAITS = 10  # a silence is this many waits in a row without a message
-
-
-class ConnectionLost(EngineGone):
-    """This connection is over, or did not come about, and another one may do better: the engine is silent, or
-    another has taken its place, or (`dropped`) it is still the same and has forgotten this client."""
-
-    def __init__(self, text: str, dropped: bool = False) -> None:
-        super().__init__(text)
-        self.dropped = dropped
 
 
 class Connection:

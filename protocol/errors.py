@@ -17,6 +17,15 @@ class EngineGone(ProtocolError):
     """The engine cannot be reached, or has been silent for longer than the heartbeat allows."""
 
 
+class ConnectionLost(EngineGone):
+    """This connection is over, or did not come about, and another one may do better: the engine is silent, or
+    another has taken its place, or (`dropped`) it is still the same and has forgotten this client."""
+
+    def __init__(self, text: str, dropped: bool = False) -> None:
+        super().__init__(text)
+        self.dropped = dropped
+
+
 class RequestFailed(ProtocolError):
     """The engine answered a request with an error; the text is the engine's. `usage`: the request is at
     fault, not the engine."""

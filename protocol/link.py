@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from protocol.codec import encode
-from protocol.connection import SILENCE_SECONDS, Connection, ConnectionLost, open_connection
-from protocol.errors import EngineGone, ProtocolError, RequestFailed
+from protocol.connection import SILENCE_SECONDS, Connection, open_connection
+from protocol.errors import ConnectionLost, EngineGone, ProtocolError, RequestFailed
 from protocol.keys import Address
 from protocol.messages import Welcome
 from protocol.sockets import HWM
