@@ -99,7 +99,7 @@ class Engine:
         """Take in who has come and who has died, whether the next layer needs them or not."""
         self.pool.update(0)
         if self.memory is not None:
-            self.memory.mover.update()
+            self.memory.mover.keep_up()
 
     @torch.inference_mode()
     def step(self, pieces: Sequence[Piece], phase: Phase) -> list[FloatArray]:

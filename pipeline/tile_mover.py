@@ -43,6 +43,11 @@ class TileMover:
             if order is not None and order.lo + len(order.slots) > change.tiles:
                 self._link.cancel(order)
 
+    def keep_up(self) -> None:
+        """See whether the prefetcher came or went, also where nothing is under way; then `update`."""
+        self._link.update(0)
+        self.update()
+
     def update(self, wait_ms: int = 0) -> None:
         """Take in landings and order what is still lacking."""
         if self._background:
@@ -51,8 +56,6 @@ class TileMover:
                 self._take_in(order)
                 if order.final:
                     del self._background[key]
-        else:
-            self._link.update(0)
         for layer, expert in self.cache.lacking().tolist() if self._link.up else ():
             if len(self._background) == BACKGROUND:
                 return
