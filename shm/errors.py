@@ -9,6 +9,10 @@ class UnknownFormat(ShmError):
     """A format name that no class implements."""
 
 
+class WeightsUnusable(ShmError):
+    """Weights to quantize are infinite, not a number, or beyond what the formats can hold."""
+
+
 class NotEnoughMemory(ShmError):
     """The space check before an allocation failed; the text says how much is needed and what to change."""
 

@@ -5,32 +5,39 @@ Its intermediate axis I is padded to `tiles * tile` channels (zero weights: the 
 into equal tiles. A tile is one contiguous range of bytes holding its channels' rows of gate and up and
 their columns of down. An expert is its tiles in order; in the store each expert starts on a page.
 
-    plain formats (f32, bf16), one tile of T channels:
-
-        byte 0               T*H*s                2*T*H*s              3*T*H*s
-        | gate rows [T, H]   | up rows [T, H]     | down columns [T, H] |     s = bytes of one number
-
-    all row-major, down transposed so that the tile's part of y is `a @ D`, a = silu(gate x) * (up x).
-
-Only a format class knows these bytes. A format has two consumers, the host kernels and the device; both
-read the layout drawn above. Adding a format is adding a class here and its kernel in `workers/kernels`.
+Only a format class knows a tile's bytes: `shm/formats.py` draws those of the plain formats, `shm/blocks.py`
+those of the quantized ones. A format has two consumers, the host kernels and the device; both read what is
+drawn there. Adding a format is adding its class to FORMATS and its kernel to `workers/kernels`.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from shm.blocks import BlockFormat, Int4, Int8
 from shm.errors import UnknownFormat
+from shm.formats import BF16, F32, Bytes, Float32, TileFormat, round_to_bf16
+
+__all__ = [
+    "BF16",
+    "F32",
+    "FORMATS",
+    "PAGE",
+    "BlockFormat",
+    "Bytes",
+    "ExpertShape",
+    "Float32",
+    "Int4",
+    "Int8",
+    "StoreLayout",
+    "TileFormat",
+    "format_named",
+    "round_to_bf16",
+]
 
 PAGE = 4096
-ENCODED_ROWS = 8  # rounded at a time, so that the steps in between stay in the processor's cache
-
-Float32 = NDArray[np.float32]
-Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -58,68 +65,7 @@ class ExpertShape:
         return self.tiles * self.tile
 
 
-class TileFormat(ABC):
-    """How one tile's numbers become bytes. Stateless."""
-
-    name: str
-
-    @abstractmethod
-    def tile_bytes(self, hidden: int, tile: int) -> int:
-        """Bytes of one tile of `tile` channels."""
-
-    @abstractmethod
-    def encode(self, gate: Float32, up: Float32, down: Float32, out: Bytes) -> None:
-        """Write one tile. gate and up [T, H], down [T, H] (already transposed), out uint8 [tile_bytes]."""
-
-    @abstractmethod
-    def decode(self, data: Bytes, hidden: int, tile: int) -> Float32:
-        """The tile's numbers as float32 [3, T, H]: gate, up, down transposed. For tests and tools; the
-        kernels read the bytes themselves."""
-
-
-class F32(TileFormat):
-    """IEEE binary32, little endian, drawn above with s = 4."""
-
-    name = "f32"
-
-    def tile_bytes(self, hidden: int, tile: int) -> int:
-        return 3 * tile * hidden * 4
-
-    def encode(self, gate: Float32, up: Float32, down: Float32, out: Bytes) -> None:
-        np.stack((gate, up, down), out=out.view("<f4").reshape(3, *gate.shape))
-
-    def decode(self, data: Bytes, hidden: int, tile: int) -> Float32:
-        return data.view("<f4").reshape(3, tile, hidden)
-
-
-class BF16(TileFormat):
-    """bfloat16 (the upper half of binary32, rounded to nearest even), little endian, s = 2."""
-
-    name = "bf16"
-
-    def tile_bytes(self, hidden: int, tile: int) -> int:
-        return 3 * tile * hidden * 2
-
-    def encode(self, gate: Float32, up: Float32, down: Float32, out: Bytes) -> None:
-        target = out.view("<u2").reshape(3, *gate.shape)
-        for part, values in zip(target, (gate, up, down), strict=True):
-            for lo in range(0, len(values), ENCODED_ROWS):
-                part[lo : lo + ENCODED_ROWS] = round_to_bf16(values[lo : lo + ENCODED_ROWS])
-
-    def decode(self, data: Bytes, hidden: int, tile: int) -> Float32:
-        halves = data.view("<u2").reshape(3, tile, hidden)
-        return (halves.astype(np.uint32) << 16).view(np.float32)
-
-
-def round_to_bf16(values: Float32) -> NDArray[np.uint16]:
-    """The bfloat16 bit patterns of float32 values, rounded to nearest even; NaN stays NaN."""
-    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16
-    rounded = np.where(np.isnan(values), np.uint32(0x7FC0), rounded)
-    return rounded.astype(np.uint16)
-
-
-FORMATS: dict[str, TileFormat] = {f.name: f for f in (F32(), BF16())}
+FORMATS: dict[str, TileFormat] = {f.name: f for f in (F32(), BF16(), Int8(), Int4(64), Int4(128))}
 
 
 def format_named(name: str) -> TileFormat:

@@ -111,7 +111,7 @@ def read_head(head: Bytes, size: int) -> tuple[StoreManifest, int]:
     manifest = _unpack(packed)
     try:
         expected = offset + manifest.layout.total_bytes
-    except UnknownFormat as e:
+    except (UnknownFormat, ValueError) as e:  # ValueError: a tile that is no whole groups of the format
         raise StoreInvalid(str(e)) from None
     if size != expected:
         raise StoreInvalid(f"it has {size} bytes instead of {expected}")

@@ -17,6 +17,7 @@ import numpy as np
 
 from pipeline.checkpoint.reader import RawTensor, TensorReader, to_float32
 from pipeline.errors import ModelError
+from shm.errors import WeightsUnusable
 from shm.layout import Bytes, StoreLayout
 from shm.store import StoreBuilder
 
@@ -51,9 +52,10 @@ def encode_experts(
         try:
             for layer in range(shape.layers):
                 for expert in range(shape.experts):
-                    matrices = _read_expert(reader, names(layer, expert), layout)
+                    tensors = names(layer, expert)
+                    matrices = _read_expert(reader, tensors, layout)
                     nbytes = sum(m.bits.nbytes for m in matrices)
-                    blocks = _submit(pool, layout, matrices, builder.expert(layer, expert))
+                    blocks = _submit(pool, layout, tensors, matrices, builder.expert(layer, expert))
                     pending.append((layer, expert, nbytes, blocks))
                     in_flight += nbytes
                     while in_flight - nbytes > IN_FLIGHT_BYTES:
@@ -81,7 +83,11 @@ def _read_expert(reader: TensorReader, names: tuple[str, str, str], layout: Stor
 
 
 def _submit(
-    pool: ThreadPoolExecutor, layout: StoreLayout, matrices: list[RawTensor], out: Bytes
+    pool: ThreadPoolExecutor,
+    layout: StoreLayout,
+    names: tuple[str, str, str],
+    matrices: list[RawTensor],
+    out: Bytes,
 ) -> list[Future[None]]:
     """Encode one expert, block by block. A block of whole tiles is laid out like a smaller expert."""
     shape = layout.shape
@@ -93,17 +99,27 @@ def _submit(
         lo, hi = first * shape.tile, min(last * shape.tile, shape.intermediate)
         block = replace(layout, shape=replace(shape, layers=1, experts=1, intermediate=hi - lo))
         part = out[first * layout.tile_bytes : last * layout.tile_bytes]
-        blocks.append(pool.submit(_encode_block, block, matrices, lo, hi, part))
+        blocks.append(pool.submit(_encode_block, block, names, matrices, lo, hi, part))
     return blocks
 
 
-def _encode_block(layout: StoreLayout, matrices: list[RawTensor], lo: int, hi: int, out: Bytes) -> None:
+def _encode_block(
+    layout: StoreLayout,
+    names: tuple[str, str, str],
+    matrices: list[RawTensor],
+    lo: int,
+    hi: int,
+    out: Bytes,
+) -> None:
     gate, up, down = matrices
     # A tile holds down's columns as rows: turning them over while they are narrow is a quarter faster.
     columns = np.ascontiguousarray(down.bits[:, lo:hi].T)
-    layout.encode_expert(
-        to_float32(gate.dtype, gate.bits[lo:hi]),
-        to_float32(up.dtype, up.bits[lo:hi]),
-        to_float32(down.dtype, columns).T,
-        out,
-    )
+    try:
+        layout.encode_expert(
+            to_float32(gate.dtype, gate.bits[lo:hi]),
+            to_float32(up.dtype, up.bits[lo:hi]),
+            to_float32(down.dtype, columns).T,
+            out,
+        )
+    except WeightsUnusable as e:
+        raise ModelError(f"{e}, in one of the tensors {', '.join(names)}") from None

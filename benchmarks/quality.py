@@ -1,0 +1,126 @@
+"""What the experts' formats cost in quality: perplexity on the embedded model's held-out text.
+
+    python benchmarks/quality.py [--windows N] [--formats bf16,int8,...] [--json]
+
+The model runs through transformers in float32, its experts through the reference kernel on the bytes that a
+store would hold, so that rounded weights and rounded activations both count. `int4-rtn` and `int4-g128-rtn`
+round to nearest: what the optimisation of scale and zero is measured against.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from pipeline.assets import heldout, model_dir
+from pipeline.assets.training.evaluate import windows
+from shm.layout import FORMATS, Bytes, ExpertShape, Float32, Int4, StoreLayout, TileFormat
+from shm.quantize import encode_int4
+from workers.kernels.reference import ReferenceKernel
+
+BATCH = 16  # windows at a time
+
+
+class RoundToNearest(Int4):
+    """int4 without the optimisation."""
+
+    def __init__(self, group: int) -> None:
+        super().__init__(group)
+        self.name += "-rtn"
+
+    def encode_matrix(self, w: Float32, out: Bytes) -> None:
+        encode_int4(w, self.group, out, steps=0)
+
+
+MEASURED: dict[str, TileFormat] = FORMATS | {f.name: f for f in (RoundToNearest(64), RoundToNearest(128))}
+
+
+class EncodedExperts(torch.nn.Module):
+    """In the place of a layer's experts: their bytes, through the reference kernel."""
+
+    def __init__(self, experts: Any, format: TileFormat) -> None:
+        """experts: transformers' MixtralExperts, of float32 weights."""
+        super().__init__()
+        gate_up, down = (w.detach().numpy() for w in (experts.gate_up_proj, experts.down_proj))
+        number, hidden, intermediate = down.shape
+        layout = StoreLayout(ExpertShape(1, number, hidden, intermediate, intermediate), format)
+        self.kernel = ReferenceKernel(layout)
+        self.data: Bytes = np.zeros((number, layout.tile_bytes), np.uint8)
+        room = np.zeros(layout.expert_stride, np.uint8)
+        for expert, out in enumerate(self.data):
+            gate, up = np.split(gate_up[expert], 2)
+            layout.encode_expert(gate, up, down[expert], room)
+            out[:] = room[: len(out)]
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """x [R, H]; chosen and weights [R, k]"""
+        y = torch.zeros_like(x)
+        activations = self.kernel.activations(x)
+        for expert, data in enumerate(self.data):
+            rows, place = torch.where(chosen == expert)
+            if len(rows):
+                part = self.kernel.run(torch.from_numpy(data), activations, rows)
+                y.index_add_(0, rows, part * weights[rows, place, None])
+        return y
+
+
+def perplexity(model: Any, tokens: Tensor) -> float:
+    """Of every token but each window's first; tokens [windows, length]."""
+    total = 0.0
+    for rows in tokens.split(BATCH):
+        logits = model(input_ids=rows, use_cache=False).logits[:, :-1].flatten(0, 1)
+        total += float(functional.cross_entropy(logits, rows[:, 1:].flatten(), reduction="sum"))
+    return math.exp(total / tokens[:, 1:].numel())
+
+
+def measure(formats: list[str], limit: int | None) -> Iterator[dict[str, Any]]:
+    """A row for each format; `limit`: windows of each kind of text."""
+    tokenizer = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
+    texts = [windows(tokenizer, path.read_text(encoding="utf-8"))[:limit] for path in heldout().values()]
+    tokens = torch.cat(texts)
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir(), dtype=torch.float32)
+    originals = [layer.mlp.experts for layer in model.model.layers]
+    baseline: float | None = None
+    for name in formats:
+        for layer, experts in zip(model.model.layers, originals, strict=True):
+            layer.mlp.experts = EncodedExperts(experts, MEASURED[name])
+        found = perplexity(model, tokens)
+        baseline = baseline or found
+        yield {"format": name, "perplexity": found, "worse_percent": 100 * (found / baseline - 1)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--windows", type=int, help="of 512 tokens, of each kind of text (default: all)")
+    parser.add_argument("--formats", default="bf16,f32,int8,int4,int4-rtn,int4-g128,int4-g128-rtn")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    formats = arguments.formats.split(",")
+    unknown = [name for name in formats if name not in MEASURED]
+    if unknown:
+        print(f"unknown format {unknown[0]}; there are {', '.join(MEASURED)}", file=sys.stderr)
+        return 2
+    rows = []
+    with torch.inference_mode():
+        for row in measure(formats, arguments.windows):
+            rows.append(row)
+            found = "{format:14} perplexity {perplexity:8.4f} {worse_percent:+7.3f} %".format(**row)
+            print(found, file=sys.stderr if arguments.json else sys.stdout, flush=True)
+    if arguments.json:
+        print(json.dumps({"baseline": formats[0], "results": rows}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

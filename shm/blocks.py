@@ -1,0 +1,193 @@
+"""The quantized formats: groups of weights that share a scale, in blocks of 16 interleaved outputs.
+
+A matrix [N outputs, K inputs] is cut into groups of G inputs of one output; the last group of an output is
+padded to G inputs, and N to a multiple of 16. A block is 16 outputs; blocks follow one another, and a block
+is the records of its ceil(K / G) groups in order:
+
+    | block 0: record of group 0 | record of group 1 | ... | block 1: record of group 0 | ...
+
+A record holds 16 numbers per column, one for each output of its block ("lane"), so that one vector
+instruction multiplies four inputs of all 16 outputs and no sum ever runs across lanes.
+
+    int4 record, 64 + 8*G bytes; value = scale * (q - zero), q = 0..15, zero any bfloat16 number:
+
+        byte 0            32               64
+        | 16 scales, bf16 | 16 zeros, bf16 | G/8 times 64 bytes |
+
+        the j-th 64 bytes; byte 4*i + b, lane i = 0..15, b = 0..3:
+            low nibble: q of input 8*j + b          high nibble: q of input 8*j + 4 + b
+
+    int8 record, 64 + 16*G bytes; value = scale * (u - 128), u = 1..255:
+
+        byte 0               64
+        | 16 scales, float32 | G/4 times 64 bytes |
+
+        the j-th 64 bytes; byte 4*i + b: u of input 4*j + b
+
+Outputs that only pad have scale 0 and zero 0 (int4) or scale 0 (int8), so they are exactly 0. Inputs that
+only pad have q = 0 (int4) or u = 128 (int8); a kernel's activations are 0 there.
+
+    a tile of T channels (T a multiple of G):  | gate [T, H] | up [T, H] | down [H, T] |
+
+Groups run along what is summed over: the hidden axis for gate and up, the tile's channels for down.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import numpy as np
+
+from shm.formats import UNIFORM, Bytes, Float32, TileFormat, random_parts, round_to_bf16, widen_bf16
+from shm.quantize import HEAD_BYTES, LANES, encode_int4, encode_int8
+
+__all__ = ["HEAD_BYTES", "LANES", "BlockFormat", "Int4", "Int8"]
+
+
+class BlockFormat(TileFormat):
+    """What the quantized formats share: matrices of records."""
+
+    def __init__(self, name: str, group: int, bits: int) -> None:
+        self.name = name
+        self.group = group
+        self.bits = bits
+        self.bits = bits
+        self.record_bytes = HEAD_BYTES + LANES * group * bits // 8
+
+    @property
+    def granularity(self) -> int:
+        return self.group
+
+    def matrix_bytes(self, n: int, k: int) -> int:
+        """Bytes of a matrix of n outputs and k inputs."""
+        return -(-n // LANES) * -(-k // self.group) * self.record_bytes
+
+    @abstractmethod
+    def encode_matrix(self, w: Float32, out: Bytes) -> None:
+        """Quantize w [n, k] (any strides) into out, uint8 [matrix_bytes(n, k)]. Raises WeightsUnusable."""
+
+    @abstractmethod
+    def decode_matrix(self, data: Bytes, n: int, k: int) -> Float32:
+        """The numbers of a matrix, float32 [n, k]. data: uint8 [matrix_bytes(n, k)]."""
+
+    @abstractmethod
+    def _fill_matrix(self, rng: np.random.Generator, n: int, k: int, scale: float, out: Bytes) -> None:
+        """Random weights [n, k], as in `fill_random`."""
+
+    def tile_bytes(self, hidden: int, tile: int) -> int:
+        if tile % self.group:
+            raise ValueError(f"a tile of {self.name} needs a multiple of {self.group} channels, not {tile}")
+        return 2 * self.matrix_bytes(tile, hidden) + self.matrix_bytes(hidden, tile)
+
+    def encode(self, gate: Float32, up: Float32, down: Float32, out: Bytes) -> None:
+        tile, hidden = gate.shape
+        parts = self._matrices(out, hidden, tile)
+        for w, part in zip((gate, up, down.T), parts, strict=True):
+            self.encode_matrix(w, part)
+
+    def decode(self, data: Bytes, hidden: int, tile: int) -> Float32:
+        gate, up, down = self._matrices(data, hidden, tile)
+        wide = [self.decode_matrix(part, tile, hidden) for part in (gate, up)]
+        return np.stack((*wide, self.decode_matrix(down, hidden, tile).T))
+
+    def fill_random(self, rng: np.random.Generator, hidden: int, tile: int, scale: float, out: Bytes) -> None:
+        gate, up, down = self._matrices(out, hidden, tile)
+        for part, n, k in ((gate, tile, hidden), (up, tile, hidden), (down, hidden, tile)):
+            self._fill_matrix(rng, n, k, scale, part)
+
+    def _matrices(self, data: Bytes, hidden: int, tile: int) -> tuple[Bytes, Bytes, Bytes]:
+        """The parts of a tile: gate, up, down."""
+        if data.shape != (self.tile_bytes(hidden, tile),):
+            raise ValueError(f"a tile of {self.tile_bytes(hidden, tile)} bytes does not fit {data.shape}")
+        wide = self.matrix_bytes(tile, hidden)
+        return data[:wide], data[wide : 2 * wide], data[2 * wide :]
+
+    def _records(self, data: Bytes, n: int, k: int) -> Bytes:
+        """A view of the records, [blocks, groups, record_bytes]."""
+        if data.shape != (self.matrix_bytes(n, k),):
+            raise ValueError(f"a matrix of {self.matrix_bytes(n, k)} bytes does not fit {data.shape}")
+        return data.reshape(-1, -(-k // self.group), self.record_bytes)
+
+
+class Int8(BlockFormat):
+    """8 bits, symmetric, a float32 scale per group."""
+
+    def __init__(self, group: int = 128) -> None:
+        super().__init__("int8", group, bits=8)
+
+    def encode_matrix(self, w: Float32, out: Bytes) -> None:
+        encode_int8(w, self.group, out)
+
+    def decode_matrix(self, data: Bytes, n: int, k: int) -> Float32:
+        records = self._records(data, n, k)
+        scales = records[..., :HEAD_BYTES].copy().view("<f4")  # [blocks, groups, 16]
+        codes = records[..., HEAD_BYTES:].reshape(*records.shape[:2], -1, LANES, 4)  # j, i, b
+        q = codes.transpose(0, 3, 1, 2, 4).astype(np.float32) - 128  # i before the groups and inputs
+        values = q * scales.transpose(0, 2, 1)[..., None, None]
+        return np.ascontiguousarray(values.reshape(len(records) * LANES, -1)[:n, :k])
+
+    def _fill_matrix(self, rng: np.random.Generator, n: int, k: int, scale: float, out: Bytes) -> None:
+        records = self._records(out, n, k)
+        for part in random_parts(rng, out):
+            np.maximum(part, 1, out=part)
+        deviation = np.sqrt((255**2 - 1) / 12)  # of u
+        scales = random_scales(rng, records.shape[:2], scale / deviation)
+        codes = records[..., HEAD_BYTES:].reshape(*records.shape[:2], -1, LANES, 4)
+        if n % LANES:
+            scales[-1, :, n % LANES :] = 0
+            codes[-1, :, :, n % LANES :] = 128
+        if k % self.group:
+            tail = codes[:, -1].transpose(0, 2, 1, 3)  # [blocks, 16, j, b], a view
+            beyond = np.arange(self.group).reshape(-1, 4) >= k % self.group  # [j, b]
+            tail[:, :, beyond] = 128
+        records[..., :HEAD_BYTES].view("<f4")[:] = scales
+
+
+class Int4(BlockFormat):
+    """4 bits, asymmetric, a bfloat16 scale and zero per group."""
+
+    def __init__(self, group: int) -> None:
+        super().__init__("int4" if group == 64 else f"int4-g{group}", group, bits=4)
+
+    def encode_matrix(self, w: Float32, out: Bytes) -> None:
+        encode_int4(w, self.group, out)
+
+    def decode_matrix(self, data: Bytes, n: int, k: int) -> Float32:
+        records = self._records(data, n, k)
+        head = widen_bf16(records[..., :HEAD_BYTES].copy().view("<u2"))  # [blocks, groups, 32]
+        scales, zeros = head[..., :LANES], head[..., LANES:]
+        pairs = records[..., HEAD_BYTES:].reshape(*records.shape[:2], -1, LANES, 4)  # j, i, b
+        codes = np.stack((pairs & 15, pairs >> 4), axis=3)  # j, half, i, b
+        q = codes.transpose(0, 4, 1, 2, 3, 5).astype(np.float32)  # i before the groups and inputs
+        q -= zeros.transpose(0, 2, 1)[..., None, None, None]
+        q *= scales.transpose(0, 2, 1)[..., None, None, None]
+        return np.ascontiguousarray(q.reshape(len(records) * LANES, -1)[:n, :k])
+
+    def _fill_matrix(self, rng: np.random.Generator, n: int, k: int, scale: float, out: Bytes) -> None:
+        records = self._records(out, n, k)
+        for _ in random_parts(rng, out):
+            pass
+        deviation = np.sqrt((16**2 - 1) / 12)  # of q
+        scales = random_scales(rng, records.shape[:2], scale / deviation)
+        zeros = np.full_like(scales, 7.5)
+        codes = records[..., HEAD_BYTES:].reshape(*records.shape[:2], -1, LANES, 4)
+        if n % LANES:
+            scales[-1, :, n % LANES :] = 0
+            zeros[-1, :, n % LANES :] = 0
+            codes[-1, :, :, n % LANES :] = 0
+        if k % self.group:
+            tail = codes[:, -1].transpose(0, 2, 1, 3)  # [blocks, 16, j, b], a view
+            inputs = np.arange(self.group).reshape(-1, 2, 4)  # [j, half, b]
+            used = np.where(inputs < k % self.group, [[[15], [240]]], 0).sum(axis=1)  # [j, b]
+            tail &= used.astype(np.uint8)
+        head = np.concatenate((scales, zeros), axis=-1)
+        records[..., :HEAD_BYTES].view("<u2")[:] = round_to_bf16(head)
+
+
+def random_scales(rng: np.random.Generator, groups: tuple[int, ...], deviation: float) -> Float32:
+    """Scales [*groups, 16] of the root mean square `deviation`, from 0.56 to 1.44 times that."""
+    spread = rng.random((*groups, LANES), dtype=np.float32) - np.float32(0.5)
+    spread *= np.float32(UNIFORM / 2)
+    spread += 1
+    spread *= np.float32(deviation / np.sqrt(1 + 1 / 16))
+    return spread

@@ -1,0 +1,258 @@
+/* Quantizes float32 matrices into the records that shm/blocks.py draws. A plain C library, loaded by
+ * shm/quantize.py with ctypes; shm/half_quadratic.py says what is computed and does the same with numpy.
+ *
+ * The 16 outputs of a block are computed side by side, an output to a lane, so that every sum runs within a
+ * lane, input after input. Together with -ffp-contract=off that makes the bytes the same on every processor,
+ * whatever its vectors' width, and the same as numpy's. Loops over lanes are what the compiler vectorises;
+ * where it can, it makes a variant for each kind of processor and the right one is chosen when the library
+ * is loaded.
+ */
+
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 16
+#define HEAD_BYTES 64
+#define MAX_GROUP 256
+
+#define NORM 0.7f        /* p */
+#define BETA 10.0f       /* of the first step */
+#define KAPPA 1.01f      /* its growth */
+#define SCALE_DRIFT 4.0f /* the most that the scale moves away from its start, either way */
+
+#define LARGEST 0x7b800000u         /* 2^120: a weight beyond, infinite or not a number is refused */
+#define SMALLEST 7.523163845e-37f   /* 2^-120: a group with a scale below is all zeros */
+#define ROUNDER 12582912.0f         /* 1.5 * 2^23: adding and subtracting it rounds to the nearest integer */
+
+#if defined(__x86_64__) && defined(__GLIBC__) && (!defined(__clang__) || __clang_major__ >= 14)
+#define EVERY_PROCESSOR __attribute__((target_clones("default", "avx2", "avx512f")))
+#else
+#define EVERY_PROCESSOR
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+typedef struct {
+    const float *w; /* [n, k] */
+    int64_t n, k, row_stride, column_stride; /* strides in numbers */
+} Matrix;
+
+INLINE uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+INLINE float float_of(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* Rounded to bfloat16, to nearest even; x is finite. */
+INLINE float bf16_of(float x) {
+    uint32_t bits = bits_of(x);
+    return float_of((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u);
+}
+
+INLINE float clamped(float x, float lo, float hi) {
+    x = x > lo ? x : lo;
+    return x < hi ? x : hi;
+}
+
+/* a^(p-1) of a >= 0, to 3e-5 of it: polynomials for the logarithm of 1 + m and for 2^f. Of 0 it is 2^38. */
+INLINE float power(float a) {
+    uint32_t bits = bits_of(a);
+    float exponent = (float)((int32_t)(bits >> 23) - 127);
+    float m = float_of((bits & 0x7fffffu) | 0x3f800000u) - 1.0f; /* 0..1 */
+    float log = 1.00189034e-4f + m * (1.43730211f + m * (-0.67293417f + m * (0.3154676f + m * -0.08001088f)));
+    float y = (NORM - 1.0f) * (exponent + log);
+    float whole = (y + ROUNDER) - ROUNDER;
+    float f = y - whole; /* -0.5..0.5 */
+    float part = 1.0000001f + f * (0.693121f + f * (0.24022107f + f * (0.055922035f + f * 0.009676037f)));
+    return float_of(bits_of(part) + ((uint32_t)(int32_t)whole << 23));
+}
+
+/* x[j][lane] of `count` inputs from `first` on, of the 16 outputs from `output` on; outputs beyond n are 0.
+ * Returns whether all of them are numbers below 2^120. */
+static int gather(const Matrix *m, int64_t output, int64_t first, int count, float x[][LANES]) {
+    const float *from = m->w + output * m->row_stride + first * m->column_stride;
+    int lanes = (int)(m->n - output < LANES ? m->n - output : LANES);
+    uint32_t most = 0;
+    if (lanes < LANES) memset(x, 0, (size_t)count * sizeof *x);
+    if (m->row_stride == 1) /* down, turned over: along the lanes, so that a line of memory is read once */
+        for (int j = 0; j < count; j++)
+            memcpy(x[j], from + j * m->column_stride, (size_t)lanes * sizeof(float));
+    else
+        for (int lane = 0; lane < lanes; lane++)
+            for (int j = 0; j < count; j++) x[j][lane] = from[lane * m->row_stride + j * m->column_stride];
+    for (int j = 0; j < count; j++)
+        for (int lane = 0; lane < LANES; lane++) {
+            uint32_t magnitude = bits_of(x[j][lane]) & 0x7fffffffu;
+            most = magnitude > most ? magnitude : most;
+        }
+    return most < LARGEST;
+}
+
+/* One group of 16 outputs: the bfloat16 patterns of scales and zeros, and the codes q[j][lane]. Weights x are
+ * overwritten. See shm/half_quadratic.py for the steps. */
+EVERY_PROCESSOR static void int4_group(float x[][LANES], int count, int steps, uint16_t *scales,
+                                       uint16_t *zeros, uint8_t q[][LANES]) {
+    float start[LANES], grid[LANES], scale[LANES], inverse[LANES], zero[LANES];
+    float best[LANES], best_scale[LANES], best_zero[LANES];
+    float low[LANES], high[LANES];
+    int32_t live[LANES];
+    float total = (float)count, beta = BETA;
+
+    for (int l = 0; l < LANES; l++) low[l] = high[l] = 0.0f;
+    for (int j = 0; j < count; j++)
+        for (int l = 0; l < LANES; l++) {
+            low[l] = x[j][l] < low[l] ? x[j][l] : low[l];
+            high[l] = x[j][l] > high[l] ? x[j][l] : high[l];
+        }
+    for (int l = 0; l < LANES; l++) {
+        float step = (high[l] - low[l]) / 15.0f;
+        live[l] = step >= SMALLEST;
+        start[l] = live[l] ? step : 0.0f;
+        grid[l] = live[l] ? step : 1.0f;
+        inverse[l] = live[l] ? 1.0f / grid[l] : 0.0f;
+    }
+    for (int j = 0; j < count; j++)
+        for (int l = 0; l < LANES; l++) x[j][l] *= inverse[l];
+    for (int l = 0; l < LANES; l++) {
+        scale[l] = live[l] ? bf16_of(start[l]) / grid[l] : 1.0f;
+        /* 0 - x, not -x: there is one 0 */
+        zero[l] = bf16_of((0.0f - low[l] * inverse[l]) / scale[l]);
+        best[l] = 3e38f;
+        best_scale[l] = scale[l];
+        best_zero[l] = zero[l];
+    }
+
+    for (int step = 0; step <= steps; step++) {
+        float error[LANES] = {0}, sum_q[LANES] = {0}, sum_qq[LANES] = {0}, sum_t[LANES] = {0},
+              sum_qt[LANES] = {0};
+        float threshold = 1.0f / beta;
+        int32_t any = 0;
+        for (int l = 0; l < LANES; l++) inverse[l] = 1.0f / scale[l];
+        for (int j = 0; j < count; j++)
+            for (int l = 0; l < LANES; l++) {
+                float code = clamped(x[j][l] * inverse[l] + zero[l], 0.0f, 15.0f);
+                code = (code + ROUNDER) - ROUNDER;
+                float rest = x[j][l] - (code - zero[l]) * scale[l];
+                float size = float_of(bits_of(rest) & 0x7fffffffu);
+                float slope = power(size);
+                float kept = size - slope * threshold;
+                kept = kept > 0.0f ? kept : 0.0f;
+                float target = x[j][l] - float_of(bits_of(kept) | (bits_of(rest) & 0x80000000u));
+                error[l] += size * slope;
+                sum_q[l] += code;
+                sum_qq[l] += code * code;
+                sum_t[l] += target;
+                sum_qt[l] += code * target;
+            }
+        for (int l = 0; l < LANES; l++) {
+            int32_t better = live[l] & (error[l] < best[l]);
+            best[l] = better ? error[l] : best[l];
+            best_scale[l] = better ? scale[l] : best_scale[l];
+            best_zero[l] = better ? zero[l] : best_zero[l];
+            live[l] = better;
+            any |= better;
+        }
+        if (!any) break;
+        for (int l = 0; l < LANES; l++) {
+            float mean_q = sum_q[l] / total, mean_t = sum_t[l] / total;
+            float spread = sum_qq[l] - sum_q[l] * mean_q;
+            float slope = (sum_qt[l] - sum_q[l] * mean_t) / (spread > 0.5f ? spread : 0.5f);
+            int32_t usable = (slope >= 1.0f / SCALE_DRIFT) & (slope <= SCALE_DRIFT) & (start[l] > 0.0f);
+            scale[l] = usable ? bf16_of(slope * start[l]) / grid[l] : scale[l];
+            zero[l] = bf16_of(mean_q - mean_t / scale[l]);
+        }
+        beta *= KAPPA;
+    }
+
+    for (int l = 0; l < LANES; l++) {
+        inverse[l] = 1.0f / best_scale[l];
+        scales[l] = (uint16_t)(bits_of(bf16_of(best_scale[l] * start[l])) >> 16);
+        zeros[l] = (uint16_t)(bits_of(best_zero[l]) >> 16);
+    }
+    for (int j = 0; j < count; j++)
+        for (int l = 0; l < LANES; l++) {
+            float code = clamped(x[j][l] * inverse[l] + best_zero[l], 0.0f, 15.0f);
+            q[j][l] = (uint8_t)(int32_t)((code + ROUNDER) - ROUNDER);
+        }
+}
+
+/* Codes q[j][lane] of `group` inputs, 0..15, as an int4 record holds them. */
+static void pack_int4(uint8_t q[][LANES], int group, uint8_t *out) {
+    for (int j = 0; j < group; j += 8, out += 64)
+        for (int l = 0; l < LANES; l++)
+            for (int b = 0; b < 4; b++) out[4 * l + b] = (uint8_t)(q[j + b][l] | q[j + 4 + b][l] << 4);
+}
+
+/* As an int8 record holds them. */
+static void pack_int8(uint8_t u[][LANES], int group, uint8_t *out) {
+    for (int j = 0; j < group; j += 4, out += 64)
+        for (int l = 0; l < LANES; l++)
+            for (int b = 0; b < 4; b++) out[4 * l + b] = u[j + b][l];
+}
+
+EVERY_PROCESSOR static void int8_group(float x[][LANES], int count, float *scales, uint8_t u[][LANES]) {
+    float most[LANES] = {0}, inverse[LANES];
+    for (int j = 0; j < count; j++)
+        for (int l = 0; l < LANES; l++) {
+            float size = float_of(bits_of(x[j][l]) & 0x7fffffffu);
+            most[l] = size > most[l] ? size : most[l];
+        }
+    for (int l = 0; l < LANES; l++) {
+        float step = most[l] / 127.0f;
+        scales[l] = step >= SMALLEST ? step : 0.0f;
+        inverse[l] = step >= SMALLEST ? 1.0f / step : 0.0f;
+    }
+    for (int j = 0; j < count; j++)
+        for (int l = 0; l < LANES; l++) {
+            float code = clamped(x[j][l] * inverse[l], -127.0f, 127.0f);
+            u[j][l] = (uint8_t)((int32_t)((code + ROUNDER) - ROUNDER) + 128);
+        }
+}
+
+int tandem_quantize_version(void) { return 1; }
+
+/* w: float32 [n, k], strides in numbers. out: ceil(n / 16) * ceil(k / group) records. group: a multiple of 8,
+ * at most MAX_GROUP. Both return 0, or 1 where a weight is not a number below 2^120: then out is unfinished. */
+
+int tandem_encode_int4(const float *w, int64_t n, int64_t k, int64_t row_stride, int64_t column_stride,
+                       int64_t group, int64_t steps, uint8_t *out) {
+    Matrix matrix = {w, n, k, row_stride, column_stride};
+    float x[MAX_GROUP][LANES];
+    uint8_t q[MAX_GROUP][LANES];
+    uint16_t head[2 * LANES];
+    for (int64_t output = 0; output < n; output += LANES)
+        for (int64_t first = 0; first < k; first += group) {
+            int count = (int)(k - first < group ? k - first : group);
+            if (!gather(&matrix, output, first, count, x)) return 1;
+            memset(q, 0, sizeof q);
+            int4_group(x, count, (int)steps, head, head + LANES, q);
+            memcpy(out, head, sizeof head);
+            pack_int4(q, (int)group, out + HEAD_BYTES);
+            out += HEAD_BYTES + LANES * group / 2;
+        }
+    return 0;
+}
+
+int tandem_encode_int8(const float *w, int64_t n, int64_t k, int64_t row_stride, int64_t column_stride,
+                       int64_t group, uint8_t *out) {
+    Matrix matrix = {w, n, k, row_stride, column_stride};
+    float x[MAX_GROUP][LANES];
+    uint8_t u[MAX_GROUP][LANES];
+    float scales[LANES];
+    for (int64_t output = 0; output < n; output += LANES)
+        for (int64_t first = 0; first < k; first += group) {
+            int count = (int)(k - first < group ? k - first : group);
+            if (!gather(&matrix, output, first, count, x)) return 1;
+            memset(u, 128, sizeof u);
+            int8_group(x, count, scales, u);
+            memcpy(out, scales, sizeof scales);
+            pack_int8(u, (int)group, out + HEAD_BYTES);
+            out += HEAD_BYTES + LANES * group;
+        }
+    return 0;
+}

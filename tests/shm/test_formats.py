@@ -1,0 +1,179 @@
+"""The bytes of the quantized formats, read one by one as they are drawn, and random tiles of every format."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shm.layout import FORMATS, BlockFormat, ExpertShape, Float32, Int4, Int8, StoreLayout, format_named
+
+LANES = 16
+BLOCK_FORMATS = [f for f in FORMATS.values() if isinstance(f, BlockFormat)]
+formats = st.sampled_from(BLOCK_FORMATS)
+sizes = st.builds(tuple, st.tuples(st.integers(1, 50), st.integers(1, 300)))
+seeds = st.integers(0, 2**32 - 1)
+
+
+def normal(n: int, k: int, seed: int) -> Float32:
+    return (np.random.default_rng(seed).standard_normal((n, k)) * 0.02).astype(np.float32)
+
+
+def encoded(fmt: BlockFormat, w: Float32) -> np.ndarray:
+    out = np.full(fmt.matrix_bytes(*w.shape), 0xAB, np.uint8)
+    fmt.encode_matrix(w, out)
+    return out
+
+
+def bf16(data: bytes) -> float:
+    return struct.unpack("<f", b"\0\0" + data)[0]
+
+
+def number(fmt: BlockFormat, data: bytes, inputs: int, output: int, column: int) -> float:
+    """One number of a matrix of `inputs` inputs, from the drawing alone."""
+    groups, group = -(-inputs // fmt.group), fmt.group
+    size = 64 + 8 * group if isinstance(fmt, Int4) else 64 + 16 * group
+    start = (output // LANES * groups + column // group) * size
+    record, lane, place = data[start : start + size], output % LANES, column % group
+    if isinstance(fmt, Int4):
+        scale, zero = bf16(record[2 * lane : 2 * lane + 2]), bf16(record[32 + 2 * lane : 34 + 2 * lane])
+        byte = record[64 + 64 * (place // 8) + 4 * lane + place % 4]
+        return scale * ((byte & 15 if place % 8 < 4 else byte >> 4) - zero)
+    scale = struct.unpack("<f", record[4 * lane : 4 * lane + 4])[0]
+    return scale * (record[64 + 64 * (place // 4) + 4 * lane + place % 4] - 128)
+
+
+@settings(max_examples=25, deadline=None)
+@given(formats, st.integers(1, 35), st.integers(1, 150), seeds)
+def test_every_number_lies_where_it_is_drawn(fmt: BlockFormat, n: int, k: int, seed: int) -> None:
+    data = encoded(fmt, normal(n, k, seed))
+    decoded = fmt.decode_matrix(data, n, k)
+    drawn = [[number(fmt, data.tobytes(), k, output, column) for column in range(k)] for output in range(n)]
+    assert decoded.shape == (n, k)
+    np.testing.assert_allclose(decoded, drawn, rtol=1e-6, atol=0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(formats, sizes, seeds)
+def test_what_pads_is_zero(fmt: BlockFormat, size: tuple[int, int], seed: int) -> None:
+    n, k = size
+    blocks, groups = -(-n // LANES), -(-k // fmt.group)
+    data = encoded(fmt, normal(n, k, seed))
+    wide = fmt.decode_matrix(data, blocks * LANES, groups * fmt.group)
+    assert not wide[n:].any()
+    records = data.reshape(blocks, groups, fmt.record_bytes)
+    head = records[-1, :, :64].copy().view("<u2" if isinstance(fmt, Int4) else "<u4")
+    lanes = head.reshape(groups, -1, LANES)  # scales; zeros
+    assert not lanes[..., (n - 1) % LANES + 1 :].any()
+    codes = code_matrix(fmt, data, n, k)
+    codes[:n, :k] = fmt.bits == 8 and 128
+    assert (codes == (128 if fmt.bits == 8 else 0)).all()
+
+
+def code_matrix(fmt: BlockFormat, data: np.ndarray, n: int, k: int) -> np.ndarray:
+    """The codes with everything that pads them, [outputs, inputs]: with scale 1 and zero 0, what decodes."""
+    blocks, groups = -(-n // LANES), -(-k // fmt.group)
+    records = data.copy().reshape(blocks, groups, fmt.record_bytes)
+    if isinstance(fmt, Int4):
+        records[..., :32].view("<u2")[:] = 0x3F80
+        records[..., 32:64] = 0
+    else:
+        records[..., :64].view("<f4")[:] = 1
+    return fmt.decode_matrix(records.reshape(-1), blocks * LANES, groups * fmt.group) + (
+        0 if isinstance(fmt, Int4) else 128
+    )
+
+
+@settings(max_examples=50, deadline=None)
+@given(sizes, seeds)
+def test_int8_is_within_half_a_step_of_a_group(size: tuple[int, int], seed: int) -> None:
+    w = normal(*size, seed)
+    found = Int8().decode_matrix(encoded(Int8(), w), *size)
+    for lo in range(0, size[1], 128):
+        step = np.abs(w[:, lo : lo + 128]).max(axis=1, keepdims=True) / 127
+        assert (np.abs(found - w)[:, lo : lo + 128] <= step * 0.5001).all()
+
+
+@pytest.mark.parametrize(("group", "most"), [(64, 0.095), (128, 0.105)])
+def test_int4_is_near_normal_weights(group: int, most: float) -> None:
+    w = normal(64, 512, 3)
+    found = Int4(group).decode_matrix(encoded(Int4(group), w), *w.shape)
+    assert np.sqrt(((found - w) ** 2).mean()) < most * w.std()
+
+
+@settings(max_examples=25, deadline=None)
+@given(formats, st.integers(1, 200), st.integers(1, 300), st.integers(1, 2), seeds)
+def test_an_expert_comes_back_tile_by_tile(
+    fmt: BlockFormat, hidden: int, intermediate: int, groups: int, seed: int
+) -> None:
+    shape = ExpertShape(1, 1, hidden, intermediate, groups * fmt.granularity)
+    layout = StoreLayout(shape, fmt)
+    gate, up = normal(intermediate, hidden, seed), normal(intermediate, hidden, seed + 1)
+    down = normal(hidden, intermediate, seed + 2)
+    out = np.full(layout.expert_stride, 0xAB, np.uint8)
+    layout.encode_expert(gate, up, down, out)
+    tiles = out[: layout.tile_bytes * shape.tiles].reshape(shape.tiles, -1)
+    decoded = np.concatenate([fmt.decode(tile, hidden, shape.tile) for tile in tiles], axis=1)
+    worst = 0.35 if fmt.bits == 4 else 0.01  # of the largest weight
+    for part, w in zip(decoded, (gate, up, down.T), strict=True):
+        assert np.abs(part[:intermediate] - w).max() <= worst * np.abs(w).max()
+    assert not decoded[:2, intermediate:].any()  # so their part of the product is 0, whatever down's is
+    assert not out[layout.tile_bytes * shape.tiles :].any()
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS.keys())
+@pytest.mark.parametrize("hidden", [200, 37])
+def test_random_tiles_have_the_scale_asked_for(fmt, hidden: int) -> None:
+    tile = 256
+    first, again, other = (np.full(fmt.tile_bytes(hidden, tile), 0xAB, np.uint8) for _ in range(3))
+    fmt.fill_random(np.random.default_rng(1), hidden, tile, 0.02, first)
+    fmt.fill_random(np.random.default_rng(1), hidden, tile, 0.02, again)
+    fmt.fill_random(np.random.default_rng(2), hidden, tile, 0.02, other)
+    assert (first == again).all()
+    assert (first != other).mean() > 0.3  # much of a tile of 37 inputs pads it
+    for part in fmt.decode(first, hidden, tile):
+        assert np.isfinite(part).all()
+        assert abs(part.std() / 0.02 - 1) < 0.05
+        assert abs(part.mean()) < 0.001
+
+
+@pytest.mark.parametrize("fmt", BLOCK_FORMATS, ids=[f.name for f in BLOCK_FORMATS])
+def test_random_tiles_are_padded_as_encoded_ones(fmt: BlockFormat) -> None:
+    hidden, tile = 37, fmt.group
+    out = np.full(fmt.tile_bytes(hidden, tile), 0xAB, np.uint8)
+    fmt.fill_random(np.random.default_rng(1), hidden, tile, 0.02, out)
+    empty = 128 if fmt.bits == 8 else 0
+    wide = fmt.matrix_bytes(tile, hidden)
+    codes = code_matrix(fmt, out[:wide], tile, hidden)  # of gate
+    assert (codes[:, hidden:] == empty).all()
+    assert (codes[:, :hidden] != empty).any()
+    assert codes[:, :hidden].min() >= (1 if fmt.bits == 8 else 0)
+    down = out[2 * wide :]
+    assert (code_matrix(fmt, down, hidden, tile)[hidden:] == empty).all()
+    assert not fmt.decode_matrix(down, -(-hidden // LANES) * LANES, tile)[hidden:].any()
+
+
+def test_bytes_are_as_many_as_drawn() -> None:
+    assert format_named("int4").record_bytes == 64 + 8 * 64
+    assert format_named("int4-g128").record_bytes == 64 + 8 * 128
+    assert format_named("int8").record_bytes == 64 + 16 * 128
+    assert Int4(64).matrix_bytes(17, 65) == 2 * 2 * 576
+    assert Int8().tile_bytes(200, 128) == 2 * (8 * 2 * 2112) + 13 * 1 * 2112
+    assert [f.granularity for f in FORMATS.values()] == [1, 1, 128, 64, 128]
+
+
+@pytest.mark.parametrize("fmt", BLOCK_FORMATS, ids=[f.name for f in BLOCK_FORMATS])
+def test_what_does_not_fit_is_refused(fmt: BlockFormat) -> None:
+    with pytest.raises(ValueError, match="channels, not 32"):
+        fmt.tile_bytes(64, 32)
+    tile = fmt.granularity
+    for nbytes in (0, fmt.tile_bytes(64, tile) - 1, fmt.tile_bytes(64, tile) + 1):
+        with pytest.raises(ValueError, match="does not fit"):
+            fmt.decode(np.zeros(nbytes, np.uint8), 64, tile)
+        with pytest.raises(ValueError, match="does not fit"):
+            fmt.fill_random(np.random.default_rng(0), 64, tile, 1.0, np.zeros(nbytes, np.uint8))
+    with pytest.raises(ValueError, match="does not fit"):
+        fmt.decode_matrix(np.zeros(64, np.uint8), 4, 4)

@@ -1,0 +1,208 @@
+"""The quantizer: the library against numpy, both against rounding to nearest, and weights at the edges."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shm.blocks import Int4, Int8
+from shm.errors import WeightsUnusable
+from shm.formats import Bytes, Float32, round_to_bf16, widen_bf16
+from shm.half_quadratic import int4_groups
+from shm.quantize import encode_int4, encode_int8, library
+
+NORM = 0.7
+needs_library = pytest.mark.skipif(library() is None, reason="shm._quantize was not compiled")
+WEIGHTS = ("normal", "heavy", "spread", "positive", "few values", "outliers", "tiny")
+
+
+def weights(kind: str, n: int, k: int, seed: int) -> Float32:
+    rng = np.random.default_rng(seed)
+    w = rng.standard_normal((n, k))
+    match kind:
+        case "heavy":
+            w = rng.standard_t(1.5, (n, k))
+        case "spread":
+            w = w * np.exp(rng.uniform(-80, 75, (n, k)))
+        case "positive":
+            w = np.abs(w) + 3
+        case "few values":
+            w = rng.choice([-1.0, 0.0, 0.25], (n, k))
+        case "outliers":
+            w = np.where(rng.random((n, k)) < 0.02, 1e4 * w, w)
+        case "tiny":
+            w = w * 10.0 ** rng.integers(-45, -34, (n, 1))
+    return w.astype(np.float32)
+
+
+matrices = st.builds(
+    weights, st.sampled_from(WEIGHTS), st.integers(1, 40), st.integers(1, 300), st.integers(0, 2**32 - 1)
+)
+groups = st.sampled_from([64, 128])
+
+
+def int4(w: Float32, group: int, **how: object) -> Bytes:
+    out = np.full(Int4(group).matrix_bytes(*w.shape), 0xAB, np.uint8)
+    encode_int4(w, group, out, **how)
+    return out
+
+
+def int8(w: Float32, **how: object) -> Bytes:
+    out = np.full(Int8().matrix_bytes(*w.shape), 0xAB, np.uint8)
+    encode_int8(w, 128, out, **how)
+    return out
+
+
+def errors(w: Float32, data: Bytes, group: int) -> np.ndarray:
+    """What the optimisation minimises, for each group: float64 [n, groups]."""
+    off = np.abs(Int4(group).decode_matrix(data, *w.shape).astype(np.float64) - w) ** NORM
+    return np.add.reduceat(off, range(0, w.shape[1], group), axis=1)
+
+
+@needs_library
+@settings(max_examples=60, deadline=None)
+@given(matrices, groups, st.sampled_from([0, 1, 20]))
+def test_the_library_writes_what_numpy_writes(w: Float32, group: int, steps: int) -> None:
+    expected = int4(w, group, steps=steps, compiled=False)
+    np.testing.assert_array_equal(int4(w, group, steps=steps), expected)
+
+
+@needs_library
+@settings(max_examples=40, deadline=None)
+@given(matrices)
+def test_the_library_writes_what_numpy_writes_in_int8(w: Float32) -> None:
+    np.testing.assert_array_equal(int8(w), int8(w, compiled=False))
+
+
+@needs_library
+def test_parts_that_numpy_computes_apart_are_one_matrix() -> None:
+    w = weights("normal", 100, 7000, 5)
+    np.testing.assert_array_equal(int4(w, 64, steps=2), int4(w, 64, steps=2, compiled=False))
+
+
+@settings(max_examples=60, deadline=None)
+@given(matrices, groups)
+def test_never_worse_than_rounding_to_nearest(w: Float32, group: int) -> None:
+    found, nearest = errors(w, int4(w, group), group), errors(w, int4(w, group, steps=0), group)
+    assert (found <= nearest * 1.0005 + 1e-35).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "share"), [("normal", 0.985), ("heavy", 0.9), ("positive", 0.93), ("outliers", 0.9)]
+)
+def test_better_than_rounding_to_nearest(kind: str, share: float) -> None:
+    w = weights(kind, 64, 1024, 1)
+    assert errors(w, int4(w, 64), 64).sum() < share * errors(w, int4(w, 64, steps=0), 64).sum()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 20), st.integers(1, 200), st.integers(0, 2**32 - 1), groups)
+def test_no_steps_round_to_nearest(n: int, k: int, seed: int, group: int) -> None:
+    w = weights("normal", n, k, seed)
+    found = Int4(group).decode_matrix(int4(w, group, steps=0), n, k)
+    for lo in range(0, k, group):
+        part = w[:, lo : lo + group].astype(np.float64)
+        low, high = np.minimum(part.min(axis=1), 0), np.maximum(part.max(axis=1), 0)
+        scale = widen_bf16(round_to_bf16(((high - low) / 15).astype(np.float32))).astype(np.float64)
+        zero = widen_bf16(round_to_bf16((-low / scale).astype(np.float32)))
+        q = np.rint(part / scale[:, None] + zero[:, None]).clip(0, 15)
+        expected = scale[:, None] * (q - zero[:, None])
+        # a number half way between two codes may take either
+        wrong = np.abs(found[:, lo : lo + group] - expected) > 1e-6 * np.abs(part).max()
+        tie = np.abs(np.abs(part / scale[:, None] + zero[:, None] - q) - 0.5) < 1e-4
+        assert not (wrong & ~tie).any()
+
+
+@pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_library), False])
+@pytest.mark.parametrize("group", [64, 128])
+def test_weights_at_the_edges(compiled: bool, group: int) -> None:
+    k = group
+    rows = {
+        "zeros": np.zeros(k),
+        "all equal": np.full(k, -0.37),
+        "denormal": np.linspace(-1e-40, 1e-40, k),
+        "one outlier": np.where(np.arange(k) == 5, 1e30, 0.01),
+        "largest": np.linspace(-1.3e36, 1.3e36, k),
+        "two values": np.where(np.arange(k) % 2, 0.5, -0.5),
+        "sixteen steps": np.arange(k) % 16 * 0.125 - 1,
+        "negative zero": np.full(k, -0.0),
+    }
+    w = np.array(list(rows.values()), np.float32)
+    with np.errstate(all="raise", under="ignore"):
+        data = int4(w, group, compiled=compiled)
+    found = dict(zip(rows, Int4(group).decode_matrix(data, *w.shape), strict=True))
+    assert all(np.isfinite(row).all() for row in found.values())
+    assert not found["zeros"].any()
+    assert not found["negative zero"].any()
+    assert np.abs(found["denormal"]).max() <= 1e-35
+    np.testing.assert_allclose(found["all equal"], -0.37, rtol=2**-8)
+    np.testing.assert_allclose(found["two values"], rows["two values"], rtol=2**-7)
+    np.testing.assert_array_equal(found["sixteen steps"], rows["sixteen steps"].astype(np.float32))
+    assert 0.2e30 < found["one outlier"][5] < 1.1e30
+    assert np.abs(found["largest"] - rows["largest"]).max() <= 0.1e36
+    wide = Int8().decode_matrix(int8(w, compiled=compiled), *w.shape)
+    assert (np.abs(wide - w).max(axis=1) <= np.abs(w).max(axis=1) / 253 + 1e-38).all()
+
+
+@pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_library), False])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
+@pytest.mark.parametrize("place", [(0, 0), (20, 99), (15, 64)])
+def test_weights_that_are_no_numbers_are_refused(compiled: bool, bad: float, place: tuple[int, int]) -> None:
+    w = weights("normal", 21, 100, 0)
+    w[place] = bad
+    for encode in (lambda: int4(w, 64, compiled=compiled), lambda: int8(w, compiled=compiled)):
+        with pytest.raises(WeightsUnusable, match="not a number"):
+            encode()
+
+
+@settings(max_examples=30, deadline=None)
+@given(matrices, groups)
+def test_any_strides_are_read(w: Float32, group: int) -> None:
+    expected = int4(w, group), int8(w)
+    turned = np.ascontiguousarray(w.T).T
+    wide = np.full((w.shape[0] * 2, w.shape[1] * 3), np.nan, np.float32)
+    wide[1::2, ::3] = w
+    mirrored = np.ascontiguousarray(w[::-1, ::-1])[::-1, ::-1]
+    shifted = np.frombuffer(b"x" + w.tobytes(), np.uint8)[1:].view(np.float32).reshape(w.shape)
+    for same in (turned, wide[1::2, ::3], mirrored, shifted):
+        np.testing.assert_array_equal(int4(same, group), expected[0])
+        np.testing.assert_array_equal(int8(same), expected[1])
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    w = weights("normal", 16, 64, 0)
+    room = np.zeros(Int4(64).matrix_bytes(16, 64), np.uint8)
+    fixed = room.copy()
+    fixed.flags.writeable = False
+    for out in (room[:-1], np.zeros(2 * len(room), np.uint8)[::2], room.view(np.int8), fixed):
+        with pytest.raises(ValueError, match="records need"):
+            encode_int4(w, 64, out)
+    for bad in (w.astype(np.float64), w[0], w[:0], w[:, :0]):
+        with pytest.raises(ValueError, match="float32"):
+            encode_int4(bad, 64, room)
+    for group in (0, 12, 512):
+        with pytest.raises(ValueError, match="group"):
+            encode_int4(w, group, room)
+    assert not room.any()
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    matrices = [weights("normal", 48, 640, seed) for seed in range(8)]
+    alone = [int4(w, 64) for w in matrices]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda w: int4(w, 64), matrices))
+    for one, other in zip(alone, together, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_weights_are_not_changed() -> None:
+    w = weights("normal", 16, 64, 0)
+    before = w.copy()
+    int4(w, 64)
+    int4(w, 64, compiled=False)
+    int4_groups(w, 3)
+    np.testing.assert_array_equal(w, before)
