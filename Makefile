@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .SILENT:
-.PHONY: run test
+.PHONY: run test test-without-compiler
 
 run: $(READY)
 	exec $(BIN)/python launch.py
@@ -17,7 +17,11 @@ test: $(READY)
 	echo "mypy ..." && $(BIN)/mypy
 	echo "pytest ..." && $(BIN)/python -m pytest -q
 
-$(READY): pyproject.toml
+# The kernels' tests where nothing was compiled: installation must not need a compiler.
+test-without-compiler: $(READY)
+	echo "without a compiler ..." && .ci/without-compiler $(BIN)/python
+
+$(READY): pyproject.toml $(wildcard workers/kernels/c/*) $(wildcard shm/*.c)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "make: Python 3.11 or newer is needed as '$(PYTHON)'; install it, or say make PYTHON=/path/to/python3" >&2; \
 	  exit 1; }

@@ -61,6 +61,11 @@ class ControlLine:
         """Progress was made."""
         self._numbers[0] += 1
 
+    @property
+    def address(self) -> int:
+        """Where this process sees the count of progress, for code that counts by itself."""
+        return int(self._numbers.ctypes.data)
+
     def begin(self, seq: int) -> None:
         """This Work is being computed from now on."""
         self._numbers[1] = seq

@@ -1,31 +1,28 @@
 """Process entry: an expert worker. It maps the store, receives Work, returns one Partial per Work.
 
 It holds no state that matters: any worker can redo any Work, and for the same Work the bits are the
-same. It is cheap to replace: it says Ready before it imports torch.
+same. It is cheap to replace: it imports torch only where a Work needs it (`workers/kernels/host.py`).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-import warnings
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from protocol.messages import Abandon, Partial, Work, WorkFailed
 from shm.control import ControlLine, ControlSegment
 from shm.errors import ShmError
-from shm.layout import ExpertShape, StoreLayout
+from shm.formats import Float32
+from shm.layout import ExpertShape
 from shm.store import Store
+from workers.kernels.host import HostKernel
+from workers.kernels.native import Team, best
 from workers.lifetime import pin
 from workers.peer import Peer
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from workers.kernels.reference import ReferenceKernel
 
 log = logging.getLogger(__name__)
 
@@ -33,35 +30,23 @@ PACE = 0.5  # seconds of an emulated computation between two signs of progress
 
 
 class HostExperts:
-    """The store's experts as this process computes them. Imports torch when it is made."""
+    """The store's experts as this process computes them."""
 
-    def __init__(self, store: Store, threads: int, line: ControlLine) -> None:
-        import torch
-
-        from workers.kernels.reference import ReferenceKernel
-
-        torch.set_num_threads(threads)
-        # Work and store are mapped read-only on purpose, and nothing here writes to them.
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        self._torch = torch
+    def __init__(self, store: Store, team: Team | None, line: ControlLine) -> None:
         self._store = store
-        self._kernel: ReferenceKernel = ReferenceKernel(store.layout, line.tick)
+        self._kernel = HostKernel(store.layout, team, line)
 
-    def run(self, work: Work) -> Tensor:
+    def run(self, work: Work) -> Float32:
         """The weighted sum over the items: float32 [R, H], a row for each row of `work.x`."""
-        torch = self._torch
-        with torch.inference_mode():
-            x = torch.from_numpy(work.x)
-            y: Tensor = torch.zeros_like(x)
-            activations = self._kernel.activations(x)
-            rows = torch.from_numpy(work.rows.astype(np.int64))
-            weights = torch.from_numpy(work.weights).unsqueeze(1)
-            for (expert, lo, hi), start, end in zip(
-                work.items.tolist(), work.offsets.tolist(), work.offsets[1:].tolist(), strict=False
-            ):
-                tiles = torch.from_numpy(self._store.tiles(work.layer, expert, lo, hi))
-                chosen = rows[start:end]
-                y.index_add_(0, chosen, self._kernel.run(tiles, activations[chosen]) * weights[start:end])
+        y = np.zeros(work.x.shape, np.float32)
+        activations = self._kernel.activations(work.x)
+        for (expert, lo, hi), start, end in zip(
+            work.items.tolist(), work.offsets.tolist(), work.offsets[1:].tolist(), strict=False
+        ):
+            rows = work.rows[start:end]
+            part = self._kernel.run(self._store.tiles(work.layer, expert, lo, hi), activations, rows)
+            part *= work.weights[start:end, None]
+            y[rows] += part  # an item names a row once
         return y
 
 
@@ -76,6 +61,10 @@ def fault_of(work: Work, shape: ExpertShape) -> str | None:
         return "offsets, rows and weights do not fit each other"
     if (np.diff(offsets) < 0).any():
         return "offsets that decrease"
+    starts = np.zeros(len(work.rows) + 1, bool)
+    starts[offsets] = True
+    if not ((np.diff(work.rows) > 0) | starts[1:-1]).all():
+        return "an item's rows are not ascending"
     if len(work.rows) and not (work.rows.min() >= 0 and work.rows.max() < len(work.x)):
         return "a row outside x"
     if len(items) == 0:
@@ -86,11 +75,10 @@ def fault_of(work: Work, shape: ExpertShape) -> str | None:
     return None if (items[:, 1] < items[:, 2]).all() else "an item without tiles"
 
 
-def serve(peer: Peer, store: Store, line: ControlLine, threads: int, slowdown: float) -> None:
+def serve(peer: Peer, store: Store, line: ControlLine, team: Team | None, slowdown: float) -> None:
     """Answer Work until Shutdown; progress is counted on `line`. `slowdown` > 1 waits after each Work, to
     stand in for a slower host."""
-    layout: StoreLayout = store.layout
-    experts: HostExperts | None = None  # with the first Work: until then this process is cheap
+    experts = HostExperts(store, team, line)
     waiting: deque[Work] = deque()
     while not peer.stopped:
         for message in peer.receive(wait=not waiting):
@@ -103,15 +91,13 @@ def serve(peer: Peer, store: Store, line: ControlLine, threads: int, slowdown: f
         if waiting:
             work = waiting.popleft()
             line.tick()
-            fault = fault_of(work, layout.shape)
+            fault = fault_of(work, store.layout.shape)
             if fault is not None:
                 peer.send(WorkFailed(work.seq, peer.incarnation, fault))
                 continue
-            if experts is None:
-                experts = HostExperts(store, threads, line)
             started = time.perf_counter()
             line.begin(work.seq)
-            y = experts.run(work).numpy()
+            y = experts.run(work)
             line.end()
             busy = time.perf_counter() - started
             if slowdown > 1:
@@ -140,7 +126,11 @@ def main(config: dict[str, Any]) -> int:
         peer.close()
         return 1
     peer.announce((note,) if note else ())
-    serve(peer, store, control.line("worker", peer.index), config["threads"], config["host_slowdown"])
+    library = best()
+    team = None if library is None else library.team(len(config["cores"]))
+    serve(peer, store, control.line("worker", peer.index), team, config["host_slowdown"])
+    if team is not None:
+        team.close()
     peer.close()
     store.close()
     control.close()

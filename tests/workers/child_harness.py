@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,10 +51,10 @@ def weights_of(layer: int, expert: int) -> tuple[Float32, Float32, Float32]:
 
 
 @contextmanager
-def small_store(format: str = "f32") -> Iterator[str]:
-    """A finished store of SHAPE; its fingerprint."""
+def small_store(format: str = "f32", tile: int = SHAPE.tile) -> Iterator[str]:
+    """A finished store of SHAPE, or with other tiles; its fingerprint."""
     fingerprint = uuid.uuid4().hex * 2
-    manifest = StoreManifest(fingerprint, SHAPE, format, "/models/small")
+    manifest = StoreManifest(fingerprint, replace(SHAPE, tile=tile), format, "/models/small")
     builder = StoreBuilder.create(store_name(fingerprint), manifest)
     try:
         for layer in range(SHAPE.layers):
@@ -117,7 +117,6 @@ class Surroundings:
             "store": store_name(self.fingerprint),
             "fingerprint": self.fingerprint,
             "cores": [],
-            "threads": 1,
             "host_slowdown": 1.0,
             "link_gbps": None,
             "control": self.progress.segment.name,

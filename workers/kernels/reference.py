@@ -1,6 +1,8 @@
-"""The reference kernel: the plain formats (f32, bf16) through torch, on the CPU and on CUDA.
+"""The reference kernel: every format through plain torch operations, on the CPU and on CUDA.
 
-Arithmetic: matrix products in the format's own dtype, everything between tiles and experts in float32.
+Arithmetic of the plain formats (f32, bf16): matrix products in the format's own dtype. Of the quantized
+ones: activations, and between the matrices silu(gate) * up, are rounded to int8 steps group by group, and
+products are summed in float32 (`unpack.py`). Everything between tiles and experts is float32.
 The order of the operations depends on the tiles and rows alone, so the same call gives the same bits.
 """
 
@@ -12,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from shm.blocks import BlockFormat
 from shm.layout import StoreLayout
+from workers.kernels.unpack import dequantize, int8_steps
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
@@ -26,24 +30,41 @@ class ReferenceKernel:
         self._tile = layout.shape.tile
         self._hidden = layout.shape.hidden
         self._tile_bytes = layout.tile_bytes
-        self._dtype = DTYPES[layout.format.name]
+        self._plain = DTYPES.get(layout.format.name)
+        self._blocks = layout.format if isinstance(layout.format, BlockFormat) else None
 
     def activations(self, x: Tensor) -> Tensor:
-        """Hidden states float32 [R, H] as the kernel reads them; once per Work, not once per expert."""
-        return x.to(self._dtype)
+        """Hidden states float32 [R, H] as the kernel reads them, a row for each row; once per Work, not once
+        per expert."""
+        return x.to(self._plain) if self._blocks is None else int8_steps(x, self._blocks.group)
 
-    def run(self, data: Tensor, x: Tensor) -> Tensor:
-        """Sum of the outputs of consecutive tiles. data: uint8 [tiles * tile_bytes]; x: `activations`
-        [R, H]. Returns float32 [R, H], a new tensor."""
-        tiles = data.view(self._dtype).view(-1, 3, self._tile, self._hidden)
+    def run(self, data: Tensor, x: Tensor, rows: Tensor) -> Tensor:
+        """Sum of the outputs of consecutive tiles. data: uint8 [tiles * tile_bytes]; x: `activations`; rows:
+        int64 [n], which of its rows. Returns float32 [n, H], a new tensor."""
+        x = x[rows]
         total: Tensor | None = None
-        for tile in tiles:
-            both = functional.linear(x, tile[:2].view(2 * self._tile, self._hidden))  # [R, 2T]
-            inner = functional.silu(both[:, : self._tile]) * both[:, self._tile :]  # [R, T]
-            part = (inner @ tile[2]).float()  # [R, H]
+        for tile in data.view(-1, self._tile_bytes):
+            part = self._tile_output(tile, x)
             total = part if total is None else total.add_(part)
             if self._tick is not None:
                 self._tick()
         if total is None:
             raise ValueError("no tiles to run")
         return total
+
+    def _tile_output(self, tile: Tensor, x: Tensor) -> Tensor:
+        """float32 [R, H]"""
+        blocks = self._blocks
+        if blocks is None:
+            parts = tile.view(x.dtype).view(3, self._tile, self._hidden)
+            return (self._inner(x, parts[:2].view(2 * self._tile, self._hidden)) @ parts[2]).float()
+        wide = blocks.matrix_bytes(self._tile, self._hidden)
+        # Tiles are whole blocks of outputs: gate and up are one matrix of twice as many.
+        gate_up = dequantize(blocks, tile[: 2 * wide], 2 * self._tile, self._hidden)
+        down = dequantize(blocks, tile[2 * wide :], self._hidden, self._tile)
+        return functional.linear(int8_steps(self._inner(x, gate_up), blocks.group), down)
+
+    def _inner(self, x: Tensor, gate_up: Tensor) -> Tensor:
+        """silu(gate x) * (up x): [R, T]"""
+        both = functional.linear(x, gate_up)  # [R, 2T]
+        return functional.silu(both[:, : self._tile]) * both[:, self._tile :]

@@ -1,0 +1,136 @@
+"""What hosts compute with: C or torch by the format and the number of rows, and the same bits everywhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from child_harness import SHAPE, small_store, surroundings
+from numpy.typing import NDArray
+
+from pipeline.device import open_device
+from protocol.messages import Partial, Work
+from shm.control import ControlSegment
+from shm.layout import FORMATS, ExpertShape, Float32, StoreLayout, format_named
+from shm.segment import unlink
+from shm.store import Store, store_name
+from workers.kernels.host import HostKernel
+from workers.kernels.native import Geometry, Library, best
+from workers.kernels.reference import ReferenceKernel
+
+HIDDEN, TILES = 75, 3
+BF16_IN_C = 4  # rows
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """As in a worker."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def bits(array: Float32) -> NDArray[np.uint32]:
+    return np.ascontiguousarray(array).view(np.uint32)
+
+
+def make_tiles(name: str) -> tuple[StoreLayout, NDArray[np.uint8]]:
+    format = format_named(name)
+    layout = StoreLayout(ExpertShape(1, 1, HIDDEN, TILES * 128, 128), format)
+    random = np.random.default_rng(1)
+    tiles = [np.empty(layout.tile_bytes, np.uint8) for _ in range(TILES)]
+    for tile in tiles:
+        format.fill_random(random, HIDDEN, 128, 0.1, tile)
+    return layout, np.concatenate(tiles)
+
+
+def states(rows: int) -> Float32:
+    return np.random.default_rng(rows).standard_normal((rows, HIDDEN)).astype(np.float32)
+
+
+def in_c(library: Library, layout: StoreLayout, tiles: NDArray[np.uint8], x: Float32) -> Float32:
+    kernel = library.kernel(Geometry(layout.format, HIDDEN, HIDDEN, layout.shape.tile))
+    return kernel.tiles(tiles, kernel.quantize(x), np.arange(len(x), dtype=np.int32))
+
+
+def in_torch(layout: StoreLayout, tiles: NDArray[np.uint8], x: Float32) -> Float32:
+    kernel = ReferenceKernel(layout)
+    activations = kernel.activations(torch.from_numpy(x))
+    return kernel.run(torch.from_numpy(tiles), activations, torch.arange(len(x))).numpy()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_format_and_rows_alone_choose_the_code(name: str) -> None:
+    layout, tiles = make_tiles(name)
+    library, kernel = best(), HostKernel(layout)
+    most = {"f32": 0, "bf16": BF16_IN_C}.get(name, 1 << 62)
+    for rows in (1, 2, BF16_IN_C, BF16_IN_C + 1, 17):
+        x = states(rows)
+        found = kernel.run(tiles, kernel.activations(x), np.arange(rows, dtype=np.int32))
+        if library is not None and rows <= most:
+            np.testing.assert_array_equal(bits(found), bits(in_c(library, layout, tiles, x)))
+        else:
+            np.testing.assert_array_equal(bits(found), bits(in_torch(layout, tiles, x)))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_activations_serve_any_rows_and_both_codes(name: str) -> None:
+    layout, tiles = make_tiles(name)
+    kernel, x = HostKernel(layout), states(12)
+    once = kernel.activations(x)
+    for some in ([3], list(range(12)), [11, 0], [5, 4, 3, 2, 1, 0], [7]):
+        rows = np.array(some, np.int32)
+        fresh = HostKernel(layout)
+        np.testing.assert_array_equal(
+            bits(kernel.run(tiles, once, rows)), bits(fresh.run(tiles, fresh.activations(x), rows))
+        )
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_progress_is_counted_by_tiles(name: str) -> None:
+    layout, tiles = make_tiles(name)
+    segment = ControlSegment.create(f"/tandem-tests-ticks-{name}", 1)
+    try:
+        line = segment.line("worker", 0)
+        kernel = HostKernel(layout, line=line)
+        for calls, rows in enumerate((1, 17), start=1):
+            kernel.run(tiles, kernel.activations(states(rows)), np.arange(rows, dtype=np.int32))
+            assert line.ticks == calls * TILES
+            assert segment.line("prefetcher", 0).ticks == 0
+    finally:
+        del kernel, line
+        segment.close()
+        unlink(segment.segment.name)
+
+
+@pytest.mark.timeout(300)  # importing torch takes long where many others compute
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_worker_and_the_device_cpu_give_the_same_bits(name: str) -> None:
+    """The worker on one core, the device on all."""
+    tile = 2 * FORMATS[name].granularity if FORMATS[name].granularity > 1 else 16
+    device = open_device("cpu")
+    with (
+        small_store(name, tile) as fingerprint,
+        surroundings("worker", fingerprint) as place,
+        Store.attach(store_name(fingerprint), fingerprint) as store,
+    ):
+        device.prepare(1 << 40)
+        kernel = device.expert_kernel(store.layout)
+        worker = place.start(cores=sorted(os.sched_getaffinity(0))[:1])
+        place.ready()
+        for expert, rows in enumerate((1, BF16_IN_C, 9, 40)):
+            x = np.random.default_rng(rows).standard_normal((rows, SHAPE.hidden)).astype(np.float32)
+            every = np.arange(rows, dtype=np.int32)
+            items = np.array([[expert, 0, store.layout.shape.tiles]], np.int32)
+            ends = np.array([0, rows], np.int32)
+            place.send(worker, Work(rows, 1, items, ends, every, np.ones(rows, np.float32), x))
+            tiles = torch.from_numpy(store.tiles(1, expert, 0, store.layout.shape.tiles).copy())
+            here = kernel.run(tiles, kernel.activations(device.from_host(x)), torch.arange(rows))
+            np.testing.assert_array_equal(bits(place.expect(Partial).y), bits(here.numpy()))
+        assert place.shut_down(worker, place.control) == 0
+        assert place.complaints() == ""
+    device.close()

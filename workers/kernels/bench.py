@@ -1,0 +1,258 @@
+"""`python -m workers.kernels.bench [--json] [--quick]`: expert kernels against the pace of memory.
+
+Every case is one whole expert, read from shared memory as a worker maps it, a different one each time so that
+no cache has it. Reading alone is timed in turns with the cases: `ratio` is a case's bytes per second over the
+median of all readings with as many cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from statistics import median
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from shm.formats import Bytes
+from shm.layout import FORMATS, ExpertShape, StoreLayout, TileFormat
+from shm.segment import Segment, unlink
+from workers.kernels.host import BF16_ROWS
+from workers.kernels.native import VARIANTS, Geometry, Library, Team, best, load
+from workers.kernels.reference import ReferenceKernel
+
+MEMORY = 1 << 30  # bytes of weights: far more than any cache
+SHAPES = {  # I, H and the channels of a tile
+    "Mixtral-8x7B": (14336, 4096, 896),
+    "Qwen3-30B-A3B": (768, 2048, 384),
+    "DeepSeek-V2-Lite": (1408, 2048, 384),
+}
+ROWS = (1, 4, 16, 64, 512)
+FORMATS_TIMED = ("bf16", "int8", "int4", "int4-g128")
+TORCH = "torch"  # the variant of the reference kernel: bf16 at many rows runs there
+READ_BYTES = 1 << 28  # of one reading
+SECONDS = {False: 0.6, True: 0.15}  # for one case, by --quick
+RUNS = {False: 7, True: 3}  # of one case, at least
+SLOW_ROWS = 16  # the slower variants and the small differences are timed to here, with --quick
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measured kernel: an expert of shape [n, k] = [I, H]."""
+
+    format: str
+    variant: str
+    shape: tuple[int, int]
+    rows: int
+    cores: int
+    us: float
+    gb_s: float
+    ratio: float
+    gflop_s: float
+
+
+class Bench:
+    """The weights' memory, the readings of it, and the cases timed so far."""
+
+    def __init__(self, memory: Bytes, quick: bool) -> None:
+        self.quick = quick
+        self.cases: list[Case] = []
+        self._memory = memory
+        self._at = 0
+        self._teams: dict[tuple[str, int], Team | None] = {}
+        self._readings: dict[int, dict[str, list[float]]] = {}
+        self._rng = np.random.default_rng(0)
+
+    def time(
+        self, format: TileFormat, variant: str, shape: tuple[int, int, int], rows: int, cores: int
+    ) -> None:
+        """Add a case."""
+        self.read(cores)
+        channels, hidden, tile = shape
+        layout = StoreLayout(ExpertShape(1, 1, hidden, channels, tile), format)
+        run = self._runner(layout, variant, rows, cores)
+        expert = layout.tile_bytes * layout.shape.tiles
+        seconds: list[float] = []
+        until = time.perf_counter() + SECONDS[self.quick]
+        run(self._next(expert))  # the first call makes room for what lies between
+        while len(seconds) < RUNS[self.quick] or time.perf_counter() < until:
+            data = self._next(expert)
+            started = time.perf_counter()
+            run(data)
+            seconds.append(time.perf_counter() - started)
+        took, size = median(seconds), (channels, hidden)
+        pace, work = expert / took / 1e9, 6 * channels * hidden * rows / took / 1e9
+        self.cases.append(Case(format.name, variant, size, rows, cores, took * 1e6, pace, 0, work))
+
+    def read(self, cores: int) -> None:
+        """Time reading, by our own loop and by torch.sum, over memory that no cache has."""
+        library = best()
+        readings = self._readings.setdefault(cores, {})
+        data = self._next(READ_BYTES)
+        if library is not None:
+            team = self._team(library, cores)
+            readings.setdefault("read", []).append(_rate(lambda: library.read(data, team), len(data)))
+        torch.set_num_threads(cores)
+        numbers = torch.from_numpy(data).view(torch.float32)
+        readings.setdefault("torch.sum", []).append(_rate(numbers.sum, len(data)))
+
+    @property
+    def read_gb_s(self) -> dict[int, float]:
+        """For each number of cores, the better of the two ways' medians."""
+        return {
+            cores: max(median(rates) for rates in ways.values()) / 1e9
+            for cores, ways in self._readings.items()
+        }
+
+    def fill(self, format: TileFormat, shape: tuple[int, int, int]) -> None:
+        """Fill the memory with experts of this format and shape."""
+        channels, hidden, tile = shape
+        size = format.tile_bytes(hidden, tile) * -(-channels // tile)
+        expert = self._memory[:size]
+        for part in np.split(expert, -(-channels // tile)):
+            format.fill_random(self._rng, hidden, tile, hidden**-0.5, part)
+        for lo in range(size, len(self._memory) - size + 1, size):
+            self._memory[lo : lo + size] = expert
+        self._at = 0
+
+    def close(self) -> None:
+        for team in self._teams.values():
+            if team is not None:
+                team.close()
+
+    def _runner(self, layout: StoreLayout, variant: str, rows: int, cores: int) -> Callable[[Bytes], object]:
+        hidden = layout.shape.hidden
+        x = self._rng.standard_normal((rows, hidden)).astype(np.float32)
+        chosen = np.arange(rows, dtype=np.int32)
+        library = None if variant == TORCH else load(variant)
+        if isinstance(library, Library):
+            geometry = Geometry(layout.format, hidden, hidden, layout.shape.tile)
+            kernel = library.kernel(geometry, self._team(library, cores))
+            return lambda data: kernel.tiles(data, kernel.quantize(x), chosen)
+        torch.set_num_threads(cores)
+        reference = ReferenceKernel(layout)
+        every, inputs = torch.from_numpy(chosen.astype(np.int64)), torch.from_numpy(x)
+        return lambda data: reference.run(torch.from_numpy(data), reference.activations(inputs), every)
+
+    def _team(self, library: Library, cores: int) -> Team | None:
+        key = library.variant, cores
+        if key not in self._teams:
+            self._teams[key] = library.team(cores)
+        return self._teams[key]
+
+    def _next(self, size: int) -> Bytes:
+        """So many bytes that were not used lately; they begin where an expert does."""
+        if self._at + size > len(self._memory):
+            self._at = 0
+        part = self._memory[self._at : self._at + size]
+        self._at += size
+        return part
+
+
+def _rate(read: Callable[[], object], size: int) -> float:
+    started = time.perf_counter()
+    read()
+    return size / (time.perf_counter() - started)
+
+
+def measure(quick: bool, show: Callable[[str], None]) -> dict[str, object]:
+    """All cases, as the JSON object that `--json` prints."""
+    everybody = len(os.sched_getaffinity(0))
+    with _weights() as memory, torch.inference_mode():
+        bench = Bench(memory, quick)
+        try:
+            for name, shape in SHAPES.items():
+                for format in (FORMATS[format] for format in FORMATS_TIMED):
+                    show(f"{name} {format.name}")
+                    bench.fill(format, shape)
+                    for variant, rows in _plan(format, shape, quick):
+                        for cores in sorted({1, everybody}):
+                            bench.time(format, variant, shape, rows, cores)
+        finally:
+            bench.close()
+        read = bench.read_gb_s
+        results = [asdict(case) | {"ratio": case.gb_s / read[case.cores]} for case in bench.cases]
+    return {"read_gb_s": {"1": read[1], "all": read[everybody]}, "results": results}
+
+
+def _plan(format: TileFormat, shape: tuple[int, int, int], quick: bool) -> Iterator[tuple[str, int]]:
+    """Variants and rows to time. bf16 at many rows runs through torch, as in the engine; there it also is
+    what the quantized formats are compared with. --quick leaves out what is slow and tells little."""
+    here = [name for name in VARIANTS if isinstance(load(name), Library)]
+    large = shape == SHAPES["Mixtral-8x7B"]
+    for variant, rows in ((v, r) for v in here for r in ROWS):
+        if format.name == "bf16" and rows > BF16_ROWS:
+            continue
+        first = variant == here[0]
+        if quick and format.name == "int4" and rows == 1 and not large:
+            yield variant, rows  # how the variants compare
+        elif quick and not (
+            first and format.name != "int4-g128" and rows in ((1, 4, 512) if large else (1, 4))
+        ):
+            continue
+        elif first or rows <= SLOW_ROWS:
+            yield variant, rows
+    if format.name == "bf16":
+        yield from ((TORCH, rows) for rows in ROWS if not quick or (large and rows == 512))
+
+
+@contextmanager
+def _weights() -> Iterator[Bytes]:
+    """Memory that is mapped as the store's is."""
+    name = f"/tandem-bench-{os.getpid()}"
+    segment = Segment.create(name, MEMORY)
+    unlink(name)  # gone with this process, however it ends
+    try:
+        yield segment.array
+    finally:
+        segment.close()
+
+
+def _table(found: dict[str, object]) -> Table:
+    table = Table(title="one expert, weights out of cache")
+    for column in ("format", "variant", "expert", "rows", "cores", "us", "GB/s", "of reading", "GFLOP/s"):
+        table.add_column(column, justify="left" if column in ("format", "variant") else "right")
+    results = found["results"]
+    assert isinstance(results, list)
+    for r in results:
+        n, k = r["shape"]
+        table.add_row(
+            r["format"], r["variant"], f"{n}x{k}", str(r["rows"]), str(r["cores"]), f"{r['us']:,.0f}",
+            f"{r['gb_s']:.1f}", f"{r['ratio']:.2f}", f"{r['gflop_s']:,.0f}",
+        )  # fmt: skip
+    return table
+
+
+def main() -> int:
+    """Exits with 0, or 1 where there is no memory for it."""
+    parser = argparse.ArgumentParser(prog="python -m workers.kernels.bench", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--quick", action="store_true", help="less than a minute")
+    told = parser.parse_args()
+    console = Console(stderr=True)
+    with console.status("filling memory ...") as status:
+        found = measure(told.quick, status.update)
+    if told.json:
+        print(json.dumps(found))
+    else:
+        read = found["read_gb_s"]
+        assert isinstance(read, dict)
+        out = Console()
+        out.print(_table(found))
+        out.print(f"reading: {read['1']:.1f} GB/s on one core, {read['all']:.1f} on all")
+        for name in VARIANTS:
+            if isinstance(why := load(name), str):
+                out.print(f"{name}: {why}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+/* AVX-512 with VNNI: a block's 16 outputs are the 16 lanes of a register. */
+#include "kernels.h"
+
+#include <immintrin.h>
+#include <string.h>
+
+int tandem_supported(void) {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512vnni");
+}
+
+#define INLINE static inline __attribute__((always_inline))
+#define FMA(a, b, c) __builtin_fmaf(a, b, c)
+#ifndef AHEAD
+#define AHEAD 6144 /* bytes: memory is asked for so much earlier than it is needed */
+#endif
+
+INLINE __m512i four(const int8_t *codes) {
+    int32_t packed;
+    memcpy(&packed, codes, 4);
+    return _mm512_set1_epi32(packed);
+}
+
+INLINE __m512 sixteen_bf16(const uint8_t *numbers) {
+    __m256i narrow = _mm256_loadu_si256((const __m256i *)numbers);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
+}
+
+INLINE __m512 grown(__m512 y, __m512i dot, __m512 scale, __m512 zero, const float *factors) {
+    __m512 centred = _mm512_fnmadd_ps(zero, _mm512_set1_ps(factors[1]), _mm512_cvtepi32_ps(dot));
+    return _mm512_fmadd_ps(centred, _mm512_mul_ps(scale, _mm512_set1_ps(factors[0])), y);
+}
+
+INLINE void block_int4(const uint8_t *block, int64_t groups, int64_t group, const int8_t *codes,
+                       const float *factors, const int rows, float *y) {
+    const __m512i low = _mm512_set1_epi8(15);
+    __m512 sum[ROWS];
+    for (int r = 0; r < rows; r++) sum[r] = _mm512_setzero_ps();
+    for (int64_t g = 0; g < groups; g++) {
+        const uint8_t *data = block + 64;
+        __m512i dot[ROWS], more[ROWS];
+        for (int r = 0; r < rows; r++) dot[r] = more[r] = _mm512_setzero_si512();
+        _mm_prefetch((const char *)block + AHEAD, _MM_HINT_NTA);
+        for (int64_t j = 0; j < group; j += 8) {
+            __m512i both = _mm512_loadu_si512(data + 8 * j);
+            _mm_prefetch((const char *)data + 8 * j + AHEAD, _MM_HINT_NTA);
+            __m512i even = _mm512_and_si512(both, low);
+            __m512i odd = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+            for (int r = 0; r < rows; r++) {
+                dot[r] = _mm512_dpbusd_epi32(dot[r], even, four(codes + r * group + j));
+                if (rows <= 4)
+                    more[r] = _mm512_dpbusd_epi32(more[r], odd, four(codes + r * group + j + 4));
+                else
+                    dot[r] = _mm512_dpbusd_epi32(dot[r], odd, four(codes + r * group + j + 4));
+            }
+        }
+        __m512 scale = sixteen_bf16(block), zero = sixteen_bf16(block + 32);
+        for (int r = 0; r < rows; r++) {
+            if (rows <= 4) dot[r] = _mm512_add_epi32(dot[r], more[r]);
+            sum[r] = grown(sum[r], dot[r], scale, zero, factors + 2 * r);
+        }
+        block = data + 8 * group;
+        codes += rows * group;
+        factors += 2 * rows;
+    }
+    for (int r = 0; r < rows; r++) _mm512_storeu_ps(y + BLOCK * r, sum[r]);
+}
+
+INLINE void block_int8(const uint8_t *block, int64_t groups, int64_t group, const int8_t *codes,
+                       const float *factors, const int rows, float *y) {
+    const __m512 zero = _mm512_set1_ps(128.0f);
+    __m512 sum[ROWS];
+    for (int r = 0; r < rows; r++) sum[r] = _mm512_setzero_ps();
+    for (int64_t g = 0; g < groups; g++) {
+        const uint8_t *data = block + 64;
+        __m512i dot[ROWS];
+        for (int r = 0; r < rows; r++) dot[r] = _mm512_setzero_si512();
+        _mm_prefetch((const char *)block + AHEAD, _MM_HINT_NTA);
+        for (int64_t j = 0; j < group; j += 4) {
+            __m512i weights = _mm512_loadu_si512(data + 16 * j);
+            _mm_prefetch((const char *)data + 16 * j + AHEAD, _MM_HINT_NTA);
+            for (int r = 0; r < rows; r++)
+                dot[r] = _mm512_dpbusd_epi32(dot[r], weights, four(codes + r * group + j));
+        }
+        __m512 scale = _mm512_loadu_ps((const float *)block);
+        for (int r = 0; r < rows; r++) sum[r] = grown(sum[r], dot[r], scale, zero, factors + 2 * r);
+        block = data + 16 * group;
+        codes += rows * group;
+        factors += 2 * rows;
+    }
+    for (int r = 0; r < rows; r++) _mm512_storeu_ps(y + BLOCK * r, sum[r]);
+}
+
+#include "body.h"

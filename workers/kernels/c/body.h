@@ -1,0 +1,297 @@
+/* What all variants share; included by each after block_int4 and block_int8:
+ *
+ *     block_int4(block, groups, group, codes, factors, rows, y)
+ *
+ * computes one block of 16 outputs for `rows` (a constant, 1 to ROWS) rows into y [rows, 16]. codes and factors
+ * are packed: for each group the rows' codes, one row after the other, and the rows' factors.
+ */
+#include "team.h"
+
+#include <math.h>
+#include <string.h>
+
+enum { STRIP = 128 }; /* rows whose activations stay in a core's cache while all blocks pass by */
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t rounded_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+static int64_t block_bytes(const struct weights *w, int64_t inputs) {
+    int64_t groups = (inputs + w->group - 1) / w->group;
+    return groups * (64 + BLOCK * w->group * w->bits / 8);
+}
+
+/* --- activations ------------------------------------------------------------------------------------------- */
+
+static float exponential(float x) {
+    /* exp within 2 units of the last place, written so that compilers turn a loop of it into vectors */
+    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+    float n = x * 1.44269504f + 12582912.0f;
+    n -= 12582912.0f; /* rounded to an integer by the addition above */
+    float r = x - n * 0.693359375f;
+    r += n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    int32_t bits = ((int32_t)n + 127) << 23;
+    float power;
+    memcpy(&power, &bits, 4);
+    return p * power;
+}
+
+static void gated(float *restrict gate, const float *restrict up, int64_t n) {
+    for (int64_t i = 0; i < n; i++) gate[i] = gate[i] / (1.0f + exponential(-gate[i])) * up[i];
+}
+
+static void quantize_row(const float *x, int64_t inputs, int64_t group, int8_t *codes, float *factors) {
+    for (int64_t start = 0; start < inputs; start += group, codes += group, factors += 2) {
+        int64_t n = least(group, inputs - start);
+        int32_t most = 0; /* of the magnitudes' bits, which are ordered like them, and NaN beyond all: it stays */
+        for (int64_t i = 0; i < n; i++) {
+            int32_t bits;
+            memcpy(&bits, x + start + i, 4);
+            bits &= 0x7FFFFFFF;
+            most = bits > most ? bits : most;
+        }
+        float largest;
+        memcpy(&largest, &most, 4);
+        float step = largest / 127.0f;
+        int32_t sum = 0;
+        for (int64_t i = 0; i < n; i++) {
+            float code = step > 0.0f ? x[start + i] / step : 0.0f;
+            code = code + 12582912.0f - 12582912.0f; /* rounded, half to even */
+            code = code < 127.0f ? code : 127.0f;
+            code = code > -127.0f ? code : -127.0f;
+            codes[i] = (int8_t)code;
+            sum += codes[i];
+        }
+        memset(codes + n, 0, (size_t)(group - n));
+        factors[0] = step;
+        factors[1] = (float)sum;
+    }
+}
+
+#include "plain.h"
+
+void tandem_quantize(const struct weights *w, const float *x, int64_t rows, void *codes, float *factors) {
+    int64_t padded = rounded_up(w->inputs, w->group);
+    if (w->bits == BF16) {
+        round_to_bf16(x, rows * w->inputs, codes);
+        return;
+    }
+    for (int64_t r = 0; r < rows; r++)
+        quantize_row(x + r * w->inputs, w->inputs, w->group, (int8_t *)codes + r * padded,
+                     factors + 2 * r * (padded / w->group));
+}
+
+/* --- packing: for each chunk of ROWS rows, group by group ---------------------------------------------------- */
+
+struct packed {
+    int8_t *codes;
+    float *factors;
+};
+
+static void pack(const struct weights *w, int64_t inputs, const struct activations *x, const int32_t *chosen,
+                 int64_t count, struct packed to) {
+    int64_t groups = rounded_up(inputs, w->group) / w->group, padded = groups * w->group;
+    for (int64_t first = 0; first < count; first += ROWS) {
+        int64_t rows = least(ROWS, count - first);
+        for (int64_t r = 0; r < rows; r++) {
+            int64_t row = chosen ? chosen[first + r] : first + r;
+            const int8_t *codes = (const int8_t *)x->codes + row * padded;
+            const float *factors = x->factors + 2 * row * groups;
+            for (int64_t g = 0; g < groups; g++) {
+                memcpy(to.codes + first * padded + (g * rows + r) * w->group, codes + g * w->group,
+                       (size_t)w->group);
+                memcpy(to.factors + 2 * (first * groups + g * rows + r), factors + 2 * g, 2 * sizeof(float));
+            }
+        }
+    }
+}
+
+/* --- blocks --------------------------------------------------------------------------------------------------- */
+
+#define EACH_COUNT(call)                                                                                          \
+    switch (rows) {                                                                                               \
+    case 1: call(1); break;                                                                                       \
+    case 2: call(2); break;                                                                                       \
+    case 3: call(3); break;                                                                                       \
+    case 4: call(4); break;                                                                                       \
+    case 5: call(5); break;                                                                                       \
+    case 6: call(6); break;                                                                                       \
+    case 7: call(7); break;                                                                                       \
+    default: call(8);                                                                                             \
+    }
+
+static void one_block(const struct weights *w, const uint8_t *block, int64_t groups, const int8_t *codes,
+                      const float *factors, int64_t rows, float *y) {
+#define CALL_INT4_64(n) block_int4(block, groups, 64, codes, factors, n, y)
+#define CALL_INT4(n) block_int4(block, groups, w->group, codes, factors, n, y)
+#define CALL_INT8(n) block_int8(block, groups, w->group, codes, factors, n, y)
+    if (w->bits == INT8) {
+        EACH_COUNT(CALL_INT8)
+    } else if (w->group == 64) {
+        EACH_COUNT(CALL_INT4_64)
+    } else {
+        EACH_COUNT(CALL_INT4)
+    }
+}
+
+/* y [count, outputs] (stride `stride`) = or += W x for blocks [lo, hi), x packed. */
+struct product {
+    const struct weights *w;
+    const uint8_t *matrix;
+    int64_t inputs, outputs;
+    struct packed x;
+    int64_t count;
+    float *y;
+    int64_t stride;
+    int add;
+};
+
+static void blocks(const struct product *p, int64_t lo, int64_t hi) {
+    int64_t size = block_bytes(p->w, p->inputs), group = p->w->group;
+    int64_t groups = rounded_up(p->inputs, group) / group;
+    float y[ROWS * BLOCK] __attribute__((aligned(64)));
+    for (int64_t strip = 0; strip < p->count; strip += STRIP) {
+        int64_t end = least(strip + STRIP, p->count);
+        for (int64_t b = lo; b < hi; b++) {
+            int64_t width = least(BLOCK, p->outputs - b * BLOCK);
+            for (int64_t first = strip; first < end; first += ROWS) {
+                int64_t rows = least(ROWS, end - first);
+                one_block(p->w, p->matrix + b * size, groups, p->x.codes + first * groups * group,
+                          p->x.factors + 2 * first * groups, rows, y);
+                for (int64_t r = 0; r < rows; r++) {
+                    float *to = p->y + (first + r) * p->stride + b * BLOCK;
+                    const float *from = y + r * BLOCK;
+                    if (width < BLOCK)
+                        for (int64_t i = 0; i < width; i++) to[i] = p->add ? to[i] + from[i] : from[i];
+                    else if (p->add)
+                        for (int i = 0; i < BLOCK; i++) to[i] += from[i];
+                    else
+                        memcpy(to, from, BLOCK * sizeof(float));
+                }
+            }
+        }
+    }
+}
+
+static void blocks_of(void *product, int64_t lo, int64_t hi) { blocks(product, lo, hi); }
+
+/* --- a matrix ------------------------------------------------------------------------------------------------- */
+
+/* Where things lie in the caller's scratch. */
+struct scratch {
+    struct packed x;     /* [rows, inputs] */
+    struct packed inner; /* [rows, channels] */
+    struct packed plain; /* the same before packing */
+    float *gate, *up;    /* [rows, channels] */
+    float *part;         /* [rows, outputs], bf16 */
+    int64_t bytes;
+};
+
+static struct scratch cut(const struct weights *w, int64_t rows, void *from) {
+    struct scratch s;
+    uint8_t *at = from;
+    int64_t inputs = rounded_up(w->inputs, w->group), channels = w->channels;
+#define TAKE(field, size) (s.field = (void *)at, at += rounded_up((size), 64))
+    TAKE(x.codes, rows * inputs * (w->bits == BF16 ? 4 : 1));
+    TAKE(x.factors, rows * inputs / w->group * 8);
+    TAKE(inner.codes, rows * channels);
+    TAKE(inner.factors, rows * channels / w->group * 8);
+    TAKE(plain.codes, rows * channels);
+    TAKE(plain.factors, rows * channels / w->group * 8);
+    TAKE(gate, rows * channels * 4);
+    TAKE(up, rows * channels * 4);
+    TAKE(part, w->bits == BF16 ? rows * w->outputs * 4 : 0);
+    s.bytes = at - (uint8_t *)from;
+    return s;
+}
+
+int64_t tandem_scratch(const struct weights *w, int64_t rows) { return cut(w, rows, NULL).bytes; }
+
+void tandem_matmul(struct team *team, const struct weights *w, const uint8_t *matrix, const struct activations *x,
+                   int64_t rows, float *y, void *memory) {
+    struct scratch s = cut(w, rows, memory);
+    pack(w, w->inputs, x, NULL, rows, s.x);
+    struct product product = {w, matrix, w->inputs, w->outputs, s.x, rows, y, w->outputs, 0};
+    share(team, blocks_of, &product, (w->outputs + BLOCK - 1) / BLOCK);
+}
+
+/* --- tiles of an expert --------------------------------------------------------------------------------------- */
+
+struct inner {
+    const struct weights *w;
+    struct scratch *s;
+};
+
+static void activate(void *context, int64_t lo, int64_t hi) {
+    const struct weights *w = ((struct inner *)context)->w;
+    struct scratch *s = ((struct inner *)context)->s;
+    for (int64_t r = lo; r < hi; r++) {
+        gated(s->gate + r * w->channels, s->up + r * w->channels, w->channels);
+        quantize_row(s->gate + r * w->channels, w->channels, w->group, s->plain.codes + r * w->channels,
+                     s->plain.factors + 2 * r * (w->channels / w->group));
+    }
+}
+
+void tandem_tiles(struct team *team, const struct weights *w, const uint8_t *tiles, int64_t number,
+                  const struct activations *x, const int32_t *chosen, int64_t count, float *y, void *memory,
+                  volatile uint64_t *ticks) {
+    struct scratch s = cut(w, count, memory);
+    if (w->bits == BF16) {
+        float *rows = (float *)s.x.codes;
+        for (int64_t r = 0; r < count; r++)
+            memcpy(rows + r * w->inputs, (const float *)x->codes + chosen[r] * w->inputs,
+                   (size_t)w->inputs * sizeof(float));
+        plain_tiles(team, w, (const uint16_t *)tiles, number, rows, count, s.gate, s.up, s.part, y, ticks);
+        return;
+    }
+    pack(w, w->inputs, x, chosen, count, s.x);
+    int64_t wide = w->channels / BLOCK * block_bytes(w, w->inputs);
+    int64_t down = (w->outputs + BLOCK - 1) / BLOCK * block_bytes(w, w->channels);
+    for (int64_t tile = 0; tile < number; tile++) {
+        struct product gate = {w, tiles, w->inputs, w->channels, s.x, count, s.gate, w->channels, 0};
+        struct product up = {w, tiles + wide, w->inputs, w->channels, s.x, count, s.up, w->channels, 0};
+        struct inner inner = {w, &s};
+        struct product out = {w, tiles + 2 * wide, w->channels, w->outputs, s.inner, count, y, w->outputs, tile > 0};
+        struct activations middle = {s.plain.codes, s.plain.factors};
+        share(team, blocks_of, &gate, w->channels / BLOCK);
+        share(team, blocks_of, &up, w->channels / BLOCK);
+        share(team, activate, &inner, count);
+        pack(w, w->channels, &middle, NULL, count, s.inner);
+        share(team, blocks_of, &out, (w->outputs + BLOCK - 1) / BLOCK);
+        tiles += 2 * wide + down;
+        if (ticks) (*ticks)++;
+    }
+}
+
+/* --- the pace of memory ---------------------------------------------------------------------------------------- */
+
+struct reading {
+    const uint8_t *memory;
+    uint64_t sum; /* atomic */
+};
+
+static void read_lines(void *context, int64_t lo, int64_t hi) {
+    struct reading *reading = context;
+    uint64_t sums[8] = {0}, sum = 0;
+    for (int64_t line = lo; line < hi; line++) {
+        const uint8_t *at = reading->memory + 64 * line;
+        uint64_t words[8];
+        __builtin_prefetch((const char *)at + AHEAD, 0, 0);
+        memcpy(words, at, 64);
+        for (int i = 0; i < 8; i++) sums[i] += words[i];
+    }
+    for (int i = 0; i < 8; i++) sum += sums[i];
+    __atomic_add_fetch(&reading->sum, sum, __ATOMIC_RELAXED);
+}
+
+uint64_t tandem_read(struct team *team, const uint8_t *memory, int64_t bytes) {
+    struct reading reading = {memory, 0};
+    share(team, read_lines, &reading, bytes / 64);
+    return reading.sum;
+}

@@ -1,0 +1,72 @@
+/* Expert kernels: what every variant's library exports, all of it plain C called through ctypes.
+ *
+ * A variant (avx512.c, avxvnni.c, avx2.c, portable.c) says how one block of 16 outputs is computed for a few rows,
+ * and then includes body.h, which is the rest: loops over blocks, tiles and rows, the inner activations.
+ *
+ * The bytes of weights are drawn in shm/layout.py. Arrays are row-major; sizes are counted in numbers unless they
+ * say bytes. Nothing here allocates or checks: the caller has done both.
+ *
+ * Integer formats. Activations are quantized to int8 by groups of inputs; each group has a scale and the sum of
+ * its codes, next to each other ("factors"). For each group of a block of outputs
+ *
+ *     y += (activation scale * weight scale) * (dot - zero * sum)
+ *
+ * where dot is the exact integer product of the codes. Groups are added in their order and rows do not mix: a
+ * row's result depends neither on how many rows there are nor on how many threads.
+ *
+ * bf16. Inputs are rounded to bf16; products are added in float32.
+ */
+#ifndef TANDEM_KERNELS_H
+#define TANDEM_KERNELS_H
+
+#include <stdint.h>
+
+enum { BLOCK = 16 }; /* outputs interleaved in the integer formats */
+enum { ROWS = 8 };   /* rows that one reading of a block is applied to, at most */
+
+enum { INT4 = 4, INT8 = 8, BF16 = 16 }; /* bits of a weight: which format */
+
+struct weights {
+    int64_t bits;
+    int64_t group;    /* inputs that share a scale; 1 for bf16 */
+    int64_t inputs;   /* of a matrix; H of tiles */
+    int64_t outputs;  /* of a matrix; H of tiles */
+    int64_t channels; /* T of one tile, a multiple of group; 0 for a matrix */
+};
+
+/* Integer formats: codes int8 [rows, padded], factors float32 [rows, padded / group, 2]; `padded` is the number
+ * of inputs in whole groups. bf16: codes float32 [rows, inputs], rounded to bf16; no factors. */
+struct activations {
+    const void *codes;
+    const float *factors;
+};
+
+struct team; /* threads that share one computation; NULL is the calling thread alone */
+
+/* Whether this CPU has what the variant was compiled for. */
+int tandem_supported(void);
+
+/* x float32 [rows, inputs] as activations; what whole groups have beyond the inputs becomes 0. */
+void tandem_quantize(const struct weights *weights, const float *x, int64_t rows, void *codes, float *factors);
+
+/* Bytes of scratch that the functions below need for `rows` rows. */
+int64_t tandem_scratch(const struct weights *weights, int64_t rows);
+
+/* y float32 [rows, outputs] = x @ W.T of one matrix (integer formats). `scratch` is 64-byte aligned. */
+void tandem_matmul(struct team *team, const struct weights *weights, const uint8_t *matrix,
+                   const struct activations *x, int64_t rows, float *y, void *scratch);
+
+/* y float32 [count, H] = the sum of the outputs of `number` consecutive tiles for the rows chosen[0..count) of x.
+ * `ticks` (may be NULL) is incremented after each tile: progress was made. */
+void tandem_tiles(struct team *team, const struct weights *weights, const uint8_t *tiles, int64_t number,
+                  const struct activations *x, const int32_t *chosen, int64_t count, float *y, void *scratch,
+                  volatile uint64_t *ticks);
+
+/* The sum of `bytes` bytes, a multiple of 64, as 64-bit numbers: what reading memory costs and no more. */
+uint64_t tandem_read(struct team *team, const uint8_t *memory, int64_t bytes);
+
+/* A team of `threads` threads, the caller included. NULL where the system has no more threads to give. */
+struct team *tandem_team(int64_t threads);
+void tandem_dismiss(struct team *team);
+
+#endif

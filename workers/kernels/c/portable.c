@@ -1,0 +1,132 @@
+/* C for every processor, with the vectors of 16 bytes that gcc and clang know on all of them. Bytes are taken in
+ * pairs, as the 16-bit numbers that they are on a little-endian machine. */
+#include "kernels.h"
+
+#include <string.h>
+
+int tandem_supported(void) { return __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__; }
+
+#define INLINE static inline __attribute__((always_inline))
+#define FMA(a, b, c) ((a) * (b) + (c))
+#ifndef AHEAD
+#define AHEAD 2048 /* bytes: memory is asked for so much earlier than it is needed */
+#endif
+
+#define VECTOR __attribute__((vector_size(16)))
+typedef int16_t shorts VECTOR;
+typedef uint16_t pairs VECTOR;
+typedef int32_t ints VECTOR;
+typedef uint32_t quads VECTOR;
+
+enum { FOUR = 4 };  /* outputs of a vector, each with four inputs */
+enum { SPAN = 32 }; /* inputs whose products a 16-bit sum has room for: 16 * 15 * 127 < 32768; groups are multiples */
+
+/* The codes of four inputs beside each of four outputs: [0] the first and third, [1] the second and fourth. */
+typedef shorts spread_t[SPAN / 4][2];
+
+INLINE void spread(const int8_t *codes, spread_t to) {
+    for (int j = 0; j < SPAN / 4; j++) {
+        uint32_t four;
+        memcpy(&four, codes + 4 * j, sizeof four);
+        pairs all = (pairs)(quads){four, four, four, four};
+        to[j][0] = (shorts)(all << 8) >> 8;
+        to[j][1] = (shorts)all >> 8;
+    }
+}
+
+/* Each output's two 16-bit sums as one number. */
+INLINE ints gathered(shorts sums) { return ((ints)((quads)sums << 16) >> 16) + ((ints)sums >> 16); }
+
+INLINE void span_int4(const uint8_t *data, const spread_t *codes, const int rows, ints *dot) {
+    shorts sums[ROWS];
+    for (int r = 0; r < rows; r++) sums[r] = (shorts){0};
+#pragma GCC unroll 1 /* several steps at once need more registers than there are */
+    for (int j = 0; j < SPAN / 4; j += 2) {
+        pairs both;
+        memcpy(&both, data + 32 * j, sizeof both);
+        shorts a = (shorts)(both & 15), b = (shorts)(both >> 8 & 15);
+        shorts c = (shorts)(both >> 4 & 15), d = (shorts)(both >> 12);
+        for (int r = 0; r < rows; r++)
+            sums[r] += a * codes[r][j][0] + b * codes[r][j][1] + (c * codes[r][j + 1][0] + d * codes[r][j + 1][1]);
+    }
+    for (int r = 0; r < rows; r++) dot[r] += gathered(sums[r]);
+}
+
+/* A weight is 16 times its upper four bits and its lower four. */
+INLINE void span_int8(const uint8_t *data, const spread_t *codes, const int rows, ints *dot) {
+    shorts lower[ROWS], upper[ROWS];
+    for (int r = 0; r < rows; r++) lower[r] = upper[r] = (shorts){0};
+#pragma GCC unroll 1 /* several steps at once need more registers than there are */
+    for (int j = 0; j < SPAN / 4; j++) {
+        pairs both;
+        memcpy(&both, data + 64 * j, sizeof both);
+        shorts a = (shorts)(both & 15), b = (shorts)(both >> 8 & 15);
+        shorts c = (shorts)(both >> 4 & 15), d = (shorts)(both >> 12);
+        for (int r = 0; r < rows; r++) {
+            lower[r] += a * codes[r][j][0] + b * codes[r][j][1];
+            upper[r] += c * codes[r][j][0] + d * codes[r][j][1];
+        }
+    }
+    for (int r = 0; r < rows; r++) dot[r] += gathered(lower[r]) + gathered(upper[r]) * 16;
+}
+
+static float number(const uint8_t *bf16) {
+    uint16_t narrow;
+    memcpy(&narrow, bf16, sizeof narrow);
+    uint32_t bits = (uint32_t)narrow << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* y [16] += what one group contributes. */
+INLINE void grow(float *y, const ints *dot, const float *scale, const float *zero, const float *factors) {
+    int32_t sums[BLOCK];
+    for (int i = 0; i < BLOCK / FOUR; i++) memcpy(sums + FOUR * i, dot + i * ROWS, sizeof *dot);
+    for (int i = 0; i < BLOCK; i++)
+        y[i] += ((float)sums[i] - zero[i] * factors[1]) * (scale[i] * factors[0]);
+}
+
+INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const int8_t *codes, const float *factors,
+                     const int bits, const int rows, float *y) {
+    for (int i = 0; i < rows * BLOCK; i++) y[i] = 0.0f;
+    for (int64_t g = 0; g < groups; g++) {
+        const uint8_t *data = block + 64;
+        ints dot[BLOCK / FOUR][ROWS];
+        for (int i = 0; i < BLOCK / FOUR; i++)
+            for (int r = 0; r < rows; r++) dot[i][r] = (ints){0};
+        for (int64_t start = 0; start < group; start += SPAN, data += SPAN * 2 * bits) {
+            spread_t wide[ROWS];
+            for (int line = 0; line < SPAN * 2 * bits; line += 64) __builtin_prefetch(data + line + AHEAD, 0, 2);
+            for (int r = 0; r < rows; r++) spread(codes + r * group + start, wide[r]);
+            for (int i = 0; i < BLOCK / FOUR; i++) {
+                if (bits == INT4)
+                    span_int4(data + 16 * i, (const spread_t *)wide, rows, dot[i]);
+                else
+                    span_int8(data + 16 * i, (const spread_t *)wide, rows, dot[i]);
+            }
+        }
+        float scale[BLOCK], zero[BLOCK];
+        for (int i = 0; i < BLOCK; i++) zero[i] = bits == INT4 ? number(block + 32 + 2 * i) : 128.0f;
+        if (bits == INT4)
+            for (int i = 0; i < BLOCK; i++) scale[i] = number(block + 2 * i);
+        else
+            memcpy(scale, block, sizeof scale);
+        for (int r = 0; r < rows; r++) grow(y + BLOCK * r, &dot[0][r], scale, zero, factors + 2 * r);
+        block = data;
+        codes += rows * group;
+        factors += 2 * rows;
+    }
+}
+
+INLINE void block_int4(const uint8_t *block, int64_t groups, int64_t group, const int8_t *codes,
+                       const float *factors, const int rows, float *y) {
+    block_of(block, groups, group, codes, factors, INT4, rows, y);
+}
+
+INLINE void block_int8(const uint8_t *block, int64_t groups, int64_t group, const int8_t *codes,
+                       const float *factors, const int rows, float *y) {
+    block_of(block, groups, group, codes, factors, INT8, rows, y);
+}
+
+#include "body.h"

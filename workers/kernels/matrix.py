@@ -1,0 +1,67 @@
+"""A matrix of a quantized format on the host: products with rows of activations, on all of a team's cores."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from shm.blocks import LANES, BlockFormat
+from shm.formats import Bytes, Float32
+from workers.kernels.native import Geometry, Team, best
+
+PART_NUMBERS = 1 << 20  # quantized at a time by one core
+
+
+class HostMatrix:
+    """W [outputs, inputs], made from float32 numbers. Used by one thread at a time."""
+
+    def __init__(self, format: BlockFormat, w: Float32, team: Team | None) -> None:
+        """Quantize w [outputs, inputs] on all cores. Raises WeightsNotFinite."""
+        self._format = format
+        self._outputs, self._inputs = w.shape
+        self._data = _roomy(format.matrix_bytes(*w.shape))
+        _encode(format, w, self._data)
+        library = best()
+        geometry = Geometry(format, self._inputs, self._outputs)
+        self._kernel = None if library is None else library.kernel(geometry, team)
+
+    @property
+    def bytes(self) -> int:
+        return len(self._data)
+
+    def product(self, x: Float32) -> Float32:
+        """x @ W.T, x float32 [R, inputs]: float32 [R, outputs]."""
+        if self._kernel is not None:
+            return self._kernel.matmul(self._data, self._kernel.quantize(x))
+        import torch
+
+        from workers.kernels.unpack import dequantize, int8_steps
+
+        w = dequantize(self._format, torch.from_numpy(self._data), self._outputs, self._inputs)
+        y: Float32 = (int8_steps(torch.from_numpy(x), self._format.group) @ w.T).numpy()
+        return y
+
+
+def _roomy(size: int) -> Bytes:
+    """Memory in huge pages, where the system has them: reading it then takes fewer look-ups of addresses."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
+
+
+def _encode(format: BlockFormat, w: Float32, out: Bytes) -> None:
+    """`format.encode_matrix`, a few blocks of outputs at a time."""
+    outputs, inputs = w.shape
+    rows = max(1, PART_NUMBERS // (inputs * LANES)) * LANES
+    size = format.matrix_bytes(rows, inputs)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        parts = [
+            pool.submit(format.encode_matrix, w[lo : lo + rows], out[n * size : (n + 1) * size])
+            for n, lo in enumerate(range(0, outputs, rows))
+        ]
+        for part in parts:
+            part.result()

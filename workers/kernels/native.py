@@ -1,0 +1,247 @@
+"""The C kernels: which variants there are, and their functions for numpy arrays.
+
+`c/kernels.h` says what a library exports and what it computes. Each variant is a library of its own, compiled
+at installation where there is a compiler that knows its instructions; which one runs is chosen by what the
+processor has. The functions release the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shm.blocks import BlockFormat
+from shm.formats import BF16, Bytes, Float32, TileFormat
+
+VARIANTS = {  # best first
+    "avx512": "AVX-512 VNNI",
+    "avxvnni": "AVX-VNNI",
+    "avx2": "AVX2",
+    "portable": "portable C",
+}
+BF16_BITS = 16
+LINE = 64  # bytes of a cache line: how scratch is aligned
+
+Codes = NDArray[np.int8] | Float32
+
+
+class _Weights(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("bits", "group", "inputs", "outputs", "channels"))
+
+
+class _Activations(ctypes.Structure):
+    _fields_ = (("codes", ctypes.c_void_p), ("factors", ctypes.c_void_p))
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A matrix [outputs, inputs] of a quantized format, or tiles of `channels` of experts with H = `inputs` =
+    `outputs`."""
+
+    format: TileFormat
+    inputs: int
+    outputs: int
+    channels: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.format, BlockFormat | BF16):
+            raise ValueError(f"there is no C kernel for {self.format.name}")
+        if self.channels % self.format.granularity:
+            raise ValueError(f"{self.channels} channels are no whole groups of {self.format.granularity}")
+
+    @property
+    def bits(self) -> int:
+        return self.format.bits if isinstance(self.format, BlockFormat) else BF16_BITS
+
+    @property
+    def group(self) -> int:
+        return self.format.granularity
+
+    @property
+    def padded(self) -> int:
+        """Inputs in whole groups."""
+        return -(-self.inputs // self.group) * self.group
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Activations as a kernel reads them. Quantized formats: codes int8 [R, padded], factors float32
+    [R, groups, 2]; bf16: codes float32 [R, inputs], factors empty."""
+
+    codes: Codes
+    factors: Float32
+
+
+class Library:
+    """One variant's functions. They check shapes and types: behind them there are only pointers."""
+
+    def __init__(self, variant: str, functions: ctypes.CDLL) -> None:
+        """Use `load`."""
+        self.variant = variant
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        self._quantize: Any = functions.tandem_quantize
+        self._quantize.argtypes, self._quantize.restype = (pointer, pointer, size, pointer, pointer), None
+        self._scratch: Any = functions.tandem_scratch
+        self._scratch.argtypes, self._scratch.restype = (pointer, size), size
+        self._matmul: Any = functions.tandem_matmul
+        self._matmul.argtypes, self._matmul.restype = (*[pointer] * 4, size, pointer, pointer), None
+        self._tiles: Any = functions.tandem_tiles
+        self._tiles.argtypes = (*[pointer] * 3, size, pointer, pointer, size, *[pointer] * 3)
+        self._tiles.restype = None
+        self._read: Any = functions.tandem_read
+        self._read.argtypes, self._read.restype = (pointer, pointer, size), ctypes.c_uint64
+        self._team: Any = functions.tandem_team
+        self._team.argtypes, self._team.restype = (size,), pointer
+        self._dismiss: Any = functions.tandem_dismiss
+        self._dismiss.argtypes, self._dismiss.restype = (pointer,), None
+
+    def kernel(self, geometry: Geometry, team: Team | None = None) -> Kernel:
+        return Kernel(self, geometry, team)
+
+    def read(self, memory: Bytes, team: Team | None = None) -> int:
+        """Read all of `memory`, contiguous and a multiple of 64 bytes, and return its sum as 64-bit numbers:
+        what it costs is what memory costs."""
+        if not memory.flags.c_contiguous or memory.nbytes % LINE:
+            raise ValueError(f"{memory.nbytes} bytes are no whole lines of {LINE}")
+        handle = None if team is None else team.handle
+        total: int = self._read(handle, memory.ctypes.data, memory.nbytes)
+        return total
+
+    def team(self, threads: int) -> Team | None:
+        """Threads for `kernel`, the caller's included; None for one. Raises OSError where the system gives
+        no more."""
+        return None if threads < 2 else Team(self, threads)
+
+
+class Team:
+    """Threads that compute together. They end with `close`."""
+
+    def __init__(self, library: Library, threads: int) -> None:
+        """Use `Library.team`."""
+        self.threads = threads
+        self._library = library
+        self.handle: int | None = library._team(threads)
+        if self.handle is None:
+            raise OSError(f"the system does not give {threads} threads")
+
+    def close(self) -> None:
+        """End the threads. No kernel may use them any more."""
+        if self.handle is not None:
+            self._library._dismiss(self.handle)
+            self.handle = None
+
+
+class Kernel:
+    """Computes one geometry. Used by one thread at a time, and holds that one's scratch memory."""
+
+    def __init__(self, library: Library, geometry: Geometry, team: Team | None) -> None:
+        """Use `Library.kernel`."""
+        self.geometry = g = geometry
+        self._library = library
+        self._team = team
+        self._weights = _Weights(g.bits, g.group, g.inputs, g.outputs, g.channels)
+        self._address = ctypes.addressof(self._weights)
+        blocks = g.format if isinstance(g.format, BlockFormat) else None
+        self._matrix_bytes = 0 if blocks is None else blocks.matrix_bytes(g.outputs, g.inputs)
+        self._tile_bytes = g.format.tile_bytes(g.inputs, g.channels) if g.channels else 0
+        self._rows = 0
+        self._scratch: Bytes = np.empty(0, np.uint8)
+
+    def quantize(self, x: Float32) -> Quantized:
+        """x float32 [R, inputs]."""
+        g = self.geometry
+        x = np.ascontiguousarray(x, np.float32)
+        if x.ndim != 2 or x.shape[1] != g.inputs:
+            raise ValueError(f"activations {x.shape} for {g.inputs} inputs")
+        codes: Codes
+        if g.bits == BF16_BITS:
+            codes, factors = np.empty(x.shape, np.float32), np.empty(0, np.float32)
+        else:
+            codes = np.empty((len(x), g.padded), np.int8)
+            factors = np.empty((len(x), g.padded // g.group, 2), np.float32)
+        self._library._quantize(self._address, x.ctypes.data, len(x), codes.ctypes.data, factors.ctypes.data)
+        return Quantized(codes, factors)
+
+    def matmul(self, matrix: Bytes, x: Quantized) -> Float32:
+        """x @ W.T: float32 [R, outputs]. matrix: uint8 [matrix_bytes] of a quantized format."""
+        rows = self._check(matrix, x, self._matrix_bytes)
+        y = np.empty((rows, self.geometry.outputs), np.float32)
+        self._library._matmul(
+            self._handle, self._address, matrix.ctypes.data, self._pointers(x), rows, y.ctypes.data,
+            self._room(rows),
+        )  # fmt: skip
+        return y
+
+    def tiles(self, tiles: Bytes, x: Quantized, rows: NDArray[np.int32], ticks: int | None = None) -> Float32:
+        """The sum of the outputs of consecutive tiles for the rows x[rows]: float32 [len(rows), H]. `tiles`:
+        uint8 [number * tile_bytes]; `ticks`: address of a 64-bit counter, increased with each tile."""
+        self._check(tiles, x, self._tile_bytes)
+        rows = np.ascontiguousarray(rows, np.int32)
+        if len(rows) and not (rows.min() >= 0 and rows.max() < len(x.codes)):
+            raise IndexError("a row that is not there")
+        y = np.empty((len(rows), self.geometry.outputs), np.float32)
+        number = len(tiles) // self._tile_bytes
+        self._library._tiles(
+            self._handle, self._address, tiles.ctypes.data, number, self._pointers(x), rows.ctypes.data,
+            len(rows), y.ctypes.data, self._room(len(rows)), ticks,
+        )  # fmt: skip
+        return y
+
+    @property
+    def _handle(self) -> int | None:
+        return None if self._team is None else self._team.handle
+
+    def _check(self, data: Bytes, x: Quantized, unit: int) -> int:
+        """Rows of x. Raises ValueError for what does not fit."""
+        g = self.geometry
+        if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous:
+            raise ValueError("weights are contiguous bytes")
+        if unit == 0 or len(data) == 0 or len(data) % unit:
+            raise ValueError(f"{len(data)} bytes of weights are not whole units of {unit}")
+        width = g.inputs if g.bits == BF16_BITS else g.padded
+        kind = np.float32 if g.bits == BF16_BITS else np.int8
+        if x.codes.dtype != kind or x.codes.shape[1:] != (width,) or not x.codes.flags.c_contiguous:
+            raise ValueError(f"activations {x.codes.dtype} {x.codes.shape} for {g}")
+        return len(x.codes)
+
+    def _pointers(self, x: Quantized) -> Any:
+        return ctypes.byref(_Activations(x.codes.ctypes.data, x.factors.ctypes.data))
+
+    def _room(self, rows: int) -> int:
+        """The address of scratch for so many rows."""
+        if rows > self._rows:
+            self._scratch = np.empty(self._library._scratch(self._address, rows) + LINE, np.uint8)
+            self._rows = rows
+        address: int = self._scratch.ctypes.data
+        return -(-address // LINE) * LINE
+
+
+@cache
+def load(variant: str) -> Library | str:
+    """A variant's library, or why there is none, in a few words."""
+    for suffix in EXTENSION_SUFFIXES:
+        path = Path(__file__).with_name(f"_{variant}{suffix}")
+        if path.exists():
+            break
+    else:
+        return "not compiled at installation"
+    try:
+        functions = ctypes.CDLL(str(path))
+    except OSError as e:
+        return f"cannot be loaded: {e}"
+    if not functions.tandem_supported():
+        return f"this processor has no {VARIANTS[variant]}"
+    return Library(variant, functions)
+
+
+@cache
+def best() -> Library | None:
+    """The first variant of VARIANTS that runs here; None where none was compiled."""
+    return next((found for name in VARIANTS if isinstance(found := load(name), Library)), None)

@@ -1,0 +1,39 @@
+"""The quantized formats through torch, on any device: weights from their records, activations to int8 steps.
+
+This is the arithmetic that every kernel of those formats does, written for reading and not for speed:
+matrices become float32 numbers, and activations the numbers that their int8 codes stand for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from shm.blocks import HEAD_BYTES, LANES, BlockFormat, Int4
+
+
+def dequantize(format: BlockFormat, data: Tensor, n: int, k: int) -> Tensor:
+    """A matrix's numbers, float32 [n, k padded to whole groups]; what pads the inputs is not 0 there, and
+    meets activations that are. data: uint8 [format.matrix_bytes(n, k)]."""
+    records = data.view(-1, -(-k // format.group), format.record_bytes)  # [blocks, groups, bytes]
+    head = records[..., :HEAD_BYTES].contiguous()
+    codes = records[..., HEAD_BYTES:].reshape(*records.shape[:2], -1, 1, LANES, 4)  # j, 1, i, b
+    if isinstance(format, Int4):
+        scale, zero = head.view(torch.bfloat16).float().chunk(2, dim=-1)
+        codes = torch.cat((codes & 15, codes >> 4), dim=3)
+    else:
+        scale = head.view(torch.float32)
+        zero = torch.full_like(scale, 128)
+    q = codes.permute(0, 4, 1, 2, 3, 5).flatten(3).float()  # [blocks, 16, groups, inputs of a group]
+    values = (q - zero.mT.unsqueeze(-1)) * scale.mT.unsqueeze(-1)
+    return values.flatten(2).flatten(0, 1)[:n]
+
+
+def int8_steps(x: Tensor, group: int) -> Tensor:
+    """Activations [R, K] as their int8 codes stand for them: float32 [R, K padded with 0 to whole groups],
+    each group of a row in steps of its largest magnitude / 127."""
+    groups = functional.pad(x.float(), (0, -x.shape[-1] % group)).view(len(x), -1, group)
+    step = groups.abs().amax(dim=-1, keepdim=True) / 127
+    codes = torch.where(step > 0, groups / step, 0).round().clamp(-127, 127)
+    return (codes * step).flatten(1)
