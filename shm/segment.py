@@ -12,18 +12,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-import numpy as np
 import posix_ipc
 import psutil
 
 from shm.cgroup import free_memory
 from shm.errors import NotEnoughMemory, SegmentEmpty, SegmentMissing, ShmError
+from shm.huge import collapse, map_shared
 from shm.layout import Bytes
 
 SHM_FOLDER = "/dev/shm"
@@ -46,16 +45,21 @@ class Segment:
 
     def __init__(self, name: str, descriptor: int, size: int, writable: bool) -> None:
         """Map an open descriptor, which this object then does not keep. Use `create` or `attach`."""
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self.name = name
         self.size = size
         self.writable = writable
-        self._map: mmap.mmap | None = mmap.mmap(descriptor, size, mmap.MAP_SHARED, protection)
-        self._array: Bytes | None = np.frombuffer(self._map, dtype=np.uint8)
+        self._array: Bytes | None = map_shared(descriptor, size, writable)
 
     @classmethod
-    def create(cls, name: str, size: int, progress: Callable[[int], None] | None = None) -> Segment:
-        """A new, zeroed, writable segment of `size` bytes; `progress` is given the bytes allocated so far.
+    def create(
+        cls,
+        name: str,
+        size: int,
+        progress: Callable[[int], None] | None = None,
+        place: Callable[[int], None] | None = None,
+    ) -> Segment:
+        """A new, zeroed, writable segment of `size` bytes; `progress` is given the bytes allocated so far,
+        `place` before that the open descriptor, for what is to be said of where its pages are to lie.
 
         Raises NotEnoughMemory where its pages cannot all be had, ShmError where the name is taken; a
         segment that could not be completed is removed again.
@@ -68,11 +72,17 @@ class Segment:
             raise ShmError(f"the shared-memory segment {name} exists already") from None
         try:
             os.fchmod(memory.fd, 0o600)  # the umask may have taken bits away
+            os.ftruncate(memory.fd, size)
+            if place is not None:
+                place(memory.fd)
+            segment = cls(name, memory.fd, size, writable=True)
             for start in range(0, size, ALLOCATION_STEP):
-                os.posix_fallocate(memory.fd, start, min(ALLOCATION_STEP, size - start))
+                step = min(ALLOCATION_STEP, size - start)
+                os.posix_fallocate(memory.fd, start, step)
+                collapse(segment.array[start : start + step])
                 if progress is not None:
-                    progress(min(start + ALLOCATION_STEP, size))
-            return cls(name, memory.fd, size, writable=True)
+                    progress(start + step)
+            return segment
         except OSError as e:
             unlink(name)
             if e.errno == errno.EFBIG:
@@ -118,11 +128,7 @@ class Segment:
 
     def close(self) -> None:
         """End this object's use; the segment itself stays until `unlink`. May be called twice."""
-        if self._map is None:
-            return
-        mapping, self._map, self._array = self._map, None, None
-        with contextlib.suppress(BufferError):  # views are alive: the last one's end unmaps it
-            mapping.close()
+        self._array = None
 
     def __enter__(self) -> Segment:
         return self
