@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from pipeline.briefed import Briefed
-from pipeline.checkpoint.index import CheckpointIndex
 from pipeline.copy_thread import start_copy_thread
 from pipeline.cost_probe import measure_costs
 from pipeline.device import Device, open_device
@@ -25,6 +24,8 @@ from pipeline.fetch_link import FetchLink
 from pipeline.generation_defaults import sampling_defaults
 from pipeline.kv_cache import KVCache
 from pipeline.models.backbone import Backbone, Slice
+from pipeline.models.linear import Precision
+from pipeline.models.open import open_model
 from pipeline.models.registry import model_spec
 from pipeline.peers import Deaths, PeerSocket, Tell
 from pipeline.policies.costs import Costs
@@ -43,7 +44,6 @@ from shm.pinned import lock_pages
 from shm.segment import engine_prefix
 from shm.store import Store
 from workers.copiers import paced
-from workers.kernels.reference import DTYPES
 
 log = logging.getLogger(__name__)
 
@@ -75,10 +75,11 @@ class Assembly:
         self._closing = ExitStack()
         self._costs: Costs | None = None
         self._options: dict[str, str] = {}  # of the policy, as they were given
-        index = CheckpointIndex.open(told.model)
-        spec = model_spec(index.config)
+        source = open_model(told.model)
+        spec = model_spec(source.config)
         self.context = choose_context(config.context, spec)
         self.device: Device = open_device(config.device)
+        self._closing.callback(self.device.close)
         # Bound before anything slow, so that the peers find it.
         self._peers: dict[str, PeerSocket] = {}
         rows = max(config.chunk or CHUNK_MAX, config.max_sequences)
@@ -91,14 +92,15 @@ class Assembly:
         self._closing.callback(self.store.close)
         layout = self.store.layout
         self.notes.append(f"store: {lock_pages(self.store.segment.array)}")
-        dtype = DTYPES[config.backbone_dtype]
-        backbone = Backbone(index, spec, dtype, self.context, self.device.torch_device)
+        precision = Precision(config.backbone_dtype, self.device)
+        backbone = Backbone(source, spec, precision, self.context, self.device.torch_device)
         pool = WorkerPool(workers, self._control, told.workers, layout.shape.hidden)
         pool.wait_ready(PEER_LIMIT)  # from here on they import torch, while this process reads the tokenizer
         self.tokenizer = Tokenizer.load(told.model)
         self.sampling = sampling_defaults(told.model)
-        kv = KVCache(spec, dtype, self.device.torch_device, kv_budget(config.kv_tokens, self.context))
-        self._kv_bytes = kv.budget * spec.kv_numbers_per_token * dtype.itemsize
+        held = kv_budget(config.kv_tokens, self.context)
+        kv = KVCache(spec, precision.dtype, self.device.torch_device, held)
+        self._kv_bytes = kv.budget * spec.kv_numbers_per_token * precision.dtype.itemsize
         memory = self._device_memory(layout) if told.slab else None
         self.engine = Engine(backbone, layout, self.device, pool, memory)
         size = f"{backbone.bytes / 1e6:.1f} MB {config.backbone_dtype}"

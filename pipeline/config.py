@@ -10,20 +10,21 @@ DEFAULT_CONTEXT = 8192  # tokens, where the model would take more
 KV_CONTEXTS = 4  # full contexts that the KV cache holds
 
 DeviceName = Literal["auto", "cpu", "cuda"]
-DTypeName = Literal["f32", "bf16"]
+FormatName = Literal["f32", "bf16", "int8", "int4", "int4-g128"]  # of expert tiles, see shm/layout.py
+BackboneDType = Literal["f32", "bf16", "int8", "int4"]
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     """Everything a person can ask of one engine."""
 
-    model: Path | None = None  # None: the embedded model
+    model: Path | None = None  # a folder, or the path `shape:NAME/LAYERS`; None: the embedded model
     name: str | None = None  # None: made from the supervisor's process id
     device: DeviceName = "auto"
     policy: str | None = None  # None: all-host without a GPU, fiddler with one
     policy_options: dict[str, str] = field(default_factory=dict)
-    format: DTypeName = "bf16"  # of the experts
-    backbone_dtype: DTypeName = "bf16"
+    format: FormatName = "bf16"  # of the experts
+    backbone_dtype: BackboneDType = "bf16"  # of all the rest
     expert_cache: float = 0.25  # share of all expert tiles that fits the device, 0..1
     tile: int | None = None  # channels; None: chosen from the experts' shape
     workers: int | None = None  # None: one for each core

@@ -73,12 +73,14 @@ class _Probe:
     def device(self, rows: int, seconds: float) -> float:
         """One tile at `rows` rows from the slab."""
         engine = self._engine
-        x = engine.kernel.activations(self._activations(rows).to(engine.device.torch_device))
+        where = engine.device.torch_device
+        x = engine.kernel.activations(self._activations(rows).to(where))
+        every = torch.arange(rows, device=where)
 
         def once() -> float:
             started = time.perf_counter()
             for slot in range(min(8, self._memory.slab.slots)):
-                engine.kernel.run(self._memory.slab.slot(slot), x)
+                engine.kernel.run(self._memory.slab.slot(slot), x, every)
             engine.device.wait(engine.device.fence())
             return (time.perf_counter() - started) / min(8, self._memory.slab.slots)
 

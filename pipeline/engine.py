@@ -26,7 +26,6 @@ from pipeline.split import Missing, Split, split_layer
 from pipeline.tile_mover import TileMover
 from pipeline.worker_pool import WorkerPool
 from shm.layout import StoreLayout
-from workers.kernels.reference import ReferenceKernel
 
 Wanted = Literal["none", "last", "all"]
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -69,7 +68,7 @@ class Engine:
         self.shape = ModelShape(s.layers, s.experts, s.tiles, backbone.spec.top_k)
         self.accounting = Accounting(layout.tile_bytes)
         self.policy: Policy
-        self.kernel = ReferenceKernel(layout)
+        self.kernel = device.expert_kernel(layout)
         self._popularity = np.zeros((s.layers, s.experts), np.int64)
         self._nothing: IntArray = np.zeros((s.layers, s.experts), np.int32)
         self._costs: Costs | None = None
@@ -190,7 +189,7 @@ class Engine:
         sums: dict[int, Tensor] = {}
 
         def add(expert: int, slot: int) -> None:
-            part = self.kernel.run(slab.slot(slot), inputs[rows[expert]])
+            part = self.kernel.run(slab.slot(slot), inputs, rows[expert])
             sums[expert] = sums[expert].add_(part) if expert in sums else part
 
         for share in split.device:

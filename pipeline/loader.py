@@ -1,9 +1,10 @@
 """The loader process: makes sure that the store of a model is in shared memory, says so, and exits.
 
 It takes the shortest way there is: the segment itself if another engine has it or left it; the cached
-file; the checkpoint, and then it writes the cached file. Looking and building happen under the store's
-build lock, so engines that start together share one store. It imports no torch: on a small model nearly
-all of its time would be that import.
+file; the checkpoint, and then it writes the cached file. The random weights of a shape are drawn, which is
+about as quick as reading a cached file. Looking and building happen under the store's build lock, so engines
+that start together share one store. It imports no torch: on a small model nearly all of its time would be
+that import.
 
 What is damaged is made again, with one line that says so, and never while another engine uses it. A cached
 file's checksums are compared whenever it is read; a store in memory, and the cached file beside it, are
@@ -21,20 +22,19 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 
-from pipeline.checkpoint.encode import encode_experts
-from pipeline.checkpoint.index import CheckpointIndex, fingerprint
-from pipeline.checkpoint.reader import TensorReader
 from pipeline.errors import UsageError
-from pipeline.models.registry import expert_shape, expert_tensors
+from pipeline.models.open import open_model
+from pipeline.models.registry import expert_shape
 from protocol.codec import decode, encode
 from protocol.messages import VERSION, Failed, Progress, Ready, Shutdown
 from protocol.sockets import connect_dealer, ipc_endpoint
 from shm.disk_cache import CachedStore, sweep_cache, write_cache
 from shm.errors import NotEnoughMemory, SegmentMissing, ShmError, StoreDamaged, StoreInvalid, UnknownFormat
+from shm.layout import format_named
 from shm.locks import build_lock, remove_unused, sweep
 from shm.manifest import StoreManifest, store_bytes
 from shm.segment import check_space, gigabytes, unlink
@@ -42,6 +42,7 @@ from shm.store import Store, StoreBuilder, store_name
 
 ROLE = "loader"
 PROGRESS_SECONDS = 0.1
+T = TypeVar("T")
 log = logging.getLogger(ROLE)
 
 
@@ -82,22 +83,24 @@ class Control:
 
 
 class Loading:
-    """One store on its way into shared memory. `source` says in the end where its bytes came from."""
+    """One store on its way into shared memory. `origin` says in the end where its bytes came from."""
 
     def __init__(self, config: dict[str, Any], control: Control) -> None:
-        """Read the checkpoint's headers. Raises ModelError, UnknownFormat."""
+        """Read the checkpoint's headers. Raises UsageError, UnknownFormat."""
         self.control = control
-        self.index = CheckpointIndex.open(Path(config["model"]))
-        shape = expert_shape(self.index.config, config["tile"])
-        self.fingerprint = fingerprint(self.index, config["format"], shape.tile)
-        self.manifest = StoreManifest(self.fingerprint, shape, config["format"], str(self.index.folder))
+        self.source = open_model(Path(config["model"]))
+        shape = expert_shape(self.source.config, config["tile"], format_named(config["format"]))
+        self.fingerprint = self.source.fingerprint(config["format"], shape.tile)
+        self.manifest = StoreManifest(self.fingerprint, shape, config["format"], self.source.name)
         self.size = store_bytes(self.manifest)
         self.name = store_name(self.fingerprint)
         self.root = Path(config["runtime"]).parent
         self.cache_folder = Path(config["cache_dir"])
         self.reserve: int = config["reserve_bytes"]
         self.verify: bool = config["verify"]
-        self.source = ""
+        self.nodes: list[int] = config["nodes"]
+        self.origin = ""
+        self.notes: tuple[str, ...] = ()
 
     def run(self) -> None:
         """Have a ready store under `name`. Raises NotEnoughMemory, ModelError, ShmError, Stopped."""
@@ -106,15 +109,15 @@ class Loading:
         waiting = self.control.stage("waiting for another engine that loads this model", 1)
         with build_lock(self.fingerprint, self.root, lambda: waiting(0)):
             if self._attached():
-                source, read, cached = "attached", 0, 0
+                origin, read, cached = "attached", 0, 0
                 if self.verify:
                     self._verify_cache()
             elif self._from_cache():
-                source, read, cached = "cache", 0, self.size
+                origin, read, cached = "cache", 0, self.size
             else:
-                source, read, cached = "checkpoint", self._from_checkpoint(), 0
-        self.source = (
-            f"source {source}: {read} bytes read from the checkpoint, {cached} bytes read from the cache"
+                origin, read, cached = self.source.kind, self._from_source(), 0
+        self.origin = (
+            f"source {origin}: {read} bytes read from the checkpoint, {cached} bytes read from the cache"
         )
 
     def _attached(self) -> bool:
@@ -149,9 +152,14 @@ class Loading:
         for name in sweep(self.root):
             log.warning(f"removed the store {name}, which nobody uses")
         check_space(self.size, self.reserve)
-        return StoreBuilder.create(self.name, self.manifest, self.control.stage("allocating", self.size))
+        allocating = self.control.stage("allocating", self.size)
+        builder = StoreBuilder.create(self.name, self.manifest, allocating, self.nodes)
+        self.notes = builder.notes
+        return builder
 
     def _from_cache(self) -> bool:
+        if not self.source.cached:
+            return False
         try:
             cached = CachedStore.open(self.cache_folder, self.fingerprint)
             if cached is None:
@@ -163,31 +171,26 @@ class Loading:
             return False
         return True
 
-    def _from_checkpoint(self) -> int:
+    def _from_source(self) -> int:
         """The number of the weights' bytes that were read."""
-        config = self.index.config
-        with TensorReader(self.index) as reader:
-            self._fill(
-                lambda builder, progress: encode_experts(
-                    reader, lambda layer, expert: expert_tensors(config, layer, expert), builder, progress
-                ),
-                "encoding the experts",
-            )
-        try:
-            self._save()
-        except BaseException:
-            unlink(self.name)
-            raise
-        return reader.bytes_read
+        read = self._fill(self.source.fill, self.source.filling)
+        if self.source.cached:
+            try:
+                self._save()
+            except BaseException:
+                unlink(self.name)
+                raise
+        return read
 
-    def _fill(self, fill: Callable[[StoreBuilder, Callable[[int], None]], None], stage: str) -> None:
+    def _fill(self, fill: Callable[[StoreBuilder, Callable[[int], None]], T], stage: str) -> T:
         builder = self._builder()
         try:
-            fill(builder, self.control.stage(stage, self.manifest.layout.total_bytes))
+            result = fill(builder, self.control.stage(stage, self.manifest.layout.total_bytes))
             builder.finish()
         except BaseException:
             builder.discard()
             raise
+        return result
 
     def _save(self) -> None:
         """Keep the new store on disk, where that is possible."""
@@ -218,7 +221,7 @@ def main(config: dict[str, Any]) -> int:
             log.exception("loading failed")
             return _fail(control, f"loading failed: {type(e).__name__}: {e}", usage=False)
         else:
-            log.debug(f"{gigabytes(loading.size)} in {time.monotonic() - started:.2f} s; {loading.source}")
+            log.debug(f"{gigabytes(loading.size)} in {time.monotonic() - started:.2f} s; {loading.origin}")
             control.send(
                 Ready(
                     version=VERSION,
@@ -227,7 +230,7 @@ def main(config: dict[str, Any]) -> int:
                     incarnation=config["incarnation"],
                     pid=os.getpid(),
                     fingerprint=loading.fingerprint,
-                    notes=(loading.source,),
+                    notes=(loading.origin, *loading.notes),
                 )
             )
             return 0

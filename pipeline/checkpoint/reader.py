@@ -62,9 +62,12 @@ class TensorReader:
         self._read(entry, bits)
         return RawTensor(entry.dtype, entry.shape, bits)
 
-    def float32(self, name: str) -> Float32:
-        """A tensor's numbers, float32 in its shape; exact for every dtype. Raises ModelError as `raw`."""
-        dtype, _, bits = self.raw(name)
+    def float32(self, name: str, shape: tuple[int, ...]) -> Float32:
+        """A tensor's numbers; exact for every dtype. Raises ModelError as `raw`, and where the tensor has
+        another shape."""
+        dtype, found, bits = self.raw(name)
+        if found != shape:
+            raise ModelError(f"{self._index.folder}: {name} has the shape {found}, not {shape}")
         return to_float32(dtype, bits)
 
     def _read(self, entry: TensorEntry, out: Bits) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from shm.layout import StoreLayout
     from shm.store import Store
     from workers.copiers import Copier
+    from workers.kernels.native import Team
 
 SPARE_BYTES = 500_000_000  # beside slab and KV cache: what a step and the libraries allocate
 Fence = Any  # what `Device.fence` returns; None where the device computes synchronously
@@ -44,11 +46,31 @@ class SlabMemory(ABC):
         """Free the memory. Nothing may use it any more."""
 
 
+class DeviceKernel(Protocol):
+    """Computes tiles that lie in the slab."""
+
+    def activations(self, x: Tensor) -> Any:
+        """Hidden states float32 [R, H] in the form that `run` reads; once per layer."""
+
+    def run(self, tiles: Tensor, x: Any, rows: Tensor) -> Tensor:
+        """The sum of the outputs of consecutive tiles (uint8 [number * tile_bytes]) for the rows x[rows]
+        (int64 [n]): float32 [n, H], a new tensor."""
+
+
 class Device(ABC):
     """Where the backbone is computed."""
 
     name: str
     torch_device: torch.device
+    team: Team | None = None  # the threads of the host's kernels, on a device that computes with those
+
+    @abstractmethod
+    def expert_kernel(self, layout: StoreLayout) -> DeviceKernel:
+        """The kernel for this layout's tiles."""
+
+    @abstractmethod
+    def check_quantized(self) -> None:
+        """Raise UsageError unless a quantized backbone can be computed here."""
 
     @abstractmethod
     def prepare(self, multiply_adds: int) -> None:
@@ -80,6 +102,10 @@ class Device(ABC):
     @abstractmethod
     def open_slab(self, name: str, slots: int, slot_bytes: int) -> SlabMemory:
         """Allocate a slab. `name` is used where the slab is a named segment."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what the device started. Nothing may be computed any more."""
 
     @abstractmethod
     def describe(self) -> str:

@@ -15,10 +15,13 @@ from torch import Tensor
 from pipeline.device.base import SPARE_BYTES, Device, Fence, SlabMemory
 from pipeline.errors import UsageError
 from protocol.messages import AttachSlab
+from shm.layout import StoreLayout
 from shm.segment import SHM_FOLDER, available_memory, free_shm_bytes, gigabytes, unlink
 from shm.slab import Slab
 from shm.store import Store
 from workers.copiers import ShmCopier
+from workers.kernels.host import Activations, HostKernel
+from workers.kernels.native import Team, best
 
 # Multiply-adds from which a product gains by being shared between cores. Below it, waking another thread
 # (they do not spin: the workers need the cores) costs more than it computes.
@@ -49,6 +52,19 @@ class CpuSlab(SlabMemory):
         unlink(self._name)
 
 
+class CpuKernel:
+    """The kernel of the expert workers, for tensors."""
+
+    def __init__(self, layout: StoreLayout, team: Team | None) -> None:
+        self._kernel = HostKernel(layout, team)
+
+    def activations(self, x: Tensor) -> Activations:
+        return self._kernel.activations(x.numpy())
+
+    def run(self, tiles: Tensor, x: Activations, rows: Tensor) -> Tensor:
+        return torch.from_numpy(self._kernel.run(tiles.numpy(), x, rows.to(torch.int32).numpy()))
+
+
 class CpuDevice(Device):
     """Computes synchronously: a fence is nothing."""
 
@@ -57,6 +73,14 @@ class CpuDevice(Device):
 
     def __init__(self) -> None:
         self._all_threads = torch.get_num_threads()
+        library = best()
+        self.team = None if library is None else library.team(self._all_threads)
+
+    def expert_kernel(self, layout: StoreLayout) -> CpuKernel:
+        return CpuKernel(layout, self.team)
+
+    def check_quantized(self) -> None:
+        """It can."""
 
     def prepare(self, multiply_adds: int) -> None:
         torch.set_num_threads(self._all_threads if multiply_adds >= WORTH_SHARING else 1)
@@ -84,6 +108,10 @@ class CpuDevice(Device):
 
     def open_slab(self, name: str, slots: int, slot_bytes: int) -> SlabMemory:
         return CpuSlab(name, slots, slot_bytes)
+
+    def close(self) -> None:
+        if self.team is not None:
+            self.team.close()
 
     def describe(self) -> str:
         return f"cpu, {torch.get_num_threads()} threads of {os.cpu_count()} cores"

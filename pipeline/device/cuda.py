@@ -17,10 +17,12 @@ from torch import Tensor
 from pipeline.device.base import SPARE_BYTES, Device, Fence, SlabMemory
 from pipeline.errors import UsageError
 from protocol.messages import AttachSlab
+from shm.layout import StoreLayout
 from shm.segment import gigabytes
 from shm.store import Store
 from workers.copiers import CudaCopier
 from workers.cuda import call, ipc_handle
+from workers.kernels.reference import ReferenceKernel
 
 SLOT_ALIGNMENT = 256  # what cudaMalloc aligns to, and all that vector loads ask for
 BLOCK = 1 << 21  # cudaMalloc cuts smaller pieces out of a shared block, and IPC exports whole blocks
@@ -80,6 +82,15 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self._landing = torch.empty(0, dtype=torch.float32, pin_memory=True)
 
+    def expert_kernel(self, layout: StoreLayout) -> ReferenceKernel:
+        return ReferenceKernel(layout)
+
+    def check_quantized(self) -> None:
+        raise UsageError(
+            "--backbone-dtype int8 and int4 are computed by the processor's kernels: use them with"
+            " --device cpu, or bf16 here"
+        )
+
     def prepare(self, multiply_adds: int) -> None:
         """A GPU needs no preparation."""
 
@@ -119,6 +130,9 @@ class CudaDevice(Device):
 
     def open_slab(self, name: str, slots: int, slot_bytes: int) -> SlabMemory:
         return CudaSlab(self.torch_device.index, slots, slot_bytes)
+
+    def close(self) -> None:
+        """torch ends what it started."""
 
     def describe(self) -> str:
         properties = torch.cuda.get_device_properties(self.torch_device)

@@ -1,8 +1,9 @@
 """What the device computes of a model: embeddings, attention, norms, routers, the head. Not the experts.
 
 The residual stream, norms and router are float32 whatever the weights' dtype; products with weights are
-done in the weights' dtype. With float32 weights it is the reference arithmetic; with bfloat16 it rounds
-less often than a model that keeps its residual stream in bfloat16.
+done in the weights' dtype (`linear.py`), attention in the KV cache's. With float32 weights it is the
+reference arithmetic; with bfloat16 it rounds less often than a model that keeps its residual stream in
+bfloat16.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.checkpoint.index import CheckpointIndex
-from pipeline.checkpoint.reader import TensorReader
-from pipeline.errors import ModelError
 from pipeline.kv_cache import SequenceKV
+from pipeline.models.linear import DenseLinear, Linear, Precision
 from pipeline.models.registry import architecture_of
+from pipeline.models.source import ModelSource
 from pipeline.models.spec import ModelSpec
 
 
@@ -45,8 +46,8 @@ class Batch:
 @dataclass(frozen=True)
 class _Layer:
     attention_norm: Tensor  # [H] float32
-    qkv: Tensor  # [(heads + 2 kv_heads) * head_dim, H]
-    output: Tensor  # [H, heads * head_dim]
+    qkv: Linear  # [(heads + 2 kv_heads) * head_dim, H]
+    output: Linear  # [H, heads * head_dim]
     moe_norm: Tensor  # [H] float32
     router: Tensor  # [E, H] float32
 
@@ -56,47 +57,49 @@ class Backbone:
 
     def __init__(
         self,
-        index: CheckpointIndex,
+        source: ModelSource,
         spec: ModelSpec,
-        dtype: torch.dtype,
+        precision: Precision,
         context: int,
         device: torch.device,
     ) -> None:
         """Read the weights. Raises ModelError for tensors that are missing or of another shape."""
         self.spec = spec
-        self.dtype = dtype
-        architecture = architecture_of(index.config)
+        self.dtype = dtype = precision.dtype
+        self._quantized = precision.quantized
+        architecture = architecture_of(source.config)
         width = spec.head_dim
         self._q, self._kv = spec.heads * width, spec.kv_heads * width
-        with TensorReader(index) as reader:
+        with source.tensors() as tensors:
 
             def weight(name: str, shape: tuple[int, ...], kind: torch.dtype = dtype) -> Tensor:
-                array = reader.float32(name)
-                if array.shape != shape:
-                    raise ModelError(f"{index.folder}: {name} has the shape {array.shape}, not {shape}")
-                return torch.from_numpy(array).to(device=device, dtype=kind)
+                return torch.from_numpy(tensors.float32(name, shape)).to(device=device, dtype=kind)
 
             names = architecture.backbone_names(spec)
-            self._embedding = weight(names.embedding, (spec.vocabulary, spec.hidden))
+            table = (spec.vocabulary, spec.hidden)
+            self._embedding = weight(names.embedding, table)
             self._norm = weight(names.final_norm, (spec.hidden,), torch.float32)
+            # Plain numbers serve as embedding and head both, where the model says so; quantized ones do not.
+            self._tied = names.head is None and not precision.quantized
             self._head = (
-                self._embedding if names.head is None else weight(names.head, (spec.vocabulary, spec.hidden))
+                DenseLinear(self._embedding)
+                if self._tied
+                else precision.linear(tensors.float32(names.head or names.embedding, table))
             )
             self._layers: list[_Layer] = []
             for i in range(spec.layers):
                 at = architecture.layer_names(i)
-                qkv = [weight(at.query, (self._q, spec.hidden))]
-                qkv += [weight(name, (self._kv, spec.hidden)) for name in (at.key, at.value)]
+                qkv = [tensors.float32(at.query, (self._q, spec.hidden))]
+                qkv += [tensors.float32(name, (self._kv, spec.hidden)) for name in (at.key, at.value)]
                 self._layers.append(
                     _Layer(
                         attention_norm=weight(at.attention_norm, (spec.hidden,), torch.float32),
-                        qkv=torch.cat(qkv),
-                        output=weight(at.output, (spec.hidden, self._q)),
+                        qkv=precision.linear(np.concatenate(qkv)),
+                        output=precision.linear(tensors.float32(at.output, (spec.hidden, self._q))),
                         moe_norm=weight(at.moe_norm, (spec.hidden,), torch.float32),
                         router=weight(at.router, (spec.experts, spec.hidden), torch.float32),
                     )
                 )
-            self.bytes_read = reader.bytes_read
         frequencies = spec.rope_theta ** -(torch.arange(0, width, 2, dtype=torch.float32) / width)
         angles = torch.arange(context, dtype=torch.float32)[:, None] * frequencies  # [context, width / 2]
         self._cos = torch.cat((angles.cos(), angles.cos()), dim=1).to(device)[:, None]  # [context, 1, width]
@@ -105,13 +108,17 @@ class Backbone:
     @property
     def bytes(self) -> int:
         """Device memory of the weights."""
-        own = [self._embedding, self._norm, *([] if self._head is self._embedding else [self._head])]
-        own += [t for layer in self._layers for t in vars(layer).values()]
-        return sum(t.numel() * t.element_size() for t in own)
+        plain = [self._embedding, self._norm]
+        plain += [t for each in self._layers for t in (each.attention_norm, each.moe_norm, each.router)]
+        matrices = [m for each in self._layers for m in (each.qkv, each.output)]
+        if not self._tied:
+            matrices.append(self._head)
+        return sum(t.numel() * t.element_size() for t in plain) + sum(m.bytes for m in matrices)
 
     def largest_product(self, rows: int) -> int:
-        """Multiply-adds of the largest product of a layer, for this many rows."""
-        return rows * self.spec.hidden * (self._q + 2 * self._kv)
+        """Multiply-adds of the largest product of a layer that torch computes, for this many rows."""
+        width = rows * self._q  # of attention, were they all one sequence
+        return max(width * rows, 0 if self._quantized else width * self.spec.hidden)
 
     def batch(self, slices: Sequence[Slice]) -> Batch:
         """Put the slices' rows together, with everything about their positions that all layers share."""
@@ -137,7 +144,7 @@ class Backbone:
     def attention(self, layer: int, h: Tensor, batch: Batch) -> Tensor:
         """h + attention(norm(h)), float32 [R, H]; appends to the sequences' KV."""
         weights = self._layers[layer]
-        qkv = self._linear(self._normed(h, weights.attention_norm), weights.qkv)
+        qkv = weights.qkv(self._normed(h, weights.attention_norm))
         heads = qkv.view(batch.rows, -1, self.spec.head_dim)
         turned = self.spec.heads + self.spec.kv_heads  # queries and keys
         qk = _rotate(heads[:, :turned], batch.cos, batch.sin).to(self.dtype)
@@ -149,15 +156,19 @@ class Backbone:
             keys, values = piece.kv.write(layer, k[rows].transpose(0, 1), v[rows].transpose(0, 1))
             parts.append(self._attend(q[rows].transpose(0, 1), keys, values, mask))
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return h + functional.linear(mixed, weights.output).float()
+        return h + weights.output(mixed.float())
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """q [heads, T, width], the last T of the N tokens of keys and values [kv_heads, N, width]; returns
         [T, heads * width]."""
+        new = q.shape[1]
+        if new == 1:
+            # Heads that share keys are rows of one product: repeating the keys takes ten times as long.
+            q = q.view(self.spec.kv_heads, -1, self.spec.head_dim)
         out = functional.scaled_dot_product_attention(
-            q[None], keys[None], values[None], attn_mask=mask, enable_gqa=True
+            q[None], keys[None], values[None], attn_mask=mask, enable_gqa=new > 1
         )
-        return out[0].transpose(0, 1).reshape(q.shape[1], self._q)
+        return out[0].view(1, -1) if new == 1 else out[0].transpose(0, 1).reshape(new, self._q)
 
     def moe_input(self, layer: int, h: Tensor) -> Tensor:
         """The normalised input of a layer's router and experts, float32 [R, H]."""
@@ -169,14 +180,10 @@ class Backbone:
 
     def head(self, h: Tensor) -> Tensor:
         """Logits float32 [R, vocabulary]."""
-        return self._linear(self._normed(h, self._norm), self._head)
+        return self._head(self._normed(h, self._norm))
 
     def _normed(self, h: Tensor, weight: Tensor) -> Tensor:
         return functional.rms_norm(h, weight.shape, weight, self.spec.norm_eps)
-
-    @staticmethod
-    def _linear(x: Tensor, weight: Tensor) -> Tensor:
-        return functional.linear(x.to(weight.dtype), weight).float()
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from pipeline.errors import ModelError
+import math
+
+from pipeline.errors import ModelError, UsageError
 from pipeline.models.mixtral import Mixtral
 from pipeline.models.spec import Architecture, Config, ModelSpec
-from shm.layout import ExpertShape
+from shm.layout import ExpertShape, TileFormat
 
 ARCHITECTURES: dict[str, Architecture] = {a.model_type: a for a in (Mixtral(),)}
 
@@ -13,6 +15,8 @@ ARCHITECTURES: dict[str, Architecture] = {a.model_type: a for a in (Mixtral(),)}
 # expert can be shared by all cores and computed while the rest of it is still being copied.
 TILE_BYTES = 1 << 20  # at least, counted in bf16
 TILES_PER_EXPERT = 16  # at most
+TILE_STEP = 32  # channels; the automatic tile is a multiple of it
+GROUPED_STEP = 128  # of a quantized format, where it divides the expert: whole groups of every such format
 
 
 def architecture_of(config: Config) -> Architecture:
@@ -37,17 +41,27 @@ def model_spec(config: Config) -> ModelSpec:
     return spec
 
 
-def expert_shape(config: Config, tile: int | None) -> ExpertShape:
-    """The routed experts in tiles of `tile` channels, or of a size that suits them."""
+def expert_shape(config: Config, tile: int | None, tile_format: TileFormat) -> ExpertShape:
+    """The routed experts in tiles of `tile` channels, or of a size that suits them; at most one tile holds
+    them, filled up to what the format can hold. Raises UsageError where the format has no such tiles."""
     spec = model_spec(config)
+    group = tile_format.granularity
     if tile is None:
+        step = TILE_STEP
+        if group > 1:
+            step = group if spec.intermediate % GROUPED_STEP else math.lcm(group, GROUPED_STEP)
         enough = -(-TILE_BYTES // (6 * spec.hidden))
         share = -(-spec.intermediate // TILES_PER_EXPERT)
-        tile = -(-max(enough, share) // 32) * 32
-    tile = min(tile, spec.intermediate)
+        tile = _up(max(enough, share), step)
+    elif tile % group:
+        raise UsageError(
+            f"--tile {tile}: --format {tile_format.name} has tiles of whole groups of {group} channels; "
+            f"use a multiple, like {_up(tile, group)}"
+        )
+    tile = min(tile, _up(spec.intermediate, group))
     return ExpertShape(spec.layers, spec.experts, spec.hidden, spec.intermediate, tile)
 
 
-def expert_tensors(config: Config, layer: int, expert: int) -> tuple[str, str, str]:
-    """Checkpoint names of one expert's gate [I, H], up [I, H] and down [H, I]."""
-    return architecture_of(config).expert_names(layer, expert)
+def _up(number: int, step: int) -> int:
+    """The first multiple of `step` that is not below."""
+    return -(-number // step) * step

@@ -1,0 +1,78 @@
+"""The matrices of a backbone, in whatever form they are kept: x -> x @ W.T."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pipeline.device.base import Device
+from shm.blocks import BlockFormat
+from shm.layout import FORMATS, Float32
+from workers.kernels.matrix import HostMatrix
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Linear(Protocol):
+    """One matrix [outputs, inputs]."""
+
+    @property
+    def bytes(self) -> int:
+        """Device memory of its weights."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x float32 [R, inputs]: float32 [R, outputs]."""
+
+
+class DenseLinear:
+    """A matrix of plain numbers; products are done in its dtype."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    @property
+    def bytes(self) -> int:
+        return self.weight.numel() * self.weight.element_size()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x.to(self.weight.dtype), self.weight).float()
+
+
+class QuantizedLinear:
+    """A matrix of a quantized format, through the expert kernels of the host."""
+
+    def __init__(self, matrix: HostMatrix) -> None:
+        self._matrix = matrix
+
+    @property
+    def bytes(self) -> int:
+        return self._matrix.bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.from_numpy(self._matrix.product(x.numpy()))
+
+
+class Precision:
+    """`--backbone-dtype`: how matrices are kept, and the dtype of everything else that is stored."""
+
+    def __init__(self, name: str, device: Device) -> None:
+        """`name`: f32, bf16, int8 or int4. Raises UsageError where the device cannot compute it."""
+        format = FORMATS[name]
+        self._device = device
+        self._format = format if isinstance(format, BlockFormat) else None
+        if self._format is not None:
+            device.check_quantized()
+        self.dtype = DTYPES.get(name, torch.bfloat16)  # of embeddings and of the KV cache
+
+    @property
+    def quantized(self) -> bool:
+        return self._format is not None
+
+    def linear(self, w: Float32) -> Linear:
+        """The matrix w [outputs, inputs]."""
+        if self._format is not None:
+            return QuantizedLinear(HostMatrix(self._format, w, self._device.team))
+        return DenseLinear(torch.from_numpy(w).to(device=self._device.torch_device, dtype=self.dtype))

@@ -1,0 +1,143 @@
+"""A model of a known shape with random weights: as fast or as slow as the real one, and no use for text.
+
+Its experts are drawn straight in the store's format, never as float32 numbers first, on all cores. Every
+piece has a generator of its own, seeded by the shape's name and the piece's place: the same shape has the
+same bytes on every start, whatever the number of cores, and `shape:NAME/4` is the first four layers of
+`shape:NAME`. They do depend on the format and the tile size: a speed can be compared across formats, an
+answer cannot. `--seed` is for sampling and changes nothing here.
+
+The weights' standard deviation is 1 / sqrt(inputs), the norms' weights are 1: hidden states keep their
+magnitude from layer to layer, and routers choose all experts about equally often.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import msgpack
+import numpy as np
+
+from pipeline.models.shapes import shape_config
+from pipeline.models.source import ModelSource
+from shm.layout import Bytes, Float32, StoreLayout
+from shm.store import StoreBuilder
+
+# Part of every fingerprint: raised whenever the same shape would get other bytes.
+VERSION = 1
+BLOCK_NUMBERS = 1 << 22  # of a tensor, drawn by one generator: 16 MB of float32
+
+
+class ShapeModel(ModelSource):
+    """The shape of one name."""
+
+    kind = "random weights"
+    filling = "drawing random experts"
+    cached = False  # drawing it again is about as quick as reading it
+
+    def __init__(self, name: str) -> None:
+        """`name`: shape:NAME or shape:NAME/LAYERS. Raises ModelError."""
+        self.name = name
+        self._shape, self.config = shape_config(name)
+
+    def fingerprint(self, format_name: str, tile: int) -> str:
+        facts = {
+            "random": VERSION,
+            "shape": self._shape,
+            "config": json.dumps(self.config, sort_keys=True),
+            "format": format_name,
+            "tile": tile,
+        }
+        return hashlib.blake2b(msgpack.packb(facts), digest_size=32).hexdigest()
+
+    @contextmanager
+    def tensors(self) -> Iterator[RandomTensors]:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            yield RandomTensors(self._shape, pool)
+
+    def fill(self, builder: StoreBuilder, progress: Callable[[int], None]) -> int:
+        layout = builder.layout
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            try:
+                sums: list[Future[int]] = []
+                ahead = self._draw_layer(pool, builder, 0)
+                for layer in range(layout.shape.layers):
+                    tiles, ahead = ahead, []
+                    if layer + 1 < layout.shape.layers:  # so that no core waits where a layer ends
+                        ahead = self._draw_layer(pool, builder, layer + 1)
+                    for n, tile in enumerate(tiles):
+                        tile.result()
+                        expert = n // layout.shape.tiles
+                        progress(layout.offset(layer, expert, n % layout.shape.tiles) + layout.tile_bytes)
+                    sums.append(pool.submit(builder.checksum, layer))
+                for layer_sum in sums:
+                    layer_sum.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        progress(layout.total_bytes)
+        return 0
+
+    def _draw_layer(self, pool: ThreadPoolExecutor, builder: StoreBuilder, layer: int) -> list[Future[None]]:
+        """The tiles of a layer, in the order of the store."""
+        layout = builder.layout
+        drawn = []
+        for expert in range(layout.shape.experts):
+            out = builder.expert(layer, expert)
+            out[layout.tile_bytes * layout.shape.tiles :] = 0
+            for tile in range(layout.shape.tiles):
+                part = out[tile * layout.tile_bytes : (tile + 1) * layout.tile_bytes]
+                generator = _generator(self._shape, layer, expert, tile)
+                drawn.append(pool.submit(_draw_tile, generator, layout, tile, part))
+        return drawn
+
+
+class RandomTensors:
+    """The tensors of a shape outside its experts, drawn when asked for. Every name is there."""
+
+    def __init__(self, shape: str, pool: ThreadPoolExecutor) -> None:
+        self._shape = shape
+        self._pool = pool
+
+    def float32(self, name: str, shape: tuple[int, ...]) -> Float32:
+        """Ones for a vector, which is a norm's; else uniform numbers with mean 0."""
+        if len(shape) == 1:
+            return np.ones(shape, np.float32)
+        numbers = np.empty(shape, np.float32)
+        flat = numbers.reshape(-1)
+        blocks = (flat[start : start + BLOCK_NUMBERS] for start in range(0, flat.size, BLOCK_NUMBERS))
+        reach = math.sqrt(3 / shape[-1])  # a uniform number in -a..a has the standard deviation a / sqrt(3)
+        list(
+            self._pool.map(
+                lambda block: _draw_numbers(_generator(self._shape, name, block[0]), reach, block[1]),
+                enumerate(blocks),
+            )
+        )
+        return numbers
+
+
+def _draw_tile(generator: np.random.Generator, layout: StoreLayout, tile: int, out: Bytes) -> None:
+    shape = layout.shape
+    layout.format.fill_random(generator, shape.hidden, shape.tile, shape.hidden**-0.5, out)
+    used = shape.intermediate - tile * shape.tile
+    if used < shape.tile:  # channels that only fill up the tile stay without effect
+        gate, up, down = layout.format.decode(out, shape.hidden, shape.tile).copy()
+        gate[used:] = up[used:] = down[used:] = 0
+        layout.format.encode(gate, up, down, out)
+
+
+def _draw_numbers(generator: np.random.Generator, reach: float, out: Float32) -> None:
+    generator.random(dtype=np.float32, out=out)
+    out -= np.float32(0.5)
+    out *= np.float32(2 * reach)
+
+
+def _generator(*place: str | int) -> np.random.Generator:
+    """The generator of one piece of one shape."""
+    digest = hashlib.blake2b(msgpack.packb(place), digest_size=16).digest()
+    return np.random.Generator(np.random.SFC64(int.from_bytes(digest, "little")))

@@ -1,0 +1,50 @@
+"""What a model is to everybody who loads one: a config, tensors by name, and experts for a store.
+
+`pipeline/checkpoint/source.py` has those of a checkpoint's folder, `pipeline/models/shape_model.py` those of
+a shape with random weights, and `pipeline/models/open.py` finds out which of them is meant. Nobody else
+knows the difference.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from pipeline.models.spec import Config
+from shm.layout import Float32
+from shm.store import StoreBuilder
+
+
+class Tensors(Protocol):
+    """A model's tensors, for one thread at a time."""
+
+    def float32(self, name: str, shape: tuple[int, ...]) -> Float32:
+        """A tensor's numbers in this shape; the array is the caller's own. Raises ModelError where the model
+        has no such tensor."""
+
+
+class ModelSource(ABC):
+    """One model that can be loaded."""
+
+    name: str  # for a person: the folder, or shape:NAME/LAYERS
+    config: Config
+    kind: str  # where its weights come from
+    filling: str  # what is done while its store is filled
+    cached: bool  # whether its store is worth keeping on disk
+
+    @abstractmethod
+    def fingerprint(self, format_name: str, tile: int) -> str:
+        """64 hex digits that change whenever the bytes of the store would, in this format and with tiles of
+        so many channels. No weight is read."""
+
+    @abstractmethod
+    def tensors(self) -> AbstractContextManager[Tensors]:
+        """Its tensors outside the routed experts."""
+
+    @abstractmethod
+    def fill(self, builder: StoreBuilder, progress: Callable[[int], None]) -> int:
+        """Write every routed expert into a new store, on all cores, and return how many bytes of weights were
+        read for it. `progress` is given the store's bytes written so far, in this thread. Raises ModelError,
+        and whatever `progress` raises."""
