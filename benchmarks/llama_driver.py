@@ -1,0 +1,125 @@
+"""llama.cpp with one model, in a process of its own: computes what each line on stdin says and times it.
+
+    ENV/bin/python -P benchmarks/llama_driver.py '{"model": FILE, "threads": 2, "sequences": 4, ...}'
+
+Runs in the environment of llama.cpp (`llama_environment.py`); with -P, since this folder has a `llama_cpp.py`
+of its own. The first line on stdout says what was loaded. Each line {"prompts": [[id]], "tokens": [[id]]} is
+answered by {"prefill_s", "decode_s"}: the prompts are read one after the other, then in each step all of them
+go on by one given token each. Nothing is kept from line to line.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import llama_cpp as lib
+import numpy as np
+
+ERROR = 4  # ggml's log level
+LOADED = "buffer size"  # in the lines of the log that say how the weights are kept
+
+
+class Model:
+    """A loaded model and its KV cache. Raises RuntimeError where llama.cpp refuses."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.log: list[str] = []
+        self._logger = lib.llama_log_callback(self._logged)  # kept: the library calls it as long as it runs
+        lib.llama_log_set(self._logger, None)
+        lib.llama_backend_init()
+        model = lib.llama_model_default_params()
+        _set(model, load_mode=lib.LLAMA_LOAD_MODE_NONE)
+        began = time.perf_counter()
+        self._model = lib.llama_model_load_from_file(options["model"].encode(), model)
+        if not self._model:
+            raise RuntimeError("llama.cpp did not load the model")
+        self.load_s = time.perf_counter() - began
+        context = lib.llama_context_default_params()
+        _set(
+            context,
+            n_ctx=options["context"] * options["sequences"],
+            n_batch=options["batch"],
+            n_ubatch=options["batch"],
+            n_seq_max=options["sequences"],
+            n_threads=options["threads"],
+            n_threads_batch=options["threads"],
+            no_perf=True,
+        )
+        self._context = lib.llama_init_from_model(self._model, context)
+        if not self._context:
+            raise RuntimeError("llama.cpp did not make a context")
+        self._vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model))
+        self._batch = lib.llama_batch_init(options["batch"], 0, 1)
+
+    def run(self, prompts: list[list[int]], tokens: list[list[int]]) -> dict[str, float]:
+        """Seconds of all the prompts, and of all the steps behind them."""
+        lib.llama_memory_clear(lib.llama_get_memory(self._context), True)
+        began = time.perf_counter()
+        for sequence, prompt in enumerate(prompts):
+            self._decode([(sequence, position, token) for position, token in enumerate(prompt)], 1)
+        prefilled = time.perf_counter()
+        lengths = [len(prompt) for prompt in prompts]
+        for step, row in enumerate(zip(*tokens, strict=True)):
+            self._decode([(i, lengths[i] + step, token) for i, token in enumerate(row)], len(row))
+        return {"prefill_s": prefilled - began, "decode_s": time.perf_counter() - prefilled}
+
+    def _decode(self, entries: list[tuple[int, int, int]], wanted: int) -> list[int]:
+        """Compute (sequence, position, token) rows; the most probable token behind each of the last `wanted`,
+        since choosing one is part of a step."""
+        batch = self._batch
+        batch.n_tokens = len(entries)
+        for i, (sequence, position, token) in enumerate(entries):
+            batch.token[i], batch.pos[i] = token, position
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+            batch.logits[i] = i >= len(entries) - wanted
+        if code := lib.llama_decode(self._context, batch):
+            raise RuntimeError(f"llama_decode returned {code}")
+        lib.llama_synchronize(self._context)
+        chosen = []
+        for i in range(len(entries) - wanted, len(entries)):
+            logits = np.ctypeslib.as_array(lib.llama_get_logits_ith(self._context, i), (self._vocabulary,))
+            if not np.isfinite(logits).all():
+                raise RuntimeError("a logit is not finite")
+            chosen.append(int(logits.argmax()))
+        return chosen
+
+    def _logged(self, level: int, text: bytes, _: ctypes.c_void_p) -> None:
+        line = text.decode(errors="replace").strip()
+        if level == ERROR:
+            print(line, file=sys.stderr)
+        elif LOADED in line:
+            self.log.append(" ".join(line.split()))
+
+
+def _set(parameters: ctypes.Structure, **values: Any) -> None:
+    """A field that this release does not have would be taken without a word, and without effect."""
+    known = {field[0] for field in parameters._fields_}
+    for name, value in values.items():
+        if name not in known:
+            raise RuntimeError(f"this llama.cpp has no {name} in {type(parameters).__name__}")
+        setattr(parameters, name, value)
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever the library prints is no reply
+    model = Model(json.loads(sys.argv[1]))
+    loaded = {
+        "version": lib.__version__,
+        "system": lib.llama_print_system_info().decode().strip(),
+        "load_s": model.load_s,
+        "buffers": model.log,
+    }
+    print(json.dumps(loaded), file=replies)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        print(json.dumps(model.run(asked["prompts"], asked["tokens"])), file=replies)
+
+
+if __name__ == "__main__":
+    main()

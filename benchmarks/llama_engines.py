@@ -1,0 +1,169 @@
+"""The two engines that `llama_cpp.py` compares, each in processes of its own, behind one interface."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import psutil
+from served import served
+
+from launch.bench.run import Timeline
+from protocol.answer import Answer
+from protocol.client import Client
+from protocol.messages import Sampling
+
+DRIVER = Path(__file__).parent / "llama_driver.py"
+CONTEXT = 1024  # tokens
+BATCH = 4  # sequences at most
+PREFILL = 512  # tokens of the longest prompt
+LOAD_LIMIT, REPLY_LIMIT = 600.0, 300.0  # seconds
+TANDEM, LLAMA = "tandem", "llama.cpp"
+
+Ids = list[list[int]]  # [B][tokens]
+
+
+@dataclass(frozen=True)
+class Task:
+    """B prompts of P tokens each, and then G new tokens for each."""
+
+    what: str
+    batch: int
+    prompt: int
+    new: int  # 0: the time until the prompt's first answer counts
+
+    def ids(self, random: np.random.Generator, length: int, vocabulary: int) -> Ids:
+        return random.integers(5, vocabulary, (self.batch, length)).tolist()
+
+
+@dataclass
+class Engine:
+    """One of the two, loaded."""
+
+    name: str
+    pid: int
+    facts: dict[str, Any]
+    idle: list[float] = field(default_factory=list)  # cores it used while the other was measured
+
+    def cpu_seconds(self) -> float:
+        """Of its processes, so far."""
+        family = [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]
+        return sum(sum(process.cpu_times()[:2]) for process in family)
+
+    async def run(self, task: Task, random: np.random.Generator, prompts: Ids) -> dict[str, float]:
+        """`tok_s`, and for our engine more."""
+        raise NotImplementedError
+
+
+class Llama(Engine):
+    """llama.cpp, through the lines of its driver."""
+
+    def __init__(self, process: asyncio.subprocess.Process, facts: dict[str, Any], vocabulary: int) -> None:
+        super().__init__(LLAMA, process.pid, facts)
+        self._process, self._vocabulary = process, vocabulary
+
+    async def run(self, task: Task, random: np.random.Generator, prompts: Ids) -> dict[str, float]:
+        asked = {"prompts": prompts, "tokens": task.ids(random, task.new, self._vocabulary)}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(asked).encode() + b"\n")
+        took = await _line(self._process, REPLY_LIMIT)
+        if task.new:
+            return {"tok_s": task.batch * task.new / took["decode_s"]}
+        return {"tok_s": task.batch * task.prompt / took["prefill_s"]}
+
+
+class Tandem(Engine):
+    """Our engine, through a client."""
+
+    def __init__(self, pid: int, client: Client, layers: int) -> None:
+        welcome = client.welcome
+        facts = {"policy": welcome.policy, "format": welcome.format, "backbone_dtype": welcome.backbone_dtype}
+        super().__init__(TANDEM, pid, facts)
+        self._client, self._layers = client, layers
+
+    async def run(self, task: Task, random: np.random.Generator, prompts: Ids) -> dict[str, float]:
+        """Also the engine's own figure, and of a decode step on average: experts a layer, and rows (below the
+        batch where some requests began earlier than others; the speed is of the time when all decode)."""
+        per_expert = (await self._client.stats())["tiles_per_expert"]
+        sent = time.perf_counter()
+        answers = [
+            self._client.generate(
+                token_ids=prompt,
+                # The first token of an answer is the prefill's.
+                max_tokens=task.new + 1,
+                # Random tokens, as llama.cpp is given: else some experts would be chosen again and again.
+                sampling=Sampling(temperature=1.0, seed=int(random.integers(1 << 31))),
+                ignore_eos=True,
+            )
+            for prompt in prompts
+        ]
+        arrivals = await asyncio.gather(*map(_arrivals, answers))
+        line = Timeline(sent, task.prompt, tuple(arrivals))
+        ends = [answer.done.stats for answer in answers if answer.done is not None]
+        if any(end["kv_reused_tokens"] or end["preemptions"] for end in ends):
+            raise SystemExit("the engine did not compute what was asked for; nothing can be compared")
+        if not task.new:
+            return {"tok_s": line.prefill_tok_s, "engine_tok_s": median(e["prefill_tok_s"] for e in ends)}
+        decode = ends[0]["engine"]["decode"]
+        return {
+            "tok_s": line.decode_tok_s,
+            "engine_tok_s": sum(end["decode_tok_s"] for end in ends),
+            "experts": decode["host_tiles"] / per_expert / self._layers / decode["steps"],
+            "rows": decode["rows"] / decode["steps"],
+        }
+
+
+async def _arrivals(answer: Answer) -> tuple[float, ...]:
+    return tuple([time.perf_counter() async for _ in answer])
+
+
+async def _line(process: asyncio.subprocess.Process, limit: float) -> dict[str, Any]:
+    assert process.stdout is not None
+    async with asyncio.timeout(limit):
+        if line := await process.stdout.readline():
+            return json.loads(line)
+    raise SystemExit("llama.cpp ended; what it said is above")
+
+
+@asynccontextmanager
+async def llama(python: Path, gguf: Path, threads: int, vocabulary: int) -> AsyncIterator[Llama]:
+    """llama.cpp with this model, for the length of the block. Raises SystemExit where it does not load."""
+    options = {
+        "model": str(gguf),
+        "threads": threads,
+        "sequences": BATCH,
+        "context": CONTEXT,
+        "batch": PREFILL,
+    }
+    process = await asyncio.create_subprocess_exec(
+        *(python, "-P", DRIVER, json.dumps(options)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield Llama(process, await _line(process, LOAD_LIMIT), vocabulary)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+@asynccontextmanager
+async def tandem(model: str, layers: int, options: list[str]) -> AsyncIterator[Tandem]:
+    """Our engine, for the length of the block; `options` come after its own."""
+    own = ["--model", model, "--device", "cpu", "--policy", "all-host", "--context", str(CONTEXT)]
+    own += ["--format", "int4", "--backbone-dtype", "int4"]
+    async with (
+        served(f"llama-{os.getpid()}", [*own, *options]) as engine,
+        Client.connect(engine.endpoint, name="llama_cpp") as client,
+    ):
+        yield Tandem(engine.pid, client, layers)

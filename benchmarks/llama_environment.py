@@ -1,0 +1,67 @@
+"""The environment that llama.cpp runs in: made where it is missing, built for this machine's CPU."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import venv
+from collections import deque
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+PACKAGES = ("gguf", "numpy")
+LLAMA = "llama-cpp-python"
+CMAKE = "-DGGML_NATIVE=ON -DGGML_OPENMP=ON"  # for this very CPU; threads as llama.cpp has them by default
+VERSIONS = (
+    "import json, importlib.metadata as m, llama_cpp, gguf;"
+    f"print(json.dumps({{p: m.version(p) for p in ('{LLAMA}', 'gguf')}}))"
+)
+CHECK_LIMIT = 120.0  # seconds
+
+
+def ready(folder: Path, console: Console) -> tuple[Path, dict[str, str]]:
+    """Its interpreter and the versions in it. An environment that is there is used as it is. Raises
+    SystemExit where it cannot be made."""
+    python = folder / "bin" / "python"
+    if (versions := _versions(python)) is not None:
+        return python, versions
+    console.print(f"building llama.cpp for this CPU in {folder}: once, about 20 minutes on two cores")
+    venv.create(folder, with_pip=True, clear=False)
+    _install(python, console, *PACKAGES)
+    _install(python, console, "--no-binary", LLAMA, "-C", f"cmake.args={';'.join(CMAKE.split())}", LLAMA)
+    if (versions := _versions(python)) is None:
+        raise SystemExit(f"what was built in {folder} does not start; remove it and try again")
+    return python, versions
+
+
+def _versions(python: Path) -> dict[str, str] | None:
+    """None where something is missing."""
+    if not python.exists():
+        return None
+    command = [python, "-P", "-c", VERSIONS]
+    found = subprocess.run(command, capture_output=True, timeout=CHECK_LIMIT)
+    return json.loads(found.stdout) if found.returncode == 0 else None
+
+
+def _install(python: Path, console: Console, *what: str) -> None:
+    """Install with a bar of the files that are compiled. Raises SystemExit with the last lines of the log."""
+    command = [python, "-m", "pip", "install", "--verbose", "--disable-pip-version-check", *what]
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    last: deque[str] = deque(maxlen=20)
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process,
+        Progress(*columns, console=console) as bar,
+    ):
+        assert process.stdout is not None
+        task = bar.add_task(what[-1], total=None)
+        for line in process.stdout:
+            last.append(line)
+            if step := re.match(r"\s*\[(\d+)/(\d+)\]", line):
+                bar.update(task, completed=int(step[1]), total=int(step[2]))
+    if process.returncode:
+        sys.stderr.writelines(last)
+        raise SystemExit(f"pip could not install {what[-1]}; its last lines are above")
