@@ -19,6 +19,7 @@ import psutil
 
 from pipeline.checkpoint.index import CheckpointIndex, fingerprint
 from pipeline.models.registry import expert_shape
+from shm.layout import format_named
 from shm.locks import BUILD_ROOT
 from shm.store import store_name
 
@@ -41,7 +42,7 @@ class Place:
 
     def __post_init__(self) -> None:
         index = CheckpointIndex.open(self.model)
-        self.key = fingerprint(index, "bf16", expert_shape(index.config, None).tile)
+        self.key = fingerprint(index, "bf16", expert_shape(index.config, None, format_named("bf16")).tile)
         for folder in (self.runtime, self.cache):
             folder.mkdir(mode=0o700, exist_ok=True)
 

@@ -19,9 +19,9 @@ import numpy as np
 
 from launch.children import spawn
 from launch.control import Control
-from launch.machine import cores
+from launch.cores import Cores
 from pipeline.peers import Deaths, PeerSocket
-from pipeline.runs import empty_run
+from pipeline.runs import Workers, empty_run
 from pipeline.worker_pool import WorkerPool
 from protocol.messages import Shutdown
 from protocol.sockets import Identity, ipc_endpoint
@@ -56,13 +56,15 @@ async def measure(workers: int, hidden: int, repeats: int) -> list[float]:
             runtime, "work.sock", "worker", FINGERPRINT, control.key, Deaths(), lambda message: None
         )
         children = []
+        seats = Cores.here().seats(workers)
         try:
             for index in range(workers):
                 told = {"engine": "bench", "runtime": folder, "log_level": "WARNING", "store": store}
                 told |= {"control": progress.segment.name}
-                told |= {"fingerprint": FINGERPRINT, "threads": 1, "host_slowdown": 1.0}
-                told["cores"] = [cores()[index % len(cores())]]
-                children.append(await spawn(Identity("worker", index, 0), told, 1, control.key))
+                told |= {"fingerprint": FINGERPRINT, "host_slowdown": 1.0}
+                told["cores"] = list(seats[index].cores)
+                threads = len(seats[index].cores)
+                children.append(await spawn(Identity("worker", index, 0), told, threads, control.key))
             return await asyncio.to_thread(_round_trips, socket, progress, workers, hidden, repeats)
         finally:
             for index in range(len(children)):
@@ -78,7 +80,7 @@ async def measure(workers: int, hidden: int, repeats: int) -> list[float]:
 def _round_trips(
     socket: PeerSocket, progress: ControlSegment, workers: int, hidden: int, repeats: int
 ) -> list[float]:
-    pool = WorkerPool(socket, progress, workers, hidden)
+    pool = WorkerPool(socket, progress, Workers.alike(workers), hidden)
     pool.wait_ready(30.0)
     x = np.zeros((1, hidden), np.float32)
     seconds = []

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from launch.cores import Cores, Seat
 from launch.runtime import RuntimeDir
 from pipeline.config import DEFAULT_CONTEXT, KV_CONTEXTS, EngineConfig
 from pipeline.errors import PipelineError
+from pipeline.models.open import open_model
 from pipeline.models.registry import expert_shape, model_spec
 from shm.layout import StoreLayout, format_named
 from shm.segment import engine_prefix
 from shm.store import store_name
 
 FREE_BYTES = 2_000_000_000  # left for the rest of the machine
-NUMBER_BYTES = {"f32": 4, "bf16": 2}
+NUMBER_BYTES = {"f32": 4.0, "bf16": 2.0, "int8": 1.04, "int4": 0.57}  # of a weight, its scale included
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Briefing:
 
     config: EngineConfig
     model: Path
+    cores: Cores
     runtime: RuntimeDir
     slab: bool
     log_level: str
@@ -37,6 +39,11 @@ class Briefing:
         """Of the segment in which workers and prefetcher count their progress."""
         return f"{engine_prefix(self.runtime.path)}control-0"
 
+    @property
+    def seats(self) -> tuple[Seat, ...]:
+        """Where the workers compute."""
+        return self.cores.seats(self.config.workers or 1)
+
     def for_loader(self) -> dict[str, Any]:
         return self._engine() | {
             "model": str(self.model),
@@ -45,22 +52,26 @@ class Briefing:
             "cache_dir": str(self.cache_dir),
             "reserve_bytes": self._reserve_bytes(),
             "verify": self.config.verify,
+            "nodes": list(self.cores.nodes),
         }
 
     def for_coordinator(self, fingerprint: str) -> dict[str, Any]:
         plain = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self.config).items()}
+        seats = self.seats
+        local = all(seat.node is not None for seat in seats)
         return self._store(fingerprint) | {
             "config": plain,
             "model": str(self.model),
-            "workers": self.config.workers,
+            "workers": [len(seat.cores) for seat in seats],
+            "nodes": len(self.cores.nodes) if local else 1,
             "prefetcher": self.config.prefetcher,
             "slab": self.slab,
             "key": self.key,
         }
 
-    def for_worker(self, fingerprint: str, core: int) -> dict[str, Any]:
+    def for_worker(self, fingerprint: str, seat: Seat) -> dict[str, Any]:
         slowdown = {"host_slowdown": self.config.host_slowdown}
-        return self._store(fingerprint) | {"cores": [core], "threads": 1} | slowdown
+        return self._store(fingerprint) | {"cores": list(seat.cores)} | slowdown
 
     def for_prefetcher(self, fingerprint: str) -> dict[str, Any]:
         # It copies on whatever core is idle: bound to one, it would wait for that core's worker.
@@ -80,16 +91,18 @@ class Briefing:
     def _reserve_bytes(self) -> int:
         """What must stay free beside the store: slab, backbone, KV cache, and 2 GB. A
         model that cannot be read is the loader's to report."""
+        tile_format = format_named(self.config.format)
         try:
-            config = json.loads((self.model / "config.json").read_text("utf-8"))
-            spec, shape = model_spec(config), expert_shape(config, self.config.tile)
-        except (OSError, ValueError, PipelineError):
+            config = open_model(self.model).config
+            spec, shape = model_spec(config), expert_shape(config, self.config.tile, tile_format)
+        except PipelineError:
             return FREE_BYTES
-        experts = StoreLayout(shape, format_named(self.config.format)).total_bytes
+        experts = StoreLayout(shape, tile_format).total_bytes
         slab = self.config.expert_cache * experts if self.slab and self.config.device == "cpu" else 0
         attention = 2 * spec.hidden * spec.head_dim * (spec.heads + spec.kv_heads)
         embeddings = spec.vocabulary * spec.hidden * (1 if spec.tied_embeddings else 2)
         context = self.config.context or min(spec.max_positions, DEFAULT_CONTEXT)
         kv = (self.config.kv_tokens or KV_CONTEXTS * context) * spec.kv_numbers_per_token
-        numbers = embeddings + spec.layers * attention + kv
-        return FREE_BYTES + int(slab) + numbers * NUMBER_BYTES[self.config.backbone_dtype]
+        weight = NUMBER_BYTES[self.config.backbone_dtype]
+        backbone = spec.layers * attention * weight + (embeddings + kv) * max(weight, NUMBER_BYTES["bf16"])
+        return FREE_BYTES + int(slab) + int(backbone)

@@ -11,10 +11,11 @@ import stat
 from pathlib import Path
 
 from launch.errors import WrongUsage
-from pipeline.checkpoint.index import CheckpointIndex
+from pipeline.assets import model_dir
 from pipeline.config import EngineConfig
 from pipeline.errors import PipelineError
-from pipeline.models.registry import model_spec
+from pipeline.models.open import open_model
+from pipeline.models.registry import expert_shape
 from pipeline.policies.costs import Costs
 from pipeline.policies.lru import OnDemand
 from pipeline.policies.presets import make_policy
@@ -30,6 +31,7 @@ from protocol.keys import (
     read_engine_keys,
 )
 from protocol.sockets import check_tcp
+from shm.layout import format_named
 
 MAX_TEXT_BYTES = 64 << 20  # of a text or a list of ids: far more than any context holds
 
@@ -40,8 +42,8 @@ def check_engine(config: EngineConfig) -> None:
         make_policy(PolicyRequest(config.policy, config.policy_options), config.seed)
     if config.costs is not None:
         Costs.load(config.costs)
-    if config.model is not None:
-        model_spec(CheckpointIndex.open(config.model).config)
+    source = open_model(config.model or model_dir())
+    expert_shape(source.config, config.tile, format_named(config.format))
     if config.listen is not None:
         check_listening(config.listen, config.key or keys_folder() / ENGINE_FILE)
 
@@ -103,15 +105,15 @@ def without_effect(config: EngineConfig, preset: type[Policy], model: Path) -> l
         lines.append(f"--costs has no effect on {preset.name}, which plans without costs")
     if config.host_slowdown != 1.0 and issubclass(preset, OnDemand):
         lines.append(f"--host-slowdown acts only on policies set later: {preset.name} uses no workers")
-    if config.tile is not None and config.tile > (width := _experts_width(model)):
-        lines.append(f"--tile {config.tile} was cut to {width}, all that an expert has")
+    if config.tile is not None and config.tile > (largest := _largest_tile(config, model)):
+        lines.append(f"--tile {config.tile} was cut to {largest}, all that an expert has")
     return lines
 
 
-def _experts_width(model: Path) -> float:
-    """Channels of an expert; a model that cannot be read is the loader's to report."""
+def _largest_tile(config: EngineConfig, model: Path) -> float:
+    """Channels of the tile that was asked for; a model that cannot be read is the loader's to report."""
     try:
-        return model_spec(CheckpointIndex.open(model).config).intermediate
+        return expert_shape(open_model(model).config, config.tile, format_named(config.format)).tile
     except PipelineError:
         return math.inf
 

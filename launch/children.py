@@ -160,6 +160,7 @@ def _environment(threads: int) -> dict[str, str]:
         GOMP_SPINCOUNT="0",
         KMP_BLOCKTIME="0",
         OMP_NUM_THREADS=str(threads),
+        OPENBLAS_NUM_THREADS="1",  # numpy's start when it is imported, before a worker is bound to its cores
         PYTHONPATH=os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p),
     )
     return environment

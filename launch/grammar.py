@@ -15,8 +15,16 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from launch.errors import WrongUsage
-from launch.values import above, at_least, between, not_empty, token_ids
-from pipeline.config import DEFAULT_CONTEXT, KV_CONTEXTS, DeviceName, DTypeName, EngineConfig
+from launch.values import above, at_least, between, model_path, not_empty, token_ids
+from pipeline.config import (
+    DEFAULT_CONTEXT,
+    KV_CONTEXTS,
+    BackboneDType,
+    DeviceName,
+    EngineConfig,
+    FormatName,
+)
+from pipeline.models.shapes import PREFIX, SHAPES
 from protocol.messages import Sampling
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -135,12 +143,22 @@ def _add_common(parser: Parser) -> None:
     default = EngineConfig()
     engine = parser.add_argument_group("engine")
     add = engine.add_argument
-    add("--model", type=Path, metavar="DIR", help="Hugging Face checkpoint directory (the embedded model)")
+    add(
+        "--model",
+        type=model_path,
+        metavar="DIR",
+        help="Hugging Face checkpoint directory (the embedded model); or random weights, to see how fast a"
+        f" model would be: {PREFIX}NAME, or {PREFIX}NAME/N for N of its layers ({', '.join(SHAPES)})",
+    )
     add("--policy", metavar="PRESET", help="who computes what (all-host without a GPU, fiddler with one)")
     add("--set", action="append", metavar="POLICY.OPTION=VALUE", help="an option of the policy; repeatable")
     add("--device", choices=get_args(DeviceName), help=f"({default.device})")
-    add("--format", choices=get_args(DTypeName), help=f"of the experts ({default.format})")
-    add("--backbone-dtype", choices=get_args(DTypeName), help=f"of all the rest ({default.backbone_dtype})")
+    add("--format", choices=get_args(FormatName), help=f"of the experts ({default.format})")
+    add(
+        "--backbone-dtype",
+        choices=get_args(BackboneDType),
+        help=f"of all the rest ({default.backbone_dtype})",
+    )
     add(
         "--expert-cache",
         type=between(0.0, 1.0),
@@ -148,7 +166,7 @@ def _add_common(parser: Parser) -> None:
         help=f"share of all expert tiles that fits the device ({default.expert_cache})",
     )
     add("--tile", type=at_least(1), metavar="N", help="channels of a tile (from the experts' shape)")
-    add("--workers", type=at_least(1), metavar="N", help="expert workers (one for each core)")
+    add("--workers", type=at_least(1), metavar="N", help="expert workers, who divide the cores (one for each, at most 16)")
     add(
         "--context",
         type=at_least(1),

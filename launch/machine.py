@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 from launch.errors import WrongUsage
 from pipeline.config import DeviceName
-from shm.cgroup import limits
 
 log = logging.getLogger("tandem")
 
 DRIVER_NODES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the second under WSL
 PROBE = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 9)"
 PROBE_LIMIT = 120.0  # seconds; a cold import of a CUDA build from a slow disk takes tens of them
-
-
-def cores() -> list[int]:
-    """The cores this process may run on."""
-    return sorted(os.sched_getaffinity(0))
-
-
-def default_workers() -> int:
-    """One for each core, as far as a container's share of the time goes."""
-    quota = limits().cpus
-    return max(1, min(len(cores()), len(cores()) if quota is None else int(quota)))
 
 
 def usable_device(asked: DeviceName) -> DeviceName:

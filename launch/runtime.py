@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from launch.errors import WrongUsage
+from pipeline.models.shapes import short_name
 from protocol.errors import ProtocolError
 from protocol.messages import VERSION
 from protocol.sockets import ipc_endpoint, private_directory, runtime_root
@@ -130,7 +131,7 @@ def find_engine(name: str | None) -> EngineInfo:
     if not engines:
         raise WrongUsage("no engine is running; start one with `python launch.py serve`")
     if len(engines) > 1:
-        which = ", ".join(f"{e.name} ({Path(e.model).name})" for e in engines)
+        which = ", ".join(f"{e.name} ({short_name(e.model)})" for e in engines)
         raise WrongUsage(f"{len(engines)} engines are running; choose one with --connect NAME: {which}")
     return _of_this_version(engines[0])
 

@@ -24,11 +24,12 @@ from launch.briefing import Briefing
 from launch.checks import without_effect
 from launch.children import Child, title
 from launch.control import Control
+from launch.cores import Cores
 from launch.crew import Crew
 from launch.errors import StartFailed
 from launch.guard import Guard
 from launch.keeper import Keeper, Post
-from launch.machine import cores, default_workers, usable_device
+from launch.machine import usable_device
 from launch.progress import LoadingBar
 from launch.runtime import EngineInfo, RuntimeDir, cache_root, segments, sweep
 from pipeline.assets import model_dir
@@ -58,6 +59,7 @@ class Supervisor:
         self.model: Path = config.model or model_dir()
         self.endpoint = ""
         self._fingerprint = ""  # of the store, once there is one
+        self._cores = Cores.here()
         self._briefing: Briefing
         self._log_level = log_level
         self._runtime: RuntimeDir | None = None
@@ -109,7 +111,7 @@ class Supervisor:
         sweep_stores(runtime_root())
         device = await asyncio.to_thread(usable_device, self.config.device)
         policy = self.config.policy or ("all-host" if device == "cpu" else "fiddler")
-        workers = self.config.workers or default_workers()
+        workers = self.config.workers or self._cores.default_workers()
         self.config = replace(self.config, device=device, policy=policy, workers=workers)
         request = PolicyRequest(policy, self.config.policy_options)
         preset = type(make_policy(request, self.config.seed))
@@ -123,6 +125,7 @@ class Supervisor:
         self._briefing = Briefing(
             self.config,
             self.model,
+            self._cores,
             self._runtime,
             preset.uses_device,
             self._log_level,
@@ -143,7 +146,7 @@ class Supervisor:
         for incarnation in range(LOAD_TRIES):
             identity = Identity("loader", 0, incarnation)
             self._loaded: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
-            await crew.spawn(identity, self._briefing.for_loader(), len(cores()))
+            await crew.spawn(identity, self._briefing.for_loader(), self._cores.computing)
             crew.heard = time.monotonic()
             while not self._loaded.done():
                 await asyncio.wait((self._loaded,), timeout=1.0)
@@ -160,22 +163,20 @@ class Supervisor:
         raise StartFailed("other engines removed the store each time it had been loaded; start again")
 
     async def _begin_work(self, crew: Crew) -> None:
-        available, workers = cores(), self.config.workers or 1
-        if workers > len(available):
-            log.warning(
-                f"warning: {workers} workers share {len(available)} cores; more than one a core is slower"
-            )
-        self._progress = ControlSegment.create(self._briefing.control_name, workers)
+        seats = self._briefing.seats
+        own = len({core for seat in seats for core in seat.cores})
+        if len(seats) > own:
+            log.warning(f"warning: {len(seats)} workers share {own} cores; more than one a core is slower")
+        self._progress = ControlSegment.create(self._briefing.control_name, len(seats))
         self._keeper = keeper = Keeper(crew, self._guard, self._progress, self._clear_slabs)
-        keeper.post(
-            "coordinator", 0, lambda: self._briefing.for_coordinator(self._fingerprint), len(available)
-        )
-        for i in range(workers):
-            core = available[i % len(available)]
-            keeper.post("worker", i, partial(self._briefing.for_worker, self._fingerprint, core), 1)
+        threads = self._cores.computing
+        keeper.post("coordinator", 0, lambda: self._briefing.for_coordinator(self._fingerprint), threads)
+        for i, seat in enumerate(seats):
+            told = partial(self._briefing.for_worker, self._fingerprint, seat)
+            keeper.post("worker", i, told, len(seat.cores))
         if self._briefing.slab and self.config.prefetcher == "process":
             self._post_prefetcher(keeper)
-        log.info(f"processes: coordinator, {workers} workers" + ", prefetcher" * keeper.has("prefetcher"))
+        log.info(f"processes: coordinator, {len(seats)} workers" + ", prefetcher" * keeper.has("prefetcher"))
         await keeper.begin()
 
     def _post_prefetcher(self, keeper: Keeper) -> Post:

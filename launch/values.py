@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from pathlib import Path
+
+from pipeline.models.shapes import is_shape
 
 
 def at_least(low: int) -> Callable[[str], int]:
@@ -53,6 +56,12 @@ def above(low: float, high: float = math.inf) -> Callable[[str], float]:
         return value
 
     return number
+
+
+def model_path(text: str) -> Path:
+    """A checkpoint's folder, or a shape as it is written; a folder whose name looks like one is ./NAME."""
+    path = Path(text)
+    return path.absolute() if is_shape(path) and not is_shape(text) else path
 
 
 def not_empty(text: str) -> str:

@@ -44,6 +44,7 @@ from shm.pinned import lock_pages
 from shm.segment import engine_prefix
 from shm.store import Store
 from workers.copiers import paced
+from workers.kernels.native import VARIANTS, best
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +106,9 @@ class Assembly:
         self.engine = Engine(backbone, layout, self.device, pool, memory)
         size = f"{backbone.bytes / 1e6:.1f} MB {config.backbone_dtype}"
         self.notes.append(f"backbone: {size} on {self.device.describe()}")
+        library = best()
+        missing = "torch; none were compiled: see launch.py doctor"
+        self.notes.append(f"kernels: {missing if library is None else VARIANTS[library.variant]}")
         self.notes.append(
             f"experts: {layout.shape.layers} x {layout.shape.experts}, {layout.shape.tiles} tiles of"
             f" {layout.tile_bytes / 1e6:.2f} MB each"

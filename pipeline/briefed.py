@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import EngineConfig
+from pipeline.runs import Workers
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Briefed:
     store: str
     fingerprint: str
     model: Path
-    workers: int
+    workers: Workers
     prefetcher: str  # process | thread
     slab: bool  # the first policy needs one, and the prefetcher is being started
     config: EngineConfig
@@ -37,7 +38,7 @@ class Briefed:
             store=told["store"],
             fingerprint=told["fingerprint"],
             model=Path(told["model"]),
-            workers=told["workers"],
+            workers=Workers(tuple(told["workers"]), told["nodes"]),
             prefetcher=told["prefetcher"],
             slab=told["slab"],
             config=EngineConfig.from_map(told["config"]),

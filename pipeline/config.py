@@ -27,7 +27,7 @@ class EngineConfig:
     backbone_dtype: BackboneDType = "bf16"  # of all the rest
     expert_cache: float = 0.25  # share of all expert tiles that fits the device, 0..1
     tile: int | None = None  # channels; None: chosen from the experts' shape
-    workers: int | None = None  # None: one for each core
+    workers: int | None = None  # None: one for each core, at most 16
     context: int | None = None  # tokens; None: the model's, at most DEFAULT_CONTEXT
     kv_tokens: int | None = None  # tokens that the KV cache holds; None: KV_CONTEXTS full contexts
     max_sequences: int = 16  # sequences that are decoded together

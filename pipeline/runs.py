@@ -2,17 +2,23 @@
 
 The cut depends on the plan and the batch alone, never on timing or on who is alive, and partial sums are
 added in run order: so the result is the same bits whoever computes a run (DESIGN.md section 4).
+
+With several NUMA nodes, decode's tiles are cut in the order of the nodes where they lie (`shm/numa.py`), and
+workers are in that order as well: so a worker reads its own node's memory, except where one node has more of
+the tiles than of the cores; what is too much there falls to the neighbours.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.policies.view import FloatArray, IntArray, Phase
 from pipeline.split import HostShare
+from shm.numa import node_of
 
 # Time of a tile for R rows, in units of reading its weights: measured with the reference kernel, one row
 # more costs about 4 % (bf16, 4096 x 256) of what the first one does.
@@ -30,15 +36,32 @@ class Run:
     kept: NDArray[np.intp]
 
 
+@dataclass(frozen=True)
+class Workers:
+    """Those that runs are cut for, in the order of their NUMA nodes: how many cores each computes on, and
+    the number of nodes, 1 also where that order means nothing."""
+
+    cores: tuple[int, ...]
+    nodes: int = 1
+
+    @classmethod
+    def alike(cls, number: int) -> Workers:
+        return cls((1,) * number)
+
+    def __len__(self) -> int:
+        return len(self.cores)
+
+
 def empty_run() -> Run:
     """A run of nothing, for an x of one row: it wakes a worker, or measures the way to it and back."""
     none, items = np.zeros(0, np.int32), np.zeros((0, 3), np.int32)
     return Run(items, np.zeros(1, np.int32), none, np.zeros(0, np.float32), np.zeros(1, np.intp))
 
 
-def cut_into_runs(share: HostShare, workers: int, phase: Phase, batch_rows: int) -> list[Run]:
-    """At most `workers` runs of about equal cost. In decode the tiles in (expert, tile) order are cut into
-    consecutive runs; in prefill whole experts are given out, the most expensive first."""
+def cut_into_runs(share: HostShare, workers: Workers, phase: Phase, batch_rows: int) -> list[Run]:
+    """At most one run for each worker, its cost in proportion to its cores. In decode the tiles in (node,
+    expert, tile) order are cut into consecutive runs; in prefill whole experts are given out, the most
+    expensive first."""
     if len(share.experts) == 0:
         return []
     costs = [ROWS_PER_READ + len(rows) for rows in share.rows]  # of one tile of each expert
@@ -49,19 +72,23 @@ def cut_into_runs(share: HostShare, workers: int, phase: Phase, batch_rows: int)
 Part = list[tuple[int, int, int]]  # index into the share, tile lo, tile hi
 
 
-def _consecutive(share: HostShare, costs: list[int], workers: int) -> list[Part]:
+def _consecutive(share: HostShare, costs: list[int], workers: Workers) -> list[Part]:
     """A tile belongs to the run in which its middle lies. Plain integers: at decode there are a few experts,
     and this is on every layer's way."""
-    experts = list(zip(range(len(costs)), share.lo.tolist(), share.hi.tolist(), costs, strict=True))
-    total = sum(cost * (hi - lo) for _, lo, hi, cost in experts)
-    parts: list[Part] = [[] for _ in range(workers)]
-    run, before = 0, 0  # `before`: cost of all tiles before the expert at hand
-    for i, lo, hi, cost in experts:
+    total = sum(
+        cost * (hi - lo) for cost, lo, hi in zip(costs, share.lo.tolist(), share.hi.tolist(), strict=True)
+    )
+    ends = list(accumulate(workers.cores))
+    cores = ends[-1]
+    parts: list[Part] = [[] for _ in ends]
+    run, before = 0, 0  # `before`: cost of all tiles before the stretch at hand
+    for i, lo, hi in _stretches(share, workers.nodes):
+        cost = costs[i]
         start = lo
         while True:
             # the first tile whose middle is at or beyond this run's end
-            beyond = 2 * (run + 1) * total - workers * (2 * before + cost)
-            end = min(hi, lo + max(0, -(-beyond // (2 * workers * cost))))
+            beyond = 2 * ends[run] * total - cores * (2 * before + cost)
+            end = min(hi, lo + max(0, -(-beyond // (2 * cores * cost))))
             if end > start:
                 parts[run].append((i, start, end))
                 start = end
@@ -72,12 +99,26 @@ def _consecutive(share: HostShare, costs: list[int], workers: int) -> list[Part]
     return parts
 
 
-def _by_expert(share: HostShare, costs: list[int], workers: int) -> list[Part]:
+def _stretches(share: HostShare, nodes: int) -> Part:
+    """The share's tiles in the order in which they are cut."""
+    whole = list(zip(range(len(share.experts)), share.lo.tolist(), share.hi.tolist(), strict=True))
+    if nodes == 1:
+        return whole
+    experts = share.experts.tolist()
+    of_node: list[Part] = [[] for _ in range(nodes)]
+    for i, lo, hi in whole:
+        for tile in range(lo, hi):
+            of_node[node_of(experts[i], tile, nodes)].append((i, tile, tile + 1))
+    return [stretch for stretches in of_node for stretch in stretches]
+
+
+def _by_expert(share: HostShare, costs: list[int], workers: Workers) -> list[Part]:
     totals = [cost * tiles for cost, tiles in zip(costs, (share.hi - share.lo).tolist(), strict=True)]
-    loads = [0] * workers
-    chosen: list[list[int]] = [[] for _ in range(workers)]
+    loads = [0] * len(workers)
+    chosen: list[list[int]] = [[] for _ in loads]
     for i in sorted(range(len(totals)), key=lambda i: -totals[i]):
-        run = loads.index(min(loads))
+        # to who would be done with it first
+        run = min(range(len(loads)), key=lambda run: (loads[run] + totals[i]) / workers.cores[run])
         loads[run] += totals[i]
         chosen[run].append(i)
     return [[(i, int(share.lo[i]), int(share.hi[i])) for i in sorted(part)] for part in chosen]

@@ -17,7 +17,7 @@ import numpy as np
 from pipeline.errors import PeerLost, RunFailed
 from pipeline.peers import PeerSocket, Watch
 from pipeline.policies.view import FloatArray, Phase
-from pipeline.runs import Run, cut_into_runs, empty_run
+from pipeline.runs import Run, Workers, cut_into_runs, empty_run
 from pipeline.split import HostShare
 from protocol.messages import Abandon, Partial, Ready, Work, WorkerDied, WorkFailed
 from shm.control import ControlSegment
@@ -72,12 +72,13 @@ class _Worker:
 class WorkerPool:
     """Used by the engine's thread alone."""
 
-    def __init__(self, socket: PeerSocket, control: ControlSegment, workers: int, hidden: int) -> None:
-        """`workers`: how many runs a share is cut into, and as many workers are expected. `control`: where
-        they count their progress."""
-        self.workers = workers
+    def __init__(self, socket: PeerSocket, control: ControlSegment, workers: Workers, hidden: int) -> None:
+        """`workers`: whom shares are cut for, all of them expected. `control`: where they count their
+        progress."""
+        self.workers = len(workers)
+        self._cut_for = workers
         self._socket = socket
-        self._lines = [control.line("worker", index) for index in range(workers)]
+        self._lines = [control.line("worker", index) for index in range(self.workers)]
         self._hidden = hidden
         self._next = 0
         self._team: dict[int, _Worker] = {}  # those that live, by index
@@ -91,7 +92,7 @@ class WorkerPool:
 
     def submit(self, layer: int, share: HostShare, x: FloatArray, phase: Phase) -> Ticket:
         """Send the share's runs and return at once. x: float32 [R, H], unchanged until `result`."""
-        return self.submit_runs(layer, cut_into_runs(share, self.workers, phase, len(x)), x)
+        return self.submit_runs(layer, cut_into_runs(share, self._cut_for, phase, len(x)), x)
 
     def submit_runs(self, layer: int, runs: Sequence[Run], x: FloatArray) -> Ticket:
         """Send runs, at most one for each worker."""

@@ -17,3 +17,20 @@ def contents(path: Path) -> str:
 def number(text: str) -> int | None:
     """A whole number that is not negative; None for anything else."""
     return int(text) if re.fullmatch(r"[0-9]{1,20}", text) else None
+
+
+def entries(folder: Path, pattern: str) -> list[Path]:
+    """What matches in a folder, in numerical order (cpu2 before cpu10); nothing where it cannot be listed."""
+    try:
+        found = list(folder.glob(pattern))
+    except OSError:
+        return []
+    return sorted(found, key=lambda p: [int(n) if n.isdigit() else n for n in re.split(r"(\d+)", p.name)])
+
+
+def parse_cores(text: str) -> frozenset[int]:
+    """The numbers of a kernel's list such as "0-3,8"; none where it is no list."""
+    if not re.fullmatch(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*", text):
+        return frozenset()
+    spans = [part.partition("-") for part in text.split(",")]
+    return frozenset(n for low, _, high in spans for n in range(int(low), int(high or low) + 1))

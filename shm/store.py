@@ -11,7 +11,7 @@ import dataclasses
 import fcntl
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
 import numpy as np
@@ -30,6 +30,7 @@ from shm.manifest import (
     read_head,
     store_bytes,
 )
+from shm.numa import interleave
 from shm.segment import SHM_FOLDER, Segment, unlink
 
 STORE_PREFIX = "/tandem-store-"
@@ -125,9 +126,13 @@ class StoreBuilder:
     `finish` makes it a store. `discard` removes what could not be finished. Until one of them, or until this
     process ends, a shared lock on the segment says that somebody is at work on it."""
 
-    def __init__(self, segment: Segment, manifest: StoreManifest, lock: int) -> None:
-        """Fill a new segment, whose locked descriptor this object then keeps. Use `create`."""
+    def __init__(
+        self, segment: Segment, manifest: StoreManifest, lock: int, notes: tuple[str, ...] = ()
+    ) -> None:
+        """Fill a new segment, whose locked descriptor this object then keeps. `notes`: what its user should
+        know of it. Use `create`."""
         self.segment = segment
+        self.notes = notes
         self._lock = lock
         self.manifest = manifest
         self.layout: StoreLayout = manifest.layout
@@ -136,13 +141,23 @@ class StoreBuilder:
 
     @classmethod
     def create(
-        cls, name: str, manifest: StoreManifest, progress: Callable[[int], None] | None = None
+        cls,
+        name: str,
+        manifest: StoreManifest,
+        progress: Callable[[int], None] | None = None,
+        nodes: Sequence[int] = (),
     ) -> StoreBuilder:
-        """A new segment for a store; `progress` is given the bytes allocated so far. Raises NotEnoughMemory,
-        and ShmError where the name is taken."""
+        """A new segment for a store, its tiles interleaved over these NUMA nodes; `progress` is given the
+        bytes allocated so far. Raises NotEnoughMemory, and ShmError where the name is taken."""
         if len(manifest.pack()) > MAX_MANIFEST:
             raise ShmError(f"a store of {manifest.shape.layers} layers needs too long a manifest")
-        segment = Segment.create(name, store_bytes(manifest), progress)
+        notes: list[str] = []
+
+        def place(descriptor: int) -> None:
+            note = interleave(descriptor, manifest.layout, data_offset(len(manifest.pack())), nodes)
+            notes.extend([note] if note else ())
+
+        segment = Segment.create(name, store_bytes(manifest), progress, place if len(nodes) > 1 else None)
         head = pack_head(manifest, BUILDING)
         segment.array[: len(head)] = np.frombuffer(head, dtype=np.uint8)
         lock = os.open(SHM_FOLDER + name, os.O_RDONLY | os.O_CLOEXEC)
@@ -151,7 +166,7 @@ class StoreBuilder:
         except BlockingIOError:
             os.close(lock)
             raise ShmError(f"the store {name} is being removed by another program; start again") from None
-        return cls(segment, manifest, lock)
+        return cls(segment, manifest, lock, tuple(notes))
 
     def layer(self, layer: int) -> Bytes:
         """All experts of a layer: uint8 [layer_stride], writable."""

@@ -15,10 +15,10 @@ from launch.bench.plan import BenchPlan
 from launch.bench.prompts import make_prompts
 from launch.bench.report import Entry, Report
 from launch.bench.run import measure, settle
+from launch.cores import Cores
 from launch.counting import counted
 from launch.errors import Disturbed
 from launch.interrupts import Interrupts
-from launch.machine import default_workers
 from launch.options import Options
 from launch.output import print_json, show
 from launch.session import connected
@@ -103,7 +103,7 @@ def _config(options: Options, plan: BenchPlan, client: Client, stats: dict[str, 
         "expert_cache": asked.expert_cache if started else None,
         "cache_tiles": stats["cache"]["capacity_tiles"] if "cache" in stats else None,
         "tile_bytes": stats["tile_bytes"],
-        "workers": (asked.workers or default_workers()) if started else None,
+        "workers": (asked.workers or Cores.here().default_workers()) if started else None,
         "context": welcome.context,
         "prefill_chunk": stats["scheduler"]["prefill_chunk"],
         "prompts": "held-out text" if welcome.has_tokenizer else "random ids",

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from launch.errors import WrongUsage
 from launch.options import Options
 from pipeline.assets import model_dir
-from pipeline.checkpoint.index import CheckpointIndex
 from pipeline.config import DEFAULT_CONTEXT, KV_CONTEXTS
+from pipeline.models.open import open_model
 from pipeline.models.registry import model_spec
 from pipeline.policies.presets import PRESETS, make_policy
 from pipeline.policies.random_plan import RandomPlan
@@ -43,7 +43,7 @@ class BenchPlan:
             raise WrongUsage(f"--batch {plan.batch}: an engine runs {config.max_sequences} requests at once")
         if not options.connect:
             # Said at once, not after a large model has been loaded.
-            spec = model_spec(CheckpointIndex.open(config.model or model_dir()).config)
+            spec = model_spec(open_model(config.model or model_dir()).config)
             context = config.context or min(spec.max_positions, DEFAULT_CONTEXT)
             plan.check_room(context, config.kv_tokens or KV_CONTEXTS * context)
         return plan

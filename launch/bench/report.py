@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -15,6 +14,7 @@ from rich.text import Text
 
 from launch.bench.run import Run
 from pipeline.assets import model_dir
+from pipeline.models.shapes import short_name
 from pipeline.policies.view import PolicyRequest
 
 
@@ -62,9 +62,9 @@ class Report:
 
     def _footnotes(self) -> list[Text]:
         c = self.config
-        model = Path(c["model"])
+        model = c["model"]
         lines = [
-            f"{'embedded model' if model == model_dir() else model.name} on {c['device']}"
+            f"{'embedded model' if model == str(model_dir()) else short_name(model)} on {c['device']}"
             + (f", {c['workers']} workers" if c["workers"] else "")
             + f": experts {c['format']}, backbone {c['backbone_dtype']}",
             _cache(c),

@@ -20,6 +20,7 @@ from launch.errors import OutputFailed, WrongUsage
 from launch.interrupts import Interrupts
 from launch.patience import BACK, WAITING
 from pipeline.assets import model_dir
+from pipeline.models.shapes import short_name
 from protocol.client import Client
 from protocol.errors import RequestFailed
 from protocol.messages import PolicyChanged
@@ -229,8 +230,8 @@ class Repl:
     def _welcome(self) -> None:
         welcome = self._client.welcome
         self._screen.show()
-        model = Path(welcome.model)
-        name = "the embedded model" if model == model_dir() else model.name
+        model = welcome.model
+        name = "the embedded model" if model == str(model_dir()) else short_name(model)
         self._screen.note(f"{name} on {welcome.device}, policy {welcome.policy}")
         if welcome.emulation:
             self._screen.note(f"emulated: {welcome.emulation}")

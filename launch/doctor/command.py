@@ -14,23 +14,25 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from launch.cores import Cores
 from launch.doctor import (
     bandwidth,
     cpu,
     gpu,
+    kernels,
     memory,
     models,
     places,
     proof,
     shared_memory,
     software,
+    threads,
 )
 from launch.doctor.finding import Finding
 from launch.doctor.report import rendered
 from launch.doctor.trials import TrialFailed
 from launch.errors import LaunchError
 from launch.interrupts import Interrupts
-from launch.machine import cores
 from launch.options import Options
 from launch.output import print_json, show
 from pipeline.errors import PipelineError
@@ -50,13 +52,14 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
     except (OSError, ValueError, PipelineError) as e:
         raise LaunchError(f"the embedded model cannot be read: {e}; install Tandem again") from e
     log.info("looking at the machine")
-    findings = await _look(embedded)
+    cores = Cores.here()
+    findings = await _look(embedded, cores)
     load = os.getloadavg()[0]
     seen, link = await gpu.inspect(models.example())
     findings += seen
     log.info("measuring how fast memory is read: a few seconds")
-    speed, told = await _measure(embedded)
-    findings += bandwidth.busy(load, len(cores())) + told
+    speed, told = await _measure(embedded, cores)
+    findings += bandwidth.busy(load, len(cores.numbers)) + told
     log.info("starting an engine on the embedded model")
     proofs = await _prove(options, interrupts)
     ceiling = None if speed is None else speed.all / embedded.token
@@ -77,14 +80,16 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
     return 0 if ok else 1
 
 
-async def _look(embedded: models.Reads) -> list[Finding]:
+async def _look(embedded: models.Reads, cores: Cores) -> list[Finding]:
     """What can be known without trying anything out."""
     limits = cgroup.limits()
     lockable, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     total = memory.parse_meminfo(contents(memory.MEMINFO)).get("MemTotal", 0)
     return [
-        *cpu.inspect(cores(), limits.cpus),
+        *cpu.inspect(cores.numbers, limits.cpus),
+        *threads.inspect(cores),
+        *kernels.inspect(),
         *memory.inspect(embedded.store, limits.memory, None if lockable < 0 else lockable, files),
         *shared_memory.inspect(embedded.store, min(total, limits.memory or total)),
         *await software.inspect(gpu=bool(gpu.driver_nodes())),
@@ -92,10 +97,10 @@ async def _look(embedded: models.Reads) -> list[Finding]:
     ]
 
 
-async def _measure(embedded: models.Reads) -> tuple[bandwidth.Bandwidth | None, list[Finding]]:
+async def _measure(embedded: models.Reads, cores: Cores) -> tuple[bandwidth.Bandwidth | None, list[Finding]]:
     cache, available = _last_cache(), available_memory()
     try:
-        speed = await bandwidth.measure(cores(), cache, available)
+        speed = await bandwidth.measure(cores.numbers, cache, available)
     except TrialFailed as e:
         means = "what this machine allows is unknown"
         return None, [Finding(bandwidth.TOPIC, "note", f"memory was not measured: {e}", means)]

@@ -6,8 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.doctor.finding import Finding, binary, entries, parse_cores, parse_size
-from shm.kernel_files import contents
+from launch.doctor.finding import Finding, binary, parse_size
+from shm.kernel_files import contents, entries, parse_cores
 
 TOPIC = "cpu"
 INSTRUCTIONS = (
@@ -82,7 +82,7 @@ def inspect(usable: Collection[int], quota: float | None, root: Path = Path("/")
 
 def _cores(model: str, logical: int, physical: int | None, usable: int, quota: float | None) -> list[Finding]:
     cores = f"{physical} cores, {logical} threads" if physical else f"{logical} threads"
-    means = "an engine starts one expert worker on each thread that it may use"
+    means = "workers take one thread of each core that they may use: see threads"
     found = [Finding(TOPIC, "ok", f"{model}: {cores}, {usable} usable here", means)]
     if usable < logical:
         found.append(
@@ -95,14 +95,14 @@ def _cores(model: str, logical: int, physical: int | None, usable: int, quota: f
             )
         )
     if quota is not None and quota < usable:
-        workers = max(1, int(quota))
+        used = max(1, int(quota))
         found.append(
             Finding(
                 TOPIC,
                 "note",
                 f"the control group grants the time of {quota:g} cores, with {usable} to run on",
-                f"so an engine starts {workers} worker{'s' if workers > 1 else ''}: more would use that share"
-                " up and be stopped together for the rest of each period",
+                f"so an engine's workers compute on {used} core{'s' if used > 1 else ''}: on more they would"
+                " use that share up and be stopped together for the rest of each period",
                 f"to use more, raise it: `docker run --cpus {usable}`",
             )
         )
@@ -110,10 +110,10 @@ def _cores(model: str, logical: int, physical: int | None, usable: int, quota: f
         found.append(
             Finding(
                 TOPIC,
-                "note",
+                "ok",
                 f"each core runs {logical / physical:g} threads",
-                "reading weights, the threads of a core share what one of them would get; compare both",
-                f"`python launch.py bench` with and without `--workers {physical}`",
+                "reading weights, the threads of a core share what one of them would get, so one of each is"
+                f" used; `python launch.py bench --workers {usable}` shows what all of them do",
             )
         )
     return found
@@ -157,10 +157,9 @@ def _nodes(root: Path) -> list[Finding]:
     return [
         Finding(
             TOPIC,
-            "note",
+            "ok",
             f"{len(nodes)} NUMA nodes: {sizes}",
-            "the experts lie where the loader wrote them; workers of another node read them from afar",
-            "spread them: `numactl --interleave=all python launch.py`",
+            "experts' tiles are spread over the nodes whose cores workers use; the backbone is not",
         )
     ]
 

@@ -1,10 +1,9 @@
-"""One thing found, and how files of the kernel are read: what is missing or odd reads as nothing."""
+"""One thing found, and words that the kernel's files use."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 Level = Literal["ok", "note", "problem"]
@@ -30,27 +29,10 @@ class Finding:
         return {name: getattr(self, name) for name in ("topic", "level", "found", "means", "do")}
 
 
-def entries(folder: Path, pattern: str) -> list[Path]:
-    """What matches in a folder, in numerical order (cpu2 before cpu10); nothing where it cannot be listed."""
-    try:
-        found = list(folder.glob(pattern))
-    except OSError:
-        return []
-    return sorted(found, key=lambda p: [int(n) if n.isdigit() else n for n in re.split(r"(\d+)", p.name)])
-
-
 def parse_size(text: str) -> int | None:
     """Bytes of "32768K", "64M", "1g" or "512", as sysfs and mount options write them; None for others."""
     match = re.fullmatch(r"([0-9]+)([KMGT]?)", text.strip().upper())
     return int(match[1]) * UNITS[match[2]] if match else None
-
-
-def parse_cores(text: str) -> frozenset[int]:
-    """The numbers of a kernel's list such as "0-3,8"; none where it is no list."""
-    if not re.fullmatch(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*", text):
-        return frozenset()
-    spans = [part.partition("-") for part in text.split(",")]
-    return frozenset(n for low, _, high in spans for n in range(int(low), int(high or low) + 1))
 
 
 def chosen(text: str) -> str:

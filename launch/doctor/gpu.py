@@ -10,12 +10,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from launch.doctor.finding import Finding, entries
+from launch.doctor.finding import Finding
 from launch.doctor.models import Reads
 from launch.doctor.software import installed
 from launch.doctor.trials import TrialFailed, trial
 from launch.machine import DRIVER_NODES
-from shm.kernel_files import contents
+from shm.kernel_files import contents, entries
 from shm.segment import gigabytes
 
 TOPIC = "gpu"

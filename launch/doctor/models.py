@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pipeline.assets import model_dir
 from pipeline.config import EngineConfig
 from pipeline.models.registry import expert_shape, model_spec
-from shm.layout import ExpertShape, StoreLayout, format_named
-
-MIXTRAL_8X7B = ExpertShape(layers=32, experts=8, hidden=4096, intermediate=14336, tile=896)
+from pipeline.models.shapes import SHAPES
+from pipeline.models.spec import Config
+from shm.layout import StoreLayout, format_named
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,17 @@ class Reads:
 def embedded() -> Reads:
     """Raises OSError, ValueError, PipelineError where its files are damaged."""
     config = json.loads((model_dir() / "config.json").read_text("utf-8"))
-    return _reads("the embedded model", expert_shape(config, None), model_spec(config).top_k)
+    return _reads("the embedded model", config)
 
 
 def example() -> Reads:
     """A well-known model of the supported architecture."""
-    return _reads(f"Mixtral-8x7B ({EngineConfig().format})", MIXTRAL_8X7B, top_k=2)
+    return _reads(f"Mixtral-8x7B ({EngineConfig().format})", SHAPES["mixtral-8x7b"])
 
 
-def _reads(name: str, shape: ExpertShape, top_k: int) -> Reads:
-    layout = StoreLayout(shape, format_named(EngineConfig().format))
-    return Reads(name, layout.total_bytes, shape.layers * top_k * shape.tiles * layout.tile_bytes)
+def _reads(name: str, config: Config) -> Reads:
+    tile_format = format_named(EngineConfig().format)
+    shape = expert_shape(config, None, tile_format)
+    layout = StoreLayout(shape, tile_format)
+    active = shape.layers * model_spec(config).top_k
+    return Reads(name, layout.total_bytes, active * shape.tiles * layout.tile_bytes)

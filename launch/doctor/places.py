@@ -9,6 +9,7 @@ from pathlib import Path
 
 from launch.doctor.finding import Finding
 from launch.runtime import SHM, cache_root, running_engines, sweep
+from pipeline.models.shapes import short_name
 from protocol.errors import ProtocolError
 from protocol.sockets import ipc_endpoint, runtime_root
 from shm.errors import ShmError
@@ -49,7 +50,7 @@ def runtime_findings() -> list[Finding]:
             Finding(TOPIC, "note", f"leftovers of killed engines: {names}", "they have just been removed")
         )
     if engines:
-        names = ", ".join(f"{e.name} ({Path(e.model).name}, {e.policy}, process {e.pid})" for e in engines)
+        names = ", ".join(f"{e.name} ({short_name(e.model)}, {e.policy}, process {e.pid})" for e in engines)
         means = "they use cores and memory, also while this measures: its figures are too low"
         do = f"python launch.py chat --connect {engines[0].name}\nto end one: kill {engines[0].pid}"
         found.append(Finding(TOPIC, "note", f"running engines: {names}", means, do))

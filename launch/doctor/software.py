@@ -141,7 +141,8 @@ def compilers() -> list[str]:
 async def _compilers() -> Finding:
     lines = await asyncio.gather(*(_version(path) for path in compilers()))
     words = "; ".join(lines) or "none"
-    return Finding(TOPIC, "ok", f"compilers: {words}", "none is needed: nothing is compiled here")
+    means = "one is used when Tandem is installed, for the kernels, and not after that"
+    return Finding(TOPIC, "ok", f"compilers: {words}", means)
 
 
 async def _version(compiler: str) -> str:

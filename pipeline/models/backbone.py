@@ -94,7 +94,7 @@ class Backbone:
                 self._layers.append(
                     _Layer(
                         attention_norm=weight(at.attention_norm, (spec.hidden,), torch.float32),
-                        qkv=precision.linear(np.concatenate(qkv)),
+                        qkv=precision.linear(np.concatenate(qkv), followed=True),
                         output=precision.linear(tensors.float32(at.output, (spec.hidden, self._q))),
                         moe_norm=weight(at.moe_norm, (spec.hidden,), torch.float32),
                         router=weight(at.router, (spec.experts, spec.hidden), torch.float32),

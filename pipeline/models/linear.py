@@ -71,8 +71,8 @@ class Precision:
     def quantized(self) -> bool:
         return self._format is not None
 
-    def linear(self, w: Float32) -> Linear:
-        """The matrix w [outputs, inputs]."""
+    def linear(self, w: Float32, followed: bool = False) -> Linear:
+        """The matrix w [outputs, inputs]. `followed`: another product is due soon after one of this."""
         if self._format is not None:
-            return QuantizedLinear(HostMatrix(self._format, w, self._device.team))
+            return QuantizedLinear(HostMatrix(self._format, w, self._device.team, followed))
         return DenseLinear(torch.from_numpy(w).to(device=self._device.torch_device, dtype=self.dtype))

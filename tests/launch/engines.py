@@ -16,6 +16,7 @@ import psutil
 from pipeline.checkpoint.index import CheckpointIndex, fingerprint
 from pipeline.models.registry import expert_shape
 from protocol.sockets import runtime_root
+from shm.layout import format_named
 from shm.store import store_name
 
 ROOT = Path(__file__).parents[2]
@@ -111,7 +112,7 @@ def store_of(model: Path, format_name: str = "bf16") -> Path:
 
 def fingerprint_of(model: Path, format_name: str = "bf16") -> str:
     index = CheckpointIndex.open(model)
-    return fingerprint(index, format_name, expert_shape(index.config, None).tile)
+    return fingerprint(index, format_name, expert_shape(index.config, None, format_named(format_name)).tile)
 
 
 def own_segments(name: str) -> list[str]:

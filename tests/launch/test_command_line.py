@@ -70,6 +70,10 @@ def complaint(capfd: pytest.CaptureFixture[str]) -> Complaint:
         ("generate --prompt a --expert-cache -0.1", ["--expert-cache", "between 0 and 1"]),
         ("generate --prompt a --expert-cache nan", ["--expert-cache", "between 0 and 1"]),
         ("generate --prompt a --tile 0", ["--tile", "at least 1"]),
+        ("generate --prompt a --tile 96 --format int4", ["--tile 96", "groups of 64", "128"]),
+        ("generate --prompt a --model shape:mixtral", ["shape:mixtral", "mixtral-8x7b", "mixtral-8x22b"]),
+        ("bench --model shape:mixtral-8x7b/99", ["shape:mixtral-8x7b/N", "1 to 32"]),
+        ("generate --prompt a --model ./shape:mixtral-8x7b", ["does not exist"]),
         ("generate --prompt a --workers 0", ["--workers", "at least 1"]),
         ("generate --prompt a --context 0", ["--context", "at least 1"]),
         ("generate --prompt a --device gpu", ["gpu", "auto, cpu, cuda"]),
@@ -214,6 +218,7 @@ def test_what_cannot_act_is_said(tiny_model: Path) -> None:
         (AllHost, EngineConfig(prefetcher="thread"), ["--prefetcher", "all-host"]),
         (OnDemand, EngineConfig(host_slowdown=2.0), ["--host-slowdown", "on-demand"]),
         (OnDemand, EngineConfig(tile=97), ["--tile 97", "96"]),
+        (OnDemand, EngineConfig(tile=256, format="int4"), ["--tile 256", "128"]),
     ):
         (line,) = without_effect(config, preset, tiny_model)
         for word in words:

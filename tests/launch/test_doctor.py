@@ -20,7 +20,18 @@ from launch.doctor.finding import Finding
 from launch.doctor.report import rendered
 from launch.doctor.trials import TrialFailed, trial
 
-TOPICS = {"cpu", "memory", "shared memory", "software", "places", "gpu", "speed", "engine"}
+TOPICS = {
+    "cpu",
+    "threads",
+    "kernels",
+    "memory",
+    "shared memory",
+    "software",
+    "places",
+    "gpu",
+    "speed",
+    "engine",
+}
 
 
 async def test_a_machine_without_a_driver_is_fine(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from machines import ARM, GB, INTEL, two_threads_a_core, words, write
 
 from launch.doctor import cpu, memory, places, shared_memory, software
-from launch.doctor.finding import UNITS, parse_cores, parse_size
+from launch.doctor.finding import UNITS, parse_size
 from shm import cgroup
+from shm.kernel_files import parse_cores
 
 
 @settings(deadline=None)  # the machine may be busy
@@ -72,13 +73,14 @@ def test_what_limits_the_cores_is_said(tmp_path: Path) -> None:
         sys__devices__system__cpu__cpu0__cpufreq__scaling_governor="powersave",
         sys__devices__system__cpu__cpu0__cpufreq__scaling_driver="acpi-cpufreq",
     )
-    notes = words(cpu.inspect(range(3), 1.5, tmp_path), "note")
+    found = cpu.inspect(range(3), 1.5, tmp_path)
+    notes = words(found, "note")
     assert "3 of 4 threads" in notes
-    assert "starts 1 worker:" in notes  # the quota
-    assert "--workers 2" in notes  # the cores
-    assert "2 NUMA nodes" in notes
-    assert "numactl --interleave=all" in notes
+    assert "workers compute on 1 core:" in notes  # the quota
     assert "performance" in notes
+    facts = words(found, "ok")
+    assert "--workers 3" in facts  # the cores' other threads
+    assert "2 NUMA nodes" in facts
 
 
 def test_an_unreadable_machine_is_unknown_and_no_error(tmp_path: Path) -> None:

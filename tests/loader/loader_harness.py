@@ -101,6 +101,7 @@ class Supervisor:
             "tile": 32,
             "cache_dir": str(self.cache),
             "reserve_bytes": 0,
+            "nodes": [],
             "keep_store": False,
             "verify": False,
         } | changes

@@ -32,7 +32,7 @@ def test_every_tensor_reads_exactly(tmp_path, shards, dtype):
     assert len(index.shards) == shards
     with TensorReader(index) as reader:
         for name, tensor in tensors.items():
-            np.testing.assert_array_equal(reader.float32(name), tensor.float().numpy())
+            np.testing.assert_array_equal(reader.float32(name, tensor.shape), tensor.float().numpy())
         assert reader.bytes_read == sum(t.nbytes for t in tensors.values())
 
 
@@ -52,8 +52,7 @@ def test_special_values_and_odd_shapes(tmp_path):
     tensors |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4)}
     with TensorReader(CheckpointIndex.open(tiny_checkpoint.write(tmp_path, tensors))) as reader:
         for name, tensor in tensors.items():
-            read = reader.float32(name)
-            assert read.shape == tuple(tensor.shape)
+            read = reader.float32(name, tuple(tensor.shape))
             assert read.tobytes() == tensor.float().numpy().tobytes()
 
 
@@ -65,6 +64,8 @@ def test_what_cannot_be_read_is_named(tmp_path):
             reader.raw("absent")
         with pytest.raises(ModelError, match=r"counts has the dtype I64.*BF16, F16, F32"):
             reader.raw("counts")
+        with pytest.raises(ModelError, match=r"half has the shape \(3,\), not \(4,\)"):
+            reader.float32("half", (4,))
         os.truncate(tmp_path / "model.safetensors", 100)
         with pytest.raises(ModelError, match="shorter"):
             reader.raw("half")

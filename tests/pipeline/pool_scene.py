@@ -12,7 +12,7 @@ from moving_parts import peer_of
 from peer_words import LIMIT, PRINT
 
 from pipeline.peers import Deaths, PeerSocket
-from pipeline.runs import Run
+from pipeline.runs import Run, Workers
 from pipeline.worker_pool import Ticket, WorkerPool
 from protocol.messages import Partial, Work, WorkerDied, WorkerUp
 from shm.control import ControlSegment
@@ -94,7 +94,7 @@ class Scene:
 
     def begin(self, workers: int, awake: bool = True) -> list[Worker]:
         """A pool of so many, all up."""
-        self.pool = WorkerPool(self._socket, self.control, workers, HIDDEN)
+        self.pool = WorkerPool(self._socket, self.control, Workers.alike(workers), HIDDEN)
         made = [self.worker(index) for index in range(workers)]
         self.pool.wait_ready(LIMIT)
         for worker in made if awake else ():

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from pipeline.config import DEFAULT_CONTEXT
 from pipeline.errors import ModelError, UsageError
-from pipeline.models.registry import TILE_BYTES, TILES_PER_EXPERT, expert_shape, expert_tensors, model_spec
+from pipeline.models.registry import TILE_BYTES, TILES_PER_EXPERT, architecture_of, expert_shape, model_spec
 from pipeline.room import choose_context
+from shm.layout import FORMATS, format_named
 
+BF16 = format_named("bf16")
 GOOD: dict[str, Any] = {
     "model_type": "mixtral",
     "hidden_act": "silu",
@@ -115,16 +117,17 @@ def test_the_context() -> None:
 
 
 def test_tiles_of_known_models() -> None:
-    small, large = expert_shape(GOOD, None), expert_shape(MIXTRAL_8X7B, None)
+    small, large = expert_shape(GOOD, None, BF16), expert_shape(MIXTRAL_8X7B, None, BF16)
     assert (small.tile, small.tiles) == (96, 1)  # a tile is never more than the expert
     assert (large.tile, large.tiles) == (896, 16)
-    assert expert_shape(GOOD, 40).tiles == 3
-    assert expert_shape(GOOD, 1000).tile == 96
+    assert expert_shape(GOOD, 40, BF16).tiles == 3
+    assert expert_shape(GOOD, 1000, BF16).tile == 96
 
 
 @given(st.integers(1, 1024), st.integers(1, 30000))
 def test_automatic_tiles_are_large_enough_and_not_too_many(hidden, intermediate) -> None:
-    shape = expert_shape(GOOD | {"hidden_size": hidden * 8, "intermediate_size": intermediate}, None)
+    config = GOOD | {"hidden_size": hidden * 8, "intermediate_size": intermediate}
+    shape = expert_shape(config, None, BF16)
     assert 1 <= shape.tiles <= TILES_PER_EXPERT
     assert shape.tile <= intermediate <= shape.padded < intermediate + shape.tile
     if shape.tiles > 1:
@@ -132,8 +135,30 @@ def test_automatic_tiles_are_large_enough_and_not_too_many(hidden, intermediate)
         assert 6 * shape.hidden * shape.tile >= TILE_BYTES
 
 
+@pytest.mark.parametrize("name", FORMATS)
+@given(hidden=st.integers(1, 64), intermediate=st.integers(1, 4096), asked=st.integers(1, 64) | st.none())
+def test_tiles_are_whole_groups_and_hold_the_expert(name, hidden, intermediate, asked) -> None:
+    form = format_named(name)
+    config = GOOD | {"hidden_size": hidden * 8, "intermediate_size": intermediate}
+    shape = expert_shape(config, asked and asked * form.granularity, form)
+    assert shape.tile % form.granularity == 0
+    assert shape.tile <= shape.padded < intermediate + shape.tile
+    form.tile_bytes(shape.hidden, shape.tile)  # raises where the format has no such tile
+
+
+def test_tiles_of_quantized_formats() -> None:
+    int4, wide = format_named("int4"), format_named("int4-g128")
+    for form in (int4, wide, format_named("int8")):
+        assert expert_shape(MIXTRAL_8X7B, None, form).tile == 896
+    qwen3 = GOOD | {"hidden_size": 2048, "intermediate_size": 768}
+    assert [expert_shape(qwen3, None, form).tile for form in (BF16, int4, wide)] == [96, 128, 128]
+    assert (expert_shape(GOOD, None, int4).tile, expert_shape(GOOD, 6400, int4).tile) == (128, 128)
+    with pytest.raises(UsageError, match=r"^--tile 100: --format int4 .* groups of 64 .* like 128$"):
+        expert_shape(MIXTRAL_8X7B, 100, int4)
+
+
 def test_the_names_of_an_expert_s_tensors() -> None:
     """Gate, up, down are w1, w3, w2: the order of names is not the order of use."""
-    names = expert_tensors(GOOD, 1, 3)
+    names = architecture_of(GOOD).expert_names(1, 3)
     assert [name.split(".")[-2] for name in names] == ["w1", "w3", "w2"]
     assert all(name.startswith("model.layers.1.block_sparse_moe.experts.3.") for name in names)

@@ -11,6 +11,7 @@ from peer_words import LIMIT
 from pool_scene import HIDDEN, QUIET, Scene, Worker, X, run_of, tile_of
 
 from pipeline.errors import PeerLost, RunFailed
+from pipeline.runs import Workers
 from pipeline.worker_pool import Ticket, WorkerPool
 from protocol.messages import Hung, Work
 
@@ -196,7 +197,7 @@ def test_many_rows_and_the_first_work_may_take_longer(pool_scene) -> None:
 
 
 def test_workers_that_do_not_all_come_are_lost(pool_scene) -> None:
-    pool_scene.pool = WorkerPool(pool_scene._socket, pool_scene.control, 2, HIDDEN)
+    pool_scene.pool = WorkerPool(pool_scene._socket, pool_scene.control, Workers.alike(2), HIDDEN)
     pool_scene.worker(1)
     with pytest.raises(PeerLost, match="1 of 2 workers were ready"):
         pool_scene.pool.wait_ready(0.3)

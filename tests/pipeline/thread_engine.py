@@ -10,12 +10,14 @@ from pathlib import Path
 import torch
 from moving_parts import LIMIT, control_segment, moving_parts, peer_of, peer_socket, random_store
 
-from pipeline.checkpoint.index import CheckpointIndex
 from pipeline.engine import DeviceMemory, Engine
 from pipeline.models.backbone import Backbone
+from pipeline.models.open import open_model
 from pipeline.models.registry import expert_shape, model_spec
+from pipeline.runs import Workers
 from pipeline.worker_pool import WorkerPool
 from protocol.messages import Shutdown
+from shm.layout import format_named
 from workers.expert_worker import serve
 
 CONTEXT = 256
@@ -25,9 +27,10 @@ CONTEXT = 256
 def engine_in_threads(model: Path, folder: Path) -> Iterator[tuple[Engine, DeviceMemory]]:
     """With random experts and room for 6 of their 24 tiles."""
     torch_threads = torch.get_num_threads()  # which the worker, being a thread, sets for all of us
-    index = CheckpointIndex.open(model)
+    source = open_model(model)
     with ExitStack() as stack:
-        store = stack.enter_context(random_store(expert_shape(index.config, 32), "thread_engine"))
+        shape = expert_shape(source.config, 32, format_named("bf16"))
+        store = stack.enter_context(random_store(shape, "thread_engine"))
         parts = stack.enter_context(moving_parts(folder, store, slots=10, link_gbps=None))
         socket = stack.enter_context(peer_socket(folder, "work.sock", "worker", store.fingerprint))
 
@@ -36,16 +39,16 @@ def engine_in_threads(model: Path, folder: Path) -> Iterator[tuple[Engine, Devic
         def work() -> None:
             peer = peer_of(folder, "worker", "work.sock", store.fingerprint)
             peer.announce()
-            serve(peer, store, control.line("worker", 0), threads=1, slowdown=1.0)
+            serve(peer, store, control.line("worker", 0), team=None, slowdown=1.0)
             peer.close()
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
-        pool = WorkerPool(socket, control, 1, store.layout.shape.hidden)
+        pool = WorkerPool(socket, control, Workers.alike(1), store.layout.shape.hidden)
         pool.wait_ready(LIMIT)
         memory = DeviceMemory(parts.mover(capacity=6, staging=4), parts.slab)
-        spec = model_spec(index.config)
-        backbone = Backbone(index, spec, torch.float32, CONTEXT, parts.device.torch_device)
+        spec = model_spec(source.config)
+        backbone = Backbone(source, spec, torch.float32, CONTEXT, parts.device.torch_device)
         try:
             yield Engine(backbone, store.layout, parts.device, pool, memory), memory
         finally:

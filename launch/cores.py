@@ -1,0 +1,141 @@
+"""Which of the machine's cores the engine's processes compute on.
+
+Reading weights bounds decode, and two hardware threads of one core read no more than one of them: so workers
+take one thread of each core, and both only where more workers are asked for than there are cores. Unless
+told otherwise there is one worker a core: a worker's own threads meet several times within each tile, workers
+only at the end of a layer. Beyond MOST_WORKERS they become wider instead, because each costs the coordinator
+a message and an answer in every layer.
+
+Workers share nothing: their sets of cores are disjoint, cover what the process may use, and lie within one
+NUMA node each where there are at least as many workers as nodes. Coordinator and prefetcher are bound to no
+core: the coordinator computes while the workers wait and the other way about, and the prefetcher copies on
+whatever core is idle.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from shm.cgroup import limits
+from shm.kernel_files import contents, entries, parse_cores
+
+MOST_WORKERS = 16  # by default
+
+
+@dataclass(frozen=True, order=True)
+class Thread:
+    """A hardware thread by the kernel's number. Those of one core have the same `core`."""
+
+    node: int
+    core: tuple[int, ...]
+    number: int
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where one worker computes: as many threads as `cores`. `node`: the NUMA node they all belong to; None
+    where they belong to several."""
+
+    cores: tuple[int, ...]
+    node: int | None
+
+
+@dataclass(frozen=True)
+class Cores:
+    """The threads that this process may run on, and how many cores' time its control group grants it."""
+
+    threads: tuple[Thread, ...]
+    quota: float | None = None
+
+    @classmethod
+    def here(cls) -> Cores:
+        return cls(read_threads(os.sched_getaffinity(0)), limits().cpus)
+
+    @property
+    def numbers(self) -> list[int]:
+        return sorted(thread.number for thread in self.threads)
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The NUMA nodes that workers compute on, ascending."""
+        return tuple(sorted({thread.node for thread in self._units(1)}))
+
+    @property
+    def computing(self) -> int:
+        """How many threads compute together without getting into each other's way."""
+        return len(self._units(1))
+
+    def default_workers(self) -> int:
+        return min(self.computing, MOST_WORKERS)
+
+    def seats(self, workers: int) -> tuple[Seat, ...]:
+        """A seat for each worker, by node. Where there are more workers than threads, some share one."""
+        units = self._units(workers)
+        nodes = [list(group) for _, group in groupby(units, key=lambda thread: thread.node)]
+        if workers < len(nodes):
+            return tuple(_seat(part) for part in _parts(units, workers))
+        counts = [1] * len(nodes)
+        for _ in range(workers - len(nodes)):  # to where a worker has most cores
+            counts[max(range(len(nodes)), key=lambda i: len(nodes[i]) / counts[i])] += 1
+        return tuple(_seat(p) for node, count in zip(nodes, counts, strict=True) for p in _parts(node, count))
+
+    def _units(self, workers: int) -> list[Thread]:
+        """What is divided among so many workers, by node and core: of each core one thread, or all where that
+        is too few; no more than the quota lets run all the time, and then as many of each node."""
+        order = sorted(self.threads)
+        turns = _turns([(thread.node, thread.core) for thread in order])
+        chosen = [thread for turn, thread in zip(turns, order, strict=True) if turn == 0]
+        if workers > len(chosen):
+            chosen = [thread for _, thread in sorted(zip(turns, order, strict=True))]
+        most = len(chosen) if self.quota is None else max(1, int(self.quota))
+        turns = _turns([thread.node for thread in chosen])
+        return sorted(thread for _, thread in sorted(zip(turns, chosen, strict=True))[:most])
+
+
+def read_threads(usable: Collection[int], root: Path = Path("/")) -> tuple[Thread, ...]:
+    """The usable threads that are online, as sysfs places them; where it tells nothing, each is a core of
+    its own on node 0."""
+    system = root / "sys/devices/system"
+    online = parse_cores(contents(system / "cpu/online"))
+    node_of = {
+        number: int(folder.name.removeprefix("node"))
+        for folder in entries(system / "node", "node[0-9]*")
+        for number in parse_cores(contents(folder / "cpulist"))
+    }
+    here = sorted(online & set(usable)) or sorted(usable)
+    return tuple(Thread(node_of.get(n, 0), _core(system / f"cpu/cpu{n}/topology", n), n) for n in here)
+
+
+def _turns(keys: Sequence[object]) -> list[int]:
+    """For each key, how many equal ones are before it."""
+    seen: Counter[object] = Counter()
+    turns = []
+    for key in keys:
+        turns.append(seen[key])
+        seen[key] += 1
+    return turns
+
+
+def _core(folder: Path, number: int) -> tuple[int, ...]:
+    siblings = parse_cores(contents(folder / "thread_siblings_list"))
+    if siblings:
+        return (min(siblings),)
+    package, core = contents(folder / "physical_package_id"), contents(folder / "core_id")
+    return (int(package), int(core)) if package.isdigit() and core.isdigit() else (number,)
+
+
+def _parts(units: list[Thread], count: int) -> list[list[Thread]]:
+    """`count` parts of about equal size, in order; of one thread each, in turns, where there are too few."""
+    if count >= len(units):
+        return [[units[i % len(units)]] for i in range(count)]
+    return [units[len(units) * i // count : len(units) * (i + 1) // count] for i in range(count)]
+
+
+def _seat(threads: list[Thread]) -> Seat:
+    nodes = {thread.node for thread in threads}
+    return Seat(tuple(sorted(t.number for t in threads)), nodes.pop() if len(nodes) == 1 else None)

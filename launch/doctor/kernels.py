@@ -1,0 +1,64 @@
+"""Which code computes experts of each format, and why not another."""
+
+from __future__ import annotations
+
+from launch.doctor.finding import Finding
+from shm.blocks import BlockFormat
+from shm.formats import BF16
+from shm.layout import FORMATS
+from shm.quantize import library as quantizer
+from workers.kernels.host import BF16_ROWS
+from workers.kernels.native import VARIANTS, Library, best, load
+
+TOPIC = "kernels"
+MEND = "install a C compiler (Debian, Ubuntu: sudo apt install gcc)\npython -m pip install -e .  (again)"
+
+
+def inspect() -> list[Finding]:
+    return explain({name: load(name) for name in VARIANTS}, best(), quantizer() is not None)
+
+
+def explain(variants: dict[str, Library | str], chosen: Library | None, quantizer: bool) -> list[Finding]:
+    """`variants`: what each of them loads as, best first. `chosen`: the one that runs. `quantizer`: that one
+    is compiled."""
+    grouped = [name for name, kind in FORMATS.items() if isinstance(kind, BlockFormat)]
+    plain = [name for name, kind in FORMATS.items() if not isinstance(kind, BlockFormat | BF16)]
+    found = []
+    if chosen is None:
+        of_reason: dict[str, list[str]] = {}
+        for name, reason in variants.items():
+            of_reason.setdefault(str(reason), []).append(VARIANTS[name])
+        means = "experts of every format are computed through torch, the quantized ones much slower"
+        what = "no compiled kernels: " + "; ".join(f"{', '.join(n)}: {r}" for r, n in of_reason.items())
+        found.append(Finding(TOPIC, "note", what, means, MEND))
+    else:
+        runs = VARIANTS[chosen.variant]
+        means = "at any number of rows, from the bytes as they are stored"
+        found.append(Finding(TOPIC, "ok", f"{', '.join(grouped)}: {runs}", means))
+        means = "where the weights are read once for many rows, torch's product is the faster one"
+        what = f"bf16: {runs} for up to {BF16_ROWS} rows, torch for more"
+        found.append(Finding(TOPIC, "ok", what, means))
+        found.append(Finding(TOPIC, "ok", f"{', '.join(plain)}: torch", "it is there to be compared with"))
+        found += _others(variants, chosen)
+    if not quantizer:
+        means = "a model is quantized with numpy when it is first used, which takes much longer"
+        found.append(Finding(TOPIC, "note", "the quantizer is not compiled", means, MEND))
+    return found
+
+
+def _others(variants: dict[str, Library | str], chosen: Library) -> list[Finding]:
+    """Why those that would be better do not run, and that the others would."""
+    names = list(variants)
+    found = []
+    for name, loaded in variants.items():
+        if isinstance(loaded, str):
+            better = names.index(name) < names.index(chosen.variant)
+            means = "it would be faster, if this processor has it" if better and "compiled" in loaded else ""
+            found.append(Finding(TOPIC, "ok", f"{VARIANTS[name]}: not used, {loaded}", means))
+    able = [
+        VARIANTS[n] for n, loaded in variants.items() if isinstance(loaded, Library) and n != chosen.variant
+    ]
+    if able:
+        means = f"they run here as well; {VARIANTS[chosen.variant]} is the best of them"
+        found.append(Finding(TOPIC, "ok", f"{', '.join(able)}: not used", means))
+    return found

@@ -1,0 +1,55 @@
+"""The map: which of an engine's processes computes on which cores, and next to which memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+
+from launch.cores import Cores
+from launch.doctor.finding import Finding
+
+TOPIC = "threads"
+
+
+def inspect(cores: Cores) -> list[Finding]:
+    """For an engine that is started without `--workers`."""
+    seats = cores.seats(cores.default_workers())
+    several = len(cores.nodes) > 1
+    found = []
+    first = 0
+    for (width, node), group in groupby(seats, key=lambda seat: (len(seat.cores), seat.node)):
+        same = list(group)
+        last = first + len(same) - 1
+        between = "and" if last == first + 1 else "to"
+        who = f"worker {first}" if first == last else f"workers {first} {between} {last}"
+        each = " each" if first != last else ""
+        words = f"{who}: {_count(width)}{each} on {' | '.join(spelled(seat.cores) for seat in same)}"
+        where = f", NUMA node {node}" if several and node is not None else ""
+        found.append(Finding(TOPIC, "ok", f"{words}{where}", _workers_mean(cores)))
+        first = last + 1
+    others = f"coordinator: {_count(cores.computing)}, prefetcher: one"
+    means = "the coordinator computes while workers wait, and they while it waits; nobody spins meanwhile"
+    found.append(Finding(TOPIC, "ok", f"{others}, wherever {spelled(cores.numbers)} are idle", means))
+    return found
+
+
+def spelled(numbers: Iterable[int]) -> str:
+    """ "0-3,8" for 0, 1, 2, 3, 8, as the kernel and taskset write it."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(str(lo) if lo == hi else f"{lo}-{hi}" for lo, hi in spans)
+
+
+def _count(threads: int) -> str:
+    return "one thread" if threads == 1 else f"{threads} threads"
+
+
+def _workers_mean(cores: Cores) -> str:
+    means = "bound to these cores, which no other worker uses"
+    if len(cores.nodes) > 1:
+        means += "; in decode each computes tiles that lie on its own node, as far as that keeps all busy"
+    return means

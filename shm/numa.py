@@ -1,0 +1,113 @@
+"""Where a store's tiles lie on a machine with several NUMA nodes.
+
+Tile t of expert e lies on node (e + t) % n of the n nodes that workers compute on: any range of an expert's
+tiles, and experts of a single tile too, are then spread over all nodes' memory. The kernel is told before
+the pages are allocated (mbind on a shared mapping: the policy belongs to the segment and outlives the
+mapping). A page goes with the tile that holds its first byte. It is a preference: where a node is full, the
+kernel takes another one's memory, and nothing fails.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from typing import Any
+
+import numpy as np
+
+from shm.layout import StoreLayout
+
+MPOL_PREFERRED = 1
+MBIND = {"x86_64": 237, "aarch64": 235, "riscv64": 235}  # the system call's number
+BATCH = 1024  # spans of one mapping: each is one of the process's memory areas, whose number is limited
+WORD = 64  # bits of a word of the kernel's set of nodes
+
+Mbind = Callable[[int, int, int], int]  # address, length, node -> 0, or the error's number
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes of a segment, in whole pages, for one node (its position among the nodes)."""
+
+    start: int
+    length: int
+    node: int
+
+
+def node_of(expert: int, tile: int, nodes: int) -> int:
+    """The position, among `nodes` nodes, of the one where a tile lies."""
+    return (expert + tile) % nodes
+
+
+def spans(layout: StoreLayout, start: int, nodes: int, page: int = mmap.PAGESIZE) -> Iterator[Span]:
+    """The pages of a store whose experts begin at byte `start`, in order."""
+
+    def begin(offset: int) -> int:
+        return -(-(start + offset) // page) * page
+
+    shape = layout.shape
+    for layer in range(shape.layers):
+        for expert in range(shape.experts):
+            after = layout.offset(layer, expert) + layout.expert_stride
+            bounds = [begin(layout.offset(layer, expert, tile)) for tile in range(shape.tiles)] + [
+                begin(after)
+            ]
+            for tile, (lo, hi) in enumerate(pairwise([*bounds, begin(after)])):
+                if lo < hi:
+                    yield Span(lo, hi - lo, node_of(expert, tile, nodes))
+
+
+def interleave(
+    descriptor: int, layout: StoreLayout, start: int, nodes: Sequence[int], mbind: Mbind | None = None
+) -> str:
+    """Have the pages of a store's segment, open as `descriptor`, of its full length and without pages yet,
+    allocated on these nodes (the kernel's numbers). Returns "" or, where that is refused, one line that says
+    so; with one node there is nothing to do."""
+    if len(nodes) < 2:
+        return ""
+    place = mbind or kernel_mbind()
+    if place is None:
+        return f"tiles are not placed on NUMA nodes: how to is not known for {platform.machine()}"
+    left = spans(layout, start, len(nodes))
+    while batch := list(islice(left, BATCH)):
+        first = batch[0].start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        last = batch[-1].start + batch[-1].length
+        with mmap.mmap(descriptor, min(last, os.fstat(descriptor).st_size) - first, offset=first) as mapping:
+            address = _address(mapping)
+            for span in batch:
+                error = place(address + span.start - first, span.length, nodes[span.node])
+                if error:
+                    return f"tiles are not placed on NUMA nodes: {os.strerror(error)}"
+    return ""
+
+
+def kernel_mbind() -> Mbind | None:
+    """The system call; None on a machine for which its number is not known."""
+    number = MBIND.get(platform.machine())
+    if number is None:
+        return None
+    syscall: Any = ctypes.CDLL(None, use_errno=True).syscall
+    syscall.restype = ctypes.c_long
+
+    def mbind(address: int, length: int, node: int) -> int:
+        words = node // WORD + 1
+        mask = (ctypes.c_uint64 * words)()
+        mask[node // WORD] = 1 << node % WORD
+        bits = ctypes.c_ulong(words * WORD + 1)  # the kernel takes one less than it is told
+        done = syscall(
+            ctypes.c_long(number), ctypes.c_void_p(address), ctypes.c_ulong(length),
+            ctypes.c_int(MPOL_PREFERRED), mask, bits, ctypes.c_uint(0),
+        )  # fmt: skip
+        return 0 if done == 0 else ctypes.get_errno()
+
+    return mbind
+
+
+def _address(mapping: mmap.mmap) -> int:
+    address: int = np.frombuffer(mapping, np.uint8).ctypes.data
+    return address

@@ -1,0 +1,210 @@
+"""Cores: every worker its own, all of them used, whatever the machine is made of."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from engines import Launched, runs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from machines import two_threads_a_core, write
+
+from launch.cores import MOST_WORKERS, Cores, Seat, Thread, read_threads
+from launch.supervisor import Supervisor
+from pipeline.config import EngineConfig
+from protocol.client import Client
+
+
+def machine(nodes: int, cores: int, threads: int = 1) -> tuple[Thread, ...]:
+    """`cores` a node; numbered as usual: first the first thread of every core, then the second of each."""
+    every = nodes * cores
+    return tuple(
+        Thread(number % every // cores, (number % every,), number) for number in range(every * threads)
+    )
+
+
+def only(threads: tuple[Thread, ...], usable: Collection[int]) -> tuple[Thread, ...]:
+    return tuple(thread for thread in threads if thread.number in usable)
+
+
+def sets(seats: tuple[Seat, ...]) -> list[set[int]]:
+    return [set(seat.cores) for seat in seats]
+
+
+@st.composite
+def any_cores(draw: st.DrawFn) -> Cores:
+    whole = machine(draw(st.integers(1, 4)), draw(st.integers(1, 8)), draw(st.integers(1, 2)))
+    usable = draw(st.sets(st.sampled_from([thread.number for thread in whole]), min_size=1))
+    return Cores(only(whole, usable), draw(st.none() | st.floats(0.1, 64)))
+
+
+@settings(max_examples=300, deadline=None)
+@given(any_cores(), st.integers(1, 80))
+def test_workers_divide_the_cores_among_them(cores: Cores, workers: int) -> None:
+    seats = cores.seats(workers)
+    assert len(seats) == workers
+    used = [core for seat in seats for core in seat.cores]
+    assert all(seat.cores for seat in seats)
+    assert set(used) <= set(cores.numbers)
+    node = {thread.number: thread.node for thread in cores.threads}
+    for seat in seats:
+        nodes = {node[core] for core in seat.cores}
+        assert nodes == {seat.node} if seat.node is not None else len(nodes) > 1
+    on = [seat.node for seat in seats if seat.node is not None]
+    assert on == sorted(on)
+    physical = {(thread.node, thread.core) for thread in cores.threads}
+    most = len(cores.threads) if cores.quota is None else max(1, int(cores.quota))
+    if workers <= min(len(physical), most):
+        assert len(used) == len(set(used)) == min(len(physical), most)  # disjoint, and together all
+        core = {thread.number: (thread.node, thread.core) for thread in cores.threads}
+        assert len({core[number] for number in used}) == len(used)  # one thread of each
+        if workers >= len(cores.nodes):
+            assert all(seat.node is not None for seat in seats)
+    elif workers >= min(len(cores.threads), most):
+        assert all(len(seat.cores) == 1 for seat in seats)
+        assert len(set(used)) == min(len(cores.threads), most)  # all are used before any is shared
+
+
+@settings(max_examples=200, deadline=None)
+@given(any_cores())
+def test_by_default_nobody_shares(cores: Cores) -> None:
+    workers = cores.default_workers()
+    used = [core for seat in cores.seats(workers) for core in seat.cores]
+    assert 1 <= workers <= MOST_WORKERS
+    assert len(used) == len(set(used)) == cores.computing
+    assert cores.quota is None or len(used) <= max(1, cores.quota)
+    assert {seat.node for seat in cores.seats(workers)} <= {*cores.nodes, None}
+
+
+def test_two_workers_on_eight_cores_have_four_each() -> None:
+    cores = Cores(machine(1, 8))
+    assert sets(cores.seats(2)) == [{0, 1, 2, 3}, {4, 5, 6, 7}]
+    assert sets(cores.seats(3)) == [{0, 1}, {2, 3, 4}, {5, 6, 7}]
+    assert cores.default_workers() == 8
+
+
+def test_of_a_core_s_two_threads_one_is_used_unless_more_workers_are_asked_for() -> None:
+    cores = Cores(machine(1, 4, threads=2))
+    assert cores.default_workers() == cores.computing == 4
+    assert sets(cores.seats(4)) == [{0}, {1}, {2}, {3}]
+    assert sets(cores.seats(2)) == [{0, 1}, {2, 3}]
+    assert sorted(core for seat in cores.seats(8) for core in seat.cores) == list(range(8))
+    assert sets(Cores(only(cores.threads, {4, 5, 1})).seats(2)) == [{4}, {1}]  # 1 and 5 are one core
+
+
+def test_more_workers_than_threads_share() -> None:
+    assert sets(Cores(machine(1, 2)).seats(3)) == [{0}, {1}, {0}]
+
+
+def test_each_worker_has_its_cores_on_one_node() -> None:
+    cores = Cores(machine(2, 4))
+    assert cores.nodes == (0, 1)
+    assert cores.seats(2) == (Seat((0, 1, 2, 3), 0), Seat((4, 5, 6, 7), 1))
+    assert [seat.node for seat in cores.seats(3)] == [0, 0, 1]
+    assert cores.seats(1) == (Seat(tuple(range(8)), None),)
+    uneven = Cores(only(machine(2, 4), {0, 1, 2, 3, 6}))
+    assert Counter(seat.node for seat in uneven.seats(5)) == {0: 4, 1: 1}
+    assert Counter(seat.node for seat in uneven.seats(3)) == {0: 2, 1: 1}
+
+
+def test_a_quota_s_cores_are_taken_from_all_nodes() -> None:
+    cores = Cores(machine(2, 4, threads=2), quota=4.5)
+    assert cores.default_workers() == 4
+    assert [seat.cores for seat in cores.seats(4)] == [(0,), (1,), (4,), (5,)]
+    assert Cores(machine(1, 4), quota=0.5).seats(1) == (Seat((0,), 0),)
+    assert sets(cores.seats(8)) == [{0}, {1}, {0}, {1}, {4}, {5}, {4}, {5}]
+
+
+def test_a_large_machine_has_wider_workers_not_more() -> None:
+    cores = Cores(machine(2, 32))
+    assert cores.default_workers() == MOST_WORKERS
+    assert {len(seat.cores) for seat in cores.seats(MOST_WORKERS)} == {4}
+
+
+def test_topology_is_read_from_sysfs(tmp_path: Path) -> None:
+    two_threads_a_core(tmp_path)
+    assert read_threads(range(4), tmp_path) == tuple(Thread(0, (0, n % 2), n) for n in range(4))
+    write(
+        tmp_path,
+        sys__devices__system__cpu__online="0-1,3",  # 2 is offline
+        sys__devices__system__node__node0__cpulist="0,2",
+        sys__devices__system__node__node3__cpulist="1,3",
+        sys__devices__system__cpu__cpu1__topology__thread_siblings_list="1,3",
+        sys__devices__system__cpu__cpu3__topology__thread_siblings_list="1,3",
+    )
+    found = read_threads({1, 2, 3}, tmp_path)
+    assert found == (Thread(3, (1,), 1), Thread(3, (1,), 3))
+    assert Cores(found).seats(1) == (Seat((1,), 3),)
+
+
+def test_where_sysfs_tells_nothing_each_thread_is_a_core(tmp_path: Path) -> None:
+    threads = read_threads({2, 5}, tmp_path)
+    assert Cores(threads).seats(2) == (Seat((2,), 0), Seat((5,), 0))
+
+
+@pytest.mark.parametrize("usable", [None, 1])
+def test_this_machine_s_cores_are_those_that_may_be_used(usable: int | None) -> None:
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(before)[:usable])
+    try:
+        cores = Cores.here()
+        assert set(cores.numbers) == os.sched_getaffinity(0)
+    finally:
+        os.sched_setaffinity(0, before)
+    assert cores.default_workers() >= 1
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_engine_s_workers_run_on_their_seats(workers: int, tiny_model: Path) -> None:
+    with Launched(
+        "serve", "--model", str(tiny_model), "--device", "cpu", "--workers", str(workers)
+    ) as engine:
+        assert engine.line()
+        found = [child for child in engine.children() if runs(child, "workers.expert_worker")]
+        bound = sorted(tuple(child.cpu_affinity()) for child in found)
+        threads = sorted(int(child.environ()["OMP_NUM_THREADS"]) for child in found)
+        free = engine.child("pipeline.coordinator").cpu_affinity()
+        assert outside(found[0]) <= 1
+        engine.process.terminate()
+        assert engine.end()[0] == 0
+    cores = Cores.here()
+    seats = cores.seats(workers)
+    assert bound == sorted(seat.cores for seat in seats)
+    assert threads == sorted(len(seat.cores) for seat in seats)
+    assert free == cores.numbers
+
+
+@pytest.mark.timeout(300)
+async def test_workers_of_two_nodes_compute_what_those_of_one_do(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """This machine's cores are said to be on nodes 0 and 1000; the kernel then refuses the second, which the
+    start says. A store that is there already would not be placed, so it has a tile of its own."""
+    here = Cores.here().numbers
+    both = Cores(tuple(Thread(1000 * i, (n,), n) for i, n in enumerate((here[0], here[-1]))))
+    config = EngineConfig(model=tiny_model, device="cpu", format="f32", tile=13, workers=2)
+    scores = []
+    for cores in (both, Cores.here()):
+        monkeypatch.setattr(Cores, "here", lambda cores=cores: cores)
+        with caplog.at_level("INFO", "tandem"):
+            async with Supervisor(config) as engine, Client.connect(engine.endpoint) as client:
+                blocks = client.score(token_ids=list(range(5, 29)), full=True, stepwise=True, prefill=4)
+                scores.append(np.concatenate([block.logprobs async for block in blocks]))
+        refused = "store: tiles are not placed on NUMA nodes: Invalid argument" in caplog.text
+        assert refused == (cores is both)
+        caplog.clear()
+    np.testing.assert_allclose(scores[0], scores[1], atol=1e-5)
+
+
+def outside(process: psutil.Process) -> int:
+    """Threads that may run elsewhere than their process: only the one that watches its parent was there
+    before it was bound."""
+    main = os.sched_getaffinity(process.pid)
+    return sum(os.sched_getaffinity(thread.id) != main for thread in process.threads())

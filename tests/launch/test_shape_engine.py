@@ -1,0 +1,34 @@
+"""An engine on a shape with random weights, as it is used: real processes, one layer of real size."""
+
+from __future__ import annotations
+
+import json
+
+from engines import Launched, engines_left
+
+MODEL = "shape:mixtral-8x7b/1"
+# No trial of a chunk, and a tile nobody chooses: an engine in use on this machine has another store.
+QUICK = ["--format", "int4", "--context", "64", "--chunk", "16", "--tile", "1792", "--device", "cpu"]
+
+
+def test_a_shape_answers_ids_and_refuses_text() -> None:
+    with Launched("serve", "--model", MODEL, "--name", "shape", *QUICK) as engine:
+        assert engine.line().startswith("shape ipc://"), engine.stderr
+        ask = ["generate", "--connect", "shape", "--max-tokens", "4"]
+        with Launched(*ask, "--prompt-tokens", "1,2,3", "--ignore-eos", "--json") as client:
+            code, out, err = client.end()
+            assert code == 0, err
+        answer = json.loads(out)
+        with Launched(*ask, "--prompt", "Hello") as client:
+            code, out, err = client.end()
+            assert (code, out) == (2, "")
+            assert "no tokenizer; give --prompt-tokens" in err
+        engine.process.terminate()
+        code, _, log = engine.end()
+        assert code == 0, log
+    assert f"model: {MODEL}" in log
+    assert "source random weights" in log
+    assert len(answer["token_ids"]) == 4
+    assert all(0 <= token < 32000 for token in answer["token_ids"])
+    assert (answer["finish_reason"], answer["text"]) == ("length", "")
+    assert engines_left() == []

@@ -1,0 +1,234 @@
+"""Shapes with random weights: their names, their configs, the bytes that are drawn, the loader's part."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from loader_harness import Supervisor, exists
+
+from pipeline.errors import ModelError
+from pipeline.models.open import open_model
+from pipeline.models.registry import expert_shape, model_spec
+from pipeline.models.shapes import SHAPES, shape_config, short_name
+from shm.layout import FORMATS, format_named
+from shm.manifest import StoreManifest
+from shm.segment import unlink
+from shm.store import Store, StoreBuilder, store_name
+
+TINY: dict[str, Any] = SHAPES["mixtral-8x7b"] | {
+    "hidden_size": 256,
+    "intermediate_size": 320,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+}
+TILE = 128  # whole groups of every format; 320 channels are 2.5 tiles
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Another entry in the table."""
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
+    return Path("shape:tiny")
+
+
+@contextmanager
+def drawn(model: Path, format_name: str, progress: list[int] | None = None) -> Iterator[Store]:
+    """The store of a shape, filled in this process."""
+    source = open_model(model)
+    shape = expert_shape(source.config, TILE, format_named(format_name))
+    fingerprint = source.fingerprint(format_name, TILE)
+    name = f"{store_name(fingerprint)}-{os.getpid()}"
+    builder = StoreBuilder.create(name, StoreManifest(fingerprint, shape, format_name, source.name))
+    try:
+        assert source.fill(builder, [].append if progress is None else progress.append) == 0
+        builder.finish()
+        with Store.attach(name, fingerprint) as store:
+            yield store
+    finally:
+        unlink(name)
+
+
+def bytes_of(model: Path, format_name: str) -> bytes:
+    with drawn(model, format_name) as store:
+        layout = store.layout
+        every = [
+            store.tiles(n, e, 0, layout.shape.tiles).tobytes()
+            for n in range(layout.shape.layers)
+            for e in range(layout.shape.experts)
+        ]
+    assert len(set(every)) == len(every)  # no two experts are the same
+    return b"".join(every)
+
+
+# --- names and configs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("shape:foo", ["'foo'", *SHAPES]),
+        ("shape:", ["''", *SHAPES]),
+        ("shape:Mixtral-8x7B", ["mixtral-8x7b"]),
+        *((f"shape:mixtral-8x7b/{n}", ["shape:mixtral-8x7b/N", "1 to 32"]) for n in (0, 33, 99, "x", "", -1)),
+        *((f"shape:mixtral-8x22b/{n}", ["1 to 56"]) for n in (57, "4/4", "1e1", " 4", "٤", "9" * 5000)),
+    ],
+)
+def test_a_name_that_is_none_is_answered_with_one_line(name: str, words: list[str]) -> None:
+    with pytest.raises(ModelError) as failure:
+        shape_config(name)
+    line = str(failure.value)
+    assert "\n" not in line
+    assert all(word in line for word in words), line
+
+
+def test_layers_are_what_was_asked_for() -> None:
+    assert open_model(Path("shape:mixtral-8x7b")).config["num_hidden_layers"] == 32
+    four = open_model(Path("shape:mixtral-8x7b/4"))
+    assert four.config == SHAPES["mixtral-8x7b"] | {"num_hidden_layers": 4}
+    assert SHAPES["mixtral-8x7b"]["num_hidden_layers"] == 32
+    assert (four.name, four.cached) == ("shape:mixtral-8x7b/4", False)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("mixtral-8x7b", 46.7), ("mixtral-8x22b", 140.6)])
+def test_a_shape_has_as_many_weights_as_its_model(name: str, billions: float) -> None:
+    spec = model_spec(SHAPES[name])
+    attention = 2 * spec.hidden * spec.head_dim * (spec.heads + spec.kv_heads)
+    experts = spec.experts * 3 * spec.hidden * spec.intermediate
+    assert spec.layers * (attention + experts) + 2 * spec.vocabulary * spec.hidden == pytest.approx(
+        billions * 1e9, rel=2e-3
+    )
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_the_experts_of_known_shapes_need_no_padding(name: str, format_name: str) -> None:
+    shape = expert_shape(SHAPES[name], None, format_named(format_name))
+    assert shape.padded == shape.intermediate
+
+
+def test_a_fingerprint_is_of_the_shape_its_layers_the_format_and_the_tile() -> None:
+    def fingerprint(name: str, format_name: str = "int4", tile: int = 128) -> str:
+        return open_model(Path(f"shape:{name}")).fingerprint(format_name, tile)
+
+    first = fingerprint("mixtral-8x7b/4")
+    assert first == fingerprint("mixtral-8x7b/4")
+    assert len(first) == 64
+    others = [fingerprint("mixtral-8x7b"), fingerprint("mixtral-8x7b/3"), fingerprint("mixtral-8x22b/4")]
+    others += [fingerprint("mixtral-8x7b/4", "int8"), fingerprint("mixtral-8x7b/4", tile=256)]
+    assert len({first, *others}) == 6
+    assert fingerprint("mixtral-8x7b") == fingerprint("mixtral-8x7b/32")
+
+
+def test_short_names() -> None:
+    assert short_name("shape:mixtral-8x7b/4") == "shape:mixtral-8x7b/4"
+    assert short_name("/models/Mixtral-8x7B") == "Mixtral-8x7B"
+
+
+# --- what is drawn ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_the_bytes_are_the_same_whatever_the_number_of_cores(
+    format_name: str, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    alone = bytes_of(tiny, format_name)
+    monkeypatch.setattr(os, "cpu_count", lambda: 7)
+    assert bytes_of(tiny, format_name) == alone
+    # fewer layers are the first ones of all
+    assert alone.startswith(fewer := bytes_of(Path(f"{tiny}/2"), format_name))
+    assert len(fewer) == len(alone) * 2 // 3
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_the_weights_have_a_sensible_scale_and_padding_is_zero(format_name: str, tiny: Path) -> None:
+    progress: list[int] = []
+    with drawn(tiny, format_name, progress) as store:
+        store.verify()
+        layout = store.layout
+        assert layout.shape.tiles == 3
+        for tile in range(3):
+            data = store.tiles(1, 2, tile, tile + 1)
+            numbers = layout.format.decode(data, layout.shape.hidden, TILE)  # [3, T, H]
+            used = min(TILE, 320 - tile * TILE)
+            for matrix in numbers:
+                assert abs(matrix[:used].mean()) < 0.002
+                assert matrix[:used].std() == pytest.approx(256**-0.5, rel=0.1)
+            # Of gate and up: then it is no matter what down's are.
+            assert not numbers[:2, used:].any()
+    assert progress == sorted(progress)
+    assert progress[-1] == layout.total_bytes
+    assert len(progress) >= layout.shape.layers * layout.shape.experts
+
+
+def test_what_the_progress_raises_ends_the_drawing(tiny: Path) -> None:
+    class Enough(Exception):
+        pass
+
+    class Stop(list[int]):
+        def append(self, done: int) -> None:
+            raise Enough
+
+    with pytest.raises(Enough), drawn(tiny, "bf16", Stop()):
+        pass
+
+
+def test_the_tensors_of_the_backbone(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read() -> list[np.ndarray]:
+        with open_model(tiny).tensors() as tensors:
+            large = tensors.float32("a", (9000, 512))  # more than one generator's share
+            return [large, tensors.float32("b", (300, 512)), tensors.float32("norm", (512,))]
+
+    first = read()
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    for one, again in zip(first, read(), strict=True):
+        np.testing.assert_array_equal(one, again)
+    large, other, norm = first
+    assert {t.dtype for t in first} == {np.dtype(np.float32)}
+    assert large.std() == pytest.approx(512**-0.5, rel=0.01)
+    assert abs(large.mean()) < 1e-4
+    assert not np.array_equal(large[:300], other)
+    assert not np.array_equal(large[:4096], large[4096:8192])
+    assert (norm == 1).all()
+
+
+# --- the loader ------------------------------------------------------------------------------------------
+
+
+def test_the_loader_draws_a_shape_keeps_no_copy_on_disk_and_finds_it_again(supervisor: Supervisor) -> None:
+    asked = {"format": "int4", "tile": 448}  # a tile nobody chooses: an engine in use has another store
+    first = supervisor.load(Path("shape:mixtral-8x7b/1"), **asked)
+    assert first.ready.notes[0].startswith("source random weights: 0 bytes")
+    assert first.stages == ["allocating", "drawing random experts"]
+    assert not list(supervisor.cache.glob("*"))
+    again = supervisor.load(Path("shape:mixtral-8x7b/1"), **asked, verify=True)
+    assert again.ready.fingerprint == first.ready.fingerprint
+    assert again.ready.notes[0].startswith("source attached")
+    with Store.attach(store_name(first.ready.fingerprint)) as store:
+        assert store.manifest.source == "shape:mixtral-8x7b/1"
+
+
+def test_a_shape_that_does_not_fit_is_refused_before_anything_is_made(supervisor: Supervisor) -> None:
+    model = Path("shape:mixtral-8x22b")
+    outcome = supervisor.load(model, tile=None, reserve_bytes=1 << 60)
+    assert (outcome.code, outcome.failed.usage) == (2, True)
+    assert "270.58 GB of shared memory" in outcome.failed.text
+    assert "\n" not in outcome.failed.text
+    tile = expert_shape(SHAPES["mixtral-8x22b"], None, format_named("bf16")).tile
+    assert not exists(open_model(model).fingerprint("bf16", tile))
+
+
+@pytest.mark.parametrize(("asked", "word"), [({"tile": 100}, "--tile 100"), ({"format": "int3"}, "int3")])
+def test_what_the_format_cannot_do_is_one_line(supervisor: Supervisor, asked: dict, word: str) -> None:
+    outcome = supervisor.load(Path("shape:mixtral-8x7b/1"), **({"format": "int4"} | asked))
+    assert (outcome.code, outcome.failed.usage) == (2, True)
+    assert word in outcome.failed.text
+    assert "\n" not in outcome.failed.text

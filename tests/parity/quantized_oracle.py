@@ -1,0 +1,89 @@
+"""transformers computing on the very weights that a quantized format keeps, with activations rounded as that
+format's arithmetic says: what is left between it and the engine is the rounding of float32 sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from oracle import Oracle
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shm.blocks import BlockFormat
+from shm.layout import FORMATS, ExpertShape, StoreLayout
+from workers.kernels.unpack import int8_steps
+
+
+class QuantizedOracle(Oracle):
+    """Experts in one format; attention's projections and the head in another, or float32."""
+
+    def __init__(self, folder: Path, experts: str, backbone: str | None = None) -> None:
+        super().__init__(folder, torch.float32)
+        expert_format = FORMATS[experts]
+        assert isinstance(expert_format, BlockFormat)
+        for layer in self.model.model.layers:
+            replace_experts(layer.mlp.experts, expert_format)
+            if backbone is not None:
+                for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                    replace_linear(getattr(layer.self_attn, name), FORMATS[backbone])
+        if backbone is not None:
+            head = self.model.lm_head
+            head.weight = nn.Parameter(head.weight.detach().clone())  # the embedding stays what it is
+            replace_linear(head, FORMATS[backbone])
+
+    def with_noise(self, tokens: Sequence[int], relative: float, seed: int) -> NDArray[np.float32]:
+        """`logprobs` where the input of every layer's experts is off by this much, at random: what such small
+        differences grow to on the way through the model."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def shift(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            x, *rest = inputs
+            return x * (1 + relative * torch.randn(x.shape, generator=generator)), *rest
+
+        hooks = [layer.mlp.experts.register_forward_pre_hook(shift) for layer in self.model.model.layers]
+        try:
+            return self.logprobs(tokens)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def replace_experts(module: nn.Module, format: BlockFormat) -> None:
+    hidden, intermediate = module.hidden_dim, module.intermediate_dim
+    tile = -(-intermediate // format.group) * format.group
+    layout = StoreLayout(ExpertShape(1, 1, hidden, intermediate, tile), format)
+    gates = module.gate_up_proj.detach().float()
+    kept = []
+    for gate_up, down in zip(gates, module.down_proj.detach().float(), strict=True):
+        gate, up = gate_up.chunk(2)
+        data = np.zeros(layout.expert_stride, np.uint8)
+        layout.encode_expert(gate.numpy(), up.numpy(), down.numpy(), data)
+        kept.append(torch.from_numpy(format.decode(data[: layout.tile_bytes], hidden, tile)))
+
+    def forward(hidden_states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        x = int8_steps(hidden_states, format.group)[:, :hidden]
+        y = torch.zeros_like(hidden_states)
+        for expert, (gate, up, down) in enumerate(kept):
+            rows, places = torch.where(index == expert)
+            if len(rows) == 0:
+                continue
+            inner = functional.silu(x[rows] @ gate.T) * (x[rows] @ up.T)
+            part = int8_steps(inner, format.group) @ down
+            y.index_add_(0, rows, part * weights[rows, places, None])
+        return y
+
+    module.forward = forward
+
+
+def replace_linear(module: nn.Linear, format: BlockFormat) -> None:
+    n, k = module.weight.shape
+    data = np.zeros(format.matrix_bytes(n, k), np.uint8)
+    format.encode_matrix(module.weight.detach().float().numpy(), data)
+    kept = torch.from_numpy(format.decode_matrix(data, n, k))
+    module.forward = lambda x: functional.linear(
+        int8_steps(x.flatten(0, -2), format.group)[:, :k], kept
+    ).unflatten(0, x.shape[:-1])

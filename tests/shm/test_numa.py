@@ -1,0 +1,168 @@
+"""Where tiles lie: every page of the experts goes to one node, and the kernel is told so."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import re
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shm.formats import F32
+from shm.layout import PAGE, ExpertShape, StoreLayout
+from shm.manifest import StoreManifest
+from shm.numa import BATCH, interleave, kernel_mbind, node_of, spans
+from shm.segment import SHM_FOLDER, unlink
+from shm.store import Store, StoreBuilder
+
+START = 2 * PAGE
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> StoreLayout:
+    size = st.integers(1, 5)
+    hidden, tile = draw(st.integers(1, 600)), draw(st.integers(1, 9))
+    return StoreLayout(ExpertShape(draw(size), draw(size), hidden, draw(st.integers(1, 40)), tile), F32())
+
+
+@settings(max_examples=150, deadline=None)
+@given(layouts(), st.integers(1, 5), st.sampled_from([PAGE, 16 * PAGE]))
+def test_every_page_goes_with_the_tile_of_its_first_byte(layout: StoreLayout, nodes: int, page: int) -> None:
+    found = list(spans(layout, START, nodes, page))
+    shape = layout.shape
+    at = -(-START // page) * page
+    for span in found:
+        assert span.start == at  # without gaps, in order
+        assert span.length > 0
+        assert span.length % page == 0
+        at += span.length
+    assert at == -(-(START + layout.total_bytes) // page) * page
+    of_page = {start: s.node for s in found for start in range(s.start, s.start + s.length, page)}
+    for start, node in of_page.items():
+        layer, rest = divmod(start - START, layout.layer_stride)
+        if layer < shape.layers:  # the last large page may begin where the experts end
+            expert, rest = divmod(rest, layout.expert_stride)
+            tile = min(rest // layout.tile_bytes, shape.tiles - 1)  # then there is padding
+            assert node == node_of(expert, tile, nodes)
+
+
+@pytest.mark.parametrize("tiles", [1, 3, 8])
+def test_no_node_has_much_more_than_another(tiles: int) -> None:
+    layout = StoreLayout(ExpertShape(2, 8, 1024, tiles, 1), F32())
+    sizes: Counter[int] = Counter()
+    for span in spans(layout, START, 2):
+        sizes[span.node] += span.length
+    assert sizes[0] == sizes[1] == layout.total_bytes // 2
+
+
+@pytest.fixture
+def descriptor() -> Iterator[int]:
+    fd = os.memfd_create("tandem-test-numa")
+    yield fd
+    os.close(fd)
+
+
+def test_each_span_is_asked_for_once_on_the_kernel_s_nodes(descriptor: int) -> None:
+    """More spans than one mapping takes; where each lies in the segment is seen by what is written there."""
+    layout = StoreLayout(ExpertShape(3, 100, 1024, 8, 1), F32())
+    os.ftruncate(descriptor, START + layout.total_bytes)
+    expected = list(spans(layout, START, 2))
+    assert len(expected) > 2 * BATCH
+    asked: list[tuple[int, int]] = []
+
+    def mbind(address: int, length: int, node: int) -> int:
+        ctypes.c_uint32.from_address(address).value = len(asked) + 1
+        ctypes.c_uint32.from_address(address + length - 4).value = len(asked) + 1
+        asked.append((length, node))
+        return 0
+
+    assert interleave(descriptor, layout, START, (1, 6), mbind) == ""
+    assert asked == [(span.length, (1, 6)[span.node]) for span in expected]
+    with mmap.mmap(descriptor, 0) as mapping:
+        words = np.frombuffer(mapping, np.uint32)
+        for number, span in enumerate(expected, 1):
+            assert words[span.start // 4] == words[(span.start + span.length) // 4 - 1] == number
+        del words
+
+
+def test_one_node_asks_for_nothing_and_a_refusal_is_one_line(descriptor: int) -> None:
+    layout = StoreLayout(ExpertShape(1, 2, 1024, 4, 1), F32())
+    os.ftruncate(descriptor, START + layout.total_bytes)
+    asked = []
+
+    def refuse(address: int, length: int, node: int) -> int:
+        asked.append(node)
+        return errno.EPERM
+
+    assert interleave(descriptor, layout, START, (0,), refuse) == ""
+    assert interleave(descriptor, layout, START, (), refuse) == ""
+    assert asked == []
+    note = interleave(descriptor, layout, START, (0, 1), refuse)
+    assert note == "tiles are not placed on NUMA nodes: Operation not permitted"
+    assert len(asked) == 1
+
+
+def policy(name: str, start: int) -> str:
+    """What the kernel says of a page of a segment and of where it lies: a mapping is described by the policy
+    of its first page."""
+    with (
+        Path(SHM_FOLDER, name.lstrip("/")).open("rb") as file,
+        mmap.mmap(file.fileno(), PAGE, prot=mmap.PROT_READ, offset=start) as mapping,
+    ):
+        assert mapping[0] == 1
+        address = np.frombuffer(mapping, np.uint8).ctypes.data
+        for line in Path("/proc/self/numa_maps").read_text().splitlines():
+            if int(line.split()[0], 16) == address:
+                placed = re.search(r" (N\d+)=1 ", line + " ")
+                return f"{line.split()[1]} {placed[1] if placed else ''}"
+    raise AssertionError("the mapping is not listed")
+
+
+@pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="a kernel without NUMA")
+def test_the_kernel_places_the_pages_of_a_store_as_it_was_told() -> None:
+    """Both of the "nodes" are node 0, so that it works anywhere: that pages are asked for on it is seen."""
+    mbind = kernel_mbind()
+    assert mbind is not None
+    with mmap.mmap(-1, PAGE) as mapping:
+        address = np.frombuffer(mapping, np.uint8).ctypes.data
+        if error := mbind(address, PAGE, 0):
+            pytest.skip(f"mbind is refused here: {os.strerror(error)}")
+        assert mbind(address, PAGE, 1000) == errno.EINVAL
+    shape = ExpertShape(1, 3, 1024, 8, 1)
+    name = f"/tandem-test-{uuid.uuid4().hex[:8]}"
+    builder = StoreBuilder.create(name, StoreManifest("ab" * 32, shape, "f32", "a test"), nodes=(0, 0))
+    try:
+        assert builder.notes == ()
+        builder.layer(0)[:] = 1
+        for tile in range(8):
+            assert policy(name, START + builder.layout.offset(0, 2, tile)) == "prefer:0 N0"
+        builder.finish()
+        with Store.attach(name) as store:
+            assert (store.tiles(0, 2, 0, 8) == 1).all()
+    finally:
+        unlink(name)
+
+
+def test_where_the_kernel_refuses_the_store_is_built_and_says_so() -> None:
+    name = f"/tandem-test-{uuid.uuid4().hex[:8]}"
+    manifest = StoreManifest("cd" * 32, ExpertShape(1, 2, 64, 8, 4), "f32", "a test")
+    builder = StoreBuilder.create(name, manifest, nodes=(0, 1000))
+    try:
+        assert len(builder.notes) == 1
+        assert "tiles are not placed on NUMA nodes" in builder.notes[0]
+        builder.layer(0)[:] = 2
+        builder.finish()
+        with Store.attach(name) as store:
+            assert (store.tiles(0, 1, 0, 2) == 2).all()
+    finally:
+        unlink(name)
+    assert not Path(SHM_FOLDER, name.lstrip("/")).exists()
