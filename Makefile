@@ -15,7 +15,7 @@ run: $(READY)
 test: $(READY)
 	echo "ruff ..." && $(BIN)/ruff check .
 	echo "mypy ..." && $(BIN)/mypy
-	echo "pytest ..." && $(BIN)/python -m pytest -q
+	echo "pytest ..." && $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # The kernels' tests where nothing was compiled: installation must not need a compiler.
 test-without-compiler: $(READY)

@@ -166,7 +166,8 @@ def _add_common(parser: Parser) -> None:
         help=f"share of all expert tiles that fits the device ({default.expert_cache})",
     )
     add("--tile", type=at_least(1), metavar="N", help="channels of a tile (from the experts' shape)")
-    add("--workers", type=at_least(1), metavar="N", help="expert workers, who divide the cores (one for each, at most 16)")
+    workers = "expert workers, who divide the cores (one for each, at most 16)"
+    add("--workers", type=at_least(1), metavar="N", help=workers)
     add(
         "--context",
         type=at_least(1),

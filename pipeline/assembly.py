@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 STAGING_TILES = 4  # slots beside the cache's: two to stream, two more so that neither side waits
 PEER_LIMIT = 60.0  # seconds for workers and prefetcher to announce themselves
 CHUNK_SECONDS = 0.25  # a prefill chunk should take about this long
+ALONE = 8  # as many tokens for a request that is the only one: a newcomer waits a second or two at most
 CHUNK_TRIAL = 64  # tokens of the prefill that is timed for it
 CHUNK_MAX = 1024
 
@@ -137,7 +138,8 @@ class Assembly:
         """What is measured once and needs the workers' kernels: the size of a prefill chunk. After Ready and
         before the first request."""
         if self.told.config.chunk is None:
-            self.scheduler.chunk = self._measured_chunk(self.scheduler.kv)
+            self.scheduler.chunk = chunk = self._measured_chunk(self.scheduler.kv)
+            self.scheduler.chunk_alone = min(ALONE * chunk, CHUNK_MAX, self.context)
             self.engine.forget_trials()
             self.set_policy(self._first)  # a new one: the trials are not in its memory
         log.debug("prefill: %d tokens a chunk", self.scheduler.chunk)

@@ -97,6 +97,7 @@ class PeerSocket:
         self._live: dict[int, Life] = {}
         self._given_up = ""
         self._log = SparseLog(log)
+        self._proven: dict[bytes, Identity] = {}  # those who live, by name: a proof is looked at once
         self._early: list[tuple[int, object]] = []  # what came while a send had to wait
         self.recovery = Recovery()
         self.malformed = 0
@@ -201,7 +202,7 @@ class PeerSocket:
                 self.behind = False
                 return
             try:
-                peer = parse_identity(sender, self._key)
+                peer = self._proven.get(sender) or parse_identity(sender, self._key)
                 message = decode(frames)
             except MalformedMessage as e:
                 self._complain(str(e))
@@ -228,6 +229,7 @@ class PeerSocket:
         if known is not None:  # its successor came before the news of its death
             self._bury(WorkerDied(peer.role, peer.index, known.incarnation, False, -1), messages)
         self._live[peer.index] = Life(name, peer.incarnation, ready.pid)
+        self._proven[name] = peer
         self.recovery.ready(peer.index)
         messages.append((peer.index, ready))
 
@@ -235,6 +237,7 @@ class PeerSocket:
         life = self._live.get(death.index)
         if life is not None and life.incarnation == death.incarnation:
             del self._live[death.index]
+            del self._proven[life.name]
             self.recovery.died(death.index)
             messages.append((death.index, death))
 

@@ -48,10 +48,10 @@ class Scheduler:
         congested: Callable[[bytes], bool],
     ) -> None:
         """`send` delivers a message to a client; a client that is `congested` has not taken what it was sent,
-        and its requests pause."""
+        and its requests pause. `chunk`: prefill tokens of a step."""
         self.engine = engine
         self.kv = kv
-        self.chunk = chunk
+        self.chunk = self.chunk_alone = chunk
         self._requests = requests
         self._max_sequences = max_sequences
         self._send = send
@@ -130,6 +130,7 @@ class Scheduler:
             "conversations": len(self._conversations),
             "preemptions": self._preemptions,
             "prefill_chunk": self.chunk,
+            "prefill_chunk_alone": self.chunk_alone,
             "context": self._requests.context,
         }
 
@@ -236,7 +237,9 @@ class Scheduler:
         if not jobs:
             return
         started = time.perf_counter()
-        pieces = [job.piece(self.chunk) for job in jobs]
+        # A request that is the only one delays nobody's next token, and long chunks are the quicker ones.
+        chunk = self.chunk if len(self._live) > 1 else self.chunk_alone
+        pieces = [job.piece(chunk) for job in jobs]
         try:
             answers = self.engine.step(pieces, phase)
         except RunFailed as e:

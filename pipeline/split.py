@@ -72,6 +72,8 @@ class Split:
 def split_layer(routing: Routing, cut: IntArray, residency: IntArray, tiles: int) -> Split:
     """cut, residency: int32 [E], of this layer. For each active expert the device computes tiles [0, cut),
     the host [cut, tiles). Raises PlanError for a cut outside 0..tiles."""
+    if len(routing.experts) == 1:
+        return _split_row(routing, cut, residency, tiles)
     chosen = routing.experts.ravel()
     weights = routing.weights.ravel()
     used = np.flatnonzero(weights)
@@ -83,7 +85,7 @@ def split_layer(routing: Routing, cut: IntArray, residency: IntArray, tiles: int
     right = cut.shape == workload.shape
     cuts = cut[active] if right else cut
     if not right or (cuts < 0).any() or (cuts > tiles).any():
-        raise PlanError(f"a policy's cuts must be {len(residency)} numbers in 0..{tiles}")
+        raise _wrong_cuts(residency, tiles)
     on_host = cuts < tiles
     lo = cuts[on_host]
     host = HostShare(active[on_host], lo, np.full_like(lo, tiles), [], [])
@@ -97,3 +99,33 @@ def split_layer(routing: Routing, cut: IntArray, residency: IntArray, tiles: int
         if p > 0:
             device.append(DeviceShare(expert, min(p, int(residency[expert])), p, rows[part], weights[part]))
     return Split(workload, host, device)
+
+
+def _split_row(routing: Routing, cut: IntArray, residency: IntArray, tiles: int) -> Split:
+    """`split_layer` of a single row, in plain numbers: at decode this is on every layer's way, and the caches
+    hold nothing but weights then."""
+    if cut.shape != residency.shape:
+        raise _wrong_cuts(residency, tiles)
+    row, workload = np.zeros(1, np.int32), np.zeros(len(residency), np.int32)
+    host: list[tuple[int, int, float]] = []  # expert, cut, weight
+    device: list[DeviceShare] = []
+    for expert, weight in sorted(zip(routing.experts[0].tolist(), routing.weights[0].tolist(), strict=True)):
+        if weight == 0:
+            continue
+        workload[expert] = 1
+        p = int(cut[expert])
+        if not 0 <= p <= tiles:
+            raise _wrong_cuts(residency, tiles)
+        if p < tiles:
+            host.append((expert, p, weight))
+        if p > 0:
+            kept = min(p, int(residency[expert]))
+            device.append(DeviceShare(expert, kept, p, row, np.array([weight], np.float32)))
+    numbers = np.array([(expert, p, tiles) for expert, p, _ in host], np.int32).reshape(-1, 3)
+    weights = [np.array([weight], np.float32) for _, _, weight in host]
+    share = HostShare(numbers[:, 0], numbers[:, 1], numbers[:, 2], [row] * len(host), weights)
+    return Split(workload, share, device)
+
+
+def _wrong_cuts(residency: IntArray, tiles: int) -> PlanError:
+    return PlanError(f"a policy's cuts must be {len(residency)} numbers in 0..{tiles}")

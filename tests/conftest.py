@@ -2,6 +2,7 @@
 
 The tests have their own runtime and cache directories, so that a person's engines are neither seen nor
 touched. At the end of the session nothing of what was started may be left: the session fails and lists it.
+`-n 2` runs the tests in two processes, each with such directories of its own.
 """
 
 from __future__ import annotations
@@ -12,25 +13,38 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import psutil
 import pytest
+from leaks import leaks, segments
 from safetensors.numpy import save_file
+from turns import Turns
 
 from launch.supervisor import Supervisor
 from pipeline.assets import model_dir
 from pipeline.config import EngineConfig
 from protocol.client import Client
-from protocol.sockets import runtime_root
 
-SHM = Path("/dev/shm")
 SETTLE_SECONDS = 6.0  # orphans have this long to notice that their parent is gone
-PLACE = Path(tempfile.mkdtemp(prefix="tt-", dir="/tmp"))  # short: socket paths are
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")  # which of several processes this is; "" for the only one
+
+
+def _place() -> Path:
+    """A new folder with a short name, because paths of sockets are short. One of several processes has it in
+    the place of the process that started it, whose environment it has."""
+    if not WORKER:
+        return Path(tempfile.mkdtemp(prefix="tt-", dir="/tmp"))
+    place = Path(os.environ["XDG_RUNTIME_DIR"]) / WORKER
+    place.mkdir(mode=0o700)
+    return place
+
+
+PLACE = _place()
 
 os.environ["XDG_RUNTIME_DIR"] = str(PLACE)
 os.environ["XDG_CACHE_HOME"] = str(PLACE / "cache")
@@ -124,79 +138,63 @@ def write_mixtral(
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside the test's time limit
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    turns = item.config.stash.get(_TURNS, None)
+    if turns is None:
+        return (yield)
+    turns.take(item)
+    try:
+        return (yield)
+    finally:
+        turns.give(item, nextitem)
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
-    session.config.stash[_SEGMENTS] = _segments()
+    if WORKER:
+        session.config.stash[_TURNS] = Turns(PLACE.parent)
+    else:
+        session.config.stash[_SEGMENTS] = segments()
+        session.config.stash[_LEAKS] = []
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """One of several processes has ended. Of one that was killed what it left is found at the end."""
+    node.config.stash[_LEAKS] += getattr(node, "workeroutput", {}).get("leaks", [])
+
+
+@pytest.hookimpl(trylast=True)  # when the other processes, if there are any, have ended
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    before = session.config.stash.get(_SEGMENTS, None)
     deadline = time.monotonic() + SETTLE_SECONDS
-    while (leaks := _leaks(session.config.stash[_SEGMENTS])) and time.monotonic() < deadline:
+    while (found := leaks(PLACE, before)) and time.monotonic() < deadline:
         time.sleep(0.2)
-    session.config.stash[_LEAKS] = leaks
-    if leaks and session.exitstatus == pytest.ExitCode.OK:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    if WORKER:
+        session.config.workeroutput["leaks"] = found
+    else:
+        all_found = session.config.stash[_LEAKS]
+        all_found += [leak for leak in found if leak not in all_found]
+        if all_found and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
     shutil.rmtree(PLACE, ignore_errors=True)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    leaks = terminalreporter.config.stash.get(_LEAKS, [])
-    if leaks:
+    found = terminalreporter.config.stash.get(_LEAKS, [])
+    if found:
         terminalreporter.section("leaked by this session", red=True)
-    for leak in leaks:
+    for leak in found:
         terminalreporter.line(leak)
     kinds = ("passed", "failed", "error", "skipped")
     counts = {kind: len(terminalreporter.stats.get(kind, [])) for kind in kinds}
     total = sum(counts.values())
     words = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count or kind == "passed")
-    terminalreporter.line(f"tests: {total} ({words}), leaks: {len(leaks)}")
+    terminalreporter.line(f"tests: {total} ({words}), leaks: {len(found)}")
 
 
+_TURNS = pytest.StashKey[Turns]()
 _SEGMENTS = pytest.StashKey[set[str]]()
 _LEAKS = pytest.StashKey[list[str]]()
-
-
-def _leaks(segments_before: set[str]) -> list[str]:
-    """Processes, segments, and runtime directories of this session that are still there."""
-    ours = {p.pid: p for p in _processes_of_this_session()}
-    found = [f"process {pid}: {_command(p)}" for pid, p in ours.items()]
-    segments = _segments() - segments_before
-    if segments:  # another program's engine may have started meanwhile, and lives
-        segments -= _mapped_by_others(set(ours))
-    found += [f"segment /dev/shm/{name}" for name in sorted(segments)]
-    # the folder of the store's lock files, .locks, is no engine's and stays
-    directories = [p for p in sorted(runtime_root().iterdir()) if not p.name.startswith(".")]
-    return found + [f"runtime directory {p}" for p in directories]
-
-
-def _segments() -> set[str]:
-    return {path.name for path in SHM.glob("tandem-*")}
-
-
-def _processes_of_this_session() -> Iterator[psutil.Process]:
-    """Children, and whatever else lives with this session's runtime directory, whoever its parent is now."""
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("XDG_RUNTIME_DIR") != str(PLACE) or process.pid == os.getpid():
-                continue
-            # the resource tracker is Python's own and ends with this process
-            if process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in _command(process):
-                yield process
-        except psutil.Error:
-            continue  # gone, or another user's
-
-
-def _mapped_by_others(ours: set[int]) -> set[str]:
-    mapped: set[str] = set()
-    for process in psutil.process_iter():
-        try:
-            if process.pid != os.getpid() and process.pid not in ours:
-                maps = process.memory_maps()
-                mapped |= {Path(m.path).name for m in maps if m.path.startswith("/dev/shm/tandem-")}
-        except psutil.Error:
-            continue
-    return mapped
-
-
-def _command(process: psutil.Process) -> str:
-    return " ".join(process.cmdline())[:120]

@@ -1,7 +1,8 @@
 """Process entry: an expert worker. It maps the store, receives Work, returns one Partial per Work.
 
 It holds no state that matters: any worker can redo any Work, and for the same Work the bits are the
-same. It is cheap to replace: it imports torch only where a Work needs it (`workers/kernels/host.py`).
+same. It is cheap to replace: torch, if the store's format needs it (`workers/kernels/host.py`), is imported
+with the first Work, after it has said Ready.
 """
 
 from __future__ import annotations
@@ -35,6 +36,13 @@ class HostExperts:
     def __init__(self, store: Store, team: Team | None, line: ControlLine) -> None:
         self._store = store
         self._kernel = HostKernel(store.layout, team, line)
+        self._prepared = False
+
+    def prepare(self) -> None:
+        """Whatever a Work may need, so that none is the slower for being the first."""
+        if not self._prepared:
+            self._kernel.prepare()
+            self._prepared = True
 
     def run(self, work: Work) -> Float32:
         """The weighted sum over the items: float32 [R, H], a row for each row of `work.x`."""
@@ -52,27 +60,27 @@ class HostExperts:
 
 def fault_of(work: Work, shape: ExpertShape) -> str | None:
     """Why this Work cannot be done, or None. The codec has checked types; this checks what they say."""
-    items, offsets = work.items, work.offsets
+    items, offsets = work.items, work.offsets.tolist()
     if not 0 <= work.layer < shape.layers or work.x.shape[1] != shape.hidden:
         return f"no layer {work.layer} with rows of {work.x.shape[1]} numbers"
     if items.shape[1] != 3 or len(offsets) != len(items) + 1:
         return f"{len(items)} items of {items.shape[1]} numbers with {len(offsets)} offsets"
     if offsets[0] != 0 or offsets[-1] != len(work.rows) or len(work.rows) != len(work.weights):
         return "offsets, rows and weights do not fit each other"
-    if (np.diff(offsets) < 0).any():
-        return "offsets that decrease"
-    starts = np.zeros(len(work.rows) + 1, bool)
-    starts[offsets] = True
-    if not ((np.diff(work.rows) > 0) | starts[1:-1]).all():
-        return "an item's rows are not ascending"
-    if len(work.rows) and not (work.rows.min() >= 0 and work.rows.max() < len(work.x)):
-        return "a row outside x"
-    if len(items) == 0:
-        return None
-    low, high = items.min(axis=0), items.max(axis=0)
-    if low[0] < 0 or high[0] >= shape.experts or low[1] < 0 or high[2] > shape.tiles:
-        return "an expert or tile outside the model"
-    return None if (items[:, 1] < items[:, 2]).all() else "an item without tiles"
+    # Plain numbers: at decode there are a few items, and this is on every layer's way.
+    for (expert, lo, hi), start, end in zip(items.tolist(), offsets, offsets[1:], strict=False):
+        if not 0 <= expert < shape.experts or lo < 0 or hi > shape.tiles:
+            return "an expert or tile outside the model"
+        if lo >= hi:
+            return "an item without tiles"
+        if start > end:
+            return "offsets that decrease"
+        rows = work.rows[start:end]
+        if len(rows) and not (rows[0] >= 0 and rows[-1] < len(work.x)):
+            return "a row outside x"
+        if len(rows) > 1 and not (np.diff(rows) > 0).all():
+            return "an item's rows are not ascending"
+    return None
 
 
 def serve(peer: Peer, store: Store, line: ControlLine, team: Team | None, slowdown: float) -> None:
@@ -95,6 +103,7 @@ def serve(peer: Peer, store: Store, line: ControlLine, team: Team | None, slowdo
             if fault is not None:
                 peer.send(WorkFailed(work.seq, peer.incarnation, fault))
                 continue
+            experts.prepare()
             started = time.perf_counter()
             line.begin(work.seq)
             y = experts.run(work)

@@ -18,6 +18,8 @@ from shm.locks import StoreLease, build_lock, sweep
 from shm.segment import unlink
 from shm.store import store_name
 
+pytestmark = pytest.mark.alone  # any engine's start may sweep what is killed here, or be just looking at it
+
 ROOT = Path(shm.__file__).parents[1]
 LIVES = 200
 

@@ -64,6 +64,7 @@ def open_files(processes: list[psutil.Process], places: tuple[Path, ...]) -> set
     return {path for path in found if any(path.is_relative_to(folder) for folder in places)}
 
 
+@pytest.mark.alone  # lock files of other engines come and go in the folder that all share
 def test_nobody_else_can_use_what_a_running_engine_made(place: Place) -> None:
     name = f"files-{os.getpid()}"
     old = os.umask(0)

@@ -55,6 +55,7 @@ def test_one_whole_session_and_the_next(tmp_path: Path) -> None:
         assert kept_tokens(second) > asked  # the first question, and what there was of its answer
 
         terminal.type("/pol")
+        terminal.until(r"^> /pol\n +/policy ")  # the menu; a Tab while it is being made is lost
         terminal.keys("Tab")
         terminal.until(r"^> /policy\b")
         terminal.type("rand")

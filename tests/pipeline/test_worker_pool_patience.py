@@ -15,6 +15,8 @@ from pipeline.runs import Workers
 from pipeline.worker_pool import Ticket, WorkerPool
 from protocol.messages import Hung, Work
 
+pytestmark = pytest.mark.alone  # the pool doubts who has done nothing for half a second
+
 # --- works that kill ------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from moving_parts import LIMIT, control_segment, moving_parts, peer_of, peer_soc
 
 from pipeline.engine import DeviceMemory, Engine
 from pipeline.models.backbone import Backbone
+from pipeline.models.linear import Precision
 from pipeline.models.open import open_model
 from pipeline.models.registry import expert_shape, model_spec
 from pipeline.runs import Workers
@@ -48,7 +49,7 @@ def engine_in_threads(model: Path, folder: Path) -> Iterator[tuple[Engine, Devic
         pool.wait_ready(LIMIT)
         memory = DeviceMemory(parts.mover(capacity=6, staging=4), parts.slab)
         spec = model_spec(source.config)
-        backbone = Backbone(source, spec, torch.float32, CONTEXT, parts.device.torch_device)
+        backbone = Backbone(source, spec, Precision("f32", parts.device), CONTEXT, parts.device.torch_device)
         try:
             yield Engine(backbone, store.layout, parts.device, pool, memory), memory
         finally:

@@ -190,7 +190,7 @@ def engine_process(endpoint):
         process.communicate()
 
 
-async def until(condition, seconds=5.0):
+async def until(condition, seconds=30.0):  # patience only, for a busy machine: no test measures it
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - conditions of many kinds
             await asyncio.sleep(0.01)

@@ -25,6 +25,7 @@ async def test_a_blocked_event_loop_is_not_the_engines_death(endpoint):
                 await asyncio.sleep(0.3)
 
 
+@pytest.mark.alone  # it measures
 async def test_a_silent_engine_is_gone(endpoint):
     async with both(endpoint) as (server, client):
         await asyncio.sleep(3.2)  # heartbeats alone keep it alive
@@ -50,6 +51,7 @@ async def test_a_silent_engine_is_gone(endpoint):
             client.generate(prompt="hi")
 
 
+@pytest.mark.alone  # it measures
 async def test_a_killed_engine_is_gone_within_three_seconds(endpoint):
     with engine_process(endpoint) as process:
         async with Client.connect(endpoint) as client:
@@ -81,6 +83,7 @@ async def test_an_engine_that_was_replaced_does_not_know_this_client(endpoint):
         await connecting.__aexit__(None, None, None)
 
 
+@pytest.mark.alone  # it measures
 async def test_nobody_there(endpoint):
     start = time.monotonic()
     with pytest.raises(EngineGone, match=rf"^no engine at {endpoint} within 0\.3 s; is it running\?$"):

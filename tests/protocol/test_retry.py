@@ -101,6 +101,7 @@ async def test_no_token_twice_and_none_missing(endpoint, lives):
         assert engines.client.strays == 0
 
 
+@pytest.mark.alone  # it measures
 async def test_an_engine_that_falls_silent_is_waited_for(endpoint):
     async with Lives(endpoint) as engines:
         client, server = engines.client, engines.server
@@ -143,6 +144,7 @@ async def test_an_engine_that_falls_silent_is_waited_for(endpoint):
         lost.cancel()
 
 
+@pytest.mark.alone  # it measures
 async def test_what_was_cancelled_is_not_asked_for_again(endpoint):
     async with Lives(endpoint) as engines:
         client = engines.client

@@ -117,6 +117,7 @@ def test_of_many_damaged_layers_the_first_are_named():
     assert damaged_layers(expected, lambda layer: iter([memoryview(bytes([layer]))])) == []
 
 
+@pytest.mark.alone  # any engine's start may sweep it
 def test_a_segment_without_bytes_is_no_store(fingerprint):
     file_of(fingerprint).touch(mode=0o600)
     with pytest.raises(StoreInvalid, match="it is empty"):
@@ -136,6 +137,7 @@ def test_attaching_takes_milliseconds_whatever_the_size(fingerprint):
     assert best < 0.01
 
 
+@pytest.mark.alone
 def test_a_segment_that_is_no_store_is_refused(fingerprint):
     with Segment.create(store_name(fingerprint), 3 * PAGE) as segment:
         segment.array[:] = 1

@@ -16,6 +16,9 @@ from shm.locks import StoreLease, build_lock, remove_unused, sweep
 from shm.manifest import BUILDING, StoreManifest, pack_head
 from shm.store import Store, StoreBuilder, store_name
 
+# What these leave half built, any engine's start may sweep.
+pytestmark = pytest.mark.alone
+
 RACER = """
 import sys, time
 from pathlib import Path

@@ -105,8 +105,9 @@ class Surroundings:
         self._children: list[Child] = []
 
     def start(self, python_path: Path | None = None, **changes: Any) -> Child:
-        """Start one, and do not wait for its Ready."""
+        """Start one, and do not wait for its Ready. Each index has a core, in turn."""
         incarnation = len(self._children) + 1
+        cores = sorted(os.sched_getaffinity(0))
         config = {
             "engine": "test",
             "runtime": str(self.runtime),
@@ -116,7 +117,7 @@ class Surroundings:
             "incarnation": incarnation,
             "store": store_name(self.fingerprint),
             "fingerprint": self.fingerprint,
-            "cores": [],
+            "cores": [cores[changes.get("index", 0) % len(cores)]],
             "host_slowdown": 1.0,
             "link_gbps": None,
             "control": self.progress.segment.name,

@@ -1,8 +1,8 @@
-"""Tiles of the quantized formats in random and in extreme bytes, and in float64 what kernels must make of them.
+"""Tiles of the quantized formats in random and in extreme bytes, and what kernels must make of them.
 
-A kernel may differ from the exact numbers by what float32 rounds, and by one thing more: the inner activations
-are rounded to int8 steps, and a number that lies within its own error of the middle between two steps may be
-rounded to the other one. `Inner` counts those, number by number, so that the bound stays narrow.
+A kernel may differ from the exact numbers by what float32 rounds, and by one thing more: the inner
+activations are rounded to int8 steps, and a number that lies within its own error of the middle between two
+steps may be rounded to the other one. `Inner` counts those, number by number, so that the bound stays narrow.
 """
 
 from __future__ import annotations
@@ -56,10 +56,7 @@ class Case:
 
 def heads(random: np.random.Generator, kind: str, shape: tuple[int, ...]) -> Float32:
     """Scales."""
-    if kind == "mixed":
-        sizes = random.choice(list(SIZES.values()), shape)
-    else:
-        sizes = np.full(shape, SIZES[kind])
+    sizes = random.choice(list(SIZES.values()) if kind == "mixed" else [SIZES[kind]], shape)
     return (sizes * random.uniform(0.5, 1.5, shape) * random.choice([-1, 1], shape)).astype(np.float32)
 
 

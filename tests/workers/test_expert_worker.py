@@ -67,8 +67,8 @@ def works(draw: st.DrawFn) -> Work:
     for _ in range(draw(st.integers(0, 5))):
         lo = draw(st.integers(0, SHAPE.tiles - 1))
         hi = draw(st.integers(lo + 1, SHAPE.tiles))
-        some = draw(st.lists(st.integers(0, rows - 1), max_size=rows))  # not sorted, some of them twice
-        items.append((draw(st.integers(0, SHAPE.experts - 1)), lo, hi, some))
+        some = draw(st.sets(st.integers(0, rows - 1)))
+        items.append((draw(st.integers(0, SHAPE.experts - 1)), lo, hi, sorted(some)))
     layer = draw(st.integers(0, SHAPE.layers - 1))
     return make_work(draw(st.integers(0, 2**40)), layer, items, rows, draw(st.integers(0, 1000)))
 
@@ -84,7 +84,7 @@ def test_a_partial_equals_the_brute_force_and_any_workers_bits(pool: Pool, work:
 
 
 def test_rows_that_no_item_names_and_works_without_items_are_zero(pool: Pool) -> None:
-    work = make_work(1, 1, [(2, 0, SHAPE.tiles, [3, 1])], rows=5)
+    work = make_work(1, 1, [(2, 0, SHAPE.tiles, [1, 3])], rows=5)
     y = pool.do(pool.workers[0], work).y
     assert not y[[0, 2, 4]].any()
     assert y[[1, 3]].any(axis=1).all()
@@ -131,6 +131,8 @@ FAULTS = {
     "more rows than weights": {"rows": ints(0, 1, 2, 0), "offsets": ints(0, 2, 4)},
     "row below": {"rows": ints(0, -1, 1)},
     "row above": {"rows": ints(0, 3, 1)},
+    "rows that descend": {"rows": ints(2, 0, 1)},
+    "a row twice": {"rows": ints(2, 2, 1)},
     "rows of nothing": {"x": np.zeros((0, SHAPE.hidden), np.float32)},
     "expert below": {"items": with_item(-1, 0, 1)},
     "expert above": {"items": with_item(SHAPE.experts, 0, 1)},

@@ -76,7 +76,7 @@ def reference(layout: StoreLayout, data: NDArray[np.uint8], x: Float32, rows: ND
     return kernel.run(torch.from_numpy(data), activations, torch.from_numpy(rows.astype(np.int64))).numpy()
 
 
-# --- activations ---------------------------------------------------------------------------------------------
+# --- activations ----------------------------------------------------------------------------------
 
 
 @quick(60)
@@ -130,7 +130,7 @@ def test_what_is_not_finite_stays_visible(library: Library, name: str, poison: f
     assert np.isfinite(y[[0, 2]]).all()
 
 
-# --- a matrix ------------------------------------------------------------------------------------------------
+# --- a matrix -------------------------------------------------------------------------------------
 
 
 @quick(60)
@@ -189,11 +189,13 @@ def test_nothing_saturates(library: Library, name: str, code: int, sign: int) ->
     width = 3 * format.group
     kernel = library.kernel(Geometry(format, width, 16))
     for rows in range(1, 10):
-        found = kernel.matmul(data.reshape(-1), kernel.quantize(np.full((rows, width), sign * 127, np.float32)))
+        found = kernel.matmul(
+            data.reshape(-1), kernel.quantize(np.full((rows, width), sign * 127, np.float32))
+        )
         np.testing.assert_array_equal(found, np.full((rows, 16), sign * 127 * weight * width))
 
 
-# --- tiles ---------------------------------------------------------------------------------------------------
+# --- tiles ----------------------------------------------------------------------------------------
 
 
 @quick(60)
@@ -337,7 +339,7 @@ def test_no_rows_give_nothing_and_inputs_are_not_changed(library: Library, name:
     assert nothing.shape == (0, case.layout.shape.hidden)
 
 
-# --- what is refused before C is entered -----------------------------------------------------------------------
+# --- what is refused before C is entered ----------------------------------------------------------
 
 
 def test_only_formats_with_a_kernel_and_whole_groups_are_geometries() -> None:

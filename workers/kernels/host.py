@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from workers.kernels.reference import ReferenceKernel
 
+EVERY = 1 << 62  # rows: there is no limit
 BF16_ROWS = 4  # from more rows on, torch's product is faster than reading the weights once for all
 
 
@@ -56,8 +57,13 @@ class HostKernel:
             shape = layout.shape
             geometry = Geometry(layout.format, shape.hidden, shape.hidden, shape.tile)
             self._native = library.kernel(geometry, team)
-            self._most = BF16_ROWS if isinstance(layout.format, BF16) else np.iinfo(np.int64).max
+            self._most = BF16_ROWS if isinstance(layout.format, BF16) else EVERY
         self._reference: ReferenceKernel | None = None
+
+    def prepare(self) -> None:
+        """Have what `run` may ever need. Importing torch takes a second or two."""
+        if self._native is None or self._most < EVERY:
+            self._made_reference()
 
     def activations(self, x: Float32) -> Activations:
         """Hidden states float32 [R, H]; once per Work, not once per expert."""
@@ -75,15 +81,19 @@ class HostKernel:
     def _run_reference(self, tiles: Bytes, x: Activations, rows: NDArray[np.int32]) -> Float32:
         import torch
 
+        reference = self._made_reference()
+        with torch.inference_mode():
+            if x.reference is None:
+                x.reference = reference.activations(torch.from_numpy(x.x))
+            chosen = torch.from_numpy(rows.astype(np.int64))
+            y: Float32 = reference.run(torch.from_numpy(tiles), x.reference, chosen).numpy()
+        return y
+
+    def _made_reference(self) -> ReferenceKernel:
         if self._reference is None:
             from workers.kernels.reference import ReferenceKernel
 
             # Work and store are mapped read-only on purpose, and nothing here writes to them.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             self._reference = ReferenceKernel(self._layout, None if self._line is None else self._line.tick)
-        with torch.inference_mode():
-            if x.reference is None:
-                x.reference = self._reference.activations(torch.from_numpy(x.x))
-            chosen = torch.from_numpy(rows.astype(np.int64))
-            y: Float32 = self._reference.run(torch.from_numpy(tiles), x.reference, chosen).numpy()
-        return y
+        return self._reference

@@ -13,14 +13,19 @@ from shm.formats import Bytes, Float32
 from workers.kernels.native import Geometry, Team, best
 
 PART_NUMBERS = 1 << 20  # quantized at a time by one core
+# Looks of a team's threads for the next product: some 300 microseconds. To wake them takes a core out of its
+# sleep, and between the two products of a layer no expert worker has anything to do.
+WATCH = 20000
 
 
 class HostMatrix:
     """W [outputs, inputs], made from float32 numbers. Used by one thread at a time."""
 
-    def __init__(self, format: BlockFormat, w: Float32, team: Team | None) -> None:
-        """Quantize w [outputs, inputs] on all cores. Raises WeightsNotFinite."""
+    def __init__(self, format: BlockFormat, w: Float32, team: Team | None, followed: bool) -> None:
+        """Quantize w [outputs, inputs] on all cores. `followed`: another product of the same team is due soon
+        after one of this. Raises WeightsUnusable."""
         self._format = format
+        self._watch = WATCH if followed else 0
         self._outputs, self._inputs = w.shape
         self._data = _roomy(format.matrix_bytes(*w.shape))
         _encode(format, w, self._data)
@@ -35,7 +40,7 @@ class HostMatrix:
     def product(self, x: Float32) -> Float32:
         """x @ W.T, x float32 [R, inputs]: float32 [R, outputs]."""
         if self._kernel is not None:
-            return self._kernel.matmul(self._data, self._kernel.quantize(x))
+            return self._kernel.matmul(self._data, self._kernel.quantize(x), self._watch)
         import torch
 
         from workers.kernels.unpack import dequantize, int8_steps

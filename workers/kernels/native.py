@@ -91,7 +91,7 @@ class Library:
         self._scratch: Any = functions.tandem_scratch
         self._scratch.argtypes, self._scratch.restype = (pointer, size), size
         self._matmul: Any = functions.tandem_matmul
-        self._matmul.argtypes, self._matmul.restype = (*[pointer] * 4, size, pointer, pointer), None
+        self._matmul.argtypes, self._matmul.restype = (*[pointer] * 4, size, pointer, pointer, size), None
         self._tiles: Any = functions.tandem_tiles
         self._tiles.argtypes = (*[pointer] * 3, size, pointer, pointer, size, *[pointer] * 3)
         self._tiles.restype = None
@@ -169,13 +169,14 @@ class Kernel:
         self._library._quantize(self._address, x.ctypes.data, len(x), codes.ctypes.data, factors.ctypes.data)
         return Quantized(codes, factors)
 
-    def matmul(self, matrix: Bytes, x: Quantized) -> Float32:
-        """x @ W.T: float32 [R, outputs]. matrix: uint8 [matrix_bytes] of a quantized format."""
+    def matmul(self, matrix: Bytes, x: Quantized, watch: int = 0) -> Float32:
+        """x @ W.T: float32 [R, outputs]. matrix: uint8 [matrix_bytes] of a quantized format. `watch`: how
+        often the team looks for another call, some 15 nanoseconds each time, before it sleeps."""
         rows = self._check(matrix, x, self._matrix_bytes)
         y = np.empty((rows, self.geometry.outputs), np.float32)
         self._library._matmul(
             self._handle, self._address, matrix.ctypes.data, self._pointers(x), rows, y.ctypes.data,
-            self._room(rows),
+            self._room(rows), watch,
         )  # fmt: skip
         return y
 
@@ -209,6 +210,9 @@ class Kernel:
         kind = np.float32 if g.bits == BF16_BITS else np.int8
         if x.codes.dtype != kind or x.codes.shape[1:] != (width,) or not x.codes.flags.c_contiguous:
             raise ValueError(f"activations {x.codes.dtype} {x.codes.shape} for {g}")
+        groups = (0,) if g.bits == BF16_BITS else (len(x.codes), g.padded // g.group, 2)
+        if x.factors.dtype != np.float32 or x.factors.shape != groups or not x.factors.flags.c_contiguous:
+            raise ValueError(f"activations with factors {x.factors.dtype} {x.factors.shape} for {g}")
         return len(x.codes)
 
     def _pointers(self, x: Quantized) -> Any:

@@ -36,7 +36,7 @@ static float exponential(float x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    int32_t bits = ((int32_t)n + 127) << 23;
+    uint32_t bits = (uint32_t)((int32_t)n + 127) << 23;
     float power;
     memcpy(&power, &bits, 4);
     return p * power;
@@ -188,7 +188,7 @@ struct scratch {
     struct packed x;     /* [rows, inputs] */
     struct packed inner; /* [rows, channels] */
     struct packed plain; /* the same before packing */
-    float *gate, *up;    /* [rows, channels] */
+    float *both;         /* [rows, 2 * channels]: gate and up */
     float *part;         /* [rows, outputs], bf16 */
     int64_t bytes;
 };
@@ -204,8 +204,7 @@ static struct scratch cut(const struct weights *w, int64_t rows, void *from) {
     TAKE(inner.factors, rows * channels / w->group * 8);
     TAKE(plain.codes, rows * channels);
     TAKE(plain.factors, rows * channels / w->group * 8);
-    TAKE(gate, rows * channels * 4);
-    TAKE(up, rows * channels * 4);
+    TAKE(both, rows * 2 * channels * 4);
     TAKE(part, w->bits == BF16 ? rows * w->outputs * 4 : 0);
     s.bytes = at - (uint8_t *)from;
     return s;
@@ -214,11 +213,11 @@ static struct scratch cut(const struct weights *w, int64_t rows, void *from) {
 int64_t tandem_scratch(const struct weights *w, int64_t rows) { return cut(w, rows, NULL).bytes; }
 
 void tandem_matmul(struct team *team, const struct weights *w, const uint8_t *matrix, const struct activations *x,
-                   int64_t rows, float *y, void *memory) {
+                   int64_t rows, float *y, void *memory, int64_t watch) {
     struct scratch s = cut(w, rows, memory);
     pack(w, w->inputs, x, NULL, rows, s.x);
     struct product product = {w, matrix, w->inputs, w->outputs, s.x, rows, y, w->outputs, 0};
-    share(team, blocks_of, &product, (w->outputs + BLOCK - 1) / BLOCK);
+    share(team, blocks_of, &product, (w->outputs + BLOCK - 1) / BLOCK, watch);
 }
 
 /* --- tiles of an expert --------------------------------------------------------------------------------------- */
@@ -231,10 +230,12 @@ struct inner {
 static void activate(void *context, int64_t lo, int64_t hi) {
     const struct weights *w = ((struct inner *)context)->w;
     struct scratch *s = ((struct inner *)context)->s;
+    int64_t channels = w->channels;
     for (int64_t r = lo; r < hi; r++) {
-        gated(s->gate + r * w->channels, s->up + r * w->channels, w->channels);
-        quantize_row(s->gate + r * w->channels, w->channels, w->group, s->plain.codes + r * w->channels,
-                     s->plain.factors + 2 * r * (w->channels / w->group));
+        float *both = s->both + r * 2 * channels;
+        gated(both, both + channels, channels);
+        quantize_row(both, channels, w->group, s->plain.codes + r * channels,
+                     s->plain.factors + 2 * r * (channels / w->group));
     }
 }
 
@@ -242,29 +243,31 @@ void tandem_tiles(struct team *team, const struct weights *w, const uint8_t *til
                   const struct activations *x, const int32_t *chosen, int64_t count, float *y, void *memory,
                   volatile uint64_t *ticks) {
     struct scratch s = cut(w, count, memory);
+    int64_t channels = w->channels;
     if (w->bits == BF16) {
         float *rows = (float *)s.x.codes;
         for (int64_t r = 0; r < count; r++)
             memcpy(rows + r * w->inputs, (const float *)x->codes + chosen[r] * w->inputs,
                    (size_t)w->inputs * sizeof(float));
-        plain_tiles(team, w, (const uint16_t *)tiles, number, rows, count, s.gate, s.up, s.part, y, ticks);
+        plain_tiles(team, w, (const uint16_t *)tiles, number, rows, count, s.both, s.both + count * channels, s.part,
+                    y, ticks);
         return;
     }
     pack(w, w->inputs, x, chosen, count, s.x);
-    int64_t wide = w->channels / BLOCK * block_bytes(w, w->inputs);
-    int64_t down = (w->outputs + BLOCK - 1) / BLOCK * block_bytes(w, w->channels);
+    /* A tile is whole blocks: gate and up are one matrix of twice as many outputs. */
+    int64_t wide = 2 * channels / BLOCK * block_bytes(w, w->inputs);
+    int64_t blocks_down = (w->outputs + BLOCK - 1) / BLOCK;
+    struct inner inner = {w, &s};
+    struct activations middle = {s.plain.codes, s.plain.factors};
     for (int64_t tile = 0; tile < number; tile++) {
-        struct product gate = {w, tiles, w->inputs, w->channels, s.x, count, s.gate, w->channels, 0};
-        struct product up = {w, tiles + wide, w->inputs, w->channels, s.x, count, s.up, w->channels, 0};
-        struct inner inner = {w, &s};
-        struct product out = {w, tiles + 2 * wide, w->channels, w->outputs, s.inner, count, y, w->outputs, tile > 0};
-        struct activations middle = {s.plain.codes, s.plain.factors};
-        share(team, blocks_of, &gate, w->channels / BLOCK);
-        share(team, blocks_of, &up, w->channels / BLOCK);
-        share(team, activate, &inner, count);
-        pack(w, w->channels, &middle, NULL, count, s.inner);
-        share(team, blocks_of, &out, (w->outputs + BLOCK - 1) / BLOCK);
-        tiles += 2 * wide + down;
+        int64_t watch = tile + 1 < number ? GLANCES : 0;
+        struct product in = {w, tiles, w->inputs, 2 * channels, s.x, count, s.both, 2 * channels, 0};
+        struct product out = {w, tiles + wide, channels, w->outputs, s.inner, count, y, w->outputs, tile > 0};
+        share(team, blocks_of, &in, 2 * channels / BLOCK, GLANCES);
+        share(count < ROWS ? NULL : team, activate, &inner, count, GLANCES);
+        pack(w, channels, &middle, NULL, count, s.inner);
+        share(team, blocks_of, &out, blocks_down, watch);
+        tiles += wide + blocks_down * block_bytes(w, channels);
         if (ticks) (*ticks)++;
     }
 }
@@ -292,6 +295,6 @@ static void read_lines(void *context, int64_t lo, int64_t hi) {
 
 uint64_t tandem_read(struct team *team, const uint8_t *memory, int64_t bytes) {
     struct reading reading = {memory, 0};
-    share(team, read_lines, &reading, bytes / 64);
+    share(team, read_lines, &reading, bytes / 64, 0);
     return reading.sum;
 }

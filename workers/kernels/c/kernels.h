@@ -52,9 +52,10 @@ void tandem_quantize(const struct weights *weights, const float *x, int64_t rows
 /* Bytes of scratch that the functions below need for `rows` rows. */
 int64_t tandem_scratch(const struct weights *weights, int64_t rows);
 
-/* y float32 [rows, outputs] = x @ W.T of one matrix (integer formats). `scratch` is 64-byte aligned. */
+/* y float32 [rows, outputs] = x @ W.T of one matrix (integer formats). `scratch` is 64-byte aligned. `watch`: how
+ * often the team's threads look for the next call, some 15 nanoseconds each time, before they sleep. */
 void tandem_matmul(struct team *team, const struct weights *weights, const uint8_t *matrix,
-                   const struct activations *x, int64_t rows, float *y, void *scratch);
+                   const struct activations *x, int64_t rows, float *y, void *scratch, int64_t watch);
 
 /* y float32 [count, H] = the sum of the outputs of `number` consecutive tiles for the rows chosen[0..count) of x.
  * `ticks` (may be NULL) is incremented after each tile: progress was made. */

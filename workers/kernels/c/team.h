@@ -1,5 +1,5 @@
-/* Threads that share one computation. The caller does its part and then watches for the others a few
- * microseconds before it sleeps; they sleep as soon as they have nothing to do: expert workers need the cores. */
+/* Threads that share one computation. Who waits sleeps, for expert workers need the cores; only within a
+ * computation of several parts, and for as long as one wake-up takes, does it watch first. */
 #ifndef TANDEM_TEAM_H
 #define TANDEM_TEAM_H
 
@@ -10,14 +10,16 @@
 
 typedef void (*part_t)(void *context, int64_t lo, int64_t hi);
 
-enum { GLANCES = 2000 }; /* looks at the others' end before the caller sleeps: some ten microseconds */
+enum { GLANCES = 3000 }; /* looks before sleep: some 50 microseconds, what waking another core takes */
 
 struct team {
     pthread_mutex_t lock;
     pthread_cond_t begin, end;
     int64_t threads, started; /* `started`: beside the caller */
-    int64_t round;            /* counts the computations */
+    int64_t round;            /* counts what was shared; atomic */
     int64_t left;             /* threads that have not finished this round; atomic */
+    int64_t sleeping;         /* threads that wait on `begin` */
+    int64_t watch;            /* looks for the next round before they sleep */
     int stop, asleep;         /* `asleep`: the caller waits on `end` */
     part_t part;
     void *context;
@@ -35,40 +37,52 @@ static void do_part(const struct team *team, int64_t index) {
     if (lo < hi) team->part(team->context, lo, hi);
 }
 
+static void rest(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#else
+    __asm__ volatile("" ::: "memory");
+#endif
+}
+
 static void *sit(void *given) {
     struct seat seat = *(struct seat *)given;
     struct team *team = seat.team;
     free(given);
-    int64_t done = 0;
-    pthread_mutex_lock(&team->lock);
-    for (;;) {
-        while (team->round == done && !team->stop) pthread_cond_wait(&team->begin, &team->lock);
-        if (team->stop) break;
-        done = team->round;
-        pthread_mutex_unlock(&team->lock);
-        do_part(team, seat.index);
+    for (int64_t done = 0, watch = 0;;) {
+        for (int64_t i = 0; i < watch && __atomic_load_n(&team->round, __ATOMIC_ACQUIRE) == done; i++) rest();
         pthread_mutex_lock(&team->lock);
-        if (__atomic_sub_fetch(&team->left, 1, __ATOMIC_RELEASE) == 0 && team->asleep) pthread_cond_signal(&team->end);
+        team->sleeping++;
+        while (team->round == done && !team->stop) pthread_cond_wait(&team->begin, &team->lock);
+        team->sleeping--;
+        int stop = team->stop;
+        done = team->round, watch = team->watch;
+        pthread_mutex_unlock(&team->lock);
+        if (stop) return NULL;
+        do_part(team, seat.index);
+        if (__atomic_sub_fetch(&team->left, 1, __ATOMIC_ACQ_REL) == 0) {
+            pthread_mutex_lock(&team->lock);
+            if (team->asleep) pthread_cond_signal(&team->end);
+            pthread_mutex_unlock(&team->lock);
+        }
     }
-    pthread_mutex_unlock(&team->lock);
-    return NULL;
 }
 
-/* Call part(context, lo, hi) so that [0, n) is covered once, in equal parts; return when all are done. */
-static void share(struct team *team, part_t part, void *context, int64_t n) {
-    if (!team || n < 2) {
+/* Call part(context, lo, hi) so that [0, n) is covered once, in equal parts; return when all are done. `watch`: how
+ * often the threads look for the next call before they sleep. */
+static void share(struct team *team, part_t part, void *context, int64_t n, int64_t watch) {
+    if (!team) {
         part(context, 0, n);
         return;
     }
     pthread_mutex_lock(&team->lock);
-    team->part = part, team->context = context, team->n = n;
+    team->part = part, team->context = context, team->n = n, team->watch = watch;
     __atomic_store_n(&team->left, team->started, __ATOMIC_RELAXED);
-    team->round++;
-    pthread_cond_broadcast(&team->begin);
+    __atomic_store_n(&team->round, team->round + 1, __ATOMIC_RELEASE);
+    if (team->sleeping) pthread_cond_broadcast(&team->begin);
     pthread_mutex_unlock(&team->lock);
     do_part(team, 0);
-    for (int i = 0; i < GLANCES && __atomic_load_n(&team->left, __ATOMIC_ACQUIRE); i++)
-        __asm__ volatile("" ::: "memory");
+    for (int i = 0; i < GLANCES && __atomic_load_n(&team->left, __ATOMIC_ACQUIRE); i++) rest();
     if (!__atomic_load_n(&team->left, __ATOMIC_ACQUIRE)) return;
     pthread_mutex_lock(&team->lock);
     team->asleep = 1;

@@ -1,0 +1,73 @@
+"""What a session of tests started and did not end: processes, shared-memory segments, runtime directories.
+
+A session may be several processes (`-n 2`), each with a place of its own inside the place of the one that
+started them. Each looks for processes and runtime directories of its own place before it ends, while what
+would end with it is still there. Segments tell nobody whose they are, and stay when their maker ends: the
+process that started the others looks for them, and for whatever else is left, when the others are gone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+SHM = Path("/dev/shm")
+
+
+def segments() -> set[str]:
+    """Names of the project's segments that are there."""
+    return {path.name for path in SHM.glob("tandem-*")}
+
+
+def leaks(place: Path, segments_before: set[str] | None) -> list[str]:
+    """What of the session with this place is still there, a line each; segments only where it is known which
+    ones were there before it."""
+    ours = {p.pid: p for p in _processes_of(place)}
+    found = [f"process {pid}: {_command(p)}" for pid, p in ours.items()]
+    if segments_before is not None:
+        new = segments() - segments_before
+        if new:  # another program's engine may have started meanwhile, and lives
+            new -= _mapped_by_others(set(ours))
+        found += [f"segment /dev/shm/{name}" for name in sorted(new)]
+    return found + [f"runtime directory {path}" for path in _runtime_directories(place)]
+
+
+def _runtime_directories(place: Path) -> Iterator[Path]:
+    for root in sorted([place / "tandem", *place.glob("*/tandem")]):
+        if root != place / "cache" / "tandem" and root.is_dir():
+            # the folder of the store's lock files, .locks, is no engine's and stays
+            yield from (path for path in sorted(root.iterdir()) if not path.name.startswith("."))
+
+
+def _processes_of(place: Path) -> Iterator[psutil.Process]:
+    """Children, and whatever else lives with this place as runtime directory, or with one inside it, whoever
+    its parent is now."""
+    for process in psutil.process_iter():
+        try:
+            theirs = process.environ().get("XDG_RUNTIME_DIR", "")
+            if process.pid == os.getpid() or not Path(theirs).is_relative_to(place):
+                continue
+            # the resource tracker is Python's own and ends with this process
+            if process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in _command(process):
+                yield process
+        except psutil.Error:
+            continue  # gone, or another user's
+
+
+def _mapped_by_others(ours: set[int]) -> set[str]:
+    mapped: set[str] = set()
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.pid not in ours:
+                maps = process.memory_maps()
+                mapped |= {Path(m.path).name for m in maps if m.path.startswith("/dev/shm/tandem-")}
+        except psutil.Error:
+            continue
+    return mapped
+
+
+def _command(process: psutil.Process) -> str:
+    return " ".join(process.cmdline())[:120]
