@@ -136,11 +136,12 @@ class Bench:
         if isinstance(library, Library):
             geometry = Geometry(layout.format, hidden, hidden, layout.shape.tile)
             kernel = library.kernel(geometry, self._team(library, cores))
-            return lambda data: kernel.tiles(data, kernel.quantize(x), chosen)
+            quantized = kernel.quantize(x)  # once per Work, not once per expert
+            return lambda data: kernel.tiles(data, quantized, chosen)
         torch.set_num_threads(cores)
         reference = ReferenceKernel(layout)
-        every, inputs = torch.from_numpy(chosen.astype(np.int64)), torch.from_numpy(x)
-        return lambda data: reference.run(torch.from_numpy(data), reference.activations(inputs), every)
+        every, inputs = torch.from_numpy(chosen.astype(np.int64)), reference.activations(torch.from_numpy(x))
+        return lambda data: reference.run(torch.from_numpy(data), inputs, every)
 
     def _team(self, library: Library, cores: int) -> Team | None:
         key = library.variant, cores

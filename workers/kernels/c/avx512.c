@@ -11,10 +11,16 @@ int tandem_supported(void) {
 }
 
 #define INLINE static inline __attribute__((always_inline))
-#define FMA(a, b, c) __builtin_fmaf(a, b, c)
+#define VECTOR_BYTES 64
+#define SUM(v) _mm512_reduce_add_ps((__m512)(v))
+#define VFMA(a, b, c) ((vector)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
 #ifndef AHEAD
-#define AHEAD 6144 /* bytes: memory is asked for so much earlier than it is needed */
+#define AHEAD 8192 /* bytes: memory is asked for so much earlier than it is needed */
 #endif
+
+/* For one row the lines go past the larger caches, which other data needs; more rows' codes would push them out of
+ * the smallest one before they are used. */
+#define NEAR(rows) ((rows) == 1 ? _MM_HINT_NTA : _MM_HINT_T1)
 
 INLINE __m512i four(const int8_t *codes) {
     int32_t packed;
@@ -22,10 +28,11 @@ INLINE __m512i four(const int8_t *codes) {
     return _mm512_set1_epi32(packed);
 }
 
-INLINE __m512 sixteen_bf16(const uint8_t *numbers) {
+INLINE __m512 sixteen_bf16(const void *numbers) {
     __m256i narrow = _mm256_loadu_si256((const __m256i *)numbers);
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
 }
+#define WIDENED (vector)sixteen_bf16
 
 INLINE __m512 grown(__m512 y, __m512i dot, __m512 scale, __m512 zero, const float *factors) {
     __m512 centred = _mm512_fnmadd_ps(zero, _mm512_set1_ps(factors[1]), _mm512_cvtepi32_ps(dot));
@@ -41,10 +48,10 @@ INLINE void block_int4(const uint8_t *block, int64_t groups, int64_t group, cons
         const uint8_t *data = block + 64;
         __m512i dot[ROWS], more[ROWS];
         for (int r = 0; r < rows; r++) dot[r] = more[r] = _mm512_setzero_si512();
-        _mm_prefetch((const char *)block + AHEAD, _MM_HINT_NTA);
+        _mm_prefetch((const char *)block + AHEAD, NEAR(rows));
         for (int64_t j = 0; j < group; j += 8) {
             __m512i both = _mm512_loadu_si512(data + 8 * j);
-            _mm_prefetch((const char *)data + 8 * j + AHEAD, _MM_HINT_NTA);
+            _mm_prefetch((const char *)data + 8 * j + AHEAD, NEAR(rows));
             __m512i even = _mm512_and_si512(both, low);
             __m512i odd = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
             for (int r = 0; r < rows; r++) {
@@ -76,10 +83,10 @@ INLINE void block_int8(const uint8_t *block, int64_t groups, int64_t group, cons
         const uint8_t *data = block + 64;
         __m512i dot[ROWS];
         for (int r = 0; r < rows; r++) dot[r] = _mm512_setzero_si512();
-        _mm_prefetch((const char *)block + AHEAD, _MM_HINT_NTA);
+        _mm_prefetch((const char *)block + AHEAD, NEAR(rows));
         for (int64_t j = 0; j < group; j += 4) {
             __m512i weights = _mm512_loadu_si512(data + 16 * j);
-            _mm_prefetch((const char *)data + 16 * j + AHEAD, _MM_HINT_NTA);
+            _mm_prefetch((const char *)data + 16 * j + AHEAD, NEAR(rows));
             for (int r = 0; r < rows; r++)
                 dot[r] = _mm512_dpbusd_epi32(dot[r], weights, four(codes + r * group + j));
         }

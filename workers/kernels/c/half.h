@@ -10,7 +10,8 @@
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
-#define FMA(a, b, c) __builtin_fmaf(a, b, c)
+#define VECTOR_BYTES 32
+#define VFMA(a, b, c) ((vector)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
 #ifndef AHEAD
 #define AHEAD 8192 /* bytes: memory is asked for so much earlier than it is needed */
 #endif
@@ -28,10 +29,11 @@ INLINE __m256i four(const int8_t *codes) {
     return _mm256_set1_epi32(packed);
 }
 
-INLINE __m256 eight_bf16(const uint8_t *numbers) {
+INLINE __m256 eight_bf16(const void *numbers) {
     __m128i narrow = _mm_loadu_si128((const __m128i *)numbers);
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow), 16));
 }
+#define WIDENED (vector)eight_bf16
 
 INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const int8_t *codes, const float *factors,
                      const int bits, const int rows, float *y) {

@@ -1,9 +1,54 @@
-/* bf16 tiles, row-major: gate rows [T, H], up rows [T, H], down's columns as rows [T, H]. Written so that compilers
- * turn the loops over LANES into vectors; FMA(a, b, c) is a * b + c. Part of body.h. */
+/* bf16 tiles, row-major: gate rows [T, H], up rows [T, H], down's columns as rows [T, H]. Written with the vectors of
+ * gcc and clang, which become whatever the variant's processor has; VFMA(a, b, c) is a * b + c,
+ * VECTOR_BYTES the width of a register, WIDENED turns that many bf16 numbers into float32. Part of body.h. */
 
-enum { LANES = 32 };    /* sums that are kept apart while a product of two long rows is formed */
-enum { TOGETHER = 8 };  /* channels whose rows of down are added in one pass */
-enum { FEW = 4 };       /* rows that one reading of the weights is applied to, at most */
+enum { LANES = VECTOR_BYTES / 4 }; /* numbers of a vector */
+enum { PAIR = 2 * LANES };         /* they are taken two vectors at a time */
+enum { TOGETHER = 8 };             /* channels whose rows of down are added in one pass */
+enum { TALL = 4 };                 /* rows of gate or up that are taken together */
+enum { FEW = 4 };                  /* rows that one reading of the weights is applied to, at most */
+
+#define UP_TO_FEW(call)                                                                                          \
+    switch (rows) {                                                                                              \
+    case 1: call(1); break;                                                                                      \
+    case 2: call(2); break;                                                                                      \
+    case 3: call(3); break;                                                                                      \
+    default: call(4);                                                                                            \
+    }
+
+typedef float vector __attribute__((vector_size(LANES * 4)));
+typedef uint32_t words __attribute__((vector_size(LANES * 4)));
+typedef uint16_t halves __attribute__((vector_size(LANES * 2)));
+
+#ifndef VFMA
+#define VFMA(a, b, c) ((a) * (b) + (c))
+#endif
+
+#ifndef SUM
+INLINE float sum_of_lanes(vector v) {
+    float lanes[LANES];
+    memcpy(lanes, &v, sizeof lanes);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int l = 0; l < half; l++) lanes[l] += lanes[l + half];
+    return lanes[0];
+}
+#define SUM sum_of_lanes
+#endif
+
+INLINE vector loaded(const float *from) {
+    vector v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+
+#ifndef WIDENED
+INLINE vector widened_vector(const uint16_t *from) {
+    halves narrow;
+    memcpy(&narrow, from, sizeof narrow);
+    return (vector)(__builtin_convertvector(narrow, words) << 16);
+}
+#define WIDENED widened_vector
+#endif
 
 static float widened(uint16_t number) {
     uint32_t bits = (uint32_t)number << 16;
@@ -32,44 +77,55 @@ struct plain {
     float *y;         /* [count, H] of this tile alone */
 };
 
-/* y[r] = row . x[r] for `rows` (a constant) rows of x. */
-INLINE void products(const uint16_t *row, int64_t hidden, const float *x, const int rows, float *y, int64_t stride) {
-    float sums[FEW][LANES];
-    for (int r = 0; r < rows; r++)
-        for (int l = 0; l < LANES; l++) sums[r][l] = 0.0f;
-    int64_t whole = hidden / LANES * LANES;
-    for (int64_t h = 0; h < whole; h += LANES) {
-        float wide[LANES];
-        __builtin_prefetch((const char *)(row + h) + AHEAD, 0, 0);
-        for (int l = 0; l < LANES; l++) wide[l] = widened(row[h + l]);
-        for (int r = 0; r < rows; r++)
-            for (int l = 0; l < LANES; l++) sums[r][l] = FMA(wide[l], x[r * hidden + h + l], sums[r][l]);
-    }
-    for (int r = 0; r < rows; r++) {
-        for (int half = LANES / 2; half; half /= 2)
-            for (int l = 0; l < half; l++) sums[r][l] += sums[r][l + half];
-        float sum = sums[r][0];
-        for (int64_t h = whole; h < hidden; h++) sum = FMA(widened(row[h]), x[r * hidden + h], sum);
-        y[r * stride] = sum;
-    }
+/* y[r][i] = row i . x[r] for `number` and `rows` (constants) consecutive rows of weights and of x: numbers of x are
+ * read once for all rows of weights, and the other way round. */
+INLINE void products(const uint16_t *weights, const int number, int64_t hidden, const float *x, const int rows,
+                     float *y, int64_t stride) {
+    vector sums[TALL][FEW];
+    for (int i = 0; i < number; i++)
+        for (int r = 0; r < rows; r++) sums[i][r] = (vector){0};
+    int64_t whole = hidden / PAIR * PAIR;
+    for (int64_t h = 0; h < whole; h += PAIR)
+        for (int half = 0; half < PAIR; half += LANES) {
+            vector wide[TALL];
+            for (int i = 0; i < number; i++) {
+                const uint16_t *from = weights + i * hidden + h + half;
+                if (!half) __builtin_prefetch((const char *)(from + number * hidden), 0, 2);
+                wide[i] = WIDENED(from);
+            }
+            for (int r = 0; r < rows; r++) {
+                vector one = loaded(x + r * hidden + h + half);
+                for (int i = 0; i < number; i++) sums[i][r] = VFMA(wide[i], one, sums[i][r]);
+            }
+        }
+    for (int i = 0; i < number; i++)
+        for (int r = 0; r < rows; r++) {
+            float sum = SUM(sums[i][r]);
+            for (int64_t h = whole; h < hidden; h++) sum += widened(weights[i * hidden + h]) * x[r * hidden + h];
+            y[r * stride + i] = sum;
+        }
 }
 
 static void gate_and_up(void *context, int64_t lo, int64_t hi) {
     const struct plain *p = context;
     int64_t hidden = p->w->inputs, channels = p->w->channels;
+    /* For one row of x there is nothing to share, and one stream of memory is read faster than several. */
+    int64_t tall = p->count > 1 ? TALL : 1;
     for (int half = 0; half < 2; half++) {
         float *out = half ? p->up : p->gate;
-        for (int64_t t = lo; t < hi; t++) {
-            const uint16_t *row = p->tile + (half * channels + t) * hidden;
+        for (int64_t t = lo, step; t < hi; t += step) {
+            step = t + tall <= hi ? tall : 1;
+            const uint16_t *weights = p->tile + (half * channels + t) * hidden;
             for (int64_t first = 0; first < p->count; first += FEW) {
                 const float *x = p->x + first * hidden;
                 float *y = out + first * channels + t;
-                switch (least(FEW, p->count - first)) {
-                case 1: products(row, hidden, x, 1, y, channels); break;
-                case 2: products(row, hidden, x, 2, y, channels); break;
-                case 3: products(row, hidden, x, 3, y, channels); break;
-                default: products(row, hidden, x, 4, y, channels);
-                }
+                int64_t rows = least(FEW, p->count - first);
+#define CALL_TALL(n) products(weights, TALL, hidden, x, n, y, channels)
+#define CALL_ONE(n) products(weights, 1, hidden, x, n, y, channels)
+                if (step > 1)
+                    UP_TO_FEW(CALL_TALL)
+                else
+                    UP_TO_FEW(CALL_ONE)
             }
         }
     }
@@ -79,32 +135,40 @@ static void gate_and_up(void *context, int64_t lo, int64_t hi) {
 INLINE void columns(const struct plain *p, int64_t t, const int number, int64_t lo, int64_t hi) {
     int64_t hidden = p->w->inputs, channels = p->w->channels;
     const uint16_t *down = p->tile + (2 * channels + t) * hidden;
-    for (int64_t h = lo; h < hi; h += LANES) {
-        int n = (int)least(LANES, hi - h);
-        float wide[TOGETHER][LANES];
+    int64_t h = lo;
+    for (; h + PAIR <= hi; h += PAIR) {
+        vector low[TOGETHER], high[TOGETHER];
         for (int i = 0; i < number; i++) {
             const uint16_t *from = down + i * hidden + h;
-            __builtin_prefetch((const char *)(from + TOGETHER * hidden), 0, 0);
-            if (n == LANES)
-                for (int l = 0; l < LANES; l++) wide[i][l] = widened(from[l]);
-            else
-                for (int l = 0; l < LANES; l++) wide[i][l] = l < n ? widened(from[l]) : 0.0f;
+            __builtin_prefetch((const char *)(from + TOGETHER * hidden), 0, 2);
+            low[i] = WIDENED(from), high[i] = WIDENED(from + LANES);
         }
         for (int64_t r = 0; r < p->count; r++) {
             const float *a = p->gate + r * channels + t;
-            float *y = p->y + r * hidden + h, sums[LANES];
-            for (int l = 0; l < LANES; l++) sums[l] = t == 0 || l >= n ? 0.0f : y[l];
-            for (int i = 0; i < number; i++)
-                for (int l = 0; l < LANES; l++) sums[l] = FMA(wide[i][l], a[i], sums[l]);
-            for (int l = 0; l < n; l++) y[l] = sums[l];
+            float *y = p->y + r * hidden + h;
+            vector zero = {0}, first = t ? loaded(y) : zero, second = t ? loaded(y + LANES) : zero;
+            for (int i = 0; i < number; i++) {
+                vector every = a[i] - zero;
+                first = VFMA(low[i], every, first);
+                second = VFMA(high[i], every, second);
+            }
+            memcpy(y, &first, sizeof first);
+            memcpy(y + LANES, &second, sizeof second);
         }
     }
+    for (; h < hi; h++)
+        for (int64_t r = 0; r < p->count; r++) {
+            float sum = t ? p->y[r * hidden + h] : 0.0f;
+            for (int i = 0; i < number; i++)
+                sum += widened(down[i * hidden + h]) * p->gate[r * channels + t + i];
+            p->y[r * hidden + h] = sum;
+        }
 }
 
 static void down(void *context, int64_t lo, int64_t hi) {
     const struct plain *p = context;
     int64_t channels = p->w->channels, t = 0;
-    lo *= LANES, hi = least(hi * LANES, p->w->inputs);
+    lo *= PAIR, hi = least(hi * PAIR, p->w->inputs);
     for (; t + TOGETHER <= channels; t += TOGETHER) columns(p, t, TOGETHER, lo, hi);
     for (; t < channels; t++) columns(p, t, 1, lo, hi);
 }
@@ -124,7 +188,7 @@ static void plain_tiles(struct team *team, const struct weights *w, const uint16
         struct plain plain = {w, tiles, x, count, gate, up, tile ? part : y};
         share(team, gate_and_up, &plain, w->channels, GLANCES);
         share(count < ROWS ? NULL : team, activate_plain, &plain, count, GLANCES);
-        share(team, down, &plain, (w->inputs + LANES - 1) / LANES, tile + 1 < number ? GLANCES : 0);
+        share(team, down, &plain, (w->inputs + PAIR - 1) / PAIR, tile + 1 < number ? GLANCES : 0);
         if (tile)
             for (int64_t i = 0; i < count * w->inputs; i++) y[i] += part[i];
         if (ticks) (*ticks)++;
