@@ -1,4 +1,4 @@
-"""The C kernels, variant by variant: against exact arithmetic, the torch reference and themselves."""
+"""The C kernels, variant by variant: against exact arithmetic and the torch reference."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import brute_force
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
+from kernel_runs import bits, kernel_of, quick, reference, run, seeds
 from quantized_cases import (
     QUANTIZED,
     TINY,
@@ -25,26 +25,9 @@ from quantized_cases import (
     states,
 )
 
-from shm.layout import BlockFormat, ExpertShape, Float32, StoreLayout, format_named
-from workers.kernels.native import VARIANTS, Geometry, Kernel, Library, Quantized, Team, load
-from workers.kernels.reference import ReferenceKernel
+from shm.layout import BlockFormat, ExpertShape, StoreLayout, format_named
+from workers.kernels.native import Geometry, Library
 from workers.kernels.unpack import int8_steps
-
-seeds = st.integers(0, 2**32 - 1)
-
-
-def quick(examples: int) -> settings:
-    """The library is the same for all of a test's examples."""
-    health = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-    return settings(max_examples=examples, deadline=None, suppress_health_check=health)
-
-
-@pytest.fixture(params=VARIANTS)
-def library(request: pytest.FixtureRequest) -> Library:
-    found = load(request.param)
-    if isinstance(found, str):
-        pytest.skip(f"{VARIANTS[request.param]}: {found}")
-    return found
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,26 +37,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def bits(array: Float32) -> NDArray[np.uint32]:
-    return np.ascontiguousarray(array).view(np.uint32)
-
-
-def kernel_of(library: Library, layout: StoreLayout, team: Team | None = None) -> Kernel:
-    shape = layout.shape
-    return library.kernel(Geometry(layout.format, shape.hidden, shape.hidden, shape.tile), team)
-
-
-def run(library: Library, case: Case, team: Team | None = None) -> Float32:
-    kernel = kernel_of(library, case.layout, team)
-    return kernel.tiles(case.data, kernel.quantize(case.x), case.rows)
-
-
-def reference(layout: StoreLayout, data: NDArray[np.uint8], x: Float32, rows: NDArray[np.int32]) -> Float32:
-    kernel = ReferenceKernel(layout)
-    activations = kernel.activations(torch.from_numpy(x))
-    return kernel.run(torch.from_numpy(data), activations, torch.from_numpy(rows.astype(np.int64))).numpy()
 
 
 # --- activations ----------------------------------------------------------------------------------
@@ -245,155 +208,3 @@ def test_bf16_tiles_equal_the_brute_force_and_the_reference(
     exact = brute_force.expert(gate, up, down, x[chosen], "bf16")
     assert exact.agrees(found)
     assert exact.agrees(reference(layout, data, x, chosen))
-
-
-def any_case(name: str, rows: int, seed: int) -> Case:
-    if name != "bf16":
-        return make_case(name, 150, 1, 3, rows, "random", "normal", "normal", seed)
-    random = np.random.default_rng(seed)
-    layout = StoreLayout(ExpertShape(1, 1, 75, 3 * 21, 21), format_named(name))
-    data = np.empty(3 * layout.tile_bytes, np.uint8)
-    for tile in range(3):
-        part = data[tile * layout.tile_bytes : (tile + 1) * layout.tile_bytes]
-        layout.format.fill_random(random, 75, 21, 0.1, part)
-    x = states(random, "normal", rows, 75)
-    return Case(layout, data, x, random.permutation(rows).astype(np.int32))
-
-
-FORMATS = (*QUANTIZED, "bf16")
-
-
-@quick(20)
-@given(name=st.sampled_from(FORMATS), rows=st.integers(1, 40), data=st.data(), seed=seeds)
-def test_a_row_has_the_same_bits_in_any_company(
-    library: Library, name: str, rows: int, data: st.DataObject, seed: int
-) -> None:
-    case = any_case(name, rows, seed)
-    kernel = kernel_of(library, case.layout)
-    x = kernel.quantize(case.x)
-    every = np.arange(rows, dtype=np.int32)
-    together = kernel.tiles(case.data, x, every)
-    some = np.array(data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=12)), np.int32)
-    np.testing.assert_array_equal(bits(kernel.tiles(case.data, x, some)), bits(together[some]))
-    row = int(some[0])
-    alone = kernel.tiles(case.data, kernel.quantize(case.x[row : row + 1]), every[:1])
-    np.testing.assert_array_equal(bits(alone[0]), bits(together[row]))
-
-
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("rows", [1, 3, 8, 13, 200])
-def test_a_team_computes_the_same_bits(library: Library, name: str, rows: int) -> None:
-    case = any_case(name, rows, rows)
-    alone = run(library, case)
-    for threads in (1, 2, 3, 5, 16):
-        team = library.team(threads)
-        assert (team is None) == (threads == 1)
-        for _ in range(5):
-            np.testing.assert_array_equal(bits(run(library, case, team)), bits(alone))
-        if team is not None:
-            team.close()
-            team.close()  # once more does nothing
-
-
-def test_a_team_shares_a_product(library: Library) -> None:
-    format, random = format_named("int4"), np.random.default_rng(4)
-    assert isinstance(format, BlockFormat)
-    data = records(random, format, format.matrix_bytes(1000, 300) // format.record_bytes, "random", "normal")
-    x = states(random, "normal", 9, 300)
-    team = library.team(3)
-    assert team is not None
-    alone, shared = (library.kernel(Geometry(format, 300, 1000), t) for t in (None, team))
-    flat, codes = data.reshape(-1), alone.quantize(x)
-    np.testing.assert_array_equal(bits(shared.matmul(flat, codes)), bits(alone.matmul(flat, codes)))
-    numbers = np.random.default_rng(1).integers(0, 2**64, 8 * 1001, np.uint64)
-    total = int(np.add.reduce(numbers))  # modulo 2**64
-    assert library.read(numbers.view(np.uint8)) == library.read(numbers.view(np.uint8), team) == total
-    team.close()
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_tiles_are_added_in_their_order_and_counted(library: Library, name: str) -> None:
-    case = any_case(name, 11, 5)
-    kernel = kernel_of(library, case.layout)
-    x, ticks = kernel.quantize(case.x), np.zeros(2, np.uint64)
-    whole = kernel.tiles(case.data, x, case.rows, int(ticks[1:].ctypes.data))
-    assert ticks.tolist() == [0, 3]
-    y = kernel.tiles(case.tile(0), x, case.rows)
-    for tile in (1, 2):
-        y += kernel.tiles(case.tile(tile), x, case.rows)
-    np.testing.assert_array_equal(bits(y), bits(whole))
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_no_rows_give_nothing_and_inputs_are_not_changed(library: Library, name: str) -> None:
-    case = any_case(name, 6, 8)
-    data, x, rows = (np.array(part) for part in (case.data, case.x, case.rows))
-    for array in (case.data, case.x, case.rows):
-        array.flags.writeable = False  # as the store's mapping and a Work's arrays are
-    run(library, case)
-    np.testing.assert_array_equal(case.data, data)
-    np.testing.assert_array_equal(case.x, x)
-    np.testing.assert_array_equal(case.rows, rows)
-    kernel = kernel_of(library, case.layout)
-    nothing = kernel.tiles(case.data, kernel.quantize(case.x), np.zeros(0, np.int32))
-    assert nothing.shape == (0, case.layout.shape.hidden)
-
-
-# --- what is refused before C is entered ----------------------------------------------------------
-
-
-def test_only_formats_with_a_kernel_and_whole_groups_are_geometries() -> None:
-    with pytest.raises(ValueError, match="no C kernel for f32"):
-        Geometry(format_named("f32"), 16, 16, 16)
-    with pytest.raises(ValueError, match="no whole groups of 64"):
-        Geometry(format_named("int4"), 16, 16, 96)
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_arrays_that_do_not_fit_are_refused(library: Library, name: str) -> None:
-    case = any_case(name, 4, 2)
-    kernel = kernel_of(library, case.layout)
-    x, hidden = kernel.quantize(case.x), case.layout.shape.hidden
-    wrong_data = {
-        "nothing": case.data[:0],
-        "half a tile": case.data[: case.layout.tile_bytes // 2],
-        "a byte too many": np.append(case.data, np.uint8(0)),
-        "every second byte": np.repeat(case.data, 2)[::2],
-        "other numbers": case.data.view(np.int8),
-        "two axes": case.data.reshape(3, -1),
-    }
-    for data in wrong_data.values():
-        with pytest.raises(ValueError, match="weights"):
-            kernel.tiles(data, x, case.rows)
-    for rows in ([4], [-1], [0, 1, 100]):
-        with pytest.raises(IndexError):
-            kernel.tiles(case.data, x, np.array(rows, np.int32))
-    for wrong in (
-        Quantized(x.codes[:, :-1], x.factors),
-        Quantized(x.codes.astype(np.float64), x.factors),
-        Quantized(np.asfortranarray(x.codes), x.factors),
-        *(
-            ()
-            if name == "bf16"
-            else (
-                Quantized(x.codes, x.factors[:-1]),
-                Quantized(x.codes, x.factors[:, :-1]),
-                Quantized(x.codes, x.factors.astype(np.float64)),
-                Quantized(x.codes, np.asfortranarray(x.factors)),
-            )
-        ),
-    ):
-        with pytest.raises(ValueError, match="activations"):
-            kernel.tiles(case.data, wrong, case.rows)
-    for shape in ((4, hidden + 1), (hidden,), (1, 4, hidden)):
-        with pytest.raises(ValueError, match="activations"):
-            kernel.quantize(np.zeros(shape, np.float32))
-    with pytest.raises(ValueError, match="weights"):
-        kernel.matmul(case.data[:100], x)
-
-
-def test_only_whole_lines_are_read(library: Library) -> None:
-    with pytest.raises(ValueError, match="whole lines"):
-        library.read(np.zeros(65, np.uint8))
-    with pytest.raises(ValueError, match="whole lines"):
-        library.read(np.zeros(256, np.uint8)[::2])

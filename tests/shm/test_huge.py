@@ -1,0 +1,101 @@
+"""Mappings at multiples of a huge page, and pages joined into huge ones."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shm.huge import HUGE, collapse, map_shared
+from shm.segment import Segment, unlink
+
+SIZE = 3 * HUGE + 12345  # whole huge pages and a rest that is no whole page
+
+
+@pytest.fixture
+def descriptor() -> Iterator[int]:
+    descriptor = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR, 0o600)
+    os.posix_fallocate(descriptor, 0, SIZE)
+    yield descriptor
+    os.close(descriptor)
+
+
+def mapped(address: int) -> bool:
+    """Whether anything is mapped there."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        lo, hi = (int(end, 16) for end in line.split()[0].split("-"))
+        if lo <= address < hi:
+            return True
+    return False
+
+
+def test_a_mapping_is_aligned_whole_and_shared(descriptor: int) -> None:
+    ours, theirs = map_shared(descriptor, SIZE, writable=True), map_shared(descriptor, SIZE, writable=False)
+    assert ours.ctypes.data % HUGE == theirs.ctypes.data % HUGE == 0
+    ours[[0, HUGE, SIZE - 1]] = (1, 2, 3)
+    assert len(theirs) == SIZE
+    assert theirs[[0, HUGE, SIZE - 1]].tolist() == [1, 2, 3]
+
+
+def test_a_read_only_mapping_stays_read_only(descriptor: int) -> None:
+    array = map_shared(descriptor, SIZE, writable=False)
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 1
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        array.flags.writeable = True
+
+
+def test_only_what_is_asked_for_stays_mapped_and_no_longer_than_its_views(descriptor: int) -> None:
+    array = map_shared(descriptor, SIZE, writable=True)
+    start = array.ctypes.data
+    end = start + -(-SIZE // 4096) * 4096
+    view = array[HUGE:][::2]
+    del array
+    gc.collect()
+    assert mapped(start)
+    assert mapped(end - 1)
+    view[0] = 7
+    del view
+    gc.collect()
+    assert not mapped(start)
+    assert not mapped(end - 1)
+
+
+def test_a_bad_descriptor_is_an_error_and_leaves_nothing() -> None:
+    before = Path("/proc/self/maps").read_text().count("\n")
+    with pytest.raises(OSError, match="descriptor"):
+        map_shared(-1, SIZE, writable=True)
+    assert Path("/proc/self/maps").read_text().count("\n") <= before + 2
+
+
+def test_joining_pages_keeps_their_bytes(descriptor: int) -> None:
+    array = map_shared(descriptor, SIZE, writable=True)
+    array[:] = np.random.default_rng(0).integers(0, 256, SIZE, np.uint8)
+    before = array.copy()
+    joined = collapse(array)
+    assert joined % HUGE == 0
+    assert joined <= SIZE
+    np.testing.assert_array_equal(array, before)
+
+
+def test_less_than_a_huge_page_is_left_alone(descriptor: int) -> None:
+    array = map_shared(descriptor, SIZE, writable=True)
+    assert collapse(array[4096 : 4096 + HUGE]) == 0
+    assert collapse(array[: HUGE - 1]) == 0
+
+
+def test_a_new_segment_is_in_huge_pages_where_the_kernel_joins_any() -> None:
+    name = f"/tandem-huge-{os.getpid()}"
+    with Segment.create(name, SIZE) as segment:
+        unlink(name)
+        if collapse(segment.array) == 0:
+            pytest.skip("this kernel joins no pages of shared memory, or has no huge page free")
+        segment.array[:] = 1
+        start = segment.array.ctypes.data
+        maps = Path("/proc/self/smaps").read_text().split(f"{start:x}-")[1]
+        huge = next(line for line in maps.splitlines() if line.startswith("ShmemPmdMapped"))
+        assert int(huge.split()[1]) * 1024 >= 2 * HUGE
