@@ -96,6 +96,20 @@ def test_who_does_not_read_pauses_and_delays_nobody(harness) -> None:
     assert harness.to(b"slow", Token)
 
 
+def test_who_is_alone_gets_longer_chunks(harness) -> None:
+    harness.scheduler.chunk_alone = 16
+    harness.scheduler.submit(b"a", ask(0, 40, 1))
+    harness.scheduler.round()
+    harness.scheduler.submit(b"b", ask(0, 40, 20))  # neither has had its first token: 24 of a's are left
+    for round_ in range(6):  # 3 chunks of 8 each
+        assert not harness.to(b"a", Token) or round_ > 3, round_
+        harness.scheduler.round()
+    assert harness.to(b"a", Done)
+    assert not harness.to(b"b", Token)
+    harness.scheduler.round()  # 16 of b's are left, and it is alone
+    assert harness.to(b"b", Token)
+
+
 def test_a_long_prompt_is_cut_into_chunks_and_decoding_goes_on_beside_it(harness) -> None:
     harness.scheduler.submit(b"a", ask(0, 2, 20))
     harness.scheduler.round()
