@@ -171,9 +171,11 @@ class Supervisor:
         self._keeper = keeper = Keeper(crew, self._guard, self._progress, self._clear_slabs)
         threads = self._cores.computing
         keeper.post("coordinator", 0, lambda: self._briefing.for_coordinator(self._fingerprint), threads)
+        # torch's sums depend on its number of threads, and any worker may redo another's work.
+        threads = min(len(seat.cores) for seat in seats)
         for i, seat in enumerate(seats):
             told = partial(self._briefing.for_worker, self._fingerprint, seat)
-            keeper.post("worker", i, told, len(seat.cores))
+            keeper.post("worker", i, told, threads)
         if self._briefing.slab and self.config.prefetcher == "process":
             self._post_prefetcher(keeper)
         log.info(f"processes: coordinator, {len(seats)} workers" + ", prefetcher" * keeper.has("prefetcher"))

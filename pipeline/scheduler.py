@@ -237,8 +237,9 @@ class Scheduler:
         if not jobs:
             return
         started = time.perf_counter()
-        # A request that is the only one delays nobody's next token, and long chunks are the quicker ones.
-        chunk = self.chunk if len(self._live) > 1 else self.chunk_alone
+        # An only request delays nobody's next token, and long chunks are the quicker ones.
+        alone = len(self._live) == 1 and jobs[0].grows  # what scores wants every row's logits: long is large
+        chunk = self.chunk_alone if alone else self.chunk
         pieces = [job.piece(chunk) for job in jobs]
         try:
             answers = self.engine.step(pieces, phase)

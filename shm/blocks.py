@@ -51,7 +51,6 @@ class BlockFormat(TileFormat):
         self.name = name
         self.group = group
         self.bits = bits
-        self.bits = bits
         self.record_bytes = HEAD_BYTES + LANES * group * bits // 8
 
     @property

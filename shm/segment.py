@@ -22,7 +22,7 @@ import psutil
 
 from shm.cgroup import free_memory
 from shm.errors import NotEnoughMemory, SegmentEmpty, SegmentMissing, ShmError
-from shm.huge import collapse, map_shared
+from shm.huge import HUGE, collapse, map_shared
 from shm.layout import Bytes
 
 SHM_FOLDER = "/dev/shm"
@@ -78,13 +78,16 @@ class Segment:
             segment = cls(name, memory.fd, size, writable=True)
             for start in range(0, size, ALLOCATION_STEP):
                 step = min(ALLOCATION_STEP, size - start)
-                os.posix_fallocate(memory.fd, start, step)
+                # One page of each huge one: the kernel then makes the rest of it, and nothing is copied.
+                for page in range(start, start + step - HUGE + 1, HUGE):
+                    os.posix_fallocate(memory.fd, page, 1)
                 collapse(segment.array[start : start + step])
+                os.posix_fallocate(memory.fd, start, step)
                 if progress is not None:
                     progress(start + step)
             return segment
         except OSError as e:
-            unlink(name)
+            _give_up(memory)
             if e.errno == errno.EFBIG:
                 raise NotEnoughMemory(
                     f"a segment of {gigabytes(size)} is larger than a file may be here: raise ulimit -f"
@@ -93,7 +96,7 @@ class Segment:
                 raise
             raise NotEnoughMemory(_too_small(size, free_shm_bytes())) from None
         except BaseException:
-            unlink(name)
+            _give_up(memory)
             raise
         finally:
             memory.close_fd()
@@ -137,6 +140,13 @@ class Segment:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _give_up(memory: posix_ipc.SharedMemory) -> None:
+    """Remove a segment that could not be completed; its pages are free at once, whoever still maps it."""
+    with contextlib.suppress(OSError):
+        os.ftruncate(memory.fd, 0)
+    unlink(memory.name)
 
 
 def unlink(name: str) -> None:

@@ -151,6 +151,7 @@ class Bench:
 
     def _next(self, size: int) -> Bytes:
         """So many bytes that were not used lately; they begin where an expert does."""
+        self._at = -(-self._at // size) * size
         if self._at + size > len(self._memory):
             self._at = 0
         part = self._memory[self._at : self._at + size]

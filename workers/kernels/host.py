@@ -1,10 +1,11 @@
 """Expert kernels on the host's own cores, the same for expert workers and for the device `cpu`.
 
-Which code computes depends on the format, on what was installed and on the number of rows alone, so the same
-tiles for the same rows give the same bits in every process of a machine. The quantized formats run in C at
-any number of rows; bf16 does for few rows, where it is bound by memory, and through torch for many; f32,
-which is there for comparison, always through torch, and everything where nothing was compiled. torch is
-imported when it is first needed.
+Which code computes depends on the format, on what was installed and on the number of rows alone. So in C the
+same tiles for the same rows give the same bits in every process of a machine; torch's bits depend also on
+its number of threads, which is the same in all workers. The quantized formats run in C at any number of
+rows; bf16 does for few rows, where it is bound by memory, and through torch for many; f32, which is there
+for comparison, always through torch, and everything where nothing was compiled. torch is imported when it is
+first needed.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -53,7 +54,7 @@ class HostMatrix:
 def _roomy(size: int) -> Bytes:
     """Memory in huge pages, where the system has them: reading it then takes fewer look-ups of addresses."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    with contextlib.suppress(AttributeError, OSError):  # a kernel that was built without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
 

@@ -8,6 +8,7 @@ processor has. The functions release the interpreter's lock.
 from __future__ import annotations
 
 import ctypes
+import logging
 from dataclasses import dataclass
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -26,8 +27,12 @@ VARIANTS = {  # best first
     "avx2": "AVX2",
     "portable": "portable C",
 }
+VERSION = 1  # of the functions in c/kernels.h
+OTHER_VERSION = "compiled from another version: install again"
 BF16_BITS = 16
 LINE = 64  # bytes of a cache line: how scratch is aligned
+
+log = logging.getLogger(__name__)
 
 Codes = NDArray[np.int8] | Float32
 
@@ -115,13 +120,19 @@ class Library:
         return total
 
     def team(self, threads: int) -> Team | None:
-        """Threads for `kernel`, the caller's included; None for one. Raises OSError where the system gives
-        no more."""
-        return None if threads < 2 else Team(self, threads)
+        """Threads for `kernel`, the caller's included; None for one, and where the system gives no more: the
+        caller then computes alone, the same bits."""
+        if threads < 2:
+            return None
+        try:
+            return Team(self, threads)
+        except OSError as e:
+            log.warning(f"{e}: one computes alone")
+            return None
 
 
 class Team:
-    """Threads that compute together. They end with `close`."""
+    """Threads that compute together, for one calling thread at a time. They end with `close`."""
 
     def __init__(self, library: Library, threads: int) -> None:
         """Use `Library.team`."""
@@ -157,7 +168,7 @@ class Kernel:
     def quantize(self, x: Float32) -> Quantized:
         """x float32 [R, inputs]."""
         g = self.geometry
-        x = np.ascontiguousarray(x, np.float32)
+        x = np.require(x, np.float32, ["C", "A"])
         if x.ndim != 2 or x.shape[1] != g.inputs:
             raise ValueError(f"activations {x.shape} for {g.inputs} inputs")
         codes: Codes
@@ -184,9 +195,9 @@ class Kernel:
         """The sum of the outputs of consecutive tiles for the rows x[rows]: float32 [len(rows), H]. `tiles`:
         uint8 [number * tile_bytes]; `ticks`: address of a 64-bit counter, increased with each tile."""
         self._check(tiles, x, self._tile_bytes)
-        rows = np.ascontiguousarray(rows, np.int32)
         if len(rows) and not (rows.min() >= 0 and rows.max() < len(x.codes)):
             raise IndexError("a row that is not there")
+        rows = np.require(rows, np.int32, ["C", "A"])
         y = np.empty((len(rows), self.geometry.outputs), np.float32)
         number = len(tiles) // self._tile_bytes
         self._library._tiles(
@@ -238,6 +249,10 @@ def load(variant: str) -> Library | str:
         return "not compiled at installation"
     try:
         functions = ctypes.CDLL(str(path))
+        if functions.tandem_kernels_version() != VERSION:
+            return OTHER_VERSION
+    except AttributeError:
+        return OTHER_VERSION
     except OSError as e:
         return f"cannot be loaded: {e}"
     if not functions.tandem_supported():

@@ -10,6 +10,8 @@
 #include <math.h>
 #include <string.h>
 
+int tandem_kernels_version(void) { return 1; }
+
 enum { STRIP = 128 }; /* rows whose activations stay in a core's cache while all blocks pass by */
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -24,10 +26,11 @@ static int64_t block_bytes(const struct weights *w, int64_t inputs) {
 
 static float exponential(float x) {
     /* exp within 2 units of the last place, written so that compilers turn a loop of it into vectors */
-    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
-    float n = x * 1.44269504f + 12582912.0f;
+    float y = x > -87.0f ? x : -87.0f; /* NaN becomes -87 here ... */
+    y = y < 89.0f ? y : 89.0f;         /* beyond 88.7 the result is infinite */
+    float n = y * 1.44269504f + 12582912.0f;
     n -= 12582912.0f; /* rounded to an integer by the addition above */
-    float r = x - n * 0.693359375f;
+    float r = y - n * 0.693359375f;
     r += n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
@@ -39,7 +42,7 @@ static float exponential(float x) {
     uint32_t bits = (uint32_t)((int32_t)n + 127) << 23;
     float power;
     memcpy(&power, &bits, 4);
-    return p * power;
+    return x == x ? p * power : x; /* ... and is NaN here */
 }
 
 static void gated(float *restrict gate, const float *restrict up, int64_t n) {

@@ -43,6 +43,9 @@ struct activations {
 
 struct team; /* threads that share one computation; NULL is the calling thread alone */
 
+/* Raised with every change of what is below: a library that an older checkout left behind is not used. */
+int tandem_kernels_version(void);
+
 /* Whether this CPU has what the variant was compiled for. */
 int tandem_supported(void);
 
