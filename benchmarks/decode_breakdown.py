@@ -35,7 +35,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
         expert_cache=arguments.cache,
         tile=arguments.tile,
         format=arguments.format,
-        backbone_dtype=arguments.format,
+        backbone_dtype=arguments.backbone_dtype or arguments.format,
         context=arguments.context,
     )
     prompt = tuple(range(3, 3 + arguments.prompt))
@@ -79,6 +79,7 @@ def main() -> None:
     parser.add_argument("--cache", type=float, default=0.25)
     parser.add_argument("--tile", type=int)
     parser.add_argument("--format", default="bf16")
+    parser.add_argument("--backbone-dtype", help="the experts' format, without it")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--prompt", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64)

@@ -97,7 +97,7 @@ class Assembly:
         precision = Precision(config.backbone_dtype, self.device)
         backbone = Backbone(source, spec, precision, self.context, self.device.torch_device)
         pool = WorkerPool(workers, self._control, told.workers, layout.shape.hidden)
-        pool.wait_ready(PEER_LIMIT)  # from here on they import torch, while this process reads the tokenizer
+        pool.wait_ready(PEER_LIMIT)  # they make themselves ready, while this process reads the tokenizer
         self.tokenizer = Tokenizer.load(told.model)
         self.sampling = sampling_defaults(told.model)
         held = kv_budget(config.kv_tokens, self.context)

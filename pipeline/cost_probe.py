@@ -53,7 +53,7 @@ class _Probe:
                     yield layer, expert
 
     def warm_up(self) -> None:
-        """Workers import torch with their first Work, and every side's first calls cost more."""
+        """Every side's first calls cost more."""
         self._compute(1)
         self._fetch()
         self.device(1, 0.0)

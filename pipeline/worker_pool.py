@@ -86,7 +86,7 @@ class WorkerPool:
 
     def wait_ready(self, limit: float) -> None:
         """Wait for all workers to announce themselves. Raises PeerLost. They make themselves ready to compute
-        (a worker imports torch with its first Work) while the caller goes on."""
+        (with its first Work, where that takes torch) while the caller goes on."""
         self._socket.wait_ready(self.workers, limit)
         self.update(0)
 

@@ -77,7 +77,7 @@ class CachedStore:
     def fill(self, builder: StoreBuilder, progress: Callable[[int], None]) -> None:
         """Read all experts straight into a new store; `progress` is given the bytes read so far. Raises
         StoreDamaged where the bytes are not those that were written."""
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             sums: list[Future[int]] = []
             for layer in range(self.manifest.shape.layers):
                 self._read_layer(builder, layer, progress)

@@ -12,6 +12,7 @@ drawn there. Adding a format is adding its class to FORMATS and its kernel to `w
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,9 +36,17 @@ __all__ = [
     "TileFormat",
     "format_named",
     "round_to_bf16",
+    "suitable_tile",
 ]
 
 PAGE = 4096
+# A tile should be large enough that starting its kernel or its copy costs little, small enough that one
+# expert can be shared by all cores and computed while the rest of it is still being copied.
+TILE_BYTES = 1 << 20  # at least
+TILES_PER_EXPERT = 16  # at most
+TILE_STEP = 32  # channels; an automatic tile is a multiple of it
+PADDING = 0.03  # of an expert that may be padding
+REACH = 3  # times too large or too small a tile is still better than padding
 
 
 @dataclass(frozen=True)
@@ -74,6 +83,23 @@ def format_named(name: str) -> TileFormat:
         return FORMATS[name]
     except KeyError:
         raise UnknownFormat(f"unknown format {name!r}; there are {', '.join(FORMATS)}") from None
+
+
+def suitable_tile(hidden: int, intermediate: int, tile_format: TileFormat) -> int:
+    """Channels of a tile that suit experts of H = hidden and I = intermediate: enough of them, up to three
+    times as many or down to a third where that leaves less padding."""
+    step = math.lcm(TILE_STEP, tile_format.granularity)
+    whole = -(-intermediate // tile_format.granularity) * tile_format.granularity
+    sizes = sorted({min(size, whole) for size in range(step, whole + step, step)})
+    least = TILE_BYTES * step // tile_format.tile_bytes(hidden, step)
+    enough = min(max(least, -(-intermediate // TILES_PER_EXPERT)), whole)
+
+    def unsuited(size: int) -> tuple[bool, bool, int]:
+        padding = -(-whole // size) * size - whole
+        far = not enough <= REACH * size <= REACH * REACH * enough
+        return far or padding > PADDING * whole, size < enough, abs(size - enough)
+
+    return min((size for size in sizes if size >= enough or REACH * size >= enough), key=unsuited)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ def inspect(cores: Cores) -> list[Finding]:
         found.append(Finding(TOPIC, "ok", f"{words}{where}", _workers_mean(cores)))
         first = last + 1
     others = f"coordinator: {_count(cores.computing)}, prefetcher: one"
-    means = "the coordinator computes while workers wait, and they while it waits; nobody spins meanwhile"
+    means = "the coordinator computes while workers wait, and they while it waits; who waits sleeps"
     found.append(Finding(TOPIC, "ok", f"{others}, wherever {spelled(cores.numbers)} are idle", means))
     return found
 

@@ -48,7 +48,7 @@ def encode_experts(
         progress(layout.offset(layer, expert) + layout.expert_stride)
         return nbytes
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         try:
             for layer in range(shape.layers):
                 for expert in range(shape.experts):

@@ -79,23 +79,26 @@ class Backbone:
             table = (spec.vocabulary, spec.hidden)
             self._embedding = weight(names.embedding, table)
             self._norm = weight(names.final_norm, (spec.hidden,), torch.float32)
+            head = names.head or names.embedding
             # Plain numbers serve as embedding and head both, where the model says so; quantized ones do not.
             self._tied = names.head is None and not precision.quantized
             self._head = (
                 DenseLinear(self._embedding)
                 if self._tied
-                else precision.linear(tensors.float32(names.head or names.embedding, table))
+                else precision.linear(head, tensors.float32(head, table))
             )
             self._layers: list[_Layer] = []
             for i in range(spec.layers):
                 at = architecture.layer_names(i)
                 qkv = [tensors.float32(at.query, (self._q, spec.hidden))]
                 qkv += [tensors.float32(name, (self._kv, spec.hidden)) for name in (at.key, at.value)]
+                together = f"{at.query}, {at.key}, {at.value}"
+                output = tensors.float32(at.output, (spec.hidden, self._q))
                 self._layers.append(
                     _Layer(
                         attention_norm=weight(at.attention_norm, (spec.hidden,), torch.float32),
-                        qkv=precision.linear(np.concatenate(qkv), followed=True),
-                        output=precision.linear(tensors.float32(at.output, (spec.hidden, self._q))),
+                        qkv=precision.linear(together, np.concatenate(qkv), followed=True),
+                        output=precision.linear(at.output, output),
                         moe_norm=weight(at.moe_norm, (spec.hidden,), torch.float32),
                         router=weight(at.router, (spec.experts, spec.hidden), torch.float32),
                     )

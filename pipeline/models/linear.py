@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipeline.device.base import Device
+from pipeline.errors import ModelError
 from shm.blocks import BlockFormat
+from shm.errors import WeightsUnusable
 from shm.layout import FORMATS, Float32
 from workers.kernels.matrix import HostMatrix
 
@@ -71,8 +73,12 @@ class Precision:
     def quantized(self) -> bool:
         return self._format is not None
 
-    def linear(self, w: Float32, followed: bool = False) -> Linear:
-        """The matrix w [outputs, inputs]. `followed`: another product is due soon after one of this."""
+    def linear(self, name: str, w: Float32, followed: bool = False) -> Linear:
+        """The matrix w [outputs, inputs]. `name`: what it is called in the checkpoint; `followed`: another
+        product is due soon after one of this. Raises ModelError where it cannot be quantized."""
         if self._format is not None:
-            return QuantizedLinear(HostMatrix(self._format, w, self._device.team, followed))
+            try:
+                return QuantizedLinear(HostMatrix(self._format, w, self._device.team, followed))
+            except WeightsUnusable as e:
+                raise ModelError(f"{name}: {e}") from None
         return DenseLinear(torch.from_numpy(w).to(device=self._device.torch_device, dtype=self.dtype))

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 from pipeline.errors import ModelError, UsageError
 from pipeline.models.mixtral import Mixtral
 from pipeline.models.spec import Architecture, Config, ModelSpec
-from shm.layout import ExpertShape, TileFormat
+from shm.layout import ExpertShape, TileFormat, suitable_tile
 
 ARCHITECTURES: dict[str, Architecture] = {a.model_type: a for a in (Mixtral(),)}
-
-# A tile should be large enough that starting its kernel or its copy costs little, small enough that one
-# expert can be shared by all cores and computed while the rest of it is still being copied.
-TILE_BYTES = 1 << 20  # at least, counted in bf16
-TILES_PER_EXPERT = 16  # at most
-TILE_STEP = 32  # channels; the automatic tile is a multiple of it
-GROUPED_STEP = 128  # of a quantized format, where it divides the expert: whole groups of every such format
 
 
 def architecture_of(config: Config) -> Architecture:
@@ -47,12 +38,7 @@ def expert_shape(config: Config, tile: int | None, tile_format: TileFormat) -> E
     spec = model_spec(config)
     group = tile_format.granularity
     if tile is None:
-        step = TILE_STEP
-        if group > 1:
-            step = group if spec.intermediate % GROUPED_STEP else math.lcm(group, GROUPED_STEP)
-        enough = -(-TILE_BYTES // (6 * spec.hidden))
-        share = -(-spec.intermediate // TILES_PER_EXPERT)
-        tile = _up(max(enough, share), step)
+        tile = suitable_tile(spec.hidden, spec.intermediate, tile_format)
     elif tile % group:
         raise UsageError(
             f"--tile {tile}: --format {tile_format.name} has tiles of whole groups of {group} channels; "

@@ -6,8 +6,9 @@ same bytes on every start, whatever the number of cores, and `shape:NAME/4` is t
 `shape:NAME`. They do depend on the format and the tile size: a speed can be compared across formats, an
 answer cannot. `--seed` is for sampling and changes nothing here.
 
-The weights' standard deviation is 1 / sqrt(inputs), the norms' weights are 1: hidden states keep their
-magnitude from layer to layer, and routers choose all experts about equally often.
+The standard deviation of an expert's weights is 1 / sqrt(H), of the other matrices' 1 / sqrt(inputs), and
+the norms' weights are 1: hidden states keep a sensible magnitude, and routers choose all experts about
+equally often.
 """
 
 from __future__ import annotations
@@ -57,12 +58,12 @@ class ShapeModel(ModelSource):
 
     @contextmanager
     def tensors(self) -> Iterator[RandomTensors]:
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             yield RandomTensors(self._shape, pool)
 
     def fill(self, builder: StoreBuilder, progress: Callable[[int], None]) -> int:
         layout = builder.layout
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             try:
                 sums: list[Future[int]] = []
                 ahead = self._draw_layer(pool, builder, 0)

@@ -18,7 +18,7 @@ from engines import LAUNCH, Launched, wait_until
 
 from launch.chaos.injector import Injector
 from launch.chaos.plan import Chaos
-from launch.equality import Comparison, Verdict
+from launch.equality import QUANTIZED_BOUND, Comparison, Verdict
 from launch.stress.chaos import ChaosRun
 from launch.stress.load import Load, count_strays, run_load
 from launch.stress.reference import Finding, alone, compare_all
@@ -82,6 +82,17 @@ def test_a_run_that_passes(script: Path, tiny_model: Path) -> None:
     assert 0.25 <= found["fairness"]["jain"] <= 1
     for times in (found["first_token_s"], found["token_gap_s"]):
         assert 0 <= times["p50"] <= times["p95"] <= times["p99"] <= times["max"] < found["seconds"]
+
+
+def test_quantized_engines_pass_by_their_own_bound(script: Path) -> None:
+    """The embedded model: with it a conversation's kept turns meet rounding that moves codes."""
+    quantized = ["--format", "int4", "--backbone-dtype", "int4", "--device", "cpu"]
+    with Launched("stress", "--script", str(script), "--json", "--clients", "3", *quantized) as launched:
+        code, out, err = launched.end()
+    assert code == 0, (out, err)
+    found = json.loads(out)
+    assert found["passed"] and found["near_tie_bound"] == QUANTIZED_BOUND
+    assert found["compared"] >= 12
 
 
 def test_an_engine_that_dies_and_a_person_who_stops(script: Path, tiny_model: Path) -> None:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from pipeline.config import DEFAULT_CONTEXT
 from pipeline.errors import ModelError, UsageError
-from pipeline.models.registry import TILE_BYTES, TILES_PER_EXPERT, architecture_of, expert_shape, model_spec
+from pipeline.models.registry import architecture_of, expert_shape, model_spec
 from pipeline.room import choose_context
-from shm.layout import FORMATS, format_named
+from shm.layout import FORMATS, REACH, TILE_BYTES, TILES_PER_EXPERT, format_named
 
 BF16 = format_named("bf16")
 GOOD: dict[str, Any] = {
@@ -128,11 +128,11 @@ def test_tiles_of_known_models() -> None:
 def test_automatic_tiles_are_large_enough_and_not_too_many(hidden, intermediate) -> None:
     config = GOOD | {"hidden_size": hidden * 8, "intermediate_size": intermediate}
     shape = expert_shape(config, None, BF16)
-    assert 1 <= shape.tiles <= TILES_PER_EXPERT
+    assert 1 <= shape.tiles <= REACH * TILES_PER_EXPERT
     assert shape.tile <= intermediate <= shape.padded < intermediate + shape.tile
     if shape.tiles > 1:
         assert shape.tile % 32 == 0
-        assert 6 * shape.hidden * shape.tile >= TILE_BYTES
+        assert REACH * 6 * shape.hidden * shape.tile >= TILE_BYTES
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -151,7 +151,9 @@ def test_tiles_of_quantized_formats() -> None:
     for form in (int4, wide, format_named("int8")):
         assert expert_shape(MIXTRAL_8X7B, None, form).tile == 896
     qwen3 = GOOD | {"hidden_size": 2048, "intermediate_size": 768}
-    assert [expert_shape(qwen3, None, form).tile for form in (BF16, int4, wide)] == [96, 128, 128]
+    assert [expert_shape(qwen3, None, form).tile for form in (BF16, int4, wide)] == [96, 384, 384]
+    deepseek = GOOD | {"hidden_size": 2048, "intermediate_size": 1408}
+    assert [expert_shape(deepseek, None, form).tile for form in (BF16, int4, wide)] == [96, 704, 128]
     assert (expert_shape(GOOD, None, int4).tile, expert_shape(GOOD, 6400, int4).tile) == (128, 128)
     with pytest.raises(UsageError, match=r"^--tile 100: --format int4 .* groups of 64 .* like 128$"):
         expert_shape(MIXTRAL_8X7B, 100, int4)

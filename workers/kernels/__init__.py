@@ -1,5 +1,6 @@
 """Expert kernels: tiles of an expert, applied to rows of hidden states.
 
-`reference.py` does it with plain torch operations on any torch device. It is what every faster kernel is
-tested against.
+`c/` has them in C, a library for each kind of processor, and `native.py` calls those. `reference.py` does
+the same with plain torch operations on any torch device: what every other kernel is tested against, and what
+runs where there is none. `host.py` chooses between them.
 """

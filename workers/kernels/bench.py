@@ -23,17 +23,17 @@ from rich.console import Console
 from rich.table import Table
 
 from shm.formats import Bytes
-from shm.layout import FORMATS, ExpertShape, StoreLayout, TileFormat
+from shm.layout import FORMATS, ExpertShape, StoreLayout, TileFormat, suitable_tile
 from shm.segment import Segment, unlink
 from workers.kernels.host import BF16_ROWS
 from workers.kernels.native import VARIANTS, Geometry, Library, Team, best, load
 from workers.kernels.reference import ReferenceKernel
 
 MEMORY = 1 << 30  # bytes of weights: far more than any cache
-SHAPES = {  # I, H and the channels of a tile
-    "Mixtral-8x7B": (14336, 4096, 896),
-    "Qwen3-30B-A3B": (768, 2048, 384),
-    "DeepSeek-V2-Lite": (1408, 2048, 384),
+SHAPES = {  # I, H
+    "Mixtral-8x7B": (14336, 4096),
+    "Qwen3-30B-A3B": (768, 2048),
+    "DeepSeek-V2-Lite": (1408, 2048),
 }
 ROWS = (1, 4, 16, 64, 512)
 FORMATS_TIMED = ("bf16", "int8", "int4", "int4-g128")
@@ -72,12 +72,12 @@ class Bench:
         self._rng = np.random.default_rng(0)
 
     def time(
-        self, format: TileFormat, variant: str, shape: tuple[int, int, int], rows: int, cores: int
+        self, format: TileFormat, variant: str, shape: tuple[int, int], rows: int, cores: int
     ) -> None:
         """Add a case."""
         self.read(cores)
-        channels, hidden, tile = shape
-        layout = StoreLayout(ExpertShape(1, 1, hidden, channels, tile), format)
+        channels, hidden = shape
+        layout = _layout(format, shape)
         run = self._runner(layout, variant, rows, cores)
         expert = layout.tile_bytes * layout.shape.tiles
         seconds: list[float] = []
@@ -88,9 +88,9 @@ class Bench:
             started = time.perf_counter()
             run(data)
             seconds.append(time.perf_counter() - started)
-        took, size = median(seconds), (channels, hidden)
-        pace, work = expert / took / 1e9, 6 * channels * hidden * rows / took / 1e9
-        self.cases.append(Case(format.name, variant, size, rows, cores, took * 1e6, pace, 0, work))
+        took, useful = median(seconds), expert * channels / layout.shape.padded
+        pace, work = useful / took / 1e9, 6 * channels * hidden * rows / took / 1e9
+        self.cases.append(Case(format.name, variant, shape, rows, cores, took * 1e6, pace, 0, work))
 
     def read(self, cores: int) -> None:
         """Time reading, by our own loop and by torch.sum, over memory that no cache has."""
@@ -112,13 +112,14 @@ class Bench:
             for cores, ways in self._readings.items()
         }
 
-    def fill(self, format: TileFormat, shape: tuple[int, int, int]) -> None:
+    def fill(self, format: TileFormat, shape: tuple[int, int]) -> None:
         """Fill the memory with experts of this format and shape."""
-        channels, hidden, tile = shape
-        size = format.tile_bytes(hidden, tile) * -(-channels // tile)
+        layout = _layout(format, shape)
+        tiles, hidden = layout.shape.tiles, layout.shape.hidden
+        size = layout.tile_bytes * tiles
         expert = self._memory[:size]
-        for part in np.split(expert, -(-channels // tile)):
-            format.fill_random(self._rng, hidden, tile, hidden**-0.5, part)
+        for part in np.split(expert, tiles):
+            format.fill_random(self._rng, hidden, layout.shape.tile, hidden**-0.5, part)
         for lo in range(size, len(self._memory) - size + 1, size):
             self._memory[lo : lo + size] = expert
         self._at = 0
@@ -159,6 +160,12 @@ class Bench:
         return part
 
 
+def _layout(format: TileFormat, shape: tuple[int, int]) -> StoreLayout:
+    """One expert in the tiles that an engine cuts it into."""
+    channels, hidden = shape
+    return StoreLayout(ExpertShape(1, 1, hidden, channels, suitable_tile(hidden, channels, format)), format)
+
+
 def _rate(read: Callable[[], object], size: int) -> float:
     started = time.perf_counter()
     read()
@@ -185,7 +192,7 @@ def measure(quick: bool, show: Callable[[str], None]) -> dict[str, object]:
     return {"read_gb_s": {"1": read[1], "all": read[everybody]}, "results": results}
 
 
-def _plan(format: TileFormat, shape: tuple[int, int, int], quick: bool) -> Iterator[tuple[str, int]]:
+def _plan(format: TileFormat, shape: tuple[int, int], quick: bool) -> Iterator[tuple[str, int]]:
     """Variants and rows to time. bf16 at many rows runs through torch, as in the engine; there it also is
     what the quantized formats are compared with. --quick leaves out what is slow and tells little."""
     here = [name for name in VARIANTS if isinstance(load(name), Library)]

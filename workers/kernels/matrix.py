@@ -14,9 +14,11 @@ from shm.formats import Bytes, Float32
 from workers.kernels.native import Geometry, Team, best
 
 PART_NUMBERS = 1 << 20  # quantized at a time by one core
-# Looks of a team's threads for the next product: some 300 microseconds. To wake them takes a core out of its
-# sleep, and between the two products of a layer no expert worker has anything to do.
-WATCH = 20000
+# Nanoseconds in which a team's threads look for the next product. To wake them takes a core out of its
+# sleep, and between the two products of a layer no expert worker has anything to do. Only for few rows: with
+# more, what lies between takes longer.
+WATCH = 300_000
+WATCHED_ROWS = 4
 
 
 class HostMatrix:
@@ -41,7 +43,8 @@ class HostMatrix:
     def product(self, x: Float32) -> Float32:
         """x @ W.T, x float32 [R, inputs]: float32 [R, outputs]."""
         if self._kernel is not None:
-            return self._kernel.matmul(self._data, self._kernel.quantize(x), self._watch)
+            watch = self._watch if len(x) <= WATCHED_ROWS else 0
+            return self._kernel.matmul(self._data, self._kernel.quantize(x), watch)
         import torch
 
         from workers.kernels.unpack import dequantize, int8_steps
@@ -64,7 +67,7 @@ def _encode(format: BlockFormat, w: Float32, out: Bytes) -> None:
     outputs, inputs = w.shape
     rows = max(1, PART_NUMBERS // (inputs * LANES)) * LANES
     size = format.matrix_bytes(rows, inputs)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         parts = [
             pool.submit(format.encode_matrix, w[lo : lo + rows], out[n * size : (n + 1) * size])
             for n, lo in enumerate(range(0, outputs, rows))

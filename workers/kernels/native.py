@@ -181,8 +181,8 @@ class Kernel:
         return Quantized(codes, factors)
 
     def matmul(self, matrix: Bytes, x: Quantized, watch: int = 0) -> Float32:
-        """x @ W.T: float32 [R, outputs]. matrix: uint8 [matrix_bytes] of a quantized format. `watch`: how
-        often the team looks for another call, some 15 nanoseconds each time, before it sleeps."""
+        """x @ W.T: float32 [R, outputs]. matrix: uint8 [matrix_bytes] of a quantized format. `watch`:
+        nanoseconds in which the team looks for another call before it sleeps."""
         rows = self._check(matrix, x, self._matrix_bytes)
         y = np.empty((rows, self.geometry.outputs), np.float32)
         self._library._matmul(

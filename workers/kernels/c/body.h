@@ -263,11 +263,11 @@ void tandem_tiles(struct team *team, const struct weights *w, const uint8_t *til
     struct inner inner = {w, &s};
     struct activations middle = {s.plain.codes, s.plain.factors};
     for (int64_t tile = 0; tile < number; tile++) {
-        int64_t watch = tile + 1 < number ? GLANCES : 0;
+        int64_t watch = tile + 1 < number ? MOMENT : 0;
         struct product in = {w, tiles, w->inputs, 2 * channels, s.x, count, s.both, 2 * channels, 0};
         struct product out = {w, tiles + wide, channels, w->outputs, s.inner, count, y, w->outputs, tile > 0};
-        share(team, blocks_of, &in, 2 * channels / BLOCK, GLANCES);
-        share(count < ROWS ? NULL : team, activate, &inner, count, GLANCES);
+        share(team, blocks_of, &in, 2 * channels / BLOCK, MOMENT);
+        share(count < ROWS ? NULL : team, activate, &inner, count, MOMENT);
         pack(w, channels, &middle, NULL, count, s.inner);
         share(team, blocks_of, &out, blocks_down, watch);
         tiles += wide + blocks_down * block_bytes(w, channels);

@@ -3,7 +3,7 @@
  * A variant (avx512.c, avxvnni.c, avx2.c, portable.c) says how one block of 16 outputs is computed for a few rows,
  * and then includes body.h, which is the rest: loops over blocks, tiles and rows, the inner activations.
  *
- * The bytes of weights are drawn in shm/layout.py. Arrays are row-major; sizes are counted in numbers unless they
+ * The bytes of weights are drawn in shm/formats.py and shm/blocks.py. Arrays are row-major; sizes are counted in numbers unless they
  * say bytes. Nothing here allocates or checks: the caller has done both.
  *
  * Integer formats. Activations are quantized to int8 by groups of inputs; each group has a scale and the sum of
@@ -55,8 +55,8 @@ void tandem_quantize(const struct weights *weights, const float *x, int64_t rows
 /* Bytes of scratch that the functions below need for `rows` rows. */
 int64_t tandem_scratch(const struct weights *weights, int64_t rows);
 
-/* y float32 [rows, outputs] = x @ W.T of one matrix (integer formats). `scratch` is 64-byte aligned. `watch`: how
- * often the team's threads look for the next call, some 15 nanoseconds each time, before they sleep. */
+/* y float32 [rows, outputs] = x @ W.T of one matrix (integer formats). `scratch` is 64-byte aligned. `watch`:
+ * nanoseconds in which the team's threads look for the next call before they sleep. */
 void tandem_matmul(struct team *team, const struct weights *weights, const uint8_t *matrix,
                    const struct activations *x, int64_t rows, float *y, void *scratch, int64_t watch);
 

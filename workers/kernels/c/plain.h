@@ -186,9 +186,9 @@ static void plain_tiles(struct team *team, const struct weights *w, const uint16
                         volatile uint64_t *ticks) {
     for (int64_t tile = 0; tile < number; tile++, tiles += 3 * w->channels * w->inputs) {
         struct plain plain = {w, tiles, x, count, gate, up, tile ? part : y};
-        share(team, gate_and_up, &plain, w->channels, GLANCES);
-        share(count < ROWS ? NULL : team, activate_plain, &plain, count, GLANCES);
-        share(team, down, &plain, (w->inputs + PAIR - 1) / PAIR, tile + 1 < number ? GLANCES : 0);
+        share(team, gate_and_up, &plain, w->channels, MOMENT);
+        share(count < ROWS ? NULL : team, activate_plain, &plain, count, MOMENT);
+        share(team, down, &plain, (w->inputs + PAIR - 1) / PAIR, tile + 1 < number ? MOMENT : 0);
         if (tile)
             for (int64_t i = 0; i < count * w->inputs; i++) y[i] += part[i];
         if (ticks) (*ticks)++;

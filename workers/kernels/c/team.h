@@ -7,10 +7,12 @@
 
 #include <pthread.h>
 #include <stdlib.h>
+#include <time.h>
 
 typedef void (*part_t)(void *context, int64_t lo, int64_t hi);
 
-enum { GLANCES = 3000 }; /* looks before sleep: some 50 microseconds, what waking another core takes */
+enum { MOMENT = 50000 }; /* nanoseconds of watching before sleep: what waking another core takes */
+enum { LOOKS = 64 };     /* between two looks at the clock */
 
 struct team {
     pthread_mutex_t lock;
@@ -19,7 +21,7 @@ struct team {
     int64_t round;            /* counts what was shared; atomic */
     int64_t left;             /* threads that have not finished this round; atomic */
     int64_t sleeping;         /* threads that wait on `begin` */
-    int64_t watch;            /* looks for the next round before they sleep */
+    int64_t watch;            /* nanoseconds to look for the next round before they sleep */
     int stop, asleep;         /* `asleep`: the caller waits on `end` */
     part_t part;
     void *context;
@@ -45,12 +47,26 @@ static void rest(void) {
 #endif
 }
 
+/* Wait until `*number` is `wanted` (or, with `other`, no longer is), for at most so many nanoseconds. */
+static void look(const int64_t *number, int64_t wanted, int other, int64_t nanoseconds) {
+    struct timespec now;
+    int64_t until = 0;
+    for (int64_t i = 0; nanoseconds > 0 && (__atomic_load_n(number, __ATOMIC_ACQUIRE) == wanted) == other; i++) {
+        rest();
+        if (i % LOOKS) continue;
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        int64_t at = now.tv_sec * 1000000000LL + now.tv_nsec;
+        if (!until) until = at + nanoseconds;
+        if (at > until) return;
+    }
+}
+
 static void *sit(void *given) {
     struct seat seat = *(struct seat *)given;
     struct team *team = seat.team;
     free(given);
     for (int64_t done = 0, watch = 0;;) {
-        for (int64_t i = 0; i < watch && __atomic_load_n(&team->round, __ATOMIC_ACQUIRE) == done; i++) rest();
+        look(&team->round, done, 1, watch);
         pthread_mutex_lock(&team->lock);
         team->sleeping++;
         while (team->round == done && !team->stop) pthread_cond_wait(&team->begin, &team->lock);
@@ -68,8 +84,8 @@ static void *sit(void *given) {
     }
 }
 
-/* Call part(context, lo, hi) so that [0, n) is covered once, in equal parts; return when all are done. `watch`: how
- * often the threads look for the next call before they sleep. */
+/* Call part(context, lo, hi) so that [0, n) is covered once, in equal parts; return when all are done. `watch`:
+ * nanoseconds in which the threads look for the next call before they sleep. */
 static void share(struct team *team, part_t part, void *context, int64_t n, int64_t watch) {
     if (!team) {
         part(context, 0, n);
@@ -82,7 +98,7 @@ static void share(struct team *team, part_t part, void *context, int64_t n, int6
     if (team->sleeping) pthread_cond_broadcast(&team->begin);
     pthread_mutex_unlock(&team->lock);
     do_part(team, 0);
-    for (int i = 0; i < GLANCES && __atomic_load_n(&team->left, __ATOMIC_ACQUIRE); i++) rest();
+    look(&team->left, 0, 0, MOMENT);
     if (!__atomic_load_n(&team->left, __ATOMIC_ACQUIRE)) return;
     pthread_mutex_lock(&team->lock);
     team->asleep = 1;
