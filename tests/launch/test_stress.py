@@ -91,7 +91,8 @@ def test_quantized_engines_pass_by_their_own_bound(script: Path) -> None:
         code, out, err = launched.end()
     assert code == 0, (out, err)
     found = json.loads(out)
-    assert found["passed"] and found["near_tie_bound"] == QUANTIZED_BOUND
+    assert found["passed"]
+    assert found["near_tie_bound"] == QUANTIZED_BOUND
     assert found["compared"] >= 12
 
 
