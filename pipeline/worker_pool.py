@@ -181,6 +181,7 @@ class WorkerPool:
     def _answered(self, index: int, partial: Partial) -> None:
         worker = self._team[index]
         worker.doubted = False
+        worker.watch.rest()  # an answer is progress
         if not worker.up:
             worker.up = True
             self._socket.up(index)

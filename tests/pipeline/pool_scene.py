@@ -59,8 +59,12 @@ class Worker:
 
     def quiet(self) -> bool:
         """Whether nothing comes for a while."""
+        return not self.hears()
+
+    def hears(self) -> list[object]:
+        """What comes for a while."""
         self._scene.go_on(QUIET)
-        return not list(self.peer.receive(wait=False))
+        return list(self.peer.receive(wait=False))
 
     def answer(self, work: Work, value: float = 0.0) -> None:
         y = np.full((len(work.x), HIDDEN), value, np.float32)

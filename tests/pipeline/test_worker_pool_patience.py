@@ -12,7 +12,7 @@ from pool_scene import HIDDEN, QUIET, Scene, Worker, X, run_of, tile_of
 
 from pipeline.errors import PeerLost, RunFailed
 from pipeline.runs import Workers
-from pipeline.worker_pool import DOUBT, STALL_LIMIT, Ticket, WorkerPool
+from pipeline.worker_pool import Ticket, WorkerPool
 from protocol.messages import Hung, Work
 
 pytestmark = pytest.mark.alone  # the pool doubts who has done nothing for half a second
@@ -151,15 +151,12 @@ def test_what_a_doubted_worker_has_an_idle_one_does_too(pool_scene) -> None:
     (again,) = second.got()  # it has nothing else to do
     assert again.seq == work.seq
     np.testing.assert_array_equal(again.x, work.x)
-    asked = time.monotonic()
     second.answer(again, 2.0)
     assert pool_scene.pool.result(ticket).tolist() == [[4.0] * HIDDEN]
-    took = time.monotonic() - asked
     first.answer(work, 9.0)  # it has come to itself
     pool_scene.go_on(QUIET)
     assert pool_scene.pool.result(ticket).tolist() == [[4.0] * HIDDEN]
-    # On a machine that gave this process no core for so long, the second was itself to be doubted.
-    assert third.quiet() or took > STALL_LIMIT * DOUBT / 2
+    assert third.hears() == []
     pool_scene.submit(5)
     assert tile_of(first.got()[0]) == 5  # and is doubted no more
     first.die(crashed=True)
