@@ -15,32 +15,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-MIXTRAL_8X7B = {
-    "architectures": ["MixtralForCausalLM"],
-    "model_type": "mixtral",
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "vocab_size": 32000,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": False,
-    "eos_token_id": 2,
-}
+from pipeline.models.shapes import SHAPES
+
+MIXTRAL_8X7B = SHAPES["mixtral-8x7b"] | {"architectures": ["MixtralForCausalLM"], "eos_token_id": 2}
 
 
 def write(folder: Path, layers: int, seed: int) -> int:
     """Write the checkpoint; returns its bytes."""
     config = MIXTRAL_8X7B | {"num_hidden_layers": layers}
     hidden, inner = MIXTRAL_8X7B["hidden_size"], MIXTRAL_8X7B["intermediate_size"]
-    assert isinstance(hidden, int)
-    assert isinstance(inner, int)
     keys = hidden // 4  # 8 of 32 heads
     generator = torch.Generator().manual_seed(seed)
 

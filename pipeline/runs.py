@@ -21,7 +21,7 @@ from pipeline.split import HostShare
 from shm.numa import node_of
 
 # The rows whose products take as long as reading a tile's weights once: measured on experts of 14336 x 4096,
-# one more row costs a fifth to a quarter of that in int4 and int8, a seventh in bf16.
+# one more row costs a quarter of that in int4, an eighth in int8, a seventh in bf16.
 ROWS_PER_READ = 5
 
 

@@ -14,8 +14,7 @@ from shm.blocks import BlockFormat
 from shm.errors import WeightsUnusable
 from shm.layout import FORMATS, Float32
 from workers.kernels.matrix import HostMatrix
-
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+from workers.kernels.reference import DTYPES
 
 
 class Linear(Protocol):

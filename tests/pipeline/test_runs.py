@@ -104,8 +104,11 @@ def test_in_decode_each_worker_s_part_is_that_of_its_cores_in_the_order_of_the_n
     assert tiles == order
     whole = cost(share, order)
     if len(runs) == len(workers):  # nobody was left without
-        dearest = max(cost(share, [tile]) for tile in order)  # half of one may be too many at either end
+        after = 0
         for run, cores in zip(runs, workers.cores, strict=True):
+            first, after = after, after + len(tiles_of(run))
+            # of its own tiles and of one neighbour's at either end, half of which may lie on its side
+            dearest = max(cost(share, [tile]) for tile in order[max(first - 1, 0) : after + 1])
             assert abs(cost(share, tiles_of(run)) - whole * cores / sum(workers.cores)) <= dearest
 
 
