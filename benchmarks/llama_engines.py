@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -46,7 +47,7 @@ class Task:
 
 
 @dataclass
-class Engine:
+class Engine(ABC):
     """One of the two, loaded."""
 
     name: str
@@ -59,9 +60,9 @@ class Engine:
         family = [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]
         return sum(sum(process.cpu_times()[:2]) for process in family)
 
+    @abstractmethod
     async def run(self, task: Task, random: np.random.Generator, prompts: Ids) -> dict[str, float]:
         """`tok_s`, and for our engine more."""
-        raise NotImplementedError
 
 
 class Llama(Engine):

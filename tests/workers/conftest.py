@@ -1,8 +1,11 @@
-"""What tests of the C kernels share: the variants that run here."""
+"""What tests of the kernels share: the variants that run here, and torch on one thread."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 
 from workers.kernels.native import VARIANTS, Library, load
 
@@ -13,3 +16,12 @@ def library(request: pytest.FixtureRequest) -> Library:
     if isinstance(found, str):
         pytest.skip(f"{VARIANTS[request.param]}: {found}")
     return found
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """As in a worker."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

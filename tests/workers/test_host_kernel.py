@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -24,14 +23,7 @@ from workers.kernels.reference import ReferenceKernel
 HIDDEN, TILES = 75, 3
 BF16_IN_C = 4  # rows
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """As in a worker."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def bits(array: Float32) -> NDArray[np.uint32]:

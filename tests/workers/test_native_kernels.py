@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import brute_force
 import numpy as np
 import pytest
@@ -29,14 +27,7 @@ from shm.layout import BlockFormat, ExpertShape, StoreLayout, format_named
 from workers.kernels.native import Geometry, Library
 from workers.kernels.unpack import int8_steps
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """As in a worker."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # --- activations ----------------------------------------------------------------------------------

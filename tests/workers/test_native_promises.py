@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_runs import bits, kernel_of, quick, run, seeds
@@ -21,14 +18,7 @@ from quantized_cases import (
 from shm.layout import BlockFormat, ExpertShape, StoreLayout, format_named
 from workers.kernels.native import Geometry, Library, Quantized
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """As in a worker."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def any_case(name: str, rows: int, seed: int) -> Case:
