@@ -23,7 +23,7 @@ from launch.supervisor import Supervisor
 from pipeline.config import EngineConfig
 from protocol.client import Client
 
-COMPUTING = ("attention", "head", "device")
+COMPUTING = ("attention", "head", "shared", "device")
 
 
 async def measure(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:

@@ -36,11 +36,12 @@ from rich.table import Table
 
 from pipeline.models.registry import model_spec
 from pipeline.models.shapes import shape_config
-from pipeline.models.spec import ModelSpec
+from pipeline.models.spec import GroupedQuery, ModelSpec
 
 HERE = Path(__file__).parent
 # What llama.cpp calls an architecture, and whether the heads' queries and keys are normalised in it.
 ARCHITECTURES = {"mixtral": ("llama", False), "qwen3_moe": ("qwen3moe", True)}
+SIZES = ("layers", "hidden", "intermediate", "experts", "top_k", "vocabulary", "max_positions", "norm_eps")
 BITS = 4.5  # of a weight, with its group's scale and zero or its block's scale
 PROMPT = 32  # tokens before those that are decoded
 SPINNING = 0.05  # cores that the idle one may use
@@ -51,7 +52,9 @@ def write_gguf(python: Path, folder: Path, model: str, spec: ModelSpec, architec
     path = folder / f"{model.removeprefix('shape:').replace('/', '-')}.gguf"
     if not path.exists():
         name, head_norms = ARCHITECTURES[architecture]
-        shape = vars(spec) | {"architecture": name, "head_norms": head_norms}
+        attention = _grouped(spec)
+        shape = vars(attention) | {key: getattr(spec, key) for key in SIZES}
+        shape |= {"architecture": name, "head_norms": head_norms, "rope_theta": spec.rope.theta}
         folder.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
         try:
@@ -63,9 +66,15 @@ def write_gguf(python: Path, folder: Path, model: str, spec: ModelSpec, architec
     return path
 
 
+def _grouped(spec: ModelSpec) -> GroupedQuery:
+    assert isinstance(spec.attention, GroupedQuery)  # of all ARCHITECTURES
+    return spec.attention
+
+
 def read_bytes(spec: ModelSpec, experts: float) -> float:
     """Of the weights that a decode step reads: everything but the embedding, `experts` a layer."""
-    attention = 2 * spec.hidden * spec.head_dim * (spec.heads + spec.kv_heads)
+    heads = _grouped(spec)
+    attention = 2 * spec.hidden * heads.head_dim * (heads.heads + heads.kv_heads)
     expert = 3 * spec.hidden * spec.intermediate
     quantized = spec.layers * (attention + experts * expert) + spec.vocabulary * spec.hidden
     return quantized * BITS / 8 + 4 * spec.layers * spec.experts * spec.hidden

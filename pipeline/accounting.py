@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-Part = Literal["attention", "read", "plan", "submit", "device", "wait", "combine", "head"]
-PARTS: tuple[Part, ...] = ("attention", "read", "plan", "submit", "device", "wait", "combine", "head")
+Part = Literal["attention", "read", "plan", "submit", "shared", "device", "wait", "combine", "head"]
+PARTS: tuple[Part, ...] = get_args(Part)
 
 
 @dataclass

@@ -18,8 +18,8 @@ from torch import Tensor
 from pipeline.accounting import Accounting, PhaseCounters, StepClock
 from pipeline.device import Device, SlabMemory
 from pipeline.errors import PlanError, PolicyError
-from pipeline.models.backbone import Backbone, Slice
-from pipeline.models.routing import top_k_softmax
+from pipeline.models.backbone import Backbone
+from pipeline.models.batch import Slice
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import FloatArray, IntArray, ModelShape, Phase, Policy, Routing, Target, View
 from pipeline.split import Missing, Split, split_layer
@@ -122,14 +122,23 @@ class Engine:
             x_host, logits_host = device.to_host(x, logits)
             clock.mark("read")
 
-            routing = top_k_softmax(logits_host, self.shape.top_k)
+            routing = model.spec.router(logits_host)
             split = self._plan(layer, routing, view)
             clock.mark("plan")
+
+            # On the workers' own cores nothing is gained by computing beside them.
+            y = model.shared_experts(layer, x) if device.on_host else None
+            clock.mark("shared")
 
             ticket = self.pool.submit(layer, split.host, x_host, phase)
             clock.mark("submit")
 
-            y, left = self._run_on_device(layer, split, x, counters)
+            if not device.on_host:
+                y = model.shared_experts(layer, x)
+                clock.mark("shared")
+
+            routed, left = self._run_on_device(layer, split, x, counters)
+            y = _sum(y, routed)
             clock.mark("device")
 
             tickets = [(split.host, ticket)]
@@ -140,7 +149,7 @@ class Engine:
                 if ticket.runs:
                     partial = device.from_host(self.pool.result(ticket))
                     clock.mark("wait")
-                    y = partial if y is None else y.add_(partial)
+                    y = _sum(y, partial)
                 counters.host_tiles += share.total
                 counters.host_busy += ticket.busy
             if y is not None:
@@ -150,6 +159,7 @@ class Engine:
                 self.memory.mover.update()
             clock.mark("combine")
 
+        h = model.finish(h, batch)
         for piece in batch.slices:
             piece.kv.advance(len(piece.tokens))
         self._step += 1
@@ -238,6 +248,13 @@ class Engine:
     @property
     def _residency(self) -> IntArray:
         return self._nothing if self.memory is None else self.memory.mover.cache.residency
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """a + b, in a's place; None is nothing."""
+    if a is None or b is None:
+        return b if a is None else a
+    return a.add_(b)
 
 
 def _read_only(array: NDArray[Scalar]) -> NDArray[Scalar]:

@@ -16,7 +16,7 @@ import numpy as np
 from pipeline.engine import Piece
 from pipeline.kv_cache import SequenceKV
 from pipeline.logits import log_softmax, two_best
-from pipeline.models.backbone import Slice
+from pipeline.models.batch import Slice
 from pipeline.policies.view import FloatArray, Phase
 from pipeline.sampler import Sampler
 from pipeline.text_stream import TextStream
@@ -80,6 +80,7 @@ class Job(ABC):
     def admit(self, kv: SequenceKV, number: int, counters: dict[str, Any]) -> None:
         """It begins with what is in `kv`, or goes on after having made way."""
         self.kv = kv
+        kv.serve(len(self.tokens))
         if self.admission < 0:
             self.admission, self.before, self.reused = number, counters, kv.length
             self._queued = time.perf_counter() - self.arrival
@@ -192,6 +193,8 @@ class GenerateJob(Job):
             self._end = {"end": {"token": token, "margin": margin, "runner_up": runner_up}}
             return
         self.tokens.append(token)
+        if self.kv is not None and not self.kv.serve(len(self.tokens)):
+            self.goal = len(self.tokens)  # all of them are to be prefilled again
         shown = self._text.push(token) if self._text is not None else ""
         self._emit(Token(self.request, len(self.tokens) - self.prompt - 1, token, shown, margin, runner_up))
         self.reason = self._enough()

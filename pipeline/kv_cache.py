@@ -1,4 +1,4 @@
-"""Keys and values of sequences, within a budget of tokens.
+"""Keys and values of sequences, or what they are made from, within a budget of tokens.
 
 A sequence begins with room for what it is known to need and grows while it is decoded; who has to make way
 when the budget is spent is the scheduler's business. What the budget counts is room, filled or not.
@@ -17,24 +17,27 @@ GROWTH = 1.25  # a sequence that outgrows its room gets this much more, so that 
 
 
 class SequenceKV:
-    """One sequence's keys and values; `length` tokens of `capacity` are filled."""
+    """What one sequence has cached; `length` tokens of `capacity` are filled. A layer caches one or more
+    streams of numbers for each token: keys and values, or the latent from which they are expanded."""
 
-    def __init__(self, keys: list[Tensor], values: list[Tensor]) -> None:
-        self.keys = keys  # of each layer [kv_heads, capacity, head_dim]
-        self.values = values
+    def __init__(self, layers: list[list[Tensor]], switch: int | None) -> None:
+        """`switch`: as in the model's Rope."""
+        self.layers = layers  # of each layer its streams [heads, capacity, numbers]
         self.length = 0
+        self.long = False  # filled with the rotary embedding of sequences beyond the switch
+        self._switch = switch
 
     @property
     def capacity(self) -> int:
-        return self.keys[0].shape[1]
+        return self.layers[0][0].shape[1]
 
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append T tokens to one layer (keys, values [kv_heads, T, head_dim]); returns the layer's keys and
-        values up to and with them. `length` moves on only by `advance`, once all layers are written."""
-        end = self.length + keys.shape[1]
-        self.keys[layer][:, self.length : end] = keys
-        self.values[layer][:, self.length : end] = values
-        return self.keys[layer][:, :end], self.values[layer][:, :end]
+    def write(self, layer: int, *new: Tensor) -> list[Tensor]:
+        """Append T tokens to one layer (of each stream [heads, T, numbers]); returns the layer's streams up
+        to and with them. `length` moves on only by `advance`, once all layers are written."""
+        end = self.length + new[0].shape[1]
+        for stream, tokens in zip(self.layers[layer], new, strict=True):
+            stream[:, self.length : end] = tokens
+        return [stream[:, :end] for stream in self.layers[layer]]
 
     def advance(self, count: int) -> None:
         """All layers have been written for `count` more tokens."""
@@ -44,14 +47,23 @@ class SequenceKV:
         """Forget all but the first `length` tokens."""
         self.length = min(self.length, length)
 
+    def serve(self, tokens: int) -> bool:
+        """From now on it is for a sequence that has so many tokens, filled or not. False where what was
+        filled had to be forgotten: on the other side of the switch every token is rotated otherwise."""
+        long = self._switch is not None and tokens > self._switch
+        forgets = long != self.long and self.length > 0
+        if long != self.long:
+            self.long, self.length = long, 0
+        return not forgets
+
     def resize(self, capacity: int) -> None:
-        """Copy to a larger or smaller room that takes what is filled, one layer after the other, so that only
-        one layer is there twice."""
-        for tensors in (self.keys, self.values):
-            for layer, old in enumerate(tensors):
+        """Copy to a larger or smaller room that takes what is filled, one stream after the other, so that
+        only one is there twice."""
+        for streams in self.layers:
+            for n, old in enumerate(streams):
                 new = old.new_empty((old.shape[0], capacity, old.shape[2]))
                 new[:, : self.length] = old[:, : self.length]
-                tensors[layer] = new
+                streams[n] = new
 
 
 class KVCache:
@@ -60,8 +72,7 @@ class KVCache:
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, budget: int) -> None:
         self.budget = budget
         self.used = 0
-        self._layers = spec.layers
-        self._shape = (spec.kv_heads, spec.head_dim)
+        self._spec = spec
         self._dtype, self._device = dtype, device
 
     @property
@@ -71,13 +82,12 @@ class KVCache:
     def allocate(self, tokens: int) -> SequenceKV:
         """Room for a sequence. Raises RequestError where it is not `free`."""
         self._take(tokens)
-        heads, width = self._shape
 
-        def room() -> list[Tensor]:
-            shape = (heads, tokens, width)
-            return [torch.empty(shape, dtype=self._dtype, device=self._device) for _ in range(self._layers)]
+        def streams() -> list[Tensor]:
+            shapes = [(heads, tokens, width) for heads, width in self._spec.attention.kv_streams]
+            return [torch.empty(shape, dtype=self._dtype, device=self._device) for shape in shapes]
 
-        return SequenceKV(room(), room())
+        return SequenceKV([streams() for _ in range(self._spec.layers)], self._spec.rope.switch)
 
     def resize(self, sequence: SequenceKV, capacity: int) -> None:
         """Make a sequence's room `capacity` tokens. Raises RequestError where more than is `free` would be

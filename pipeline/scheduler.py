@@ -152,9 +152,9 @@ class Scheduler:
 
     def _begin(self, job: Job, kv: SequenceKV) -> None:
         self._waiting.admit(job)
-        if job.admission < 0:
-            self._reused += kv.length
+        first = job.admission < 0
         job.admit(kv, next(self._admissions), self.engine.accounting.snapshot())
+        self._reused += kv.length if first else 0
         self._running.append(job)
 
     def _thin_out(self, busy: Counter[bytes]) -> bool:

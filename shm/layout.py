@@ -94,10 +94,10 @@ def suitable_tile(hidden: int, intermediate: int, tile_format: TileFormat) -> in
     least = TILE_BYTES * step // tile_format.tile_bytes(hidden, step)
     enough = min(max(least, -(-intermediate // TILES_PER_EXPERT)), whole)
 
-    def unsuited(size: int) -> tuple[bool, bool, int]:
+    def unsuited(size: int) -> tuple[bool, bool, bool, int]:
         padding = -(-whole // size) * size - whole
         far = not enough <= REACH * size <= REACH * REACH * enough
-        return far or padding > PADDING * whole, size < enough, abs(size - enough)
+        return far or padding > PADDING * whole, padding > 0, size < enough, abs(size - enough)
 
     return min((size for size in sizes if size >= enough or REACH * size >= enough), key=unsuited)
 

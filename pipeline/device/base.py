@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shm.layout import StoreLayout
     from shm.store import Store
     from workers.copiers import Copier
-    from workers.kernels.native import Team
+    from workers.kernels.native import Library, Team
 
 SPARE_BYTES = 500_000_000  # beside slab and KV cache: what a step and the libraries allocate
 Fence = Any  # what `Device.fence` returns; None where the device computes synchronously
@@ -62,7 +62,10 @@ class Device(ABC):
 
     name: str
     torch_device: torch.device
-    team: Team | None = None  # the threads of the host's kernels, on a device that computes with those
+    on_host: bool  # it computes on the workers' cores
+    # Of a device that computes with the host's kernels, where any were compiled: they, and their threads.
+    library: Library | None = None
+    team: Team | None = None
 
     @abstractmethod
     def expert_kernel(self, layout: StoreLayout) -> DeviceKernel:

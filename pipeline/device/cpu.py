@@ -70,11 +70,12 @@ class CpuDevice(Device):
 
     name = "cpu"
     torch_device = torch.device("cpu")
+    on_host = True
 
     def __init__(self) -> None:
         self._all_threads = torch.get_num_threads()
-        library = best()
-        self.team = None if library is None else library.team(self._all_threads)
+        self.library = best()
+        self.team = None if self.library is None else self.library.team(self._all_threads)
 
     def expert_kernel(self, layout: StoreLayout) -> CpuKernel:
         return CpuKernel(layout, self.team)

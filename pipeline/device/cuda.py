@@ -77,6 +77,7 @@ class CudaDevice(Device):
     """The first CUDA device. Large copies to the host go through one pinned buffer."""
 
     name = "cuda"
+    on_host = False
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())

@@ -1,9 +1,13 @@
-"""What the device computes of a model: embeddings, attention, norms, routers, the head. Not the experts.
+"""What the device computes of a model: embeddings, attention, norms, routers, dense blocks, shared experts,
+the head. Not the routed experts.
 
 The residual stream, norms and router are float32 whatever the weights' dtype; products with weights are
 done in the weights' dtype (`linear.py`), attention in the KV cache's. With float32 weights it is the
 reference arithmetic; with bfloat16 it rounds less often than a model that keeps its residual stream in
 bfloat16.
+
+A layer here is one with routed experts, as for the store and the policies; layers without any are computed
+on the way from one to the next.
 """
 
 from __future__ import annotations
@@ -11,45 +15,76 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.kv_cache import SequenceKV
-from pipeline.models.linear import DenseLinear, Linear, Precision
+from pipeline.device.base import Device
+from pipeline.models.attention import Attention, GroupedQueryAttention, LatentAttention
+from pipeline.models.batch import Batch, Slice
+from pipeline.models.linear import Biased, DenseLinear, Linear, Precision
+from pipeline.models.one_token import HostNorm
 from pipeline.models.registry import architecture_of
+from pipeline.models.rope import RopeTables
 from pipeline.models.source import ModelSource
-from pipeline.models.spec import ModelSpec
+from pipeline.models.spec import GroupedQuery, ModelSpec
+from pipeline.models.weights import Weights
+
+
+class _Norm:
+    """Of hidden states: RMS norm, or with a bias LayerNorm."""
+
+    def __init__(self, role: str, weights: Weights, eps: float, device: Device) -> None:
+        self._weight, self._eps = weights.vector(role), eps
+        bias = f"{role}_bias"
+        self._bias = weights.vector(bias) if bias in weights else None
+        on_host = self._bias is None and device.library is not None
+        self._host = HostNorm(self._weight, eps, device) if on_host else None
+
+    def __call__(self, h: Tensor) -> Tensor:
+        if self._host is not None:
+            return self._host(h)
+        if self._bias is None:
+            return functional.rms_norm(h, self._weight.shape, self._weight, self._eps)
+        return functional.layer_norm(h, self._weight.shape, self._weight, self._bias, self._eps)
 
 
 @dataclass(frozen=True)
-class Slice:
-    """Consecutive new tokens of one sequence in a step."""
+class _SwiGLU:
+    """A feed-forward block that every row goes through; `gate` [1, H] weights its output row by row."""
 
-    kv: SequenceKV
-    tokens: Sequence[int]
+    up: Linear  # [2 I, H], gate over up
+    down: Linear  # [H, I]
+    gate: Tensor | None
 
+    @classmethod
+    def of(cls, role: str, weights: Weights) -> _SwiGLU | None:
+        if f"{role}_up_proj" not in weights:
+            return None
+        up = weights.linear(f"{role}_gate_proj", f"{role}_up_proj", followed=True)
+        gate = weights.vector(f"{role}_gate") if f"{role}_gate" in weights else None
+        return cls(up, weights.linear(f"{role}_down_proj"), gate)
 
-@dataclass(frozen=True)
-class Batch:
-    """The rows of one step: the slices' tokens, one after the other; made by `Backbone.batch`."""
-
-    slices: Sequence[Slice]
-    rows: int
-    tokens: Tensor  # [R] int64, on the device
-    cos: Tensor  # [R, 1, width], of the rows' positions
-    sin: Tensor
-    masks: list[Tensor | None]  # for each slice [T, N] bool, or None where each row sees all N tokens
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.up(x).chunk(2, dim=1)
+        y = self.down(functional.silu(gate).mul_(up))
+        return y if self.gate is None else y * torch.sigmoid(functional.linear(x, self.gate))
 
 
 @dataclass(frozen=True)
 class _Layer:
-    attention_norm: Tensor  # [H] float32
-    qkv: Linear  # [(heads + 2 kv_heads) * head_dim, H]
-    output: Linear  # [H, heads * head_dim]
-    moe_norm: Tensor  # [H] float32
-    router: Tensor  # [E, H] float32
+    """One layer of the decoder; `dense` is None where it has experts and `router` where it has none."""
+
+    index: int
+    attention_norm: _Norm
+    attention: Attention
+    mlp_norm: _Norm
+    dense: _SwiGLU | None
+    shared: _SwiGLU | None
+    router: Tensor | None  # [E, H] float32
+
+    def attend(self, h: Tensor, batch: Batch) -> Tensor:
+        return h + self.attention(self.index, self.attention_norm(h), batch)
 
 
 class Backbone:
@@ -65,78 +100,81 @@ class Backbone:
     ) -> None:
         """Read the weights. Raises ModelError for tensors that are missing or of another shape."""
         self.spec = spec
-        self.dtype = dtype = precision.dtype
-        self._quantized = precision.quantized
+        self.dtype = precision.dtype
+        self.bytes = 0  # of device memory that the weights take
+        self._precision = precision
+        self._device = device
+        self._rope = RopeTables(spec.rope, source.config, spec.attention.rotated, context, device)
         architecture = architecture_of(source.config)
-        width = spec.head_dim
-        self._q, self._kv = spec.heads * width, spec.kv_heads * width
         with source.tensors() as tensors:
-
-            def weight(name: str, shape: tuple[int, ...], kind: torch.dtype = dtype) -> Tensor:
-                return torch.from_numpy(tensors.float32(name, shape)).to(device=device, dtype=kind)
-
-            names = architecture.backbone_names(spec)
-            table = (spec.vocabulary, spec.hidden)
-            self._embedding = weight(names.embedding, table)
-            self._norm = weight(names.final_norm, (spec.hidden,), torch.float32)
-            head = names.head or names.embedding
-            # Plain numbers serve as embedding and head both, where the model says so; quantized ones do not.
-            self._tied = names.head is None and not precision.quantized
-            self._head = (
-                DenseLinear(self._embedding)
-                if self._tied
-                else precision.linear(head, tensors.float32(head, table))
-            )
-            self._layers: list[_Layer] = []
+            fused = source.fused
+            outer = Weights(architecture.outer(spec), tensors, precision)
+            self._embedding = outer.dense("embedding")
+            self._norm = _Norm("norm", outer, spec.norm_eps, precision.device)
+            self._head = self._make_head(outer)
+            self.bytes += outer.bytes
+            layers = []
+            self._widest = 0  # numbers of the largest matrix of a layer
             for i in range(spec.layers):
-                at = architecture.layer_names(i)
-                qkv = [tensors.float32(at.query, (self._q, spec.hidden))]
-                qkv += [tensors.float32(name, (self._kv, spec.hidden)) for name in (at.key, at.value)]
-                together = f"{at.query}, {at.key}, {at.value}"
-                output = tensors.float32(at.output, (spec.hidden, self._q))
-                self._layers.append(
-                    _Layer(
-                        attention_norm=weight(at.attention_norm, (spec.hidden,), torch.float32),
-                        qkv=precision.linear(together, np.concatenate(qkv), followed=True),
-                        output=precision.linear(at.output, output),
-                        moe_norm=weight(at.moe_norm, (spec.hidden,), torch.float32),
-                        router=weight(at.router, (spec.experts, spec.hidden), torch.float32),
-                    )
-                )
-        frequencies = spec.rope_theta ** -(torch.arange(0, width, 2, dtype=torch.float32) / width)
-        angles = torch.arange(context, dtype=torch.float32)[:, None] * frequencies  # [context, width / 2]
-        self._cos = torch.cat((angles.cos(), angles.cos()), dim=1).to(device)[:, None]  # [context, 1, width]
-        self._sin = torch.cat((-angles.sin(), angles.sin()), dim=1).to(device)[:, None]
+                wants = architecture.layer(spec, i, fused)
+                sizes = [want.shape[0] * want.shape[1] for want in wants.values() if want.kind == "matrix"]
+                self._widest = max(self._widest, *sizes)
+                weights = Weights(wants, tensors, precision)
+                layers.append(self._make_layer(i, weights))
+                self.bytes += weights.bytes
+        self._layers = [layers[i] for i in spec.moe_layers]
+        starts = [0, *(i + 1 for i in spec.moe_layers)]
+        ends = [*spec.moe_layers, spec.layers]
+        # Before each layer with experts, and behind the last.
+        self._between = [layers[start:end] for start, end in zip(starts, ends, strict=True)]
 
-    @property
-    def bytes(self) -> int:
-        """Device memory of the weights."""
-        plain = [self._embedding, self._norm]
-        plain += [t for each in self._layers for t in (each.attention_norm, each.moe_norm, each.router)]
-        matrices = [m for each in self._layers for m in (each.qkv, each.output)]
-        if not self._tied:
-            matrices.append(self._head)
-        return sum(t.numel() * t.element_size() for t in plain) + sum(m.bytes for m in matrices)
+    def _make_head(self, outer: Weights) -> Linear:
+        if "head" in outer:
+            return outer.linear("head")
+        # Plain numbers serve as embedding and head both; quantized ones do not.
+        head = outer.linear("embedding") if self._precision.quantized else DenseLinear(self._embedding)
+        return Biased(head, outer.vector("head_bias")) if "head_bias" in outer else head
+
+    def _make_layer(self, index: int, weights: Weights) -> _Layer:
+        spec, device = self.spec, self._precision.device
+        attention: Attention
+        if isinstance(spec.attention, GroupedQuery):
+            window, eps = spec.windows[index], spec.norm_eps
+            attention = GroupedQueryAttention(spec.attention, weights, window, eps, self._precision)
+        else:
+            attention = LatentAttention(spec.attention, weights, self._precision)
+        return _Layer(
+            index,
+            attention_norm=_Norm("attention_norm", weights, spec.norm_eps, device),
+            attention=attention,
+            mlp_norm=_Norm("mlp_norm", weights, spec.norm_eps, device),
+            dense=_SwiGLU.of("dense", weights),
+            shared=_SwiGLU.of("shared", weights),
+            router=weights.vector("router") if "router" in weights else None,
+        )
 
     def largest_product(self, rows: int) -> int:
         """Multiply-adds of the largest product of a layer that torch computes, for this many rows."""
-        width = rows * self._q  # of attention, were they all one sequence
-        return max(width * rows, 0 if self._quantized else width * self.spec.hidden)
+        heads, width = self.spec.attention.heads, self.spec.attention.width
+        in_attention = rows * rows * heads * width  # were they all one sequence
+        return max(in_attention, 0 if self._precision.quantized else rows * self._widest)
 
     def batch(self, slices: Sequence[Slice]) -> Batch:
         """Put the slices' rows together, with everything about their positions that all layers share."""
         tokens = [t for s in slices for t in s.tokens]
-        positions = [p for s in slices for p in range(s.kv.length, s.kv.length + len(s.tokens))]
-        both = torch.tensor([tokens, positions], dtype=torch.int64).to(self._cos.device)
-        masks = [self._mask(len(s.tokens), s.kv.length + len(s.tokens)) for s in slices]
-        return Batch(slices, len(tokens), both[0], self._cos[both[1]], self._sin[both[1]], masks)
+        places = [(range(s.kv.length, s.kv.length + len(s.tokens)), s.kv.long) for s in slices]
+        both = torch.stack((torch.tensor(tokens), self._rope.rows(places))).to(self._device)
+        masks = {
+            window: [self._mask(len(s.tokens), s.kv.length + len(s.tokens), window) for s in slices]
+            for window in set(self.spec.windows)
+        }
+        return Batch(slices, len(tokens), both[0], self._rope[both[1]], masks)
 
-    def _mask(self, new: int, total: int) -> Tensor | None:
+    def _mask(self, new: int, total: int, window: int | None) -> Tensor | None:
         """Which of `total` tokens each of the last `new` ones sees: [new, total] bool."""
-        window = self.spec.sliding_window
         if new == 1 and (window is None or total <= window):
             return None
-        every = torch.arange(total, device=self._cos.device)
+        every = torch.arange(total, device=self._device)
         behind = every[total - new :, None] - every
         return behind >= 0 if window is None else (behind >= 0) & (behind < window)
 
@@ -145,51 +183,37 @@ class Backbone:
         return self._embedding[batch.tokens].float()
 
     def attention(self, layer: int, h: Tensor, batch: Batch) -> Tensor:
-        """h + attention(norm(h)), float32 [R, H]; appends to the sequences' KV."""
-        weights = self._layers[layer]
-        qkv = weights.qkv(self._normed(h, weights.attention_norm))
-        heads = qkv.view(batch.rows, -1, self.spec.head_dim)
-        turned = self.spec.heads + self.spec.kv_heads  # queries and keys
-        qk = _rotate(heads[:, :turned], batch.cos, batch.sin).to(self.dtype)
-        q, k, v = qk[:, : self.spec.heads], qk[:, self.spec.heads :], heads[:, turned:].to(self.dtype)
-        parts, start = [], 0
-        for piece, mask in zip(batch.slices, batch.masks, strict=True):
-            rows = slice(start, start + len(piece.tokens))
-            start = rows.stop
-            keys, values = piece.kv.write(layer, k[rows].transpose(0, 1), v[rows].transpose(0, 1))
-            parts.append(self._attend(q[rows].transpose(0, 1), keys, values, mask))
-        mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return h + weights.output(mixed.float())
-
-    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """q [heads, T, width], the last T of the N tokens of keys and values [kv_heads, N, width]; returns
-        [T, heads * width]."""
-        new = q.shape[1]
-        if new == 1:
-            # Heads that share keys are rows of one product: repeating the keys takes ten times as long.
-            q = q.view(self.spec.kv_heads, -1, self.spec.head_dim)
-        out = functional.scaled_dot_product_attention(
-            q[None], keys[None], values[None], attn_mask=mask, enable_gqa=new > 1
-        )
-        return out[0].view(1, -1) if new == 1 else out[0].transpose(0, 1).reshape(new, self._q)
+        """h + attention(norm(h)), float32 [R, H], behind the dense layers that come first; appends to the
+        sequences' KV."""
+        return self._layers[layer].attend(self._through(self._between[layer], h, batch), batch)
 
     def moe_input(self, layer: int, h: Tensor) -> Tensor:
         """The normalised input of a layer's router and experts, float32 [R, H]."""
-        return self._normed(h, self._layers[layer].moe_norm)
+        return self._layers[layer].mlp_norm(h)
 
     def router(self, layer: int, x: Tensor) -> Tensor:
         """Router logits float32 [R, E]."""
-        return functional.linear(x, self._layers[layer].router)
+        router = self._layers[layer].router
+        assert router is not None
+        return functional.linear(x, router)
+
+    def shared_experts(self, layer: int, x: Tensor) -> Tensor | None:
+        """What the experts that every row uses add, float32 [R, H]; None where a model has none."""
+        shared = self._layers[layer].shared
+        return None if shared is None else shared(x)
+
+    def finish(self, h: Tensor, batch: Batch) -> Tensor:
+        """The hidden states behind the last layer of the decoder."""
+        return self._through(self._between[-1], h, batch)
 
     def head(self, h: Tensor) -> Tensor:
         """Logits float32 [R, vocabulary]."""
-        return self._head(self._normed(h, self._norm))
+        return self._head(self._norm(h))
 
-    def _normed(self, h: Tensor, weight: Tensor) -> Tensor:
-        return functional.rms_norm(h, weight.shape, weight, self.spec.norm_eps)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding, x float32 [R, heads, width]; the sine table carries the halves' signs."""
-    swapped = torch.roll(x, x.shape[-1] // 2, dims=-1)
-    return x * cos + swapped * sin
+    def _through(self, layers: Sequence[_Layer], h: Tensor, batch: Batch) -> Tensor:
+        """Layers without routed experts."""
+        for layer in layers:
+            assert layer.dense is not None
+            h = layer.attend(h, batch)
+            h = h + layer.dense(layer.mlp_norm(h))
+        return h

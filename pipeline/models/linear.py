@@ -42,6 +42,22 @@ class DenseLinear:
         return functional.linear(x.to(self.weight.dtype), self.weight).float()
 
 
+class Biased:
+    """A matrix whose products have a bias added."""
+
+    def __init__(self, matrix: Linear, bias: Tensor) -> None:
+        """`bias`: float32 [outputs]."""
+        self._matrix = matrix
+        self._bias = bias
+
+    @property
+    def bytes(self) -> int:
+        return self._matrix.bytes + self._bias.numel() * self._bias.element_size()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._matrix(x).add_(self._bias)
+
+
 class QuantizedLinear:
     """A matrix of a quantized format, through the expert kernels of the host."""
 
@@ -62,7 +78,7 @@ class Precision:
     def __init__(self, name: str, device: Device) -> None:
         """`name`: f32, bf16, int8 or int4. Raises UsageError where the device cannot compute it."""
         format = FORMATS[name]
-        self._device = device
+        self.device = device
         self._format = format if isinstance(format, BlockFormat) else None
         if self._format is not None:
             device.check_quantized()
@@ -77,7 +93,7 @@ class Precision:
         product is due soon after one of this. Raises ModelError where it cannot be quantized."""
         if self._format is not None:
             try:
-                return QuantizedLinear(HostMatrix(self._format, w, self._device.team, followed))
+                return QuantizedLinear(HostMatrix(self._format, w, self.device.team, followed))
             except WeightsUnusable as e:
                 raise ModelError(f"{name}: {e}") from None
-        return DenseLinear(torch.from_numpy(w).to(device=self._device.torch_device, dtype=self.dtype))
+        return DenseLinear(torch.from_numpy(w).to(device=self.device.torch_device, dtype=self.dtype))

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from pipeline.errors import ModelError, UsageError
+from pipeline.models.architecture import Architecture
+from pipeline.models.config_keys import Config
+from pipeline.models.deepseek_v2 import DeepseekV2
 from pipeline.models.mixtral import Mixtral
-from pipeline.models.spec import Architecture, Config, ModelSpec
+from pipeline.models.olmoe import Olmoe
+from pipeline.models.phimoe import Phimoe
+from pipeline.models.qwen2_moe import Qwen2Moe
+from pipeline.models.qwen3_moe import Qwen3Moe
+from pipeline.models.spec import GroupedQuery, ModelSpec
 from shm.layout import ExpertShape, TileFormat, suitable_tile
 
-ARCHITECTURES: dict[str, Architecture] = {a.model_type: a for a in (Mixtral(),)}
+FAMILIES = (Mixtral(), Phimoe(), Qwen2Moe(), Qwen3Moe(), DeepseekV2(), Olmoe())
+ARCHITECTURES: dict[str, Architecture] = {family.model_type: family for family in FAMILIES}
 
 
 def architecture_of(config: Config) -> Architecture:
@@ -24,11 +32,16 @@ def model_spec(config: Config) -> ModelSpec:
     spec = architecture_of(config).spec(config)
     if spec.top_k > spec.experts:
         raise ModelError(f"config.json: {spec.top_k} experts a token, but only {spec.experts} a layer")
-    if spec.heads % spec.kv_heads or spec.head_dim % 2:
+    if not spec.moe_layers:
+        raise ModelError("config.json: no layer has experts; Tandem is for mixture-of-experts models")
+    attention = spec.attention
+    if isinstance(attention, GroupedQuery) and attention.heads % attention.kv_heads:
         raise ModelError(
-            f"config.json: {spec.heads} heads cannot share {spec.kv_heads} key/value heads"
-            f" of {spec.head_dim} numbers"
+            f"config.json: {attention.heads} heads cannot share {attention.kv_heads} key/value heads"
+            f" of {attention.head_dim} numbers"
         )
+    if attention.rotated % 2:
+        raise ModelError(f"config.json: RoPE turns pairs of numbers, and a head has {attention.rotated}")
     return spec
 
 
@@ -45,7 +58,7 @@ def expert_shape(config: Config, tile: int | None, tile_format: TileFormat) -> E
             f"use a multiple, like {_up(tile, group)}"
         )
     tile = min(tile, _up(spec.intermediate, group))
-    return ExpertShape(spec.layers, spec.experts, spec.hidden, spec.intermediate, tile)
+    return ExpertShape(len(spec.moe_layers), spec.experts, spec.hidden, spec.intermediate, tile)
 
 
 def _up(number: int, step: int) -> int:

@@ -7,7 +7,7 @@ same bytes on every start, whatever the number of cores, and `shape:NAME/4` is t
 answer cannot. `--seed` is for sampling and changes nothing here.
 
 The standard deviation of an expert's weights is 1 / sqrt(H), of the other matrices' 1 / sqrt(inputs), and
-the norms' weights are 1: hidden states keep a sensible magnitude, and routers choose all experts about
+norms' weights are 1, biases 0: hidden states keep a sensible magnitude, and routers choose all experts about
 equally often.
 """
 
@@ -40,6 +40,7 @@ class ShapeModel(ModelSource):
     kind = "random weights"
     filling = "drawing random experts"
     cached = False  # drawing it again is about as quick as reading it
+    fused = False
 
     def __init__(self, name: str) -> None:
         """`name`: shape:NAME or shape:NAME/LAYERS. Raises ModelError."""
@@ -106,9 +107,9 @@ class RandomTensors:
         self._pool = pool
 
     def float32(self, name: str, shape: tuple[int, ...]) -> Float32:
-        """Ones for a vector, which is a norm's; else uniform numbers with mean 0."""
+        """Ones for a norm, zeros for a bias; else uniform numbers with mean 0."""
         if len(shape) == 1:
-            return np.ones(shape, np.float32)
+            return np.full(shape, 0 if name.endswith("bias") else 1, np.float32)
         numbers = np.empty(shape, np.float32)
         flat = numbers.reshape(-1)
         blocks = (flat[start : start + BLOCK_NUMBERS] for start in range(0, flat.size, BLOCK_NUMBERS))

@@ -12,42 +12,197 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ModelError
-from pipeline.models.spec import Config
+from pipeline.models.config_keys import Config
 
 PREFIX = "shape:"
 LAYERS = "num_hidden_layers"
 
+# What most of them have in common; a shape says what it has of its own.
+_MIXTRAL = {
+    "model_type": "mixtral",
+    "hidden_act": "silu",
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+}
+_QWEN = {
+    "hidden_act": "silu",
+    "vocab_size": 151936,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+}
+_DEEPSEEK_V2 = {
+    "model_type": "deepseek_v2",
+    "hidden_act": "silu",
+    "vocab_size": 102400,
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": False,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": False,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    },
+}
+
 SHAPES: dict[str, dict[str, Any]] = {
-    "mixtral-8x7b": {
-        "model_type": "mixtral",
-        "hidden_act": "silu",
+    "mixtral-8x7b": _MIXTRAL
+    | {
         "hidden_size": 4096,
         "intermediate_size": 14336,
         LAYERS: 32,
         "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "vocab_size": 32000,
         "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": False,
     },
-    "mixtral-8x22b": {
-        "model_type": "mixtral",
-        "hidden_act": "silu",
+    "mixtral-8x22b": _MIXTRAL
+    | {
         "hidden_size": 6144,
         "intermediate_size": 16384,
         LAYERS: 56,
         "num_attention_heads": 48,
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "vocab_size": 32000,
         "max_position_embeddings": 65536,
+    },
+    # Without the factors of its rotary embedding, which make it neither faster nor slower.
+    "phi-3.5-moe": {
+        "model_type": "phimoe",
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 6400,
+        LAYERS: 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 2,
+        "router_jitter_noise": 0.01,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "vocab_size": 32064,
+        "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": False,
+    },
+    "qwen1.5-moe-a2.7b": _QWEN
+    | {
+        "model_type": "qwen2_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        LAYERS: 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": False,
+        "max_position_embeddings": 8192,
+    },
+    "qwen2-57b-a14b": _QWEN
+    | {
+        "model_type": "qwen2_moe",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "moe_intermediate_size": 2560,
+        "shared_expert_intermediate_size": 20480,
+        LAYERS: 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "max_position_embeddings": 32768,
+    },
+    "qwen3-30b-a3b": _QWEN
+    | {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        LAYERS: 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 40960,
+    },
+    "qwen3-235b-a22b": _QWEN
+    | {
+        "model_type": "qwen3_moe",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        LAYERS: 94,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 40960,
+    },
+    "deepseek-v2-lite": _DEEPSEEK_V2
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        LAYERS: 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "n_routed_experts": 64,
+        "q_lora_rank": None,
+        "topk_method": "greedy",
+        "routed_scaling_factor": 1.0,
+    },
+    "deepseek-v2": _DEEPSEEK_V2
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        LAYERS: 60,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "n_routed_experts": 160,
+        "q_lora_rank": 1536,
+        "topk_method": "group_limited_greedy",
+        "n_group": 8,
+        "topk_group": 3,
+        "routed_scaling_factor": 16.0,
+    },
+    "olmoe-1b-7b": {
+        "model_type": "olmoe",
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 1024,
+        LAYERS: 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "vocab_size": 50304,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
         "tie_word_embeddings": False,
     },
 }
@@ -59,8 +214,15 @@ def is_shape(model: str | Path) -> bool:
 
 
 def short_name(model: str | Path) -> str:
-    """What a list of engines calls a model: a folder's own name, a shape's whole one."""
-    return str(model) if is_shape(model) else Path(model).name
+    """What a list of engines calls a model: a folder's own name, a shape's whole one, and of a download in
+    the Hugging Face cache (models--ORG--NAME/snapshots/COMMIT) the name it was asked for by."""
+    if is_shape(model):
+        return str(model)
+    path = Path(model)
+    kind, *name = path.parent.parent.name.split("--")
+    if kind == "models" and name and path.parent.name == "snapshots":
+        return "/".join(name)
+    return path.name
 
 
 def shape_config(model: str) -> tuple[str, Config]:

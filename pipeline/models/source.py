@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from pipeline.models.spec import Config
+from pipeline.models.config_keys import Config
 from shm.layout import Float32
 from shm.store import StoreBuilder
 
@@ -33,6 +33,7 @@ class ModelSource(ABC):
     kind: str  # where its weights come from
     filling: str  # what is done while its store is filled
     cached: bool  # whether its store is worth keeping on disk
+    fused: bool  # the layout of its tensors, see architecture.py
 
     @abstractmethod
     def fingerprint(self, format_name: str, tile: int) -> str:

@@ -19,7 +19,8 @@ def cache() -> KVCache:
 def random_rows(counts: tuple[int, ...]) -> list[torch.Tensor]:
     """For each count [keys and values, layers, kv_heads, count, head_dim]."""
     spec, random = model_spec(GOOD), torch.Generator().manual_seed(0)
-    shapes = [(2, spec.layers, spec.kv_heads, count, spec.head_dim) for count in counts]
+    heads, width = spec.attention.kv_streams[0]
+    shapes = [(2, spec.layers, heads, count, width) for count in counts]
     return [torch.randn(shape, generator=random) for shape in shapes]
 
 
@@ -85,8 +86,8 @@ def test_sequences_do_not_share_room(cache) -> None:
     ones = torch.ones(2, 4, 16)
     a.write(0, ones, ones)
     b.write(0, 2 * ones, 2 * ones)
-    assert (a.keys[0] == 1).all()
-    assert (b.values[0] == 2).all()
+    assert (a.layers[0][0] == 1).all()
+    assert (b.layers[0][1] == 2).all()
 
 
 def test_room_comes_in_blocks_and_never_more_than_can_be_used() -> None:
@@ -94,3 +95,45 @@ def test_room_comes_in_blocks_and_never_more_than_can_be_used() -> None:
     assert room_for(BLOCK, 1000) == BLOCK
     assert room_for(BLOCK + 1, 1000) == 2 * BLOCK
     assert room_for(BLOCK + 1, BLOCK + 5) == BLOCK + 5
+
+
+LATENT = {
+    "model_type": "deepseek_v2",
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 32,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+}
+
+
+def test_of_latent_attention_one_short_row_is_cached_for_a_token() -> None:
+    spec = model_spec(GOOD | LATENT)
+    sequence = KVCache(spec, torch.float32, torch.device("cpu"), budget=10).allocate(7)
+    assert [[stream.shape for stream in streams] for streams in sequence.layers] == [[(1, 7, 28)]] * 2
+    assert spec.kv_numbers_per_token == 2 * 28
+
+
+def test_beyond_the_switch_of_its_rope_a_sequence_begins_anew() -> None:
+    factors = [1.0] * 8
+    longrope = {"type": "longrope", "short_factor": factors, "long_factor": factors}
+    scaling = longrope | {"original_max_position_embeddings": 6}
+    spec = model_spec(GOOD | {"rope_scaling": scaling})
+    sequence = KVCache(spec, torch.float32, torch.device("cpu"), budget=10).allocate(10)
+    assert sequence.serve(7)  # nothing was filled
+    assert sequence.long
+    assert sequence.serve(6)
+    sequence.advance(6)
+    assert sequence.serve(6)
+    assert (sequence.long, sequence.length) == (False, 6)
+    assert not sequence.serve(7)
+    assert (sequence.long, sequence.length) == (True, 0)
+
+
+def test_without_a_switch_any_length_is_served(cache) -> None:
+    sequence = cache.allocate(9)
+    sequence.advance(9)
+    assert sequence.serve(1000)
+    assert (sequence.long, sequence.length) == (False, 9)

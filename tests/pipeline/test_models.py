@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 from pipeline.config import DEFAULT_CONTEXT
 from pipeline.errors import ModelError, UsageError
 from pipeline.models.registry import architecture_of, expert_shape, model_spec
+from pipeline.models.shapes import SHAPES
+from pipeline.models.spec import GroupedQuery, Rope
 from pipeline.room import choose_context
 from shm.layout import FORMATS, REACH, TILE_BYTES, TILES_PER_EXPERT, format_named
 
@@ -45,7 +48,9 @@ def refused(config: dict[str, Any]) -> str:
 def test_a_good_config() -> None:
     spec = model_spec(GOOD)
     assert (spec.layers, spec.hidden, spec.experts, spec.top_k) == (2, 64, 4, 2)
-    assert (spec.head_dim, spec.rope_theta, spec.sliding_window) == (16, 1e6, None)
+    assert spec.moe_layers == (0, 1)
+    assert spec.attention == GroupedQuery(heads=4, kv_heads=2, head_dim=16)
+    assert (spec.rope, spec.windows) == (Rope("default", 1e6), (None, None))
     assert not spec.tied_embeddings
     assert spec.kv_numbers_per_token == 2 * 2 * 2 * 16
 
@@ -71,15 +76,17 @@ def test_a_missing_key_is_named(key) -> None:
         ({"attention_bias": True}, "attention_bias"),
         ({"num_experts_per_tok": 5}, "5 experts a token"),
         ({"num_key_value_heads": 3}, "key/value heads"),
-        ({"head_dim": 15}, "of 15 numbers"),
+        ({"head_dim": 15}, "a head has 15"),
         ({"head_dim": "16"}, "head_dim"),
         ({"head_dim": -16}, "head_dim"),
         ({"sliding_window": "wide"}, "sliding_window"),
         ({"sliding_window": -4}, "sliding_window"),
         ({"rope_theta": "large"}, "rope_theta"),
         ({"rope_theta": -1e4}, "rope_theta"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "'yarn'"),
-        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "'linear'"),
+        ({"rope_scaling": {"type": "mrope", "factor": 4}}, "'mrope'"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters"),
         ({"rope_parameters": "default"}, "rope_parameters"),
     ],
 )
@@ -97,13 +104,13 @@ def test_a_variant_that_is_not_supported_is_named(change, said) -> None:
     ],
 )
 def test_the_rotary_base_is_read_from_either_place(change, theta) -> None:
-    assert model_spec(GOOD | change).rope_theta == theta
+    assert model_spec(GOOD | change).rope.theta == theta
 
 
 def test_optional_keys() -> None:
     spec = model_spec(GOOD | {"head_dim": 32, "sliding_window": 128, "tie_word_embeddings": True})
-    assert (spec.head_dim, spec.sliding_window, spec.tied_embeddings) == (32, 128, True)
-    assert model_spec(GOOD | {"head_dim": None, "sliding_window": None}).head_dim == 16
+    assert (spec.attention.width, spec.windows, spec.tied_embeddings) == (32, (128, 128), True)
+    assert model_spec(GOOD | {"head_dim": None, "sliding_window": None}).attention.width == 16
 
 
 def test_the_context() -> None:
@@ -153,7 +160,7 @@ def test_tiles_of_quantized_formats() -> None:
     qwen3 = GOOD | {"hidden_size": 2048, "intermediate_size": 768}
     assert [expert_shape(qwen3, None, form).tile for form in (BF16, int4, wide)] == [96, 384, 384]
     deepseek = GOOD | {"hidden_size": 2048, "intermediate_size": 1408}
-    assert [expert_shape(deepseek, None, form).tile for form in (BF16, int4, wide)] == [96, 704, 128]
+    assert [expert_shape(deepseek, None, form).tile for form in (BF16, int4, wide)] == [128, 704, 128]
     assert (expert_shape(GOOD, None, int4).tile, expert_shape(GOOD, 6400, int4).tile) == (128, 128)
     with pytest.raises(UsageError, match=r"^--tile 100: --format int4 .* groups of 64 .* like 128$"):
         expert_shape(MIXTRAL_8X7B, 100, int4)
@@ -161,6 +168,93 @@ def test_tiles_of_quantized_formats() -> None:
 
 def test_the_names_of_an_expert_s_tensors() -> None:
     """Gate, up, down are w1, w3, w2: the order of names is not the order of use."""
-    names = architecture_of(GOOD).expert_names(1, 3)
-    assert [name.split(".")[-2] for name in names] == ["w1", "w3", "w2"]
-    assert all(name.startswith("model.layers.1.block_sparse_moe.experts.3.") for name in names)
+    parts = architecture_of(GOOD).expert(model_spec(GOOD), 1, 3, fused=False)
+    assert [part.name.split(".")[-2] for part in parts] == ["w1", "w3", "w2"]
+    assert all(part.name.startswith("model.layers.1.block_sparse_moe.experts.3.") for part in parts)
+    assert [(part.shape, part.first, part.rows) for part in parts] == [
+        ((96, 64), 0, 96),
+        ((96, 64), 0, 96),
+        ((64, 96), 0, 64),
+    ]
+
+
+def test_where_a_fused_expert_lies() -> None:
+    gate, up, down = architecture_of(GOOD).expert(model_spec(GOOD), 1, 3, fused=True)
+    assert (gate.name, gate.shape) == ("model.layers.1.mlp.experts.gate_up_proj", (4, 192, 64))
+    assert (gate[1:], up[1:]) == (((4, 192, 64), 3 * 192, 96), ((4, 192, 64), 3 * 192 + 96, 96))
+    assert down == ("model.layers.1.mlp.experts.down_proj", (4, 64, 96), 3 * 64, 64)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_shape_has_a_spec(name) -> None:
+    spec = model_spec(SHAPES[name])
+    family = architecture_of(SHAPES[name])
+    for fused in (False, True):
+        tensors = family.tensors(spec, fused)
+        assert family.is_fused(tensors, spec) == fused
+        assert all(size > 0 for shape in tensors.values() for size in shape)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("mixtral-8x7b", 46.7),
+        ("mixtral-8x22b", 140.6),
+        ("phi-3.5-moe", 41.9),
+        ("qwen1.5-moe-a2.7b", 14.3),
+        ("qwen2-57b-a14b", 57.4),
+        ("qwen3-30b-a3b", 30.5),
+        ("qwen3-235b-a22b", 235.1),
+        ("deepseek-v2-lite", 15.7),
+        ("deepseek-v2", 235.7),
+        ("olmoe-1b-7b", 6.9),
+    ],
+)
+def test_shapes_have_as_many_weights_as_their_makers_say(name, billions) -> None:
+    tensors = architecture_of(SHAPES[name]).tensors(model_spec(SHAPES[name]), fused=False)
+    assert sum(map(math.prod, tensors.values())) / 1e9 == pytest.approx(billions, abs=0.06)
+
+
+DEEPSEEK = SHAPES["deepseek-v2-lite"]
+QWEN2 = SHAPES["qwen1.5-moe-a2.7b"]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (DEEPSEEK | {"topk_method": "noaux_tc"}, "topk_method"),
+        (DEEPSEEK | {"norm_topk_prob": True}, "norm_topk_prob"),
+        (DEEPSEEK | {"mlp_bias": True}, "mlp_bias"),
+        (DEEPSEEK | {"first_k_dense_replace": 27}, "no layer has experts"),
+        (DEEPSEEK | {"num_key_value_heads": 4}, "num_key_value_heads"),
+        (DEEPSEEK | {"topk_method": "group_limited_greedy", "n_group": 7, "topk_group": 2}, "7 equal groups"),
+        (DEEPSEEK | {"qk_rope_head_dim": 63}, "a head has 63"),
+        (DEEPSEEK | {"first_k_dense_replace": -1}, "first_k_dense_replace"),
+        (QWEN2 | {"mlp_only_layers": "all"}, "mlp_only_layers"),
+        (QWEN2 | {"qkv_bias": 1}, "qkv_bias"),
+        (
+            QWEN2 | {"use_sliding_window": True, "sliding_window": 4096, "layer_types": ["full_attention"]},
+            "24 layers",
+        ),
+        (SHAPES["phi-3.5-moe"] | {"num_experts_per_tok": 3}, "num_experts_per_tok"),
+        (SHAPES["phi-3.5-moe"] | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "short_mscale"),
+        (SHAPES["olmoe-1b-7b"] | {"sliding_window": 16}, "sliding_window"),
+        (SHAPES["olmoe-1b-7b"] | {"clip_qkv": -1}, "clip_qkv"),
+    ],
+)
+def test_a_family_s_own_variants_are_named(config, said) -> None:
+    assert said in refused(config)
+
+
+def test_which_layers_have_experts() -> None:
+    assert model_spec(DEEPSEEK).moe_layers == tuple(range(1, 27))
+    every_third = QWEN2 | {"decoder_sparse_step": 3, "mlp_only_layers": [5]}
+    assert model_spec(every_third).moe_layers == (2, 8, 11, 14, 17, 20, 23)
+
+
+def test_which_layers_see_a_window() -> None:
+    sliding = QWEN2 | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3}
+    assert model_spec(sliding).windows[:5] == (64, None, 64, None, None)
+    types = ["full_attention"] * 23 + ["sliding_attention"]
+    assert model_spec(sliding | {"layer_types": types}).windows == (None,) * 23 + (64,)
+    assert set(model_spec(QWEN2 | {"sliding_window": 64}).windows) == {None}

@@ -1,4 +1,4 @@
-"""The model's own routing equals transformers' Mixtral router."""
+"""Each family's own routing equals transformers' router."""
 
 from __future__ import annotations
 
@@ -8,30 +8,95 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from transformers import MixtralConfig
+from transformers import DeepseekV2Config, MixtralConfig, PhimoeConfig, Qwen2MoeConfig
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
-from pipeline.models.routing import top_k_softmax
+from pipeline.models.routing import Router, Softmax, SparseMixer
+
+
+def routed(router: torch.nn.Module, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Weights and experts [R, k] that a router of transformers takes from these logits: its input is a unit
+    vector for each row, and its matrix holds the logits."""
+    with torch.no_grad():
+        router.weight.copy_(torch.from_numpy(logits.T.copy()))
+        _, weights, chosen = router.eval()(torch.eye(len(logits)))
+    return weights.numpy(), chosen.numpy()
 
 
 def by_transformers(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Weights and experts [R, k] that transformers' router takes from these logits: its input is a unit
-    vector for each row, and its matrix holds the logits."""
+    """Mixtral's."""
     rows, experts = logits.shape
-    router = MixtralTopKRouter(
-        MixtralConfig(hidden_size=rows, num_local_experts=experts, num_experts_per_tok=k)
-    ).eval()
-    with torch.no_grad():
-        router.weight.copy_(torch.from_numpy(logits.T.copy()))
-        _, weights, chosen = router(torch.eye(rows))
-    return weights.numpy(), chosen.numpy()
+    config = MixtralConfig(hidden_size=rows, num_local_experts=experts, num_experts_per_tok=k)
+    return routed(MixtralTopKRouter(config), logits)
+
+
+def equal(router: Router, theirs: torch.nn.Module, logits: np.ndarray) -> None:
+    """The same experts with the same weights, in whatever order; those of weight 0 may be others."""
+    ours = router(logits)
+    assert (ours.experts.dtype, ours.weights.dtype) == (np.int32, np.float32)
+    weights, chosen = routed(theirs, logits)
+    for found, wanted in ((ours.experts, ours.weights), (chosen, weights)):
+        assert found.shape == wanted.shape
+    dense = np.zeros((2, *logits.shape), np.float32)
+    np.put_along_axis(dense[0], ours.experts.astype(np.int64), ours.weights, axis=1)
+    np.put_along_axis(dense[1], chosen, weights, axis=1)
+    np.testing.assert_allclose(dense[0], dense[1], rtol=2e-6, atol=1e-7)
+
+
+def random_logits(seed: int, rows: int, experts: int, scale: float) -> np.ndarray:
+    return (np.random.default_rng(seed).standard_normal((rows, experts)) * scale).astype(np.float32)
+
+
+@pytest.mark.parametrize("rescaled", [False, True])
+@pytest.mark.parametrize("k", [1, 3, 6])
+def test_probabilities_of_all_experts_as_in_qwen(k, rescaled) -> None:
+    logits = random_logits(k, 100, 6, 2.0)
+    config = Qwen2MoeConfig(hidden_size=100, num_experts=6, num_experts_per_tok=k, norm_topk_prob=rescaled)
+    equal(Softmax(k, rescaled=rescaled), Qwen2MoeTopKRouter(config), logits)
+
+
+@pytest.mark.parametrize(("groups", "best"), [(1, 1), (4, 1), (4, 3), (6, 2)])
+def test_groups_of_experts_as_in_deepseek(groups, best) -> None:
+    logits = random_logits(groups, 100, 12, 2.0)
+    config = DeepseekV2Config(
+        hidden_size=100,
+        num_attention_heads=10,
+        n_routed_experts=12,
+        num_experts_per_tok=4,
+        topk_method="greedy" if groups == 1 else "group_limited_greedy",
+        n_group=groups,
+        topk_group=best,
+        routed_scaling_factor=2.5,
+    )
+    ours = Softmax(4, rescaled=False, scale=2.5, groups=groups, best_groups=best)
+    equal(ours, DeepseekV2TopkRouter(config), logits)
+    if groups == 4 and best == 1:  # three experts can be chosen, and a fourth fills up
+        assert (np.count_nonzero(ours(logits).weights, axis=1) == 3).all()
+
+
+@pytest.mark.parametrize("jitter", [0.001, 0.01, 0.3])
+@pytest.mark.parametrize("scale", [0.05, 1.0, 10.0])
+def test_sparsemixer_as_in_phi(jitter, scale) -> None:
+    logits = random_logits(3, 200, 16, scale)
+    config = PhimoeConfig(hidden_size=200, num_local_experts=16, router_jitter_noise=jitter)
+    equal(SparseMixer(jitter), PhimoeTopKRouter(config), logits)
+
+
+@pytest.mark.parametrize("row", [[0.0] * 4, [-1.0, -1.0, -1.0, -1.0], [2.0, 2.0, 0.0, 0.0], [0.0, 0, -1, -2]])
+def test_sparsemixer_of_equal_logits(row) -> None:
+    logits = np.array([row], np.float32)
+    config = PhimoeConfig(hidden_size=1, num_local_experts=4)
+    equal(SparseMixer(0.01), PhimoeTopKRouter(config), logits)
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
 @pytest.mark.parametrize("scale", [0.01, 1.0, 8.0])
 def test_random_logits_route_as_in_transformers(k, scale) -> None:
     logits = (np.random.default_rng(k).standard_normal((200, 8)) * scale).astype(np.float32)
-    ours = top_k_softmax(logits, k)
+    ours = Softmax(k, rescaled=True)(logits)
     weights, chosen = by_transformers(logits, k)
     np.testing.assert_array_equal(ours.experts, chosen)
     np.testing.assert_allclose(ours.weights, weights, rtol=2e-6, atol=1e-7)
@@ -44,7 +109,7 @@ FEW_VALUES = arrays(np.float32, (3, 6), elements=st.sampled_from([-1.0, 0.0, 0.5
 @settings(max_examples=40, deadline=None)
 @given(FEW_VALUES, st.integers(1, 6))
 def test_of_equal_logits_the_lower_expert_is_taken(logits, k) -> None:
-    ours = top_k_softmax(logits, k)
+    ours = Softmax(k, rescaled=True)(logits)
     for row, experts in zip(logits, ours.experts, strict=True):
         assert experts.tolist() == sorted(range(6), key=lambda e: (-row[e], e))[:k]
     # which of equals transformers takes is not its promise, but their weights are
@@ -53,6 +118,6 @@ def test_of_equal_logits_the_lower_expert_is_taken(logits, k) -> None:
 
 
 def test_large_logits_do_not_overflow() -> None:
-    routing = top_k_softmax(np.array([[3e38, -3e38, 3e38]], np.float32), 2)
+    routing = Softmax(2, rescaled=True)(np.array([[3e38, -3e38, 3e38]], np.float32))
     assert routing.experts.tolist() == [[0, 2]]
     assert routing.weights.tolist() == [[0.5, 0.5]]

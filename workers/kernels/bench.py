@@ -71,9 +71,7 @@ class Bench:
         self._readings: dict[int, dict[str, list[float]]] = {}
         self._rng = np.random.default_rng(0)
 
-    def time(
-        self, format: TileFormat, variant: str, shape: tuple[int, int], rows: int, cores: int
-    ) -> None:
+    def time(self, format: TileFormat, variant: str, shape: tuple[int, int], rows: int, cores: int) -> None:
         """Add a case."""
         self.read(cores)
         channels, hidden = shape

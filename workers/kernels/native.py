@@ -27,7 +27,7 @@ VARIANTS = {  # best first
     "avx2": "AVX2",
     "portable": "portable C",
 }
-VERSION = 1  # of the functions in c/kernels.h
+VERSION = 2  # of the functions in c/kernels.h
 OTHER_VERSION = "compiled from another version: install again"
 BF16_BITS = 16
 LINE = 64  # bytes of a cache line: how scratch is aligned
@@ -90,6 +90,7 @@ class Library:
     def __init__(self, variant: str, functions: ctypes.CDLL) -> None:
         """Use `load`."""
         self.variant = variant
+        self.functions = functions
         pointer, size = ctypes.c_void_p, ctypes.c_int64
         self._quantize: Any = functions.tandem_quantize
         self._quantize.argtypes, self._quantize.restype = (pointer, pointer, size, pointer, pointer), None

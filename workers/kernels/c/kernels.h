@@ -69,6 +69,39 @@ void tandem_tiles(struct team *team, const struct weights *weights, const uint8_
 /* The sum of `bytes` bytes, a multiple of 64, as 64-bit numbers: what reading memory costs and no more. */
 uint64_t tandem_read(struct team *team, const uint8_t *memory, int64_t bytes);
 
+/* Attention of one new token of one sequence, at `position` (tokens before it). `bits` of the cached numbers: BF16
+ * or 32. cosines and sines [width] turn number i with number i + width / 2, and the sines carry the halves' signs.
+ * Its keys and values are cached, and it sees itself and what is cached before it. */
+
+struct grouped { /* query heads in groups that share keys and values */
+    int64_t bits, heads, kv_heads, width;
+    int64_t window; /* tokens that are seen at most, the new one included; 0: all */
+    int64_t normed; /* RMS norm of queries and keys: 0 none, 1 of each head, 2 of all heads together */
+    const float *query_norm, *key_norm;
+    float eps, clip, scale; /* clip 0: none */
+};
+
+/* qkv [(heads + 2 kv_heads) * width], changed in place; keys, values [kv_heads, capacity, width]; out [heads *
+ * width]; scratch: heads * tokens seen. */
+void tandem_grouped(struct team *team, const struct grouped *grouped, float *qkv, const float *cosines,
+                    const float *sines, void *keys, void *values, int64_t capacity, int64_t position, float *out,
+                    float *scratch, int64_t watch);
+
+struct latent { /* keys and values are expanded from one cached vector: for a single token by expanding the query */
+    int64_t bits, heads, rank, plain, rotated, value;
+    const float *norm;     /* [rank], of the latent */
+    const void *expansion; /* [heads, plain + value, rank], of the cached numbers' type */
+    float eps, scale;
+};
+
+/* q [heads, plain + rotated] and latent [rank + rotated], changed in place; cache [capacity, rank + rotated]; out
+ * [heads * value]; scratch: heads * (2 rank + rotated + tokens seen). */
+void tandem_latent(struct team *team, const struct latent *which, float *q, float *latent, const float *cosines,
+                   const float *sines, void *cache, int64_t position, float *out, float *scratch, int64_t watch);
+
+/* out [rows, width] = x / sqrt(mean(x^2) + eps) * weight, row by row. */
+void tandem_rms_norm(const float *x, const float *weight, int64_t rows, int64_t width, float eps, float *out);
+
 /* A team of `threads` threads, the caller included. NULL where the system has no more threads to give. */
 struct team *tandem_team(int64_t threads);
 void tandem_dismiss(struct team *team);

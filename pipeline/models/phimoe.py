@@ -1,0 +1,46 @@
+"""Phi-3.5-MoE: LayerNorm, biases, sparsemixer routing, and a rotary embedding whose cosines and sines have
+scales of their own."""
+
+from __future__ import annotations
+
+from pipeline.models.architecture import Architecture
+from pipeline.models.config_keys import Config, expect, flag, optional, required
+from pipeline.models.reading import common, experts, grouped_query, rope, rope_parameters, trained_positions
+from pipeline.models.routing import SparseMixer
+from pipeline.models.spec import ModelSpec, Rope
+
+
+class Phimoe(Architecture):
+    model_type = "phimoe"
+    moe = "block_sparse_moe"
+    fused_router = "router"
+    matrices = ("w1", "w3", "w2")
+
+    def spec(self, config: Config) -> ModelSpec:
+        expect(config, "num_experts_per_tok", (2,))
+        shared = common(config)
+        layers = shared["layers"]
+        bias = flag(config, "attention_bias", False)
+        jitter = optional(config, "router_jitter_noise", float)
+        return ModelSpec(
+            **shared,
+            moe_layers=tuple(range(layers)),
+            intermediate=required(config, "intermediate_size", int),
+            experts=experts(config, "num_local_experts"),
+            attention=grouped_query(config, bias=bias, output_bias=bias),
+            windows=(optional(config, "sliding_window", int),) * layers,
+            rope=_rope(config),
+            router=SparseMixer(0.01 if jitter is None else jitter),
+            layer_norm=True,
+            head_bias=flag(config, "lm_head_bias", False),
+        )
+
+
+def _rope(config: Config) -> Rope:
+    """transformers, our reference, takes the short factors for every length and changes the scale alone."""
+    plain = rope(config, 1e6)
+    if plain.kind == "default":
+        return plain
+    _, parameters = rope_parameters(config)
+    scales = tuple(float(required(parameters, f"{name}_mscale", float)) for name in ("short", "long"))
+    return Rope(plain.kind, plain.theta, trained_positions(config), (scales[0], scales[1]))

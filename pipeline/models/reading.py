@@ -1,0 +1,94 @@
+"""What most families' config.json files have in common, read into the parts of a spec."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pipeline.errors import ModelError
+from pipeline.models.config_keys import Config, expect, flag, optional, required
+from pipeline.models.spec import GroupedQuery, Rope
+
+# Those that need a factor; what else one needs, its initialiser says when the tables are made.
+SCALED = ("linear", "dynamic", "yarn", "llama3")
+KINDS = ("default", *SCALED, "longrope")
+
+
+def common(config: Config) -> dict[str, Any]:
+    """The fields of ModelSpec that every family's config has under the same keys."""
+    expect(config, "hidden_act", ("silu",))
+    return {
+        "layers": required(config, "num_hidden_layers", int),
+        "hidden": required(config, "hidden_size", int),
+        "top_k": required(config, "num_experts_per_tok", int),
+        "vocabulary": required(config, "vocab_size", int),
+        "max_positions": required(config, "max_position_embeddings", int),
+        "norm_eps": float(required(config, "rms_norm_eps", float)),
+        "tied_embeddings": flag(config, "tie_word_embeddings", False),
+    }
+
+
+def experts(config: Config, *keys: str) -> int:
+    """The number of experts a layer, under the first of these keys that is there."""
+    return int(required(config, next((key for key in keys if key in config), keys[0]), int))
+
+
+def grouped_query(
+    config: Config,
+    *,
+    bias: bool = False,
+    output_bias: bool = False,
+    qk_norm: Literal["", "head", "all"] = "",
+    clip: float | None = None,
+) -> GroupedQuery:
+    heads = required(config, "num_attention_heads", int)
+    return GroupedQuery(
+        heads=heads,
+        kv_heads=required(config, "num_key_value_heads", int),
+        head_dim=optional(config, "head_dim", int) or required(config, "hidden_size", int) // heads,
+        bias=bias,
+        output_bias=output_bias,
+        qk_norm=qk_norm,
+        clip=clip,
+    )
+
+
+def rope_parameters(config: Config) -> tuple[str, Mapping[str, Any]]:
+    """The kind of rotary embedding and its parameters, from either place that transformers has kept them."""
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    parameters = config.get(name) or {}
+    if not isinstance(parameters, Mapping) or any(isinstance(v, Mapping) for v in parameters.values()):
+        raise ModelError(f"config.json: {name} must be a mapping without further mappings in it")
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind not in KINDS:
+        raise ModelError(f"config.json: RoPE of type {kind!r} is not supported (only {', '.join(KINDS)})")
+    for key in ("partial_rotary_factor",):
+        expect(parameters, key, (None, 1, 1.0))
+        expect(config, key, (None, 1, 1.0))
+    if kind in SCALED:
+        required(parameters, "factor", float)
+    return kind, parameters
+
+
+def rope(config: Config, theta: float = 1e4) -> Rope:
+    """`theta`: the family's own, where the config gives none."""
+    kind, parameters = rope_parameters(config)
+    base = optional(parameters, "rope_theta", float) or optional(config, "rope_theta", float) or theta
+    return Rope(kind, float(base), trained_positions(config) if kind == "longrope" else None)
+
+
+def trained_positions(config: Config) -> int:
+    """Positions that the model was first trained on, where its rotary embedding stretches them."""
+    key = "original_max_position_embeddings"
+    _, parameters = rope_parameters(config)
+    own = optional(config, key, int) or optional(parameters, key, int)
+    return int(own or required(config, "max_position_embeddings", int))
+
+
+def sparse_layers(config: Config, layers: int) -> tuple[int, ...]:
+    """The layers with experts: every `decoder_sparse_step`-th, but for `mlp_only_layers`."""
+    step = optional(config, "decoder_sparse_step", int) or 1
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(i) is int for i in dense):
+        raise ModelError(f"config.json: mlp_only_layers must be a list of layers, it is {dense!r}")
+    return tuple(i for i in range(layers) if i not in dense and (i + 1) % step == 0)

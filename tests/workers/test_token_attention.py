@@ -1,0 +1,234 @@
+"""The C kernels of one token's attention, in every variant that runs here, equal the formula in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from workers.kernels.attention import NORMS, GroupedHeads, LatentHeads, RMSNorm, Turn
+from workers.kernels.native import Library, Team
+
+EPS = 1e-6
+FEW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(params=[1, 3])
+def team(request: pytest.FixtureRequest, library: Library) -> Iterator[Team | None]:
+    made = library.team(request.param)
+    yield made
+    if made is not None:
+        made.close()
+
+
+def numbers(random: np.random.Generator, *shape: int) -> np.ndarray:
+    return random.standard_normal(shape).astype(np.float32)
+
+
+def as_cached(x: np.ndarray, bits: int) -> np.ndarray:
+    """What a cache of this type holds of float32 numbers."""
+    if bits == 32:
+        return x.copy()
+    word = x.view(np.uint32)
+    return ((word + 0x7FFF + ((word >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def read(cached: np.ndarray) -> np.ndarray:
+    """float64 numbers of a cache."""
+    if cached.dtype == np.float32:
+        return cached.astype(np.float64)
+    return (cached.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def turned(x: np.ndarray, angles: np.ndarray) -> np.ndarray:
+    half = x.shape[-1] // 2
+    swapped = np.concatenate((-x[..., half:], x[..., :half]), axis=-1)
+    both = np.concatenate((angles, angles))
+    return x * np.cos(both) + swapped * np.sin(both)
+
+
+def tables(angles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    cos, sin = np.cos(angles), np.sin(angles)
+    return np.concatenate((cos, cos)).astype(np.float32), np.concatenate((-sin, sin)).astype(np.float32)
+
+
+def normed(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + EPS) * weight
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+@FEW
+@given(
+    seed=st.integers(0, 1000),
+    kv_heads=st.integers(1, 3),
+    shared=st.integers(1, 6),
+    half=st.integers(1, 40),
+    position=st.integers(0, 40),
+    window=st.none() | st.integers(1, 50),
+    bits=st.sampled_from([16, 32]),
+    norm=st.sampled_from(NORMS),
+    clip=st.none() | st.floats(0.1, 2.0),
+)
+def test_grouped_heads(
+    library, team, seed, kv_heads, shared, half, position, window, bits, norm, clip
+) -> None:
+    random, width, heads = np.random.default_rng(seed), 2 * half, kv_heads * shared
+    capacity = position + 3
+    qkv = numbers(random, heads + 2 * kv_heads, width)
+    caches = [as_cached(numbers(random, kv_heads, capacity, width), bits) for _ in range(2)]
+    before = [cache.copy() for cache in caches]
+    sizes = {"": (1, 1), "head": (width, width), "all": (heads * width, kv_heads * width)}[norm]
+    weights = [numbers(random, size) for size in sizes]
+    angles = random.uniform(0, 6, half)
+    cos, sin = tables(angles)
+
+    x = qkv.astype(np.float64)
+    q, k, v = x[:heads], x[heads : heads + kv_heads], x[heads + kv_heads :]
+    if norm == "head":
+        q, k = normed(q, weights[0]), normed(k, weights[1])
+    elif norm == "all":
+        q = normed(q.reshape(-1), weights[0]).reshape(q.shape)
+        k = normed(k.reshape(-1), weights[1]).reshape(k.shape)
+    if clip is not None:
+        q, k, v = (np.clip(one, -clip, clip) for one in (q, k, v))
+    q, k = turned(q, angles), turned(k, angles)
+
+    out = np.full((heads, width), np.nan, np.float32)
+    kernel = GroupedHeads(
+        library,
+        team,
+        bits=bits,
+        heads=heads,
+        kv_heads=kv_heads,
+        width=width,
+        window=window,
+        norm=norm,
+        query_norm=weights[0].ctypes.data,
+        key_norm=weights[1].ctypes.data,
+        eps=EPS,
+        clip=clip,
+    )
+    kernel.one(
+        qkv.ctypes.data,
+        Turn(cos.ctypes.data, sin.ctypes.data),
+        (caches[0].ctypes.data, caches[1].ctypes.data),
+        capacity,
+        position,
+        out.ctypes.data,
+        watch=1000,
+    )
+    for cache, old, new in zip(caches, before, (k, v), strict=True):
+        fits = {"rtol": 1e-5, "atol": 1e-5} if bits == 32 else {"rtol": 2**-8, "atol": 1e-5}
+        np.testing.assert_allclose(read(cache)[:, position], new, **fits)
+        old[:, position] = cache[:, position]
+        np.testing.assert_array_equal(cache, old)  # nothing else was written
+    seen = slice(0 if window is None else max(0, position + 1 - window), position + 1)
+    for head in range(heads):
+        keys, values = (read(cache)[head // shared, seen] for cache in caches)
+        wanted = softmax(keys @ q[head] * width**-0.5) @ values
+        np.testing.assert_allclose(out[head], wanted, rtol=2e-4, atol=2e-5)
+
+
+@FEW
+@given(
+    seed=st.integers(0, 1000),
+    heads=st.integers(1, 5),
+    rank=st.integers(1, 150),
+    plain=st.integers(1, 40),
+    half=st.integers(1, 20),
+    value=st.integers(1, 40),
+    position=st.integers(0, 40),
+    bits=st.sampled_from([16, 32]),
+)
+def test_latent_heads(library, team, seed, heads, rank, plain, half, value, position, bits) -> None:
+    """As it is defined: keys and values expanded from every cached latent."""
+    random, rotated = np.random.default_rng(seed), 2 * half
+    q, latent = numbers(random, heads, plain + rotated), numbers(random, rank + rotated)
+    cache = as_cached(numbers(random, position + 2, rank + rotated), bits)
+    before, weight = cache.copy(), numbers(random, rank)
+    expansion = as_cached(numbers(random, heads, plain + value, rank) * np.float32(rank**-0.5), bits)
+    angles, scale = random.uniform(0, 6, half), float((plain + rotated) ** -0.5)
+    cos, sin = tables(angles)
+    new = latent.astype(np.float64)
+    new = np.concatenate((normed(new[:rank], weight), turned(new[rank:], angles)))
+    queries = q.astype(np.float64)
+
+    out = np.full((heads, value), np.nan, np.float32)
+    kernel = LatentHeads(
+        library,
+        team,
+        bits=bits,
+        heads=heads,
+        rank=rank,
+        plain=plain,
+        rotated=rotated,
+        value=value,
+        norm=weight.ctypes.data,
+        expansion=expansion.ctypes.data,
+        eps=EPS,
+        scale=scale,
+    )
+    turn = Turn(cos.ctypes.data, sin.ctypes.data)
+    kernel.one(
+        q.ctypes.data, latent.ctypes.data, turn, cache.ctypes.data, position, out.ctypes.data, watch=1000
+    )
+    fits = {"rtol": 1e-5, "atol": 1e-5} if bits == 32 else {"rtol": 2**-8, "atol": 1e-5}
+    np.testing.assert_allclose(read(cache)[position], new, **fits)
+    before[position] = cache[position]
+    np.testing.assert_array_equal(cache, before)
+    cached, expanded = read(cache)[: position + 1], read(expansion)
+    for head in range(heads):
+        both = cached[:, :rank] @ expanded[head].T  # [tokens, plain + value]
+        keys = np.concatenate((both[:, :plain], cached[:, rank:]), axis=1)
+        query = np.concatenate((queries[head, :plain], turned(queries[head, plain:], angles)))
+        wanted = softmax(keys @ query * scale) @ both[:, plain:]
+        np.testing.assert_allclose(out[head], wanted, rtol=5e-4, atol=5e-5)
+
+
+@FEW
+@given(rows=st.integers(0, 5), width=st.integers(1, 300), seed=st.integers(0, 100))
+def test_rms_norm(library, rows, width, seed) -> None:
+    random = np.random.default_rng(seed)
+    x, weight = numbers(random, rows, width), numbers(random, width)
+    out = np.full_like(x, np.nan)
+    norm = RMSNorm(library, weight.ctypes.data, width, EPS)
+    norm(x.ctypes.data, rows, out.ctypes.data)
+    np.testing.assert_allclose(out, normed(x.astype(np.float64), weight), rtol=1e-5, atol=1e-6)
+    norm(x.ctypes.data, rows, x.ctypes.data)
+    np.testing.assert_array_equal(x, out)
+
+
+def test_many_tokens_are_shared_and_give_the_same_bits(library) -> None:
+    """Beyond the number of tokens from which a sleeping team is worth waking."""
+    random, width, tokens = np.random.default_rng(0), 64, 3000
+    qkv = numbers(random, 12, width)
+    caches = [as_cached(numbers(random, 2, tokens, width), 16) for _ in range(2)]
+    cos, sin = tables(random.uniform(0, 6, width // 2))
+    found = []
+    for threads in (1, 2, 4):
+        made = library.team(threads)
+        kernel = GroupedHeads(
+            library, made, bits=16, heads=8, kv_heads=2, width=width, window=None, norm="",
+            query_norm=None, key_norm=None, eps=EPS, clip=None,
+        )  # fmt: skip
+        x, out = qkv.copy(), np.empty((8, width), np.float32)
+        kernel.one(
+            x.ctypes.data,
+            Turn(cos.ctypes.data, sin.ctypes.data),
+            (caches[0].ctypes.data, caches[1].ctypes.data),
+            tokens,
+            tokens - 1,
+            out.ctypes.data,
+            watch=0,
+        )
+        found.append(out)
+        if made is not None:
+            made.close()
+    assert all(np.array_equal(out, found[0]) for out in found)

@@ -1,0 +1,249 @@
+/* Attention of one new token, and RMS norm: what lies between two products with weights. The cached numbers are
+ * bf16 or float32, everything else is float32. Heads do not mix, and each is computed by one thread: the bits do not
+ * depend on how many there are. Part of body.h, behind plain.h. */
+
+enum { SHARING = 4 }; /* query heads that one reading of their keys and values serves, at most */
+enum { WIDE = 4 };    /* vectors of a value that are gathered in one pass over the tokens */
+
+INLINE vector cached(const void *from, int64_t at, const int bits) {
+    return bits == BF16 ? WIDENED((const uint16_t *)from + at) : loaded((const float *)from + at);
+}
+
+INLINE float one_cached(const void *from, int64_t at, const int bits) {
+    return bits == BF16 ? widened(((const uint16_t *)from)[at]) : ((const float *)from)[at];
+}
+
+static void keep(const float *x, int64_t n, void *to, int64_t at, int64_t bits) {
+    if (bits != BF16) {
+        memcpy((float *)to + at, x, (size_t)n * sizeof *x);
+        return;
+    }
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t rounded;
+        float value;
+        round_to_bf16(x + i, 1, &value);
+        memcpy(&rounded, &value, 4);
+        ((uint16_t *)to)[at + i] = (uint16_t)(rounded >> 16);
+    }
+}
+
+static void rms_norm(const float *x, const float *weight, int64_t n, float eps, float *out) {
+    vector squares[4] = {{0}};
+    float sum = 0.0f;
+    int64_t i = 0;
+    for (; i + 4 * LANES <= n; i += 4 * LANES)
+        for (int v = 0; v < 4; v++) {
+            vector one = loaded(x + i + v * LANES);
+            squares[v] = VFMA(one, one, squares[v]);
+        }
+    sum = SUM((squares[0] + squares[1]) + (squares[2] + squares[3]));
+    for (; i < n; i++) sum += x[i] * x[i];
+    float scale = 1.0f / sqrtf(sum / (float)n + eps);
+    for (i = 0; i < n; i++) out[i] = x[i] * scale * weight[i];
+}
+
+/* In place; number i turns with number i + width / 2. The sines carry the signs of the halves. */
+static void turn(float *x, const float *cosines, const float *sines, int64_t width) {
+    int64_t half = width / 2;
+    for (int64_t i = 0; i < half; i++) {
+        float a = x[i], b = x[i + half];
+        x[i] = a * cosines[i] + b * sines[i];
+        x[i + half] = b * cosines[i + half] + a * sines[i + half];
+    }
+}
+
+/* Where the keys and values of some heads lie: token t's begin at number t * step. */
+struct stream {
+    const void *keys, *values;
+    int64_t step, key_width, value_width;
+};
+
+/* scores[r][t - first] = scale * q[r] . key t for `heads` (a constant) heads that share keys. */
+INLINE void scored(const struct stream *s, const int bits, const float *q, int64_t stride, const int heads,
+                   int64_t first, int64_t tokens, float scale, float *scores, int64_t room) {
+    int64_t whole = s->key_width / LANES * LANES;
+    for (int64_t t = first; t < tokens; t++) {
+        vector sums[SHARING];
+        for (int r = 0; r < heads; r++) sums[r] = (vector){0};
+        for (int64_t i = 0; i < whole; i += LANES) {
+            vector key = cached(s->keys, t * s->step + i, bits);
+            for (int r = 0; r < heads; r++) sums[r] = VFMA(key, loaded(q + r * stride + i), sums[r]);
+        }
+        for (int r = 0; r < heads; r++) {
+            float sum = SUM(sums[r]);
+            for (int64_t i = whole; i < s->key_width; i++)
+                sum += one_cached(s->keys, t * s->step + i, bits) * q[r * stride + i];
+            scores[r * room + t - first] = sum * scale;
+        }
+    }
+}
+
+static void softmax(float *scores, int64_t n) {
+    float most = scores[0], sum = 0.0f;
+    for (int64_t i = 1; i < n; i++) most = scores[i] > most ? scores[i] : most;
+    for (int64_t i = 0; i < n; i++) scores[i] = exponential(scores[i] - most);
+    for (int64_t i = 0; i < n; i++) sum += scores[i];
+    float scale = 1.0f / sum;
+    for (int64_t i = 0; i < n; i++) scores[i] *= scale;
+}
+
+/* out[r] = the sum of scores[r][t - first] * value t. */
+INLINE void mixed(const struct stream *s, const int bits, const int heads, int64_t first, int64_t tokens,
+                     const float *scores, int64_t room, float *out) {
+    int64_t i = 0, width = s->value_width;
+    for (; i + WIDE * LANES <= width; i += WIDE * LANES) {
+        vector sums[SHARING][WIDE];
+        for (int r = 0; r < heads; r++)
+            for (int v = 0; v < WIDE; v++) sums[r][v] = (vector){0};
+        for (int64_t t = first; t < tokens; t++)
+            for (int v = 0; v < WIDE; v++) {
+                vector value = cached(s->values, t * s->step + i + v * LANES, bits), zero = {0};
+                for (int r = 0; r < heads; r++)
+                    sums[r][v] = VFMA(value, scores[r * room + t - first] - zero, sums[r][v]);
+            }
+        for (int r = 0; r < heads; r++)
+            for (int v = 0; v < WIDE; v++) memcpy(out + r * width + i + v * LANES, &sums[r][v], sizeof(vector));
+    }
+    for (; i < width; i++)
+        for (int r = 0; r < heads; r++) {
+            float sum = 0.0f;
+            for (int64_t t = first; t < tokens; t++)
+                sum += one_cached(s->values, t * s->step + i, bits) * scores[r * room + t - first];
+            out[r * width + i] = sum;
+        }
+}
+
+INLINE void attended(const struct stream *s, const int bits, const float *q, int64_t stride, const int heads,
+                     int64_t first, int64_t tokens, float scale, float *scores, float *out) {
+    int64_t room = tokens - first;
+    scored(s, bits, q, stride, heads, first, tokens, scale, scores, room);
+    for (int r = 0; r < heads; r++) softmax(scores + r * room, room);
+    mixed(s, bits, heads, first, tokens, scores, room, out);
+}
+
+/* `number` heads, at most SHARING, that share keys and values; q [number, stride]. */
+static void attend(const struct stream *s, int64_t bits, const float *q, int64_t stride, int64_t number, int64_t first,
+                   int64_t tokens, float scale, float *scores, float *out) {
+#define ATTEND(n)                                                                                                \
+    (bits == BF16 ? attended(s, BF16, q, stride, n, first, tokens, scale, scores, out)                          \
+                  : attended(s, 32, q, stride, n, first, tokens, scale, scores, out))
+    switch (number) {
+    case 1: ATTEND(1); break;
+    case 2: ATTEND(2); break;
+    case 3: ATTEND(3); break;
+    default: ATTEND(4);
+    }
+}
+
+/* --- heads in groups that share keys and values -------------------------------------------------------------- */
+
+struct one_token {
+    const struct grouped *grouped;
+    const struct latent *latent;
+    const float *cosines, *sines;
+    float *q;
+    char *keys, *values;
+    int64_t capacity, first, tokens;
+    float *scores, *out;
+};
+
+static void some_heads(void *context, int64_t lo, int64_t hi) {
+    const struct one_token *o = context;
+    const struct grouped *g = o->grouped;
+    int64_t shared = g->heads / g->kv_heads, bytes = g->bits / 8;
+    for (int64_t head = lo, n; head < hi; head += n) {
+        n = least(least(SHARING, hi - head), (head / shared + 1) * shared - head);
+        int64_t from = head / shared * o->capacity * g->width * bytes;
+        struct stream s = {o->keys + from, o->values + from, g->width, g->width, g->width};
+        attend(&s, g->bits, o->q + head * g->width, g->width, n, o->first, o->tokens, g->scale,
+               o->scores + head * (o->tokens - o->first), o->out + head * g->width);
+    }
+}
+
+void tandem_grouped(struct team *team, const struct grouped *g, float *qkv, const float *cosines, const float *sines,
+                    void *keys, void *values, int64_t capacity, int64_t position, float *out, float *scratch,
+                    int64_t watch) {
+    int64_t both[2] = {g->heads * g->width, g->kv_heads * g->width};
+    const float *norms[2] = {g->query_norm, g->key_norm};
+    float *k = qkv + both[0], *v = k + both[1];
+    for (int which = 0; which < 2; which++) {
+        float *x = which ? k : qkv;
+        for (int64_t i = 0; g->normed && i < both[which];) {
+            int64_t n = g->normed == 1 ? g->width : both[which];
+            rms_norm(x + i, norms[which], n, g->eps, x + i);
+            i += n;
+        }
+    }
+    if (g->clip > 0.0f)
+        for (int64_t i = 0; i < both[0] + 2 * both[1]; i++)
+            qkv[i] = qkv[i] > g->clip ? g->clip : qkv[i] < -g->clip ? -g->clip : qkv[i];
+    for (int64_t head = 0; head < g->heads + g->kv_heads; head++) turn(qkv + head * g->width, cosines, sines, g->width);
+    for (int64_t head = 0; head < g->kv_heads; head++) {
+        int64_t at = (head * capacity + position) * g->width;
+        keep(k + head * g->width, g->width, keys, at, g->bits);
+        keep(v + head * g->width, g->width, values, at, g->bits);
+    }
+    int64_t tokens = position + 1, first = g->window && tokens > g->window ? tokens - g->window : 0;
+    struct one_token o = {.grouped = g, .q = qkv, .keys = keys, .values = values, .capacity = capacity,
+                          .first = first, .tokens = tokens, .scores = scratch, .out = out};
+    share(team, some_heads, &o, g->heads, watch);
+}
+
+/* --- latent attention ---------------------------------------------------------------------------------------- */
+
+/* y [rank] = the sum of q[i] * row i of `rows` rows [rank]. */
+INLINE void combined(const void *rows, const int bits, int64_t number, int64_t rank, const float *q, float *y) {
+    int64_t i = 0;
+    for (; i + WIDE * LANES <= rank; i += WIDE * LANES) {
+        vector sums[WIDE] = {{0}}, zero = {0};
+        for (int64_t n = 0; n < number; n++)
+            for (int v = 0; v < WIDE; v++)
+                sums[v] = VFMA(cached(rows, n * rank + i + v * LANES, bits), q[n] - zero, sums[v]);
+        memcpy(y + i, sums, sizeof sums);
+    }
+    for (; i < rank; i++) {
+        y[i] = 0.0f;
+        for (int64_t n = 0; n < number; n++) y[i] += one_cached(rows, n * rank + i, bits) * q[n];
+    }
+}
+
+INLINE void latent_head(const struct one_token *o, const int bits, int64_t head, float *room) {
+    const struct latent *l = o->latent;
+    int64_t width = l->plain + l->rotated, latent = l->rank + l->rotated;
+    float *q = o->q + head * width, *down = room, *up = room + latent, *scores = up + l->rank;
+    const char *rows = (const char *)l->expansion + head * (l->plain + l->value) * l->rank * (bits / 8);
+    combined(rows, bits, l->plain, l->rank, q, down);
+    memcpy(down + l->rank, q + l->plain, (size_t)l->rotated * sizeof *q);
+    turn(down + l->rank, o->cosines, o->sines, l->rotated);
+    struct stream s = {o->keys, o->keys, latent, latent, l->rank};
+    attended(&s, bits, down, latent, 1, o->first, o->tokens, l->scale, scores, up);
+    struct stream values = {rows + l->plain * l->rank * (bits / 8), NULL, l->rank, l->rank, 0};
+    scored(&values, bits, up, 0, 1, 0, l->value, 1.0f, o->out + head * l->value, 0);
+}
+
+static void some_latent_heads(void *context, int64_t lo, int64_t hi) {
+    const struct one_token *o = context;
+    const struct latent *l = o->latent;
+    for (int64_t head = lo; head < hi; head++) {
+        float *room = o->scores + head * (2 * l->rank + l->rotated + o->tokens);
+        if (l->bits == BF16)
+            latent_head(o, BF16, head, room);
+        else
+            latent_head(o, 32, head, room);
+    }
+}
+
+void tandem_latent(struct team *team, const struct latent *l, float *q, float *latent, const float *cosines,
+                   const float *sines, void *cache, int64_t position, float *out, float *scratch, int64_t watch) {
+    int64_t width = l->rank + l->rotated;
+    rms_norm(latent, l->norm, l->rank, l->eps, latent);
+    turn(latent + l->rank, cosines, sines, l->rotated);
+    keep(latent, width, cache, position * width, l->bits);
+    struct one_token o = {.latent = l, .cosines = cosines, .sines = sines, .q = q, .keys = cache,
+                          .tokens = position + 1, .scores = scratch, .out = out};
+    share(team, some_latent_heads, &o, l->heads, watch);
+}
+
+void tandem_rms_norm(const float *x, const float *weight, int64_t rows, int64_t width, float eps, float *out) {
+    for (int64_t r = 0; r < rows; r++) rms_norm(x + r * width, weight, width, eps, out + r * width);
+}
