@@ -8,28 +8,23 @@ from typing import Any
 
 from launch.cores import Cores, Seat
 from launch.runtime import RuntimeDir
-from pipeline.config import DEFAULT_CONTEXT, KV_CONTEXTS, EngineConfig
-from pipeline.errors import PipelineError
-from pipeline.models.open import open_model
-from pipeline.models.registry import expert_shape, model_spec
-from shm.layout import StoreLayout, format_named
+from pipeline.config import SettledConfig
 from shm.segment import engine_prefix
 from shm.store import store_name
-
-FREE_BYTES = 2_000_000_000  # left for the rest of the machine
-NUMBER_BYTES = {"f32": 4.0, "bf16": 2.0, "int8": 1.04, "int4": 0.57}  # of a weight, its scale included
 
 
 @dataclass(frozen=True)
 class Briefing:
-    """`config` has its device, policy and workers settled. `slab`: the first policy keeps experts on the
-    device, so something that copies them there is needed from the start."""
+    """`config` has its device, policy and workers settled, too. `slab`: the first policy keeps experts on the
+    device, so something that copies them there is needed from the start. `reserve`: bytes of memory that the
+    store must leave free."""
 
-    config: EngineConfig
+    config: SettledConfig
     model: Path
     cores: Cores
     runtime: RuntimeDir
     slab: bool
+    reserve: int
     log_level: str
     cache_dir: Path
     key: bytes  # the engine's: what its children prove themselves with
@@ -50,7 +45,7 @@ class Briefing:
             "format": self.config.format,
             "tile": self.config.tile,
             "cache_dir": str(self.cache_dir),
-            "reserve_bytes": self._reserve_bytes(),
+            "reserve_bytes": self.reserve,
             "verify": self.config.verify,
             "nodes": list(self.cores.nodes),
         }
@@ -87,22 +82,3 @@ class Briefing:
             "runtime": str(self.runtime.path),
             "log_level": self.log_level,
         }
-
-    def _reserve_bytes(self) -> int:
-        """What must stay free beside the store: slab, backbone, KV cache, and 2 GB. A
-        model that cannot be read is the loader's to report."""
-        tile_format = format_named(self.config.format)
-        try:
-            config = open_model(self.model).config
-            spec, shape = model_spec(config), expert_shape(config, self.config.tile, tile_format)
-        except PipelineError:
-            return FREE_BYTES
-        experts = StoreLayout(shape, tile_format).total_bytes
-        slab = self.config.expert_cache * experts if self.slab and self.config.device == "cpu" else 0
-        attention = 2 * spec.hidden * spec.head_dim * (spec.heads + spec.kv_heads)
-        embeddings = spec.vocabulary * spec.hidden * (1 if spec.tied_embeddings else 2)
-        context = self.config.context or min(spec.max_positions, DEFAULT_CONTEXT)
-        kv = (self.config.kv_tokens or KV_CONTEXTS * context) * spec.kv_numbers_per_token
-        weight = NUMBER_BYTES[self.config.backbone_dtype]
-        backbone = spec.layers * attention * weight + (embeddings + kv) * max(weight, NUMBER_BYTES["bf16"])
-        return FREE_BYTES + int(slab) + int(backbone)

@@ -14,6 +14,7 @@ from launch.errors import WrongUsage
 from pipeline.assets import model_dir
 from pipeline.config import EngineConfig
 from pipeline.errors import PipelineError
+from pipeline.memory_plan import AUTOMATIC
 from pipeline.models.open import open_model
 from pipeline.models.registry import expert_shape
 from pipeline.policies.costs import Costs
@@ -43,7 +44,7 @@ def check_engine(config: EngineConfig) -> None:
     if config.costs is not None:
         Costs.load(config.costs)
     source = open_model(config.model or model_dir())
-    expert_shape(source.config, config.tile, format_named(config.format))
+    expert_shape(source.config, config.tile, format_named(config.format or AUTOMATIC[0]))
     if config.listen is not None:
         check_listening(config.listen, config.key or keys_folder() / ENGINE_FILE)
 
@@ -97,7 +98,7 @@ def without_effect(config: EngineConfig, preset: type[Policy], model: Path) -> l
         given = {
             "--link-gbps": config.link_gbps is not None,
             "--prefetcher": config.prefetcher != EngineConfig.prefetcher,
-            "--expert-cache": config.expert_cache != EngineConfig.expert_cache,
+            "--expert-cache": config.expert_cache is not None,
         }
         for option in (option for option, is_given in given.items() if is_given):
             lines.append(f"{option} acts only on policies set later: {preset.name} uses no device memory")
@@ -113,7 +114,8 @@ def without_effect(config: EngineConfig, preset: type[Policy], model: Path) -> l
 def _largest_tile(config: EngineConfig, model: Path) -> float:
     """Channels of the tile that was asked for; a model that cannot be read is the loader's to report."""
     try:
-        return expert_shape(open_model(model).config, config.tile, format_named(config.format)).tile
+        tile_format = format_named(config.format or AUTOMATIC[0])
+        return expert_shape(open_model(model).config, config.tile, tile_format).tile
     except PipelineError:
         return math.inf
 

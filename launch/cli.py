@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
@@ -70,6 +71,7 @@ def _run(options: Options) -> int:
     from launch.interrupts import Interrupts
 
     logging.basicConfig(level=options.log_level, stream=sys.stderr, format="[%(name)s] %(message)s")
+    options = _with_model(options)
 
     async def with_interrupts() -> int:
         interrupts = Interrupts()
@@ -81,6 +83,20 @@ def _run(options: Options) -> int:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(with_interrupts())
+
+
+def _with_model(options: Options) -> Options:
+    """The same with the folder of a model that is named as on the Hub. It may take hours to download, and
+    then a mistyped policy would be a pity."""
+    if "model" not in options.written:
+        return options
+    from launch.hub import settled
+    from pipeline.policies.presets import make_policy
+
+    for request in options.policies():
+        make_policy(request, options.config().seed)
+    model = settled(options.written["model"], download=options.command != "doctor")
+    return replace(options, written=options.written | {"model": model})
 
 
 def _command(name: str | None) -> Command:

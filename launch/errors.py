@@ -15,6 +15,10 @@ class WrongUsage(LaunchError):
     exit_code = 2
 
 
+class DownloadFailed(LaunchError):
+    """A model cannot be downloaded now: no network, no room on the disk, a Hub that is down."""
+
+
 class StartFailed(LaunchError):
     """A child could not begin its work, ended early, or took too long; nothing of the engine is left."""
 

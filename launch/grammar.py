@@ -10,13 +10,14 @@ import argparse
 import difflib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from launch.errors import WrongUsage
 from launch.values import above, at_least, between, model_path, not_empty, token_ids
 from pipeline.config import (
+    DEFAULT_CACHE,
     DEFAULT_CONTEXT,
     KV_CONTEXTS,
     BackboneDType,
@@ -134,6 +135,8 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
     doctor = subparsers.add_parser("doctor", help="what this machine can do, and what to change")
     doctor.add_argument("--log-level", choices=LOG_LEVELS, help="(info)")
     _add_json(doctor)
+    of_model = "with --model: would it fit, and with which options? Nothing is loaded"
+    _add_sizes(doctor.add_argument_group("a model", of_model).add_argument)
     for name, instead in NOT_YET.items():
         subparsers.add_parser(name, help="not there yet").not_yet = instead
     return parser, dict(subparsers.choices)
@@ -141,51 +144,12 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
 
 def _add_common(parser: Parser) -> None:
     default = EngineConfig()
-    engine = parser.add_argument_group("engine")
-    add = engine.add_argument
-    add(
-        "--model",
-        type=model_path,
-        metavar="DIR",
-        help="Hugging Face checkpoint directory (the embedded model); or random weights, to see how fast a"
-        f" model would be: {PREFIX}NAME, or {PREFIX}NAME/N for N of its layers ({', '.join(SHAPES)})",
-    )
-    add("--policy", metavar="PRESET", help="who computes what (all-host without a GPU, fiddler with one)")
-    add("--set", action="append", metavar="POLICY.OPTION=VALUE", help="an option of the policy; repeatable")
-    add("--device", choices=get_args(DeviceName), help=f"({default.device})")
-    add("--format", choices=get_args(FormatName), help=f"of the experts ({default.format})")
-    add(
-        "--backbone-dtype",
-        choices=get_args(BackboneDType),
-        help=f"of all the rest ({default.backbone_dtype})",
-    )
-    add(
-        "--expert-cache",
-        type=between(0.0, 1.0),
-        metavar="RATIO",
-        help=f"share of all expert tiles that fits the device ({default.expert_cache})",
-    )
-    add("--tile", type=at_least(1), metavar="N", help="channels of a tile (from the experts' shape)")
-    workers = "expert workers, who divide the cores (one for each, at most 16)"
-    add("--workers", type=at_least(1), metavar="N", help=workers)
-    add(
-        "--context",
-        type=at_least(1),
-        metavar="N",
-        help=f"tokens of prompt and answer (the model's, at most {DEFAULT_CONTEXT})",
-    )
-    add(
-        "--kv-tokens",
-        type=at_least(1),
-        metavar="N",
-        help=f"tokens that the KV cache holds for all requests ({KV_CONTEXTS} contexts)",
-    )
-    add("--chunk", type=at_least(1), metavar="N", help="prefill tokens of one step (measured at start)")
+    add = parser.add_argument_group("engine").add_argument
+    _add_sizes(add)
     add("--link-gbps", type=above(0.0), metavar="X", help="emulate a link of X GB/s")
     add("--host-slowdown", type=between(1.0, math.inf), metavar="X", help="emulate workers X times slower")
     add("--costs", type=Path, metavar="FILE", help="use these costs instead of measuring")
     add("--seed", type=at_least(0), metavar="S", help=f"of preset random and sampling ({default.seed})")
-    add("--prefetcher", choices=("process", "thread"), help=f"who copies tiles ({default.prefetcher})")
     add("--keep-store", action="store_true", help="keep the experts in shared memory after the end")
     add("--verify", action="store_true", help="compare the experts with their checksums before they are used")
     add("--name", metavar="NAME", help="of the engine (e and the process id)")
@@ -198,6 +162,51 @@ def _add_common(parser: Parser) -> None:
         help="use a running engine instead of starting one; tcp://HOST:PORT is one on another machine",
     )
     add("--key", type=Path, metavar="FILE", help="for tcp: this client's key, or with serve the engine's")
+
+
+def _add_sizes(add: Callable[..., object]) -> None:
+    """What decides how much memory an engine takes."""
+    default = EngineConfig()
+    add(
+        "--model",
+        type=model_path,
+        metavar="DIR",
+        help="Hugging Face checkpoint directory, or ORG/NAME, a model of the Hub, which is downloaded once"
+        " (the embedded model); or random weights, to see how fast a"
+        f" model would be: {PREFIX}NAME, or {PREFIX}NAME/N for N of its layers ({', '.join(SHAPES)})",
+    )
+    add("--policy", metavar="PRESET", help="who computes what (all-host without a GPU, fiddler with one)")
+    add("--set", action="append", metavar="POLICY.OPTION=VALUE", help="an option of the policy; repeatable")
+    add("--device", choices=get_args(DeviceName), help=f"({default.device})")
+    add("--format", choices=get_args(FormatName), help="of the experts (the most exact that fits)")
+    add(
+        "--backbone-dtype",
+        choices=get_args(BackboneDType),
+        help=f"of all the rest ({default.backbone_dtype})",
+    )
+    add(
+        "--expert-cache",
+        type=between(0.0, 1.0),
+        metavar="RATIO",
+        help=f"share of all expert tiles on the device ({DEFAULT_CACHE}, on a GPU all that fit)",
+    )
+    add("--tile", type=at_least(1), metavar="N", help="channels of a tile (from the experts' shape)")
+    workers = "expert workers, who divide the cores (one for each, at most 16)"
+    add("--workers", type=at_least(1), metavar="N", help=workers)
+    add(
+        "--context",
+        type=at_least(1),
+        metavar="N",
+        help=f"tokens of prompt and answer (the model's, at most {DEFAULT_CONTEXT}, or what fits)",
+    )
+    add(
+        "--kv-tokens",
+        type=at_least(1),
+        metavar="N",
+        help=f"tokens that the KV cache holds for all requests ({KV_CONTEXTS} contexts, or what fits)",
+    )
+    add("--chunk", type=at_least(1), metavar="N", help="prefill tokens of one step (measured at start)")
+    add("--prefetcher", choices=("process", "thread"), help=f"who copies tiles ({default.prefetcher})")
 
 
 def _add_answer(parser: Parser) -> None:

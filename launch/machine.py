@@ -13,35 +13,38 @@ from pipeline.config import DeviceName
 log = logging.getLogger("tandem")
 
 DRIVER_NODES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the second under WSL
-PROBE = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 9)"
+PROBE = "import torch; print(torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else '')"
 PROBE_LIMIT = 120.0  # seconds; a cold import of a CUDA build from a slow disk takes tens of them
 
 
-def usable_device(asked: DeviceName) -> DeviceName:
-    """The device to use, cpu or cuda. Raises WrongUsage where cuda cannot be had; where a GPU could be used
-    and this torch cannot, a warning says so."""
+def usable_device(asked: DeviceName) -> tuple[DeviceName, int | None]:
+    """The device to use, cpu or cuda, and the bytes that a process which computes there can have of its
+    memory, None of cpu. Raises WrongUsage where cuda cannot be had; where a GPU could be used and this torch
+    cannot, a warning says so."""
     if asked == "cpu":
-        return "cpu"
+        return "cpu", None
     driver = any(node.exists() for node in DRIVER_NODES)
     if not driver:
         reason = "no NVIDIA driver is loaded"
-    elif not _torch_has_cuda():
+    elif (free := _free_on_gpu()) is None:
         reason = "this torch cannot use the GPU; `pip install` a CUDA build of torch"
     else:
-        return "cuda"
+        return "cuda", free
     if asked == "cuda":
         raise WrongUsage(f"--device cuda: {reason}; or use --device cpu")
     if driver:
         log.warning(f"warning: computing on the CPU: {reason}")
-    return "cpu"
+    return "cpu", None
 
 
-def _torch_has_cuda() -> bool:
+def _free_on_gpu() -> int | None:
+    """Bytes that are free on the first GPU beside one process's context; None where torch cannot use it."""
     # In a process of its own: the supervisor stays small, and a driver that hangs does not hang it.
     try:
         probe = subprocess.run(
             [sys.executable, "-c", PROBE], stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_LIMIT
         )
     except subprocess.TimeoutExpired:
-        return False
-    return probe.returncode == 0
+        return None
+    words = probe.stdout.split()
+    return int(words[-1]) if probe.returncode == 0 and words else None

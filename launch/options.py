@@ -19,6 +19,11 @@ from protocol.messages import Sampling
 CONFIG_FIELDS = {f.name for f in fields(EngineConfig)}
 SAMPLING_FIELDS = {f.name for f in fields(Sampling)}
 RANDOM_OPTIONS = {"top_k", "top_p", "min_p"}  # how to choose at random: without effect at temperature 0
+# Options that decide how much memory an engine takes.
+SIZES = {
+    *("model", "policy", "set", "device", "format", "backbone_dtype", "expert_cache", "tile", "workers"),
+    *("context", "kv_tokens", "chunk", "prefetcher"),
+}
 # Options of an engine that say something of a request too, by command.
 MEANT_FOR_REQUESTS: dict[str | None, set[str]] = {
     None: {"seed"},
@@ -26,8 +31,8 @@ MEANT_FOR_REQUESTS: dict[str | None, set[str]] = {
     "generate": {"seed"},
     "bench": {"policy", "set"},
 }
-# Commands that have nothing to do with an engine, and all that they take.
-ALONE = {"keys": {"out", "log_level"}, "doctor": {"json", "log_level"}}
+# Commands that start no engine, and all that they take.
+ALONE = {"keys": {"out", "log_level"}, "doctor": {"json", "log_level"} | SIZES}
 ANSWER_OPTIONS = SAMPLING_FIELDS - {"seed"} | {"max_tokens", "stop", "ignore_eos"}
 
 
@@ -116,6 +121,11 @@ def parse(arguments: list[str]) -> Options:
         raise WrongUsage("--prefill belongs to --stepwise; give both or neither")
     for option in sorted(written.keys() - ALONE.get(command or "", written.keys())):
         raise WrongUsage(f"{_spelt(option)} does not belong to {command}")
+    if command == "doctor" and "model" not in written:
+        for option in sorted(SIZES & written.keys()):
+            raise WrongUsage(
+                f"{_spelt(option)} says something of a model: doctor --model DIR {_spelt(option)} ..."
+            )
     options = Options(command, written)
     if "key" in written and "listen" not in written and options.remote is None:
         raise WrongUsage("--key is for tcp: --connect tcp://HOST:PORT, or serve --listen tcp://ADDRESS:PORT")

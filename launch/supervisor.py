@@ -29,11 +29,12 @@ from launch.crew import Crew
 from launch.errors import StartFailed
 from launch.guard import Guard
 from launch.keeper import Keeper, Post
-from launch.machine import usable_device
+from launch.plan import make_plan, situation
 from launch.progress import LoadingBar
 from launch.runtime import EngineInfo, RuntimeDir, cache_root, segments, sweep
 from pipeline.assets import model_dir
 from pipeline.config import EngineConfig
+from pipeline.errors import ModelError
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from protocol.messages import VERSION, Needed, Progress, Ready, SetPolicy
@@ -109,13 +110,13 @@ class Supervisor:
         for name in sweep():
             log.info(f"removed what the killed engine {name} had left behind")
         sweep_stores(runtime_root())
-        device = await asyncio.to_thread(usable_device, self.config.device)
-        policy = self.config.policy or ("all-host" if device == "cpu" else "fiddler")
-        workers = self.config.workers or self._cores.default_workers()
-        self.config = replace(self.config, device=device, policy=policy, workers=workers)
-        request = PolicyRequest(policy, self.config.policy_options)
-        preset = type(make_policy(request, self.config.seed))
-        for line in without_effect(self.config, preset, self.model):
+        now = await asyncio.to_thread(situation, self.config, self._cores.default_workers())
+        try:
+            plan, lines = await asyncio.to_thread(make_plan, self.model, now)
+        except ModelError as e:
+            raise StartFailed(str(e), usage=True) from None
+        self.config = config = plan.settled(now.config)
+        for line in without_effect(replace(now.config, format=config.format), now.preset, self.model):
             log.warning(f"note: {line}")
 
         self._runtime = RuntimeDir.claim(self.name)
@@ -123,23 +124,27 @@ class Supervisor:
         self._crew = crew = Crew(self._channel, self._guard)
         crew.on_message, crew.on_end = self._heard, self._ended
         self._briefing = Briefing(
-            self.config,
+            config,
             self.model,
             self._cores,
             self._runtime,
-            preset.uses_device,
+            now.preset.uses_device,
+            plan.beside_store(now.machine),
             self._log_level,
             cache_root(),
             self._channel.key,
         )
         log.info(f"model: {self.model}")
+        for line in lines:
+            log.info(line)
         if emulation := self.config.emulation:
             log.warning(f"emulation: {emulation}")
         await self._load(crew)
         await self._begin_work(crew)
         self.endpoint = self._runtime.endpoint("client.sock")
         self._publish()
-        log.info(f"engine {self.name} is ready after {time.monotonic() - began:.1f} s: {policy} on {device}")
+        took = time.monotonic() - began
+        log.info(f"engine {self.name} is ready after {took:.1f} s: {config.policy} on {config.device}")
 
     async def _load(self, crew: Crew) -> None:
         """Have the store found or built, and take a share in it."""
@@ -235,9 +240,10 @@ class Supervisor:
     def _remember_policy(self, message: SetPolicy) -> None:
         """A coordinator that has to begin anew begins with this one."""
         options = {name: str(value) for name, value in message.options.items()}
-        self.config = replace(self.config, policy=message.policy, policy_options=options)
-        preset = type(make_policy(PolicyRequest(message.policy, options), self.config.seed))
-        self._briefing = replace(self._briefing, config=self.config, slab=preset.uses_device)
+        config = replace(self._briefing.config, policy=message.policy, policy_options=options)
+        preset = type(make_policy(PolicyRequest(message.policy, options), config.seed))
+        self._briefing = replace(self._briefing, config=config, slab=preset.uses_device)
+        self.config = config
         self._publish()
 
     def _clear_slabs(self) -> None:

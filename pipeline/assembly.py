@@ -23,7 +23,8 @@ from pipeline.expert_cache import ExpertCache
 from pipeline.fetch_link import FetchLink
 from pipeline.generation_defaults import sampling_defaults
 from pipeline.kv_cache import KVCache
-from pipeline.models.backbone import Backbone, Slice
+from pipeline.models.backbone import Backbone
+from pipeline.models.batch import Slice
 from pipeline.models.linear import Precision
 from pipeline.models.open import open_model
 from pipeline.models.registry import model_spec
@@ -32,7 +33,14 @@ from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Policy, PolicyRequest
 from pipeline.requests import Requests
-from pipeline.room import cache_tiles, choose_context, full_memory_in_one_line, kv_budget
+from pipeline.room import (
+    CHUNK_MAX,
+    STAGING_TILES,
+    cache_tiles,
+    choose_context,
+    full_memory_in_one_line,
+    kv_budget,
+)
 from pipeline.scheduler import Scheduler, Send
 from pipeline.tile_mover import TileMover
 from pipeline.tokenizer import Tokenizer, eos_ids
@@ -48,12 +56,10 @@ from workers.kernels.native import VARIANTS, best
 
 log = logging.getLogger(__name__)
 
-STAGING_TILES = 4  # slots beside the cache's: two to stream, two more so that neither side waits
 PEER_LIMIT = 60.0  # seconds for workers and prefetcher to announce themselves
 CHUNK_SECONDS = 0.25  # a prefill chunk should take about this long
 ALONE = 8  # as many tokens for a request that is the only one: a newcomer waits a second or two at most
 CHUNK_TRIAL = 64  # tokens of the prefill that is timed for it
-CHUNK_MAX = 1024
 
 
 class Assembly:

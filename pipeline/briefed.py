@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import EngineConfig
+from pipeline.config import SettledConfig
 from pipeline.runs import Workers
 
 
@@ -25,7 +25,7 @@ class Briefed:
     workers: Workers
     prefetcher: str  # process | thread
     slab: bool  # the first policy needs one, and the prefetcher is being started
-    config: EngineConfig
+    config: SettledConfig
 
     @classmethod
     def from_map(cls, told: dict[str, Any]) -> Briefed:
@@ -41,5 +41,5 @@ class Briefed:
             workers=Workers(tuple(told["workers"]), told["nodes"]),
             prefetcher=told["prefetcher"],
             slab=told["slab"],
-            config=EngineConfig.from_map(told["config"]),
+            config=SettledConfig.from_map(told["config"]),
         )

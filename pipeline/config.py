@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 DEFAULT_CONTEXT = 8192  # tokens, where the model would take more
-KV_CONTEXTS = 4  # full contexts that the KV cache holds
+KV_CONTEXTS = 4  # full contexts that the KV cache holds, where they fit
+DEFAULT_CACHE = 0.25  # share of all expert tiles, where it fits; a GPU takes as many as it can hold
 
 DeviceName = Literal["auto", "cpu", "cuda"]
 FormatName = Literal["f32", "bf16", "int8", "int4", "int4-g128"]  # of expert tiles, see shm/layout.py
@@ -16,20 +17,21 @@ BackboneDType = Literal["f32", "bf16", "int8", "int4"]
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything a person can ask of one engine."""
+    """Everything a person can ask of one engine. What is None is chosen, by pipeline/memory_plan.py where it
+    depends on what fits."""
 
     model: Path | None = None  # a folder, or the path `shape:NAME/LAYERS`; None: the embedded model
     name: str | None = None  # None: made from the supervisor's process id
     device: DeviceName = "auto"
     policy: str | None = None  # None: all-host without a GPU, fiddler with one
     policy_options: dict[str, str] = field(default_factory=dict)
-    format: FormatName = "bf16"  # of the experts
+    format: FormatName | None = None  # of the experts; None: the most exact that fits
     backbone_dtype: BackboneDType = "bf16"  # of all the rest
-    expert_cache: float = 0.25  # share of all expert tiles that fits the device, 0..1
+    expert_cache: float | None = None  # share of all expert tiles on the device, 0..1; None: what fits
     tile: int | None = None  # channels; None: chosen from the experts' shape
     workers: int | None = None  # None: one for each core, at most 16
-    context: int | None = None  # tokens; None: the model's, at most DEFAULT_CONTEXT
-    kv_tokens: int | None = None  # tokens that the KV cache holds; None: KV_CONTEXTS full contexts
+    context: int | None = None  # tokens; None: the model's, at most DEFAULT_CONTEXT, or what fits
+    kv_tokens: int | None = None  # tokens that the KV cache holds; None: up to KV_CONTEXTS contexts
     max_sequences: int = 16  # sequences that are decoded together
     chunk: int | None = None  # prefill tokens of one step; None: measured at start
     link_gbps: float | None = None  # emulation: pace of the prefetcher's copies, GB/s (1e9 bytes)
@@ -43,7 +45,7 @@ class EngineConfig:
     key: Path | None = None  # file of the engine's key for `listen`; None: where `launch.py keys` puts it
 
     @classmethod
-    def from_map(cls, plain: dict[str, Any]) -> EngineConfig:
+    def from_map(cls, plain: dict[str, Any]) -> Self:
         """The configuration from the map that a child is given: `dataclasses.asdict` with paths as text."""
         paths = {key: Path(plain[key]) for key in ("model", "costs", "key") if plain[key] is not None}
         return cls(**(plain | paths))
@@ -57,3 +59,12 @@ class EngineConfig:
         if self.host_slowdown != 1.0:
             paces.append(f"host slowed by {self.host_slowdown:g}")
         return ", ".join(paces)
+
+
+@dataclass(frozen=True)
+class SettledConfig(EngineConfig):
+    """A configuration in which nothing is left that memory has to decide: what an engine's processes are
+    given."""
+
+    format: FormatName = "bf16"
+    expert_cache: float = DEFAULT_CACHE

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 from pipeline.config import DEFAULT_CONTEXT, KV_CONTEXTS
 from pipeline.errors import UsageError
 from pipeline.models.spec import ModelSpec
+
+STAGING_TILES = 4  # slots beside the cache's: two to stream, two more so that neither side waits
+CHUNK_MAX = 1024  # rows of a step, where --chunk does not say otherwise
 
 
 def cache_tiles(share: float, tiles: int) -> int:
@@ -40,6 +41,8 @@ def kv_budget(asked: int | None, context: int) -> int:
 @contextmanager
 def full_memory_in_one_line() -> Iterator[None]:
     """Make a device allocation that failed the user's to change: raises UsageError."""
+    import torch  # here, because the supervisor plans with the rest of this module and has no use for it
+
     try:
         yield
     except torch.OutOfMemoryError as e:

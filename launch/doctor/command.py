@@ -2,7 +2,7 @@
 
 Every finding is a fact, what it means for an engine here, and what to do about it. At the end an engine is
 really started on the embedded model. Exit code 0: it ran, and nothing was found that keeps engines from
-running; else 1.
+running; else 1. With `--model` it answers another question instead, see `model_plan.py`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from launch.doctor import (
     threads,
 )
 from launch.doctor.finding import Finding
+from launch.doctor.model_plan import show_plan
 from launch.doctor.report import rendered
 from launch.doctor.trials import TrialFailed
 from launch.errors import LaunchError
@@ -47,6 +48,8 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
     """Raises LaunchError where there is nothing to be examined: another system, a damaged installation."""
     if sys.platform != "linux":
         raise LaunchError(f"Tandem runs on Linux; this is {sys.platform}")
+    if "model" in options.written:
+        return await show_plan(options)
     try:
         embedded = models.embedded()
     except (OSError, ValueError, PipelineError) as e:

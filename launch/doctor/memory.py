@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launch.briefing import FREE_BYTES
 from launch.doctor.finding import Finding, chosen
+from pipeline.memory_plan import FREE_BYTES
 from shm.kernel_files import contents
 from shm.segment import gigabytes
 

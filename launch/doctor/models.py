@@ -6,16 +6,16 @@ import json
 from dataclasses import dataclass
 
 from pipeline.assets import model_dir
-from pipeline.config import EngineConfig
+from pipeline.memory_plan import AUTOMATIC
+from pipeline.models.config_keys import Config
 from pipeline.models.registry import expert_shape, model_spec
 from pipeline.models.shapes import SHAPES
-from pipeline.models.spec import Config
 from shm.layout import StoreLayout, format_named
 
 
 @dataclass(frozen=True)
 class Reads:
-    """Bytes of a model's experts in the default format: all of them, and those a token is routed to."""
+    """Bytes of a model's experts in the most exact format: all of them, and those a token is routed to."""
 
     name: str
     store: int
@@ -30,11 +30,11 @@ def embedded() -> Reads:
 
 def example() -> Reads:
     """A well-known model of the supported architecture."""
-    return _reads(f"Mixtral-8x7B ({EngineConfig().format})", SHAPES["mixtral-8x7b"])
+    return _reads(f"Mixtral-8x7B ({AUTOMATIC[0]})", SHAPES["mixtral-8x7b"])
 
 
 def _reads(name: str, config: Config) -> Reads:
-    tile_format = format_named(EngineConfig().format)
+    tile_format = format_named(AUTOMATIC[0])
     shape = expert_shape(config, None, tile_format)
     layout = StoreLayout(shape, tile_format)
     active = shape.layers * model_spec(config).top_k

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from pipeline.device import open_device
 from pipeline.errors import UsageError
-from pipeline.room import cache_tiles, full_memory_in_one_line
+from pipeline.room import CHUNK_MAX, STAGING_TILES, cache_tiles, full_memory_in_one_line
 
 TERABYTE = 10**12
 
@@ -33,3 +36,17 @@ def test_a_full_device_is_one_line_for_the_user() -> None:
 def test_a_share_of_the_tiles_is_not_one_less_by_rounding() -> None:
     assert [cache_tiles(n / 100, 100) for n in range(101)] == list(range(101))
     assert cache_tiles(0.5, 3) == 1
+    for tiles in (7, 1000, 28_672):  # a share that was chosen is thousandths, and never more than was planned
+        assert all(0 <= n * tiles / 1000 - cache_tiles(n / 1000, tiles) < 1 for n in range(1001))
+
+
+def test_a_supervisor_can_use_this_without_torch() -> None:
+    script = "import sys, pipeline.room, pipeline.memory_plan; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
+
+
+def test_staging_and_steps_are_those_of_the_engine() -> None:
+    """What is planned with is what is used."""
+    from pipeline import assembly
+
+    assert (assembly.STAGING_TILES, assembly.CHUNK_MAX) == (STAGING_TILES, CHUNK_MAX)

@@ -1,0 +1,246 @@
+"""`--model org/name`: a model of the Hugging Face Hub, from this machine's cache of it or downloaded into it.
+
+The cache is huggingface_hub's own, which other programs share; so are its progress bars and its environment
+variables (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE). A model that is there whole is used as it is: no
+network is needed, and none is asked whether there is something newer. Everything that can be known from a
+few kilobytes is checked before the gigabytes: the architecture, the kind of the weights, the room on disk.
+
+Files come one after the other, in the main thread: huggingface_hub fetches the parts of a large one at once
+by itself, and an interrupt takes effect at once and removes what is unfinished. Whole files are kept, so
+another start goes on behind them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from launch.errors import DownloadFailed, WrongUsage
+from launch.hub_answers import explained
+from pipeline.errors import ModelError
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelInfo
+
+log = logging.getLogger("tandem")
+
+# What the Hub takes as a name, and which version of it: a branch, a tag, or a commit.
+_PART = r"\w(?:[\w.-]{0,94}\w)?"
+_NAME = re.compile(rf"({_PART}/{_PART})(?:@({_PART}))?", re.ASCII)
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+# All that is read beside the weights. No code among it, and no pickles.
+SMALL = (
+    "generation_config.json",
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "additional_chat_templates/*.jinja",
+)
+OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors")
+DEADLINE = 20.0  # seconds in which the Hub has to say what a model consists of
+
+
+def is_hub_name(text: str) -> bool:
+    """Whether `--model` could name a model of the Hub, org/name or org/name@revision; a folder of that name
+    comes first."""
+    match = _NAME.fullmatch(text)
+    return match is not None and not re.search(r"\.\.|--", text) and not match[1].endswith(".git")
+
+
+def settled(model: Path, download: bool) -> Path:
+    """What `--model` means: a shape or a path as it is, or the folder of a model of the Hub, which is
+    downloaded where it has to be and `download` allows it. Raises WrongUsage where the Hub has no such model
+    for us or it cannot be run, DownloadFailed where it cannot be had now; KeyboardInterrupt for SIGTERM and
+    SIGHUP too."""
+    if model.exists() or not is_hub_name(str(model)):
+        return model
+    return _from_hub(str(model), download)
+
+
+def _from_hub(name: str, download: bool) -> Path:
+    """The folder in the cache. Raises as `settled`."""
+    from huggingface_hub import try_to_load_from_cache
+
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    repository, revision = match[1], match[2] or "main"
+    config = try_to_load_from_cache(repository, CONFIG, revision=revision)
+    folder = Path(config).parent if isinstance(config, str) else None
+    flaw = "" if folder is None else _flaw(folder)
+    if folder is not None and not flaw and _has_text(folder):
+        log.info(f"{name}: from {folder}")
+        return folder
+    if not download:
+        raise WrongUsage(
+            f"{name}: no folder of this name is here, nor the whole model in the cache of the Hub: "
+            f"download it first, with `hf download {repository}` or by starting an engine on it"
+        )
+    try:
+        with _interruptible():
+            return _download(name, repository, revision)
+    except DownloadFailed as e:
+        if folder is None:
+            raise
+        if flaw:
+            raise DownloadFailed(f"{e}; what is here of it is not enough: {flaw}") from None
+        log.warning(f"note: {name} has no tokenizer in {folder}, and none can be downloaded: {e}")
+        return folder
+
+
+def _download(name: str, repository: str, revision: str) -> Path:
+    """The folder with everything that is needed. Every file is of the same commit, whatever happens on the
+    Hub meanwhile."""
+    from huggingface_hub import HfApi, hf_hub_download
+
+    _quiet()
+    with explained(name, had=False):
+        about = HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=DEADLINE)
+    commit = about.sha
+    sizes = {file.rfilename: file.size or 0 for file in about.siblings or ()}
+    _check_kind(name, sizes)
+    with explained(name, had=True):
+        # by the revision's name, so that the cache learns which commit that is
+        folder = Path(hf_hub_download(repository, CONFIG, revision=revision)).parent
+    if folder.name != commit:
+        raise DownloadFailed(f"{name} is being changed on the Hub at this moment: start again")
+    _check_architecture(name, folder / CONFIG)
+    weights = [SINGLE]
+    if INDEX in sizes:
+        with explained(name, had=True):
+            weights = _shards(name, Path(hf_hub_download(repository, INDEX, revision=commit)), sizes)
+    small = [file for file in sizes if any(_matches(file, pattern) for pattern in SMALL)]
+    files = [file for file in (*small, *weights) if not (folder / file).exists()]
+    _check_room(name, about, files, folder)
+    for number, file in enumerate(files, start=1):
+        if not sys.stderr.isatty():  # on a terminal the library draws a bar
+            log.info(f"{name}: {file} ({number} of {len(files)}), {_size(sizes[file])}")
+        with explained(name, had=True):
+            hf_hub_download(repository, file, revision=commit)
+    log.info(f"{name}: downloaded into {folder}")
+    return folder
+
+
+def _matches(file: str, pattern: str) -> bool:
+    """A pattern means the files of its own folder alone."""
+    return file.count("/") == pattern.count("/") and fnmatchcase(file, pattern)
+
+
+def _flaw(folder: Path) -> str:
+    """Why a folder of the cache holds no whole checkpoint; "" where it does."""
+    from pipeline.models.open import open_model
+
+    try:
+        open_model(folder)
+    except ModelError as e:
+        return str(e)
+    return ""
+
+
+def _has_text(folder: Path) -> bool:
+    """Whether a tokenizer is there: other programs may have wanted the weights alone."""
+    from pipeline.tokenizer import TOKENIZER_FILES
+
+    return any((folder / file).exists() for file in TOKENIZER_FILES)
+
+
+def _check_kind(name: str, sizes: dict[str, int]) -> None:
+    """Raises WrongUsage for a repository that holds no checkpoint in safetensors."""
+    if SINGLE not in sizes and INDEX not in sizes:
+        other = next((f for kind in OTHER_WEIGHTS for f in sizes if fnmatchcase(f, kind)), None)
+        has = f"its weights are in files like {other}" if other else "it has no weights"
+        raise WrongUsage(
+            f"{name}: neither {SINGLE} nor {INDEX} is on the Hub: {has}, and only safetensors are read; "
+            "look for a repository that has those"
+        )
+    if CONFIG not in sizes:
+        raise WrongUsage(f"{name}: there is no {CONFIG} on the Hub, so nothing says how to run it")
+
+
+def _check_architecture(name: str, config: Path) -> None:
+    """Raises WrongUsage for a model that cannot be run, before its weights are downloaded."""
+    from pipeline.models.registry import model_spec
+
+    try:
+        fields = json.loads(config.read_bytes())
+        if not isinstance(fields, dict):
+            raise ModelError(f"{CONFIG} is not a JSON object")
+        model_spec(fields)
+    except (ValueError, RecursionError):
+        raise WrongUsage(f"{name}: its {CONFIG} is not JSON") from None
+    except ModelError as e:
+        raise WrongUsage(f"{name}: {e}; nothing more was downloaded") from None
+
+
+def _shards(name: str, index: Path, sizes: dict[str, int]) -> list[str]:
+    """The weight files that an index names, in order. Raises WrongUsage where it names what is not there."""
+    try:
+        shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise WrongUsage(f"{name}: its {INDEX} is damaged") from None
+    for shard in shards:
+        if shard not in sizes or not fnmatchcase(shard, "*.safetensors"):
+            raise WrongUsage(f"{name}: {INDEX} names {str(shard)[:80]!r}, which is not on the Hub")
+    return shards
+
+
+def _check_room(name: str, about: ModelInfo, files: list[str], folder: Path) -> None:
+    """Say what will be downloaded. Raises DownloadFailed where the disk has no room for it."""
+    cache = folder.parents[2]  # CACHE/models--org--name/snapshots/COMMIT
+    blobs = folder.parents[1] / "blobs"  # files by their hashes: what another commit has brought as well
+    need = 0
+    for file in about.siblings or ():
+        known_as = file.lfs.sha256 if file.lfs is not None else file.blob_id
+        if file.rfilename in files and not (known_as and (blobs / known_as).exists()):
+            need += file.size or 0
+    free = shutil.disk_usage(cache).free
+    if need > free:
+        raise DownloadFailed(
+            f"{name}: {_size(need)} have to be downloaded, and the disk of {cache} has {_size(free)} free; "
+            "make room, or set HF_HOME to a folder on a larger disk"
+        )
+    log.info(f"{name}: downloading {len(files)} files, {_size(need)}, into {cache} ({_size(free)} free)")
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM and SIGHUP end a download as Ctrl-C does: with the unfinished file removed."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    numbers = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _quiet() -> None:
+    """The requests themselves are nothing for a person who waits."""
+    for library in ("httpx", "httpx2"):
+        logging.getLogger(library).setLevel(logging.WARNING)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

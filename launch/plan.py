@@ -1,0 +1,219 @@
+"""The memory plan of a start: what this machine has, what is chosen for it, and the words for both.
+
+Nothing is loaded for it, and it is made before any process is started: what cannot fit is refused here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from launch.machine import usable_device
+from pipeline.config import DEFAULT_CACHE, KV_CONTEXTS, EngineConfig, FormatName
+from pipeline.errors import ModelError, UsageError
+from pipeline.memory_needs import Needs, needs
+from pipeline.memory_plan import AUTOMATIC, GOOD_CONTEXT, Machine, Plan, Pool, choose, smallest
+from pipeline.models.open import open_model
+from pipeline.models.source import ModelSource
+from pipeline.policies.presets import make_policy
+from pipeline.policies.view import Policy, PolicyRequest
+from pipeline.room import choose_context
+from shm.segment import SHM_FOLDER, available_memory, free_shm_bytes, gigabytes
+
+OPTIONS = {
+    "format": "--format",
+    "context": "--context",
+    "kv_tokens": "--kv-tokens",
+    "expert_cache": "--expert-cache",
+}
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What was asked for, with device, policy and workers settled, and the machine that is to do it."""
+
+    config: EngineConfig
+    preset: type[Policy]
+    machine: Machine
+
+    def plan(self, config: EngineConfig, every: Sequence[Needs]) -> Plan | None:
+        """What would be chosen for another configuration of the same processes."""
+        return choose(every, config, self.machine, self.preset.uses_device)
+
+    def smallest(self, needs: Needs) -> Plan:
+        """The least of it in one format, whether it fits or not."""
+        return smallest(needs, self.config, self.preset.uses_device)
+
+
+def situation(asked: EngineConfig, workers: int) -> Situation:
+    """Look at the machine, in a second or two where it has a GPU. `workers`: where none were asked for.
+    Raises WrongUsage, PolicyError."""
+    device, gpu = usable_device(asked.device)
+    policy = asked.policy or ("all-host" if device == "cpu" else "fiddler")
+    config = replace(asked, device=device, policy=policy, workers=asked.workers or workers)
+    preset = type(make_policy(PolicyRequest(policy, config.policy_options), config.seed))
+    return Situation(config, preset, Machine(available_memory(), free_shm_bytes(), gpu))
+
+
+def formats(asked: EngineConfig) -> tuple[FormatName, ...]:
+    """What may be chosen, the most exact first."""
+    if asked.format is not None:
+        return (asked.format,)
+    # The embedded model is for trying things out: its text should not depend on what else is running.
+    return AUTOMATIC[:1] if asked.model is None else AUTOMATIC
+
+
+def every_format(source: ModelSource, asked: EngineConfig, names: Sequence[FormatName]) -> list[Needs]:
+    """What the model takes in each of these formats. One without the tiles that were asked for is left out,
+    unless it is the only one. Raises UsageError, ModelError."""
+    found = []
+    for name in names:
+        try:
+            found.append(needs(source, asked, name))
+        except UsageError as e:
+            if isinstance(e, ModelError) or len(names) == 1:
+                raise
+    return found
+
+
+def make_plan(model: Path, now: Situation) -> tuple[Plan, list[str]]:
+    """The plan to start with, and the lines that tell a person of it. Raises UsageError, one line with the
+    numbers and with what would fit, where nothing does; ModelError."""
+    source = open_model(model)
+    every = every_format(source, now.config, formats(now.config))
+    plan = now.plan(now.config, every)
+    if plan is None:
+        raise UsageError(refusal(source, now, every))
+    return plan, [*told(plan, now.machine), *reasons(plan, now, every)]
+
+
+def told(plan: Plan, machine: Machine) -> list[str]:
+    """What goes where, a line for each kind of memory. /dev/shm is no memory of its own."""
+    return [
+        f"{pool.name}: {parts(pool, plan)}; there are {gigabytes(pool.there)}"
+        for pool in plan.pools(machine)
+        if pool.name != SHM_FOLDER
+    ]
+
+
+def reasons(plan: Plan, now: Situation, every: Sequence[Needs]) -> list[str]:
+    """A line for each choice that is not the usual one: what was chosen, and why."""
+    asked, lines = now.config, []
+    names = [needs.format for needs in every]
+    if position := names.index(plan.needs.format):
+        pool = worst(now.smallest(every[position - 1]), now.machine)
+        why = f"{names[position - 1]} needs {_needs(pool)}"
+        if not pool.short:
+            why = f"with {names[position - 1]} fewer than {GOOD_CONTEXT} tokens of context would fit"
+        lines.append(f"--format {plan.needs.format}: {why}")
+        lines += _with_larger_shm(plan, now, every[:position])
+    if asked.context is None and plan.context < choose_context(None, plan.needs.spec):
+        why = "--kv-tokens holds no more" if plan.context == asked.kv_tokens else "more does not fit"
+        lines.append(f"--context {plan.context}: {why}")
+    elif asked.kv_tokens is None and plan.kv_tokens < KV_CONTEXTS * plan.context:
+        contexts = f"{plan.kv_tokens / plan.context:.1f} contexts at once"
+        lines.append(f"--kv-tokens {plan.kv_tokens}: room for {contexts}, more does not fit")
+    if asked.expert_cache is None and plan.slab and plan.expert_cache != DEFAULT_CACHE:
+        what = "all experts fit" if plan.expert_cache == 1 else "more experts do not fit"
+        lines.append(f"--expert-cache {plan.expert_cache:g}: {what}")
+    return lines
+
+
+def refusal(source: ModelSource, now: Situation, every: Sequence[Needs]) -> str:
+    """Why the model cannot be started, with the numbers of the smallest way, and what to do."""
+    plan = now.smallest(every[-1])
+    pool = worst(plan, now.machine)
+    even = "even " if len(every) > 1 else ""
+    return (
+        f"{source.name} does not fit: {even}with --format {plan.needs.format} it needs {_needs(pool)}"
+        f" ({parts(pool, plan, rest=True)}): {remedy(source, now, plan, pool)}"
+    )
+
+
+def remedy(source: ModelSource, now: Situation, least: Plan, pool: Pool) -> str:
+    """What would make it fit. `least`: the smallest plan, which does not; `pool`: what is too small."""
+    ways = []
+    for config in _others(now.config):
+        plan = now.plan(config, every_format(source, config, formats(config)))
+        if plan is not None:
+            there = replace(now, config=config).smallest(plan.needs)
+            takes = next(p.needed for p in there.pools(now.machine) if p.name == pool.name)
+            ways.append(f"use {_options(plan, now.config, config)} (at least {gigabytes(takes)})")
+            break
+    if pool.name == SHM_FOLDER and sum(other.short > 0 for other in least.pools(now.machine)) == 1:
+        ways.append(f"enlarge it: {_enlarge(pool)}")
+    if not ways:
+        end = now.smallest(every_format(source, now.config, AUTOMATIC)[-1])
+        if now.config.format is not None and end.needs.format != now.config.format:
+            needed = gigabytes(worst(end, now.machine).needed)
+            ways.append(f"even {end.needs.format} would need {needed}")
+        ways.append("close other programs, use a smaller model or a machine with more memory")
+    return "; ".join(ways)
+
+
+def worst(plan: Plan, machine: Machine) -> Pool:
+    """The kind of memory of which most is missing; where none is, the one with the least to spare."""
+    return max(plan.pools(machine), key=lambda pool: pool.needed - pool.there)
+
+
+def parts(pool: Pool, plan: Plan, rest: bool = False) -> str:
+    """What a kind of memory is for; `rest`: with what stays free."""
+    needs, words = plan.needs, []
+    for part, size in pool.parts.items():
+        if part == "experts" and needs.present:
+            new = f"experts {gigabytes(size)}" if size else "no experts"
+            words.append(f"{new} ({gigabytes(needs.present)} in {needs.format} are there already)")
+        elif part == "experts":
+            words.append(f"experts {gigabytes(size)} ({needs.format})")
+        elif part == "left free":
+            words += [f"{gigabytes(size)} left free"] if rest else []
+        elif size:
+            words.append(f"{part} {gigabytes(size)}" + f" ({plan.kv_tokens} tokens)" * (part == "KV cache"))
+    return ", ".join(words)
+
+
+def _needs(pool: Pool) -> str:
+    return f"{gigabytes(pool.needed)} of {pool.name} where there are {gigabytes(pool.there)}"
+
+
+def _with_larger_shm(plan: Plan, now: Situation, better: Sequence[Needs]) -> list[str]:
+    """What a larger /dev/shm would allow; its size is half of the memory unless somebody says otherwise."""
+    larger = replace(now, machine=replace(now.machine, shm=now.machine.memory))
+    found = larger.plan(now.config, better)
+    if found is None:
+        return []
+    pool = next(pool for pool in found.pools(now.machine) if pool.name == SHM_FOLDER)
+    return [f"--format {found.needs.format} fits a larger {SHM_FOLDER}: {_enlarge(pool)}"]
+
+
+def _enlarge(pool: Pool) -> str:
+    status = os.statvfs(SHM_FOLDER)
+    size = (status.f_blocks * status.f_frsize + pool.short >> 20) + 64
+    return f"sudo mount -o remount,size={size}m {SHM_FOLDER}"
+
+
+def _others(asked: EngineConfig) -> Iterator[EngineConfig]:
+    """The same with less said: one thing, then all of them, then with a smaller backbone as well."""
+    context: dict[str, None] = {"context": None, "kv_tokens": None}
+    everything: dict[str, None] = {"format": None, "expert_cache": None} | context
+    for fewer in ({"format": None}, context, {"expert_cache": None}, everything):
+        freed = replace(asked, **fewer)  # type: ignore[arg-type]  # each of these may be None
+        if freed != asked:
+            yield freed
+    if asked.device == "cpu" and asked.backbone_dtype in ("f32", "bf16"):
+        yield replace(asked, **everything, backbone_dtype="int8")  # type: ignore[arg-type]
+
+
+def _options(plan: Plan, asked: EngineConfig, other: EngineConfig) -> str:
+    """The options that turn what was asked for into this plan."""
+    settled = plan.settled(other)
+    changed = []
+    for name, option in OPTIONS.items():
+        before, after = getattr(asked, name), getattr(settled, name)
+        if before is not None and before != after:
+            changed.append(f"{option} {after}")
+    if asked.backbone_dtype != other.backbone_dtype:
+        changed.append(f"--backbone-dtype {other.backbone_dtype}")
+    return " ".join(changed)

@@ -1,0 +1,85 @@
+"""A person with a cache of the Hugging Face Hub's, and a small model as a repository has it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from engines import LAUNCH, ROOT
+from safetensors.numpy import load, save
+
+NAME = "org/tiny-model"
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+INDEX = "model.safetensors.index.json"
+SETTLE = (
+    "import logging, sys; from pathlib import Path; from launch.hub import settled;"
+    "logging.basicConfig(level='INFO', format='[%(name)s] %(message)s');"
+    "print(settled(Path(sys.argv[1]), download=True))"
+)
+WANTED = {
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "additional_chat_templates/rag.jinja",
+    INDEX,
+    *SHARDS,
+}
+
+
+def repository_files(model: Path) -> dict[str, bytes]:
+    """A model in two shards, beside files that nobody should download."""
+    content = {path.name: path.read_bytes() for path in model.iterdir()}
+    tensors = sorted(load(content.pop("model.safetensors")).items())
+    halves = (dict(tensors[::2]), dict(tensors[1::2]))
+    weight_map = {name: shard for shard, half in zip(SHARDS, halves, strict=True) for name in half}
+    content |= {shard: save(half) for shard, half in zip(SHARDS, halves, strict=True)}
+    content[INDEX] = json.dumps({"metadata": {}, "weight_map": weight_map}).encode()
+    content["generation_config.json"] = b'{"eos_token_id": [2]}'
+    content["additional_chat_templates/rag.jinja"] = b"rag"
+    unwanted = ("pytorch_model.bin", "consolidated.safetensors", "consolidated.00.pth", "modeling_tiny.py")
+    content |= dict.fromkeys((*unwanted, "original/tokenizer.model", "onnx/model.safetensors"), b"x" * 99)
+    return content | {"README.md": b"# A model"}
+
+
+class Home:
+    """A person's environment: a cache of the Hub's and the Hub's address."""
+
+    def __init__(self, folder: Path, endpoint: str | None) -> None:
+        self.cache = folder / "hf" / "hub"
+        self.env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
+        self.env |= {"HF_HOME": str(folder / "hf"), "PYTHONPATH": str(ROOT)}
+        if endpoint is not None:
+            self.env["HF_ENDPOINT"] = endpoint
+
+    def start(self, *command: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, *command],
+            env=self.env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def settle(self, name: str = NAME) -> tuple[Path, str]:
+        """The model's folder, and what was said on the way."""
+        process = self.start("-c", SETTLE, name)
+        out, said = process.communicate(timeout=60)
+        assert process.returncode == 0, said
+        return Path(out.strip()), said
+
+    def complaint(self, name: str = NAME, code: int = 2) -> str:
+        """The one line in which launch.py refuses a model."""
+        process = self.start(LAUNCH, "generate", "--prompt", "a", "--model", name, "--log-level", "warning")
+        out, said = process.communicate(timeout=60)
+        assert (process.returncode, out) == (code, ""), said
+        assert said.startswith(f"launch.py: {name}"), said
+        assert said.count("\n") == 1, said
+        return said
+
+    def unfinished(self) -> list[Path]:
+        return list(self.cache.rglob("*.incomplete"))

@@ -1,0 +1,188 @@
+"""`--model org/name`, in processes of their own: what is downloaded, found again, ended half-way."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from engines import LAUNCH
+from hub_home import NAME, SETTLE, SHARDS, WANTED, Home
+from hub_server import BRANCH, COMMIT, HubServer, Repository
+from terminal import TMUX, Terminal
+
+
+def names_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+
+
+def test_downloads_what_is_needed_and_no_more(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
+    hub.repositories[NAME] = Repository(files)
+    folder, said = home.settle()
+    assert folder == home.cache / "models--org--tiny-model" / "snapshots" / COMMIT
+    assert names_in(folder) == WANTED
+    assert all((folder / name).read_bytes() == files[name] for name in WANTED)
+    assert hub.sent()[0] == "config.json"  # what decides whether the rest is wanted
+    assert hub.sent()[-2:] == list(SHARDS)
+    assert "downloading 8 files" not in said  # two were there by then
+    assert "downloading 7 files" in said
+    assert "GB free" in said
+    assert f"{SHARDS[1]} (7 of 7), " in said  # where there is no terminal for a bar
+
+
+def test_where_nothing_may_be_downloaded(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
+    """Plans are made of what is here."""
+    hub.repositories[NAME] = Repository(files)
+    script = SETTLE.replace("download=True", "download=False")
+    process = home.start("-c", script, NAME)
+    assert "hf download org/tiny-model" in process.communicate(timeout=60)[1]
+    assert hub.asked == []
+    folder, _ = home.settle()
+    process = home.start("-c", script, NAME)
+    assert process.communicate(timeout=60)[0].strip() == str(folder)
+
+
+def test_a_second_start_asks_nobody(
+    home: Home, hub: HubServer, files: dict[str, bytes], tmp_path: Path
+) -> None:
+    """It goes on with what it has, also when the Hub has something newer."""
+    hub.repositories[NAME] = Repository(files)
+    folder, _ = home.settle()
+    hub.repositories[NAME].commits["main"] = BRANCH
+    hub.asked.clear()
+    again, said = home.settle()
+    assert again == folder
+    assert hub.asked == []
+    assert str(folder) in said
+    assert Home(tmp_path, "http://127.0.0.1:9").settle()[0] == folder
+    asked_for, _ = home.settle(f"{NAME}@other")
+    assert asked_for.name == BRANCH
+    assert hub.sent() == ["config.json"] or not {*SHARDS} & {*hub.sent()}  # the same bytes are not sent again
+
+
+def test_other_programs_find_it(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
+    hub.repositories[NAME] = Repository(files)
+    folder, _ = home.settle()
+    find = f"from huggingface_hub import snapshot_download as s; print(s({NAME!r}, local_files_only=True))"
+    process = home.start("-c", find)
+    out, said = process.communicate(timeout=60)
+    assert out.strip() == str(folder), said
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_stopped_half_way(
+    home: Home, hub: HubServer, files: dict[str, bytes], number: signal.Signals
+) -> None:
+    """Another start goes on behind the files that are whole."""
+    hub.repositories[NAME] = Repository(files)
+    hub.stuck = SHARDS[1]
+    process = home.start(LAUNCH, "generate", "--prompt", "a", "--model", NAME, "--log-level", "warning")
+    assert hub.half.wait(60)
+    process.send_signal(number)
+    out, said = process.communicate(timeout=10)
+    if number == signal.SIGKILL:
+        assert process.returncode == -number
+    else:
+        assert (process.returncode, out) == (1, "")
+        assert said.endswith("launch.py: interrupted\n")
+        assert "Traceback" not in said
+        assert home.unfinished() == []
+    hub.go.set()
+    hub.stuck = ""
+    hub.asked.clear()
+    folder, _ = home.settle()
+    assert hub.sent() == [SHARDS[1]]
+    assert all((folder / name).read_bytes() == files[name] for name in WANTED)
+
+
+@pytest.mark.skipif(TMUX is None, reason="tmux is not installed")
+def test_a_bar_on_a_terminal(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
+    hub.repositories[NAME] = Repository(files)
+    hub.stuck = SHARDS[1]
+    env = {name: value for name, value in home.env.items() if name.startswith(("HF_", "PYTHONPATH"))}
+    with Terminal("generate", "--prompt", "a", "--model", NAME, env=env) as terminal:
+        assert hub.half.wait(60)
+        terminal.until(rf"{SHARDS[1]}: +\d+%\|")
+        terminal.keys("C-c")
+        terminal.until("^launch.py: interrupted$")
+        assert terminal.end() == (1, True)
+
+
+def test_the_network_goes_away(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
+    hub.repositories[NAME] = Repository(files)
+    hub.stuck = SHARDS[1]
+    process = home.start(LAUNCH, "generate", "--prompt", "a", "--model", NAME, "--log-level", "warning")
+    assert hub.half.wait(60)
+    hub.lost = True
+    hub.go.set()
+    out, said = process.communicate(timeout=60)
+    assert (process.returncode, out) == (1, "")
+    assert f"launch.py: {NAME}: the download stopped: " in said.splitlines()[-1]
+    assert "Traceback" not in said
+    assert home.unfinished() == []
+
+
+def test_half_a_model_and_no_network(
+    home: Home, hub: HubServer, files: dict[str, bytes], tmp_path: Path
+) -> None:
+    hub.repositories[NAME] = Repository(files)
+    hub.stuck = SHARDS[1]
+    process = home.start("-c", SETTLE, NAME)
+    assert hub.half.wait(60)
+    process.kill()
+    process.communicate(timeout=10)
+    line = Home(tmp_path, "http://127.0.0.1:9").complaint(code=1)
+    assert "cannot be reached" in line
+    assert SHARDS[1] in line
+
+
+def test_a_model_without_tokenizer_gets_it_where_there_is_one(
+    home: Home, hub: HubServer, files: dict[str, bytes], tmp_path: Path
+) -> None:
+    """Another program has downloaded the weights alone."""
+    hub.repositories[NAME] = Repository(files)
+    folder, _ = home.settle()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    alone, said = Home(tmp_path, "http://127.0.0.1:9").settle()
+    assert alone == folder
+    assert "no tokenizer" in said
+    hub.asked.clear()
+    assert home.settle()[0] == folder
+    assert not {*SHARDS} & {*hub.sent()}
+    assert names_in(folder) == WANTED
+
+
+def test_an_engine_of_the_hub(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
+    hub.repositories[NAME] = Repository(files)
+    arguments = ("--model", NAME, "--prompt-tokens", "5,6,7", "--max-tokens", "3", "--ignore-eos", "--json")
+    process = home.start(LAUNCH, "generate", *arguments)
+    out, said = process.communicate(timeout=100)
+    assert process.returncode == 0, said
+    assert len(json.loads(out)["token_ids"]) == 3
+
+
+def test_this_machine_without_the_hub(tmp_path: Path) -> None:
+    """The real address, where there is no network; elsewhere nothing can be said."""
+    try:
+        socket.getaddrinfo("huggingface.co", 443)
+    except OSError:
+        line = Home(tmp_path, None).complaint("mistralai/Mixtral-8x7B-v0.1", code=1)
+        assert "huggingface.co cannot be reached" in line
+        assert "--model" in line
+        assert "hf download mistralai/Mixtral-8x7B-v0.1" in line
+    else:
+        pytest.skip("this machine has a network")
+
+
+def test_offline_by_wish(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
+    hub.repositories[NAME] = Repository(files)
+    home.env["HF_HUB_OFFLINE"] = "1"
+    assert "HF_HUB_OFFLINE" in home.complaint(code=1)
+    assert hub.asked == []
+    del home.env["HF_HUB_OFFLINE"]
+    folder, _ = home.settle()
+    home.env["HF_HUB_OFFLINE"] = "1"
+    assert home.settle()[0] == folder

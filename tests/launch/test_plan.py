@@ -1,0 +1,265 @@
+"""The memory plan as a person meets it: refusals, reasons, `doctor --model`, the start of an engine."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import Launched, engines_left
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launch.cli import main
+from launch.options import SIZES, parse
+from launch.plan import Situation, every_format, formats, make_plan, reasons, refusal, situation, told
+from pipeline.config import EngineConfig, SettledConfig
+from pipeline.errors import ModelError, UsageError
+from pipeline.memory_plan import AUTOMATIC, Machine
+from pipeline.models.open import open_model
+
+GB = 10**9
+HUGE = "shape:qwen3-235b-a22b"  # with --format f32 it fits no machine that tests run on
+Finds = pytest.CaptureFixture[str]
+
+
+def now(machine: Machine, **asked: Any) -> Situation:
+    """On a machine that is not this one."""
+    device = "cpu" if machine.gpu is None else "cuda"
+    here = situation(replace(EngineConfig(**asked), device="cpu"), 4)
+    return replace(here, config=replace(here.config, device=device), machine=machine)
+
+
+def size(text: str) -> float:
+    number, unit = text.split()
+    return float(number) * {"GB": 1e9, "MB": 1e6}[unit]
+
+
+@given(
+    st.sampled_from(("mixtral-8x7b", "deepseek-v2-lite")),
+    st.sampled_from((None, "f32", *AUTOMATIC)),
+    st.integers(3, 40),
+    st.integers(1, 40),
+    st.none() | st.integers(2, 8),
+    st.sampled_from(("all-host", "fiddler")),
+    st.sampled_from((None, 0.5)),
+)
+def test_the_numbers_of_a_refusal_add_up_and_its_advice_is_good(
+    shape: str,
+    format: Any,
+    memory: int,
+    shm: int,
+    gpu: int | None,
+    policy: str,
+    share: float | None,
+) -> None:
+    model = Path(f"shape:{shape}")
+    machine = Machine(memory * GB, shm * GB, None if gpu is None else gpu * GB)
+    asked = now(machine, model=model, format=format, policy=policy, expert_cache=share)
+    try:
+        make_plan(model, asked)
+    except UsageError as e:
+        line = str(e)
+    else:
+        return
+    assert "\n" not in line
+    found = re.search(r"it needs ([\d.]+ .B) of ([/\w ]+) where there are ([\d.]+ .B) \((.*?)\): (.*)", line)
+    assert found is not None, line
+    needed, name, there, parts, advice = found.groups()
+    there_is = {"memory": memory, "/dev/shm": shm, "GPU memory": gpu}[name]
+    assert there_is is not None
+    assert size(there) == there_is * GB < size(needed)
+    listed = sum(size(words) for words in re.findall(r"[\d.]+ [GM]B", parts))
+    assert listed == pytest.approx(size(needed), abs=0.03 * GB)  # each is rounded to what is shown
+    if use := re.search(r"use (--[^;(]*) \(at least ([^)]*)\)", advice):
+        options = parse(["serve", *use[1].split()]).written
+        better = replace(asked, config=replace(asked.config, **options))
+        plan, _ = make_plan(model, better)
+        assert plan.fits(machine)
+        assert size(use[2]) <= there_is * GB * 1.001
+
+
+def test_a_refusal_names_what_would_do() -> None:
+    model = Path("shape:mixtral-8x7b")
+    machine = Machine(40 * GB, 39 * GB)
+    for asked, words in (
+        ({"format": "bf16"}, "use --format int4"),
+        ({"format": "int4", "context": 32768, "kv_tokens": 100_000}, "use --context 8192 --kv-tokens "),
+        ({"policy": "fiddler", "expert_cache": 0.9}, "use --expert-cache 0.2"),
+        ({"format": "int8", "context": 32768, "kv_tokens": 100_000}, "use --format int4"),
+        ({"backbone_dtype": "f32", "context": 32768}, "use --context 8192"),
+    ):
+        with pytest.raises(UsageError) as refused:
+            make_plan(model, now(machine, model=model, **asked))
+        assert words in str(refused.value)
+    with pytest.raises(UsageError, match="use --backbone-dtype int8"):
+        make_plan(model, now(Machine(31 * GB, 31 * GB), model=model, backbone_dtype="f32"))
+    with pytest.raises(UsageError, match=r"even int4-g128 would need 30.* close other programs"):
+        make_plan(model, now(Machine(20 * GB, 20 * GB), model=model, format="bf16"))
+    with pytest.raises(UsageError, match=r"/dev/shm where .*: enlarge it: sudo mount -o remount,size=\d+m"):
+        make_plan(model, now(Machine(200 * GB, 10 * GB), model=model))
+
+
+def test_each_unusual_choice_has_its_reason() -> None:
+    model = Path("shape:mixtral-8x7b")
+    source = open_model(model)
+
+    def why(machine: Machine, **asked: Any) -> list[str]:
+        return make_plan(model, now(machine, model=model, **asked))[1]
+
+    assert why(Machine(200 * GB, 200 * GB)) == [
+        "memory: experts 90.19 GB (bf16), KV cache 4.29 GB (32768 tokens), backbone 3.22 GB,"
+        " processes 1.21 GB; there are 200.00 GB"
+    ]
+    _, first, second = why(Machine(64 * GB, 32 * GB))
+    assert first == "--format int4: int8 needs 46.51 GB of /dev/shm where there are 32.00 GB"
+    assert re.fullmatch(
+        r"--format int8 fits a larger /dev/shm: sudo mount -o remount,size=\d+m /dev/shm", second
+    )
+    line = why(Machine(100 * GB, 95 * GB))[-1]
+    assert re.fullmatch(r"--kv-tokens \d+: room for \d\.\d contexts at once, more does not fit", line)
+    line = why(Machine(31 * GB, 31 * GB), format="int4-g128")[-1]
+    assert re.fullmatch(r"--context \d+: more does not fit", line)
+    first, second, *_, last = why(Machine(200 * GB, 200 * GB, 24 * GB), policy="fiddler")
+    assert first.startswith("memory: experts 90.19 GB (bf16), processes ")
+    assert second.startswith("GPU memory: slab ")
+    assert re.fullmatch(r"--expert-cache 0\.\d+: more experts do not fit", last)
+    line = why(Machine(200 * GB, 200 * GB), kv_tokens=100)[-1]
+    assert line == "--context 100: --kv-tokens holds no more"
+    # What was asked for needs no reason.
+    assert len(why(Machine(200 * GB, 200 * GB), format="int4", context=100, kv_tokens=100)) == 1
+    there = now(Machine(200 * GB, 10 * GB), model=model, format="int4")
+    (needed,) = every_format(source, there.config, formats(there.config))
+    attached = replace(needed, present=needed.store)
+    plan = there.plan(there.config, [attached])
+    assert plan is not None
+    assert "memory: no experts (25.37 GB in int4 are there already), KV cache" in told(plan, there.machine)[0]
+    assert reasons(plan, there, [attached]) == []
+    assert "it needs 25.37 GB of /dev/shm" in refusal(source, there, [needed])
+
+
+def test_a_tile_leaves_only_formats_that_have_it() -> None:
+    model = Path("shape:mixtral-8x7b")
+    plan, _ = make_plan(model, now(Machine(40 * GB, 39 * GB), model=model, tile=64))
+    assert plan.needs.format == "int4"  # in groups of 64; the others have groups of 128
+    with pytest.raises(UsageError, match=r"with --format bf16 it .* even int4 would need "):
+        make_plan(model, now(Machine(20 * GB, 20 * GB), model=model, tile=64, format="bf16"))
+    with pytest.raises(UsageError, match="even with --format int4 it needs"):
+        make_plan(model, now(Machine(30 * GB, 30 * GB), model=model, tile=64))
+    with pytest.raises(UsageError, match="--tile 96: --format int4 has tiles of whole groups of 64"):
+        make_plan(model, now(Machine(30 * GB, 30 * GB), model=model, tile=96, format="int4"))
+
+
+def test_the_embedded_model_stays_as_it_is() -> None:
+    assert formats(EngineConfig()) == ("bf16",)
+    assert formats(EngineConfig(model=Path("m"))) == AUTOMATIC
+    assert formats(EngineConfig(model=Path("m"), format="f32")) == ("f32",)
+
+
+def test_a_model_that_cannot_be_read_is_no_question_of_memory(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json"):
+        make_plan(tmp_path, now(Machine(GB, GB), model=tmp_path))
+
+
+# --- doctor --model -----------------------------------------------------------------------------------------
+
+
+def test_the_doctor_shows_the_plan(tiny_model: Path, capfd: Finds) -> None:
+    assert main(["doctor", "--model", str(tiny_model), "--device", "cpu"]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert all(len(line) <= 80 for line in out.splitlines() if str(tiny_model) not in line)
+    assert "\x1b" not in out
+    assert "2 layers with 4 experts, 2 of which compute a token" in out
+    assert re.search(r"^GB +there +bf16 +int8 +int4 +int4-g128$", out, re.M)
+    assert re.search(r"^ +chosen +fits +fits +fits$", out, re.M)
+    assert "It fits. An engine would start with\n  --format bf16 --context 256 --kv-tokens 1024\n" in out
+    assert engines_left() == []
+
+
+def test_the_doctor_says_what_would_be_chosen_as_json(tiny_model: Path, capfd: Finds) -> None:
+    options = ["--format", "f32", "--policy", "fiddler", "--context", "100", "--device", "cpu"]
+    assert main(["doctor", "--model", str(tiny_model), *options, "--json"]) == 0
+    out, err = capfd.readouterr()
+    report = json.loads(out)
+    assert err == ""
+    assert out.count("\n") == 1
+    assert report["fits"] is True
+    assert report["chosen"] == {"format": "f32", "context": 100, "kv_tokens": 400, "expert_cache": 0.25}
+    assert [row["format"] for row in report["formats"]] == ["f32", *AUTOMATIC]
+    for row in report["formats"]:
+        for pool in row["memory"]:
+            assert sum(pool["parts"].values()) == pool["needed"]
+            assert (pool["needed"] <= pool["there"]) or not row["fits"]
+    sizes = [row["store_bytes"] for row in report["formats"]]
+    assert sizes[0] > sizes[1]
+
+
+def test_the_doctor_refuses_what_is_too_large(capfd: Finds) -> None:
+    assert main(["doctor", "--model", HUGE, "--format", "f32", "--device", "cpu"]) == 1
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert re.search(r"^ +too large ", out, re.M)
+    assert f"{HUGE} does not fit: with --format f32 it needs" in " ".join(out.split())
+    assert main(["doctor", "--model", HUGE, "--format", "f32", "--device", "cpu", "--json"]) == 1
+    report = json.loads(capfd.readouterr().out)
+    assert (report["fits"], report["chosen"], len(report["why"])) == (False, None, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("doctor --model /nowhere", ["/nowhere", "does not exist"]),
+        ("doctor --model shape:mixtral-8x7b --context 99999999", ["--context 99999999", "32768"]),
+        ("doctor --model shape:mixtral-8x7b --context 100 --kv-tokens 99", ["--kv-tokens 99"]),
+        ("doctor --model shape:mixtral-8x7b --policy fidler", ["fidler", "fiddler"]),
+        ("doctor --format int8", ["--format", "--model"]),
+        ("doctor --model shape:mixtral-8x7b --name x", ["--name"]),
+        ("--seed 3 doctor --model shape:mixtral-8x7b", ["--seed", "doctor"]),
+        (f"generate --prompt-tokens 1 --model {HUGE} --format f32 --device cpu", ["does not fit", "f32"]),
+        ("serve --model shape:mixtral-8x7b --context 40000 --device cpu", ["40000", "32768"]),
+    ],
+)
+def test_wrong_questions_are_one_line(arguments: str, words: list[str], capfd: Finds) -> None:
+    assert main(arguments.split()) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert all(word in err for word in words), err
+    assert engines_left() == []
+
+
+def test_every_option_of_a_plan_is_understood() -> None:
+    words = "doctor --model shape:mixtral-8x7b --policy random --set random.seed=1 --device cpu --format int8"
+    words += " --backbone-dtype int8 --expert-cache 0.1 --tile 128 --workers 2 --context 100 --kv-tokens 200"
+    assert SIZES - parse(f"{words} --chunk 8 --prefetcher thread".split()).written.keys() == set()
+
+
+# --- an engine ----------------------------------------------------------------------------------------------
+
+
+async def test_children_are_given_settled_values(start_engine: Any, tiny_model: Path) -> None:
+    config = EngineConfig(model=tiny_model, device="cpu", workers=1, kv_tokens=300)
+    async with start_engine(config) as (supervisor, client):
+        settled = supervisor.config
+        assert isinstance(settled, SettledConfig)
+        assert (client.welcome.format, client.welcome.context) == ("bf16", 256)
+        stats = await client.stats()
+        assert stats["scheduler"]["kv_tokens"] == 300
+        await client.set_policy("on-demand", {})
+        stats = await client.stats()
+        assert stats["cache"]["capacity_tiles"] == 2 * 4 // 4  # of one tile an expert
+        assert supervisor.config == replace(settled, policy="on-demand")
+
+
+def test_a_start_tells_its_plan_in_one_line(tiny_model: Path) -> None:
+    ask = ["generate", "--model", str(tiny_model), "--prompt-tokens", "1,2", "--max-tokens", "2"]
+    with Launched(*ask, "--device", "cpu", "--ignore-eos") as engine:
+        code, _, err = engine.end()
+    assert code == 0, err
+    (line,) = re.findall(r"^\[tandem\] memory: .*$", err, re.M)
+    assert re.search(r"experts [\d.]+ MB \(bf16\), KV cache [\d.]+ MB \(1024 tokens\), backbone", line)
+    assert "--format" not in err

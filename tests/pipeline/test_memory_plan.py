@@ -1,0 +1,244 @@
+"""The memory plan as arithmetic: it never exceeds what is there, keeps what was asked and wastes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from pipeline.config import DEFAULT_CACHE, DEFAULT_CONTEXT, EngineConfig, SettledConfig
+from pipeline.errors import UsageError
+from pipeline.memory_needs import Needs, needs
+from pipeline.memory_plan import (
+    AUTOMATIC,
+    FREE_BYTES,
+    GOOD_CONTEXT,
+    LEAST_CONTEXT,
+    SPARE_BYTES,
+    Machine,
+    Plan,
+    choose,
+    smallest,
+)
+from pipeline.models.open import open_model
+from pipeline.room import STAGING_TILES, cache_tiles
+
+GB = 10**9
+MODELS = ("mixtral-8x7b", "qwen1.5-moe-a2.7b", "deepseek-v2-lite", "olmoe-1b-7b")
+
+
+@cache
+def every(model: str, gpu: bool) -> tuple[Needs, ...]:
+    source = open_model(Path(f"shape:{model}"))
+    config = EngineConfig(device="cuda" if gpu else "cpu", workers=4)
+    # As if no engine of this machine had one of these stores.
+    return tuple(replace(needs(source, config, name), present=0) for name in AUTOMATIC)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[tuple[Needs, ...], EngineConfig, Machine, bool]:
+    on_gpu = draw(st.booleans())
+    needed = every(draw(st.sampled_from(MODELS)), on_gpu)
+    context = draw(st.none() | st.integers(1, 4096))
+    kv = draw(st.none() | st.integers(4096, 100_000))
+    share = draw(st.none() | st.floats(0, 1))
+    asked = EngineConfig(context=context, kv_tokens=kv, expert_cache=share)
+    # What one of the formats takes, or a little more or less: that is where plans differ.
+    edge, slab = draw(st.sampled_from(needed)), draw(st.booleans())
+    near = st.integers(-GB, GB // 2) | st.integers(0, 12 * GB)
+    device = edge.backbone + int((share or 0) * edge.tiles + STAGING_TILES) * edge.slot * slab
+    memory = edge.store + FREE_BYTES + edge.processes + (0 if on_gpu else device) + draw(near)
+    shm = draw(st.just(200 * GB) | near.map(lambda more: edge.store + more))
+    gpu = device + edge.steps + SPARE_BYTES + draw(near) if on_gpu else None
+    if draw(st.booleans()):
+        needed = (draw(st.sampled_from(needed)),)
+    return needed, asked, Machine(memory, shm, gpu), slab
+
+
+def takes(needs: Needs, machine: Machine, slab: bool, context: int, kv: int, share: float) -> bool:
+    """Whether it fits, by the rule as it is written down and none of the plan's code."""
+    tiles = cache_tiles(share, needs.tiles) + STAGING_TILES if slab else 0
+    device = tiles * needs.slot + kv * needs.kv_token + needs.backbone + context * needs.position
+    new = needs.store - needs.present
+    host = machine.memory - FREE_BYTES - needs.processes
+    if machine.gpu is None:
+        return new + device <= host and new + tiles * needs.slot <= machine.shm
+    return new <= min(host, machine.shm) and device + needs.steps + SPARE_BYTES <= machine.gpu
+
+
+def fits_with(needs: Needs, asked: EngineConfig, machine: Machine, slab: bool, least: int) -> bool:
+    most = asked.context or min(DEFAULT_CONTEXT, needs.spec.max_positions, asked.kv_tokens or DEFAULT_CONTEXT)
+    context = asked.context or min(least, most)
+    return takes(needs, machine, slab, context, asked.kv_tokens or context, asked.expert_cache or 0.0)
+
+
+@given(cases())
+def test_a_plan_fits_keeps_what_was_asked_and_is_the_most_exact_that_does(
+    case: tuple[tuple[Needs, ...], EngineConfig, Machine, bool],
+) -> None:
+    needed, asked, machine, slab = case
+    plan = choose(needed, asked, machine, slab)
+    if plan is None:
+        assert not any(fits_with(n, asked, machine, slab, LEAST_CONTEXT) for n in needed)
+        least_of_all = smallest(needed[-1], asked, slab)
+        assert any(pool.short for pool in least_of_all.pools(machine))
+        return
+    assert takes(plan.needs, machine, slab, plan.context, plan.kv_tokens, plan.expert_cache)
+    for pool in plan.pools(machine):
+        assert sum(pool.parts.values()) == pool.needed <= pool.there
+        assert min(pool.parts.values()) >= 0
+    assert plan.context in (asked.context or plan.context,)
+    assert plan.kv_tokens in (asked.kv_tokens or plan.kv_tokens,)
+    assert asked.expert_cache is None or plan.expert_cache == asked.expert_cache
+    assert 0 < plan.context <= min(plan.kv_tokens, plan.needs.spec.max_positions)
+    assert 0 <= plan.expert_cache <= 1
+    more_exact = needed[: needed.index(plan.needs)]
+    least = GOOD_CONTEXT if fits_with(plan.needs, asked, machine, slab, GOOD_CONTEXT) else LEAST_CONTEXT
+    assert not any(fits_with(n, asked, machine, slab, least) for n in more_exact)
+    if least == LEAST_CONTEXT:
+        assert not any(fits_with(n, asked, machine, slab, GOOD_CONTEXT) for n in needed)
+
+
+@given(cases())
+def test_what_is_chosen_is_as_much_as_fits(
+    case: tuple[tuple[Needs, ...], EngineConfig, Machine, bool],
+) -> None:
+    needed, asked, machine, slab = case
+    plan = choose(needed, asked, machine, slab)
+    assume(plan is not None)
+    assert plan is not None
+
+    def fits(context: int, kv: int, share: float, slab: bool = slab) -> bool:
+        return takes(plan.needs, machine, slab, context, kv, share)
+
+    usual = min(DEFAULT_CONTEXT, plan.needs.spec.max_positions, asked.kv_tokens or DEFAULT_CONTEXT)
+    if asked.context is None and plan.context < usual:
+        longer = min(plan.context + 64, usual)
+        assert not fits(longer, asked.kv_tokens or longer, asked.expert_cache or 0.0)
+        assert plan.context % 64 == 0 or plan.context == min(LEAST_CONTEXT, usual)
+    if asked.kv_tokens is None and plan.kv_tokens < 4 * plan.context:
+        before = (
+            plan.expert_cache if asked.expert_cache is not None else min(plan.expert_cache, DEFAULT_CACHE)
+        )
+        assert not fits(plan.context, plan.kv_tokens + 64, before)
+    if asked.expert_cache is None and slab:
+        most = DEFAULT_CACHE if machine.gpu is None else 1.0
+        # Room for more contexts is made only once the usual cache has been had.
+        kv = asked.kv_tokens or (plan.kv_tokens if plan.expert_cache >= DEFAULT_CACHE else plan.context)
+        assert plan.expert_cache == most or not fits(plan.context, kv, plan.expert_cache + 0.001)
+
+
+@given(cases())
+def test_a_store_that_is_there_already_needs_no_room(
+    case: tuple[tuple[Needs, ...], EngineConfig, Machine, bool],
+) -> None:
+    needed, asked, machine, slab = case
+    attached = replace(needed[0], present=needed[0].store)
+    plan = smallest(attached, asked, slab)
+    assert plan.pools(machine)[0].parts["experts"] == plan.pools(machine)[1].parts["experts"] == 0
+    smaller = replace(machine, shm=0)
+    if not slab and plan.fits(machine):
+        assert plan.fits(smaller)
+
+
+@given(cases())
+def test_the_store_leaves_room_for_the_others(
+    case: tuple[tuple[Needs, ...], EngineConfig, Machine, bool],
+) -> None:
+    """The loader's own check of the same numbers agrees with the plan."""
+    needed, asked, machine, slab = case
+    plan = choose(needed, asked, machine, slab)
+    if plan is not None:
+        assert plan.needs.store <= machine.memory - plan.beside_store(machine)
+        device = machine.gpu is None
+        assert plan.beside_store(machine) >= FREE_BYTES + plan.needs.backbone * device
+
+
+def test_settling_changes_nothing_but_the_choices() -> None:
+    asked = EngineConfig(workers=3, seed=5, policy_options={"a": "b"}, kv_tokens=9000)
+    plan = choose(every("olmoe-1b-7b", False), asked, Machine(40 * GB, 40 * GB), False)
+    assert plan is not None
+    settled = plan.settled(asked)
+    assert isinstance(settled, SettledConfig)
+    chosen = {"format": plan.needs.format, "context": 4096, "kv_tokens": 9000, "expert_cache": 0.25}
+    for field in fields(asked):
+        assert getattr(settled, field.name) == chosen.get(field.name, getattr(asked, field.name))
+    assert SettledConfig.from_map(vars(settled)) == settled
+
+
+def test_machines_that_people_have() -> None:
+    """A few choices that a person would make as well."""
+
+    def chosen(model: str, machine: Machine, slab: bool = False, **asked: Any) -> Plan | None:
+        return choose(every(model, machine.gpu is not None), EngineConfig(**asked), machine, slab)
+
+    roomy = chosen("mixtral-8x7b", Machine(130 * GB, 130 * GB))
+    assert roomy is not None
+    assert (roomy.needs.format, roomy.context, roomy.kv_tokens) == ("bf16", 8192, 32768)
+    table, attention = 32000 * 4096, 2 * 4096 * (4096 + 1024)
+    router, norms = 8 * 4096, 2 * 4096
+    backbone = 2 * (2 * table + 32 * attention) + 4 * (32 * (router + norms) + 4096)
+    assert (roomy.expert_cache, roomy.needs.backbone) == (0.25, backbone)
+    short = chosen("mixtral-8x7b", Machine(100 * GB, 95 * GB))
+    assert short is not None
+    assert short.needs.format == "bf16"  # with fewer contexts at once
+    assert 8192 <= short.kv_tokens < 4 * 8192
+    small = chosen("mixtral-8x7b", Machine(60 * GB, 30 * GB))
+    assert small is not None
+    assert small.needs.format == "int4"  # /dev/shm has half of the memory
+    assert chosen("mixtral-8x7b", Machine(24 * GB, 24 * GB)) is None
+    laptop = chosen("deepseek-v2-lite", Machine(24 * GB, 24 * GB))
+    assert laptop is not None
+    assert (laptop.needs.format, laptop.context) == ("int8", 8192)
+    gpu = chosen("mixtral-8x7b", Machine(130 * GB, 130 * GB, 24 * GB), slab=True)
+    assert gpu is not None
+    assert gpu.needs.format == "bf16"
+    assert 0.1 < gpu.expert_cache < 0.25  # a whole context, then experts
+    assert (gpu.context, gpu.kv_tokens) == (8192, 8192 + 256)  # and less than a thousandth of them was left
+    whole = chosen("olmoe-1b-7b", Machine(130 * GB, 130 * GB, 80 * GB), slab=True)
+    assert whole is not None
+    assert whole.expert_cache == 1.0
+
+
+def test_a_slab_without_a_gpu_takes_shared_memory() -> None:
+    needed = every("mixtral-8x7b", False)[2]
+    plan = choose([needed], EngineConfig(), Machine(80 * GB, needed.store + GB), True)
+    assert plan is not None
+    slab = plan.pools(Machine(0, 0))[1].parts["slab"]
+    assert GB - needed.slot - needed.tiles * needed.slot // 1000 <= slab <= GB
+
+
+def test_a_short_context_is_worse_than_a_less_exact_format() -> None:
+    bf16, int8, int4, smallest_of_all = every("qwen1.5-moe-a2.7b", False)
+
+    def room(needs: Needs, tokens: int) -> Machine:
+        kv = tokens * (needs.kv_token + needs.position)
+        memory = needs.store + needs.backbone + needs.processes + FREE_BYTES + kv
+        return Machine(memory, memory)
+
+    for edge, tokens, format, context in (
+        (bf16, GOOD_CONTEXT, "bf16", GOOD_CONTEXT),
+        (bf16, GOOD_CONTEXT - 64, "int8", 8192),
+        (smallest_of_all, 1999, "int4-g128", 1984),
+    ):
+        plan = choose((bf16, int8, int4, smallest_of_all), EngineConfig(), room(edge, tokens), False)
+        assert plan is not None
+        assert (plan.needs.format, plan.context) == (format, context)
+    least = room(smallest_of_all, LEAST_CONTEXT - 1)
+    assert choose((bf16, int8, int4, smallest_of_all), EngineConfig(), least, False) is None
+
+
+def test_contradictions_are_refused() -> None:
+    machine, (first, *_) = Machine(200 * GB, 200 * GB), every("olmoe-1b-7b", False)
+    with pytest.raises(UsageError, match="--context 5000 is more than the model's 4096"):
+        choose([first], EngineConfig(context=5000), machine, False)
+    with pytest.raises(UsageError, match="--kv-tokens 99 is less than one context of 100"):
+        smallest(first, EngineConfig(context=100, kv_tokens=99), False)
+    plan = choose([first], EngineConfig(kv_tokens=99), machine, False)
+    assert plan is not None
+    assert (plan.context, plan.kv_tokens) == (99, 99)  # the context is ours to choose
