@@ -26,7 +26,6 @@ TOKENIZER_FILES = (
 MAX_STOP_STRINGS = 16
 QUICK = 65536  # characters that are encoded in less time than a step takes
 MAX_STOP_CHARACTERS = 512
-_GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # all they are is in tokenizer.json
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -91,7 +90,9 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._tokenizer.chat_template)
+        """Whether there is one for conversations; some models have others, for tools or documents."""
+        template = self._tokenizer.chat_template
+        return bool(template.get("default") if isinstance(template, dict) else template)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, with the special tokens that the model's tokenizer puts around one (bos, mostly).
@@ -170,23 +171,28 @@ class Tokenizer:
 
 
 def _read(model_dir: Path) -> Any:
+    """tokenizer.json is the whole of a tokenizer, so nothing else decides about one that has it: several of
+    transformers' classes put their own idea of the family in place of what the file says, and AutoTokenizer
+    chooses among them by `model_type`, `tokenizer_class` and `auto_map`. It also takes a second to import."""
+    if not (model_dir / "tokenizer.json").is_file():
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=False)
     from transformers import PreTrainedTokenizerFast
 
-    has_json = (model_dir / "tokenizer.json").is_file()
-    config_file = model_dir / "tokenizer_config.json"
-    config = json.loads(config_file.read_bytes()) if config_file.is_file() else {}
-    if has_json and config.get("tokenizer_class") in _GENERIC_CLASSES:
-        # AutoTokenizer would choose the same class, and importing it takes a second
-        return PreTrainedTokenizerFast.from_pretrained(str(model_dir), local_files_only=True)
-    from transformers import AutoTokenizer
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(model_dir), local_files_only=True)
+    if _wants_bos(model_dir) and tokenizer.bos_token_id not in (None, *tokenizer.encode("")):
+        tokenizer.add_bos_token = True
+    return tokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=False)
-    except Exception:
-        # a model type or a tokenizer class that transformers does not know: tokenizer.json says enough
-        if not has_json:
-            raise
-        return PreTrainedTokenizerFast.from_pretrained(str(model_dir), local_files_only=True)
+
+def _wants_bos(model_dir: Path) -> bool:
+    """Whether a text begins with bos because the settings say so: the one thing that DeepSeek's
+    tokenizer.json leaves to the class, as transformers up to version 4 had it."""
+    file = model_dir / "tokenizer_config.json"
+    settings = json.loads(file.read_bytes()) if file.is_file() else {}
+    name = str(settings.get("tokenizer_class")).removesuffix("Fast")
+    return settings.get("add_bos_token") is True and name in ("LlamaTokenizer", "GPTNeoXTokenizer")
 
 
 def _decoders(backend: Any) -> frozenset[str]:

@@ -8,43 +8,11 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from streams import UNICODE, check, cut
 
 from pipeline.errors import RequestError
 from pipeline.text_stream import BytePieces, SpacedPieces, StopStrings
 from pipeline.tokenizer import Tokenizer
-
-UNICODE = st.text(st.characters(exclude_categories=["Cs"]), max_size=40) | st.sampled_from(
-    ["  two  spaces ", "👩‍👩‍👧‍👦 family", "é́́", "naïve €uro 日本語", "a\n\n\tb ", "🇩🇪🇫🇷", " "]
-)
-
-
-def cut(text: str, stop: Sequence[str]) -> str:
-    """The text before the stop string that is complete first, the longest of those that end together."""
-    ends = [
-        (place + len(word), -len(word))
-        for word in stop
-        for place in range(len(text))
-        if text.startswith(word, place)
-    ]
-    if not ends:
-        return text
-    end, length = min(ends)
-    return text[: end + length]
-
-
-def check(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> None:
-    whole = tokenizer.decode(ids)
-    wanted = cut(whole, stop)
-    stream = tokenizer.stream(stop)
-    shown = ""
-    for token in ids:
-        text = stream.push(token)
-        shown += text
-        assert wanted.startswith(shown), "shown text must never be taken back"
-    shown += stream.finish()
-    assert shown == wanted
-    assert stream.stopped == any(word in whole for word in stop)
-    assert stream.finish() == ""
 
 
 @settings(deadline=None, max_examples=150)
@@ -130,10 +98,10 @@ def test_a_resumed_stream_goes_on_where_the_other_was(
     first = tokenizer.stream(stop)
     shown = [first.push(token) for token in ids]
     rest = first.finish()
-    for cut in range(len(ids) + 1):
+    for place in range(len(ids) + 1):
         second = tokenizer.stream(stop)
-        second.resume(ids[:cut])
-        assert [second.push(token) for token in ids[cut:]] == shown[cut:]
+        second.resume(ids[:place])
+        assert [second.push(token) for token in ids[place:]] == shown[place:]
         assert second.finish() == rest
         assert second.stopped == first.stopped
 

@@ -1,0 +1,42 @@
+"""What is asked of every stream of text, and texts to ask it with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from pipeline.tokenizer import Tokenizer
+
+UNICODE = st.text(st.characters(exclude_categories=["Cs"]), max_size=40) | st.sampled_from(
+    ["  two  spaces ", "👩‍👩‍👧‍👦 family", "é́́", "naïve €uro 日本語", "a\n\n\tb ", "🇩🇪🇫🇷", " "]
+)
+
+
+def cut(text: str, stop: Sequence[str]) -> str:
+    """The text before the stop string that is complete first, the longest of those that end together."""
+    ends = [
+        (place + len(word), -len(word))
+        for word in stop
+        for place in range(len(text))
+        if text.startswith(word, place)
+    ]
+    if not ends:
+        return text
+    end, length = min(ends)
+    return text[: end + length]
+
+
+def check(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> None:
+    whole = tokenizer.decode(ids)
+    wanted = cut(whole, stop)
+    stream = tokenizer.stream(stop)
+    shown = ""
+    for token in ids:
+        text = stream.push(token)
+        shown += text
+        assert wanted.startswith(shown), "shown text must never be taken back"
+    shown += stream.finish()
+    assert shown == wanted
+    assert stream.stopped == any(word in whole for word in stop)
+    assert stream.finish() == ""
