@@ -29,6 +29,11 @@ def optional(config: Config, key: str, kind: type[int] | type[float]) -> Any:
     return None if config.get(key) is None else required(config, key, kind)
 
 
+def from_zero(config: Config, key: str, default: float) -> float:
+    """A number that may be 0, and `default` where it is missing or null."""
+    return 0.0 if config.get(key) == 0 else float(optional(config, key, float) or default)
+
+
 def count(config: Config, key: str, default: int) -> int:
     """A whole number from 0 on."""
     value = config.get(key)

@@ -7,7 +7,7 @@ import math
 
 from pipeline.errors import ModelError
 from pipeline.models.architecture import Architecture
-from pipeline.models.config_keys import Config, count, expect, flag, optional, required
+from pipeline.models.config_keys import Config, count, expect, flag, from_zero, optional, required
 from pipeline.models.reading import common, experts, rope, rope_parameters
 from pipeline.models.routing import Softmax
 from pipeline.models.spec import Latent, ModelSpec
@@ -61,8 +61,8 @@ def _attention(config: Config) -> Latent:
 def _stretch(config: Config) -> float:
     """YaRN's factor on queries and keys each, where the config asks for it in attention's scale."""
     kind, parameters = rope_parameters(config)
-    strength = optional(parameters, "mscale_all_dim", float)
-    if kind == "default" or strength is None:
+    strength = from_zero(parameters, "mscale_all_dim", 0.0)
+    if kind == "default" or strength == 0:
         return 1.0
     factor = required(parameters, "factor", float)
     return 1.0 if factor <= 1 else 0.1 * strength * math.log(factor) + 1.0

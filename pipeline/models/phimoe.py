@@ -4,7 +4,7 @@ scales of their own."""
 from __future__ import annotations
 
 from pipeline.models.architecture import Architecture
-from pipeline.models.config_keys import Config, expect, flag, optional, required
+from pipeline.models.config_keys import Config, expect, flag, from_zero, optional, required
 from pipeline.models.reading import common, experts, grouped_query, rope, rope_parameters, trained_positions
 from pipeline.models.routing import SparseMixer
 from pipeline.models.spec import ModelSpec, Rope
@@ -21,7 +21,6 @@ class Phimoe(Architecture):
         shared = common(config)
         layers = shared["layers"]
         bias = flag(config, "attention_bias", False)
-        jitter = optional(config, "router_jitter_noise", float)
         return ModelSpec(
             **shared,
             moe_layers=tuple(range(layers)),
@@ -30,7 +29,7 @@ class Phimoe(Architecture):
             attention=grouped_query(config, bias=bias, output_bias=bias),
             windows=(optional(config, "sliding_window", int),) * layers,
             rope=_rope(config),
-            router=SparseMixer(0.01 if jitter is None else jitter),
+            router=SparseMixer(from_zero(config, "router_jitter_noise", 0.01)),
             layer_norm=True,
             head_bias=flag(config, "lm_head_bias", False),
         )
@@ -41,6 +40,8 @@ def _rope(config: Config) -> Rope:
     plain = rope(config, 1e6)
     if plain.kind == "default":
         return plain
+    # Its config class keeps the number of positions with these parameters, whatever the config says beside.
     _, parameters = rope_parameters(config)
+    switch = trained_positions({**config, "original_max_position_embeddings": None})
     scales = tuple(float(required(parameters, f"{name}_mscale", float)) for name in ("short", "long"))
-    return Rope(plain.kind, plain.theta, trained_positions(config), (scales[0], scales[1]))
+    return Rope(plain.kind, plain.theta, switch, (scales[0], scales[1]))

@@ -1,4 +1,4 @@
-"""transformers as the oracle: log-probabilities and greedy continuations of its MixtralForCausalLM."""
+"""transformers as the oracle: log-probabilities and greedy continuations of its own model of a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,23 +8,27 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import MixtralForCausalLM
+from transformers import AutoModelForCausalLM
 
 
 class Oracle:
     """One checkpoint in one dtype, on the CPU."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        self.model = MixtralForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        # Expert by expert: torch's grouped products refuse sizes that are not multiples of 16 bytes.
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, experts_implementation="eager"
+        ).eval()
 
     @torch.no_grad()
     def logprobs(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """[len(tokens), vocabulary]; row i predicts token i + 1."""
-        logits = self.model(torch.tensor([list(tokens)])).logits[0].float()
+        """[len(tokens), vocabulary] of one pass over them all; row i predicts token i + 1."""
+        logits = self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0].float()
         return torch.log_softmax(logits, -1).numpy()
 
     def greedy(self, prompt: Sequence[int], count: int) -> tuple[list[int], NDArray[np.float32]]:
-        """`count` new tokens, and the log-probabilities [count, vocabulary] that they were chosen from."""
+        """`count` new tokens, and the log-probabilities [count, vocabulary] that they were chosen from; each
+        from a pass over all tokens before it, as a rotary embedding that depends on their number asks for."""
         tokens, rows = list(prompt), []
         for _ in range(count):
             rows.append(self.logprobs(tokens)[-1])

@@ -17,23 +17,29 @@ from shm.blocks import BlockFormat
 from shm.layout import FORMATS, ExpertShape, StoreLayout
 from workers.kernels.unpack import int8_steps
 
+# Linear modules that no format quantizes: a gate of one row, and what latents are expanded by.
+KEPT = ("shared_expert_gate", "kv_b_proj")
+
 
 class QuantizedOracle(Oracle):
-    """Experts in one format; attention's projections and the head in another, or float32."""
+    """Routed experts in one format; the other matrices in another, or float32."""
 
     def __init__(self, folder: Path, experts: str, backbone: str | None = None) -> None:
         super().__init__(folder, torch.float32)
         expert_format = FORMATS[experts]
         assert isinstance(expert_format, BlockFormat)
-        for layer in self.model.model.layers:
-            replace_experts(layer.mlp.experts, expert_format)
-            if backbone is not None:
-                for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-                    replace_linear(getattr(layer.self_attn, name), FORMATS[backbone])
-        if backbone is not None:
-            head = self.model.lm_head
-            head.weight = nn.Parameter(head.weight.detach().clone())  # the embedding stays what it is
-            replace_linear(head, FORMATS[backbone])
+        mlps = [layer.mlp for layer in self.model.model.layers]
+        self._experts = [mlp.experts for mlp in mlps if hasattr(mlp, "experts")]
+        for module in self._experts:
+            replace_experts(module, expert_format)
+        if backbone is None:
+            return
+        for name, module in self.model.named_modules():
+            if type(module) is nn.Linear and not name.endswith(KEPT):
+                replace_linear(module, FORMATS[backbone])
+        for name, weight in self.model.named_parameters():
+            if name.endswith(("embed_tokens.weight", "kv_b_proj.weight")):
+                weight.data = weight.data.bfloat16().float()  # what is not quantized beside what is
 
     def with_noise(self, tokens: Sequence[int], relative: float, seed: int) -> NDArray[np.float32]:
         """`logprobs` where the input of every layer's experts is off by this much, at random: what such small
@@ -44,7 +50,7 @@ class QuantizedOracle(Oracle):
             x, *rest = inputs
             return x * (1 + relative * torch.randn(x.shape, generator=generator)), *rest
 
-        hooks = [layer.mlp.experts.register_forward_pre_hook(shift) for layer in self.model.model.layers]
+        hooks = [experts.register_forward_pre_hook(shift) for experts in self._experts]
         try:
             return self.logprobs(tokens)
         finally:
@@ -85,5 +91,5 @@ def replace_linear(module: nn.Linear, format: BlockFormat) -> None:
     format.encode_matrix(module.weight.detach().float().numpy(), data)
     kept = torch.from_numpy(format.decode_matrix(data, n, k))
     module.forward = lambda x: functional.linear(
-        int8_steps(x.flatten(0, -2), format.group)[:, :k], kept
+        int8_steps(x.flatten(0, -2), format.group)[:, :k], kept, module.bias
     ).unflatten(0, x.shape[:-1])

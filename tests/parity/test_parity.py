@@ -116,8 +116,9 @@ async def test_bf16_stays_within_what_transformers_bf16_differs_from_float32(sta
     theirs = np.abs(np.stack([rounded.logprobs(t) - oracle.logprobs(t) for t in longer]))
     tail, most = float(np.quantile(theirs, 0.999)), float(theirs.max())
     tokens, chosen_from = oracle.greedy(texts[0], NEW)
-    config = EngineConfig(workers=2, tile=64, expert_cache=0.5, chunk=CHUNK)
-    assert (config.format, config.backbone_dtype) == ("bf16", "bf16")
+    config = EngineConfig(
+        format="bf16", backbone_dtype="bf16", workers=2, tile=64, expert_cache=0.5, chunk=CHUNK
+    )
     wrong: list[str] = []
     async with start_engine(config) as (_, client):
         for policy, options in sweep(100)[:5]:
@@ -148,7 +149,13 @@ async def test_a_fixed_plan_repeats_bit_for_bit(texts, start_engine, tmp_path: P
     ]
     for slowdown, link in ((1.0, None), (1.5, 0.5)):
         config = EngineConfig(
-            workers=2, tile=64, expert_cache=0.3, chunk=CHUNK, host_slowdown=slowdown, link_gbps=link
+            format="bf16",
+            workers=2,
+            tile=64,
+            expert_cache=0.3,
+            chunk=CHUNK,
+            host_slowdown=slowdown,
+            link_gbps=link,
         )
         async with start_engine(config) as (_, client):
             for _ in range(2):

@@ -8,16 +8,13 @@ noise of float32's size in its hidden states, and the engine may be no further o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from equality import near_tie_or_equal
 from numpy.typing import NDArray
 from quantized_oracle import QuantizedOracle
 from test_parity import CHUNK, NEW, scored, tokenized
-from test_variants import save
 
 from launch.equality import rounding_bound
 from pipeline.assets import model_dir
@@ -95,24 +92,3 @@ async def test_equals_transformers_on_the_same_weights(setting, workers, tile, s
             if not near_tie_or_equal(new, tokens, chosen_from, rounding_bound(experts, backbone)):
                 wrong.append(f"{policy} {options} generate: {new} instead of {tokens}")
     assert not wrong, "\n".join(wrong)
-
-
-@pytest.mark.parametrize("experts", ["int8", "int4"])
-async def test_sizes_that_are_no_whole_groups(experts, start_engine, tmp_path: Path) -> None:
-    """Hidden 48, intermediate 56, vocabulary 300: nothing is a multiple of a group, the vocabulary not of a
-    block."""
-    save({}, tmp_path)
-    tokens = tuple(int(t) for t in torch.randint(300, (90,)))
-    oracle = QuantizedOracle(tmp_path, experts, experts)
-    expected = [oracle.logprobs(tokens)]
-    allowed = reach(oracle, experts, [tokens], expected)
-    config = EngineConfig(
-        model=tmp_path, format=experts, backbone_dtype=experts, chunk=20, expert_cache=0.3, workers=2
-    )
-    async with start_engine(config) as (_, client):
-        for policy in ("all-host", "random"):
-            await client.set_policy(policy, {})
-            for stepwise in (False, True):
-                blocks = client.score(token_ids=tokens, full=True, stepwise=stepwise, prefill=30)
-                ours = Distance.between([np.concatenate([b.logprobs async for b in blocks])], expected)
-                assert ours.within(allowed), (policy, stepwise, ours, allowed)

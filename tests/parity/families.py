@@ -1,0 +1,178 @@
+"""Tiny models of every family, with random weights, saved by transformers itself in every form it saves them.
+
+Weights are drawn so that routing and logits are lively, and no norm is one and no bias zero: a tensor or an
+option that nobody reads must show in the log-probabilities.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+Options = dict[str, Any]
+
+EVERYWHERE: Options = {
+    "vocab_size": 300,
+    "hidden_size": 48,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+LATENT: Options = {"q_lora_rank": None, "kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8}
+PLAIN: dict[str, Options] = {
+    "mixtral": {"num_local_experts": 5},
+    "phimoe": {"num_local_experts": 5, "router_jitter_noise": 0.01},
+    "qwen2_moe": {"num_experts": 6, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 44},
+    "qwen3_moe": {"num_experts": 6, "moe_intermediate_size": 40},
+    "deepseek_v2": {
+        "num_key_value_heads": 6,
+        "n_routed_experts": 6,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 40,
+        "v_head_dim": 14,
+        "n_group": 2,
+        "topk_group": 1,
+        **LATENT,
+    },
+    "olmoe": {"num_experts": 6},
+}
+
+# Options that say how large something is. A reader that gets one wrong finds tensors of another shape.
+SIZES = {
+    *EVERYWHERE,
+    *LATENT,
+    *("head_dim", "num_local_experts", "num_experts", "n_routed_experts", "n_shared_experts", "v_head_dim"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size", "first_k_dense_replace"),
+    *("decoder_sparse_step", "mlp_only_layers"),
+} - {"num_experts_per_tok"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration and the form in which it is saved."""
+
+    family: str
+    name: str
+    options: Options = field(default_factory=dict)  # beside those of PLAIN
+    fused: bool = False  # transformers 5's own layout, otherwise that of version 4
+    shards: bool = True
+    dtype: torch.dtype = torch.float32
+    seed: int = 1
+    written: Options = field(default_factory=dict)  # in config.json, beside what transformers writes
+    silent: frozenset[str] = frozenset()  # alternatives that transformers does not tell from this one
+
+    @property
+    def config(self) -> Options:
+        return EVERYWHERE | PLAIN[self.family] | self.options
+
+    def __str__(self) -> str:
+        return f"{self.family}-{self.name}"
+
+
+def build(case: Case) -> nn.Module:
+    """The model in float32, with the same weights every time: numbers that the case's dtype has."""
+    model = empty(case.family, case.config)
+    draw(model, case.seed, case.dtype)
+    return model
+
+
+def empty(family: str, config: Options) -> nn.Module:
+    """A model as transformers makes it."""
+    made = AutoConfig.for_model(family, **deepcopy(config))
+    return AutoModelForCausalLM.from_config(made, experts_implementation="eager").eval()
+
+
+@torch.no_grad()
+def draw(model: nn.Module, seed: int, dtype: torch.dtype) -> None:
+    """Random weights. A layer changes a hidden state by about its own size, and the logits of a token differ
+    by a few nats; were they much livelier, float32 would differ from exact numbers by 1e-4."""
+    generator = torch.Generator().manual_seed(seed)
+    tied = model.config.tie_word_embeddings
+    for name, weight in model.named_parameters():
+        numbers = torch.randn(weight.shape, generator=generator)
+        if name.endswith("bias"):
+            numbers *= 0.3
+        elif weight.dim() == 1:
+            numbers = 1 + 0.3 * numbers
+        elif name.endswith("embed_tokens.weight"):
+            numbers *= 0.25 if tied else 1.0
+        else:
+            lively = name.endswith(("gate.weight", "router.weight", "lm_head.weight"))
+            numbers *= (1.6 if lively else 0.8) * weight.shape[-1] ** -0.5
+        weight.copy_(numbers.to(dtype))
+
+
+def save(case: Case, folder: Path) -> None:
+    """Write config.json and the weights. Beside tensors as of version 4 there is a config as of version 4."""
+    build(case).to(case.dtype).save_pretrained(
+        folder, max_shard_size="60KB" if case.shards else "5GB", save_original_format=not case.fused
+    )
+    if not case.fused:
+        path = folder / "config.json"
+        path.write_text(json.dumps(of_version_4(json.loads(path.read_bytes())) | case.written))
+
+
+def of_version_4(config: Options) -> Options:
+    """A config with its rotary embedding's numbers where version 4 of transformers had them, and without what
+    only later ones write."""
+    old = {k: v for k, v in config.items() if k not in ("rope_parameters", "layer_types", "dtype")}
+    rope = dict(config["rope_parameters"])
+    old |= {"rope_theta": rope.pop("rope_theta"), "torch_dtype": config["dtype"]}
+    kind = rope.pop("rope_type")
+    if kind == "longrope":
+        old["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
+    return old | {"rope_scaling": None if kind == "default" else {"type": kind, **rope}}
+
+
+def texts(case: Case) -> list[tuple[int, ...]]:
+    """Token ids: a few, fewer than any `original_max_position_embeddings` here, and more than that."""
+    return [tokens[:length] for tokens, length in zip(drawn_texts(case, 2), (30, 60), strict=True)]
+
+
+def drawn_texts(case: Case, count: int) -> list[tuple[int, ...]]:
+    """Random token ids; the first texts are the same for every count."""
+    generator = torch.Generator().manual_seed(case.seed + 1000)
+    vocabulary = case.config["vocab_size"]
+    return [tuple(torch.randint(vocabulary, (75,), generator=generator).tolist()) for _ in range(count)]
+
+
+def alternatives(case: Case) -> Iterator[tuple[str, Options]]:
+    """What a reader of the config could miss, with the config that would then have been read: every option
+    that is not a size left out, and every number of the rotary embedding another one."""
+    plain = EVERYWHERE | PLAIN[case.family]
+    for key in sorted(case.options.keys() - SIZES):
+        left = {k: v for k, v in case.config.items() if k != key}
+        left |= {key: plain[key]} if key in plain else {}
+        if left != case.config:
+            yield key, left
+    rope = case.options.get("rope_parameters", {})
+    for key in sorted(rope.keys() - {"rope_type"}):
+        yield f"rope {key}", case.config | {"rope_parameters": rope | {key: other(rope[key])}}
+
+
+def other(value: Any) -> Any:
+    """Another value of this kind."""
+    if isinstance(value, bool):
+        return not value
+    return [3 * v for v in value] if isinstance(value, list) else 3 * value
+
+
+@torch.no_grad()
+def logprobs(model: nn.Module, tokens: tuple[int, ...]) -> Tensor:
+    """[len(tokens), vocabulary] of one forward pass over the whole text."""
+    return torch.log_softmax(model(torch.tensor([tokens])).logits[0].float(), -1)

@@ -1,0 +1,337 @@
+"""The configurations that the suite compares with transformers: of each family four, which together have
+every option that the family has, in both layouts, in one file and several, in all three dtypes."""
+
+from __future__ import annotations
+
+import torch
+from families import Case, Options
+
+
+def spread(pairs: int) -> tuple[list[float], list[float]]:
+    """Short and long factors of longrope."""
+    return [1 + 0.1 * i for i in range(pairs)], [1.5 + 0.7 * i for i in range(pairs)]
+
+
+def longrope(pairs: int, **more: float) -> Options:
+    short, long = spread(pairs)
+    named = {"rope_type": "longrope", "rope_theta": 500.0, "original_max_position_embeddings": 40}
+    return {"rope_parameters": {**named, "short_factor": short, "long_factor": long, **more}}
+
+
+def yarn(**more: float) -> Options:
+    named = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 3.0, "original_max_position_embeddings": 42}
+    return {"rope_parameters": named | more}
+
+
+def scaled(kind: str, **more: float) -> Options:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 200.0, "factor": 2.5} | more}
+
+
+def llama3() -> Options:
+    return scaled(
+        "llama3",
+        rope_theta=30.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=32,
+    )
+
+
+ODD: Options = {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 6}  # heads of 6 numbers
+TIED: Options = {"tie_word_embeddings": True}
+RAMP = {"beta_fast": 3.0, "beta_slow": 0.4, "truncate": False}  # a tiny head has few turns to tell apart
+MSCALES = {"short_mscale": 1.2, "long_mscale": 0.8}
+
+MIXTRAL = [
+    Case("mixtral", "longrope", {**longrope(6, factor=3.0), "head_dim": 12}),
+    Case(
+        "mixtral",
+        "odd-tied-llama3",
+        {**ODD, **TIED, **llama3(), "intermediate_size": 50, "head_dim": 10, "num_experts_per_tok": 3},
+        fused=True,
+        shards=False,
+    ),
+    Case(
+        "mixtral",
+        "wide-heads-yarn",
+        {
+            **yarn(**RAMP),
+            "head_dim": 16,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 4,
+            "num_local_experts": 8,
+        },
+        fused=True,
+        dtype=torch.bfloat16,
+    ),
+    Case(
+        "mixtral",
+        "window",
+        {"sliding_window": 16, "rms_norm_eps": 0.02},
+        shards=False,
+        dtype=torch.float16,
+    ),
+]
+
+PHIMOE = [
+    Case(
+        "phimoe",
+        "longrope",
+        {
+            **longrope(4, **MSCALES),
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "router_jitter_noise": 0.06,
+            "rms_norm_eps": 0.02,
+        },
+        silent=frozenset({"rope long_factor"}),  # transformers has the short ones for every length
+    ),
+    Case(
+        "phimoe",
+        "odd-tied-window",
+        {**ODD, **TIED, "intermediate_size": 50, "sliding_window": 20, "router_jitter_noise": 0.2},
+        fused=True,
+        shards=False,
+    ),
+    Case(
+        "phimoe",
+        "yarn",
+        {
+            **yarn(**RAMP, **MSCALES),
+            "attention_bias": True,
+            "router_jitter_noise": 0.5,
+            "num_local_experts": 9,
+        },
+        fused=True,
+        dtype=torch.bfloat16,
+    ),
+    Case(
+        "phimoe",
+        "linear",
+        {
+            **scaled("linear", original_max_position_embeddings=40, **MSCALES),
+            "lm_head_bias": True,
+            "num_key_value_heads": 6,
+        },
+        shards=False,
+        dtype=torch.float16,
+    ),
+]
+
+QWEN2_MOE = [
+    Case(
+        "qwen2_moe",
+        "windows",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 16,
+            "max_window_layers": 3,
+            "num_hidden_layers": 5,
+            "norm_topk_prob": True,
+            "rms_norm_eps": 0.02,
+        },
+    ),
+    Case(
+        "qwen2_moe",
+        "odd-tied-interleaved-linear",
+        {
+            **ODD,
+            **TIED,
+            **scaled("linear"),
+            "num_hidden_layers": 5,
+            "decoder_sparse_step": 2,
+            "moe_intermediate_size": 50,
+            "shared_expert_intermediate_size": 30,
+            "qkv_bias": False,
+            "num_experts_per_tok": 3,
+        },
+        fused=True,
+        shards=False,
+    ),
+    Case(
+        "qwen2_moe",
+        "dense-where-listed-yarn",
+        {**yarn(**RAMP), "num_hidden_layers": 4, "mlp_only_layers": [0, 3], "num_key_value_heads": 6},
+        fused=True,
+        dtype=torch.bfloat16,
+    ),
+    Case(
+        "qwen2_moe",
+        "longrope",
+        {**longrope(4, attention_factor=1.3), "norm_topk_prob": True, "num_experts_per_tok": 4},
+        shards=False,
+        dtype=torch.float16,
+    ),
+]
+
+QWEN3_MOE = [
+    Case(
+        "qwen3_moe",
+        "window",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 16,
+            "head_dim": 16,
+            "norm_topk_prob": True,
+            "rms_norm_eps": 0.02,
+        },
+    ),
+    Case(
+        "qwen3_moe",
+        "odd-tied-interleaved-dynamic",
+        {
+            **ODD,
+            **TIED,
+            **scaled("dynamic"),
+            "num_hidden_layers": 5,
+            "decoder_sparse_step": 2,
+            "moe_intermediate_size": 50,
+            "attention_bias": True,
+            "num_experts_per_tok": 3,
+        },
+        fused=True,
+        shards=False,
+        silent=frozenset({"rope factor"}),  # it would begin to count beyond max_position_embeddings
+    ),
+    Case(
+        "qwen3_moe",
+        "dense-where-listed-yarn",
+        {**yarn(attention_factor=0.7), "num_hidden_layers": 4, "mlp_only_layers": [0, 2], "head_dim": 20},
+        fused=True,
+        dtype=torch.bfloat16,
+    ),
+    Case(
+        "qwen3_moe",
+        "longrope",
+        {**longrope(4), "attention_bias": True, "norm_topk_prob": True},
+        shards=False,
+        dtype=torch.float16,
+    ),
+]
+
+DEEPSEEK_V2 = [
+    Case(
+        "deepseek_v2",
+        "dense-first-yarn",
+        {
+            **yarn(**RAMP, mscale=0.7, mscale_all_dim=1.6),
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.7,
+            "rms_norm_eps": 0.02,
+        },
+    ),
+    Case(
+        "deepseek_v2",
+        "odd-tied-groups",
+        {
+            **ODD,
+            **TIED,
+            "q_lora_rank": 18,
+            "moe_intermediate_size": 50,
+            "attention_bias": True,
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 3,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+        },
+        fused=True,
+        shards=False,
+    ),
+    Case(
+        "deepseek_v2",
+        "two-dense-longrope",
+        {
+            **longrope(4, attention_factor=1.2),
+            "first_k_dense_replace": 2,
+            "num_hidden_layers": 5,
+            "attention_bias": True,
+            "v_head_dim": 8,
+        },
+        fused=True,
+        dtype=torch.bfloat16,
+    ),
+    Case(
+        "deepseek_v2",
+        "few-in-groups-yarn",
+        # Two experts in the best group, three to be chosen.
+        {
+            **yarn(mscale=1.5, mscale_all_dim=0.4),
+            "q_lora_rank": 12,
+            "num_experts_per_tok": 3,
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 1,
+        },
+        shards=False,
+        dtype=torch.float16,
+        silent=frozenset({"num_experts_per_tok"}),  # the third one's weight is 0
+    ),
+]
+
+OLMOE = [
+    Case(
+        "olmoe",
+        "clipped-linear",
+        {**scaled("linear"), "clip_qkv": 0.8, "norm_topk_prob": True, "rms_norm_eps": 0.02},
+    ),
+    Case(
+        "olmoe",
+        "odd-tied-llama3",
+        {**ODD, **TIED, **llama3(), "intermediate_size": 50, "attention_bias": True},
+        fused=True,
+        shards=False,
+    ),
+    Case(
+        "olmoe",
+        "many-experts-yarn",
+        {
+            **yarn(**RAMP),
+            "num_experts": 12,
+            "num_experts_per_tok": 5,
+            "num_key_value_heads": 1,
+            "clip_qkv": 1.5,
+        },
+        fused=True,
+        dtype=torch.bfloat16,
+    ),
+    Case(
+        "olmoe",
+        "longrope",
+        {**longrope(4, factor=2.0), "norm_topk_prob": True, "num_key_value_heads": 6},
+        shards=False,
+        dtype=torch.float16,
+    ),
+]
+
+CASES = [*MIXTRAL, *PHIMOE, *QWEN2_MOE, *QWEN3_MOE, *DEEPSEEK_V2, *OLMOE]
+
+
+EDGES = [  # compared in the tests' process only, but for the first
+    Case("mixtral", "one-expert", {"num_local_experts": 1, "num_experts_per_tok": 1}),
+    Case("phimoe", "no-jitter", {"router_jitter_noise": 0.0}),
+    # PhiMoE goes by the length among the rotary embedding's numbers, other families by the one beside them.
+    Case("phimoe", "two-lengths", longrope(4, **MSCALES), written={"original_max_position_embeddings": 100}),
+    Case("olmoe", "two-lengths", longrope(4), written={"original_max_position_embeddings": 100}),
+    Case("deepseek_v2", "half-a-stretch", yarn(mscale=0.7, mscale_all_dim=0.0)),
+    Case("deepseek_v2", "no-stretch", yarn()),
+    Case("qwen3_moe", "all-experts", {"num_experts_per_tok": 6, "norm_topk_prob": True}),
+    Case("qwen2_moe", "one-of-six", {"num_experts_per_tok": 1}),
+    Case(
+        "qwen2_moe",
+        "named-windows",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+        },
+        fused=True,
+    ),
+]
+
+
+def place(case: Case) -> int:
+    """Which of its family's four a configuration is."""
+    return [other for other in CASES if other.family == case.family].index(case)

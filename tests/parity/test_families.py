@@ -1,0 +1,101 @@
+"""Every model family equals transformers in float32: every option, every form of a checkpoint, every preset.
+
+All configurations are compared in this process. Of each family an engine with one worker and one with three
+go through all presets, the first with a sharded checkpoint of transformers 4, the other with one file of
+transformers 5 and sizes that are no multiple of anything. Every setting is scored as one prefill in several
+chunks and stepwise through the decode path, and continues a text greedily, across the number of tokens from
+which a rotary embedding is another one.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from equality import near_tie_or_equal
+from families import Case, save, texts
+from family_cases import CASES, EDGES, place
+from in_process import InProcess
+from oracle import Oracle
+from test_parity import EXACT, scored
+
+from pipeline.config import EngineConfig
+from pipeline.policies.presets import PRESETS
+from workers.kernels.native import best
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NEW = 14  # tokens of a greedy continuation
+EVERY = [(name, {}) for name in PRESETS if name != "random"]
+DRAWN = [("random", {"seed": str(seed), "churn": str(seed % 2)}) for seed in (3, 4)]
+
+# Measuring them would take longer than everything else. With these a fetch pays from a few rows on.
+COSTS = {"rows": [1, 16], "host": [3e-5, 2e-4], "device": [1e-5, 2e-5], "link": 6e-5, "round_trip": 1e-5}
+
+# By a configuration's place among its family's.
+SETTINGS = [
+    (EngineConfig(workers=1, tile=None, expert_cache=0.3), [*EVERY, *DRAWN[:1]]),
+    (EngineConfig(workers=3, tile=16, expert_cache=0.0), [*EVERY, *DRAWN[1:]]),
+]
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["kernels", "torch"])
+@pytest.mark.parametrize("case", [*CASES, *EDGES], ids=str)
+def test_a_configuration_equals_transformers(case: Case, compiled: bool, tmp_path: Path) -> None:
+    if compiled and best() is None:
+        pytest.skip("no kernels were compiled")
+    save(case, tmp_path)
+    oracle = Oracle(tmp_path, torch.float32)
+    with InProcess(tmp_path, compiled) as ours:
+        for tokens in texts(case):
+            count, expected = len(tokens), oracle.logprobs(tokens)
+            for chunks in ([15] * (count // 15), [15, *[1] * (count - 15)], [15, 1, count - 16]):
+                error = float(np.abs(ours.logprobs(tokens, chunks) - expected).max())
+                assert error < EXACT, (count, chunks[:2], error)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if place(c) < len(SETTINGS)], ids=str)
+async def test_a_family_equals_transformers(case: Case, start_engine, tmp_path: Path) -> None:
+    save(case, tmp_path)
+    oracle = Oracle(tmp_path, torch.float32)
+    both = texts(case)
+    expected = [oracle.logprobs(tokens) for tokens in both]
+    continued, chosen_from = oracle.greedy(both[0], NEW)
+    config, policies = SETTINGS[place(case)]
+    (tmp_path / "costs").write_text(json.dumps(COSTS))
+    exact = {"format": "f32", "backbone_dtype": "f32", "chunk": 24}
+    plain = exact | {"model": tmp_path, "costs": tmp_path / "costs"}
+    wrong: list[str] = []
+    async with start_engine(EngineConfig(**(vars(config) | plain))) as (_, client):
+        for policy, options in policies:
+            await client.set_policy(policy, options)
+            for stepwise in (False, True):
+                for tokens, rows in zip(both, expected, strict=True):
+                    error = float(np.abs(await scored(client, tokens, stepwise) - rows).max())
+                    if not error < EXACT:
+                        wrong.append(f"{policy} {options} {len(tokens)} {stepwise=}: {error:.2e}")
+            answer = client.generate(token_ids=both[0], max_tokens=NEW, ignore_eos=True)
+            new = [t.token async for t in answer]
+            if not near_tie_or_equal(new, continued, chosen_from, 2 * EXACT):
+                wrong.append(f"{policy} {options} generate: {new} instead of {continued}")
+    assert not wrong, "\n".join(wrong)
+
+
+async def test_one_expert_a_layer(start_engine, tmp_path: Path) -> None:
+    """Nothing to choose, and a store with layers of one expert."""
+    case = EDGES[0]
+    save(case, tmp_path)
+    tokens = texts(case)[1]
+    expected = Oracle(tmp_path, torch.float32).logprobs(tokens)
+    exact = EngineConfig(format="f32", backbone_dtype="f32", expert_cache=0.3)
+    config = replace(exact, model=tmp_path, tile=24, chunk=20, workers=1)
+    async with start_engine(config) as (_, client):
+        for policy in ("all-host", "random"):
+            await client.set_policy(policy, {})
+            for stepwise in (False, True):
+                ours = await scored(client, tokens, stepwise)
+                np.testing.assert_allclose(ours, expected, atol=EXACT, rtol=0, err_msg=f"{policy} {stepwise}")
