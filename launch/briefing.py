@@ -37,7 +37,7 @@ class Briefing:
     @property
     def seats(self) -> tuple[Seat, ...]:
         """Where the workers compute."""
-        return self.cores.seats(self.config.workers or 1)
+        return self.cores.seats(self.config.workers) if self.config.workers else ()
 
     def for_loader(self) -> dict[str, Any]:
         return self._engine() | {

@@ -191,8 +191,8 @@ def _add_sizes(add: Callable[..., object]) -> None:
         help=f"share of all expert tiles on the device ({DEFAULT_CACHE}, on a GPU all that fit)",
     )
     add("--tile", type=at_least(1), metavar="N", help="channels of a tile (from the experts' shape)")
-    workers = "expert workers, who divide the cores (one for each, at most 16)"
-    add("--workers", type=at_least(1), metavar="N", help=workers)
+    workers = "expert workers, who divide the cores (one for each, at most 16); 0: the coordinator itself"
+    add("--workers", type=at_least(0), metavar="N", help=workers)
     add(
         "--context",
         type=at_least(1),

@@ -52,7 +52,9 @@ def situation(asked: EngineConfig, workers: int) -> Situation:
     Raises WrongUsage, PolicyError."""
     device, gpu = usable_device(asked.device)
     policy = asked.policy or ("all-host" if device == "cpu" else "fiddler")
-    config = replace(asked, device=device, policy=policy, workers=asked.workers or workers)
+    config = replace(
+        asked, device=device, policy=policy, workers=workers if asked.workers is None else asked.workers
+    )
     preset = type(make_policy(PolicyRequest(policy, config.policy_options), config.seed))
     return Situation(config, preset, Machine(available_memory(), free_shm_bytes(), gpu))
 

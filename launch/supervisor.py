@@ -177,13 +177,14 @@ class Supervisor:
         threads = self._cores.computing
         keeper.post("coordinator", 0, lambda: self._briefing.for_coordinator(self._fingerprint), threads)
         # torch's sums depend on its number of threads, and any worker may redo another's work.
-        threads = min(len(seat.cores) for seat in seats)
+        threads = min((len(seat.cores) for seat in seats), default=1)
         for i, seat in enumerate(seats):
             told = partial(self._briefing.for_worker, self._fingerprint, seat)
             keeper.post("worker", i, told, threads)
         if self._briefing.slab and self.config.prefetcher == "process":
             self._post_prefetcher(keeper)
-        log.info(f"processes: coordinator, {len(seats)} workers" + ", prefetcher" * keeper.has("prefetcher"))
+        workers = f"{len(seats)} workers" if seats else "which computes experts itself"
+        log.info(f"processes: coordinator, {workers}" + ", prefetcher" * keeper.has("prefetcher"))
         await keeper.begin()
 
     def _post_prefetcher(self, keeper: Keeper) -> Post:

@@ -22,12 +22,14 @@ from pipeline.errors import PeerLost
 from pipeline.expert_cache import ExpertCache
 from pipeline.fetch_link import FetchLink
 from pipeline.generation_defaults import sampling_defaults
+from pipeline.host_pool import HostPool
 from pipeline.kv_cache import KVCache
 from pipeline.models.backbone import Backbone
 from pipeline.models.batch import Slice
 from pipeline.models.linear import Precision
 from pipeline.models.open import open_model
 from pipeline.models.registry import model_spec
+from pipeline.own_cores import OwnCores
 from pipeline.peers import Deaths, PeerSocket, Tell
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
@@ -91,7 +93,9 @@ class Assembly:
         # Bound before anything slow, so that the peers find it.
         self._peers: dict[str, PeerSocket] = {}
         rows = max(config.chunk or CHUNK_MAX, config.max_sequences)
-        workers = self._bind("work.sock", "worker", largest=4 * rows * spec.hidden)
+        workers = None
+        if told.workers:
+            workers = self._bind("work.sock", "worker", largest=4 * rows * spec.hidden)
         if told.slab:
             self._bind("fetch.sock", "prefetcher")
         self._control = ControlSegment.attach(told.control)
@@ -102,7 +106,11 @@ class Assembly:
         self.notes.append(f"store: {lock_pages(self.store.segment.array)}")
         precision = Precision(config.backbone_dtype, self.device)
         backbone = Backbone(source, spec, precision, self.context, self.device.torch_device)
-        pool = WorkerPool(workers, self._control, told.workers, layout.shape.hidden)
+        pool: HostPool
+        if workers is None:
+            pool = OwnCores(self.store, self.device.team, config.host_slowdown)
+        else:
+            pool = WorkerPool(workers, self._control, told.workers, layout.shape.hidden)
         pool.wait_ready(PEER_LIMIT)  # they make themselves ready, while this process reads the tokenizer
         self.tokenizer = Tokenizer.load(told.model)
         self.sampling = sampling_defaults(told.model)

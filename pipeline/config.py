@@ -29,7 +29,7 @@ class EngineConfig:
     backbone_dtype: BackboneDType = "bf16"  # of all the rest
     expert_cache: float | None = None  # share of all expert tiles on the device, 0..1; None: what fits
     tile: int | None = None  # channels; None: chosen from the experts' shape
-    workers: int | None = None  # None: one for each core, at most 16
+    workers: int | None = None  # 0: the coordinator computes; None: one for each core, at most 16
     context: int | None = None  # tokens; None: the model's, at most DEFAULT_CONTEXT, or what fits
     kv_tokens: int | None = None  # tokens that the KV cache holds; None: up to KV_CONTEXTS contexts
     max_sequences: int = 16  # sequences that are decoded together

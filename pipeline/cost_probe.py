@@ -14,10 +14,10 @@ import torch
 
 from pipeline.engine import Engine
 from pipeline.errors import PolicyError
+from pipeline.host_pool import Ticket
 from pipeline.policies.costs import Costs
 from pipeline.runs import empty_run
 from pipeline.split import HostShare, Missing
-from pipeline.worker_pool import Ticket
 
 ROWS = (1, 4, 16, 64)
 BUDGET = 2.0  # seconds in all
@@ -66,7 +66,7 @@ class _Probe:
             ticket = self._submit(rows)
             self._fetch()
             self._engine.pool.result(ticket)
-            return ticket.busy / tiles  # the slowest worker's; the wall time may be the fetch's
+            return float(ticket.busy) / tiles  # the slowest worker's; the wall time may be the fetch's
 
         return _median(once, seconds)
 

@@ -18,13 +18,13 @@ from torch import Tensor
 from pipeline.accounting import Accounting, PhaseCounters, StepClock
 from pipeline.device import Device, SlabMemory
 from pipeline.errors import PlanError, PolicyError
+from pipeline.host_pool import HostPool
 from pipeline.models.backbone import Backbone
 from pipeline.models.batch import Slice
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import FloatArray, IntArray, ModelShape, Phase, Policy, Routing, Target, View
 from pipeline.split import Missing, Split, split_layer
 from pipeline.tile_mover import TileMover
-from pipeline.worker_pool import WorkerPool
 from shm.layout import StoreLayout
 
 Wanted = Literal["none", "last", "all"]
@@ -55,7 +55,7 @@ class Engine:
         backbone: Backbone,
         layout: StoreLayout,
         device: Device,
-        pool: WorkerPool,
+        pool: HostPool,
         memory: DeviceMemory | None,
     ) -> None:
         """`memory` None: no slab yet; only policies with `uses_device` False can be set before there is."""

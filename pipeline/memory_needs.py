@@ -65,7 +65,9 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     # A weight is read as float32, whatever it is kept as, before there are activations.
     largest = 4 * max(math.prod(want.shape) for want in wants)
     device = "cuda" if cuda else "cpu"
-    processes = COORDINATOR[device] + (config.workers or 1) * WORKER + PREFETCHER[device]
+    processes = (
+        COORDINATOR[device] + (1 if config.workers is None else config.workers) * WORKER + PREFETCHER[device]
+    )
     second = GPU_CONTEXT if config.prefetcher == "process" else 0
     return Needs(
         format=format,

@@ -33,7 +33,8 @@ PACE = 0.5  # seconds of an emulated computation between two signs of progress
 class HostExperts:
     """The store's experts as this process computes them."""
 
-    def __init__(self, store: Store, team: Team | None, line: ControlLine) -> None:
+    def __init__(self, store: Store, team: Team | None, line: ControlLine | None) -> None:
+        """`line`: where progress is counted."""
         self._store = store
         self._kernel = HostKernel(store.layout, team, line)
         self._prepared = False
@@ -46,8 +47,11 @@ class HostExperts:
 
     def run(self, work: Work) -> Float32:
         """The weighted sum over the items: float32 [R, H], a row for each row of `work.x`."""
-        y = np.zeros(work.x.shape, np.float32)
         activations = self._kernel.activations(work.x)
+        few = self._kernel.work(work, self._store.tiles(work.layer, 0, 0, 1), activations)
+        if few is not None:
+            return few
+        y = np.zeros(work.x.shape, np.float32)
         for (expert, lo, hi), start, end in zip(
             work.items.tolist(), work.offsets.tolist(), work.offsets[1:].tolist(), strict=False
         ):

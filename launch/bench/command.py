@@ -22,6 +22,7 @@ from launch.interrupts import Interrupts
 from launch.options import Options
 from launch.output import print_json, show
 from launch.session import connected
+from pipeline.config import EngineConfig
 from protocol.client import Client
 from protocol.errors import EngineGone, ProtocolError
 from protocol.messages import PolicyChanged
@@ -103,7 +104,7 @@ def _config(options: Options, plan: BenchPlan, client: Client, stats: dict[str, 
         "expert_cache": asked.expert_cache if started else None,
         "cache_tiles": stats["cache"]["capacity_tiles"] if "cache" in stats else None,
         "tile_bytes": stats["tile_bytes"],
-        "workers": (asked.workers or Cores.here().default_workers()) if started else None,
+        "workers": _workers(asked) if started else None,
         "context": welcome.context,
         "prefill_chunk": stats["scheduler"]["prefill_chunk"],
         "prompts": "held-out text" if welcome.has_tokenizer else "random ids",
@@ -114,3 +115,7 @@ def _config(options: Options, plan: BenchPlan, client: Client, stats: dict[str, 
         "warm_up": 1,
         "seed": plan.seed,
     }
+
+
+def _workers(asked: EngineConfig) -> int:
+    return Cores.here().default_workers() if asked.workers is None else asked.workers

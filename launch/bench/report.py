@@ -65,7 +65,7 @@ class Report:
         model = c["model"]
         lines = [
             f"{'embedded model' if model == str(model_dir()) else short_name(model)} on {c['device']}"
-            + (f", {c['workers']} workers" if c["workers"] else "")
+            + (f", {c['workers']} workers" if c["workers"] is not None else "")
             + f": experts {c['format']}, backbone {c['backbone_dtype']}",
             _cache(c),
             f"batch {c['batch']}: {c['prompt_len']} prompt tokens ({c['prompts']}), {c['gen_len']} new ones",

@@ -161,3 +161,14 @@ async def test_killed_while_a_late_prefetcher_starts(start_engine, tiny_model) -
             await successor.set_policy("on-demand")
             assert [t.token for t in await answer(successor)] == [t.token for t in reference]
             assert sorted((who.role, who.index) for who in supervisor.pids) == POSTS
+
+
+async def test_killed_where_it_computes_the_experts_itself(start_engine, tiny_model) -> None:
+    async with start_engine(config(tiny_model, workers=0)) as (supervisor, client), AsyncExitStack() as lives:
+        whole = bits(await answer(client))
+        state = State(supervisor, client)
+        state.send(KILL, "coordinator")
+        await knows(client)
+        async with asyncio.timeout(BACK):
+            again = await lives.enter_async_context(Client.connect(supervisor.endpoint, timeout=BACK))
+            assert bits(await answer(again)) == whole

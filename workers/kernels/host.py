@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.messages import Work
 from shm.blocks import BlockFormat
 from shm.control import ControlLine
 from shm.formats import BF16, Bytes, Float32
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from workers.kernels.reference import ReferenceKernel
 
 EVERY = 1 << 62  # rows: there is no limit
+FEW_ROWS = 4  # of each item of a Work: up to these, its tiles and not their parts are divided among threads
 BF16_ROWS = 4  # from more rows on, torch's product is faster than reading the weights once for all
 
 
@@ -69,6 +71,17 @@ class HostKernel:
     def activations(self, x: Float32) -> Activations:
         """Hidden states float32 [R, H]; once per Work, not once per expert."""
         return Activations(x)
+
+    def work(self, work: Work, layer: Bytes, x: Activations) -> Float32 | None:
+        """The weighted sum over a Work's items in one call: float32 [R, H], the same bits as `run` for each
+        of them; None where they have too many rows for that. `layer`: the first tile of the Work's layer."""
+        native, offsets = self._native, work.offsets
+        if native is None or len(offsets) < 2 or (offsets[1:] - offsets[:-1]).max() > FEW_ROWS:
+            return None
+        if x.native is None:
+            x.native = native.quantize(x.x)
+        stride = self._layout.expert_stride
+        return native.work(layer, stride, work.items, offsets, x.native, work.rows, work.weights, self._ticks)
 
     def run(self, tiles: Bytes, x: Activations, rows: NDArray[np.int32]) -> Float32:
         """The sum of the outputs of consecutive tiles (uint8 [number * tile_bytes]) for the rows x[rows]:

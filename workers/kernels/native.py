@@ -27,7 +27,7 @@ VARIANTS = {  # best first
     "avx2": "AVX2",
     "portable": "portable C",
 }
-VERSION = 2  # of the functions in c/kernels.h
+VERSION = 3  # of the functions in c/kernels.h
 OTHER_VERSION = "compiled from another version: install again"
 BF16_BITS = 16
 LINE = 64  # bytes of a cache line: how scratch is aligned
@@ -101,6 +101,11 @@ class Library:
         self._tiles: Any = functions.tandem_tiles
         self._tiles.argtypes = (*[pointer] * 3, size, pointer, pointer, size, *[pointer] * 3)
         self._tiles.restype = None
+        self._work: Any = functions.tandem_work
+        self._work.argtypes = (
+            *[pointer] * 3, size, size, pointer, pointer, size, *[pointer] * 6, size, pointer
+        )  # fmt: skip
+        self._work.restype = None
         self._read: Any = functions.tandem_read
         self._read.argtypes, self._read.restype = (pointer, pointer, size), ctypes.c_uint64
         self._team: Any = functions.tandem_team
@@ -164,6 +169,7 @@ class Kernel:
         self._matrix_bytes = 0 if blocks is None else blocks.matrix_bytes(g.outputs, g.inputs)
         self._tile_bytes = g.format.tile_bytes(g.inputs, g.channels) if g.channels else 0
         self._rows = 0
+        self._work_scratch: Bytes = np.empty(0, np.uint8)
         self._scratch: Bytes = np.empty(0, np.uint8)
 
     def quantize(self, x: Float32) -> Quantized:
@@ -204,6 +210,39 @@ class Kernel:
         self._library._tiles(
             self._handle, self._address, tiles.ctypes.data, number, self._pointers(x), rows.ctypes.data,
             len(rows), y.ctypes.data, self._room(len(rows)), ticks,
+        )  # fmt: skip
+        return y
+
+    def work(
+        self,
+        layer: Bytes,
+        expert_bytes: int,
+        items: NDArray[np.int32],
+        offsets: NDArray[np.int32],
+        x: Quantized,
+        rows: NDArray[np.int32],
+        weights: Float32,
+        ticks: int | None = None,
+    ) -> Float32:
+        """The weighted sum over items, as in a Work message: float32 [rows of x, H]; the same bits as `tiles`
+        item by item. `layer`: the layer's first tile; what the items name is the caller's to check."""
+        self._check(layer, x, self._tile_bytes)
+        # What came as a message may lie anywhere.
+        items, offsets, rows = (np.require(each, np.int32, ["C", "A"]) for each in (items, offsets, rows))
+        weights = np.require(weights, np.float32, ["C", "A"])
+        counts = np.diff(offsets)
+        most, outputs = int(counts.max(initial=0)), self.geometry.outputs
+        y = np.zeros((len(x.codes), outputs), np.float32)
+        parts = np.empty(int(((items[:, 2] - items[:, 1]) * counts).sum()) * outputs, np.float32)
+        room = -(-self._library._scratch(self._address, most) // LINE) * LINE
+        threads = 1 if self._team is None else self._team.threads
+        if threads * room + LINE > len(self._work_scratch):
+            self._work_scratch = np.empty(threads * room + LINE, np.uint8)
+        scratch = -(-self._work_scratch.ctypes.data // LINE) * LINE
+        self._library._work(
+            self._handle, self._address, layer.ctypes.data, expert_bytes, self._tile_bytes, items.ctypes.data,
+            offsets.ctypes.data, len(items), self._pointers(x), rows.ctypes.data, weights.ctypes.data,
+            y.ctypes.data, parts.ctypes.data, scratch, room, ticks,
         )  # fmt: skip
         return y
 

@@ -66,6 +66,16 @@ void tandem_tiles(struct team *team, const struct weights *weights, const uint8_
                   const struct activations *x, const int32_t *chosen, int64_t count, float *y, void *scratch,
                   volatile uint64_t *ticks);
 
+/* All items of a Work: y [rows of x, H] += for each item, its rows' weights times the sum of its tiles' outputs.
+ * items [number, 3]: expert, first tile, end; item i has the rows rows[offsets[i]..offsets[i + 1]) of x, and their
+ * weights. `layer`: the first expert's first tile. The same bits as tandem_tiles item by item. parts: for each tile
+ * its rows' outputs; `scratch`, 64-byte aligned: `room` bytes, a multiple of 64, for each thread of the team, as
+ * many as tandem_scratch says for the largest number of rows. */
+void tandem_work(struct team *team, const struct weights *weights, const uint8_t *layer, int64_t expert_bytes,
+                 int64_t tile_bytes, const int32_t *items, const int32_t *offsets, int64_t number,
+                 const struct activations *x, const int32_t *rows, const float *row_weights, float *y, float *parts,
+                 void *scratch, int64_t room, volatile uint64_t *ticks);
+
 /* The sum of `bytes` bytes, a multiple of 64, as 64-bit numbers: what reading memory costs and no more. */
 uint64_t tandem_read(struct team *team, const uint8_t *memory, int64_t bytes);
 
