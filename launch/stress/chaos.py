@@ -12,9 +12,10 @@ from statistics import median
 from typing import Any
 
 from launch.chaos.injector import Fault, Injector, StatsOf
-from launch.chaos.plan import KINDS, Chaos
+from launch.chaos.plan import KINDS, SIGNALS, Chaos
 from launch.chaos.pool import wait_whole
 from launch.chaos.processes import Usage, supervisor_of, usage
+from launch.errors import WrongUsage
 from launch.stress.requests import Outcome
 
 WHOLE_LIMIT = 60.0  # seconds until all peers are up after the load
@@ -36,11 +37,17 @@ class ChaosRun:
 
     @classmethod
     async def begin(cls, stats: StatsOf, runtime: Path, chaos: Chaos) -> ChaosRun:
-        """Looks at the engine, and does nothing yet. Raises WrongUsage where none runs, ProtocolError."""
+        """Looks at the engine, and does nothing yet. Raises WrongUsage where none runs or where it has nobody
+        to harm, ProtocolError."""
         supervisor = supervisor_of(runtime)
         injector = Injector(stats, runtime, chaos, supervisor=supervisor)
         run = cls(injector, stats, supervisor)
         run.before = await stats()
+        if not run.before["peers"] and (needing := [kind for kind in chaos.kinds if kind in SIGNALS]):
+            raise WrongUsage(
+                f"--chaos {','.join(needing)}: this engine has neither workers nor a prefetcher to harm;"
+                " start one with --workers"
+            )
         run.used_before = await asyncio.to_thread(usage, supervisor)
         return run
 

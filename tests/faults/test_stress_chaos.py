@@ -11,10 +11,13 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from launch.chaos.injector import Injector
 from launch.chaos.plan import Chaos
 from launch.chaos.pool import wait_whole
 from launch.equality import rounding_bound
+from launch.errors import WrongUsage
 from launch.stress.chaos import ChaosRun
 from launch.stress.load import Load, count_strays, run_load
 from launch.stress.reference import compare_all
@@ -112,3 +115,11 @@ def test_the_command(tiny_model: Path, tmp_path: Path) -> None:
     assert all(chaos["malformed"].values())
     assert not any(chaos["respawns"].values())
     assert chaos["whole_after_s"] is not None
+
+
+async def test_nobody_to_harm_is_said(start_engine, tiny_model: Path) -> None:
+    alone = EngineConfig(model=tiny_model, device="cpu", format="f32", workers=0)
+    async with start_engine(alone) as (engine, client):
+        with pytest.raises(WrongUsage, match=r"^--chaos kill,stop: this engine has neither workers nor"):
+            chaos = Chaos(("kill", "corrupt", "stop"), 2.0, seed=5)
+            await ChaosRun.begin(client.stats, runtime(engine.endpoint), chaos)
