@@ -120,6 +120,6 @@ def test_the_command(tiny_model: Path, tmp_path: Path) -> None:
 async def test_nobody_to_harm_is_said(start_engine, tiny_model: Path) -> None:
     alone = EngineConfig(model=tiny_model, device="cpu", format="f32", workers=0)
     async with start_engine(alone) as (engine, client):
+        chaos = Chaos(("kill", "corrupt", "stop"), 2.0, seed=5)
         with pytest.raises(WrongUsage, match=r"^--chaos kill,stop: this engine has neither workers nor"):
-            chaos = Chaos(("kill", "corrupt", "stop"), 2.0, seed=5)
             await ChaosRun.begin(client.stats, runtime(engine.endpoint), chaos)
