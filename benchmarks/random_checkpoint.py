@@ -1,85 +1,129 @@
-"""Writes a Mixtral checkpoint with random weights and any shape, sharded by layer, in bfloat16.
+"""Writes a checkpoint of random weights for any supported config: bfloat16, in sharded safetensors files.
 
-    python benchmarks/random_checkpoint.py DIR --layers 2          # Mixtral-8x7B's layers, 2 of its 32
+    python benchmarks/random_checkpoint.py DIR shape:mixtral-8x7b/2     # its first 2 layers
+    python benchmarks/random_checkpoint.py DIR path/to/config.json --fused
 
 For measuring: speed depends on shapes, not on what the weights say. It has no tokenizer; give token ids.
+Norms are ones, biases are zeros, and a matrix has the standard deviation 1 / sqrt(inputs).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, BinaryIO
 
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
+import numpy as np
 
-from pipeline.models.shapes import SHAPES
+from pipeline.models.registry import architecture_of, model_spec
+from pipeline.models.shapes import LAYERS, is_shape, shape_config
+from shm.layout import BF16, Bytes
 
-MIXTRAL_8X7B = SHAPES["mixtral-8x7b"] | {"architectures": ["MixtralForCausalLM"], "eos_token_id": 2}
+SHARD_BYTES = 4 << 30
+CHUNK = 1 << 26  # bytes that are drawn and written at a time: all the memory that is needed
+
+Shapes = dict[str, tuple[int, ...]]
 
 
-def write(folder: Path, layers: int, seed: int) -> int:
-    """Write the checkpoint; returns its bytes."""
-    config = MIXTRAL_8X7B | {"num_hidden_layers": layers}
-    hidden, inner = MIXTRAL_8X7B["hidden_size"], MIXTRAL_8X7B["intermediate_size"]
-    keys = hidden // 4  # 8 of 32 heads
-    generator = torch.Generator().manual_seed(seed)
-
-    def matrix(rows: int, columns: int) -> Tensor:
-        scale = columns**-0.5
-        return torch.empty(rows, columns, dtype=torch.bfloat16).normal_(0, scale, generator=generator)
-
+def write(
+    folder: Path,
+    config: Mapping[str, Any] | None = None,
+    *,
+    layers: int | None = None,
+    seed: int = 0,
+    fused: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+) -> int:
+    """Write the checkpoint; returns its tensors' bytes. `config`: a config.json's content, Mixtral-8x7B's
+    where none is given; `layers`: of them, the first ones. Raises ModelError for an unsupported config."""
+    config = dict(shape_config("shape:mixtral-8x7b")[1] if config is None else config)
+    config |= {"eos_token_id": config.get("eos_token_id", 2)}
+    if layers is not None:
+        config[LAYERS] = layers
+    shards = _shards(architecture_of(config).tensors(model_spec(config), fused), shard_bytes)
     folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.Generator(np.random.SFC64(seed))
     names: dict[str, str] = {}
-    total = 0
-
-    def shard(number: int, tensors: dict[str, Tensor]) -> None:
-        nonlocal total
-        file = f"model-{number + 1:05d}-of-{layers + 1:05d}.safetensors"
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        names.update(dict.fromkeys(tensors, file))
-        total += sum(t.nbytes for t in tensors.values())
-
-    for layer in range(layers):
-        at = f"model.layers.{layer}"
-        tensors = {
-            f"{at}.input_layernorm.weight": torch.ones(hidden, dtype=torch.bfloat16),
-            f"{at}.post_attention_layernorm.weight": torch.ones(hidden, dtype=torch.bfloat16),
-            f"{at}.self_attn.q_proj.weight": matrix(hidden, hidden),
-            f"{at}.self_attn.k_proj.weight": matrix(keys, hidden),
-            f"{at}.self_attn.v_proj.weight": matrix(keys, hidden),
-            f"{at}.self_attn.o_proj.weight": matrix(hidden, hidden),
-            f"{at}.block_sparse_moe.gate.weight": matrix(8, hidden),
-        }
-        for expert in range(8):
-            moe = f"{at}.block_sparse_moe.experts.{expert}"
-            tensors[f"{moe}.w1.weight"] = matrix(inner, hidden)
-            tensors[f"{moe}.w2.weight"] = matrix(hidden, inner)
-            tensors[f"{moe}.w3.weight"] = matrix(inner, hidden)
-        shard(layer, tensors)
-    shard(
-        layers,
-        {
-            "model.embed_tokens.weight": matrix(32000, hidden),
-            "model.norm.weight": torch.ones(hidden, dtype=torch.bfloat16),
-            "lm_head.weight": matrix(32000, hidden),
-        },
-    )
+    for number, shapes in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        names |= dict.fromkeys(shapes, file)
+        with (folder / file).open("wb") as out:
+            _write_shard(out, shapes, rng)
+    total = sum(2 * math.prod(shape) for shapes in shards for shape in shapes.values())
     index = {"metadata": {"total_size": total}, "weight_map": names}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     return total
 
 
+def _shards(tensors: Shapes, most: int) -> list[Shapes]:
+    """The tensors, distributed in their order; a shard has more than `most` bytes only for one tensor."""
+    shards: list[Shapes] = [{}]
+    room = most
+    for name, shape in tensors.items():
+        nbytes = 2 * math.prod(shape)
+        if nbytes > room and shards[-1]:
+            shards.append({})
+            room = most
+        shards[-1][name] = shape
+        room -= nbytes
+    return shards
+
+
+def _write_shard(out: BinaryIO, shapes: Shapes, rng: np.random.Generator) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, shape in shapes.items():
+        end = position + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    packed = json.dumps(header).encode()
+    packed += b" " * (-len(packed) % 8)
+    out.write(len(packed).to_bytes(8, "little") + packed)
+    for name, shape in shapes.items():
+        for chunk in _numbers(name, shape, rng):
+            out.write(chunk.data)
+
+
+def _numbers(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Iterator[Bytes]:
+    """A tensor's bytes, in order."""
+    count = math.prod(shape)
+    if len(shape) == 1:
+        one = b"\0\0" if name.endswith("bias") else b"\x80\x3f"  # 0.0, 1.0
+        yield np.frombuffer(one * count, np.uint8)
+        return
+    for begin in range(0, 2 * count, CHUNK):
+        chunk = np.empty(min(CHUNK, 2 * count - begin), np.uint8)
+        BF16().fill_random(rng, 0, 0, shape[-1] ** -0.5, chunk)
+        yield chunk
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument(
+        "model", nargs="?", default="shape:mixtral-8x7b", help="shape:NAME[/N] or a config.json"
+    )
+    parser.add_argument("--layers", type=int, help="only so many of the model's layers")
+    parser.add_argument("--fused", action="store_true", help="all experts of a layer in two tensors")
+    parser.add_argument("--shard-bytes", type=int, default=SHARD_BYTES)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    total = write(arguments.folder, arguments.layers, arguments.seed)
+    if is_shape(arguments.model):
+        config = shape_config(arguments.model)[1]
+    else:
+        config = json.loads(Path(arguments.model).read_text())
+    total = write(
+        arguments.folder,
+        config,
+        layers=arguments.layers,
+        seed=arguments.seed,
+        fused=arguments.fused,
+        shard_bytes=arguments.shard_bytes,
+    )
     print(f"{total / 1e9:.2f} GB in {arguments.folder}")
 
 

@@ -1,10 +1,11 @@
 """The loader process: makes sure that the store of a model is in shared memory, says so, and exits.
 
 It takes the shortest way there is: the segment itself if another engine has it or left it; the cached
-file; the checkpoint, and then it writes the cached file. The random weights of a shape are drawn, which is
-about as quick as reading a cached file. Looking and building happen under the store's build lock, so engines
-that start together share one store. It imports no torch: on a small model nearly all of its time would be
-that import.
+file; the checkpoint, and meanwhile it writes the cached file. No file is kept where it would not be a shorter
+way: a store in the checkpoint's own numbers (bf16 of BF16, f32 of F32) is read from the checkpoint again, and
+the random weights of a shape are drawn again. Looking and building happen under the store's build lock, so
+engines that start together share one store. It imports no torch: on a small model nearly all of its time
+would be that import.
 
 What is damaged is made again, with one line that says so, and never while another engine uses it. A cached
 file's checksums are compared whenever it is read; a store in memory, and the cached file beside it, are
@@ -20,7 +21,8 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,7 +34,8 @@ from pipeline.models.registry import expert_shape
 from protocol.codec import decode, encode
 from protocol.messages import VERSION, Failed, Progress, Ready, Shutdown
 from protocol.sockets import connect_dealer, ipc_endpoint
-from shm.disk_cache import CachedStore, sweep_cache, write_cache
+from shm.cache_writer import CacheWriter, write_cache
+from shm.disk_cache import CachedStore, sweep_cache
 from shm.errors import NotEnoughMemory, SegmentMissing, ShmError, StoreDamaged, StoreInvalid, UnknownFormat
 from shm.layout import format_named
 from shm.locks import build_lock, remove_unused, sweep
@@ -93,6 +96,7 @@ class Loading:
         self.fingerprint = self.source.fingerprint(config["format"], shape.tile)
         self.manifest = StoreManifest(self.fingerprint, shape, config["format"], self.source.name)
         self.size = store_bytes(self.manifest)
+        self.kept = self.source.worth_keeping(config["format"])  # whether there is to be a cached file
         self.name = store_name(self.fingerprint)
         self.root = Path(config["runtime"]).parent
         self.cache_folder = Path(config["cache_dir"])
@@ -110,7 +114,7 @@ class Loading:
         with build_lock(self.fingerprint, self.root, lambda: waiting(0)):
             if self._attached():
                 origin, read, cached = "attached", 0, 0
-                if self.verify:
+                if self.verify and self.kept:
                     self._verify_cache()
             elif self._from_cache():
                 origin, read, cached = "cache", 0, self.size
@@ -158,14 +162,14 @@ class Loading:
         return builder
 
     def _from_cache(self) -> bool:
-        if not self.source.cached:
+        if not self.kept:
             return False
         try:
             cached = CachedStore.open(self.cache_folder, self.fingerprint)
             if cached is None:
                 return False
             with cached:
-                self._fill(lambda builder, progress: cached.fill(builder, progress), "reading the cache")
+                self._fill(self._builder(), cached.fill, "reading the cache")
         except (StoreInvalid, StoreDamaged) as e:
             log.warning(f"{e}; it is made again from the checkpoint")
             return False
@@ -173,34 +177,52 @@ class Loading:
 
     def _from_source(self) -> int:
         """The number of the weights' bytes that were read."""
-        read = self._fill(self.source.fill, self.source.filling)
-        if self.source.cached:
+        with self._writer() as writer:
+            builder = self._builder()
+            if writer is not None:
+                builder.keep = writer.write
+            read, manifest = self._fill(builder, self.source.fill, self.source.filling)
             try:
-                self._save()
+                if writer is not None:
+                    with _warned():
+                        writer.finish(manifest, self.control.stage("writing the cache", self.size))
             except BaseException:
                 unlink(self.name)
                 raise
         return read
 
-    def _fill(self, fill: Callable[[StoreBuilder, Callable[[int], None]], T], stage: str) -> T:
-        builder = self._builder()
+    def _writer(self) -> AbstractContextManager[CacheWriter | None]:
+        """The new cached file, where there is to be one and that is possible."""
+        if self.kept:
+            with _warned():
+                return CacheWriter(self.cache_folder, self.manifest)
+        return nullcontext()
+
+    def _fill(
+        self, builder: StoreBuilder, fill: Callable[[StoreBuilder, Callable[[int], None]], T], stage: str
+    ) -> tuple[T, StoreManifest]:
+        """What `fill` returns, and the manifest of the store, which is ready then."""
         try:
             result = fill(builder, self.control.stage(stage, self.manifest.layout.total_bytes))
-            builder.finish()
+            manifest = builder.finish()
         except BaseException:
             builder.discard()
             raise
-        return result
+        return result, manifest
 
     def _save(self) -> None:
-        """Keep the new store on disk, where that is possible."""
-        try:
-            with Store.attach(self.name, self.fingerprint) as store:
-                write_cache(self.cache_folder, store, self.control.stage("writing the cache", self.size))
-        except OSError as e:
-            log.warning(
-                f"the store could not be kept on disk, the next start reads the checkpoint again: {e}"
-            )
+        """Keep the store in memory on disk, where that is possible."""
+        with _warned(), Store.attach(self.name, self.fingerprint) as store:
+            write_cache(self.cache_folder, store, self.control.stage("writing the cache", self.size))
+
+
+@contextmanager
+def _warned() -> Iterator[None]:
+    """A store that cannot be kept on disk is used all the same."""
+    try:
+        yield
+    except OSError as e:
+        log.warning(f"the store could not be kept on disk, the next start reads the checkpoint again: {e}")
 
 
 def main(config: dict[str, Any]) -> int:

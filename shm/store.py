@@ -12,11 +12,13 @@ import fcntl
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import TracebackType
 
 import numpy as np
 
 from shm.checksums import damaged_layers, name_layers
+from shm.crc32 import join_crc32
 from shm.errors import SegmentEmpty, ShmError, StoreDamaged, StoreInvalid
 from shm.layout import PAGE, Bytes, StoreLayout
 from shm.manifest import (
@@ -35,6 +37,9 @@ from shm.segment import SHM_FOLDER, Segment, unlink
 
 STORE_PREFIX = "/tandem-store-"
 SUM_BYTES = 1 << 24  # summed at a time: between two of them, verifying can be stopped
+PART_BYTES = 1 << 22  # of an expert, settled by one thread
+
+Keep = Callable[[int, Bytes], None]  # first byte in the store, the bytes from there on
 
 
 def store_name(fingerprint: str) -> str:
@@ -124,7 +129,10 @@ class Store:
 class StoreBuilder:
     """A store being filled, by the holder of its build lock: every byte of every expert is written once, then
     `finish` makes it a store. `discard` removes what could not be finished. Until one of them, or until this
-    process ends, a shared lock on the segment says that somebody is at work on it."""
+    process ends, a shared lock on the segment says that somebody is at work on it.
+
+    Where `keep` is set, it is given every byte of the experts once, part by part in any order, by the thread
+    that sums the part, when nobody writes it any more. It does not raise."""
 
     def __init__(
         self, segment: Segment, manifest: StoreManifest, lock: int, notes: tuple[str, ...] = ()
@@ -137,7 +145,8 @@ class StoreBuilder:
         self.manifest = manifest
         self.layout: StoreLayout = manifest.layout
         self._start = data_offset(len(manifest.pack()))
-        self._checksums: dict[int, int] = {}
+        self._sums: dict[tuple[int, int], int] = {}  # crc32 of parts, by their bytes in the store
+        self.keep: Keep | None = None
 
     @classmethod
     def create(
@@ -178,21 +187,39 @@ class StoreBuilder:
         start = self._start + self.layout.offset(layer, expert)
         return self.segment.array[start : start + self.layout.expert_stride]
 
+    def settle(self, layer: int, expert: int) -> list[Callable[[], None]]:
+        """What is left to do with an expert that has been written: each of these sums a part of it, and gives
+        it to `keep`; for any threads in any order, while other experts are being written. They release the
+        interpreter's lock. `finish` does what nobody has done."""
+        return [partial(self._settle, part) for part in self._parts(layer, expert)]
+
     def checksum(self, layer: int) -> int:
-        """The crc32 of a layer that has been filled; remembered for `finish`. It releases the interpreter's
-        lock, so layers can be summed in threads while others are filled."""
-        value = zlib.crc32(self.layer(layer).data)
-        self._checksums[layer] = value
+        """The crc32 of a layer that has been filled; settles what of it is not."""
+        value = 0
+        for expert in range(self.layout.shape.experts):
+            for begin, end in self._parts(layer, expert):
+                if (begin, end) not in self._sums:
+                    self._settle((begin, end))
+                value = join_crc32(value, self._sums[begin, end], end - begin)
         return value
+
+    def _parts(self, layer: int, expert: int) -> list[tuple[int, int]]:
+        """Bytes of the store, from and up to."""
+        first = self._start + self.layout.offset(layer, expert)
+        last = first + self.layout.expert_stride
+        return [(begin, min(begin + PART_BYTES, last)) for begin in range(first, last, PART_BYTES)]
+
+    def _settle(self, part: tuple[int, int]) -> None:
+        data = self.segment.array[part[0] : part[1]]
+        self._sums[part] = zlib.crc32(data.data)
+        if self.keep is not None:
+            self.keep(part[0], data)
 
     def finish(self) -> StoreManifest:
         """Write the manifest, with the checksums of all layers, and make the store ready; returns that
         manifest. The builder is closed."""
-        layers = range(self.layout.shape.layers)
-        for layer in layers:
-            if layer not in self._checksums:
-                self.checksum(layer)
-        manifest = dataclasses.replace(self.manifest, checksums=tuple(self._checksums[n] for n in layers))
+        checksums = tuple(self.checksum(layer) for layer in range(self.layout.shape.layers))
+        manifest = dataclasses.replace(self.manifest, checksums=checksums)
         head = pack_head(manifest, BUILDING)
         self.segment.array[: len(head)] = np.frombuffer(head, dtype=np.uint8)
         self.segment.array[STATE_OFFSET : STATE_OFFSET + 4].view("<u4")[0] = READY  # last: see manifest.py

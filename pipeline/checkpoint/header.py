@@ -115,12 +115,18 @@ def _is_sizes(value: Any) -> TypeGuard[list[int]]:
 def _check_cover(path: Path, tensors: dict[str, TensorEntry], start: int, size: int) -> None:
     """The tensors, in order, must cover the file from byte `start` to its end."""
     position = start
+    cut = None  # the first tensor that the file ends before or in
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if entry.offset != position:
             what = "overlap" if entry.offset < position else "leave a hole"
             raise ModelError(f"{path} is damaged: its tensors {what} before {name[:80]!r}")
         position += entry.nbytes
-    if position > size:
-        raise ModelError(f"{path} has {size} of {position} bytes: the download is incomplete")
+        if position > size and cut is None:
+            cut = name
+    if cut is not None:
+        raise ModelError(
+            f"{path} has {size} of {position} bytes, it ends before the end of {cut[:80]!r}: "
+            "the download is incomplete"
+        )
     if position < size:
         raise ModelError(f"{path} is damaged: {size - position} bytes follow its last tensor")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,10 @@ CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_JSON_BYTES = 1 << 28
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+QUANTIZED = ("quantization_config", "compression_config")  # keys of config.json
 # Part of every fingerprint: raised whenever the same weights would become other bytes in the store.
-ENCODER_VERSION = 1
+ENCODER_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -35,15 +38,22 @@ class CheckpointIndex:
     shards: tuple[Shard, ...]
     tensors: Mapping[str, TensorEntry]
 
+    @property
+    def listing(self) -> Path:
+        """The file that says which tensors there are."""
+        promised = self.folder / INDEX_FILE
+        return promised if promised.exists() else self.shards[0].path
+
     @classmethod
     def open(cls, folder: Path) -> CheckpointIndex:
         """Read config.json and the headers of all shards. Raises ModelError, one line, where the directory
-        is missing, incomplete, damaged, or without safetensors."""
+        is missing, incomplete, damaged, quantized, or without safetensors."""
         if not folder.exists():
             raise ModelError(f"the model directory {folder} does not exist")
         if not folder.is_dir():
             raise ModelError(f"{folder} is not a directory: give a Hugging Face checkpoint directory")
         config = _read_json(folder / CONFIG_FILE)
+        _refuse_quantized(folder / CONFIG_FILE, config)
         promised = _weight_map(folder)
         names = sorted(set(promised.values())) or [_single_file(folder)]
         missing = [name for name in names if not (folder / name).exists()]
@@ -96,18 +106,48 @@ def _weight_map(folder: Path) -> dict[str, str]:
     return names
 
 
+def _refuse_quantized(path: Path, config: Mapping[str, Any]) -> None:
+    for key in QUANTIZED:
+        if config.get(key):
+            method = config[key].get("quant_method") if isinstance(config[key], dict) else None
+            what = f" ({method[:40]})" if isinstance(method, str) else ""
+            raise ModelError(
+                f"{path} has a {key}{what}: checkpoints that are quantized already are not read; download "
+                "the original one, and Tandem quantizes it (--format int8, int4)"
+            )
+
+
 def _single_file(folder: Path) -> str:
     """The one weight file of a checkpoint without an index."""
     if (folder / SINGLE_FILE).exists():
         return SINGLE_FILE
-    if any(folder.glob("*.safetensors")):
-        raise ModelError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: the download is incomplete")
-    other = next((path.name for kind in ("*.bin", "*.pth", "*.gguf") for path in folder.glob(kind)), None)
-    if other is not None:
+    wanted = f"{SINGLE_FILE}, or {INDEX_FILE} with its files"
+    found = _first(folder, "*.safetensors")
+    if found is not None and re.fullmatch(r"model-\d+-of-\d+\.safetensors", found):
+        raise ModelError(f"{folder} has {found} but not {INDEX_FILE}: the download is incomplete")
+    if found is not None:
         raise ModelError(
-            f"{folder} has its weights in {other}: only safetensors are read; download or convert to those"
+            f"{folder} has {found}, which is not a checkpoint as transformers writes it: {wanted}, is "
+            "wanted: download those"
+        )
+    pickle = _first(folder, *PICKLES)
+    if pickle is not None:
+        raise ModelError(
+            f"{folder} has its weights in {pickle}, a pickle, which can run any code when it is read: it is "
+            "not opened; download the safetensors files, or convert it with transformers' save_pretrained"
+        )
+    gguf = _first(folder, "*.gguf")
+    if gguf is not None:
+        raise ModelError(
+            f"{folder} has its weights in {gguf}, llama.cpp's format, which is not read: download the "
+            "original checkpoint's safetensors files"
         )
     raise ModelError(f"{folder} has no weights: {SINGLE_FILE} and {INDEX_FILE} are both missing")
+
+
+def _first(folder: Path, *patterns: str) -> str | None:
+    """The first file of these kinds, by name."""
+    return min((path.name for pattern in patterns for path in folder.glob(pattern)), default=None)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

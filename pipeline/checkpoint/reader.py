@@ -1,12 +1,13 @@
-"""The numbers of a checkpoint's tensors, one tensor at a time, without torch.
+"""The numbers of a checkpoint's tensors, whole or some of their rows, without torch.
 
 Tensors are read into fresh memory (pread), not mapped: a file that shrinks meanwhile is an error here
-and never a SIGBUS, and no more is in memory than the tensors somebody still holds.
+and never a SIGBUS, and no more is in memory than the numbers somebody still holds.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from types import TracebackType
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from pipeline.checkpoint.header import TensorEntry
 from pipeline.checkpoint.index import CheckpointIndex
 from pipeline.errors import ModelError
+from pipeline.models.architecture import Part
 from shm.layout import Float32
 
 Bits = NDArray[np.uint16 | np.uint32]
@@ -37,30 +39,43 @@ class RawTensor(NamedTuple):
 
 
 class TensorReader:
-    """Reads tensors of one checkpoint. `bytes_read` counts the weights' bytes read so far.
+    """Reads tensors of one checkpoint, in as many threads as want to. `bytes_read` counts the weights' bytes
+    read so far.
 
-    Not for use by several threads at once. A context manager; `close` gives the files back.
+    A context manager; `close`, when no thread reads any more, gives the files back.
     """
 
     def __init__(self, index: CheckpointIndex) -> None:
         self._index = index
         self._files: dict[str, int] = {}
+        self._lock = threading.Lock()  # of the files and of the count
         self.bytes_read = 0
 
     def raw(self, name: str) -> RawTensor:
         """A tensor's bits as they are. Raises ModelError where the checkpoint lacks it, where its dtype is
         not BF16, F16 or F32, or where its file changed since the index was made."""
-        entry = self._index.tensors.get(name)
-        if entry is None:
-            raise ModelError(f"{self._index.folder} lacks the tensor {name}")
-        if entry.dtype not in BITS:
-            raise ModelError(
-                f"{self._index.folder}: the tensor {name} has the dtype {entry.dtype}; only "
-                f"{', '.join(BITS)} are supported"
-            )
+        entry = self._entry(name)
         bits = np.empty(entry.shape, dtype=BITS[entry.dtype])
-        self._read(entry, bits)
+        self._read(entry, 0, bits)
         return RawTensor(entry.dtype, entry.shape, bits)
+
+    def rows(self, part: Part, lo: int, hi: int) -> RawTensor:
+        """Rows [lo, hi) of a part, counted from its first: [hi - lo, columns]. Nothing else is read. Raises
+        ModelError as `raw`, and where the tensor has another shape; ValueError outside the part."""
+        entry, columns = self._part(part)
+        if not 0 <= lo <= hi <= part.rows:
+            raise ValueError(f"no rows {lo} to {hi} in {part}")
+        bits = np.empty((hi - lo, columns), dtype=BITS[entry.dtype])
+        self._read(entry, (part.first + lo) * columns * bits.itemsize, bits)
+        return RawTensor(entry.dtype, bits.shape, bits)
+
+    def expect(self, part: Part) -> int:
+        """Have the kernel begin to fetch a part from the disk; the part's bytes. Raises as `rows`."""
+        entry, columns = self._part(part)
+        row = columns * BITS[entry.dtype]().itemsize
+        offset = entry.offset + part.first * row
+        os.posix_fadvise(self._open(entry), offset, part.rows * row, os.POSIX_FADV_WILLNEED)
+        return part.rows * row
 
     def float32(self, name: str, shape: tuple[int, ...]) -> Float32:
         """A tensor's numbers; exact for every dtype. Raises ModelError as `raw`, and where the tensor has
@@ -70,26 +85,53 @@ class TensorReader:
             raise ModelError(f"{self._index.folder}: {name} has the shape {found}, not {shape}")
         return to_float32(dtype, bits)
 
-    def _read(self, entry: TensorEntry, out: Bits) -> None:
+    def _entry(self, name: str) -> TensorEntry:
+        entry = self._index.tensors.get(name)
+        if entry is None:
+            raise ModelError(f"{self._index.folder} lacks the tensor {name}")
+        if entry.dtype not in BITS:
+            raise ModelError(
+                f"{entry.file}: the tensor {name} has the dtype {entry.dtype}; "
+                f"only {', '.join(BITS)} are read"
+            )
+        return entry
+
+    def _part(self, part: Part) -> tuple[TensorEntry, int]:
+        """Where its tensor lies, and the numbers of a row."""
+        entry = self._entry(part.name)
+        if entry.shape != part.shape:
+            raise ModelError(
+                f"{entry.file}: the tensor {part.name} has the shape {list(entry.shape)}; "
+                f"config.json says {list(part.shape)}"
+            )
+        return entry, part.shape[-1]
+
+    def _read(self, entry: TensorEntry, begin: int, out: Bits) -> None:
+        """Fill `out` with a tensor's bytes from byte `begin` of it on."""
         target = out.reshape(-1).view(np.uint8).data
         descriptor = self._open(entry)
         done = 0
-        while done < entry.nbytes:
+        while done < out.nbytes:
             part = target[done : done + READ_BYTES]
-            count = os.preadv(descriptor, [part], entry.offset + done)
+            try:
+                count = os.preadv(descriptor, [part], entry.offset + begin + done)
+            except OSError as e:
+                raise ModelError(f"{entry.file} cannot be read: {e.strerror}") from None
             if count == 0:
                 raise ModelError(f"{entry.file} became shorter while it was read")
             done += count
-        self.bytes_read += done
+        with self._lock:
+            self.bytes_read += done
 
     def _open(self, entry: TensorEntry) -> int:
         name = entry.file.name
-        if name not in self._files:
-            try:
-                self._files[name] = os.open(entry.file, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as e:
-                raise ModelError(f"{entry.file} cannot be read: {e.strerror}") from None
-        return self._files[name]
+        with self._lock:
+            if name not in self._files:
+                try:
+                    self._files[name] = os.open(entry.file, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as e:
+                    raise ModelError(f"{entry.file} cannot be read: {e.strerror}") from None
+            return self._files[name]
 
     def close(self) -> None:
         while self._files:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from pipeline.checkpoint.encode import encode_experts
 from pipeline.checkpoint.index import CheckpointIndex, fingerprint
+from pipeline.checkpoint.pieces import SAME_BITS, Parts
 from pipeline.checkpoint.reader import TensorReader
-from pipeline.models.registry import architecture_of
+from pipeline.checkpoint.tensors import check_tensors
+from pipeline.models.registry import architecture_of, model_spec
 from pipeline.models.source import ModelSource
 from shm.store import StoreBuilder
 
@@ -18,21 +22,35 @@ class Checkpoint(ModelSource):
 
     kind = "checkpoint"
     filling = "encoding the experts"
-    cached = True
 
     def __init__(self, folder: Path) -> None:
-        """Read config.json and the headers. Raises ModelError."""
+        """Read config.json and the headers, and compare them. Raises ModelError, one line, for whatever can
+        be known to be wrong without reading a weight."""
         self._index = CheckpointIndex.open(folder)
         self.name = str(folder)
         self.config = self._index.config
+        self._architecture = architecture_of(self.config)
+        self._spec = model_spec(self.config)
+        self.fused = self._architecture.is_fused(self._index.tensors, self._spec)
+        check_tensors(self._index, self._architecture, self._spec, self.fused)
 
     def fingerprint(self, format_name: str, tile: int) -> str:
         return fingerprint(self._index, format_name, tile)
+
+    def worth_keeping(self, format_name: str) -> bool:
+        """Not where the store has the checkpoint's own bits: reading them again is about as quick."""
+        shape = len(self._spec.moe_layers), self._spec.experts
+        names = {part.name for place in np.ndindex(shape) for part in self._parts(*place)}
+        return any(SAME_BITS.get(self._index.tensors[name].dtype) != format_name for name in names)
 
     def tensors(self) -> TensorReader:
         return TensorReader(self._index)
 
     def fill(self, builder: StoreBuilder, progress: Callable[[int], None]) -> int:
         with TensorReader(self._index) as reader:
-            encode_experts(reader, architecture_of(self.config).expert_names, builder, progress)
+            encode_experts(reader, self._parts, builder, progress)
         return reader.bytes_read
+
+    def _parts(self, layer: int, expert: int) -> Parts:
+        """Where an expert of the store lies; the store counts only layers with experts."""
+        return self._architecture.expert(self._spec, self._spec.moe_layers[layer], expert, self.fused)

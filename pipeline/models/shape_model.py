@@ -39,7 +39,6 @@ class ShapeModel(ModelSource):
 
     kind = "random weights"
     filling = "drawing random experts"
-    cached = False  # drawing it again is about as quick as reading it
     fused = False
 
     def __init__(self, name: str) -> None:
@@ -57,6 +56,10 @@ class ShapeModel(ModelSource):
         }
         return hashlib.blake2b(msgpack.packb(facts), digest_size=32).hexdigest()
 
+    def worth_keeping(self, format_name: str) -> bool:
+        """Never: drawing it again is about as quick."""
+        return False
+
     @contextmanager
     def tensors(self) -> Iterator[RandomTensors]:
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
@@ -66,7 +69,7 @@ class ShapeModel(ModelSource):
         layout = builder.layout
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             try:
-                sums: list[Future[int]] = []
+                settled: list[Future[None]] = []
                 ahead = self._draw_layer(pool, builder, 0)
                 for layer in range(layout.shape.layers):
                     tiles, ahead = ahead, []
@@ -76,9 +79,10 @@ class ShapeModel(ModelSource):
                         tile.result()
                         expert = n // layout.shape.tiles
                         progress(layout.offset(layer, expert, n % layout.shape.tiles) + layout.tile_bytes)
-                    sums.append(pool.submit(builder.checksum, layer))
-                for layer_sum in sums:
-                    layer_sum.result()
+                    for expert in range(layout.shape.experts):
+                        settled += [pool.submit(part) for part in builder.settle(layer, expert)]
+                for part in settled:
+                    part.result()
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise

@@ -32,13 +32,16 @@ class ModelSource(ABC):
     config: Config
     kind: str  # where its weights come from
     filling: str  # what is done while its store is filled
-    cached: bool  # whether its store is worth keeping on disk
     fused: bool  # the layout of its tensors, see architecture.py
 
     @abstractmethod
     def fingerprint(self, format_name: str, tile: int) -> str:
         """64 hex digits that change whenever the bytes of the store would, in this format and with tiles of
         so many channels. No weight is read."""
+
+    @abstractmethod
+    def worth_keeping(self, format_name: str) -> bool:
+        """Whether reading its store of this format from the disk is quicker than filling it again."""
 
     @abstractmethod
     def tensors(self) -> AbstractContextManager[Tensors]:

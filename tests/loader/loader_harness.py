@@ -97,7 +97,7 @@ class Supervisor:
             "incarnation": self.incarnation,
             "identity": self.identity,
             "model": str(model),
-            "format": "bf16",
+            "format": "f32",  # of checkpoints in bf16: their stores are kept on disk
             "tile": 32,
             "cache_dir": str(self.cache),
             "reserve_bytes": 0,

@@ -26,7 +26,7 @@ from pipeline.errors import ModelError
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_every_tensor_reads_exactly(tmp_path, shards, dtype):
     tensors = tiny_checkpoint.expert_tensors(dtype)
-    index = CheckpointIndex.open(tiny_checkpoint.write(tmp_path, tensors, shards))
+    index = CheckpointIndex.open(tiny_checkpoint.write_exactly(tmp_path, tensors, shards))
     assert set(index.tensors) == set(tensors)
     assert index.config["hidden_size"] == tiny_checkpoint.HIDDEN
     assert len(index.shards) == shards
@@ -39,7 +39,7 @@ def test_every_tensor_reads_exactly(tmp_path, shards, dtype):
 def test_raw_bits_become_a_torch_tensor_without_copying_or_warning(tmp_path):
     tensors = tiny_checkpoint.expert_tensors()
     name = next(iter(tensors))
-    with TensorReader(CheckpointIndex.open(tiny_checkpoint.write(tmp_path, tensors))) as reader:
+    with TensorReader(CheckpointIndex.open(tiny_checkpoint.write_exactly(tmp_path, tensors))) as reader:
         dtype, shape, bits = reader.raw(name)
     assert dtype == "BF16"
     assert shape == tuple(tensors[name].shape)
@@ -50,7 +50,7 @@ def test_special_values_and_odd_shapes(tmp_path):
     special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), 1e-40, 6e-8, 65504.0])
     tensors = {f"{d}".split(".")[1]: special.to(d) for d in (torch.bfloat16, torch.float16, torch.float32)}
     tensors |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4)}
-    with TensorReader(CheckpointIndex.open(tiny_checkpoint.write(tmp_path, tensors))) as reader:
+    with TensorReader(CheckpointIndex.open(tiny_checkpoint.write_exactly(tmp_path, tensors))) as reader:
         for name, tensor in tensors.items():
             read = reader.float32(name, tuple(tensor.shape))
             assert read.tobytes() == tensor.float().numpy().tobytes()
@@ -58,7 +58,7 @@ def test_special_values_and_odd_shapes(tmp_path):
 
 def test_what_cannot_be_read_is_named(tmp_path):
     tensors = {"counts": torch.zeros(3, dtype=torch.int64), "half": torch.zeros(3, dtype=torch.float16)}
-    index = CheckpointIndex.open(tiny_checkpoint.write(tmp_path, tensors))
+    index = CheckpointIndex.open(tiny_checkpoint.write_exactly(tmp_path, tensors))
     with TensorReader(index) as reader:
         with pytest.raises(ModelError, match="lacks the tensor absent"):
             reader.raw("absent")

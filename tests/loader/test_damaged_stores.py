@@ -117,7 +117,7 @@ def test_damage_on_disk_alone_is_mended_from_memory(supervisor, model, loaded):
 @pytest.mark.parametrize("layers", [[0], [0, 1]])
 def test_a_damaged_store_in_use_is_left_and_the_start_fails(supervisor, model, loaded, layers):
     if 0 in layers:
-        flip(in_memory(loaded), -150_000)
+        flip(in_memory(loaded), -300_000)
     if 1 in layers:
         flip(in_memory(loaded))
     inode = in_memory(loaded).stat().st_ino
@@ -220,7 +220,7 @@ def test_a_damaged_cached_file_is_made_again_and_said_so(supervisor, model, load
 
 
 def test_another_models_cached_file_under_this_models_name(supervisor, model, loaded):
-    other = supervisor.load(model, format="f32").ready.fingerprint
+    other = supervisor.load(model, tile=16).ready.fingerprint
     for fingerprint in (loaded, other):
         unlink(store_name(fingerprint))
     shutil.copy(on_disk(supervisor, other), on_disk(supervisor, loaded))

@@ -94,7 +94,7 @@ def test_layers_are_what_was_asked_for() -> None:
     four = open_model(Path("shape:mixtral-8x7b/4"))
     assert four.config == SHAPES["mixtral-8x7b"] | {"num_hidden_layers": 4}
     assert SHAPES["mixtral-8x7b"]["num_hidden_layers"] == 32
-    assert (four.name, four.cached) == ("shape:mixtral-8x7b/4", False)
+    assert (four.name, four.worth_keeping("int4")) == ("shape:mixtral-8x7b/4", False)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -210,7 +210,7 @@ def test_the_loader_draws_a_shape_keeps_no_copy_on_disk_and_finds_it_again(super
 
 def test_a_shape_that_does_not_fit_is_refused_before_anything_is_made(supervisor: Supervisor) -> None:
     model = Path("shape:mixtral-8x22b")
-    outcome = supervisor.load(model, tile=None, reserve_bytes=1 << 60)
+    outcome = supervisor.load(model, format="bf16", tile=None, reserve_bytes=1 << 60)
     assert (outcome.code, outcome.failed.usage) == (2, True)
     assert "270.58 GB of shared memory" in outcome.failed.text
     assert "\n" not in outcome.failed.text

@@ -1,15 +1,19 @@
-"""Writes a tiny random Mixtral checkpoint: experts only, which is all that the loader reads."""
+"""Writes tiny random checkpoints, Mixtral's unless a config says otherwise."""
 
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from pipeline.models.registry import architecture_of, model_spec
+
 LAYERS, EXPERTS, HIDDEN, INTERMEDIATE = 2, 3, 64, 100
 
 
-def config() -> dict:
+def config() -> dict[str, Any]:
     return {
         "model_type": "mixtral",
         "hidden_act": "silu",
@@ -27,6 +31,7 @@ def config() -> dict:
 
 
 def expert_tensors(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    """The routed experts, which is all that the loader reads."""
     generator = torch.Generator().manual_seed(3)
     tensors = {}
     for layer in range(LAYERS):
@@ -41,21 +46,71 @@ def expert_tensors(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tenso
     return tensors
 
 
-def write(folder: Path, tensors: dict[str, torch.Tensor] | None = None, shards: int = 1) -> Path:
-    """A Hugging Face directory; with an index and several files where `shards` > 1."""
+def embedded(folder: Path) -> Path:
+    """A model of the embedded one's size: 12.6 million weights in its experts, all zero."""
+    settings = config() | {
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": 8,
+        "num_local_experts": 8,
+    }
+    zeros = torch.zeros(256, 256, dtype=torch.bfloat16)
+    tensors = {
+        f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{w}.weight": zeros.clone()
+        for layer in range(8)
+        for expert in range(8)
+        for w in ("w1", "w2", "w3")
+    }
+    return write(folder, tensors, settings=settings)
+
+
+def backbone_tensors(settings: Mapping[str, Any], fused: bool = False) -> dict[str, torch.Tensor]:
+    """Everything else, zeros: nobody computes with it."""
+    architecture, spec = architecture_of(settings), model_spec(settings)
+    wants = [*architecture.outer(spec).values()]
+    for layer in range(spec.layers):
+        wants += architecture.layer(spec, layer, fused).values()
+    return {want.name: torch.zeros(want.shape, dtype=torch.bfloat16) for want in wants}
+
+
+def write(
+    folder: Path,
+    tensors: dict[str, torch.Tensor] | None = None,
+    shards: int = 1,
+    settings: Mapping[str, Any] | None = None,
+    fused: bool = False,
+) -> Path:
+    """A Hugging Face directory with the experts `tensors` and a backbone. `settings`: its config.json."""
+    settings = config() if settings is None else settings
     tensors = expert_tensors() if tensors is None else tensors
+    return write_exactly(folder, backbone_tensors(settings, fused) | tensors, shards, settings)
+
+
+def write_exactly(
+    folder: Path,
+    tensors: dict[str, torch.Tensor],
+    shards: int = 1,
+    settings: Mapping[str, Any] | None = None,
+) -> Path:
+    """A directory with these tensors alone; with an index and several files where `shards` > 1."""
+    settings = config() if settings is None else settings
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config()))
+    (folder / "config.json").write_text(json.dumps(settings))
     if shards == 1:
         save_file(tensors, folder / "model.safetensors")
         return folder
-    weight_map = {}
     names = sorted(tensors)
-    for shard in range(shards):
-        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
-        part = {name: tensors[name] for name in names[shard::shards]}
-        save_file(part, folder / file)
-        weight_map |= dict.fromkeys(part, file)
-    index = {"metadata": {}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    files = {name: shard_name(n % shards, shards) for n, name in enumerate(names)}
+    for file in sorted(set(files.values())):
+        save_file({name: tensors[name] for name in names if files[name] == file}, folder / file)
+    write_index(folder, files.items())
     return folder
+
+
+def shard_name(shard: int, shards: int) -> str:
+    return f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+
+
+def write_index(folder: Path, files: Iterable[tuple[str, str]]) -> None:
+    index = {"metadata": {}, "weight_map": dict(files)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))

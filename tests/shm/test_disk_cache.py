@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from small_store import ROOT, build, file_of
 
-from shm.disk_cache import CachedStore, sweep_cache, write_cache
+from shm.cache_writer import write_cache
+from shm.disk_cache import CachedStore, sweep_cache
 from shm.errors import StoreDamaged, StoreInvalid
 from shm.layout import PAGE
 from shm.segment import unlink
@@ -184,7 +185,7 @@ def test_nobody_else_can_enter_whatever_the_umask_and_the_folders_were(fingerpri
 WRITER = """
 import sys, time
 from pathlib import Path
-from shm.disk_cache import write_cache
+from shm.cache_writer import write_cache
 from shm.store import Store
 def halfway(done):
     print("writing", flush=True)
@@ -284,7 +285,7 @@ def test_a_full_disk_is_an_error_that_leaves_nothing(fingerprint, tmp_path):
     code = (
         "import resource, signal, sys\n"
         "from pathlib import Path\n"
-        "from shm.disk_cache import write_cache\n"
+        "from shm.cache_writer import write_cache\n"
         "from shm.store import Store\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"  # the kernel refuses further writes

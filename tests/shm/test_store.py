@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from small_store import SHAPE, build, file_of, fill
 
 from shm.checksums import damaged_layers, name_layers
+from shm.crc32 import join_crc32
 from shm.errors import SegmentMissing, StoreDamaged, StoreInvalid
 from shm.layout import PAGE, ExpertShape
 from shm.manifest import READY, StoreManifest, pack_head, read_head, store_bytes
@@ -115,6 +116,38 @@ def test_of_many_damaged_layers_the_first_are_named():
     assert found == list(range(12))
     assert name_layers(found) == "layers 0, 1, 2, 3, 4, 5, 6, 7 and 4 more"
     assert damaged_layers(expected, lambda layer: iter([memoryview(bytes([layer]))])) == []
+
+
+@given(st.binary(max_size=100), st.binary(max_size=3000))
+@settings(deadline=None)
+def test_the_crc32_of_parts_is_that_of_the_whole(first, second):
+    assert join_crc32(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+
+
+def test_an_expert_is_summed_in_parts_that_any_thread_may_take(fingerprint, monkeypatch):
+    """So that no core waits for another one when the last expert has been written."""
+    monkeypatch.setattr("shm.store.PART_BYTES", 3 * PAGE)
+    builder = StoreBuilder.create(store_name(fingerprint), StoreManifest(fingerprint, SHAPE, "bf16", ""))
+    fill(builder)
+    whole = builder.segment.array.copy()
+    kept: dict[int, bytes] = {}
+
+    def keep(begin: int, data: np.ndarray) -> None:
+        assert begin not in kept
+        kept[begin] = data.tobytes()
+
+    builder.keep = keep
+    last = builder.settle(1, 2)
+    assert len(last) == -(-builder.layout.expert_stride // (3 * PAGE)) > 1
+    for part in reversed(last):
+        part()
+    assert len(kept) == len(last)
+    manifest = builder.finish()  # which does all the rest
+    data = whole[-builder.layout.total_bytes :]
+    assert b"".join(kept[begin] for begin in sorted(kept)) == data.tobytes()
+    assert manifest.checksums == tuple(zlib.crc32(layer.data) for layer in data.reshape(2, -1))
+    with Store.attach(store_name(fingerprint), fingerprint) as store:
+        store.verify()
 
 
 @pytest.mark.alone  # any engine's start may sweep it

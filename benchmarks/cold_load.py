@@ -1,0 +1,232 @@
+"""How fast a checkpoint becomes a store, against the disk and the quantizer, each measured alone.
+
+    python benchmarks/cold_load.py [shape:olmoe-1b-7b/3 | DIR] [--formats int4,int8,bf16] [--fused] [--json]
+
+A shape is first written as a checkpoint of random weights into a folder that is removed at the end. For each
+format, in one run:
+
+- disk: the checkpoint's files read from beginning to end, once their pages have been dropped from the page
+  cache (POSIX_FADV_DONTNEED after fsync). A virtual machine's host may still have them.
+- quantizer: experts' matrices that are in memory as bf16, encoded by all cores in the pieces that suit them
+  best, written to memory that has been used before.
+- cold load: a loader process with dropped pages and without a cached store, from its start until its store is
+  whole, and until it says Ready, when it has kept the store on disk as well.
+
+Disk and quantizer are measured before and after the load, and their means are compared with it. `others` is
+how many cores other programs used during the load: with more than a tenth the figures mean little. All rates
+are in GB/s, of the bytes of the checkpoint's experts. The ratio is that of the loader until Ready, or until
+the store is whole, to the slower of disk and quantizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import zmq
+
+from benchmarks.quantizer_rate import CORES, quantizer_rate
+from benchmarks.random_checkpoint import write
+from pipeline.checkpoint.source import Checkpoint
+from pipeline.models.registry import expert_shape
+from pipeline.models.shapes import is_shape, shape_config
+from protocol.codec import decode
+from protocol.messages import Failed, Progress, Ready
+from protocol.sockets import Identity, bind_router, ipc_endpoint
+from shm.layout import StoreLayout, format_named
+from shm.segment import unlink
+from shm.store import store_name
+from workers.lifetime import pack_config
+
+ROOT = Path(__file__).resolve().parents[1]
+CHUNK = 1 << 24  # bytes of one read
+KEEPING = "writing the cache"  # the stage after the last checksum, where the store is kept on disk
+LIMIT = 600.0  # seconds for one load
+
+
+@dataclass(frozen=True)
+class Load:
+    """One loader's life, in seconds from its start."""
+
+    allocating: float  # when it began to
+    encoding: float
+    whole: float  # the store is
+    ready: float
+    nbytes: int  # read from the checkpoint
+    cpu: float  # core-seconds of the loader
+    others: float  # cores that other programs used meanwhile
+
+
+def drop(files: list[Path]) -> None:
+    """Have no page of these files in the page cache."""
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def disk_rate(files: list[Path]) -> float:
+    """Bytes a second of reading these files from beginning to end, with nothing of them in the page cache."""
+    drop(files)
+    buffer = bytearray(CHUNK)
+    start = time.perf_counter()
+    total = 0
+    for file in files:
+        with file.open("rb", buffering=0) as opened:
+            while count := opened.readinto(buffer):
+                total += count
+    return total / (time.perf_counter() - start)
+
+
+def cold_load(model: Path, format_name: str, files: list[Path]) -> Load:
+    """Start a loader as the supervisor does, in folders of its own. Raises RuntimeError where it fails."""
+    identity = Identity("loader", 0, 1).prove(b"k" * 32)
+    with tempfile.TemporaryDirectory(prefix="tandem-cold-load-") as folder, zmq.Context() as context:
+        runtime = Path(folder) / "engine"
+        runtime.mkdir(mode=0o700)
+        control = bind_router(context, ipc_endpoint(runtime, "control.sock"))
+        config = {
+            "engine": "cold-load",
+            "runtime": str(runtime),
+            "log_level": "WARNING",
+            "role": "loader",
+            "index": 0,
+            "incarnation": 1,
+            "identity": identity,
+            "model": str(model),
+            "format": format_name,
+            "tile": None,
+            "cache_dir": str(Path(folder) / "cache"),
+            "reserve_bytes": 0,
+            "nodes": [],
+            "keep_store": False,
+            "verify": False,
+        }
+        drop(files)
+        read_end, write_end = os.pipe()
+        own, all_before = child_cpu(), machine_cpu()
+        start = time.perf_counter()
+        command = [sys.executable, "-m", "workers.child", "pipeline.loader", "--lifeline", str(read_end)]
+        with subprocess.Popen(command, cwd=ROOT, pass_fds=(read_end,)) as process:
+            try:
+                os.close(read_end)
+                os.write(write_end, pack_config(config))
+                stages = _follow(control, start)
+            finally:
+                os.close(write_end)
+                control.close(linger=0)
+                process.wait(LIMIT)
+        cpu, all_cpu = child_cpu() - own, machine_cpu() - all_before
+        return replace(stages, cpu=cpu, others=(all_cpu - cpu) / (time.perf_counter() - start))
+
+
+def child_cpu() -> float:
+    """Core-seconds of this process's ended children."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def machine_cpu() -> float:
+    """Core-seconds of all programs."""
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system)
+
+
+def _follow(control: zmq.Socket[bytes], start: float) -> Load:
+    began: dict[str, float] = {}
+    while control.poll(int(LIMIT * 1000)):
+        message = decode(control.recv_multipart()[1:])
+        now = time.perf_counter() - start
+        if isinstance(message, Progress):
+            began.setdefault(message.stage, now)
+        elif isinstance(message, Ready):
+            unlink(store_name(message.fingerprint))
+            nbytes = int(message.notes[0].removeprefix("source checkpoint: ").split()[0])
+            return Load(
+                began["allocating"],
+                began[Checkpoint.filling],
+                began.get(KEEPING, now),
+                now,
+                nbytes,
+                cpu=0.0,
+                others=0.0,
+            )
+        elif isinstance(message, Failed):
+            raise RuntimeError(message.text)
+    raise RuntimeError(f"the loader said nothing for {LIMIT:.0f} seconds")
+
+
+def measure(model: Path, format_name: str) -> dict[str, Any]:
+    """All figures of one format; rates in GB/s of the checkpoint's experts."""
+    files = sorted(model.glob("*.safetensors"))
+    layout = StoreLayout(
+        expert_shape(Checkpoint(model).config, None, format_named(format_name)), format_named(format_name)
+    )
+    before = disk_rate(files), quantizer_rate(layout)
+    load = cold_load(model, format_name, files)
+    after = disk_rate(files), quantizer_rate(layout)
+    disk, quantizer = ((one + other) / 2 for one, other in zip(before, after, strict=True))
+    slower = min(disk, quantizer)
+    return {
+        "format": format_name,
+        "experts_gb": load.nbytes / 1e9,
+        "store_gb": layout.total_bytes / 1e9,
+        "disk": disk / 1e9,
+        "quantizer": quantizer / 1e9,
+        "start_s": load.allocating,
+        "allocate_s": load.encoding - load.allocating,
+        "encode_s": load.whole - load.encoding,
+        "keep_s": load.ready - load.whole,
+        "ready_s": load.ready,
+        "cpu_s": load.cpu,
+        "others": load.others,
+        "ratio_whole": load.nbytes / load.whole / slower,
+        "ratio_ready": load.nbytes / load.ready / slower,
+    }
+
+
+@contextmanager
+def checkpoint(model: str, fused: bool) -> Iterator[Path]:
+    """The folder, or a folder with the shape's checkpoint."""
+    if not is_shape(model):
+        yield Path(model)
+        return
+    with tempfile.TemporaryDirectory(prefix="tandem-cold-load-") as folder:
+        write(Path(folder), shape_config(model)[1], fused=fused)
+        yield Path(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("model", nargs="?", default="shape:olmoe-1b-7b/3")
+    parser.add_argument("--formats", default="int4,int8,bf16")
+    parser.add_argument("--fused", action="store_true", help="a shape's experts in fused tensors")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    with checkpoint(arguments.model, arguments.fused) as model:
+        rows = [measure(model, name) for name in arguments.formats.split(",")]
+    if arguments.json:
+        print(json.dumps({"model": arguments.model, "cores": CORES, "formats": rows}))
+        return
+    names = list(rows[0])
+    print("  ".join(f"{name:>11}" for name in names))
+    for row in rows:
+        cells = (value if isinstance(value, str) else f"{value:.2f}" for value in row.values())
+        print("  ".join(f"{cell:>11}" for cell in cells))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""How fast experts are encoded on all cores where their matrices are in memory already."""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from pipeline.checkpoint.pieces import Parts, expert_pieces
+from pipeline.checkpoint.reader import RawTensor
+from pipeline.models.architecture import Part
+from shm.layout import BF16, StoreLayout
+
+MATRICES_BYTES = 1 << 28  # of bf16 matrices, encoded again and again
+SECONDS = 2.0
+CORES = len(os.sched_getaffinity(0))
+
+
+class Matrices:
+    """Experts' matrices in memory, for whoever wants rows of parts."""
+
+    def __init__(self, hidden: int, intermediate: int) -> None:
+        rng = np.random.Generator(np.random.SFC64(0))
+        self.experts = max(1, MATRICES_BYTES // (6 * hidden * intermediate))
+        self.shape = (self.experts, 3 * intermediate, hidden)
+        data = np.empty(2 * self.experts * 3 * intermediate * hidden, np.uint8)
+        BF16().fill_random(rng, 0, 0, hidden**-0.5, data)
+        self._numbers = data.view(np.uint16)
+
+    def parts(self, expert: int) -> Parts:
+        """Gate, up and down of an expert, each a part that begins at a number of its own."""
+        _, wide, hidden = self.shape
+        intermediate = wide // 3
+        first = expert * wide
+        return (
+            Part("matrices", (self.experts * wide, hidden), first, intermediate),
+            Part("matrices", (self.experts * wide, hidden), first + intermediate, intermediate),
+            # The same bytes with rows of I numbers: they begin at row 2 H of the expert's 3 H.
+            Part(
+                "matrices",
+                (self.experts * 3 * hidden, intermediate),
+                3 * hidden * expert + 2 * hidden,
+                hidden,
+            ),
+        )
+
+    def rows(self, part: Part, lo: int, hi: int) -> RawTensor:
+        bits = self._numbers.reshape(part.shape)[part.first + lo : part.first + hi]
+        return RawTensor("BF16", bits.shape, bits)
+
+
+def quantizer_rate(layout: StoreLayout) -> float:
+    """Bytes of bf16 matrices a second, on all cores."""
+    shape = layout.shape
+    matrices = Matrices(shape.hidden, shape.intermediate)
+    room = np.zeros((matrices.experts, layout.expert_stride), np.uint8)
+    with ThreadPoolExecutor(CORES) as pool, ThreadPoolExecutor(1) as downs:
+
+        def once() -> None:
+            pieces = [
+                pool.submit(piece)
+                for expert in range(matrices.experts)
+                for piece in expert_pieces(matrices, downs, layout, matrices.parts(expert), room[expert])
+            ]
+            for piece in pieces:
+                piece.result()
+
+        once()
+        start, rounds = time.perf_counter(), 0
+        while time.perf_counter() - start < SECONDS:
+            once()
+            rounds += 1
+        seconds = time.perf_counter() - start
+    return rounds * matrices.experts * 6 * shape.hidden * shape.intermediate / seconds

@@ -1,0 +1,53 @@
+"""Whether a checkpoint has the tensors that its config.json calls for, known from the headers alone."""
+
+from __future__ import annotations
+
+from pipeline.checkpoint.index import CheckpointIndex
+from pipeline.checkpoint.reader import BITS
+from pipeline.errors import ModelError
+from pipeline.models.architecture import Architecture
+from pipeline.models.spec import ModelSpec
+
+MOST_NAME = 120  # characters of a tensor's name in a line
+
+
+def check_tensors(index: CheckpointIndex, architecture: Architecture, spec: ModelSpec, fused: bool) -> None:
+    """Raises ModelError, one line with the file and the first tensor, where tensors are missing, of another
+    shape or of a dtype that is not read, or where there are some that nothing is known of."""
+    wanted = architecture.tensors(spec, fused)
+    missing = [name for name in wanted if name not in index.tensors]
+    if missing:
+        raise ModelError(
+            f"{index.listing} lacks the tensor {missing[0]}{_others(missing)}: the download is "
+            "incomplete, or config.json is another model's"
+        )
+    misshapen = [name for name, shape in wanted.items() if index.tensors[name].shape != shape]
+    if misshapen:
+        name = misshapen[0]
+        entry = index.tensors[name]
+        raise ModelError(
+            f"{entry.file}: the tensor {name} has the shape {list(entry.shape)}; config.json says "
+            f"{list(wanted[name])}{_others(misshapen, 'differ')}"
+        )
+    unread = [name for name in wanted if index.tensors[name].dtype not in BITS]
+    if unread:
+        entry = index.tensors[unread[0]]
+        raise ModelError(
+            f"{entry.file}: the tensor {unread[0]} has the dtype {entry.dtype}; "
+            f"only {', '.join(BITS)} are read{_others(unread, 'have such')}: "
+            "download the checkpoint that is not quantized"
+        )
+    unexpected = sorted(n for n in index.tensors if n not in wanted and not architecture.optional(n, spec))
+    if unexpected:
+        name = unexpected[0]
+        raise ModelError(
+            f"{index.tensors[name].file}: the tensor {name[:MOST_NAME]} is not one of a "
+            f"{architecture.model_type} model{_others(unexpected)}: config.json is another model's, or of a "
+            "variant that is not supported"
+        )
+
+
+def _others(names: list[str], do: str = "") -> str:
+    """What follows the first name where there are more."""
+    number = len(names) - 1
+    return f" (and {number} other{'s' * (number > 1)}{f' {do}' if do else ''})" if number else ""

@@ -1,0 +1,48 @@
+"""Stores that are filled from a checkpoint in the test's own process."""
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pipeline.checkpoint.source import Checkpoint
+from pipeline.models.registry import expert_shape
+from shm.layout import Bytes, StoreLayout, format_named
+from shm.manifest import StoreManifest
+from shm.segment import unlink
+from shm.store import Store, StoreBuilder
+
+
+def layout_of(config: dict[str, Any], format_name: str) -> StoreLayout:
+    """With tiles as small as the format lets them be, but not below 64 channels."""
+    tile_format = format_named(format_name)
+    return StoreLayout(expert_shape(config, max(64, tile_format.granularity), tile_format), tile_format)
+
+
+def new_store(model: Checkpoint, layout: StoreLayout) -> StoreBuilder:
+    """All bytes of its experts are 255: each is to be written."""
+    form = layout.format.name
+    manifest = StoreManifest(model.fingerprint(form, layout.shape.tile), layout.shape, form, model.name)
+    builder = StoreBuilder.create(f"/tandem-test-{uuid.uuid4().hex[:12]}", manifest)
+    for layer in range(layout.shape.layers):
+        builder.layer(layer)[:] = 255
+    return builder
+
+
+@contextmanager
+def filled(model: Checkpoint, format_name: str, progress: list[int]) -> Iterator[Bytes]:
+    """The bytes of the store that a checkpoint becomes; `progress` gets what is reported meanwhile."""
+    builder = new_store(model, layout_of(dict(model.config), format_name))
+    name = builder.segment.name
+    try:
+        model.fill(builder, progress.append)
+        builder.finish()
+    except BaseException:
+        builder.discard()
+        raise
+    try:
+        with Store.attach(name) as store:
+            store.verify()
+            yield store.segment.array[-store.layout.total_bytes :]
+    finally:
+        unlink(name)

@@ -1,0 +1,178 @@
+"""The same weights in every layout, dtype and number of files become the same store."""
+
+import numpy as np
+import pytest
+import tiny_checkpoint
+import torch
+from filled_store import filled, layout_of, new_store
+
+from pipeline.checkpoint import encode, pieces
+from pipeline.checkpoint.source import Checkpoint
+from pipeline.models.registry import model_spec
+from shm.layout import FORMATS, StoreLayout
+
+# Odd sizes: what is padded in both directions, with tiles of 64 and more channels.
+MIXTRAL = tiny_checkpoint.config() | {"hidden_size": 72, "intermediate_size": 164, "head_dim": 16}
+QWEN2 = {
+    "model_type": "qwen2_moe",
+    "hidden_act": "silu",
+    "hidden_size": 72,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 164,
+    "shared_expert_intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "decoder_sparse_step": 2,
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 32,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+}
+DEEPSEEK = {
+    "model_type": "deepseek_v2",
+    "hidden_act": "silu",
+    "hidden_size": 72,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 164,
+    "n_routed_experts": 3,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 3,
+    "num_experts_per_tok": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "topk_method": "greedy",
+    "vocab_size": 32,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+}
+FAMILIES = {"mixtral": MIXTRAL, "qwen2_moe": QWEN2, "deepseek_v2": DEEPSEEK}
+
+
+def numbers(config: dict) -> np.ndarray:
+    """Random experts as [layer, expert, gate | up | down transposed, I, H]: float32 numbers that every dtype
+    holds exactly."""
+    spec = model_spec(config)
+    shape = (len(spec.moe_layers), spec.experts, 3, spec.intermediate, spec.hidden)
+    drawn = np.random.default_rng(7).standard_normal(shape, dtype=np.float32)
+    drawn[np.abs(drawn) < 1e-3] = 0  # float16 would cut their last bits
+    return torch.from_numpy(drawn).bfloat16().float().numpy()
+
+
+def expert_tensors(config: dict, fused: bool, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Their names are written out here: the layouts are other people's, not this project's."""
+    tensors = {}
+    for layer, experts in zip(model_spec(config).moe_layers, numbers(config), strict=True):
+        gate, up, down = (torch.from_numpy(experts[:, m]).to(dtype) for m in range(3))
+        down = down.transpose(1, 2).contiguous()
+        if fused:
+            at = f"model.layers.{layer}.mlp.experts"
+            tensors[f"{at}.gate_up_proj"] = torch.cat((gate, up), dim=1)
+            tensors[f"{at}.down_proj"] = down
+            continue
+        mixtral = config["model_type"] == "mixtral"
+        moe, names = "mlp", ("gate_proj", "up_proj", "down_proj")
+        if mixtral:
+            moe, names = "block_sparse_moe", ("w1", "w3", "w2")
+        for expert in range(len(gate)):
+            for name, matrices in zip(names, (gate, up, down), strict=True):
+                at = f"model.layers.{layer}.{moe}.experts.{expert}.{name}.weight"
+                tensors[at] = matrices[expert].clone()
+    return tensors
+
+
+def expected(config: dict, layout: StoreLayout) -> bytes:
+    """The store of these experts, by the layout's own definition."""
+    out = np.full((layout.shape.layers * layout.shape.experts, layout.expert_stride), 255, np.uint8)
+    spec = model_spec(config)
+    experts = numbers(config).reshape(-1, 3, spec.intermediate, spec.hidden)
+    for (gate, up, down), room in zip(experts, out, strict=True):
+        layout.encode_expert(gate, up, down.T, room)
+    return out.tobytes()
+
+
+def store_bytes(model: Checkpoint, format_name: str) -> bytes:
+    with filled(model, format_name, []) as data:
+        return data.tobytes()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("fused", [False, True], ids=["each", "fused"])
+def test_both_layouts_become_what_the_store_is_defined_to_be(tmp_path, family, format_name, fused):
+    config = FAMILIES[family]
+    tensors = expert_tensors(config, fused, torch.bfloat16)
+    tiny_checkpoint.write(tmp_path, tensors, shards=2, settings=config, fused=fused)
+    model = Checkpoint(tmp_path)
+    assert model.fused == fused
+    assert store_bytes(model, format_name) == expected(config, layout_of(config, format_name))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("format_name", ["bf16", "f32", "int4"])
+@pytest.mark.parametrize(("fused", "shards"), [(False, 1), (False, 3), (True, 1), (True, 2)])
+def test_dtypes_and_files_make_no_difference(tmp_path, dtype, format_name, fused, shards):
+    tiny_checkpoint.write(tmp_path, expert_tensors(MIXTRAL, fused, dtype), shards, MIXTRAL, fused)
+    assert store_bytes(Checkpoint(tmp_path), format_name) == expected(
+        MIXTRAL, layout_of(MIXTRAL, format_name)
+    )
+
+
+@pytest.mark.parametrize("format_name", ["bf16", "f32", "int8"])
+def test_small_pieces_make_no_difference(tmp_path, format_name, monkeypatch):
+    monkeypatch.setattr(pieces, "PIECE_NUMBERS", 1000)  # 16 rows, or 13 channels
+    monkeypatch.setattr(pieces, "STRIP", 5)
+    monkeypatch.setattr(pieces, "TURNED_ROWS", 7)
+    monkeypatch.setattr(encode, "ANNOUNCED_BYTES", 0)
+    tiny_checkpoint.write(tmp_path, expert_tensors(MIXTRAL, True, torch.bfloat16), 1, MIXTRAL, fused=True)
+    progress: list[int] = []
+    layout = layout_of(MIXTRAL, format_name)
+    with filled(Checkpoint(tmp_path), format_name, progress) as data:
+        assert data.tobytes() == expected(MIXTRAL, layout)
+    assert progress == sorted(progress)
+    assert progress[-1] == layout.total_bytes
+    assert len(progress) > 5 * layout.shape.layers * layout.shape.experts
+
+
+def test_dtypes_may_differ_from_tensor_to_tensor(tmp_path):
+    tensors = expert_tensors(MIXTRAL, False, torch.bfloat16)
+    others = (torch.float32, torch.bfloat16, torch.float16)
+    mixed = {name: tensor.to(others[n % 3]) for n, (name, tensor) in enumerate(tensors.items())}
+    tiny_checkpoint.write(tmp_path, mixed, settings=MIXTRAL)
+    for format_name in ("bf16", "int8"):
+        assert store_bytes(Checkpoint(tmp_path), format_name) == expected(
+            MIXTRAL, layout_of(MIXTRAL, format_name)
+        )
+
+
+def test_the_experts_alone_are_read(tmp_path):
+    tensors = expert_tensors(QWEN2, True, torch.bfloat16)
+    tiny_checkpoint.write(tmp_path, tensors, settings=QWEN2, fused=True)
+    model = Checkpoint(tmp_path)
+    builder = new_store(model, layout_of(QWEN2, "int4"))
+    try:
+        assert model.fill(builder, lambda done: None) == sum(t.nbytes for t in tensors.values())
+    finally:
+        builder.discard()
+
+
+def test_what_the_progress_raises_ends_the_filling(tmp_path):
+    class Enough(Exception):
+        pass
+
+    class Stop(list[int]):
+        def append(self, done: int) -> None:
+            raise Enough
+
+    tiny_checkpoint.write(tmp_path, expert_tensors(MIXTRAL, False, torch.bfloat16), settings=MIXTRAL)
+    for format_name in ("bf16", "int4"):
+        with pytest.raises(Enough), filled(Checkpoint(tmp_path), format_name, Stop()):
+            pass

@@ -1,0 +1,143 @@
+"""Reading a checkpoint's weights: exactly the rows that are asked for, in little memory, from files that may
+change meanwhile."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_checkpoint
+import torch
+from filled_store import filled
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pipeline
+from benchmarks.random_checkpoint import write as write_random
+from pipeline.checkpoint import encode, pieces
+from pipeline.checkpoint.index import CheckpointIndex
+from pipeline.checkpoint.reader import TensorReader, to_float32
+from pipeline.checkpoint.source import Checkpoint
+from pipeline.errors import ModelError
+from pipeline.models.architecture import Part
+
+
+@pytest.mark.parametrize("format_name", ["bf16", "int8"])
+def test_a_file_that_shrinks_after_its_header_was_read(tmp_path, format_name):
+    model = Checkpoint(tiny_checkpoint.write(tmp_path))
+    os.truncate(tmp_path / "model.safetensors", 60_000)
+    with (
+        pytest.raises(ModelError, match=r"model\.safetensors became shorter"),
+        filled(model, format_name, []),
+    ):
+        pass
+
+
+# --- rows of a tensor -------------------------------------------------------------------------------------
+
+
+@st.composite
+def parts(draw: st.DrawFn) -> tuple[Part, int, int]:
+    shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)))
+    total = int(np.prod(shape[:-1]))
+    first = draw(st.integers(0, total))
+    rows = draw(st.integers(0, total - first))
+    lo = draw(st.integers(0, rows))
+    return Part("it", shape, first, rows), lo, draw(st.integers(lo, rows))
+
+
+@given(asked=parts(), dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+@settings(deadline=None, max_examples=60)
+def test_rows_of_a_part_are_the_slice_of_the_tensor_and_nothing_else_is_read(tmp_path_factory, asked, dtype):
+    part, lo, hi = asked
+    folder = tmp_path_factory.getbasetemp() / "rows"
+    whole = torch.arange(int(np.prod(part.shape)), dtype=torch.float32).reshape(part.shape).to(dtype)
+    tiny_checkpoint.write_exactly(folder, {"before": torch.ones(3), "it": whole, "me": torch.ones(3)})
+    with TensorReader(CheckpointIndex.open(folder)) as reader:
+        raw = reader.rows(part, lo, hi)
+        assert reader.bytes_read == (hi - lo) * part.shape[-1] * whole.element_size()
+        assert reader.expect(part) == part.rows * part.shape[-1] * whole.element_size()
+    read = to_float32(raw.dtype, raw.bits)
+    rows = whole.float().numpy().reshape(-1, part.shape[-1])
+    np.testing.assert_array_equal(read, rows[part.first + lo : part.first + hi])
+    assert read.shape == raw.shape == (hi - lo, part.shape[-1])
+
+
+def test_rows_outside_a_part_and_parts_of_another_shape_are_refused(tmp_path):
+    tiny_checkpoint.write_exactly(tmp_path, {"it": torch.ones(4, 3)})
+    with TensorReader(CheckpointIndex.open(tmp_path)) as reader:
+        for lo, hi in ((-1, 1), (0, 3), (2, 1)):
+            with pytest.raises(ValueError, match="no rows"):
+                reader.rows(Part("it", (4, 3), 1, 2), lo, hi)
+        with pytest.raises(ModelError, match=r"it has the shape \[4, 3\]; config.json says \[3, 4\]"):
+            reader.rows(Part("it", (3, 4), 0, 1), 0, 1)
+
+
+# --- memory -----------------------------------------------------------------------------------------------
+
+# Fills a store and prints how far the process's own memory, without files and shared memory, rose.
+MEASURE = """
+import json, sys, threading, uuid
+from pathlib import Path
+from pipeline.checkpoint.source import Checkpoint
+from pipeline.models.registry import expert_shape
+from shm.layout import format_named
+from shm.manifest import StoreManifest
+from shm.store import StoreBuilder
+
+def own():
+    for line in open("/proc/self/status"):
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+
+def watch():
+    while not done.wait(0.001):
+        peaks.append(own())
+
+model, name = Checkpoint(Path(sys.argv[1])), sys.argv[2]
+shape = expert_shape(model.config, None, format_named(name))
+manifest = StoreManifest(model.fingerprint(name, shape.tile), shape, name, "")
+builder = StoreBuilder.create(f"/tandem-test-layouts-{uuid.uuid4().hex[:12]}", manifest)
+try:
+    before, peaks, done = own(), [], threading.Event()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    model.fill(builder, lambda done: None)
+    done.set()
+    watcher.join()
+finally:
+    builder.discard()
+print(json.dumps(max(peaks) - before))
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """240 MB of experts in two layers: fused tensors of 80 and 40 MB, a single matrix of 5 MB."""
+    folder = tmp_path_factory.mktemp("large")
+    config = tiny_checkpoint.config() | {
+        "hidden_size": 1024,
+        "intermediate_size": 2560,
+        "num_local_experts": 8,
+        "num_hidden_layers": 2,
+    }
+    write_random(folder, config, fused=True)
+    return folder
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("format_name", ["int8", "bf16"])
+def test_filling_needs_little_memory_of_its_own(large, format_name):
+    """What the docstring of encode.py allows, and less than one of the fused tensors."""
+    command = [sys.executable, "-c", MEASURE, str(large), format_name]
+    root = Path(pipeline.__file__).parent.parent
+    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    grown = json.loads(ended.stdout)
+    index = CheckpointIndex.open(large)
+    largest = max(entry.nbytes for entry in index.tensors.values())
+    cores = len(os.sched_getaffinity(0))
+    assert grown < min(largest, encode.ANNOUNCED_BYTES // 3 + cores * pieces.PIECE_BYTES)

@@ -1,0 +1,140 @@
+"""Which stores the loader keeps on disk, and what becomes of those it cannot keep."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import tiny_checkpoint
+import torch
+from loader_harness import SECONDS, Supervisor, assert_right, exists
+
+from pipeline import loader
+from pipeline.checkpoint.source import Checkpoint
+from protocol.codec import decode
+from shm.cache_writer import write_cache
+from shm.segment import unlink
+from shm.store import Store, StoreBuilder, store_name
+
+# Any engine's start may sweep what a loader left here, and a loader says so when it sweeps something.
+pytestmark = pytest.mark.alone
+
+
+@pytest.mark.parametrize(
+    ("dtype", "format_name", "worth"),
+    [
+        (torch.bfloat16, "bf16", False),
+        (torch.float32, "f32", False),
+        (torch.bfloat16, "f32", True),
+        (torch.float32, "bf16", True),
+        (torch.float16, "bf16", True),
+        (torch.bfloat16, "int8", True),
+    ],
+)
+def test_a_file_that_would_repeat_the_checkpoint_is_not_worth_keeping(
+    tmp_path: Path, dtype: torch.dtype, format_name: str, worth: bool
+) -> None:
+    folder = tiny_checkpoint.write(tmp_path / "model", tiny_checkpoint.expert_tensors(dtype))
+    assert Checkpoint(folder).worth_keeping(format_name) is worth
+
+
+def test_one_tensor_of_another_dtype_makes_it_worth_keeping(tmp_path: Path) -> None:
+    """Whatever the dtype of the rest of the model."""
+    tensors = tiny_checkpoint.expert_tensors(torch.float32)
+    assert not Checkpoint(tiny_checkpoint.write(tmp_path / "a", tensors)).worth_keeping("f32")
+    name = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
+    tensors[name] = tensors[name].to(torch.float16)
+    assert Checkpoint(tiny_checkpoint.write(tmp_path / "b", tensors)).worth_keeping("f32")
+
+
+def test_the_checkpoint_is_read_again_where_that_is_as_quick(supervisor: Supervisor, model: Path) -> None:
+    first = supervisor.load(model, format="bf16")
+    assert first.stages == ["allocating", "encoding the experts"]
+    assert not list(supervisor.cache.glob("*"))
+    fingerprint = first.ready.fingerprint
+    with Store.attach(store_name(fingerprint)) as store:  # as a former version did
+        write_cache(supervisor.cache, store, lambda done: None)
+    old = supervisor.cache / fingerprint / "store.bin"
+    with old.open("r+b") as file:
+        file.truncate(9000)
+    verified = supervisor.load(model, format="bf16", verify=True)
+    assert verified.ready.notes[0].startswith("source attached")
+    unlink(store_name(fingerprint))
+    again = supervisor.load(model, format="bf16")
+    assert again.ready.notes[0].startswith("source checkpoint")
+    assert verified.lines == again.lines == []
+    assert old.stat().st_size == 9000
+    assert_right(fingerprint, tiny_checkpoint.expert_tensors())
+
+
+@pytest.mark.parametrize("format_name", ["f32", "int8", "int4"])
+def test_the_kept_file_is_the_store(supervisor: Supervisor, model: Path, format_name: str) -> None:
+    fingerprint = supervisor.load(model, format=format_name, tile=None).ready.fingerprint
+    segment = Path("/dev/shm") / store_name(fingerprint)[1:]
+    assert (supervisor.cache / fingerprint / "store.bin").read_bytes() == segment.read_bytes()
+
+
+def test_a_loader_killed_half_way_leaves_nothing_that_is_taken_for_whole(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    model = tiny_checkpoint.embedded(tmp_path / "embedded")
+    child = supervisor.start(model, tile=None)
+    deadline = time.monotonic() + SECONDS
+    while not (half := list(supervisor.cache.glob("*/store.tmp"))):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    child.process.kill()
+    child.end()
+    while supervisor.control.poll(0):
+        supervisor.control.recv_multipart()
+    assert [path.name for path in half[0].parent.iterdir()] == ["store.tmp"]
+    supervisor.fingerprints.add(half[0].parent.name)
+    outcome = supervisor.load(model, tile=None)
+    assert outcome.ready.notes[0].startswith("source checkpoint")
+    assert f"removed the half-written {half[0]}" in outcome.lines[0]
+    assert [path.name for path in half[0].parent.iterdir()] == ["store.bin"]
+    unlink(store_name(outcome.ready.fingerprint))
+    assert supervisor.load(model, tile=None).ready.notes[0].startswith("source cache")
+
+
+@pytest.fixture
+def file_limit() -> Iterator[Callable[[int], None]]:
+    """Has the kernel refuse to write further than so many bytes into any file of this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda nbytes: resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_is_full_at_the_second_layer_is_a_note(
+    supervisor: Supervisor,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    file_limit: Callable[[int], None],
+) -> None:
+    """In this process: the disk has to become full between the store's allocation and its second layer."""
+    make = loader.Loading._builder
+
+    def builder(self: loader.Loading) -> StoreBuilder:
+        made = make(self)
+        file_limit(made.segment.size - made.layout.layer_stride // 2)
+        return made
+
+    monkeypatch.setattr(loader.Loading, "_builder", builder)
+    outcome = loader.main(supervisor.config(model))
+    messages = []
+    while supervisor.control.poll(100):
+        messages.append(decode(supervisor.control.recv_multipart()[1:]))
+    fingerprint = messages[-1].fingerprint
+    supervisor.fingerprints.add(fingerprint)
+    assert outcome == 0
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "could not be kept on disk" in caplog.text
+    assert "File too large" in caplog.text
+    assert list(supervisor.cache.iterdir()) == []
+    assert exists(fingerprint)
+    assert_right(fingerprint, tiny_checkpoint.expert_tensors())
+    assert supervisor.load(model).ready.notes[0].startswith("source attached")
