@@ -57,6 +57,7 @@ class Briefing:
         return self._store(fingerprint) | {
             "config": plain,
             "model": str(self.model),
+            "cache_dir": str(self.cache_dir),
             "workers": [len(seat.cores) for seat in seats],
             "nodes": len(self.cores.nodes) if local else 1,
             "prefetcher": self.config.prefetcher,

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.backbone_cache import BackboneCache
 from pipeline.briefed import Briefed
 from pipeline.copy_thread import start_copy_thread
 from pipeline.cost_probe import measure_costs
@@ -29,6 +30,7 @@ from pipeline.models.batch import Slice
 from pipeline.models.linear import Precision
 from pipeline.models.open import open_model
 from pipeline.models.registry import model_spec
+from pipeline.models.source import ModelSource
 from pipeline.own_cores import OwnCores
 from pipeline.peers import Deaths, PeerSocket, Tell
 from pipeline.policies.costs import Costs
@@ -49,7 +51,7 @@ from pipeline.tokenizer import Tokenizer, eos_ids
 from pipeline.worker_pool import WorkerPool
 from protocol.messages import Needed
 from shm.control import ControlSegment
-from shm.layout import StoreLayout
+from shm.layout import FORMATS, BlockFormat, StoreLayout
 from shm.pinned import lock_pages
 from shm.segment import engine_prefix
 from shm.store import Store
@@ -104,8 +106,11 @@ class Assembly:
         self._closing.callback(self.store.close)
         layout = self.store.layout
         self.notes.append(f"store: {lock_pages(self.store.segment.array)}")
-        precision = Precision(config.backbone_dtype, self.device)
+        cache = backbone_cache(told, source)
+        precision = Precision(config.backbone_dtype, self.device, cache)
         backbone = Backbone(source, spec, precision, self.context, self.device.torch_device)
+        if cache is not None:
+            cache.finish()
         pool: HostPool
         if workers is None:
             pool = OwnCores(self.store, self.device.team, config.host_slowdown)
@@ -282,3 +287,11 @@ class Assembly:
             kv.release(sequence)
         wanted = count * CHUNK_SECONDS / min(seconds)
         return int(min(max(2 ** int(np.log2(wanted)), 16), CHUNK_MAX, self.context))
+
+
+def backbone_cache(told: Briefed, source: ModelSource) -> BackboneCache | None:
+    """Where a quantized backbone is kept; None where quantizing it again costs nothing."""
+    name = told.config.backbone_dtype
+    if not isinstance(FORMATS[name], BlockFormat) or not source.worth_keeping(name):
+        return None
+    return BackboneCache(told.cache, source.fingerprint(f"backbone {name}", 0))

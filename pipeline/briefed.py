@@ -22,6 +22,7 @@ class Briefed:
     store: str
     fingerprint: str
     model: Path
+    cache: Path  # what is kept on disk between starts
     workers: Workers
     prefetcher: str  # process | thread
     slab: bool  # the first policy needs one, and the prefetcher is being started
@@ -38,6 +39,7 @@ class Briefed:
             store=told["store"],
             fingerprint=told["fingerprint"],
             model=Path(told["model"]),
+            cache=Path(told["cache_dir"]),
             workers=Workers(tuple(told["workers"]), told["nodes"]),
             prefetcher=told["prefetcher"],
             slab=told["slab"],

@@ -6,8 +6,10 @@ and never a SIGBUS, and no more is in memory than the numbers somebody still hol
 
 from __future__ import annotations
 
+import math
 import os
 import threading
+from collections.abc import Sequence
 from types import TracebackType
 from typing import NamedTuple
 
@@ -18,6 +20,7 @@ from pipeline.checkpoint.header import TensorEntry
 from pipeline.checkpoint.index import CheckpointIndex
 from pipeline.errors import ModelError
 from pipeline.models.architecture import Part
+from shm.huge import private
 from shm.layout import Float32
 
 Bits = NDArray[np.uint16 | np.uint32]
@@ -59,6 +62,25 @@ class TensorReader:
         self._read(entry, 0, bits)
         return RawTensor(entry.dtype, entry.shape, bits)
 
+    def stacked(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> RawTensor:
+        """Tensors (name, shape) with rows of one length, each below the one before it. Raises ModelError as
+        `float32`."""
+        dtypes = {self._entry(name).dtype for name, _ in wanted}
+        shape = (sum(shape[0] for _, shape in wanted), *wanted[0][1][1:])
+        if len(dtypes) > 1:
+            numbers = np.concatenate([self.float32(name, shape) for name, shape in wanted])
+            return RawTensor("F32", shape, numbers.view(np.uint32))
+        (dtype,) = dtypes
+        kind: np.dtype[np.uint16 | np.uint32] = np.dtype(BITS[dtype])
+        bits = private(math.prod(shape) * kind.itemsize).view(kind).reshape(shape)
+        row = 0
+        for name, shape_of_one in wanted:
+            entry = self._entry(name)
+            self._check_shape(name, entry.shape, shape_of_one)
+            self._read(entry, 0, bits[row : row + shape_of_one[0]])
+            row += shape_of_one[0]
+        return RawTensor(dtype, shape, bits)
+
     def rows(self, part: Part, lo: int, hi: int) -> RawTensor:
         """Rows [lo, hi) of a part, counted from its first: [hi - lo, columns]. Nothing else is read. Raises
         ModelError as `raw`, and where the tensor has another shape; ValueError outside the part."""
@@ -81,9 +103,12 @@ class TensorReader:
         """A tensor's numbers; exact for every dtype. Raises ModelError as `raw`, and where the tensor has
         another shape."""
         dtype, found, bits = self.raw(name)
+        self._check_shape(name, found, shape)
+        return to_float32(dtype, bits)
+
+    def _check_shape(self, name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
         if found != shape:
             raise ModelError(f"{self._index.folder}: {name} has the shape {found}, not {shape}")
-        return to_float32(dtype, bits)
 
     def _entry(self, name: str) -> TensorEntry:
         entry = self._index.tensors.get(name)

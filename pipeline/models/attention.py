@@ -114,20 +114,15 @@ class LatentAttention:
         head = np.r_[: spec.plain, spec.plain + halves]
         query = (np.arange(spec.heads)[:, None] * len(head) + head).ravel()
         first = "query" if spec.query_rank is None else "query_down"
-        down = [weights.numbers(first), weights.numbers("latent")[latent]]
-        biases = None
-        if spec.bias:
-            has = f"{first}_bias" in weights
-            own = weights.numbers(f"{first}_bias") if has else np.zeros(len(down[0]), np.float32)
-            biases = [own, weights.numbers("latent_bias")[latent]]
+        rows = {"latent": latent}
+        self._query = None
         if spec.query_rank is None:
-            down[0] = down[0][query]
-            self._query = None
+            rows["query"] = query
         else:
-            self._query = weights.made(("query",), [weights.numbers("query")[query]], None, followed=True)
+            self._query = weights.linear("query", rows={"query": query}, followed=True)
             self._query_norm = weights.vector("query_norm")
-        self._down = weights.made((first, "latent"), down, biases, followed=True)
-        self._split = [len(down[0]), spec.rank + spec.rotated]
+        self._down = weights.linear(first, "latent", rows=rows, followed=True)
+        self._split = [spec.query_rank or spec.heads * spec.width, spec.rank + spec.rotated]
         self._latent_norm = weights.vector("latent_norm")
         self._expansion = weights.dense("expansion").view(spec.heads, spec.plain + spec.value, spec.rank)
         self._output = weights.linear("output")

@@ -13,6 +13,7 @@ on the way from one to the next.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,8 @@ from pipeline.models.rope import RopeTables
 from pipeline.models.source import ModelSource
 from pipeline.models.spec import GroupedQuery, ModelSpec
 from pipeline.models.weights import Weights
+
+READERS = 2  # threads that make layers of what they read: one reads while the other converts
 
 
 class _Norm:
@@ -113,15 +116,13 @@ class Backbone:
             self._norm = _Norm("norm", outer, spec.norm_eps, precision.device)
             self._head = self._make_head(outer)
             self.bytes += outer.bytes
-            layers = []
-            self._widest = 0  # numbers of the largest matrix of a layer
-            for i in range(spec.layers):
-                wants = architecture.layer(spec, i, fused)
-                sizes = [want.shape[0] * want.shape[1] for want in wants.values() if want.kind == "matrix"]
-                self._widest = max(self._widest, *sizes)
-                weights = Weights(wants, tensors, precision)
-                layers.append(self._make_layer(i, weights))
-                self.bytes += weights.bytes
+            every = [architecture.layer(spec, i, fused) for i in range(spec.layers)]
+            matrices = (want for wants in every for want in wants.values() if want.kind == "matrix")
+            self._widest = max(want.shape[0] * want.shape[1] for want in matrices)  # numbers of the largest
+            parts = [Weights(wants, tensors, precision) for wants in every]
+            with ThreadPoolExecutor(READERS) as pool:
+                layers = list(pool.map(self._make_layer, range(spec.layers), parts))
+            self.bytes += sum(weights.bytes for weights in parts)
         self._layers = [layers[i] for i in spec.moe_layers]
         starts = [0, *(i + 1 for i in spec.moe_layers)]
         ends = [*spec.moe_layers, spec.layers]

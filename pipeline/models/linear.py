@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pipeline.backbone_cache import BackboneCache
 from pipeline.device.base import Device
 from pipeline.errors import ModelError
 from shm.blocks import BlockFormat
 from shm.errors import WeightsUnusable
 from shm.layout import FORMATS, Float32
-from workers.kernels.matrix import HostMatrix
+from workers.kernels.matrix import HostMatrix, quantized
 from workers.kernels.reference import DTYPES
 
 
@@ -75,11 +77,13 @@ class QuantizedLinear:
 class Precision:
     """`--backbone-dtype`: how matrices are kept, and the dtype of everything else that is stored."""
 
-    def __init__(self, name: str, device: Device) -> None:
-        """`name`: f32, bf16, int8 or int4. Raises UsageError where the device cannot compute it."""
+    def __init__(self, name: str, device: Device, cache: BackboneCache | None = None) -> None:
+        """`name`: f32, bf16, int8 or int4; `cache`: where quantized matrices are kept between starts. Raises
+        UsageError where the device cannot compute it."""
         format = FORMATS[name]
         self.device = device
         self._format = format if isinstance(format, BlockFormat) else None
+        self._cache = cache
         if self._format is not None:
             device.check_quantized()
         self.dtype = DTYPES.get(name, torch.bfloat16)  # of embeddings and of the KV cache
@@ -88,12 +92,19 @@ class Precision:
     def quantized(self) -> bool:
         return self._format is not None
 
-    def linear(self, name: str, w: Float32, followed: bool = False) -> Linear:
-        """The matrix w [outputs, inputs]. `name`: what it is called in the checkpoint; `followed`: another
-        product is due soon after one of this. Raises ModelError where it cannot be quantized."""
-        if self._format is not None:
+    def quantized_linear(
+        self, name: str, shape: tuple[int, int], numbers: Callable[[], Float32], followed: bool
+    ) -> Linear:
+        """A matrix [outputs, inputs] in the quantized format, from the cache or from its `numbers`. `name`:
+        what it is called in the checkpoint; `followed`: another product is due soon after one of this. Raises
+        ModelError where it cannot be quantized."""
+        assert self._format is not None
+        data = None if self._cache is None else self._cache.take(name, self._format.matrix_bytes(*shape))
+        if data is None:
             try:
-                return QuantizedLinear(HostMatrix(self._format, w, self.device.team, followed))
+                data = quantized(self._format, numbers())
             except WeightsUnusable as e:
                 raise ModelError(f"{name}: {e}") from None
-        return DenseLinear(torch.from_numpy(w).to(device=self.device.torch_device, dtype=self.dtype))
+            if self._cache is not None:
+                self._cache.keep(name, data)
+        return QuantizedLinear(HostMatrix(self._format, data, shape, self.device.team, followed))

@@ -17,13 +17,14 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import msgpack
 import numpy as np
 
+from pipeline.checkpoint.reader import RawTensor
 from pipeline.models.shapes import shape_config
 from pipeline.models.source import ModelSource
 from shm.layout import Bytes, Float32, StoreLayout
@@ -125,6 +126,10 @@ class RandomTensors:
             )
         )
         return numbers
+
+    def stacked(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> RawTensor:
+        numbers = np.concatenate([self.float32(name, shape) for name, shape in wanted])
+        return RawTensor("F32", numbers.shape, numbers.view(np.uint32))
 
 
 def _draw_tile(generator: np.random.Generator, layout: StoreLayout, tile: int, out: Bytes) -> None:

@@ -8,21 +8,26 @@ knows the difference.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from pipeline.checkpoint.reader import RawTensor
 from pipeline.models.config_keys import Config
 from shm.layout import Float32
 from shm.store import StoreBuilder
 
 
 class Tensors(Protocol):
-    """A model's tensors, for one thread at a time."""
+    """A model's tensors, for any number of threads."""
 
     def float32(self, name: str, shape: tuple[int, ...]) -> Float32:
         """A tensor's numbers in this shape; the array is the caller's own. Raises ModelError where the model
         has no such tensor."""
+
+    def stacked(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> RawTensor:
+        """Tensors (name, shape) with rows of one length, each below the one before it, in their own bits
+        where those are of one kind; the memory is the caller's own. Raises ModelError."""
 
 
 class ModelSource(ABC):

@@ -6,12 +6,17 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from pipeline.checkpoint.reader import RawTensor, to_float32
 from pipeline.models.architecture import Want
-from pipeline.models.linear import Biased, Linear, Precision
+from pipeline.models.linear import Biased, DenseLinear, Linear, Precision
 from pipeline.models.source import Tensors
 from shm.layout import Float32
+
+Rows = Mapping[str, NDArray[np.int64]]  # role -> its rows in another order
+AS_THEY_ARE: Rows = {}
 
 
 class Weights:
@@ -27,47 +32,69 @@ class Weights:
     def __contains__(self, role: str) -> bool:
         return role in self._wants
 
-    def numbers(self, role: str) -> Float32:
-        """The tensor as it is in the model, float32."""
+    def vector(self, role: str) -> Tensor:
+        """Float32, on the device: norms, routers."""
+        return self._keep(torch.from_numpy(self._numbers(role)), torch.float32)
+
+    def dense(self, *roles: str) -> Tensor:
+        """In the dtype of what is never quantized, on the device; several of them one below the other."""
+        wanted = [(self._wants[role].name, self._wants[role].shape) for role in roles]
+        return self._keep(_tensor(self._tensors.stacked(wanted)), self._precision.dtype)
+
+    def linear(self, *roles: str, rows: Rows = AS_THEY_ARE, followed: bool = False) -> Linear:
+        """The matrices of these roles as one, each below the one before it, with their biases. `rows`: of
+        those whose rows, and biases, are wanted in another order. `followed`: another product is due soon
+        after one of this."""
+        linear: Linear
+        if self._precision.quantized:
+            linear = self._quantized(roles, rows, followed)
+            self.bytes += linear.bytes
+        elif rows:
+            linear = DenseLinear(torch.cat([self._ordered(role, rows) for role in roles]))
+        else:
+            linear = DenseLinear(self.dense(*roles))
+        if not any(f"{role}_bias" in self for role in roles):
+            return linear
+        biases = np.concatenate([self._bias(role, rows) for role in roles])
+        return Biased(linear, self._keep(torch.from_numpy(biases), torch.float32))
+
+    def _ordered(self, role: str, rows: Rows) -> Tensor:
+        matrix = self.dense(role)
+        return matrix[torch.from_numpy(rows[role])] if role in rows else matrix
+
+    def _quantized(self, roles: tuple[str, ...], rows: Rows, followed: bool) -> Linear:
+        wants = [self._wants[role] for role in roles]
+
+        def numbers() -> Float32:
+            parts = [self._numbers(role) for role in roles]
+            parts = [x[rows[r]] if r in rows else x for r, x in zip(roles, parts, strict=True)]
+            return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+        shape = (sum(want.shape[0] for want in wants), wants[0].shape[1])
+        names = ", ".join(want.name for want in wants)
+        return self._precision.quantized_linear(names, shape, numbers, followed)
+
+    def _bias(self, role: str, rows: Rows) -> Float32:
+        """Zeros where it has none."""
+        if f"{role}_bias" not in self:
+            return np.zeros(self._wants[role].shape[0], np.float32)
+        bias = self._numbers(f"{role}_bias")
+        return bias[rows[role]] if role in rows else bias
+
+    def _numbers(self, role: str) -> Float32:
         want = self._wants[role]
         return self._tensors.float32(want.name, want.shape)
 
-    def vector(self, role: str) -> Tensor:
-        """Float32, on the device: norms, routers."""
-        return self._keep(self.numbers(role), torch.float32)
+    def _keep(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        kept = tensor.to(device=self._precision.device.torch_device, dtype=dtype)
+        self.bytes += kept.numel() * kept.element_size()
+        return kept
 
-    def dense(self, role: str) -> Tensor:
-        """In the dtype of what is never quantized, on the device."""
-        return self._keep(self.numbers(role), self._precision.dtype)
 
-    def linear(self, *roles: str, followed: bool = False) -> Linear:
-        """The matrices of these roles as one, each below the one before it, with their biases. `followed`:
-        another product is due soon after one of this."""
-        biases = None
-        if any(f"{role}_bias" in self for role in roles):
-            biases = [
-                self.numbers(f"{role}_bias")
-                if f"{role}_bias" in self
-                else np.zeros(self._wants[role].shape[0], np.float32)
-                for role in roles
-            ]
-        return self.made(roles, [self.numbers(role) for role in roles], biases, followed)
-
-    def made(
-        self,
-        roles: tuple[str, ...],
-        matrices: list[Float32],
-        biases: list[Float32] | None,
-        followed: bool = False,
-    ) -> Linear:
-        """As `linear`, of numbers that the caller has: matrices [outputs, inputs], biases [outputs]."""
-        names = ", ".join(self._wants[role].name for role in roles)
-        whole = matrices[0] if len(matrices) == 1 else np.concatenate(matrices)
-        linear = self._precision.linear(names, whole, followed)
-        self.bytes += linear.bytes
-        return linear if biases is None else Biased(linear, self._keep(np.concatenate(biases), torch.float32))
-
-    def _keep(self, numbers: Float32, dtype: torch.dtype) -> Tensor:
-        tensor = torch.from_numpy(numbers).to(device=self._precision.device.torch_device, dtype=dtype)
-        self.bytes += tensor.numel() * tensor.element_size()
-        return tensor
+def _tensor(raw: RawTensor) -> Tensor:
+    """A tensor of the same bits."""
+    if raw.dtype == "BF16":
+        return torch.from_numpy(raw.bits.view(np.int16)).view(torch.bfloat16)
+    if raw.dtype == "F16":
+        return torch.from_numpy(raw.bits.view(np.float16))
+    return torch.from_numpy(to_float32(raw.dtype, raw.bits))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
-
 from shm.blocks import LANES, BlockFormat
 from shm.formats import Bytes, Float32
+from shm.huge import private
 from workers.kernels.native import Geometry, Team, best
 
 PART_NUMBERS = 1 << 20  # quantized at a time by one core
@@ -24,14 +21,15 @@ WATCHED_ROWS = 4
 class HostMatrix:
     """W [outputs, inputs], made from float32 numbers. Used by one thread at a time."""
 
-    def __init__(self, format: BlockFormat, w: Float32, team: Team | None, followed: bool) -> None:
-        """Quantize w [outputs, inputs] on all cores. `followed`: another product of the same team is due soon
-        after one of this. Raises WeightsUnusable."""
+    def __init__(
+        self, format: BlockFormat, data: Bytes, shape: tuple[int, int], team: Team | None, followed: bool
+    ) -> None:
+        """`data`: the matrix [outputs, inputs] of this `shape` in the format's bytes, see `quantized`.
+        `followed`: another product of the same team is due soon after one of this."""
         self._format = format
         self._watch = WATCH if followed else 0
-        self._outputs, self._inputs = w.shape
-        self._data = _roomy(format.matrix_bytes(*w.shape))
-        _encode(format, w, self._data)
+        self._outputs, self._inputs = shape
+        self._data = data
         library = best()
         geometry = Geometry(format, self._inputs, self._outputs)
         self._kernel = None if library is None else library.kernel(geometry, team)
@@ -54,17 +52,10 @@ class HostMatrix:
         return y
 
 
-def _roomy(size: int) -> Bytes:
-    """Memory in huge pages, where the system has them: reading it then takes fewer look-ups of addresses."""
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(AttributeError, OSError):  # a kernel that was built without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)
-
-
-def _encode(format: BlockFormat, w: Float32, out: Bytes) -> None:
-    """`format.encode_matrix`, a few blocks of outputs at a time."""
+def quantized(format: BlockFormat, w: Float32) -> Bytes:
+    """w [outputs, inputs] in the format's bytes, made on all cores. Raises WeightsUnusable."""
     outputs, inputs = w.shape
+    out = private(format.matrix_bytes(outputs, inputs))
     rows = max(1, PART_NUMBERS // (inputs * LANES)) * LANES
     size = format.matrix_bytes(rows, inputs)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
@@ -74,3 +65,4 @@ def _encode(format: BlockFormat, w: Float32, out: Bytes) -> None:
         ]
         for part in parts:
             part.result()
+    return out

@@ -1,0 +1,144 @@
+"""Quantized matrices of a backbone on disk, so that they are quantized once:
+`<cache folder>/<fingerprint>/backbone.bin`.
+
+The matrices one after the other, then an index (msgpack: name -> offset, bytes, crc32) and its length (8
+bytes, little endian). Written under another name and renamed when whole. Every matrix is compared with its
+checksum when it is taken; what does not fit is made anew, and nothing here ever fails a start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import threading
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgpack
+
+from shm.file_locks import try_lock
+from shm.huge import private
+from shm.layout import Bytes
+
+NAME, UNFINISHED = "backbone.bin", "backbone.tmp"
+VERSION = 1
+MAX_INDEX = 1 << 24
+READ_BYTES = 1 << 26
+
+log = logging.getLogger(__name__)
+
+Entries = dict[str, tuple[int, int, int]]
+
+
+class BackboneCache:
+    """One model's matrices in one format. `take` and `keep` may be called by any thread."""
+
+    def __init__(self, folder: Path, fingerprint: str) -> None:
+        """`fingerprint`: 64 hex digits that change whenever the matrices' bytes would."""
+        self._path = folder / fingerprint / NAME
+        self._descriptor, self._entries = _opened(self._path)
+        self._lock = threading.Lock()
+        self._new: Entries = {}
+        self._end = 0  # of what is written
+        self._file: int | None = None
+        self._failed = self._descriptor is not None  # a whole file is there: nothing is written
+        self._writer = ThreadPoolExecutor(1, "backbone cache")
+
+    def take(self, name: str, nbytes: int) -> Bytes | None:
+        """A matrix of so many bytes; None where there is none, or a damaged one."""
+        found = self._entries.get(name)
+        if found is None or found[1] != nbytes or self._descriptor is None:
+            return None
+        offset, _, checksum = found
+        data, done = private(nbytes), 0
+        with contextlib.suppress(OSError):
+            while done < nbytes:
+                count = os.preadv(self._descriptor, [data[done : done + READ_BYTES].data], offset + done)
+                if count == 0:
+                    break
+                done += count
+        if done < nbytes or zlib.crc32(data.data) != checksum:
+            log.warning(f"{self._path} is damaged: it is made again at the next start")
+            self._path.unlink(missing_ok=True)
+            return None
+        return data
+
+    def keep(self, name: str, data: Bytes) -> None:
+        """Have a matrix, which changes no more, written; returns at once."""
+        if not self._failed:
+            self._writer.submit(self._write, name, data)
+
+    def finish(self) -> None:
+        """Give the file its name once all is written, in the writing thread; returns at once."""
+        self._writer.submit(self._close)
+        self._writer.shutdown(wait=False)
+
+    def _write(self, name: str, data: Bytes) -> None:
+        if self._failed:
+            return
+        try:
+            if self._file is None:
+                self._file = self._begin()
+            done = 0
+            while done < len(data):
+                done += os.pwrite(self._file, data[done : done + READ_BYTES].data, self._end + done)
+            self._new[name] = (self._end, len(data), zlib.crc32(data.data))
+            self._end += done
+        except OSError as e:
+            self._failed = True
+            log.warning(f"the backbone could not be kept on disk, the next start quantizes it again: {e}")
+
+    def _begin(self) -> int:
+        """The unfinished file, which is locked. Raises OSError."""
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = try_lock(self._path.with_name(UNFINISHED), fcntl.LOCK_EX)
+        if descriptor is None:
+            raise OSError("another engine is writing it")
+        os.ftruncate(descriptor, 0)
+        return descriptor
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        if self._file is None:
+            return
+        unfinished = self._path.with_name(UNFINISHED)
+        try:
+            if not self._failed:
+                index = msgpack.packb({"version": VERSION, "matrices": self._new})
+                os.pwrite(self._file, index + len(index).to_bytes(8, "little"), self._end)
+                unfinished.replace(self._path)
+        except OSError as e:
+            self._failed = True
+            log.warning(f"the backbone could not be kept on disk, the next start quantizes it again: {e}")
+        if self._failed:
+            unfinished.unlink(missing_ok=True)
+        os.close(self._file)
+
+
+def _opened(path: Path) -> tuple[int | None, Entries]:
+    """A whole file of this user's that nobody else may have written, and its index; else nothing."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError:
+        return None, {}
+    try:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise ValueError("it could be another user's work")
+        length = int.from_bytes(os.pread(descriptor, 8, status.st_size - 8), "little")
+        if not 0 < length <= min(MAX_INDEX, status.st_size - 8):
+            raise ValueError("it has no index")
+        found = msgpack.unpackb(os.pread(descriptor, length, status.st_size - 8 - length))
+        if found["version"] != VERSION:
+            raise ValueError("it is of another version")
+        entries = {str(name): (int(a), int(b), int(c)) for name, (a, b, c) in found["matrices"].items()}
+    except (OSError, ValueError, TypeError, KeyError) as e:
+        log.warning(f"{path} is not used: {e}")
+        os.close(descriptor)
+        path.unlink(missing_ok=True)
+        return None, {}
+    return descriptor, entries
