@@ -104,25 +104,25 @@ class Backbone:
         """Read the weights. Raises ModelError for tensors that are missing or of another shape."""
         self.spec = spec
         self.dtype = precision.dtype
-        self.bytes = 0  # of device memory that the weights take
         self._precision = precision
         self._device = device
-        self._rope = RopeTables(spec.rope, source.config, spec.attention.rotated, context, device)
         architecture = architecture_of(source.config)
-        with source.tensors() as tensors:
+        with source.tensors() as tensors, ThreadPoolExecutor(1 + READERS) as pool:
             fused = source.fused
+            # First, for it may import a library that takes a second.
+            rope = pool.submit(RopeTables, spec.rope, source.config, spec.attention.rotated, context, device)
+            every = [architecture.layer(spec, i, fused) for i in range(spec.layers)]
+            parts = [Weights(wants, tensors, precision) for wants in every]
+            made = pool.map(self._make_layer, range(spec.layers), parts)
             outer = Weights(architecture.outer(spec), tensors, precision)
             self._embedding = outer.dense("embedding")
             self._norm = _Norm("norm", outer, spec.norm_eps, precision.device)
             self._head = self._make_head(outer)
-            self.bytes += outer.bytes
-            every = [architecture.layer(spec, i, fused) for i in range(spec.layers)]
+            layers = list(made)
+            self._rope = rope.result()
+            self.bytes = sum(weights.bytes for weights in (outer, *parts))
             matrices = (want for wants in every for want in wants.values() if want.kind == "matrix")
             self._widest = max(want.shape[0] * want.shape[1] for want in matrices)  # numbers of the largest
-            parts = [Weights(wants, tensors, precision) for wants in every]
-            with ThreadPoolExecutor(READERS) as pool:
-                layers = list(pool.map(self._make_layer, range(spec.layers), parts))
-            self.bytes += sum(weights.bytes for weights in parts)
         self._layers = [layers[i] for i in spec.moe_layers]
         starts = [0, *(i + 1 for i in spec.moe_layers)]
         ends = [*spec.moe_layers, spec.layers]

@@ -1,0 +1,130 @@
+"""A quantized backbone kept on disk: the same matrices at the next start, and never a reason not to start."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from launch.runtime import cache_root
+from pipeline.backbone_cache import NAME, UNFINISHED, BackboneCache
+from pipeline.config import EngineConfig
+
+FINGERPRINT = "ab" * 32
+LIMIT = 20.0
+TOKENS = tuple(range(5, 45))
+
+
+def matrix(seed: int, size: int = 5000) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
+def file_of(folder: Path) -> Path:
+    return folder / FINGERPRINT / NAME
+
+
+def kept(folder: Path) -> Path:
+    """A file with two matrices."""
+    cache = BackboneCache(folder, FINGERPRINT)
+    assert cache.take("a", 5000) is None
+    cache.keep("a", matrix(1))
+    cache.keep("b", matrix(2, 300))
+    cache.finish()
+    path = file_of(folder)
+    until = time.monotonic() + LIMIT
+    while not path.exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    return path
+
+
+def test_what_was_kept_is_taken(tmp_path: Path) -> None:
+    path = kept(tmp_path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert not path.with_name(UNFINISHED).exists()
+    again = BackboneCache(tmp_path, FINGERPRINT)
+    np.testing.assert_array_equal(again.take("a", 5000), matrix(1))
+    np.testing.assert_array_equal(again.take("b", 300), matrix(2, 300))
+    assert again.take("b", 301) is None  # of another shape
+    assert again.take("c", 300) is None
+    again.keep("c", matrix(3))  # a whole file is there: it stays as it is
+    before = path.read_bytes()
+    again.finish()
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("place", ["first", "index", "length", "short", "empty"])
+def test_a_damaged_file_is_made_again(tmp_path: Path, place: str) -> None:
+    path = kept(tmp_path)
+    data = bytearray(path.read_bytes())
+    if place == "first":
+        data[17] ^= 1
+    elif place == "index":
+        data[5320] ^= 0xFF
+    elif place == "length":
+        data[-8:] = (1 << 40).to_bytes(8, "little")
+    path.write_bytes(data[: {"short": 5100, "empty": 0}.get(place, len(data))])
+    found = BackboneCache(tmp_path, FINGERPRINT)
+    assert found.take("a", 5000) is None
+    assert not path.exists()
+    found.finish()
+    assert kept(tmp_path).exists()
+
+
+def test_a_file_that_others_may_write_is_not_used(tmp_path: Path) -> None:
+    path = kept(tmp_path)
+    path.chmod(0o666)
+    assert BackboneCache(tmp_path, FINGERPRINT).take("a", 5000) is None
+
+
+def test_one_engine_writes_and_another_goes_without(tmp_path: Path) -> None:
+    first, second = BackboneCache(tmp_path, FINGERPRINT), BackboneCache(tmp_path, FINGERPRINT)
+    for cache in (first, second):
+        cache.keep("a", matrix(1))
+        time.sleep(0.2)
+    second.finish()
+    time.sleep(0.2)
+    assert not file_of(tmp_path).exists()
+    first.finish()
+    until = time.monotonic() + LIMIT
+    while not file_of(tmp_path).exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_folder_that_cannot_be_written_fails_nothing(tmp_path: Path, caplog) -> None:
+    (tmp_path / "file").write_text("no folder")
+    cache = BackboneCache(tmp_path / "file", FINGERPRINT)
+    assert cache.take("a", 5000) is None
+    cache.keep("a", matrix(1))
+    cache.finish()
+    until = time.monotonic() + LIMIT
+    while "could not be kept on disk" not in caplog.text:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+async def test_the_second_start_has_the_same_backbone(start_engine, tiny_model: Path) -> None:
+    config = EngineConfig(model=tiny_model, format="int8", backbone_dtype="int8", workers=0, chunk=16)
+    found = []
+    for _ in range(2):
+        async with start_engine(config) as (_, client):
+            blocks = [block async for block in client.score(token_ids=TOKENS, full=True)]
+            found.append(np.concatenate([block.logprobs for block in blocks]))
+            until = time.monotonic() + LIMIT
+            while not (files := list(cache_root().glob(f"*/{NAME}"))):
+                assert time.monotonic() < until
+                await asyncio.sleep(0.05)
+    np.testing.assert_array_equal(found[0], found[1])
+    # A bit of it is another number: the start reads this file and no other.
+    data = bytearray(files[0].read_bytes())
+    data[100] ^= 0x40
+    files[0].write_bytes(data)
+    async with start_engine(config) as (_, client):
+        blocks = [block async for block in client.score(token_ids=TOKENS, full=True)]
+        assert np.array_equal(np.concatenate([block.logprobs for block in blocks]), found[0])
+    assert not files[0].exists() or files[0].read_bytes() != bytes(data)
