@@ -14,6 +14,7 @@ from launch.errors import WrongUsage
 from pipeline.assets import model_dir
 from pipeline.config import EngineConfig
 from pipeline.errors import PipelineError
+from pipeline.generation_defaults import sampling_defaults
 from pipeline.memory_plan import AUTOMATIC
 from pipeline.models.open import open_model
 from pipeline.models.registry import expert_shape
@@ -21,6 +22,7 @@ from pipeline.policies.costs import Costs
 from pipeline.policies.lru import OnDemand
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Policy, PolicyRequest
+from pipeline.tokenizer import eos_ids
 from protocol.codec import encode
 from protocol.errors import MalformedMessage, ProtocolError
 from protocol.keys import (
@@ -43,7 +45,10 @@ def check_engine(config: EngineConfig) -> None:
         make_policy(PolicyRequest(config.policy, config.policy_options), config.seed)
     if config.costs is not None:
         Costs.load(config.costs)
-    source = open_model(config.model or model_dir())
+    folder = config.model or model_dir()
+    source = open_model(folder)
+    eos_ids(folder)  # read here, what is wrong with them is said before experts are encoded for minutes
+    sampling_defaults(folder)
     expert_shape(source.config, config.tile, format_named(config.format or AUTOMATIC[0]))
     if config.listen is not None:
         check_listening(config.listen, config.key or keys_folder() / ENGINE_FILE)

@@ -31,6 +31,7 @@ import zmq
 from pipeline.errors import UsageError
 from pipeline.models.open import open_model
 from pipeline.models.registry import expert_shape
+from pipeline.tokenizer import Tokenizer
 from protocol.codec import decode, encode
 from protocol.messages import VERSION, Failed, Progress, Ready, Shutdown
 from protocol.sockets import connect_dealer, ipc_endpoint
@@ -44,6 +45,7 @@ from shm.segment import check_space, gigabytes, unlink
 from shm.store import Store, StoreBuilder, store_name
 
 ROLE = "loader"
+LONG = 1 << 30  # bytes of a store that takes longer to fill than a tokenizer to load
 PROGRESS_SECONDS = 0.1
 T = TypeVar("T")
 log = logging.getLogger(ROLE)
@@ -177,6 +179,8 @@ class Loading:
 
     def _from_source(self) -> int:
         """The number of the weights' bytes that were read."""
+        if self.size >= LONG:
+            Tokenizer.load(Path(self.source.name))  # which else fails when all the work is done
         with self._writer() as writer:
             builder = self._builder()
             if writer is not None:

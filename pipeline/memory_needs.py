@@ -13,11 +13,11 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipeline.config import EngineConfig, FormatName
+from pipeline.config import DEFAULT_CONTEXT, EngineConfig, FormatName
 from pipeline.models.architecture import Want
 from pipeline.models.registry import architecture_of, expert_shape, model_spec
 from pipeline.models.source import ModelSource
-from pipeline.models.spec import ModelSpec
+from pipeline.models.spec import Latent, ModelSpec
 from pipeline.room import CHUNK_MAX
 from shm.layout import FORMATS, BlockFormat, format_named
 from shm.manifest import StoreManifest, store_bytes
@@ -29,6 +29,8 @@ WORKER = 80_000_000  # 70 MB seen, with what a wide step takes
 PREFETCHER = {"cpu": 50_000_000, "cuda": 500_000_000}
 GPU_CONTEXT = 600_000_000  # GPU memory of a second process; the coordinator's is not counted as free
 HIDDEN_COPIES = 8  # float32 hidden states of a step that are alive together, about
+MASK_BYTES = 5  # of a row and a token that it may see: true or false, and what torch makes of it
+EXPANDED_BYTES = 4 << 27  # of latent attention: four copies of what `pipeline/models/attention.py` expands
 SLOT_ALIGNMENT = 256  # of a slot in GPU memory
 
 
@@ -62,6 +64,9 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     wants = list(backbone_wants(source, spec))
     rows = min(config.chunk or CHUNK_MAX, config.context or spec.max_positions)
     activations = 4 * rows * (spec.vocabulary + HIDDEN_COPIES * spec.hidden)
+    activations += MASK_BYTES * rows * (config.context or min(spec.max_positions, DEFAULT_CONTEXT))
+    if isinstance(spec.attention, Latent):
+        activations += EXPANDED_BYTES
     # A weight is read as float32, whatever it is kept as, before there are activations.
     largest = 4 * max(math.prod(want.shape) for want in wants)
     device = "cuda" if cuda else "cpu"

@@ -14,11 +14,10 @@ from pipeline.errors import ModelError, RequestError
 from pipeline.text_stream import BytePieces, Pieces, SpacedPieces, StopStrings, TextStream
 from protocol.messages import ChatMessage
 
-# any one of these means that a directory has a tokenizer
+# any one of these means that a directory has a tokenizer; settings alone are none
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
-    "tokenizer_config.json",
     "vocab.json",
     "spiece.model",
     "tiktoken.model",

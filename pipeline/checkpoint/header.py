@@ -22,6 +22,7 @@ from typing import Any, TypeGuard
 from pipeline.errors import ModelError
 
 MAX_HEADER = 100_000_000  # bytes; the format's own limit
+LFS_POINTER = b"version "  # what the text file in place of a large one begins with
 MAX_DIMENSIONS = 32
 DTYPE_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
@@ -57,9 +58,14 @@ def read_shard(path: Path) -> Shard:
     """Read and check a file's header. Raises ModelError, one line, where the file is missing, cut short or
     damaged."""
     try:
+        if path.exists() and not path.is_file():  # a pipe's writer might never come
+            raise ModelError(f"{path} is no file: download it again")
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
-            length = int.from_bytes(file.read(8), "little")
+            begin = file.read(8)
+            if begin == LFS_POINTER:
+                raise ModelError(f"{path} is a git-lfs pointer and not the weights: run `git lfs pull` there")
+            length = int.from_bytes(begin, "little")
             if status.st_size < 8 or length > status.st_size - 8:
                 raise ModelError(f"{path} is cut short within its header: download it again")
             if length > MAX_HEADER:

@@ -41,8 +41,7 @@ class CheckpointIndex:
     @property
     def listing(self) -> Path:
         """The file that says which tensors there are."""
-        promised = self.folder / INDEX_FILE
-        return promised if promised.exists() else self.shards[0].path
+        return self.shards[0].path if len(self.shards) == 1 else self.folder / INDEX_FILE
 
     @classmethod
     def open(cls, folder: Path) -> CheckpointIndex:
@@ -54,7 +53,8 @@ class CheckpointIndex:
             raise ModelError(f"{folder} is not a directory: give a Hugging Face checkpoint directory")
         config = _read_json(folder / CONFIG_FILE)
         _refuse_quantized(folder / CONFIG_FILE, config)
-        promised = _weight_map(folder)
+        # Where both are there, transformers reads the single file, and leaves an old index beside a new one.
+        promised = {} if (folder / SINGLE_FILE).exists() else _weight_map(folder)
         names = sorted(set(promised.values())) or [_single_file(folder)]
         missing = [name for name in names if not (folder / name).exists()]
         if missing:

@@ -24,6 +24,9 @@ LATENT_EPS = (
 )
 
 
+EXPANDED_BYTES = 1 << 27  # of keys and values of latent attention at a time
+
+
 class Attention(Protocol):
     """Of one layer."""
 
@@ -166,14 +169,31 @@ class LatentAttention:
         return torch.bmm(gathered, self._expansion[:, s.plain :].transpose(1, 2)).view(1, -1)
 
     def _attend(self, plain: Tensor, turned: Tensor, cached: Tensor, mask: Tensor | None) -> Tensor:
-        """As `_attend_one`, for T rows, the last of the N cached: [T, heads * value]."""
+        """As `_attend_one`, for T rows, the last of the N cached: [T, heads * value]. Some heads at a time:
+        what is expanded grows with N, and would be larger than the cache by far."""
         s = self._spec
-        expanded = functional.linear(cached[:, : s.rank], self._expansion.view(-1, s.rank))
-        both = expanded.view(len(cached), s.heads, -1).transpose(0, 1)  # [heads, N, plain + value]
-        shared = cached[None, :, s.rank :].expand(s.heads, -1, -1)
+        token = 2 * s.width * cached.element_size()  # bytes of a head's key and value, expanded
+        some = max(1, EXPANDED_BYTES // (token * len(cached)))
+        parts = [
+            self._attend_heads(slice(lo, lo + some), plain, turned, cached, mask)
+            for lo in range(0, s.heads, some)
+        ]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).transpose(0, 1).reshape(len(plain), -1)
+
+    def _attend_heads(
+        self, heads: slice, plain: Tensor, turned: Tensor, cached: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """Of these heads: [number, T, value]."""
+        s = self._spec
+        expansion = self._expansion[heads]
+        expanded = functional.linear(cached[:, : s.rank], expansion.reshape(-1, s.rank))
+        both = expanded.view(len(cached), len(expansion), -1).transpose(0, 1)  # [number, N, plain + value]
+        shared = cached[None, :, s.rank :].expand(len(expansion), -1, -1)
         keys = torch.cat((both[..., : s.plain], shared), dim=2)
-        q = torch.cat((plain, turned), dim=2).transpose(0, 1)
+        q = torch.cat((plain[:, heads], turned[:, heads]), dim=2).transpose(0, 1)
+        # Values as wide as keys: only then torch computes block by block and never has all scores at once.
+        values = functional.pad(both[..., s.plain :], (0, max(0, s.width - s.value)))
         out = functional.scaled_dot_product_attention(
-            q[None], keys[None], both[None, ..., s.plain :], attn_mask=mask, scale=s.scale
+            q[None], keys[None], values[None], attn_mask=mask, scale=s.scale
         )
-        return out[0].transpose(0, 1).reshape(len(plain), -1)
+        return out[0, :, :, : s.value]

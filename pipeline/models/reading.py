@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from pipeline.models.spec import GroupedQuery, Rope
 
 # Those that need a factor; what else one needs, its initialiser says when the tables are made.
 SCALED = ("linear", "dynamic", "yarn", "llama3")
+MOST = 10_000  # layers, or experts a layer
 KINDS = ("default", *SCALED, "longrope")
 
 
@@ -18,7 +20,7 @@ def common(config: Config) -> dict[str, Any]:
     """The fields of ModelSpec that every family's config has under the same keys."""
     expect(config, "hidden_act", ("silu",))
     return {
-        "layers": required(config, "num_hidden_layers", int),
+        "layers": bounded(config, "num_hidden_layers"),
         "hidden": required(config, "hidden_size", int),
         "top_k": required(config, "num_experts_per_tok", int),
         "vocabulary": required(config, "vocab_size", int),
@@ -30,7 +32,28 @@ def common(config: Config) -> dict[str, Any]:
 
 def experts(config: Config, *keys: str) -> int:
     """The number of experts a layer, under the first of these keys that is there."""
-    return int(required(config, next((key for key in keys if key in config), keys[0]), int))
+    return bounded(config, next((key for key in keys if key in config), keys[0]))
+
+
+def bounded(config: Config, key: str) -> int:
+    """A positive number of things that are listed one by one."""
+    number = int(required(config, key, int))
+    if number > MOST:
+        raise ModelError(f"config.json: {key} is {number}; more than {MOST} make no sense")
+    return number
+
+
+def check_rope(config: Config, rotated: int) -> None:
+    """Raises ModelError where the parameters of the rotary embedding cannot be those of heads with so many
+    numbers that are rotated; what else is wrong, transformers says when it makes the tables."""
+    kind, parameters = rope_parameters(config)
+    for key in ("factor", "attention_factor", "beta_fast", "beta_slow"):
+        optional(parameters, key, float)
+    optional(parameters, "original_max_position_embeddings", int)
+    for key in ("short_factor", "long_factor") if kind == "longrope" else ():
+        factors = parameters.get(key)
+        if not isinstance(factors, list) or len(factors) != rotated // 2 or not all(map(_positive, factors)):
+            raise ModelError(f"config.json: RoPE of type {kind!r} needs {rotated // 2} numbers as {key}")
 
 
 def grouped_query(
@@ -92,3 +115,7 @@ def sparse_layers(config: Config, layers: int) -> tuple[int, ...]:
     if not isinstance(dense, list) or not all(type(i) is int for i in dense):
         raise ModelError(f"config.json: mlp_only_layers must be a list of layers, it is {dense!r}")
     return tuple(i for i in range(layers) if i not in dense and (i + 1) % step == 0)
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

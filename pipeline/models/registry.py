@@ -11,6 +11,7 @@ from pipeline.models.olmoe import Olmoe
 from pipeline.models.phimoe import Phimoe
 from pipeline.models.qwen2_moe import Qwen2Moe
 from pipeline.models.qwen3_moe import Qwen3Moe
+from pipeline.models.reading import check_rope
 from pipeline.models.spec import GroupedQuery, ModelSpec
 from shm.layout import ExpertShape, TileFormat, suitable_tile
 
@@ -42,6 +43,7 @@ def model_spec(config: Config) -> ModelSpec:
         )
     if attention.rotated % 2:
         raise ModelError(f"config.json: RoPE turns pairs of numbers, and a head has {attention.rotated}")
+    check_rope(config, attention.rotated)
     return spec
 
 

@@ -71,7 +71,8 @@ def _frequencies(rope: Rope, config: Config, width: int, long: bool) -> tuple[Te
     try:
         theirs = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
         frequencies, scale = ROPE_INIT_FUNCTIONS[rope.kind](theirs, torch.device("cpu"), length)
+        scale = float(scale)
     except Exception as e:  # whatever a wrong value leads to in there
         words = " ".join(str(e).split())
         raise ModelError(f"config.json: RoPE of type {rope.kind!r}: {type(e).__name__}: {words}") from None
-    return frequencies.float(), float(scale)
+    return frequencies.float(), scale

@@ -203,6 +203,31 @@ def test_other_files_beside_the_checkpoint_are_ignored(tmp_path, shards):
     Checkpoint(tmp_path)
 
 
+def test_where_both_are_there_the_single_file_counts(tmp_path):
+    """As for transformers, which leaves an old index behind when it saves again in one file."""
+    changed(tmp_path, lambda tensors: None, 3)
+    whole = tmp_path / "whole"
+    changed(whole, lambda tensors: None)
+    (whole / SINGLE).rename(tmp_path / SINGLE)
+    for shard in tmp_path.glob("model-*.safetensors"):
+        shard.unlink()
+    assert (tmp_path / INDEX).exists()
+    Checkpoint(tmp_path)
+
+
+def test_a_pointer_of_git_lfs(tmp_path):
+    changed(tmp_path, lambda tensors: None)
+    (tmp_path / SINGLE).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+    assert "git lfs pull" in refusal(tmp_path)
+
+
+def test_a_pipe_in_place_of_a_shard(tmp_path):
+    changed(tmp_path, lambda tensors: None)
+    (tmp_path / SINGLE).unlink()
+    os.mkfifo(tmp_path / SINGLE)
+    assert f"{SINGLE} is no file" in refusal(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["consolidated.safetensors", "adapter_model.safetensors"])
 def test_safetensors_of_another_kind_alone(tmp_path, name):
     changed(tmp_path, lambda tensors: None)

@@ -216,6 +216,8 @@ def test_shapes_have_as_many_weights_as_their_makers_say(name, billions) -> None
 
 
 DEEPSEEK = SHAPES["deepseek-v2-lite"]
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+SCALES = {"short_mscale": 1.0, "long_mscale": 1.0}
 QWEN2 = SHAPES["qwen1.5-moe-a2.7b"]
 
 
@@ -240,6 +242,16 @@ QWEN2 = SHAPES["qwen1.5-moe-a2.7b"]
         (SHAPES["phi-3.5-moe"] | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "short_mscale"),
         (SHAPES["olmoe-1b-7b"] | {"sliding_window": 16}, "sliding_window"),
         (SHAPES["olmoe-1b-7b"] | {"clip_qkv": -1}, "clip_qkv"),
+        (GOOD | {"num_hidden_layers": 10**12}, "num_hidden_layers"),
+        (GOOD | {"num_local_experts": 1 << 70}, "num_local_experts"),
+        (
+            DEEPSEEK | {"rope_scaling": {"type": "yarn", "factor": 4, "attention_factor": "x"}},
+            "attention_factor",
+        ),
+        (GOOD | {"rope_scaling": LONGROPE | {"short_factor": [1.0, 2.0]}}, "8 numbers as short_factor"),
+        (GOOD | {"rope_scaling": LONGROPE | {"long_factor": None}}, "8 numbers as long_factor"),
+        (GOOD | {"rope_scaling": LONGROPE | {"long_factor": [1.0] * 7 + [0.0]}}, "long_factor"),
+        (SHAPES["phi-3.5-moe"] | {"rope_scaling": LONGROPE | SCALES}, "64 numbers"),
     ],
 )
 def test_a_family_s_own_variants_are_named(config, said) -> None:
