@@ -94,7 +94,8 @@ def _with_model(options: Options) -> Options:
     from pipeline.policies.presets import make_policy
 
     for request in options.policies():
-        make_policy(request, options.config().seed)
+        if request.name:  # a list with a gap is the command's to refuse, with the whole list
+            make_policy(request, options.config().seed)
     model = settled(options.written["model"], download=options.command != "doctor")
     return replace(options, written=options.written | {"model": model})
 

@@ -74,7 +74,7 @@ def complaint(capfd: pytest.CaptureFixture[str]) -> Complaint:
         ("generate --prompt a --model shape:mixtral", ["shape:mixtral", "mixtral-8x7b", "mixtral-8x22b"]),
         ("bench --model shape:mixtral-8x7b/99", ["shape:mixtral-8x7b/N", "1 to 32"]),
         ("generate --prompt a --model ./shape:mixtral-8x7b", ["does not exist"]),
-        ("generate --prompt a --workers 0", ["--workers", "at least 1"]),
+        ("generate --prompt a --workers -1", ["--workers", "at least 0"]),
         ("generate --prompt a --context 0", ["--context", "at least 1"]),
         ("generate --prompt a --device gpu", ["gpu", "auto, cpu, cuda"]),
         ("generate --prompt a --format int3", ["int3", "bf16"]),

@@ -81,7 +81,7 @@ def test_stopped_half_way(
     process = home.start(LAUNCH, "generate", "--prompt", "a", "--model", NAME, "--log-level", "warning")
     assert hub.half.wait(60)
     process.send_signal(number)
-    out, said = process.communicate(timeout=10)
+    out, said = process.communicate(timeout=100)
     if number == signal.SIGKILL:
         assert process.returncode == -number
     else:
@@ -132,7 +132,7 @@ def test_half_a_model_and_no_network(
     process = home.start("-c", SETTLE, NAME)
     assert hub.half.wait(60)
     process.kill()
-    process.communicate(timeout=10)
+    process.communicate(timeout=100)
     line = Home(tmp_path, "http://127.0.0.1:9").complaint(code=1)
     assert "cannot be reached" in line
     assert SHARDS[1] in line

@@ -181,7 +181,7 @@ async def test_a_thousand_connections_that_say_hello_and_vanish() -> None:
                         await other.stats()
         await eventually(lambda: count(running, "connected") == 1)
         await eventually(lambda: process.num_fds() <= descriptors + 8)
-        assert len(running.gone) > 500
+        assert len(running.gone) > 250  # not those who vanished before they were looked at
         await works(Address(running.tcp, CLIENT))
 
 
