@@ -1,4 +1,4 @@
-"""Quantized matrices of a backbone on disk, so that they are quantized once:
+"""Quantized matrices of a backbone (and frequencies of its rotary embedding) on disk, made once:
 `<cache folder>/<fingerprint>/backbone.bin`.
 
 The matrices one after the other, then an index (msgpack: name -> offset, bytes, crc32) and its length (8
@@ -24,7 +24,7 @@ from shm.huge import private
 from shm.layout import Bytes
 
 NAME, UNFINISHED = "backbone.bin", "backbone.tmp"
-VERSION = 1
+VERSION = 2
 MAX_INDEX = 1 << 24
 READ_BYTES = 1 << 26
 

@@ -110,7 +110,8 @@ class Backbone:
         with source.tensors() as tensors, ThreadPoolExecutor(1 + READERS) as pool:
             fused = source.fused
             # First, for it may import a library that takes a second.
-            rope = pool.submit(RopeTables, spec.rope, source.config, spec.attention.rotated, context, device)
+            width = spec.attention.rotated
+            rope = pool.submit(RopeTables, spec.rope, source.config, width, context, device, precision.cache)
             every = [architecture.layer(spec, i, fused) for i in range(spec.layers)]
             parts = [Weights(wants, tensors, precision) for wants in every]
             made = pool.map(self._make_layer, range(spec.layers), parts)

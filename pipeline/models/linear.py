@@ -83,7 +83,7 @@ class Precision:
         format = FORMATS[name]
         self.device = device
         self._format = format if isinstance(format, BlockFormat) else None
-        self._cache = cache
+        self.cache = cache
         if self._format is not None:
             device.check_quantized()
         self.dtype = DTYPES.get(name, torch.bfloat16)  # of embeddings and of the KV cache
@@ -99,12 +99,12 @@ class Precision:
         what it is called in the checkpoint; `followed`: another product is due soon after one of this. Raises
         ModelError where it cannot be quantized."""
         assert self._format is not None
-        data = None if self._cache is None else self._cache.take(name, self._format.matrix_bytes(*shape))
+        data = None if self.cache is None else self.cache.take(name, self._format.matrix_bytes(*shape))
         if data is None:
             try:
                 data = quantized(self._format, numbers())
             except WeightsUnusable as e:
                 raise ModelError(f"{name}: {e}") from None
-            if self._cache is not None:
-                self._cache.keep(name, data)
+            if self.cache is not None:
+                self.cache.keep(name, data)
         return QuantizedLinear(HostMatrix(self._format, data, shape, self.device.team, followed))

@@ -7,23 +7,39 @@ from its reading of the config.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.backbone_cache import BackboneCache
 from pipeline.errors import ModelError
 from pipeline.models.config_keys import Config
 from pipeline.models.spec import Rope
+
+NUMBER = 4  # bytes of a float32
 
 
 class RopeTables:
     """Of all positions of a context, for short sequences and for those beyond the switch."""
 
-    def __init__(self, rope: Rope, config: Config, width: int, context: int, device: torch.device) -> None:
-        """`width`: numbers of a head that are rotated. Raises ModelError where parameters make no sense."""
-        tables = [_angles(rope, config, width, context, long=False)]
-        if rope.switch is not None and context > rope.switch:
-            tables.append(_angles(rope, config, width, context, long=True))
+    def __init__(
+        self,
+        rope: Rope,
+        config: Config,
+        width: int,
+        context: int,
+        device: torch.device,
+        cache: BackboneCache | None,
+    ) -> None:
+        """`width`: numbers of a head that are rotated; `cache`: where frequencies are kept between starts,
+        for their library takes longer to import than a kept backbone to read. Raises ModelError where
+        parameters make no sense."""
+        both = [False, True] if rope.switch is not None and context > rope.switch else [False]
+        tables = [
+            _angles(rope, _kept(rope, config, width, long, cache), width, context, long) for long in both
+        ]
         self._context = context
         self._cos = torch.cat([cos for cos, _ in tables]).to(device)[
             :, None
@@ -47,8 +63,27 @@ def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
     return x * cos + torch.roll(x, x.shape[-1] // 2, dims=-1) * sin
 
 
-def _angles(rope: Rope, config: Config, width: int, context: int, long: bool) -> tuple[Tensor, Tensor]:
-    frequencies, scale = _frequencies(rope, config, width, long and rope.scales is None)
+def _kept(
+    rope: Rope, config: Config, width: int, long: bool, cache: BackboneCache | None
+) -> tuple[Tensor, float]:
+    """`_frequencies`, from the cache where they are there."""
+    long = long and rope.scales is None
+    if rope.kind == "default" or cache is None:
+        return _frequencies(rope, config, width, long)
+    name = f"rope {'long' if long else 'short'}"
+    data = cache.take(name, NUMBER * (width // 2 + 1))
+    if data is None:
+        frequencies, scale = _frequencies(rope, config, width, long)
+        cache.keep(name, torch.cat((frequencies, torch.tensor([scale]))).numpy().view(np.uint8))
+        return frequencies, scale
+    numbers = torch.from_numpy(data.view(np.float32).copy())
+    return numbers[:-1], float(numbers[-1])
+
+
+def _angles(
+    rope: Rope, found: tuple[Tensor, float], width: int, context: int, long: bool
+) -> tuple[Tensor, Tensor]:
+    frequencies, scale = found
     if rope.scales is not None:
         scale = rope.scales[long]
     if len(frequencies) != width // 2:
@@ -69,7 +104,8 @@ def _frequencies(rope: Rope, config: Config, width: int, long: bool) -> tuple[Te
 
     length = rope.switch + 1 if long and rope.switch is not None else None
     try:
-        theirs = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+        # A copy to its depths: their class writes into what it is given.
+        theirs = CONFIG_MAPPING[config["model_type"]].from_dict(deepcopy(dict(config)))
         frequencies, scale = ROPE_INIT_FUNCTIONS[rope.kind](theirs, torch.device("cpu"), length)
         scale = float(scale)
     except Exception as e:  # whatever a wrong value leads to in there
