@@ -108,7 +108,7 @@ class Assembly:
         self.notes.append(f"store: {lock_pages(self.store.segment.array)}")
         cache = backbone_cache(told, source)
         precision = Precision(config.backbone_dtype, self.device, cache)
-        backbone = Backbone(source, spec, precision, self.context, self.device.torch_device)
+        backbone = Backbone(source, spec, precision, self.context)
         if cache is not None:
             cache.finish()
         pool: HostPool

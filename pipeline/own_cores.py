@@ -17,7 +17,7 @@ from pipeline.runs import Run, Workers, cut_into_runs
 from pipeline.split import HostShare
 from protocol.messages import Work
 from shm.store import Store
-from workers.expert_worker import HostExperts
+from workers.host_experts import HostExperts
 from workers.kernels.native import Team
 
 ALONE = Workers.alike(1)

@@ -17,10 +17,9 @@ import numpy as np
 from protocol.messages import Abandon, Partial, Work, WorkFailed
 from shm.control import ControlLine, ControlSegment
 from shm.errors import ShmError
-from shm.formats import Float32
 from shm.layout import ExpertShape
 from shm.store import Store
-from workers.kernels.host import HostKernel
+from workers.host_experts import HostExperts
 from workers.kernels.native import Team, best
 from workers.lifetime import pin
 from workers.peer import Peer
@@ -28,38 +27,6 @@ from workers.peer import Peer
 log = logging.getLogger(__name__)
 
 PACE = 0.5  # seconds of an emulated computation between two signs of progress
-
-
-class HostExperts:
-    """The store's experts as this process computes them."""
-
-    def __init__(self, store: Store, team: Team | None, line: ControlLine | None) -> None:
-        """`line`: where progress is counted."""
-        self._store = store
-        self._kernel = HostKernel(store.layout, team, line)
-        self._prepared = False
-
-    def prepare(self) -> None:
-        """Whatever a Work may need, so that none is the slower for being the first."""
-        if not self._prepared:
-            self._kernel.prepare()
-            self._prepared = True
-
-    def run(self, work: Work) -> Float32:
-        """The weighted sum over the items: float32 [R, H], a row for each row of `work.x`."""
-        activations = self._kernel.activations(work.x)
-        few = self._kernel.work(work, self._store.tiles(work.layer, 0, 0, 1), activations)
-        if few is not None:
-            return few
-        y = np.zeros(work.x.shape, np.float32)
-        for (expert, lo, hi), start, end in zip(
-            work.items.tolist(), work.offsets.tolist(), work.offsets[1:].tolist(), strict=False
-        ):
-            rows = work.rows[start:end]
-            part = self._kernel.run(self._store.tiles(work.layer, expert, lo, hi), activations, rows)
-            part *= work.weights[start:end, None]
-            y[rows] += part  # an item names a row once
-        return y
 
 
 def fault_of(work: Work, shape: ExpertShape) -> str | None:

@@ -19,11 +19,7 @@ from pipeline.models.rope import rotate
 from pipeline.models.spec import GroupedQuery, Latent
 from pipeline.models.weights import Weights
 
-LATENT_EPS = (
-    1e-6  # of the norms between a latent's down- and up-projection, whatever the config says of others
-)
-
-
+LATENT_EPS = 1e-6  # of the norms between a latent's projections, whatever the config says of others
 EXPANDED_BYTES = 1 << 27  # of keys and values of latent attention at a time
 
 

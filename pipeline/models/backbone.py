@@ -99,13 +99,12 @@ class Backbone:
         spec: ModelSpec,
         precision: Precision,
         context: int,
-        device: torch.device,
     ) -> None:
         """Read the weights. Raises ModelError for tensors that are missing or of another shape."""
         self.spec = spec
         self.dtype = precision.dtype
         self._precision = precision
-        self._device = device
+        self._device = device = precision.device.torch_device
         architecture = architecture_of(source.config)
         with source.tensors() as tensors, ThreadPoolExecutor(1 + READERS) as pool:
             fused = source.fused

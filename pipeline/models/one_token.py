@@ -13,8 +13,6 @@ from pipeline.models.spec import GroupedQuery, Latent
 from workers.kernels.attention import GroupedHeads, LatentHeads, RMSNorm, Turn
 from workers.kernels.matrix import WATCH, WATCHED_ROWS
 
-NUMBER = 4  # bytes of a float32
-
 
 class OneTokenGrouped:
     """Of one layer."""
@@ -138,7 +136,7 @@ class HostNorm:
 
 
 def _row(x: Tensor, row: int) -> int:
-    return x.data_ptr() + NUMBER * row * x.stride(0)
+    return x.data_ptr() + x.element_size() * row * x.stride(0)
 
 
 def _turn(batch: Batch, row: int) -> Turn:

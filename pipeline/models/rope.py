@@ -18,8 +18,6 @@ from pipeline.errors import ModelError
 from pipeline.models.config_keys import Config
 from pipeline.models.spec import Rope
 
-NUMBER = 4  # bytes of a float32
-
 
 class RopeTables:
     """Of all positions of a context, for short sequences and for those beyond the switch."""
@@ -37,13 +35,11 @@ class RopeTables:
         for their library takes longer to import than a kept backbone to read. Raises ModelError where
         parameters make no sense."""
         both = [False, True] if rope.switch is not None and context > rope.switch else [False]
-        tables = [
-            _angles(rope, _kept(rope, config, width, long, cache), width, context, long) for long in both
-        ]
+        found = [_kept(rope, config, width, long, cache) for long in both]
+        tables = [_angles(rope, one, width, context, long) for one, long in zip(found, both, strict=True)]
         self._context = context
-        self._cos = torch.cat([cos for cos, _ in tables]).to(device)[
-            :, None
-        ]  # [context or twice it, 1, width]
+        # [context or twice it, 1, width]
+        self._cos = torch.cat([cos for cos, _ in tables]).to(device)[:, None]
         self._sin = torch.cat([sin for _, sin in tables]).to(device)[:, None]
 
     def rows(self, places: Sequence[tuple[range, bool]]) -> Tensor:
@@ -71,7 +67,7 @@ def _kept(
     if rope.kind == "default" or cache is None:
         return _frequencies(rope, config, width, long)
     name = f"rope {'long' if long else 'short'}"
-    data = cache.take(name, NUMBER * (width // 2 + 1))
+    data = cache.take(name, torch.float32.itemsize * (width // 2 + 1))
     if data is None:
         frequencies, scale = _frequencies(rope, config, width, long)
         cache.keep(name, torch.cat((frequencies, torch.tensor([scale]))).numpy().view(np.uint8))

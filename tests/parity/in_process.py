@@ -41,7 +41,7 @@ class InProcess:
         self.spec = model_spec(source.config)
         self._device = CpuDevice() if compiled else TorchDevice()
         precision = Precision("f32", self._device)
-        self._backbone = Backbone(source, self.spec, precision, self.spec.max_positions, CPU)
+        self._backbone = Backbone(source, self.spec, precision, self.spec.max_positions)
         architecture = architecture_of(source.config)
         self._experts: dict[tuple[int, int], list[Tensor]] = {}
         with source.tensors() as tensors:

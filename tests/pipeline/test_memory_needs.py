@@ -38,7 +38,7 @@ def test_the_backbone_is_as_large_as_was_planned(
     device = open_device("cpu")
     try:
         spec = model_spec(source.config)
-        backbone = Backbone(source, spec, Precision(dtype, device), 64, device.torch_device)
+        backbone = Backbone(source, spec, Precision(dtype, device), 64)
     finally:
         device.close()
     planned = needs(source, EngineConfig(device="cpu", backbone_dtype=dtype), "bf16")

@@ -49,7 +49,7 @@ def engine_in_threads(model: Path, folder: Path) -> Iterator[tuple[Engine, Devic
         pool.wait_ready(LIMIT)
         memory = DeviceMemory(parts.mover(capacity=6, staging=4), parts.slab)
         spec = model_spec(source.config)
-        backbone = Backbone(source, spec, Precision("f32", parts.device), CONTEXT, parts.device.torch_device)
+        backbone = Backbone(source, spec, Precision("f32", parts.device), CONTEXT)
         try:
             yield Engine(backbone, store.layout, parts.device, pool, memory), memory
         finally:
