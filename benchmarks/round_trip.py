@@ -64,7 +64,9 @@ async def measure(workers: int, hidden: int, repeats: int) -> list[float]:
                 told |= {"fingerprint": FINGERPRINT, "host_slowdown": 1.0}
                 told["cores"] = list(seats[index].cores)
                 threads = len(seats[index].cores)
-                children.append(await spawn(Identity("worker", index, 0), told, threads, control.key))
+                child = await spawn(Identity("worker", index, 0), threads, control.key)
+                child.tell(told)
+                children.append(child)
             return await asyncio.to_thread(_round_trips, socket, progress, workers, hidden, repeats)
         finally:
             for index in range(len(children)):

@@ -40,6 +40,7 @@ class Child:
     identity: Identity
     process: asyncio.subprocess.Process
     lifeline: int  # the pipe's end that we keep; its closing, however it comes about, ends the child
+    key: bytes  # the engine's
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     failed: asyncio.Future[Failed] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     heard: float = 0.0  # when it last said something
@@ -62,6 +63,18 @@ class Child:
         except OSError:
             return False  # it has ended
         return stat.rpartition(")")[2].split()[0] == "T"
+
+    def tell(self, config: dict[str, Any]) -> None:
+        """Tell it, once, what it is to do, and who it is. Raises StartFailed."""
+        packed = pack_config(config | asdict(self.identity) | {"identity": self.identity.prove(self.key)})
+        if len(packed) > PIPE_ROOM:
+            self.end_now()
+            raise StartFailed(
+                f"the {title(self.identity)}'s configuration has {len(packed)} bytes: too many options"
+            )
+        if self.lifeline >= 0:
+            with suppress(BrokenPipeError):  # it has ended, which is noticed elsewhere
+                os.write(self.lifeline, packed)
 
     def end_now(self) -> None:
         """Nobody needs it any more."""
@@ -101,17 +114,13 @@ class Child:
         return f"the {title(self.identity)} ended with exit code {code}"
 
 
-async def spawn(identity: Identity, config: dict[str, Any], threads: int, key: bytes) -> Child:
+async def spawn(identity: Identity, threads: int, key: bytes) -> Child:
     """Start a child from the calling thread, which must be the one that lives as long as the engine: the
-    kernel's parent-death signal is tied to it. The child is told `config` and its identity, as proved by the
-    engine's `key`. `threads` bounds what numerical libraries start. Raises StartFailed where the system
-    refuses another process."""
-    packed = pack_config(config | asdict(identity) | {"identity": identity.prove(key)})
-    if len(packed) > PIPE_ROOM:
-        raise StartFailed(f"the {title(identity)}'s configuration has {len(packed)} bytes: too many options")
+    kernel's parent-death signal is tied to it. It imports what it runs and waits to be told what to do.
+    `key`: the engine's, which proves its identity; `threads` bounds what numerical libraries start. Raises
+    StartFailed where the system refuses another process."""
     for_child, lifeline = os.pipe()
     try:
-        os.write(lifeline, packed)
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -132,7 +141,7 @@ async def spawn(identity: Identity, config: dict[str, Any], threads: int, key: b
         raise
     finally:
         os.close(for_child)
-    return Child(identity, process, lifeline)
+    return Child(identity, process, lifeline, key)
 
 
 async def end(children: list[Child]) -> None:

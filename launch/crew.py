@@ -37,13 +37,22 @@ class Crew:
         """Process ids of the children that live."""
         return {identity: child.process.pid for identity, child in self._children.items() if child.alive}
 
-    async def spawn(self, identity: Identity, told: dict[str, Any], threads: int) -> Child:
-        """Start a child. Raises StartFailed."""
-        child = await spawn(identity, told, threads, self._control.key)
+    async def prepare(self, identity: Identity, threads: int) -> Child:
+        """Start a child that `spawn` will tell what to do: it imports what it runs meanwhile. Raises
+        StartFailed."""
+        child = await spawn(identity, threads, self._control.key)
         self._children[identity] = child
         self._guard.keep(self._watch(child))
         if self._over:
             child.end_now()
+        return child
+
+    async def spawn(self, identity: Identity, told: dict[str, Any], threads: int) -> Child:
+        """Start a child, unless that was prepared and lives, and tell it what to do. Raises StartFailed."""
+        child = self._children.get(identity)
+        if child is None or not child.alive:
+            child = await self.prepare(identity, threads)
+        child.tell(told)
         return child
 
     async def tell(self, identity: Identity, message: object) -> bool:

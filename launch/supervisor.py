@@ -139,6 +139,8 @@ class Supervisor:
             log.info(line)
         if emulation := self.config.emulation:
             log.warning(f"emulation: {emulation}")
+        # Importing torch takes longer than finding a store that is there.
+        await crew.prepare(Identity("coordinator", 0, 0), self._cores.computing)
         await self._load(crew)
         await self._begin_work(crew)
         self.endpoint = self._runtime.endpoint("client.sock")

@@ -1,7 +1,7 @@
 """Process entry of every child: `python -m workers.child MODULE --lifeline FD` runs MODULE's `main(config)`.
 
 The process is tied to its parent's life before it imports what it runs: importing torch can take longer than
-a killed parent's children may live.
+a killed parent's children may live. It may be told later what it is to do: then it has imported by that time.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ def main() -> None:
     """Exits with what the module's `main` returns."""
     if len(sys.argv) != 4 or sys.argv[2] != "--lifeline" or not sys.argv[3].isdigit():
         sys.exit("this process is started by launch.py, not by hand")
-    config = enter(int(sys.argv[3]))
-    sys.exit(importlib.import_module(sys.argv[1]).main(config))
+    told = enter(int(sys.argv[3]))
+    module = importlib.import_module(sys.argv[1])
+    sys.exit(module.main(told.result()))
 
 
 if __name__ == "__main__":

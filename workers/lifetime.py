@@ -2,7 +2,8 @@
 
 The parent starts `python -m workers.child MODULE --lifeline FD` and keeps the pipe's other end open. The
 child reads its configuration from the pipe (4 bytes length, big endian, then a msgpack map) and then watches
-it: end of file means that the parent is gone, however it went, and the child exits at once. The kernel's
+it: end of file means that the parent is gone, however it went, and the child exits at once. The configuration
+may come long after the start: meanwhile the child imports what it will run. The kernel's
 parent-death signal says the same a little earlier. Children ignore SIGINT: a Ctrl-C in the terminal
 reaches them too, and the supervisor ends them in order.
 """
@@ -15,6 +16,7 @@ import os
 import signal
 import sys
 import threading
+from concurrent.futures import Future
 from typing import Any, NoReturn
 
 import msgpack
@@ -24,21 +26,14 @@ EXIT_PARENT_GONE = 3
 MAX_CONFIG = 1 << 20
 
 
-def enter(lifeline: int) -> dict[str, Any]:
-    """Tie the process to its parent's life and read its configuration from this descriptor; its `role` then
-    prefixes the log lines. Exits where it was not started by a supervisor."""
+def enter(lifeline: int) -> Future[dict[str, Any]]:
+    """Tie the process to its parent's life and read its configuration from this descriptor while the caller
+    goes on; its `role` then prefixes the log lines. Exits where it was not started by a supervisor."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    length = int.from_bytes(_read_exactly(lifeline, 4), "big")
-    if length > MAX_CONFIG:
-        sys.exit("the lifeline holds no configuration")
-    config: dict[str, Any] = msgpack.unpackb(_read_exactly(lifeline, length))
-    threading.Thread(target=_watch, args=(lifeline,), name="lifeline", daemon=True).start()
-    role = config.get("role", "child")
-    logging.basicConfig(
-        level=config.get("log_level", "INFO"), stream=sys.stderr, format=f"[{role}] %(message)s", force=True
-    )
-    return config
+    told: Future[dict[str, Any]] = Future()
+    threading.Thread(target=_watch, args=(lifeline, told), name="lifeline", daemon=True).start()
+    return told
 
 
 def pack_config(config: dict[str, Any]) -> bytes:
@@ -64,13 +59,28 @@ def _read_exactly(fd: int, count: int) -> bytes:
         try:
             part = os.read(fd, count - len(data))
         except OSError as e:
-            sys.exit(f"the lifeline {fd} cannot be read ({e.strerror}): this process is started by launch.py")
+            _give_up(f"the lifeline {fd} cannot be read ({e.strerror}): this process is started by launch.py")
         if not part:
             os._exit(EXIT_PARENT_GONE)
         data += part
     return data
 
 
-def _watch(lifeline: int) -> NoReturn:
+def _watch(lifeline: int, told: Future[dict[str, Any]]) -> NoReturn:
+    length = int.from_bytes(_read_exactly(lifeline, 4), "big")
+    if length > MAX_CONFIG:
+        _give_up("the lifeline holds no configuration")
+    config: dict[str, Any] = msgpack.unpackb(_read_exactly(lifeline, length))
+    role = config.get("role", "child")
+    logging.basicConfig(
+        level=config.get("log_level", "INFO"), stream=sys.stderr, format=f"[{role}] %(message)s", force=True
+    )
+    told.set_result(config)
     os.read(lifeline, 1)  # returns only at end of file: the parent writes nothing after the configuration
     os._exit(EXIT_PARENT_GONE)
+
+
+def _give_up(why: str) -> NoReturn:
+    """End the process from a thread that is not its main one."""
+    print(why, file=sys.stderr, flush=True)
+    os._exit(1)
