@@ -19,7 +19,6 @@ from pipeline.memory_plan import AUTOMATIC
 from pipeline.models.open import open_model
 from pipeline.models.registry import expert_shape
 from pipeline.policies.costs import Costs
-from pipeline.policies.lru import OnDemand
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Policy, PolicyRequest
 from pipeline.tokenizer import eos_ids
@@ -45,6 +44,8 @@ def check_engine(config: EngineConfig) -> None:
         make_policy(PolicyRequest(config.policy, config.policy_options), config.seed)
     if config.costs is not None:
         Costs.load(config.costs)
+    if config.record is not None:
+        check_record(config.record)
     folder = config.model or model_dir()
     source = open_model(folder)
     eos_ids(folder)  # read here, what is wrong with them is said before experts are encoded for minutes
@@ -52,6 +53,18 @@ def check_engine(config: EngineConfig) -> None:
     expert_shape(source.config, config.tile, format_named(config.format or AUTOMATIC[0]))
     if config.listen is not None:
         check_listening(config.listen, config.key or keys_folder() / ENGINE_FILE)
+
+
+def check_record(path: Path) -> None:
+    """Raises WrongUsage unless a new file can be made there."""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        path.unlink()
+    except FileExistsError:
+        raise WrongUsage(f"--record {path}: it exists already; give another name, or remove it") from None
+    except (OSError, ValueError) as e:  # ValueError: a name with a NUL
+        reason = e.strerror if isinstance(e, OSError) else str(e)
+        raise WrongUsage(f"--record {path}: no file can be made there: {reason}") from None
 
 
 def check_listening(endpoint: str, key: Path) -> None:
@@ -96,21 +109,21 @@ def client_address(endpoint: str, key: Path | None) -> Address:
         raise WrongUsage(f"--connect {endpoint}: {e}") from None
 
 
-def without_effect(config: EngineConfig, preset: type[Policy], model: Path) -> list[str]:
+def without_effect(config: EngineConfig, policy: Policy, model: Path) -> list[str]:
     """A line for each option that was given and cannot act as it says: nothing is ignored in silence."""
     lines = []
-    if not preset.uses_device:
+    if not policy.uses_device:
         given = {
             "--link-gbps": config.link_gbps is not None,
             "--prefetcher": config.prefetcher != EngineConfig.prefetcher,
             "--expert-cache": config.expert_cache is not None,
         }
         for option in (option for option, is_given in given.items() if is_given):
-            lines.append(f"{option} acts only on policies set later: {preset.name} uses no device memory")
-    if config.costs is not None and not preset.needs_costs:
-        lines.append(f"--costs has no effect on {preset.name}, which plans without costs")
-    if config.host_slowdown != 1.0 and issubclass(preset, OnDemand):
-        lines.append(f"--host-slowdown acts only on policies set later: {preset.name} uses no workers")
+            lines.append(f"{option} acts only on policies set later: {policy.name} uses no device memory")
+    if config.costs is not None and not policy.needs_costs:
+        lines.append(f"--costs has no effect on {policy.name}, which plans without costs")
+    if config.host_slowdown != 1.0 and not policy.uses_host:
+        lines.append(f"--host-slowdown acts only on policies set later: {policy.name} uses no workers")
     if config.tile is not None and config.tile > (largest := _largest_tile(config, model)):
         lines.append(f"--tile {config.tile} was cut to {largest}, all that an expert has")
     return lines

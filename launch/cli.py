@@ -77,7 +77,7 @@ def _run(options: Options) -> int:
         interrupts = Interrupts()
         with interrupts.installed():
             try:
-                return await _command(options.command)(options, interrupts)
+                return await _command(options)(options, interrupts)
             except asyncio.CancelledError:
                 return _complain("interrupted", 1)
 
@@ -100,8 +100,9 @@ def _with_model(options: Options) -> Options:
     return replace(options, written=options.written | {"model": model})
 
 
-def _command(name: str | None) -> Command:
+def _command(options: Options) -> Command:
     """Each imports what it needs and no more."""
+    name = options.command
     if name == "generate":
         from launch.generate import generate
 
@@ -118,10 +119,18 @@ def _command(name: str | None) -> Command:
         from launch.stress.command import stress
 
         return stress
+    if name == "bench" and "replay" in options.written:
+        from launch.bench.replay import replay
+
+        return replay
     if name == "bench":
         from launch.bench.command import bench
 
         return bench
+    if name == "calibrate":
+        from launch.calibrate.command import calibrate
+
+        return calibrate
     if name == "keys":
         from launch.keys import keys
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from launch.errors import WrongUsage
-from launch.values import above, at_least, between, model_path, not_empty, token_ids
+from launch.values import above, absolute, at_least, between, model_path, not_empty, token_ids
+from pipeline.calibration.windows import LEAST_TOKENS
 from pipeline.config import (
     DEFAULT_CACHE,
     DEFAULT_CONTEXT,
@@ -26,12 +27,11 @@ from pipeline.config import (
     FormatName,
 )
 from pipeline.models.shapes import PREFIX, SHAPES
-from protocol.messages import Sampling
+from protocol.messages import Calibrate, Sampling
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 # Subcommands that the command line promises and that no code is behind yet.
 NOT_YET = {
-    "calibrate": "policies that need calibration are not there either",
     "cache": "remove folders under ~/.cache/tandem by hand",
 }
 
@@ -126,7 +126,23 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
     bench.add_argument("--gen-len", type=at_least(2), metavar="G", help="new tokens of an answer (64)")
     bench.add_argument("--batch", type=at_least(1), metavar="B", help="requests at once (1)")
     bench.add_argument("--rounds", type=at_least(1), metavar="N", help="measured runs of each policy (5)")
+    ppl = "held-out tokens on which approximate policies are compared with an exact one (256; 0: none)"
+    bench.add_argument("--ppl-tokens", type=at_least(0), metavar="N", help=ppl)
+    bench.add_argument("--plot", type=Path, metavar="F.png", help="draw what was found (also .svg, .pdf)")
+    replay = "what the policies would have done with the routing of a recorded run; no engine is started"
+    bench.add_argument("--replay", type=Path, metavar="F", help=replay)
     _add_json(bench)
+
+    calibrate = subparsers.add_parser("calibrate", help="find out about the model what policies plan with")
+    _add_common(calibrate)
+    learnt = calibrate.add_mutually_exclusive_group()
+    learnt.add_argument("--text", type=Path, metavar="F", help="UTF-8 file like what the model is used for")
+    learnt.add_argument("--tokens", type=Path, metavar="F.json", help="file with a JSON list of token ids")
+    most = f"tokens of it that are read at most ({Calibrate.tokens})"
+    calibrate.add_argument("--calibrate-tokens", type=at_least(LEAST_TOKENS), metavar="N", help=most)
+    report = "draw what was found into this folder; alone: what an earlier calibration found"
+    calibrate.add_argument("--report", type=Path, metavar="DIR", help=report)
+    _add_json(calibrate)
 
     keys = subparsers.add_parser("keys", help="make the keys for clients over tcp")
     keys.add_argument("--out", type=Path, metavar="DIR", help="folder for them (~/.config/tandem/keys)")
@@ -148,7 +164,10 @@ def _add_common(parser: Parser) -> None:
     _add_sizes(add)
     add("--link-gbps", type=above(0.0), metavar="X", help="emulate a link of X GB/s")
     add("--host-slowdown", type=between(1.0, math.inf), metavar="X", help="emulate workers X times slower")
-    add("--costs", type=Path, metavar="FILE", help="use these costs instead of measuring")
+    costs = "use these costs instead of measuring; daop-table-1 are published ones"
+    add("--costs", type=Path, metavar="FILE", help=costs)
+    record = "write the routing of what is run to a new file, for bench --replay"
+    add("--record", type=absolute, metavar="F", help=record)
     add("--seed", type=at_least(0), metavar="S", help=f"of preset random and sampling ({default.seed})")
     add("--keep-store", action="store_true", help="keep the experts in shared memory after the end")
     add("--verify", action="store_true", help="compare the experts with their checksums before they are used")

@@ -33,6 +33,9 @@ MEANT_FOR_REQUESTS: dict[str | None, set[str]] = {
 }
 # Commands that start no engine, and all that they take.
 ALONE = {"keys": {"out", "log_level"}, "doctor": {"json", "log_level"} | SIZES}
+# All that a replay takes, which starts no engine either.
+REPLAY = {"replay", "costs", "policy", "set", "expert_cache", "seed", "json", "log_level"}
+DRAWING = {"report", "model", "json", "log_level"}  # all that calibrate takes where it reads no text
 ANSWER_OPTIONS = SAMPLING_FIELDS - {"seed"} | {"max_tokens", "stop", "ignore_eos"}
 
 
@@ -73,17 +76,21 @@ class Options:
         return EngineConfig(**given)
 
     def policies(self) -> list[PolicyRequest]:
-        """What --policy and --set say, in the order written; more than one for `bench` alone. Raises
-        WrongUsage."""
+        """What --policy and --set say, in the order written; more than one for `bench` alone. A --set without
+        a policy's name is for each of them. Raises WrongUsage."""
         policy = self.written.get("policy")
         names = [] if policy is None else policy.split(",") if self.command == "bench" else [policy]
         options: dict[str, dict[str, str]] = {name: {} for name in names}
         for setting in self.written.get("set", ()):
             if not names:
                 raise WrongUsage(f"--set {setting}: name the policy with --policy as well")
-            match = re.fullmatch(r"([^.=]+)\.([^=]+)=(.*)", setting)
+            match = re.fullmatch(r"(?:([^.=]+)\.)?([^.=]+)=(.*)", setting)
             if match is None:
-                raise WrongUsage(f"--set {setting}: write it as {names[0]}.option=value")
+                raise WrongUsage(f"--set {setting}: write it as {names[0]}.option=value or option=value")
+            if match[1] is None:
+                for given in options.values():
+                    given[match[2]] = match[3]
+                continue
             name = names[0] if match[1] == "policy" and len(names) == 1 else match[1]
             if name not in options:
                 raise WrongUsage(f"--set {setting}: the policy is {' or '.join(names)}, not {name}")
@@ -119,8 +126,13 @@ def parse(arguments: list[str]) -> Options:
         raise WrongUsage("--chaos-rate belongs to --chaos; give both or neither")
     if "prefill" in written and "stepwise" not in written:
         raise WrongUsage("--prefill belongs to --stepwise; give both or neither")
+    if command == "calibrate":
+        _check_calibrate(written)
     for option in sorted(written.keys() - ALONE.get(command or "", written.keys())):
         raise WrongUsage(f"{_spelt(option)} does not belong to {command}")
+    if "replay" in written:
+        for option in sorted(written.keys() - REPLAY):
+            raise WrongUsage(f"{_spelt(option)} does not belong to bench --replay, which starts no engine")
     if command == "doctor" and "model" not in written:
         for option in sorted(SIZES & written.keys()):
             raise WrongUsage(
@@ -139,6 +151,20 @@ def parse(arguments: list[str]) -> Options:
         if command == "serve":
             raise WrongUsage("serve starts an engine; it takes no --connect")
     return options
+
+
+def _check_calibrate(written: dict[str, Any]) -> None:
+    if written.keys() & {"text", "tokens"}:
+        if "report" in written and "://" in (written.get("connect") or ""):
+            raise WrongUsage("--report draws a calibration of this machine; not with one of tcp://")
+        return
+    if "report" not in written:
+        raise WrongUsage(
+            "calibrate reads a text: give --text F or --tokens F.json; --report DIR alone draws what an"
+            " earlier calibration found"
+        )
+    for option in sorted(written.keys() - DRAWING):
+        raise WrongUsage(f"{_spelt(option)} says how a text is read: give --text F or --tokens F.json too")
 
 
 def _unknown(word: str, command: str | None, parser: Parser, commands: dict[str, Parser]) -> str:

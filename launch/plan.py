@@ -35,28 +35,28 @@ class Situation:
     """What was asked for, with device, policy and workers settled, and the machine that is to do it."""
 
     config: EngineConfig
-    preset: type[Policy]
+    policy: Policy  # the first
     machine: Machine
 
     def plan(self, config: EngineConfig, every: Sequence[Needs]) -> Plan | None:
         """What would be chosen for another configuration of the same processes."""
-        return choose(every, config, self.machine, self.preset.uses_device)
+        return choose(every, config, self.machine, self.policy.uses_device)
 
     def smallest(self, needs: Needs) -> Plan:
         """The least of it in one format, whether it fits or not."""
-        return smallest(needs, self.config, self.preset.uses_device)
+        return smallest(needs, self.config, self.policy.uses_device)
 
 
 def situation(asked: EngineConfig, workers: int) -> Situation:
     """Look at the machine, in a second or two where it has a GPU. `workers`: where none were asked for.
     Raises WrongUsage, PolicyError."""
     device, gpu = usable_device(asked.device)
-    policy = asked.policy or ("all-host" if device == "cpu" else "fiddler")
+    name = asked.policy or ("all-host" if device == "cpu" else "fiddler")
     config = replace(
-        asked, device=device, policy=policy, workers=workers if asked.workers is None else asked.workers
+        asked, device=device, policy=name, workers=workers if asked.workers is None else asked.workers
     )
-    preset = type(make_policy(PolicyRequest(policy, config.policy_options), config.seed))
-    return Situation(config, preset, Machine(available_memory(), free_shm_bytes(), gpu))
+    policy = make_policy(PolicyRequest(name, config.policy_options), config.seed)
+    return Situation(config, policy, Machine(available_memory(), free_shm_bytes(), gpu))
 
 
 def formats(asked: EngineConfig) -> tuple[FormatName, ...]:

@@ -16,6 +16,7 @@ from launch.interrupts import Interrupts
 from launch.options import Options
 from launch.output import print_json, show
 from launch.patience import patient
+from pipeline.accounting import difference, fidelity
 from protocol.client import Client
 from protocol.messages import F32Matrix, Score
 
@@ -82,6 +83,7 @@ async def score(options: Options, interrupts: Interrupts) -> int:
     async with patient(options, interrupts) as client:
         if "text" in asked and not client.welcome.has_tokenizer:
             raise WrongUsage("--text: this model has no tokenizer; give --tokens")
+        before = await client.stats()
         if out is None:
             count, nll = await _sum(client, asked, None)
         else:
@@ -100,7 +102,7 @@ async def score(options: Options, interrupts: Interrupts) -> int:
                 "mean_nll": mean,
                 "perplexity": perplexity,
                 "policy": stats.get("policy", client.welcome.policy),
-                "fidelity": {"exact": client.welcome.exact},
+                "fidelity": fidelity(client.welcome.exact, difference(stats["engine"], before["engine"])),
                 "stats": stats,
             }
         )

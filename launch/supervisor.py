@@ -116,7 +116,7 @@ class Supervisor:
         except ModelError as e:
             raise StartFailed(str(e), usage=True) from None
         self.config = config = plan.settled(now.config)
-        for line in without_effect(replace(now.config, format=config.format), now.preset, self.model):
+        for line in without_effect(replace(now.config, format=config.format), now.policy, self.model):
             log.warning(f"note: {line}")
 
         self._runtime = RuntimeDir.claim(self.name)
@@ -128,7 +128,7 @@ class Supervisor:
             self.model,
             self._cores,
             self._runtime,
-            now.preset.uses_device,
+            now.policy.uses_device,
             plan.beside_store(now.machine),
             self._log_level,
             cache_root(),
@@ -244,8 +244,8 @@ class Supervisor:
         """A coordinator that has to begin anew begins with this one."""
         options = {name: str(value) for name, value in message.options.items()}
         config = replace(self._briefing.config, policy=message.policy, policy_options=options)
-        preset = type(make_policy(PolicyRequest(message.policy, options), config.seed))
-        self._briefing = replace(self._briefing, config=config, slab=preset.uses_device)
+        policy = make_policy(PolicyRequest(message.policy, options), config.seed)
+        self._briefing = replace(self._briefing, config=config, slab=policy.uses_device)
         self.config = config
         self._publish()
 

@@ -64,6 +64,11 @@ def model_path(text: str) -> Path:
     return path.absolute() if is_shape(path) and not is_shape(text) else path
 
 
+def absolute(text: str) -> Path:
+    """A path that means the same in every process."""
+    return Path(not_empty(text)).absolute()
+
+
 def not_empty(text: str) -> str:
     """Any text but the empty one."""
     if not text:

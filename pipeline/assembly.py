@@ -9,17 +9,19 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pipeline.backbone_cache import BackboneCache
 from pipeline.briefed import Briefed
+from pipeline.calibration.file import calibration_path, load
 from pipeline.copy_thread import start_copy_thread
-from pipeline.cost_probe import measure_costs
+from pipeline.cost_probe import costs_for
 from pipeline.device import Device, open_device
-from pipeline.engine import DeviceMemory, Engine, Piece
-from pipeline.errors import PeerLost
+from pipeline.engine import DeviceMemory, Engine
+from pipeline.errors import CalibrationError, PeerLost
 from pipeline.expert_cache import ExpertCache
 from pipeline.fetch_link import FetchLink
 from pipeline.generation_defaults import sampling_defaults
@@ -33,6 +35,8 @@ from pipeline.models.registry import model_spec
 from pipeline.models.source import ModelSource
 from pipeline.own_cores import OwnCores
 from pipeline.peers import Deaths, PeerSocket, Tell
+from pipeline.pieces import Piece
+from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Policy, PolicyRequest
@@ -48,6 +52,8 @@ from pipeline.room import (
 from pipeline.scheduler import Scheduler, Send
 from pipeline.tile_mover import TileMover
 from pipeline.tokenizer import Tokenizer, eos_ids
+from pipeline.traces.header import Header
+from pipeline.traces.recorder import DEPTH, Recorder
 from pipeline.worker_pool import WorkerPool
 from protocol.messages import Needed
 from shm.control import ControlSegment
@@ -87,7 +93,7 @@ class Assembly:
         self._closing = ExitStack()
         self._costs: Costs | None = None
         self._options: dict[str, str] = {}  # of the policy, as they were given
-        source = open_model(told.model)
+        self.source = source = open_model(told.model)
         spec = model_spec(source.config)
         self.context = choose_context(config.context, spec)
         self.device: Device = open_device(config.device)
@@ -161,7 +167,28 @@ class Assembly:
             self.scheduler.chunk_alone = min(ALONE * chunk, CHUNK_MAX, self.context)
             self.engine.forget_trials()
             self.set_policy(self._first)  # a new one: the trials are not in its memory
+        if self.told.config.record is not None:
+            self._record(self.told.config.record)
         log.debug("prefill: %d tokens a chunk", self.scheduler.chunk)
+
+    def _record(self, path: Path) -> None:
+        """Write what runs from now on to a trace; the successor of an engine that died goes on with its
+        file."""
+        engine = self.engine
+        header = Header(
+            str(self.told.model),
+            self.source.fingerprint("calibration", 0),
+            self.told.fingerprint,
+            engine.shape,
+            engine.layout.tile_bytes,
+            engine.backbone.spec.router,
+            DEPTH,
+        )
+        recorder = Recorder(
+            path, header, first_gate=lambda: engine.has_first_gate, resumed=self.told.incarnation > 0
+        )
+        self._closing.callback(recorder.close)
+        engine.observers.append(recorder)
 
     @full_memory_in_one_line()
     def set_policy(self, request: PolicyRequest) -> tuple[str, ...]:
@@ -171,7 +198,7 @@ class Assembly:
         policy: Policy = make_policy(request, self.told.config.seed)
         if policy.uses_device and self.engine.memory is None:
             self.engine.memory = self._device_memory(self.engine.layout)
-        notes = self.engine.set_policy(policy, self._costs_for(policy))
+        notes = self.engine.set_policy(policy, self._costs_for(policy), self._calibration_for(policy))
         self._options = request.options
         return notes
 
@@ -184,6 +211,7 @@ class Assembly:
             "emulation": self.told.config.emulation,
             "scheduler": self.scheduler.stats(),
             "engine": engine.accounting.snapshot(),
+            "prefetch": {"on": engine.prefetch.on, "says": engine.prefetch.says},
             "tiles_per_expert": engine.shape.tiles,
             "tile_bytes": engine.layout.tile_bytes,
             "peers": [peer for socket in list(self._peers.values()) for peer in socket.stats()],
@@ -227,9 +255,21 @@ class Assembly:
         if not policy.needs_costs:
             return None
         if self._costs is None:
-            file = self.told.config.costs
-            self._costs = measure_costs(self.engine) if file is None else Costs.load(file)
+            self._costs = costs_for(self.engine, self.told, self.context)
         return self._costs
+
+    def _calibration_for(self, policy: Policy) -> Calibration | None:
+        """The model's, where it has been calibrated: also a policy that needs none may make use of it."""
+        path = calibration_path(self.told.cache, self.source)
+        if not path.exists():
+            return None
+        try:
+            return load(path)
+        except CalibrationError as e:
+            if policy.uses_device:
+                raise
+            log.warning("%s", e)
+            return None
 
     def _bind(self, socket: str, role: str, largest: int = 0) -> PeerSocket:
         told = self.told

@@ -37,6 +37,7 @@ class EngineConfig:
     link_gbps: float | None = None  # emulation: pace of the prefetcher's copies, GB/s (1e9 bytes)
     host_slowdown: float = 1.0  # emulation: factor on the workers' computing time
     costs: Path | None = None  # use these instead of measuring
+    record: Path | None = None  # a new file for the routing of what is run; absolute
     seed: int = 0  # of the preset `random` and of requests that give none
     prefetcher: Literal["process", "thread"] = "process"
     keep_store: bool = False
@@ -47,7 +48,8 @@ class EngineConfig:
     @classmethod
     def from_map(cls, plain: dict[str, Any]) -> Self:
         """The configuration from the map that a child is given: `dataclasses.asdict` with paths as text."""
-        paths = {key: Path(plain[key]) for key in ("model", "costs", "key") if plain[key] is not None}
+        names = ("model", "costs", "record", "key")
+        paths = {name: Path(plain[name]) for name in names if plain[name] is not None}
         return cls(**(plain | paths))
 
     @property

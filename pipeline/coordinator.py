@@ -32,6 +32,7 @@ from protocol.connection import HEARTBEAT_SECONDS
 from protocol.errors import MalformedMessage, ProtocolError
 from protocol.messages import (
     VERSION,
+    Calibrate,
     Cancel,
     Done,
     Error,
@@ -54,6 +55,7 @@ from shm.errors import NotEnoughMemory
 log = logging.getLogger(__name__)
 
 ENDING = "the engine is shutting down"
+CALIBRATING = "the engine is being calibrated; set the policy when that is over"
 FLOODED = "this client has sent more than the engine can take in; ask again later"
 ID_BYTES = 36  # of a number in a tuple
 FLUSH_LIMIT = 1.0  # seconds for the last messages to clients
@@ -197,7 +199,7 @@ class Coordinator:
         )
 
     def _on_gone(self, client: bytes) -> None:
-        self._engine.call(client, lambda a: a.scheduler.forget(client), always=True)
+        self._engine.call(client, lambda a: self._forget(a, client), always=True)
 
     def _on_message(self, client: bytes, message: object) -> None:
         match message:
@@ -205,11 +207,15 @@ class Coordinator:
                 submit = partial(self._submit, client=client, message=message)
                 if not self._engine.call(client, submit, size=_size(message)):
                     self.clients.send(client, Done(message.request, "error", self._refusal))
+            case Calibrate():
+                calibrate = partial(self._engine.calibrations.serve, client=client, message=message)
+                if not self._engine.call(client, calibrate, size=_size(message)):
+                    self.clients.send(client, Done(message.request, "error", self._refusal))
             case SetPolicy():
                 if not self._engine.call(client, lambda a: self._set_policy(a, client, message)):
                     self.clients.send(client, Error(message.request, self._refusal))
             case Cancel():
-                taken = self._engine.call(client, lambda a: a.scheduler.cancel(client, message.request))
+                taken = self._engine.call(client, lambda a: self._cancel(a, client, message.request))
                 if not (taken or self._stopping.is_set()):
                     self.clients.cut_off(client, FLOODED)
             case Stats():
@@ -237,7 +243,18 @@ class Coordinator:
         except UsageError as e:
             self._engine.send(client, Done(message.request, "error", str(e), usage=True))
 
+    def _cancel(self, assembly: Assembly, client: bytes, request: int) -> None:
+        self._engine.calibrations.cancel(client, request)
+        assembly.scheduler.cancel(client, request)
+
+    def _forget(self, assembly: Assembly, client: bytes) -> None:
+        self._engine.calibrations.forget(client)
+        assembly.scheduler.forget(client)
+
     def _set_policy(self, assembly: Assembly, client: bytes, message: SetPolicy) -> None:
+        if self._engine.calibrations.running:
+            self._engine.send(client, Error(message.request, CALIBRATING))
+            return
         options = {name: str(value) for name, value in message.options.items()}
         try:
             notes = assembly.set_policy(PolicyRequest(message.policy, options))
@@ -251,9 +268,9 @@ class Coordinator:
         self._engine.in_loop(self.clients.broadcast, for_others(changed), client)
 
 
-def _size(message: Generate | Score) -> int:
+def _size(message: Generate | Score | Calibrate) -> int:
     """Bytes that a request holds while it waits, about."""
-    if isinstance(message, Score):
+    if not isinstance(message, Generate):
         return ID_BYTES * len(message.token_ids or ()) + len(message.text or "")
     turns = [turn.content for turn in message.messages or ()]
     texts = [message.prompt or "", message.conversation or "", *turns, *message.stop]

@@ -1,20 +1,28 @@
-"""Measures what a tile costs on the host, on the device and on the link, in about two seconds.
+"""Measures what a tile costs on the host, on the device and on the link, and a layer all the rest, in about
+two seconds.
 
-Host and link read the same memory, so each is measured while the other runs: the pool computes with
-fetches streaming, and fetches are timed with the pool computing.
+Host and link read the same memory, and a device `cpu` computes on the host's cores. So each side is measured
+while the other works: the pool computes with fetches streaming, and fetches and the device's tiles are timed
+with the pool computing.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 
+from pipeline import cost_cache
+from pipeline.briefed import Briefed
 from pipeline.engine import Engine
 from pipeline.errors import PolicyError
 from pipeline.host_pool import Ticket
+from pipeline.kv_cache import KVCache
+from pipeline.models.batch import Slice
 from pipeline.policies.costs import Costs
 from pipeline.runs import empty_run
 from pipeline.split import HostShare, Missing
@@ -22,18 +30,56 @@ from pipeline.split import HostShare, Missing
 ROWS = (1, 4, 16, 64)
 BUDGET = 2.0  # seconds in all
 ROUND_TRIPS = 50
+OTHER_LAYERS = 4  # layers that are tried for what they take outside their experts, at most
+
+log = logging.getLogger(__name__)
 
 
-def measure_costs(engine: Engine) -> Costs:
-    """Medians per tile. Raises PolicyError where the engine has no slab to measure with."""
+def costs_for(engine: Engine, told: Briefed, context: int) -> Costs:
+    """What policies of this engine plan with: the file that --costs names, else what was measured here before
+    with the same machine, model and options, else measured now and kept. `context`: tokens that a sequence
+    may have. Raises PolicyError where there is no slab to measure with, or the file cannot be used."""
+    config = told.config
+    if config.costs is not None:
+        return Costs.load(config.costs).for_tiles(engine.shape.tiles)
+    device, library = engine.device, engine.device.library
+    cpu, cores = cost_cache.processor()
+    setting = cost_cache.Setting(
+        cpu=cpu,
+        cores=cores,
+        device=device.name if device.on_host else device.describe(),
+        store=told.fingerprint,
+        format=config.format,
+        backbone=config.backbone_dtype,
+        workers=told.workers.cores,
+        kernels="torch" if library is None else library.variant,
+        prefetcher=told.prefetcher,
+        emulation=config.emulation,
+    )
+    known = cost_cache.find(told.cache, setting)
+    if known is not None:
+        log.debug("costs: as measured before, see %s", setting.name)
+        return known.costs
+    load = os.getloadavg()[0]
+    costs = measure_costs(engine, context)
+    sizes = engine.shape.tiles, engine.layout.tile_bytes
+    cost_cache.keep(
+        told.cache, cost_cache.Record(setting, str(told.model), *sizes, time.time(), load, costs)
+    )
+    return costs
+
+
+def measure_costs(engine: Engine, context: int = ROWS[-1]) -> Costs:
+    """Medians per tile, and per layer for the rest. Raises PolicyError where the engine has no slab."""
     if engine.memory is None:
         raise PolicyError("costs are measured with room for experts on the device: give --expert-cache")
-    share = BUDGET / (2 * len(ROWS) + 1)
+    share = BUDGET / (3 * len(ROWS) + 1)
     probe = _Probe(engine)
     probe.warm_up()
     host = tuple(probe.host(rows, share) for rows in ROWS)
     device = tuple(probe.device(rows, share) for rows in ROWS)
-    return Costs(ROWS, host, device, probe.link(share), probe.round_trip())
+    link, round_trip = probe.link(share), probe.round_trip()
+    return Costs(ROWS, host, device, link, round_trip, probe.other(context, share))
 
 
 class _Probe:
@@ -71,18 +117,22 @@ class _Probe:
         return _median(once, seconds)
 
     def device(self, rows: int, seconds: float) -> float:
-        """One tile at `rows` rows from the slab."""
+        """One tile at `rows` rows from the slab, while the pool computes."""
         engine = self._engine
         where = engine.device.torch_device
         x = engine.kernel.activations(self._activations(rows).to(where))
         every = torch.arange(rows, device=where)
+        count = min(8, self._memory.slab.slots)
 
         def once() -> float:
+            ticket = self._submit(rows)
             started = time.perf_counter()
-            for slot in range(min(8, self._memory.slab.slots)):
+            for slot in range(count):
                 engine.kernel.run(self._memory.slab.slot(slot), x, every)
             engine.device.wait(engine.device.fence())
-            return (time.perf_counter() - started) / min(8, self._memory.slab.slots)
+            elapsed = time.perf_counter() - started
+            engine.pool.result(ticket)
+            return elapsed / count
 
         return _median(once, seconds)
 
@@ -108,6 +158,39 @@ class _Probe:
             return time.perf_counter() - started
 
         return float(np.median([once() for _ in range(ROUND_TRIPS)]))
+
+    @torch.inference_mode()
+    def other(self, context: int, seconds: float) -> tuple[float, ...]:
+        """What a layer takes outside its routed experts at each of ROWS: attention behind so many tokens as
+        are left of the longest chunk, router, copy to the host, shared experts. A few layers are tried."""
+        model, device = self._engine.backbone, self._engine.device
+        longest = min(ROWS[-1], context)
+        # A cache of its own: the engine's may be full of conversations.
+        sequence = KVCache(model.spec, model.dtype, device.torch_device, longest).allocate(longest)
+        layers = min(self._engine.shape.layers, OTHER_LAYERS)
+        found = []
+        for rows in sorted({min(rows, longest) for rows in ROWS}, reverse=True):  # the longest fills it first
+            sequence.truncate(0)
+            sequence.advance(longest - rows)
+            batch = model.batch([Slice(sequence, [0] * rows)])
+            device.prepare(model.largest_product(rows))
+            h = model.embed(batch)
+            turn = iter(range(1 << 62))
+
+            def once() -> float:
+                layer = next(turn) % layers  # noqa: B023 - called within this turn of the loop
+                started = time.perf_counter()
+                x = model.moe_input(layer, model.attention(layer, h, batch))  # noqa: B023
+                device.to_host(x, model.router(layer, x))
+                model.shared_experts(layer, x)
+                device.wait(device.fence())
+                return time.perf_counter() - started
+
+            for _ in range(layers):  # every layer's cache is filled before a shorter chunk reads it
+                once()
+            found.append((rows, _median(once, seconds)))
+        by_rows = dict(found)
+        return tuple(by_rows[min(rows, longest)] for rows in ROWS)
 
     def _compute(self, rows: int) -> None:
         self._engine.pool.result(self._submit(rows))

@@ -6,37 +6,47 @@ policy, as arrays. It knows no requests, no clients and no text. Used by one thr
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from pipeline.accounting import Accounting, PhaseCounters, StepClock
 from pipeline.device import Device, SlabMemory
-from pipeline.errors import PlanError, PolicyError
-from pipeline.host_pool import HostPool
+from pipeline.errors import PlanError, PolicyError, RunFailed
+from pipeline.host_pool import HostPool, Ticket
 from pipeline.models.backbone import Backbone
-from pipeline.models.batch import Slice
+from pipeline.observing import Observer, Seen
+from pipeline.on_device import run_on_device
+from pipeline.pieces import Piece, wanted_rows
+from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
-from pipeline.policies.view import FloatArray, IntArray, ModelShape, Phase, Policy, Routing, Target, View
+from pipeline.policies.view import (
+    Ahead,
+    FloatArray,
+    IntArray,
+    ModelShape,
+    Phase,
+    Plan,
+    Policy,
+    Signals,
+    Target,
+    View,
+)
+from pipeline.prefetch_meter import PrefetchMeter
 from pipeline.split import Missing, Split, split_layer
 from pipeline.tile_mover import TileMover
 from shm.layout import StoreLayout
 
-Wanted = Literal["none", "last", "all"]
+log = logging.getLogger(__name__)
+
 Scalar = TypeVar("Scalar", bound=np.generic)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Consecutive new tokens of one sequence, and which rows' logits are wanted."""
-
-    slice: Slice
-    wanted: Wanted
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,14 @@ class DeviceMemory:
 
     mover: TileMover
     slab: SlabMemory
+
+
+@dataclass(frozen=True)
+class _Early:
+    """The next layer as it was decided a layer ago; `ticket`: the host has begun with its share."""
+
+    ahead: Ahead
+    ticket: Ticket | None
 
 
 class Engine:
@@ -66,22 +84,38 @@ class Engine:
         self.pool = pool
         self.memory = memory
         self.shape = ModelShape(s.layers, s.experts, s.tiles, backbone.spec.top_k)
-        self.accounting = Accounting(layout.tile_bytes)
+        self.accounting = Accounting(layout.tile_bytes, s.layers)
+        self.observers: list[Observer] = []
+        self.prefetch = PrefetchMeter()
         self.policy: Policy
         self.kernel = device.expert_kernel(layout)
         self._popularity = np.zeros((s.layers, s.experts), np.int64)
         self._nothing: IntArray = np.zeros((s.layers, s.experts), np.int32)
         self._costs: Costs | None = None
+        self._calibration: Calibration | None = None
+        self._first_gate: Tensor | None = None
+        self._ahead: _Early | None = None  # within a step: the next layer, where it is decided already
         self._step = 0
 
-    def set_policy(self, policy: Policy, costs: Costs | None) -> tuple[str, ...]:
+    def set_policy(
+        self, policy: Policy, costs: Costs | None, calibration: Calibration | None = None
+    ) -> tuple[str, ...]:
         """Use a policy from the next step on: its placement is resident when this returns, unless there is
-        no prefetcher. Returns its notes. Raises PolicyError where it needs a slab and there is none."""
+        no prefetcher. Returns its notes. Raises PolicyError where it needs a slab and there is none, or lacks
+        something else; the policy before is then kept."""
         if policy.uses_device and self.memory is None:
             raise PolicyError(f"policy {policy.name} keeps experts on the device, and has no room there")
-        self.policy, self._costs, self._step = policy, costs, 0
+        before = self._costs, self._calibration, self._step
+        self._costs, self._calibration, self._step = costs, calibration, 0
         view = self._view("decode")
-        placement = policy.placement(view)
+        try:
+            placement = policy.placement(view)
+        except PolicyError:
+            self._costs, self._calibration, self._step = before
+            raise
+        self.policy, self.prefetch = policy, PrefetchMeter()
+        gate = None if calibration is None else calibration.first_gate
+        self._first_gate = None if gate is None else torch.tensor(gate, device=self.device.torch_device)
         if self.memory is not None:
             every = np.ndindex(placement.shape)
             self.memory.mover.retarget(Target(i, e, int(placement[i, e])) for i, e in every)
@@ -89,9 +123,14 @@ class Engine:
                 return *policy.notes(view), "the prefetcher is away: experts are placed when it is back"
         return policy.notes(view)
 
+    @property
+    def has_first_gate(self) -> bool:
+        """Whether the next token's first layer can be probed at the last."""
+        return self._first_gate is not None
+
     def forget_trials(self) -> None:
         """Start counting anew: what ran so far were trials, not requests."""
-        self.accounting = Accounting(self.layout.tile_bytes)
+        self.accounting = Accounting(self.layout.tile_bytes, self.shape.layers)
         self._popularity[:] = 0
 
     def keep_up(self) -> None:
@@ -105,134 +144,165 @@ class Engine:
         """Run the pieces' tokens through the model. Returns each piece's wanted logits, float32 [n,
         vocabulary], and leaves the sequences' KV advanced. Raises RunFailed where the workers cannot compute
         it: the sequences are then as they were."""
-        self.keep_up()
-        model, device, policy = self.backbone, self.device, self.policy
+        model, device = self.backbone, self.device
         counters = self.accounting.phases[phase]
+        if self.memory is not None:
+            self.memory.mover.counters = counters
+        self.keep_up()
         clock = StepClock(counters)
-        view = self._view(phase)
+        sequences = tuple(piece.slice.kv.id for piece in pieces for _ in piece.slice.tokens)
+        view = self._view(phase, sequences)
+        for observer in self.observers:
+            observer.begin(phase, sequences)
         batch = model.batch([p.slice for p in pieces])
         device.prepare(model.largest_product(batch.rows))
         h = model.embed(batch)
-        for layer in range(self.shape.layers):
-            h = model.attention(layer, h, batch)
-            x = model.moe_input(layer, h)
-            logits = model.router(layer, x)
-            clock.mark("attention")
-
-            x_host, logits_host = device.to_host(x, logits)
-            clock.mark("read")
-
-            routing = model.spec.router(logits_host)
-            split = self._plan(layer, routing, view)
-            clock.mark("plan")
-
-            # On the workers' own cores nothing is gained by computing beside them.
-            y = model.shared_experts(layer, x) if device.on_host else None
-            clock.mark("shared")
-
-            ticket = self.pool.submit(layer, split.host, x_host, phase)
-            clock.mark("submit")
-
-            if not device.on_host:
-                y = model.shared_experts(layer, x)
-                clock.mark("shared")
-
-            routed, left = self._run_on_device(layer, split, x, counters)
-            y = _sum(y, routed)
-            clock.mark("device")
-
-            tickets = [(split.host, ticket)]
-            if left:  # the prefetcher is gone: what it was to bring is the workers' now
-                late = split.handed_over(left)
-                tickets.append((late, self.pool.submit(layer, late, x_host, phase)))
-            for share, ticket in tickets:
-                if ticket.runs:
-                    partial = device.from_host(self.pool.result(ticket))
-                    clock.mark("wait")
-                    y = _sum(y, partial)
-                counters.host_tiles += share.total
-                counters.host_busy += ticket.busy
-            if y is not None:
-                h = h + y
-            if self.memory is not None:
-                self.memory.mover.retarget(policy.after(layer, routing, view))
-                self.memory.mover.update()
-            clock.mark("combine")
-
+        self._ahead = None
+        try:
+            for layer in range(self.shape.layers):
+                clock.layer = layer
+                h = model.attention(layer, h, batch)
+                h = self._experts(layer, h, view, counters, clock)
+        except RunFailed:
+            if self._ahead is not None and self._ahead.ticket is not None:
+                self.pool.abandon(self._ahead.ticket)
+            raise
+        clock.layer = self.shape.layers
         h = model.finish(h, batch)
         for piece in batch.slices:
             piece.kv.advance(len(piece.tokens))
         self._step += 1
         counters.steps += 1
         counters.rows += batch.rows
+        if phase == "decode" and self.prefetch.step(counters.predicted_tiles, counters.useful_tiles):
+            log.info(self.prefetch.says)
         answers = self._head(h, pieces)
         clock.mark("head")
+        for observer in self.observers:
+            observer.end()
         return answers
 
-    def _plan(self, layer: int, routing: Routing, view: View) -> Split:
-        """Ask the policy, apply its targets, and divide the layer's work by its cuts."""
-        plan = self.policy.plan(layer, routing, view)
+    def _experts(
+        self, layer: int, h: Tensor, view: View, counters: PhaseCounters, clock: StepClock
+    ) -> Tensor:
+        """h + experts(norm(h)) of one layer, float32 [R, H]."""
+        model, device, policy, pool = self.backbone, self.device, self.policy, self.pool
+        early, self._ahead = self._ahead, None
+        x = model.moe_input(layer, h)
+        probes = self._probes(layer, view)
+        logits = [] if early is not None else [model.router(layer, x)]
+        logits += [self._probe(target, x) for target in probes]
+        clock.mark("attention")
+
+        x_host, *read = device.to_host(x, *logits)
+        clock.mark("read")
+
+        if self.memory is not None:
+            self.memory.mover.take_in()  # so that the plan sees what has landed meanwhile
+        signals = Signals(None if early is not None else read.pop(0), dict(zip(probes, read, strict=True)))
+        gated = policy.gate(layer, signals, view) if early is None else early.ahead.gated
+        plan = policy.plan(layer, gated.routing, view) if early is None else Plan(early.ahead.cut)
+        ticket = None if early is None else early.ticket
+        seen = Seen(layer, x_host, signals, gated, plan.cut, self._residency[layer], ticket is not None)
+        split = self._divide(seen, plan, counters)
+        clock.mark("plan")
+
+        # On the workers' own cores nothing is gained by computing beside them.
+        y = model.shared_experts(layer, x) if device.on_host else None
+        clock.mark("shared")
+
+        if ticket is None:
+            ticket = pool.submit(layer, split.host, x_host, view.phase)
+        self._ahead = self._begin_next(layer, signals, x_host, view)
+        clock.mark("submit")
+
+        if (wanted := policy.predict(layer, signals, gated, view)) and self.memory is not None:
+            self.memory.mover.retarget(wanted, predicted=True)
+            self.memory.mover.update()
+        clock.mark("plan")
+
+        if not device.on_host:
+            y = model.shared_experts(layer, x)
+            clock.mark("shared")
+
+        left: list[Missing] = []
+        if self.memory is not None and split.device:
+            slab, mover = self.memory.slab, self.memory.mover
+            routed, left = run_on_device(self.kernel, slab, mover, layer, split.device, x, counters, clock)
+            y = _sum(y, routed)
+
+        tickets = [(split.host, ticket)]
+        if left:  # the prefetcher is gone: what it was to bring is the workers' now
+            late = split.handed_over(left)
+            tickets.append((late, pool.submit(layer, late, x_host, view.phase)))
+        for share, ticket in tickets:
+            if ticket.runs:
+                partial = device.from_host(pool.result(ticket))
+                clock.mark("wait")
+                y = _sum(y, partial)
+            counters.host_tiles += share.total
+            counters.host_busy += ticket.busy
+        if self.memory is not None:
+            self.memory.mover.retarget(policy.after(layer, gated.routing, view))
+            self.memory.mover.update()
+        clock.mark("combine")
+        return h if y is None else h + y
+
+    def _probes(self, layer: int, view: View) -> tuple[int, ...]:
+        """The routers that somebody wants applied to this layer's x, beside its own."""
+        wanted = self.policy.probes(layer, view)
+        for observer in self.observers:
+            wanted += tuple(target for target in observer.probes(layer) if target not in wanted)
+        return wanted
+
+    def _probe(self, target: int, x: Tensor) -> Tensor:
+        """Router logits float32 [R, E] of a later layer, or of the next token's first."""
+        if target > 0:
+            return self.backbone.router(target, x)
+        if self._first_gate is None:
+            raise PlanError("a probe of the next token's first layer needs a calibration")
+        return functional.linear(x, self._first_gate)
+
+    def _divide(self, seen: Seen, plan: Plan, counters: PhaseCounters) -> Split:
+        """Apply the plan's targets, and divide the layer's work by its cuts."""
+        layer, tiles = seen.layer, self.shape.tiles
+        if self.memory is None and plan.cut.any():
+            raise PlanError(f"policy {self.policy.name} gave work to a device without a slab")
+        for observer in self.observers:
+            observer.layer(seen)
+        whole = seen.resident == tiles  # before the plan itself brings any
         if self.memory is not None:
             self.memory.mover.retarget(plan.targets)
-        elif plan.cut.any():
-            raise PlanError(f"policy {self.policy.name} gave work to a device without a slab")
-        split = split_layer(routing, plan.cut, self._residency[layer], self.shape.tiles)
+        split = split_layer(seen.gated.routing, plan.cut, self._residency[layer], tiles)
+        active = split.workload > 0
         self._popularity[layer] += split.workload
+        counters.active[layer] += np.count_nonzero(active)
+        counters.hits[layer] += np.count_nonzero(active & whole)
+        counters.fidelity.book(seen.gated, plan.cut, tiles, seen.stale)
         return split
 
-    def _run_on_device(
-        self, layer: int, split: Split, x: Tensor, counters: PhaseCounters
-    ) -> tuple[Tensor | None, list[Missing]]:
-        """The device's share, float32 [R, H], None where it has none; and what of it is missing because there
-        is no prefetcher. Resident tiles are computed while the missing ones are on their way, and those as
-        they land. Resident ones are an expert's first, so each expert sums its tiles in tile order, and then
-        experts are added in theirs: the bits depend on the cuts and not on what happened to be resident."""
-        left: list[Missing] = []
-        if self.memory is None or not split.device:
-            return None, left
-        slab, mover = self.memory.slab, self.memory.mover
-        missing = [Missing(s.expert, s.resident, s.cut) for s in split.device if s.resident < s.cut]
-        landing = mover.stream(layer, missing, left)
-        inputs = self.kernel.activations(x)
-        y = torch.zeros_like(x)
-        rows = {s.expert: torch.from_numpy(s.rows.astype(np.int64)).to(x.device) for s in split.device}
-        sums: dict[int, Tensor] = {}
-
-        def add(expert: int, slot: int) -> None:
-            part = self.kernel.run(slab.slot(slot), inputs, rows[expert])
-            sums[expert] = sums[expert].add_(part) if expert in sums else part
-
-        for share in split.device:
-            for slot in mover.cache.slots_of(layer, share.expert)[: share.resident]:
-                add(share.expert, slot)
-                counters.resident_tiles += 1
-        for expert, slot in landing:
-            add(expert, slot)
-            counters.fetched_tiles += 1
-        for share in split.device:
-            if share.expert in sums:
-                weights = torch.from_numpy(share.weights[:, None]).to(x.device)
-                y.index_add_(0, rows[share.expert], sums[share.expert] * weights)
-        return y, left
+    def _begin_next(self, layer: int, signals: Signals, x: FloatArray, view: View) -> _Early | None:
+        """Where the policy decides the next layer now, have the host begin with its share, from this x."""
+        ahead = self.policy.ahead(layer, signals, view)
+        if ahead is None:
+            return None
+        ticket = None
+        if ahead.early:
+            tiles = self.shape.tiles
+            share = split_layer(ahead.gated.routing, ahead.cut, self._residency[layer + 1], tiles).host
+            ticket = self.pool.submit(layer + 1, share, x.copy(), view.phase)  # x is gone when its layer ends
+        return _Early(ahead, ticket)
 
     def _head(self, h: Tensor, pieces: Sequence[Piece]) -> list[FloatArray]:
         """The wanted logits of each piece; rows nobody wants do not go through the head."""
-        wanted: list[int] = []
-        counts = []
-        start = 0
-        for piece in pieces:
-            end = start + len(piece.slice.tokens)
-            chosen = {"none": range(0), "last": range(end - 1, end), "all": range(start, end)}[piece.wanted]
-            wanted.extend(chosen)
-            counts.append(len(chosen))
-            start = end
+        wanted, counts = wanted_rows(pieces)
         if not wanted:
             return [np.empty((0, self.backbone.spec.vocabulary), np.float32) for _ in pieces]
         rows = h if len(wanted) == len(h) else h[torch.tensor(wanted, device=h.device)]
         (logits,) = self.device.to_host(self.backbone.head(rows))
         return np.split(logits, np.cumsum(counts)[:-1])
 
-    def _view(self, phase: Phase) -> View:
+    def _view(self, phase: Phase, sequences: tuple[int, ...] = ()) -> View:
         cache = None if self.memory is None else self.memory.mover.cache
         return View(
             shape=self.shape,
@@ -243,6 +313,10 @@ class Engine:
             popularity=_read_only(self._popularity),
             step=self._step,
             costs=self._costs,
+            router=self.backbone.spec.router,
+            calibration=self._calibration,
+            sequences=sequences,
+            prefetching=self.prefetch.on,
         )
 
     @property

@@ -13,6 +13,7 @@ from typing import Any
 
 from pipeline.assembly import Assembly
 from pipeline.briefed import Briefed
+from pipeline.calibration.service import Calibrations
 from pipeline.calls import Calls
 from pipeline.clients import Clients
 from pipeline.errors import PipelineError, UsageError
@@ -55,6 +56,7 @@ class EngineThread:
         self._deaths, self._tell = deaths, tell
         self._assembly: Assembly | None = None
         self._calls: Calls[Assembly] = Calls()
+        self.calibrations = Calibrations(self.send, self._attend)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -122,6 +124,11 @@ class EngineThread:
             # Otherwise the engine failed. Its successor goes on where a client asks it to, so nothing is
             # ended.
             assembly.close()
+
+    def _attend(self, assembly: Assembly) -> bool:
+        """What is done while a call takes long; False where the end was asked for."""
+        self._take_calls(assembly, 0.0)
+        return not self._calls.stopped
 
     def _take_calls(self, assembly: Assembly, wait: float, seconds: float = CALLS_SECONDS) -> None:
         """Run the calls that are there, for a little while, so that a flood of them does not keep rounds from

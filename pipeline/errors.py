@@ -17,8 +17,17 @@ class PolicyError(UsageError):
     """An unknown policy, option or option value; the text gives the nearest names."""
 
 
+class CalibrationError(UsageError):
+    """A calibration's file is missing, damaged, another model's or of another version."""
+
+
 class RequestError(UsageError):
     """A request that cannot be served: over the context limit, ids outside the vocabulary, and so on."""
+
+
+class TraceError(UsageError):
+    """A file of `--record` cannot be written, or one for `--replay` cannot be read: no trace, damaged, or of
+    another version."""
 
 
 class PlanError(PipelineError):

@@ -13,7 +13,7 @@ from pipeline.peers import PeerSocket, Watch
 from protocol.messages import AttachSlab, CancelFetch, Fetch, Fetched, Ready, SlabAttached, WorkerDied
 from shm.control import ControlLine
 
-DEMANDED, PLACED = 0, 2  # urgency; smaller overtakes
+DEMANDED, PREDICTED, PLACED = 0, 1, 2  # urgency; smaller overtakes
 STALL_LIMIT = 3.0  # seconds without a tile after which the prefetcher hangs
 ATTACH_LIMIT = 60.0  # the same while it maps the slab and locks the store's pages
 
@@ -27,6 +27,7 @@ class Order:
     expert: int
     lo: int
     slots: list[int]
+    urgency: int
     landed: int = 0  # tiles [lo, lo + landed) are in their slots
     final: bool = False
     cancelled: bool = False
@@ -58,7 +59,7 @@ class FetchLink:
 
     def order(self, layer: int, expert: int, lo: int, slots: list[int], urgency: int) -> Order:
         """Ask for tiles [lo, lo + len(slots)) of an expert. The link must be up."""
-        order = Order(self._next, layer, expert, lo, slots)
+        order = Order(self._next, layer, expert, lo, slots, urgency)
         self._next += 1
         self._orders[order.id] = order
         self._socket.send(0, Fetch(order.id, layer, expert, lo, tuple(slots), urgency))

@@ -30,5 +30,8 @@ class HostPool(Protocol):
     def result(self, ticket: Ticket) -> FloatArray:
         """The sum of the ticket's runs: float32 [R, H]. Raises RunFailed, PeerLost."""
 
+    def abandon(self, ticket: Ticket) -> None:
+        """Nobody will ask for its result."""
+
     def update(self, wait_ms: int) -> bool:
         """Take in what has come, and who came or died; True if there was anything."""

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.engine import Piece
 from pipeline.kv_cache import SequenceKV
 from pipeline.logits import log_softmax, two_best
 from pipeline.models.batch import Slice
+from pipeline.pieces import Piece
 from pipeline.policies.view import FloatArray, Phase
 from pipeline.sampler import Sampler
 from pipeline.text_stream import TextStream

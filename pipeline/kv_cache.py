@@ -6,6 +6,8 @@ when the budget is spent is the scheduler's business. What the budget counts is 
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -18,10 +20,14 @@ GROWTH = 1.25  # a sequence that outgrows its room gets this much more, so that 
 
 class SequenceKV:
     """What one sequence has cached; `length` tokens of `capacity` are filled. A layer caches one or more
-    streams of numbers for each token: keys and values, or the latent from which they are expanded."""
+    streams of numbers for each token: keys and values, or the latent from which they are expanded. `id` tells
+    it from every other sequence of this process."""
+
+    _ids = itertools.count()
 
     def __init__(self, layers: list[list[Tensor]], switch: int | None) -> None:
         """`switch`: as in the model's Rope."""
+        self.id = next(self._ids)
         self.layers = layers  # of each layer its streams [heads, capacity, numbers]
         self.length = 0
         self.long = False  # filled with the rotary embedding of sequences beyond the switch
@@ -64,6 +70,19 @@ class SequenceKV:
                 new = old.new_empty((old.shape[0], capacity, old.shape[2]))
                 new[:, : self.length] = old[:, : self.length]
                 streams[n] = new
+
+
+class UnkeptKV(SequenceKV):
+    """Of a sequence that is computed in one step from its first token to its last: what is written is handed
+    on and kept nowhere, so that gradients go through it."""
+
+    def __init__(self, tokens: int, switch: int | None) -> None:
+        """For a sequence of 2 tokens or more: attention of single ones reads what is kept."""
+        super().__init__([], switch)
+        self.serve(tokens)
+
+    def write(self, layer: int, *new: Tensor) -> list[Tensor]:
+        return list(new)
 
 
 class KVCache:

@@ -67,6 +67,9 @@ class OwnCores:
             ticket.busy *= self._slowdown
         return y
 
+    def abandon(self, ticket: OwnTicket) -> None:
+        """Nothing of it has begun."""
+
     def update(self, wait_ms: int) -> bool:
         """Nobody comes and nobody dies."""
         return False

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from pipeline.accounting import difference
+from pipeline.accounting import difference, fidelity
 from pipeline.conversations import Conversations
 from pipeline.engine import Engine
 from pipeline.errors import NumberInUse, PipelineError, RequestError, RunFailed
@@ -274,6 +274,7 @@ class Scheduler:
         stats: dict[str, Any] = {"policy": policy.name, "fidelity": {"exact": policy.exact}}
         if job.admission >= 0:
             stats["engine"] = difference(self.engine.accounting.snapshot(), job.before)
+            stats["fidelity"] = fidelity(policy.exact, stats["engine"])
         if job.kv is None:
             self._waiting.remove(job)
         else:

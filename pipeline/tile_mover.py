@@ -1,9 +1,9 @@
 """Moves tiles to the device: keeps residency at the policy's targets, streams what a step demands.
 
 The only user of the expert cache's slots and of the fetch link, so the rules that tie the two live here: an
-expert has at most one order under way; a demanded expert's background order is truncated first; tiles land
-in order, so what is resident is always a prefix. While there is no prefetcher nothing is ordered, and what
-was demanded is handed back.
+expert has at most one order under way; a demanded expert's background order is truncated first, and what it
+has brought is used; tiles land in order, so what is resident is always a prefix. While there is no prefetcher
+nothing is ordered, and what was demanded is handed back.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 
+from pipeline.accounting import PhaseCounters
 from pipeline.device import Device
 from pipeline.expert_cache import ExpertCache
-from pipeline.fetch_link import DEMANDED, PLACED, FetchLink, Order
+from pipeline.fetch_link import DEMANDED, PLACED, PREDICTED, FetchLink, Order
 from pipeline.policies.view import Target
 from pipeline.split import Missing
 
@@ -30,18 +31,30 @@ class TileMover:
         self._device = device
         self._background: dict[tuple[int, int], Order] = {}
         self._taken_in: dict[int, int] = {}  # order id -> tiles of it that the cache knows of
+        self._predicted: dict[tuple[int, int], int] = {}  # experts -> tiles that prediction brought, unused
+        self.counters = PhaseCounters(len(cache.residency))  # of the phase that what lands is booked to
         self.demanded = 0  # tiles
         self.placed = 0  # tiles that landed in the background
 
-    def retarget(self, targets: Iterable[Target]) -> None:
+    def retarget(self, targets: Iterable[Target], predicted: bool = False) -> None:
         """Keep these experts at these residencies from now on: shrink at once, grow by what is demanded
-        and, from the next `update` on, in the background."""
+        and, from the next `update` on, in the background. What is `predicted` overtakes what is not."""
         changes = tuple(targets)
+        if not changes:
+            return
+        kept = {(c.layer, c.expert): int(self.cache.residency[c.layer, c.expert]) for c in changes}
         self.cache.set_targets(changes)
         for change in changes:
-            order = self._background.get((change.layer, change.expert))
+            key = (change.layer, change.expert)
+            order = self._background.get(key)
             if order is not None and order.lo + len(order.slots) > change.tiles:
                 self._link.cancel(order)
+            if predicted and change.tiles > kept[key]:
+                self._predicted.setdefault(key, 0)
+            elif key in self._predicted and change.tiles < kept[key]:
+                self._forget(key, kept[key] - change.tiles)
+            elif change.tiles == 0:
+                self._predicted.pop(key, None)
 
     def keep_up(self) -> None:
         """See whether the prefetcher came or went, also where nothing is under way; then `update`."""
@@ -50,22 +63,32 @@ class TileMover:
 
     def update(self, wait_ms: int = 0) -> None:
         """Take in landings and order what is still lacking."""
+        self.take_in(wait_ms)
+        if not self._link.up:
+            return
+        for key in list(self._predicted):
+            if not self._order_background(key, PREDICTED):
+                return
+        for layer, expert in self.cache.lacking().tolist():
+            if not self._order_background((layer, expert), PLACED):
+                return
+
+    def take_in(self, wait_ms: int = 0) -> None:
+        """Take in what has landed in the background."""
         if self._background:
             self._link.update(wait_ms)
             for key, order in list(self._background.items()):
-                self._take_in(order)
+                self._book(order)
                 if order.final:
                     del self._background[key]
-        for layer, expert in self.cache.lacking().tolist() if self._link.up else ():
-            if len(self._background) == BACKGROUND:
-                return
-            if (layer, expert) not in self._background:
-                lo = int(self.cache.residency[layer, expert])
-                wanted = int(self.cache.target[layer, expert]) - lo
-                order_or_none = self._order(layer, expert, lo, wanted, PLACED)
-                if order_or_none is None:
-                    return
-                self._background[layer, expert] = order_or_none
+
+    def used(self, layer: int, expert: int) -> None:
+        """The device computes with what is resident of an expert."""
+        key = (layer, expert)
+        if key in self._predicted:
+            self.counters.useful_tiles += self._predicted.pop(key)
+            if self.cache.residency[key] < self.cache.target[key]:
+                self._predicted[key] = 0  # the rest of it is still to come
 
     @property
     def moving(self) -> bool:
@@ -88,12 +111,11 @@ class TileMover:
         self, layer: int, missing: Iterable[Missing], left: list[Missing]
     ) -> Iterator[tuple[int, int]]:
         """Fetch tiles on demand: the first orders leave now, and the result yields (expert, slot) for each
-        tile, in the order given, once it has landed. A slot whose tile the target does not keep may be read
-        until the next one is asked for. What will not come, because there is no prefetcher, is put in `left`;
-        of an expert these are its last tiles."""
+        tile, in the order given, once it has landed; first those that were under way and have landed by now.
+        A slot whose tile the target does not keep may be read until the next one is asked for. What will not
+        come, because there is no prefetcher, is put in `left`; of an expert these are its last tiles."""
         wanted = deque(missing)
-        running: deque[Order] = deque()
-        self._truncate(layer, wanted)
+        running = deque(self._adopt(layer, wanted))
         self._demand(layer, wanted, running)
         return self._landings(layer, wanted, running, left)
 
@@ -120,17 +142,33 @@ class TileMover:
                 self._demand(layer, wanted, running)
         left.extend(wanted)
 
-    def _truncate(self, layer: int, wanted: Iterable[Missing]) -> None:
-        """End the background orders of experts that are about to be demanded. What lands meanwhile is
-        dropped: the plan was made without it, and its tiles are demanded in their own order."""
-        for item in wanted:
-            order = self._background.pop((layer, item.expert), None)
-            if order is not None:
-                self._link.cancel(order)
-                while not order.final:
-                    self._link.wait(order, len(order.slots))
-                for slot in order.slots[self._taken_in.pop(order.id, 0) :]:
-                    self.cache.pass_through(slot)
+    def _adopt(self, layer: int, wanted: deque[Missing]) -> Iterator[Order]:
+        """End the background orders of experts that are about to be demanded. What they have brought since
+        the plan was made is the first of what is demanded; the rest leaves `wanted` by so much."""
+        for index, item in enumerate(list(wanted)):
+            key = (layer, item.expert)
+            if self._predicted.pop(key, None) is not None:
+                self.counters.late_tiles += item.hi - item.lo
+            order = self._background.pop(key, None)
+            if order is None:
+                continue
+            self._link.cancel(order)
+            while not order.final:
+                self._link.wait(order, len(order.slots))
+            known = self._taken_in.pop(order.id, 0)
+            came = order.landed - known
+            use = min(came, item.hi - item.lo) if item.lo == order.lo + known else 0
+            if order.urgency == PREDICTED:
+                self.counters.predicted_tiles += came - use
+                self.counters.wasted_tiles += came - use
+            for slot in order.slots[known + use :]:
+                self.cache.pass_through(slot)
+            slots = order.slots[known : known + use]
+            wanted[index] = Missing(item.expert, item.lo + use, item.hi)
+            if slots:
+                yield Order(order.id, layer, item.expert, item.lo, slots, DEMANDED, use, final=True)
+        for item in [item for item in wanted if item.lo == item.hi]:
+            wanted.remove(item)
 
     def _demand(self, layer: int, wanted: deque[Missing], running: deque[Order]) -> None:
         """Order as much of what is wanted as there are slots. With no order running there always are."""
@@ -153,8 +191,21 @@ class TileMover:
         self._link.cancel(order)
         while not order.final:
             self._link.wait(order, len(order.slots))
-        self._take_in(order)
+        self._book(order)
         del self._background[key]
+
+    def _order_background(self, key: tuple[int, int], urgency: int) -> bool:
+        """Order what an expert lacks, unless that is under way; False where no more can be ordered."""
+        lo = int(self.cache.residency[key])
+        count = int(self.cache.target[key]) - lo
+        if count <= 0 or key in self._background:
+            return True
+        if len(self._background) == BACKGROUND:
+            return False
+        order = self._order(*key, lo, count, urgency)
+        if order is not None:
+            self._background[key] = order
+        return order is not None
 
     def _order(self, layer: int, expert: int, lo: int, count: int, urgency: int) -> Order | None:
         """Order up to `count` tiles, as many as there are free slots; None where there is none."""
@@ -165,16 +216,30 @@ class TileMover:
             self._device.wait(fence)
         return self._link.order(layer, expert, lo, [slot for slot, _ in taken], urgency)
 
-    def _take_in(self, order: Order) -> None:
+    def _book(self, order: Order) -> None:
         """Book a background order's new landings, and give back what a final one did not write."""
         known = self._taken_in.get(order.id, 0)
+        key = (order.layer, order.expert)
         for index in range(known, order.landed):
             self.placed += 1
+            predicted = order.urgency == PREDICTED
+            self.counters.predicted_tiles += predicted
             slot = order.slots[index]
             if not self.cache.land(order.layer, order.expert, order.lo + index, slot):
                 self.cache.pass_through(slot)
+                self.counters.wasted_tiles += predicted
+            elif predicted and key in self._predicted:
+                self._predicted[key] += 1
         self._taken_in[order.id] = order.landed
         if order.final:
             for slot in order.slots[order.landed :]:
                 self.cache.pass_through(slot)
             del self._taken_in[order.id]
+
+    def _forget(self, key: tuple[int, int], tiles: int) -> None:
+        """So many tiles of an expert were dropped, those that prediction brought last among them."""
+        lost = min(self._predicted[key], tiles)
+        self.counters.wasted_tiles += lost
+        self._predicted[key] -= lost
+        if self.cache.target[key] == 0:
+            del self._predicted[key]

@@ -110,7 +110,7 @@ class WorkerPool:
         deadline = time.monotonic() + ANSWER_LIMIT
         while not ticket.complete:
             if ticket.failure:
-                self._abandon(ticket)
+                self.abandon(ticket)
                 raise RunFailed(ticket.failure)
             if self.update(50):
                 deadline = time.monotonic() + ANSWER_LIMIT
@@ -120,6 +120,14 @@ class WorkerPool:
         for seq, run in ticket.runs.items():
             y[run.kept] += ticket.partials[seq]
         return y
+
+    def abandon(self, ticket: Ticket) -> None:
+        """Nobody waits for what is left of it."""
+        for index, worker in self._team.items():
+            for seq in [seq for seq, order in worker.orders.items() if order.ticket is ticket]:
+                del worker.orders[seq]
+                self._socket.send(index, Abandon(seq))
+        self._homeless = [order for order in self._homeless if order.ticket is not ticket]
 
     def update(self, wait_ms: int) -> bool:
         """Take in what has come, and who came or died; True if there was anything. A partial nobody waits for
@@ -209,14 +217,6 @@ class WorkerPool:
                 )
             elif not self._is_done(order):
                 self._give(order)
-
-    def _abandon(self, ticket: Ticket) -> None:
-        """Nobody waits for what is left of it."""
-        for index, worker in self._team.items():
-            for seq in [seq for seq, order in worker.orders.items() if order.ticket is ticket]:
-                del worker.orders[seq]
-                self._socket.send(index, Abandon(seq))
-        self._homeless = [order for order in self._homeless if order.ticket is not ticket]
 
     def _look_for_hung(self) -> None:
         for index, worker in self._team.items():

@@ -30,6 +30,9 @@ from protocol.errors import EngineGone, ProtocolError, RequestFailed
 from protocol.keys import Address
 from protocol.link import Link
 from protocol.messages import (
+    Calibrate,
+    Calibrated,
+    Calibrating,
     ChatMessage,
     Generate,
     PolicyChanged,
@@ -166,6 +169,23 @@ class Client:
         asked = SetPolicy(self._next_request(), name, dict(options or {}))
         reply: PolicyChanged = await self._ask(asked, POLICY_SECONDS)
         return reply
+
+    async def calibrate(
+        self,
+        *,
+        text: str | None = None,
+        token_ids: Sequence[int] | None = None,
+        tokens: int = Calibrate.tokens,
+        on_progress: Callable[[Calibrating], None] | None = None,
+    ) -> Calibrated:
+        """Have the engine calibrate its model on exactly one of `text`, `token_ids`, at most so many `tokens`
+        of it; nobody else is served meanwhile, and it may take many minutes. Where the engine dies and the
+        client goes on with another, it begins again. A caller that waits no longer ends it. Raises
+        RequestFailed with the engine's reason, EngineGone, MalformedMessage."""
+        ids = None if token_ids is None else tuple(token_ids)
+        asked = Calibrate(self._next_request(), text, ids, tokens)
+        calibrated: Calibrated = await self._pending.ask(asked, on_progress)
+        return calibrated
 
     async def lost(self) -> ProtocolError:
         """Wait until the engine is given up; returns what every call raises from then on."""

@@ -1,4 +1,4 @@
-r"""Messages to frames and back: Tandem's wire format, version 3.
+r"""Messages to frames and back: Tandem's wire format, version 4.
 
 This docstring is the specification; with it a client can be written in any language that has ZeroMQ and
 msgpack. `messages.py` says what each message means.
@@ -37,9 +37,9 @@ anything of it.
 
 Messages
 --------
-A client sends Hello, Generate, Cancel, Score, Stats, SetPolicy and Heartbeat, and is sent the others of the
-first block. The second block is between the coordinator and its workers and prefetcher, the third between
-the supervisor and its children.
+A client sends Hello, Generate, Cancel, Score, Stats, SetPolicy, Calibrate and Heartbeat, and is sent the
+others of the first block. The second block is between the coordinator and its workers and prefetcher, the
+third between the supervisor and its children.
 
   1 Hello: version int, client str = ""
   2 Welcome: version int, engine str, model str, fingerprint str, device str, policy str, exact bool,
@@ -61,6 +61,9 @@ the supervisor and its children.
   13 Heartbeat: time float = 0.0
   14 Error: request int, text str
   15 Queued: request int, position int
+  16 Calibrate: request int, text str? = nil, token_ids [int]? = nil, tokens int = 8192
+  17 Calibrating: request int, stage str, done int, total int
+  18 Calibrated: request int, path str, summary map
 
   32 Ready: version int, role str, index int, incarnation int, pid int, fingerprint str, notes [str] = []
   33 Work: seq int, layer int, items int32[2d], offsets int32[1d], rows int32[1d], weights float32[1d],
@@ -103,6 +106,7 @@ A conversation
      Score     -> Queued, any number -> Scores in order of `start`  -> Done
      Stats     -> StatsReply
      SetPolicy -> PolicyChanged; other clients get it too, with request -1
+     Calibrate -> Calibrating, any number -> Calibrated; or Done, where it was cancelled or cannot be done
    Exactly one Done ends a Generate or a Score; where one cannot even begin, and instead of a StatsReply
    or PolicyChanged, there may be one Error with that request number. Requests overlap freely; answers to
    different ones interleave.
@@ -122,7 +126,7 @@ A conversation
                on behind the last that was sent. Where all had come but the Done, only that comes. With a
                `seed`, or greedy, the rest is what it would have been, to rounding; else it is drawn anew.
      Score     as it was; rows that have come before come again, perhaps in blocks of other sizes
-     Stats, SetPolicy   as they were
+     Stats, SetPolicy, Calibrate   as they were; a Calibrate begins again
    and not what it has cancelled, for which no Done comes any more; nor what was under way when several
    engines died one after the other, and got no further in between: it may be what kills them. Who is told
    to say Hello while the transport has not been broken was forgotten by an engine that lives, for what it
@@ -130,15 +134,15 @@ A conversation
 
 Example
 -------
-Queued(request=7, position=2) is two frames: tag 15 and version 3, then a map of two.
+Queued(request=7, position=2) is two frames: tag 15 and version 4, then a map of two.
 
 >>> from protocol.codec import decode, encode
 >>> from protocol.messages import Queued
 >>> for frame in encode(Queued(request=7, position=2)):
 ...     print(frame.hex(" "))
-0f 03
+0f 04
 82 a7 72 65 71 75 65 73 74 07 a8 70 6f 73 69 74 69 6f 6e 02
->>> decode([bytes([15, 3]), bytes.fromhex("82a77265717565737407a8706f736974696f6e02")])
+>>> decode([bytes([15, 4]), bytes.fromhex("82a77265717565737407a8706f736974696f6e02")])
 Queued(request=7, position=2)
 
 A block of scores has three arrays, so five frames; here tokens [5, 6], chosen [-0.5], logprobs [0, 0]:

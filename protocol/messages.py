@@ -213,6 +213,37 @@ class PolicyChanged:
 
 
 @dataclass(frozen=True)
+class Calibrate:
+    """Run the model over a text and keep what policies plan with in a file of the engine's machine; exactly
+    one of `text`, `token_ids`. Answered by any number of Calibrating, then by one Calibrated, or by a Done
+    that says why not. Nothing else is computed meanwhile: running requests pause and new ones wait."""
+
+    request: int
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    tokens: int = 8192  # at most; what a text has beyond is left out
+
+
+@dataclass(frozen=True)
+class Calibrating:
+    """How far a Calibrate is: `done` of `total` of a stage, tokens or what the stage counts."""
+
+    request: int
+    stage: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """A Calibrate's answer. `summary`: what was found, in few numbers; see docs/calibration.md."""
+
+    request: int
+    path: str  # of the file, on the engine's machine
+    summary: Tree
+
+
+@dataclass(frozen=True)
 class Heartbeat:
     """Sent both ways; a peer that is silent for too long is taken for dead."""
 
@@ -417,6 +448,9 @@ TAGS: dict[int, type] = {
     13: Heartbeat,
     14: Error,
     15: Queued,
+    16: Calibrate,
+    17: Calibrating,
+    18: Calibrated,
     32: Ready,
     33: Work,
     34: Partial,
@@ -435,4 +469,4 @@ TAGS: dict[int, type] = {
     69: Needed,
     70: Hung,
 }
-VERSION = 3
+VERSION = 4

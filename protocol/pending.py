@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,6 +11,9 @@ from protocol.answer import Answer
 from protocol.errors import MalformedMessage, ProtocolError, RequestFailed
 from protocol.link import Link, Lives
 from protocol.messages import (
+    Calibrate,
+    Calibrated,
+    Calibrating,
     Done,
     Error,
     Generate,
@@ -34,10 +38,11 @@ class _Asked:
 
 @dataclass
 class _Waiting:
-    """A Stats or SetPolicy that has not been answered."""
+    """A Stats, SetPolicy or Calibrate that has not been answered."""
 
-    message: Stats | SetPolicy
+    message: Stats | SetPolicy | Calibrate
     reply: asyncio.Future[Any]
+    on_progress: Callable[[Calibrating], None] | None = None
     lives: Lives = field(default_factory=Lives)
 
     def settle(self, reply: object) -> None:
@@ -58,6 +63,7 @@ class Pending:
         self._link = link
         self._answers: dict[int, _Asked] = {}
         self._replies: dict[int, _Waiting] = {}
+        self._given_up: set[int] = set()  # of Calibrates that were cancelled: their Done is yet to come
 
     def generate(self, message: Generate) -> Answer:
         """Raises MalformedMessage, and RequestFailed where too much waits to be sent."""
@@ -66,13 +72,24 @@ class Pending:
         self._answers[message.request] = _Asked(message, answer)
         return answer
 
-    async def ask(self, message: Stats | SetPolicy) -> Any:
-        """The reply. Raises as `generate`, RequestFailed with the engine's reason, what `fail` was given."""
+    async def ask(
+        self,
+        message: Stats | SetPolicy | Calibrate,
+        on_progress: Callable[[Calibrating], None] | None = None,
+    ) -> Any:
+        """The reply. `on_progress` is called in the event loop with what comes before it. A Calibrate that is
+        not waited for any more is cancelled. Raises as `generate`, RequestFailed with the engine's reason,
+        what `fail` was given."""
         self._link.send(message)
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._replies[message.request] = _Waiting(message, reply)
+        self._replies[message.request] = _Waiting(message, reply, on_progress)
         try:
             return await reply
+        except asyncio.CancelledError:
+            if isinstance(message, Calibrate) and self._link.up:
+                self._given_up.add(message.request)
+                self._link.cancel(message.request)
+            raise
         finally:
             del self._replies[message.request]
 
@@ -85,15 +102,27 @@ class Pending:
                 asked.answer.take(message)
             case Error(request=request, text=text) if asked := self._answers.pop(request, None):
                 asked.answer.take(RequestFailed(text, usage=True))
-            case StatsReply(request=request) | PolicyChanged(request=request) if request in self._replies:
+            case (
+                StatsReply(request=request) | PolicyChanged(request=request) | Calibrated(request=request)
+            ) if request in self._replies:
                 self._replies[request].settle(message)
+            case Calibrating(request=request):
+                asked_for = self._replies.get(request)
+                if asked_for is not None and asked_for.on_progress is not None:
+                    asyncio.get_running_loop().call_soon(asked_for.on_progress, message)
+            case Done(request=request, reason=reason) as done if request in self._replies:
+                text = "the engine gave this up; it is shutting down" if reason == "cancelled" else done.error
+                self._replies[request].settle(RequestFailed(text, done.usage))
             case Error(request=request, text=text) if request in self._replies:
                 self._replies[request].settle(RequestFailed(text, usage=True))
-            case Token() | Done() | Queued():
+            case Done(request=request) | Calibrated(request=request) if request in self._given_up:
+                self._given_up.remove(request)
+            case Token() | Done() | Queued() | Calibrated():
                 self.strays += 1
 
     def lose_engine(self) -> None:
         """End what was cancelled, and what may be killing one engine after the other. The rest waits."""
+        self._given_up.clear()
         for asked in list(self._answers.values()):
             failure = asked.lives.lost(len(asked.answer.token_ids))
             if asked.cancelled:
@@ -125,6 +154,9 @@ class Pending:
         """Leave nothing running in the engine."""
         for request in self._answers:
             self._link.cancel(request)
+        for request, waiting in self._replies.items():
+            if isinstance(waiting.message, Calibrate):
+                self._link.cancel(request)
 
     def fail(self, reason: ProtocolError) -> None:
         """There is no engine any more: raise this for everything."""

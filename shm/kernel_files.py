@@ -34,3 +34,17 @@ def parse_cores(text: str) -> frozenset[int]:
         return frozenset()
     spans = [part.partition("-") for part in text.split(",")]
     return frozenset(n for low, _, high in spans for n in range(int(low), int(high or low) + 1))
+
+
+def parse_cpuinfo(text: str) -> tuple[str, frozenset[str]]:
+    """Model and instruction sets of the first processor in /proc/cpuinfo."""
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        key, colon, value = line.partition(":")
+        if colon:
+            fields.setdefault(key.strip(), value.strip())
+    model = fields.get("model name") or fields.get("Model") or fields.get("cpu") or ""
+    if not model and "CPU part" in fields:
+        model = f"implementer {fields.get('CPU implementer', '?')} part {fields['CPU part']}"
+    flags = fields.get("flags") or fields.get("Features") or ""
+    return model or "unknown processor", frozenset(flags.split())

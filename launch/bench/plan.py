@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from launch.bench.plot import check_picture
 from launch.errors import WrongUsage
 from launch.options import Options
 from pipeline.assets import model_dir
@@ -14,17 +16,22 @@ from pipeline.policies.presets import PRESETS, make_policy
 from pipeline.policies.random_plan import RandomPlan
 from pipeline.policies.view import PolicyRequest
 
+PPL_TOKENS = 256  # enough to see a tenth of a percent; a few seconds for each approximate policy
+
 
 @dataclass(frozen=True)
 class BenchPlan:
     """The policies in the order asked for; lengths in tokens; `batch` requests at once; `rounds` measured
-    runs of each policy."""
+    runs of each policy; `ppl_tokens` of held-out text for what an approximation costs, 0 for none."""
 
     policies: tuple[PolicyRequest, ...]
+    named: bool  # by --policy; otherwise one that cannot run here is left out
     prompt_len: int
     gen_len: int
     batch: int
     rounds: int
+    ppl_tokens: int
+    plot: Path | None
     seed: int
 
     @classmethod
@@ -32,15 +39,20 @@ class BenchPlan:
         """Raises WrongUsage; UsageError for a policy, or a model's config, that cannot be used."""
         config, written = options.config(), options.written
         plan = cls(
-            tuple(_policies(options, config.seed)),
+            tuple(requested_policies(options, config.seed)),
+            named="policy" in written,
             prompt_len=written.get("prompt_len", 128),
             gen_len=written.get("gen_len", 64),
             batch=written.get("batch", 1),
             rounds=written.get("rounds", 5),
+            ppl_tokens=written.get("ppl_tokens", PPL_TOKENS),
+            plot=written.get("plot"),
             seed=config.seed,
         )
         if plan.batch > config.max_sequences:
             raise WrongUsage(f"--batch {plan.batch}: an engine runs {config.max_sequences} requests at once")
+        if plan.plot is not None:
+            check_picture(plan.plot)
         if not options.connect:
             # Said at once, not after a large model has been loaded.
             spec = model_spec(open_model(config.model or model_dir()).config)
@@ -68,7 +80,7 @@ class BenchPlan:
         return list(reversed(forwards) if turn % 2 else forwards)
 
 
-def _policies(options: Options, seed: int) -> list[PolicyRequest]:
+def requested_policies(options: Options, seed: int) -> list[PolicyRequest]:
     """What --policy names, else every preset that exists but the one for tests."""
     requests = options.policies() or [PolicyRequest(name) for name in PRESETS if name != RandomPlan.name]
     names = [request.name for request in requests]

@@ -11,6 +11,7 @@ Prompt = tuple[int, ...]
 
 SPECIAL_TOKENS = 8  # that a tokenizer may put around a text, at most
 BYTES_PER_TOKEN = 4  # a first guess; where it falls short, the text is read on
+TAIL_BYTES_PER_TOKEN = 8  # more than a token of any text has on average
 STRIDE = 20_000  # bytes between two prompts from the same text
 
 
@@ -26,6 +27,25 @@ async def make_prompts(client: Client, count: int, length: int, seed: int) -> li
         return [tuple(row) for row in ids.tolist()]
     texts = [path.read_bytes() for path in heldout().values()]
     return [await _read(client, _beginning(texts, i), length) for i in range(count)]
+
+
+async def make_texts(client: Client, count: int, length: int, seed: int) -> list[Prompt]:
+    """As many texts of exactly `length` token ids, of other kinds each, on which policies are compared: from
+    the ends of the files, which prompts (they begin further in front) do not reach unless they are long.
+
+    Raises RequestFailed, EngineGone.
+    """
+    if not client.welcome.has_tokenizer:
+        return await make_prompts(client, count, length, seed + 1)
+    texts = [path.read_bytes() for path in heldout().values()]
+    return [await _read(client, _end(texts, i % len(texts), length), length) for i in range(count)]
+
+
+def _end(texts: list[bytes], which: int, length: int) -> bytes:
+    """The last lines of a text, enough for so many tokens of most tokenizers, and then the other texts."""
+    text = texts[which]
+    start = text.find(b"\n", max(0, len(text) - TAIL_BYTES_PER_TOKEN * length)) + 1
+    return b"".join([text[start:], *texts[which + 1 :], *texts[:which]])
 
 
 def _beginning(texts: list[bytes], index: int) -> bytes:

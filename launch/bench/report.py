@@ -8,11 +8,14 @@ from statistics import median
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from launch.bench.perplexity import Perplexity
 from launch.bench.run import Run
+from launch.bench.why import legend, policy_name, profile_to_map, short, why_table
+from launch.phase_profile import PhaseProfile, added
 from pipeline.assets import model_dir
 from pipeline.models.shapes import short_name
 from pipeline.policies.view import PolicyRequest
@@ -26,6 +29,8 @@ class Entry:
     exact: bool = True
     notes: list[str] = field(default_factory=list)  # of the engine, each once
     runs: list[Run] = field(default_factory=list)
+    perplexity: Perplexity | None = None  # of an approximate one
+    left_out: str = ""  # why it cannot run here
 
     def ratio(self, first: Entry, figure: str) -> float:
         """The median of the rounds' ratios to the first policy. A round's runs are neighbours in time, so
@@ -37,6 +42,15 @@ class Entry:
         """A field of Run, in the order of the rounds."""
         return [float(getattr(run, name)) for run in self.runs]
 
+    @property
+    def placed_bytes(self) -> float:
+        """A token, moved in the background and not because they were predicted: the rounds' median."""
+        return median(self.figures("placed_bytes_per_token"))
+
+    def decode(self, tile_bytes: int) -> PhaseProfile:
+        """What the engine counted in the decode of all rounds."""
+        return PhaseProfile(added(run.decode for run in self.runs), tile_bytes)
+
 
 @dataclass(frozen=True)
 class Report:
@@ -45,26 +59,41 @@ class Report:
     config: dict[str, Any]
     entries: Sequence[Entry]
     emulation: str
+    left_out: Sequence[Entry] = ()  # policies that cannot run here
+
+    @property
+    def profiles(self) -> list[PhaseProfile]:
+        """Of each policy's decode; none where the engine's counters are not there."""
+        tile_bytes = self.config["tile_bytes"]
+        counted = all(run.decode for entry in self.entries for run in entry.runs)
+        return [entry.decode(tile_bytes) for entry in self.entries] if counted else []
+
+    @property
+    def model_name(self) -> str:
+        """For a person."""
+        model = self.config["model"]
+        return "embedded model" if model == str(model_dir()) else short_name(model)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "config": self.config,
-            "policies": [_entry(entry, self.entries[0]) for entry in self.entries],
-            "emulation": self.emulation,
-        }
+        policies = [_entry(entry, self.entries[0]) for entry in self.entries]
+        for entry, plain, profile in zip(self.entries, policies, self.profiles, strict=True):
+            plain["decode"] = profile_to_map(profile, entry)
+        return {"config": self.config, "policies": policies, "emulation": self.emulation}
 
     def render(self) -> str:
         """The table and what is needed to read it: with colours for a terminal, else plain."""
         console = Console(highlight=False)
         with console.capture() as captured:
-            console.print(Group(_table(self, console.is_terminal), *self._footnotes()))
+            tables: list[RenderableType] = [_table(self, console.is_terminal)]
+            if profiles := self.profiles:
+                tables += [Text(), why_table(self.entries, profiles, console.is_terminal)]
+            console.print(Group(*tables, *self._footnotes()))
         return "\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n"
 
     def _footnotes(self) -> list[Text]:
         c = self.config
-        model = c["model"]
         lines = [
-            f"{'embedded model' if model == str(model_dir()) else short_name(model)} on {c['device']}"
+            f"{self.model_name} on {c['device']}"
             + (f", {c['workers']} workers" if c["workers"] is not None else "")
             + f": experts {c['format']}, backbone {c['backbone_dtype']}",
             _cache(c),
@@ -74,7 +103,9 @@ class Report:
         if len(self.entries) > 1:
             lines.append(f"x: median of the rounds' ratios to {self.entries[0].request.name}")
         lines.append("MB/token: copied to the device in decode; host: share of decode's expert tiles")
+        lines += legend(self.entries, self.profiles, c["prompts"])
         notes = [f"note: {note}" for entry in self.entries for note in entry.notes]
+        notes += [f"note: without {entry.request.name}: {entry.left_out}" for entry in self.left_out]
         return [
             Text(),
             *(Text(line, style="dim") for line in lines),
@@ -126,39 +157,21 @@ def _table(report: Report, terminal: bool) -> Table:
     for entry in report.entries:
         prefill, decode = ([entry.ratio(first, f"{p}_tok_s")] * several for p in ("prefill", "decode"))
         table.add_row(
-            _name(entry),
+            policy_name(entry.request, entry.exact),
             _cell(entry.figures("prefill_tok_s")),
             *(f"{ratio:.2f}" for ratio in prefill),
             _cell([1e3 * seconds for seconds in entry.figures("first_token_s")]),
             _cell(entry.figures("decode_tok_s"), "bold"),
             *(Text(f"{ratio:.2f}", style="bold") for ratio in decode),
-            _short(median(entry.figures("moved_bytes_per_token")) / 1e6),
+            short(median(entry.figures("moved_bytes_per_token")) / 1e6),
             f"{median(entry.figures('host_share')):.0%}",
         )
     return table
 
 
-def _name(entry: Entry) -> Text:
-    name = Text(entry.request.name, style="bold")
-    for option, value in entry.request.options.items():
-        name.append(f"\n{option}={value}", style="dim not bold")
-    if not entry.exact:
-        name.append("\napproximate", style="yellow not bold")
-    return name
-
-
 def _cell(values: list[float], style: str = "") -> Text:
-    cell = Text(_short(median(values)), style=style)
-    return cell.append(f"\n{_short(min(values))}-{_short(max(values))}", style="dim not bold")
-
-
-def _short(value: float) -> str:
-    """Three digits, four before the point."""
-    if value == 0:
-        return "0"
-    if abs(value) >= 1e4:
-        return f"{value / 1e3:.3g}k"
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
+    cell = Text(short(median(values)), style=style)
+    return cell.append(f"\n{short(min(values))}-{short(max(values))}", style="dim not bold")
 
 
 def _cache(config: dict[str, Any]) -> str:

@@ -12,12 +12,14 @@ import asyncio
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 from launch.bench.prompts import Prompt
 from launch.errors import AnswerLost, Disturbed, WrongUsage
+from launch.phase_profile import Tree
+from pipeline.accounting import difference
 from protocol.answer import Answer
 from protocol.client import Client
 from protocol.messages import Done
@@ -75,6 +77,8 @@ class Run:
     moved_bytes: int  # to the device, in the whole run
     moved_bytes_per_token: float  # in decode, for each new token; background copies count as decode's
     host_share: float  # of the expert tiles of decode, 0..1
+    placed_bytes_per_token: float = 0.0  # of those: in the background, and not because they were predicted
+    decode: Tree = field(default_factory=dict)  # the engine's counters of decode, see accounting.py
 
 
 async def measure(client: Client, prompts: Sequence[Prompt], gen_len: int) -> tuple[Run, list[Done]]:
@@ -96,7 +100,9 @@ async def measure(client: Client, prompts: Sequence[Prompt], gen_len: int) -> tu
         )
     decode = _grown(before, after, "engine", "decode")
     fetched = _grown(before, after, "engine", "prefill")["fetched_bytes"]
-    later = decode["fetched_bytes"] + _placed_bytes(after) - _placed_bytes(before)
+    background = _placed_bytes(after) - _placed_bytes(before)
+    later = decode["fetched_bytes"] + background
+    predicted = sum(_grown(before, after, "engine", phase)["predicted_tiles"] for phase in rows)
     tiles = decode["host_tiles"] + decode["resident_tiles"] + decode["fetched_tiles"]
     run = Run(
         prefill_tok_s=timeline.prefill_tok_s,
@@ -105,6 +111,8 @@ async def measure(client: Client, prompts: Sequence[Prompt], gen_len: int) -> tu
         moved_bytes=fetched + later,
         moved_bytes_per_token=later / rows["decode"],
         host_share=decode["host_tiles"] / tiles if tiles else 0.0,
+        placed_bytes_per_token=(background - predicted * after["tile_bytes"]) / rows["decode"],
+        decode=difference(after["engine"]["decode"], before["engine"]["decode"]),
     )
     return run, ends
 

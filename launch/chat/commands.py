@@ -23,6 +23,7 @@ COMMANDS = {
         Command("reset", "", "forget the conversation, not the system message"),
         Command("system", "[TEXT|off]", "what the model is told first: show or change it"),
         Command("stats", "", "counters of the last answer and of the engine"),
+        Command("why", "", "where the last answer's time went, and what to try"),
         Command("policy", "[NAME [OPTION=VALUE]]", "show the policies, or change to one"),
         Command("set", "[KEY=VALUE]", "show or change the settings; KEY= takes one back"),
         Command("save", "FILE [--force]", "write the conversation as JSON"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
@@ -10,8 +9,8 @@ from prompt_toolkit.document import Document
 
 from launch.chat.commands import COMMANDS
 from launch.chat.settings import KEYS
-from pipeline.policies.options import Choice, Preset
-from pipeline.policies.presets import PRESETS
+from pipeline.policies.options import Choice
+from pipeline.policies.presets import PRESETS, Preset
 
 
 class CommandCompleter(Completer):
@@ -69,9 +68,6 @@ def _offer(typed: str, choices: Iterable[tuple[str, str]]) -> Iterator[Completio
             yield Completion(choice, -len(typed), display_meta=help)
 
 
-def describe(preset: type[Preset]) -> str:
-    """A preset in a sentence: its docstring's first, without asides and the name ahead of a colon."""
-    paragraph = (preset.__doc__ or "").partition("\n\n")[0]
-    sentence = re.sub(r" \([^)]*\)", "", " ".join(paragraph.split())).partition(". ")[0].rstrip(".:")
-    sentence = re.sub(r"^\w+: ", "", sentence)
-    return sentence[:1].upper() + sentence[1:] + ("" if preset.exact else " (approximate)")
+def describe(preset: Preset) -> str:
+    """A preset in a sentence."""
+    return preset.help + ("" if preset.exact else " (approximate)")

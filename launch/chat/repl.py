@@ -16,6 +16,7 @@ from launch.chat.screen import LogLines, Screen
 from launch.chat.settings import KEYS, change, shown
 from launch.chat.tables import counters_table, engine_table, help_text, policy_table, settings_table
 from launch.chat.transcript import Transcript, load, save
+from launch.chat.why import why_text
 from launch.errors import OutputFailed, WrongUsage
 from launch.interrupts import Interrupts
 from launch.patience import BACK, WAITING
@@ -49,6 +50,7 @@ class Repl:
             "reset": self._reset,
             "system": self._system,
             "stats": self._stats,
+            "why": self._why,
             "policy": self._policy,
             "set": self._set,
             "save": self._save,
@@ -159,6 +161,9 @@ class Repl:
         self._screen.show(engine_table(stats, self._client.welcome))
         self._screen.show()
         self._screen.show(counters_table(self._last, stats))
+
+    async def _why(self, argument: str) -> None:
+        self._screen.show(why_text(self._last, await self._client.stats(), self._client.welcome))
 
     async def _policy(self, argument: str) -> None:
         if not argument:

@@ -13,7 +13,8 @@ from launch.chat.commands import COMMANDS
 from launch.chat.completion import describe
 from launch.chat.conversation import Reply
 from launch.chat.settings import KEYS, AnswerSettings, shown
-from pipeline.policies.presets import PRESETS
+from launch.phase_profile import PhaseProfile
+from pipeline.policies.presets import PARTS, PRESETS
 from protocol.messages import Welcome
 
 KEYS_HELP = (
@@ -48,14 +49,30 @@ def settings_table(settings: AnswerSettings) -> Table:
     return table
 
 
-def policy_table(current: str) -> Table:
+def policy_table(current: str) -> RenderableType:
+    """The presets, and below them the parts that can be exchanged."""
     table = _grid(3)
     for preset in PRESETS.values():
         help = Text(describe(preset), "dim")
-        for option in preset.options:
-            help.append(f"\n{option.name}={option.values} ({option.help})")
+        if preset.parts:
+            set_to = preset.parts | preset.defaults
+            help.append("\n" + " ".join(f"{name}={value}" for name, value in set_to.items()))
+        else:
+            for option in preset.options:
+                help.append(f"\n{option.name}={option.values} ({option.help})")
         chosen = preset.name == current
         table.add_row("*" if chosen else " ", Text(preset.name, "bold" if chosen else ""), help)
+    return Group(table, "", "A preset's parts can be exchanged, and bring their options:", _parts_table())
+
+
+def _parts_table() -> Table:
+    table = _grid(2)
+    for role, parts in PARTS.items():
+        for part in parts.values():
+            help = Text(part.help, "dim")
+            for option in part.options:
+                help.append(f"\n{option.name}={option.values} ({option.help})")
+            table.add_row(f"{role}={part.name}", help)
     return table
 
 
@@ -80,7 +97,18 @@ def counters_table(reply: Reply | None, stats: dict[str, Any]) -> Table:
     row("  on the host", *(share(c["host_tiles"], total(c)) for c in columns))
     row("  resident on the device", *(share(c["resident_tiles"], total(c)) for c in columns))
     row("  fetched to the device", *(share(c["fetched_tiles"], total(c)) for c in columns))
-    row("moved to the device", *(in_bytes(c["fetched_bytes"]) for c in columns))
+    profiles = [PhaseProfile(c, stats.get("tile_bytes", 0)) for c in columns]
+    moved = [profile.moved for profile in profiles]
+    row("expert hits", *("-" if p.hit_rate is None else share(p.hit_rate, 1) for p in profiles))
+    row("moved to the device", *(in_bytes(m["demanded"]) for m in moved))
+    if any(m["predicted"] for m in moved):
+        row("prefetched", *(in_bytes(m["predicted"]) for m in moved))
+        row("  of use", *(share(m["useful"], m["predicted"]) for m in moved))
+        row("  dropped unused", *(share(m["wasted"], m["predicted"]) for m in moved))
+        row("  needed while on its way", *(in_bytes(m["late"]) for m in moved))
+    for kind in profiles[0].fidelity if profiles else ():
+        if any(p.fidelity[kind] for p in profiles):
+            row(f"{kind} of routed weight", *(share(p.fidelity[kind], 1) for p in profiles))
     times = [sum(c["seconds"].values()) for c in columns]
     row("seconds", *(f"{time:.2f}" for time in times))
     for part in columns[0]["seconds"] if columns else ():
@@ -94,12 +122,14 @@ def engine_table(stats: dict[str, Any], welcome: Welcome) -> Table:
     table = _grid(2)
     kinds = (("experts", welcome.format), ("rest", welcome.backbone_dtype))
     formats = ", ".join(f"{what} {name}" for what, name in kinds if name)
-    rows = [
+    rows: list[tuple[str, str]] = [
         ("policy", f"{stats.get('policy', welcome.policy)} on {welcome.device}"),
         ("model", welcome.model + (f" ({formats})" if formats else "")),
         *_scheduler(stats.get("scheduler", {})),
         *_cache(stats.get("cache", {}), stats.get("tile_bytes", 0)),
     ]
+    if says := stats.get("prefetch", {}).get("says"):
+        rows.append(("prefetching", says))
     clients = stats.get("clients", {})
     if "connected" in clients:
         rows.append(("clients", f"{clients['connected']} connected"))

@@ -17,6 +17,7 @@ from typing import Any
 from launch.cores import Cores
 from launch.doctor import (
     bandwidth,
+    costs,
     cpu,
     gpu,
     kernels,
@@ -36,6 +37,8 @@ from launch.errors import LaunchError
 from launch.interrupts import Interrupts
 from launch.options import Options
 from launch.output import print_json, show
+from launch.runtime import cache_root
+from pipeline.cost_cache import measured_here
 from pipeline.errors import PipelineError
 from shm import cgroup
 from shm.kernel_files import contents
@@ -67,6 +70,7 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
     proofs = await _prove(options, interrupts)
     ceiling = None if speed is None else speed.all / embedded.token
     findings += [proof.explain(p, ceiling, embedded.store <= (_last_cache() or 0)) for p in proofs]
+    findings += costs.inspect(cache_root())
 
     ok = not any(finding.prevents for finding in findings)
     if "json" in options.written:
@@ -76,6 +80,7 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
             "expert_bytes_per_token": embedded.token,
             "ceiling_tok_s": ceiling,
             "engine": proofs[0].to_map(),
+            "costs": [costs.to_map(*kept) for kept in measured_here(cache_root())],
         }
         print_json({"ok": ok, "findings": [f.to_map() for f in findings], "measured": measured})
     else:

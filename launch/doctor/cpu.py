@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.doctor.finding import Finding, binary, parse_size
-from shm.kernel_files import contents, entries, parse_cores
+from shm.kernel_files import contents, entries, parse_cores, parse_cpuinfo
 
 TOPIC = "cpu"
 INSTRUCTIONS = (
@@ -27,20 +27,6 @@ class Cache:
 
     instances: int
     total: int
-
-
-def parse_cpuinfo(text: str) -> tuple[str, frozenset[str]]:
-    """Model and instruction sets of the first processor in /proc/cpuinfo."""
-    fields: dict[str, str] = {}
-    for line in text.splitlines():
-        key, colon, value = line.partition(":")
-        if colon:
-            fields.setdefault(key.strip(), value.strip())
-    model = fields.get("model name") or fields.get("Model") or fields.get("cpu") or ""
-    if not model and "CPU part" in fields:
-        model = f"implementer {fields.get('CPU implementer', '?')} part {fields['CPU part']}"
-    flags = fields.get("flags") or fields.get("Features") or ""
-    return model or "unknown processor", frozenset(flags.split())
 
 
 def caches(root: Path = Path("/")) -> dict[str, Cache]:

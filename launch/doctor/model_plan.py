@@ -14,22 +14,26 @@ from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from launch.checks import check_engine
 from launch.cores import Cores
+from launch.doctor import costs
 from launch.doctor.report import PLAIN_WIDTH, WIDEST
 from launch.options import Options
 from launch.output import print_json, show
 from launch.plan import OPTIONS, Situation, every_format, formats, reasons, refusal, situation
+from launch.runtime import cache_root
 from pipeline.memory_needs import Needs
 from pipeline.memory_plan import AUTOMATIC, Plan
 from pipeline.models.open import open_model
-from pipeline.models.registry import model_spec
+from pipeline.models.registry import expert_shape, model_spec
 from pipeline.models.source import ModelSource
 from pipeline.models.spec import ModelSpec
 from shm import cgroup
+from shm.layout import format_named
 from shm.segment import SHM_FOLDER, gigabytes
 
 
@@ -45,10 +49,13 @@ async def show_plan(options: Options) -> int:
     chosen = now.plan(now.config, every)
     rows = [_row(now, needs, chosen) for needs in each.values()]
     why = [refusal(source, now, every)] if chosen is None else reasons(chosen, now, every)
+    stores = {name: expert_shape(source.config, now.config.tile, format_named(name)).tile for name in each}
+    kept = costs.of_model(cache_root(), {source.fingerprint(*store) for store in stores.items()})
     if "json" in options.written:
-        print_json(_report(source, now, rows, chosen, why))
+        measured = [costs.to_map(path, record) for path, record in kept]
+        print_json(_report(source, now, rows, chosen, why) | {"costs": measured})
     else:
-        show(_rendered(source, now, rows, chosen, why))
+        show(_rendered(source, now, rows, chosen, why, costs.paragraphs(kept)))
     return 0 if chosen is not None else 1
 
 
@@ -61,7 +68,12 @@ def _row(now: Situation, needs: Needs, chosen: Plan | None) -> Plan:
 
 
 def _rendered(
-    source: ModelSource, now: Situation, rows: Sequence[Plan], chosen: Plan | None, why: Sequence[str]
+    source: ModelSource,
+    now: Situation,
+    rows: Sequence[Plan],
+    chosen: Plan | None,
+    why: Sequence[str],
+    measured: Sequence[tuple[str, list[str]]],
 ) -> str:
     """For stdout as it is now."""
     terminal = sys.stdout.isatty()
@@ -87,6 +99,11 @@ def _rendered(
         console.print("  " + " ".join(words if chosen.slab else words[:-1]))
         for line in why:
             console.print(f"  {line}", style="dim")
+    for heading, lines in measured:
+        console.print()
+        console.print(f"Costs measured here ({heading})", style="bold")
+        for line in lines:
+            console.print(Padding(Text(line), (0, 0, 0, 2)))
     return "\n".join(line.rstrip() for line in out.getvalue().split("\n"))
 
 

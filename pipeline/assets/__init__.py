@@ -1,4 +1,4 @@
-"""The model that Tandem carries: weights, tokenizer, held-out text, and the scripts that made them."""
+"""What Tandem carries: a model, held-out text, the scripts that made them, and costs that were published."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ _HERE = Path(__file__).parent
 def model_dir() -> Path:
     """Folder of the embedded model in Hugging Face layout."""
     return _HERE / "model"
+
+
+def costs_dir() -> Path:
+    """Folder of the costs files that `--costs` can name without their folder and suffix."""
+    return _HERE / "costs"
 
 
 def heldout() -> dict[str, Path]:

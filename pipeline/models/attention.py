@@ -72,15 +72,14 @@ class GroupedQueryAttention:
         s = self._spec
         width = s.head_dim
         if s.qk_norm == "all":
-            q, k = s.heads * width, s.kv_heads * width
-            for n, start, size in ((0, 0, q), (1, q, k)):
-                qkv[:, start : start + size] = self._normed(n, qkv[:, start : start + size])
+            q, k, v = torch.split(qkv, [s.heads * width, s.kv_heads * width, s.kv_heads * width], dim=1)
+            qkv = torch.cat((self._normed(0, q), self._normed(1, k), v), dim=1)
         if s.clip is not None:
-            qkv.clamp_(-s.clip, s.clip)
+            qkv = qkv.clamp(-s.clip, s.clip)
         heads = qkv.view(len(qkv), -1, width)
         if s.qk_norm == "head":
-            for n, start, number in ((0, 0, s.heads), (1, s.heads, s.kv_heads)):
-                heads[:, start : start + number] = self._normed(n, heads[:, start : start + number])
+            q, k, v = torch.split(heads, [s.heads, s.kv_heads, s.kv_heads], dim=1)
+            heads = torch.cat((self._normed(0, q), self._normed(1, k), v), dim=1)
         return heads
 
     def _normed(self, which: int, x: Tensor) -> Tensor:

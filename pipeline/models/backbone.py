@@ -45,7 +45,7 @@ class _Norm:
         self._host = HostNorm(self._weight, eps, device) if on_host else None
 
     def __call__(self, h: Tensor) -> Tensor:
-        if self._host is not None:
+        if self._host is not None and not h.requires_grad:
             return self._host(h)
         if self._bias is None:
             return functional.rms_norm(h, self._weight.shape, self._weight, self._eps)
@@ -153,6 +153,12 @@ class Backbone:
             shared=_SwiGLU.of("shared", weights),
             router=weights.vector("router") if "router" in weights else None,
         )
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether torch's gradients go through it: quantized matrices are multiplied by the host's kernels.
+        They do for sequences of UnkeptKV."""
+        return not self._precision.quantized
 
     def largest_product(self, rows: int) -> int:
         """Multiply-adds of the largest product of a layer that torch computes, for this many rows."""

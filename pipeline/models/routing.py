@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pipeline.policies.view import FloatArray, IntArray, Routing
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Router(ABC):
@@ -19,6 +23,11 @@ class Router(ABC):
     @abstractmethod
     def __call__(self, logits: FloatArray) -> Routing:
         """logits float32 [R, E]; the experts [R, k] and their weights float32 [R, k]."""
+
+    @abstractmethod
+    def differentiable(self, logits: Tensor, routing: Routing) -> Tensor:
+        """The weights of `routing`, which these logits gave, as torch's function of them, [R, k]: the choice
+        of experts is constant, and the gradient of a weight of 0 is 0."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,14 @@ class Softmax(Router):
             weights *= np.float32(self.scale)
         return Routing(experts, weights)
 
+    def differentiable(self, logits: Tensor, routing: Routing) -> Tensor:
+        import torch
+
+        unused = torch.from_numpy(routing.weights == 0).to(logits.device)
+        chosen = logits.gather(1, _indices(routing, logits)).masked_fill(unused, -np.inf)
+        every = chosen if self.rescaled else logits
+        return (chosen - every.logsumexp(dim=1, keepdim=True)).exp() * self.scale
+
     def _of_best_groups(self, logits: FloatArray) -> FloatArray:
         """The logits, -inf for experts that cannot be chosen."""
         grouped = logits.reshape(len(logits), self.groups, -1)
@@ -71,6 +88,20 @@ class SparseMixer(Router):
         second, second_weights = self._best(logits, others)
         return Routing(np.hstack((first, second)), np.hstack((first_weights, second_weights)))
 
+    def differentiable(self, logits: Tensor, routing: Routing) -> Tensor:
+        import torch
+
+        first, second = torch.split(_indices(routing, logits), 1, dim=1)
+        others = logits.scatter(1, first, -np.inf)
+        pairs = ((logits, first), (others, second))
+        return torch.cat([self._share(logits, left, best) for left, best in pairs], dim=1)
+
+    def _share(self, logits: Tensor, left: Tensor, best: Tensor) -> Tensor:
+        """The weight that `_best` has for an expert [R, 1] of those left."""
+        top = left.gather(1, best)
+        far = (top - logits) / logits.abs().maximum(top) > 2 * self.jitter
+        return left.masked_fill(far, -np.inf).softmax(dim=1).gather(1, best)
+
     def _best(self, logits: FloatArray, left: FloatArray) -> tuple[IntArray, FloatArray]:
         """The best expert of those `left` (the others are -inf), and its weight, both [R, 1]."""
         best = left.argmax(axis=1).astype(np.int32)[:, None]
@@ -80,6 +111,13 @@ class SparseMixer(Router):
         near = np.where(far, -np.inf, left)
         weight = 1 / np.exp(near - top).sum(axis=1, keepdims=True)
         return best, weight.astype(np.float32)
+
+
+def _indices(routing: Routing, logits: Tensor) -> Tensor:
+    """The experts as torch wants indices, beside the logits."""
+    import torch
+
+    return torch.from_numpy(routing.experts).to(logits.device, torch.int64)
 
 
 def _largest(scores: FloatArray, k: int) -> IntArray:

@@ -1,13 +1,15 @@
 """What one tile costs on the host, on the device and on the link: the numbers that plans are made from.
 
-They are measured at start, or read from a file (`--costs FILE`). The file is one JSON object with exactly
-these keys; all times are seconds:
+They are measured at start, or read from a file (`--costs FILE`). The file is one JSON object with these keys,
+of which the last two may be left out; all times are seconds:
 
     {"rows": [1, 4, 16, 64],                        row counts of the grid, ascending, each at least 1
      "host": [2e-5, 3e-5, 7e-5, 2.4e-4],            one tile at each row count, all workers together
      "device": [4e-6, 4e-6, 5e-6, 9e-6],            one tile at each row count, on the device
      "link": 5e-5,                                  moving one tile to the device
-     "round_trip": 1e-4}                            an empty Work, there and back
+     "round_trip": 1e-4,                            an empty Work, there and back
+     "other": [1e-4, 1e-4, 2e-4, 6e-4],             one layer on the device without its routed experts (0)
+     "per": "expert"}                               "host", "device" and "link" are of a whole expert (tile)
 
 "All workers together" means wall time for each tile while every worker computes its share. The host and the
 link read the same memory, so measure one while the other runs; otherwise what a plan gains is imaginary.
@@ -17,34 +19,42 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from pipeline.assets import costs_dir
 from pipeline.errors import PolicyError
 
 MAX_FILE_BYTES = 1 << 20
+Unit = Literal["tile", "expert"]
+OPTIONAL = ("other", "per")  # keys that a file may leave out
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds per tile. Raises PolicyError where the numbers cannot be costs."""
+    """Seconds per tile, or as a file has them per expert until `for_tiles` has divided them. Raises
+    PolicyError where the numbers cannot be costs."""
 
     rows: tuple[int, ...]  # ascending
     host: tuple[float, ...]  # at those row counts, wall time while all workers share the work
     device: tuple[float, ...]  # at those row counts
     link: float  # moving one tile
     round_trip: float  # an empty Work
+    other: tuple[float, ...] = ()  # at those row counts, a layer on the device outside its routed experts
+    per: Unit = "tile"
 
     def __post_init__(self) -> None:
         if not self.rows:
             raise PolicyError("costs: 'rows' is empty; give at least one row count")
         if self.rows[0] < 1 or any(b <= a for a, b in zip(self.rows, self.rows[1:], strict=False)):
             raise PolicyError(f"costs: 'rows' must be ascending and at least 1, not {list(self.rows)}")
-        for name, values in (("host", self.host), ("device", self.device)):
+        if not self.other:
+            object.__setattr__(self, "other", (0.0,) * len(self.rows))
+        for name, values in (("host", self.host), ("device", self.device), ("other", self.other)):
             if len(values) != len(self.rows):
                 raise PolicyError(
                     f"costs: '{name}' has {len(values)} values for {len(self.rows)} row counts; give one each"
@@ -54,10 +64,23 @@ class Costs:
             ("device", self.device),
             ("link", (self.link,)),
             ("round_trip", (self.round_trip,)),
+            ("other", self.other),
         ):
             wrong = [value for value in values if not (math.isfinite(value) and value >= 0)]
             if wrong:
                 raise PolicyError(f"costs: '{name}' holds {wrong[0]}; seconds are finite and not negative")
+
+    def for_tiles(self, tiles: int) -> Costs:
+        """The same per tile, where an expert has so many."""
+        if self.per == "tile":
+            return self
+        return replace(
+            self,
+            host=tuple(seconds / tiles for seconds in self.host),
+            device=tuple(seconds / tiles for seconds in self.device),
+            link=self.link / tiles,
+            per="tile",
+        )
 
     def host_seconds(self, rows: ArrayLike, tiles: ArrayLike) -> NDArray[np.float64]:
         """Seconds the worker pool needs for `tiles` tiles of an expert that `rows` rows use; the two
@@ -68,6 +91,10 @@ class Costs:
     def device_seconds(self, rows: ArrayLike, tiles: ArrayLike) -> NDArray[np.float64]:
         """The same for the device, without moving any tile."""
         return self._seconds(self.device, rows, tiles)
+
+    def other_seconds(self, rows: ArrayLike) -> NDArray[np.float64]:
+        """Seconds of one layer on the device for `rows` rows, without its routed experts."""
+        return self._seconds(self.other, rows, 1)
 
     def link_seconds(self, tiles: ArrayLike) -> NDArray[np.float64]:
         """Seconds to move `tiles` tiles to the device."""
@@ -95,7 +122,7 @@ class Costs:
         names = [field.name for field in fields(cls)]
         if not isinstance(data, dict):
             raise PolicyError(f"costs: expected a JSON object with the keys {', '.join(names)}")
-        missing = [name for name in names if name not in data]
+        missing = [name for name in names if name not in data and name not in OPTIONAL]
         if missing:
             raise PolicyError(f"costs: '{missing[0]}' is missing; the keys are {', '.join(names)}")
         unknown = sorted(str(key) for key in data if key not in names)
@@ -107,16 +134,24 @@ class Costs:
             device=tuple(_number("device", value) for value in _values("device", data["device"])),
             link=_number("link", data["link"]),
             round_trip=_number("round_trip", data["round_trip"]),
+            other=tuple(_number("other", value) for value in _values("other", data.get("other", []))),
+            per=_unit(data.get("per", "tile")),
         )
 
     @classmethod
     def load(cls, path: Path) -> Costs:
-        """Read a costs file. Raises PolicyError, one line with the path, where it cannot be used."""
+        """Read a costs file; a bare name that is no file here may be one that ships with Tandem
+        (`pipeline/assets/costs`). Raises PolicyError, one line with the path, where it cannot be used."""
+        if path.name == str(path) and path.name in shipped_costs() and not path.exists():
+            path = costs_dir() / f"{path.name}.json"
         try:
             with path.open("rb") as file:
                 raw = file.read(MAX_FILE_BYTES + 1)
         except OSError as error:
-            raise PolicyError(f"cannot read the costs file {path}: {error.strerror or error}") from error
+            names = f" ({', '.join(shipped_costs())} can be named)" if path.name == str(path) else ""
+            raise PolicyError(
+                f"cannot read the costs file {path}: {error.strerror or error}{names}"
+            ) from error
         if len(raw) > MAX_FILE_BYTES:
             raise PolicyError(f"{path} is larger than {MAX_FILE_BYTES} bytes and so no costs file")
         try:
@@ -125,6 +160,18 @@ class Costs:
             raise PolicyError(f"{path}: {error}") from error
         except (ValueError, RecursionError) as error:
             raise PolicyError(f"{path} is not JSON: {' '.join(str(error).split())[:100]}") from error
+
+
+def shipped_costs() -> list[str]:
+    """Names of the costs files that ship with Tandem."""
+    return sorted(file.stem for file in costs_dir().glob("*.json"))
+
+
+def _unit(value: object) -> Unit:
+    for unit in get_args(Unit):
+        if value == unit:
+            return cast(Unit, unit)
+    raise PolicyError(f"costs: 'per' is {str(value)[:40]!r}; it must be {' or '.join(get_args(Unit))}")
 
 
 def _values(name: str, value: object) -> list[object]:

@@ -1,7 +1,6 @@
-"""The options that a preset declares, and the reading of their values from text.
+"""The options that presets and parts declare, and the reading of their values from text.
 
-A preset is a `Policy` with a list of options. Its constructor takes each of them by keyword, already
-checked; defaults live here and nowhere else.
+What declares options takes each of them by keyword, already read; defaults live here and nowhere else.
 """
 
 from __future__ import annotations
@@ -9,10 +8,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from math import isfinite
 
 from pipeline.errors import PolicyError
-from pipeline.policies.view import Policy
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Whole:
 
     name: str
     help: str
-    default: int | None  # None: the engine's seed
+    default: int | None  # None: it follows from the model's shape, as `help` says
     low: int
     high: int
 
@@ -62,36 +60,79 @@ class Whole:
         return value
 
 
-Option = Choice | Whole
+@dataclass(frozen=True)
+class Seed(Whole):
+    """A whole number that draws follow from; by default the engine's seed."""
+
+    name: str = "seed"
+    help: str = "what all draws follow from; by default the engine's --seed"
+    default: int | None = None
+    low: int = 0
+    high: int = 2**63 - 1
 
 
-class Preset(Policy):
-    """A policy with a name in the table of presets and declared options."""
+@dataclass(frozen=True)
+class Real:
+    """An option that is a number from `low` to `high`."""
 
-    options: ClassVar[tuple[Option, ...]] = ()
+    name: str
+    help: str
+    default: float | None  # None: it follows from the calibration, as `help` says
+    low: float
+    high: float
+
+    @property
+    def values(self) -> str:
+        return f"{self.low:g}..{self.high:g}"
+
+    def parse(self, text: str) -> float:
+        try:
+            # float() would also take "1_000" and other alphabets' digits
+            value = float(text) if text.isascii() and "_" not in text else float("nan")
+        except ValueError:
+            value = float("nan")
+        if not isfinite(value):
+            raise PolicyError(f"{self.name}={text[:40]!r} must be a number, {self.values}")
+        if not self.low <= value <= self.high:
+            raise PolicyError(f"{self.name}={value:g} must be in {self.values}")
+        return value
 
 
-def parse_options(preset: type[Preset], given: Mapping[str, str], seed: int) -> dict[str, str | int]:
+Option = Choice | Whole | Real
+Value = str | int | float | None
+
+
+def parse_options(
+    preset: str, options: Iterable[Option], given: Mapping[str, object], seed: int
+) -> dict[str, Value]:
     """Every declared option's value: the given text read, or the default. `seed` is the engine's.
 
     Raises PolicyError naming the preset and the nearest option or value.
     """
-    declared = {option.name: option for option in preset.options}
+    declared = {option.name: option for option in options}
     for name in given:
         if name not in declared:
-            known = f"it has {', '.join(declared)}" if declared else "it has none"
-            raise PolicyError(
-                f"policy {preset.name} has no option {name[:40]!r}{did_you_mean(name, declared)} ({known})"
-            )
-    values: dict[str, str | int] = {}
+            raise no_such_option(preset, name, declared)
+    values: dict[str, Value] = {}
     for name, option in declared.items():
+        default = seed if isinstance(option, Seed) else option.default
+        if name not in given and default is None:
+            values[name] = None
+            continue
         try:
-            default = seed if option.default is None else option.default
             # a client may have sent any type, and the engine's seed may be outside this option's range
             values[name] = option.parse(str(given.get(name, default)))
         except PolicyError as error:
-            raise PolicyError(f"policy {preset.name}: {error}") from None
+            raise PolicyError(f"policy {preset}: {error}") from None
     return values
+
+
+def no_such_option(preset: str, name: str, declared: Iterable[str], why: str = "") -> PolicyError:
+    """The error for an option that the preset does not have: what it has, or `why` it has not this one."""
+    known = list(declared)
+    has = why or (f"it has {', '.join(known)}" if known else "it has none")
+    near = "" if why else did_you_mean(name, known)
+    return PolicyError(f"policy {preset} has no option {name[:40]!r}{near} ({has})")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

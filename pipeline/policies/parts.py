@@ -1,11 +1,15 @@
-"""Parts that several presets share: counting whole experts, choosing them, and going to new targets."""
+"""What several parts of policies share: counting rows and whole experts, and choosing experts."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.policies.view import IntArray, ModelShape, Target, View
+from pipeline.policies.view import ModelShape, Routing, View
+
+FEW_ROWS = 8
 
 
 def whole_experts(shape: ModelShape, capacity: int) -> int:
@@ -13,38 +17,46 @@ def whole_experts(shape: ModelShape, capacity: int) -> int:
     return min(capacity // shape.tiles, shape.layers * shape.experts)
 
 
-def experts_per_layer(shape: ModelShape, capacity: int) -> IntArray:
-    """The same shared out over the layers, int32 [L]: evenly, what is left over to the first layers."""
-    each, left = divmod(whole_experts(shape, capacity), shape.layers)
-    share = np.full(shape.layers, each, dtype=np.int32)
-    share[:left] += 1
-    return share
+def evenly(layers: int, budget: int) -> list[int]:
+    """`budget` experts shared out over the layers: evenly, what is left over to the first layers."""
+    each, left = divmod(budget, layers)
+    return [each + (layer < left) for layer in range(layers)]
 
 
-def popular_placement(view: View) -> IntArray:
-    """Targets [L, E], 0 or n: the same number of experts in every layer, the most popular ones; what is left
-    over (fewer than L) goes to the next most popular anywhere. Ties go to the first layer and expert."""
-    shape = view.shape
-    each, left = divmod(whole_experts(shape, view.capacity), shape.layers)
+def rows_by_expert(routing: Routing) -> dict[int, int]:
+    """Rows routed to each active expert. For the few rows of a decode step, plain numbers are several times
+    as fast as arrays."""
+    if len(routing.experts) > FEW_ROWS:
+        used, rows = np.unique(routing.experts[routing.weights != 0], return_counts=True)
+        return dict(zip(used.tolist(), rows.tolist(), strict=True))
+    counted: dict[int, int] = {}
+    for experts, weights in zip(routing.experts.tolist(), routing.weights.tolist(), strict=True):
+        for expert, weight in zip(experts, weights, strict=True):
+            if weight:
+                counted[expert] = counted.get(expert, 0) + 1
+    return counted
+
+
+def most_counted(counts: NDArray[np.int64], sizes: Sequence[int]) -> NDArray[np.bool_]:
+    """The sizes[l] most counted experts of each layer, of counts [L, E]. Ties go to the smaller index."""
     # a stable sort of the negated counts keeps equal ones in index order
-    order = np.argsort(-view.popularity, axis=1, kind="stable")
-    chosen = np.zeros((shape.layers, shape.experts), dtype=bool)
-    np.put_along_axis(chosen, order[:, :each], True, axis=1)
+    order = np.argsort(-counts, axis=1, kind="stable")
+    chosen = np.zeros(counts.shape, dtype=bool)
+    for layer, size in enumerate(sizes):
+        chosen[layer, order[layer, :size]] = True
+    return chosen
+
+
+def evenly_counted(counts: NDArray[np.int64], budget: int) -> NDArray[np.bool_]:
+    """`budget` experts of counts [L, E]: the same number in every layer, the most counted ones; what is left
+    over (fewer than L) goes to the next most counted anywhere. Ties go to the first layer and expert."""
+    layers = len(counts)
+    each, left = divmod(budget, layers)
+    chosen = most_counted(counts, [each] * layers)
     rest = np.flatnonzero(~chosen)
-    by_count = np.argsort(-view.popularity.ravel()[rest], kind="stable")
+    by_count = np.argsort(-counts.ravel()[rest], kind="stable")
     chosen.ravel()[rest[by_count[:left]]] = True
-    return np.where(chosen, shape.tiles, 0).astype(np.int32)
-
-
-def changes(now: NDArray[np.int32], wanted: NDArray[np.int32], first_layer: int) -> tuple[Target, ...]:
-    """Targets that lead from `now` to `wanted`, both [layers, E] from `first_layer` on. Those that shrink
-    come first, so that applying them one by one never exceeds the capacity that `wanted` keeps to."""
-    layers, experts = np.nonzero(now != wanted)
-    targets = [
-        (int(wanted[layer, expert] > now[layer, expert]), int(layer), int(expert), int(wanted[layer, expert]))
-        for layer, expert in zip(layers, experts, strict=True)
-    ]
-    return tuple(Target(first_layer + layer, expert, tiles) for _, layer, expert, tiles in sorted(targets))
+    return chosen
 
 
 def unused_tiles_note(name: str, view: View) -> tuple[str, ...]:

@@ -1,24 +1,261 @@
-"""The table of presets: adding a policy is adding a class and its row here."""
+"""The tables of parts and presets: adding one is adding a class and its row here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from pipeline.errors import PolicyError
-from pipeline.policies.lru import OnDemand
-from pipeline.policies.options import Preset, did_you_mean, parse_options
+from pipeline.policies import assignments, gates, placements, predictions, replacements
+from pipeline.policies.composed import Composed, Part, Parts
+from pipeline.policies.daop import Daop
+from pipeline.policies.options import Choice, Option, Value, did_you_mean, no_such_option, parse_options
 from pipeline.policies.random_plan import RandomPlan
-from pipeline.policies.static import AllHost, Fiddler, Layerwise
 from pipeline.policies.view import Policy, PolicyRequest
 
-PRESETS: dict[str, type[Preset]] = {
+
+def _named(*parts: type[Part]) -> dict[str, type[Part]]:
+    return {part.name: part for part in parts}
+
+
+PARTS: dict[str, dict[str, type[Part]]] = {
+    "placement": _named(
+        placements.Empty,
+        placements.FirstLayers,
+        placements.Popular,
+        placements.Calibrated,
+        placements.Known,
+        placements.Random,
+        placements.Sized,
+    ),
+    "gate": _named(*gates.GATES),
+    "prediction": _named(
+        predictions.Nothing, predictions.NextGate, predictions.Residual, predictions.Lookahead
+    ),
+    "assignment": _named(*assignments.ASSIGNMENTS),
+    "replacement": _named(replacements.Keep, replacements.Lru, replacements.Workload, replacements.Score),
+}
+
+
+class Preset(Protocol):
+    """A row of the table."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def help(self) -> str:
+        """One line for a person, without a full stop."""
+
+    @property
+    def exact(self) -> bool:
+        """Of the preset as it is; an option may change that."""
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """Its part in each role; none where it is one algorithm."""
+
+    @property
+    def defaults(self) -> dict[str, Value]:
+        """The options whose defaults are not their part's own."""
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        """What can be set, as long as no part is exchanged."""
+
+    def make(self, given: Mapping[str, object], seed: int) -> Policy:
+        """A new policy object. Raises PolicyError for options that are wrong or go ill together."""
+
+
+@dataclass(frozen=True)
+class ComposedPreset:
+    """A preset of five parts. Its options are its parts', and for each role one that exchanges the part."""
+
+    name: str
+    help: str
+    placement: str
+    gate: str
+    prediction: str
+    assignment: str
+    replacement: str
+    defaults: dict[str, Value] = field(default_factory=dict)
+
+    @property
+    def exact(self) -> bool:
+        return bool(getattr(PARTS["gate"][self.gate], "exact", True))
+
+    @property
+    def parts(self) -> dict[str, str]:
+        return {role: getattr(self, role) for role in PARTS}
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        return *self._roles(), *self._of_parts(self._classes({}))
+
+    def make(self, given: Mapping[str, object], seed: int) -> Policy:
+        roles = self._roles()
+        exchanged = {name: given[name] for name in given if name in PARTS}
+        classes = self._classes(parse_options(self.name, roles, exchanged, seed))
+        declared = self._of_parts(classes)
+        self._refuse_unknown(given, [option.name for option in (*roles, *declared)])
+        own = {name: text for name, text in given.items() if name not in PARTS}
+        values = parse_options(self.name, declared, own, seed)
+        made: dict[str, Any] = {}
+        for role, part in classes.items():
+            build: Callable[..., Part] = part
+            made[role] = build(**{option.name: values[option.name] for option in part.options})
+        parts = Parts(**made)
+        if reason := clash(parts):
+            raise PolicyError(f"policy {self.name}: {reason}")
+        return Composed(self.name, parts)
+
+    def _roles(self) -> tuple[Choice, ...]:
+        return tuple(
+            Choice(role, f"another {role} part", default=self.parts[role], choices=tuple(parts))
+            for role, parts in PARTS.items()
+        )
+
+    def _classes(self, chosen: Mapping[str, Value]) -> dict[str, type[Part]]:
+        return {role: parts[str(chosen.get(role, self.parts[role]))] for role, parts in PARTS.items()}
+
+    def _of_parts(self, classes: Mapping[str, type[Part]]) -> tuple[Option, ...]:
+        """An option that two parts have is one option."""
+        options: dict[str, Option] = {o.name: o for part in classes.values() for o in part.options}
+        for name in self.defaults.keys() & options.keys():
+            option: Any = options[name]
+            options[name] = replace(option, default=self.defaults[name])
+        return tuple(options.values())
+
+    def _refuse_unknown(self, given: Mapping[str, object], known: list[str]) -> None:
+        for name in given:
+            if name not in known:
+                raise no_such_option(self.name, name, known, _whose(name))
+
+
+@dataclass(frozen=True)
+class OwnPreset:
+    """A preset that is one class, whose algorithm spans the roles."""
+
+    policy: type[Daop] | type[RandomPlan]
+
+    @property
+    def name(self) -> str:
+        return self.policy.name
+
+    @property
+    def help(self) -> str:
+        return self.policy.help
+
+    @property
+    def exact(self) -> bool:
+        return self.policy.exact
+
+    @property
+    def parts(self) -> dict[str, str]:
+        return {}
+
+    @property
+    def defaults(self) -> dict[str, Value]:
+        return {}
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        return self.policy.options
+
+    def make(self, given: Mapping[str, object], seed: int) -> Policy:
+        for name in given:
+            if name in PARTS and name not in (option.name for option in self.options):
+                reason = f"it is one algorithm and has no {name} to exchange"
+                raise no_such_option(self.name, name, (), reason)
+        build: Callable[..., Policy] = self.policy
+        return build(**parse_options(self.name, self.options, given, seed))
+
+
+def _whose(option: str) -> str:
+    """The part that has this option, as the reason why another has not."""
+    for role, parts in PARTS.items():
+        for part in parts.values():
+            if option in (declared.name for declared in part.options):
+                return f"it belongs to {role}={part.name}"
+    return ""
+
+
+def clash(parts: Parts) -> str:
+    """Why these parts cannot work together, "" where they can: what one brings, no other would use."""
+    placement, prediction = parts.placement.name, parts.prediction.name
+    assignment, replacement = parts.assignment.name, parts.replacement.name
+    predicts, fills = not isinstance(parts.prediction, predictions.Nothing), parts.replacement.fills
+    empty = isinstance(parts.placement, placements.Empty)
+    if not parts.assignment.uses_device:
+        for role, part, idle in (
+            ("placement", placement, empty),
+            ("prediction", prediction, not predicts),
+            ("replacement", replacement, not fills),
+        ):
+            if not idle:
+                return f"{role}={part} is for the device, and assignment={assignment} computes nothing there"
+    elif fills == "swapped" and empty:
+        return f"replacement={replacement} only swaps experts, and placement={placement} leaves it none"
+    elif not parts.assignment.fetches and not predicts:
+        if fills == "fetched":
+            return f"replacement={replacement} keeps what is fetched; assignment={assignment} fetches nothing"
+        if empty:
+            return f"placement={placement} is no start where assignment={assignment} fetches nothing"
+    return ""
+
+
+PRESETS: dict[str, Preset] = {
     preset.name: preset
     for preset in (
-        AllHost,
-        OnDemand,
-        Layerwise,
-        Fiddler,
-        RandomPlan,
+        ComposedPreset(
+            "all-host",
+            "The workers compute every expert straight from the store; nothing is ever moved",
+            *("empty", "own", "none", "host", "keep"),
+        ),
+        ComposedPreset(
+            "on-demand",
+            "All experts are computed on the device; missing ones are fetched, the least recently used go",
+            *("empty", "own", "none", "device", "lru"),
+        ),
+        ComposedPreset(
+            "mixtral-offloading",
+            "On-demand, and what the next layer's router says of this layer's input is fetched ahead",
+            *("empty", "own", "next-gate", "device", "lru"),
+        ),
+        ComposedPreset(
+            "layerwise",
+            "The first layers' experts on the device, the others on the host",
+            *("first-layers", "own", "none", "resident", "keep"),
+        ),
+        ComposedPreset(
+            "fiddler",
+            "The popular experts stay resident; a missing one is computed where that is quicker",
+            *("known", "own", "none", "cheaper", "keep"),
+        ),
+        ComposedPreset(
+            "hybrimoe",
+            "Resident and heavy experts to the device, light ones to the host; router scores say what stays",
+            *("popular", "own", "next-gate", "two-ended", "score"),
+        ),
+        ComposedPreset(
+            "bandwidth-split",
+            "Of the missing experts the link's share is fetched, the host computes the rest",
+            *("popular", "own", "none", "bandwidth", "keep"),
+        ),
+        OwnPreset(Daop),
+        ComposedPreset(
+            "dali",
+            "Greedy assignment by cost, residual prefetch, and a cache that follows the workload",
+            *("random", "own", "residual", "greedy", "workload"),
+        ),
+        ComposedPreset(
+            "adapmoe",
+            "Less important experts are skipped, coming ones fetched up to three layers ahead",
+            *("sized", "adaptive", "lookahead", "device", "lru"),
+            defaults={"sizes": "dp"},
+        ),
+        OwnPreset(RandomPlan),
     )
 }
 
@@ -26,7 +263,8 @@ PRESETS: dict[str, type[Preset]] = {
 def make_policy(request: PolicyRequest, seed: int) -> Policy:
     """A new policy object. `seed` is the engine's, for options that are not given one.
 
-    Raises PolicyError, one line with the nearest names, for an unknown preset, option or value.
+    Raises PolicyError, one line with the nearest names, for an unknown preset, part, option or value, and
+    for parts that cannot work together.
     """
     preset = PRESETS.get(request.name)
     if preset is None:
@@ -34,5 +272,4 @@ def make_policy(request: PolicyRequest, seed: int) -> Policy:
             f"unknown policy {request.name[:40]!r}{did_you_mean(request.name, PRESETS)} "
             f"(there are {', '.join(PRESETS)})"
         )
-    build: Callable[..., Policy] = preset
-    return build(**parse_options(preset, request.options, seed))
+    return preset.make(request.options, seed)

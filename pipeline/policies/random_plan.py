@@ -6,28 +6,23 @@ from typing import ClassVar
 
 import numpy as np
 
-from pipeline.policies.options import Choice, Preset, Whole
-from pipeline.policies.view import IntArray, Plan, Routing, Target, View
+from pipeline.policies.options import Choice, Option, Seed
+from pipeline.policies.view import IntArray, Plan, Policy, Routing, Target, View
 
 # what a generator is seeded with, beside the seed, so that the draws are independent of each other
 _PLACEMENT, _CUT, _BEFORE, _AFTER = range(4)
 
 
-class RandomPlan(Preset):
+class RandomPlan(Policy):
     """Every residency and every cut is drawn from 0..n, independently, so that 0 < p < r and r < p < n both
     occur. Residencies are drawn in a random order of experts until the cache is full. The draws depend on
     the seed and the model's shape alone; with `churn` some targets also change in each step, before and
     after the layer is computed, depending on the seed, the step and the layer."""
 
-    name: ClassVar[str] = "random"
-    options = (
-        Whole(
-            name="seed",
-            help="what all draws follow from; by default the engine's --seed",
-            default=None,
-            low=0,
-            high=2**63 - 1,
-        ),
+    name = "random"
+    help: ClassVar[str] = "Every residency and every cut is drawn at random, to test that any plan executes"
+    options: ClassVar[tuple[Option, ...]] = (
+        Seed(),
         Choice(name="churn", help="1: residencies change at every step", default="0", choices=("0", "1")),
     )
 

@@ -11,12 +11,14 @@ in device memory; its *cut* p says that in this step the device computes tiles [
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 
 IntArray = NDArray[np.int32]
@@ -45,6 +47,40 @@ class Routing:
         """Rows routed to each expert, int32 [E]; the active experts are those above 0."""
         used = self.experts[self.weights != 0]
         return np.bincount(used, minlength=num_experts).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class Signals:
+    """What the device computed for a policy in one layer, from x, the input of its router: float32 [R, E]."""
+
+    logits: FloatArray | None  # of the layer's own router; None where a prediction took its place
+    probes: Mapping[int, FloatArray]  # of the layers that `Policy.probes` named, their routers on this x
+
+
+@dataclass(frozen=True)
+class Gated:
+    """What a gate decided. `routing` is computed; `said` is what the router said, of the same [R, k]: where
+    the two differ, the difference is metered. A weight of 0 where `said` has one is an expert that was
+    skipped, another expert in its place was substituted."""
+
+    routing: Routing
+    said: Routing
+    predicted: bool = False  # `said` comes from the layer before: the layer's own router was not run
+
+    @classmethod
+    def as_said(cls, routing: Routing) -> Gated:
+        """Exactly what the router said."""
+        return cls(routing, routing)
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """The next layer's routing and cuts, decided one layer early (DAOP). The host's share of it is computed
+    from this layer's hidden state, the device's from the next layer's own."""
+
+    gated: Gated
+    cut: IntArray  # [E], as in Plan
+    early: bool = True  # False: the host begins when the layer comes, from that layer's own hidden state
 
 
 @dataclass(frozen=True)
@@ -78,15 +114,24 @@ class View:
     popularity: NDArray[np.int64]  # [L, E]: rows routed to each expert since the engine started
     step: int  # engine steps since the policy was set; one step visits every layer once
     costs: Costs | None  # None unless the policy's `needs_costs`
+    router: Callable[[FloatArray], Routing] | None = None  # the model's own: logits [R, E] to a routing
+    calibration: Calibration | None = None  # None where the model has not been calibrated
+    sequences: tuple[int, ...] = ()  # [R]: the sequence of each of the step's rows
+    prefetching: bool = True  # False: prediction did not pay for its bytes lately and is to rest
 
 
 class Policy(ABC):
-    """One preset. A new policy object is made at start and at each SetPolicy; it may keep state."""
+    """One preset. A new policy object is made at start and at each SetPolicy; it may keep state.
 
-    name: ClassVar[str]
-    exact: ClassVar[bool] = True
-    needs_costs: ClassVar[bool] = False
-    uses_device: ClassVar[bool] = True  # False: no slab and no prefetcher are needed
+    Of each layer a step asks, in this order: `probes`, `gate` (unless `ahead` decided it a layer ago), `plan`
+    (likewise), `ahead`, `predict`, and once the layer has been computed, `after`."""
+
+    name: str
+    exact: bool = True
+    needs_costs: bool = False
+    needs_calibration: bool = False
+    uses_device: bool = True  # False: no slab and no prefetcher are needed
+    uses_host: bool = True  # False: the workers compute nothing
 
     def notes(self, view: View) -> tuple[str, ...]:
         """What was asked of this policy and cannot be done here, with the reason; each one line."""
@@ -94,12 +139,33 @@ class Policy(ABC):
 
     @abstractmethod
     def placement(self, view: View) -> IntArray:
-        """Targets [L, E] int32 in 0..n at the start, sum <= view.capacity."""
+        """Targets [L, E] int32 in 0..n at the start, sum <= view.capacity. Raises PolicyError, one line with
+        what to do, where the policy lacks what it needs."""
+
+    def probes(self, layer: int, view: View) -> tuple[int, ...]:
+        """The layers whose routers are to be applied to this layer's x: any later ones, and at the last
+        layer 0, which is the calibration's gate for the next token's first layer."""
+        return ()
+
+    def gate(self, layer: int, signals: Signals, view: View) -> Gated:
+        """Which experts each row uses."""
+        assert signals.logits is not None
+        assert view.router is not None
+        return Gated.as_said(view.router(signals.logits))
 
     @abstractmethod
     def plan(self, layer: int, routing: Routing, view: View) -> Plan:
         """The step's plan for one layer, once its routing is known. The targets after it must fit the
         capacity."""
+
+    def ahead(self, layer: int, signals: Signals, view: View) -> Ahead | None:
+        """Decide the next layer now, and have the host begin with it. None: it is decided when it comes."""
+        return None
+
+    def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> tuple[Target, ...]:
+        """Targets for experts that later layers will probably need; they are fetched after what is demanded,
+        in the order given, and counted as predictions."""
+        return ()
 
     def after(self, layer: int, routing: Routing, view: View) -> tuple[Target, ...]:
         """Changes of residency once the layer has been computed."""

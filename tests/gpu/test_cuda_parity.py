@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 from equality import near_tie_or_equal
+from exact_presets import EXACT_PRESETS
 from numpy.typing import NDArray
 from oracle import Oracle
 from transformers import AutoTokenizer
 
 from pipeline.assets import heldout, model_dir
 from pipeline.config import EngineConfig
-from pipeline.policies.presets import PRESETS
 from protocol.client import Client
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -22,7 +22,7 @@ LENGTH = 72  # tokens
 PREFILL = 24  # of the stepwise path
 NEW = 24  # tokens of a greedy continuation
 SWEEP = [
-    *[(name, {}) for name in PRESETS if name != "random"],
+    *EXACT_PRESETS,
     ("on-demand", {"scope": "global"}),
     *[("random", {"seed": str(seed), "churn": str(seed % 2)}) for seed in range(4)],
 ]

@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 from engines import Launched, engines_left, wait_until
 
+from launch.bench.perplexity import Texts
 from launch.bench.prompts import make_prompts
-from launch.bench.report import Entry, Report
-from launch.bench.run import Disturbed, Run, Timeline, measure
+from launch.bench.run import Disturbed, measure
 from launch.cli import main
 from launch.errors import WrongUsage
 from launch.runtime import find_engine
 from pipeline.policies.presets import PRESETS
-from pipeline.policies.view import PolicyRequest
 from protocol.client import Client
 from protocol.messages import PolicyChanged
 
@@ -46,64 +45,6 @@ def engine(tiny_model: Path) -> Iterator[str]:
         yield name
         engine.send(signal.SIGINT)
         assert engine.end()[0] == 0
-
-
-# --- the arithmetic -------------------------------------------------------------------------------------
-
-
-def test_speeds_of_one_request() -> None:
-    line = Timeline(sent=10.0, prompt_tokens=100, arrivals=((12.0, 12.5, 13.0, 13.5),))
-    assert line.prefill_tok_s == 50.0
-    assert line.first_token_s == 2.0
-    assert line.decode_steps == 3
-    assert line.decode_tok_s == 2.0
-
-
-def test_speeds_of_a_batch_are_those_of_the_time_when_all_decode() -> None:
-    first = (1.0, 2.0, 3.0, 4.0, 5.0)  # decodes alone at first, and ends first
-    second = (2.5, 3.0, 4.0, 5.0, 9.0)
-    line = Timeline(sent=0.0, prompt_tokens=10, arrivals=(first, second))
-    assert line.prefill_tok_s == 20 / 2.5
-    assert line.first_token_s == 1.75
-    assert line.decode_steps == 3
-    assert line.decode_tok_s == 6 / 2.5
-
-
-def test_answers_that_never_decode_together_have_no_steps() -> None:
-    assert Timeline(0.0, 10, ((1.0, 2.0), (3.0, 4.0))).decode_steps == 0
-
-
-def test_ratios_pair_the_runs_of_a_round() -> None:
-    def entry(*speeds: float) -> Entry:
-        runs = [Run(1.0, 1.0, speed, 0, 0.0, 0.5) for speed in speeds]
-        return Entry(PolicyRequest("all-host"), runs=runs)
-
-    first, second = entry(1.0, 10.0, 100.0), entry(2.0, 30.0, 400.0)
-    assert second.ratio(first, "decode_tok_s") == 3.0
-    assert first.ratio(first, "decode_tok_s") == 1.0
-
-
-def test_the_table_fits_80_columns_and_names_what_was_emulated() -> None:
-    config = {
-        **{"model": "/models/a-model", "device": "cuda", "workers": 8, "format": "bf16"},
-        **{"backbone_dtype": "f32", "expert_cache": 0.25, "cache_tiles": 16, "tile_bytes": 393216},
-        **{"prompts": "held-out text", "batch": 8, "prompt_len": 512, "gen_len": 128, "rounds": 2},
-    }
-    runs = [
-        Run(12345.6, 12.3456, 1234.5, 10**9, 5e8, 0.755),
-        Run(9876.5, 9.87654, 98.765, 10**9, 5e8, 0.755),
-    ]
-    request = PolicyRequest("mixtral-offloading", {"scope": "global"})
-    entries = [
-        Entry(PolicyRequest("all-host"), runs=runs),
-        Entry(request, exact=False, notes=["it keeps whole experts"], runs=runs),
-    ]
-    text = Report(config, entries, "link paced to 2 GB/s").render()
-    assert max(map(len, text.splitlines())) <= 80
-    for words in ("emulation: link paced to 2 GB/s", "mixtral-offloading", "scope=global", "approximate"):
-        assert words in text
-    for words in ("note: it keeps whole experts", "a-model on cuda, 8 workers", "11.1k", "500", "1.00"):
-        assert words in text
 
 
 # --- against an engine ----------------------------------------------------------------------------------
@@ -189,12 +130,58 @@ async def test_policies_take_turns_and_the_engine_s_comes_back(engine: str) -> N
     assert demand["moved_bytes"] > 0
 
 
+async def test_perplexity_is_that_of_the_steps_behind_a_prompt(engine: str) -> None:
+    async with Client.connect(find_engine(engine).endpoint, name="tests") as client:
+        await client.set_policy("all-host")
+        prompts = await make_prompts(client, 2, 100, seed=0)
+        texts = await Texts.make(client, 70, 20, seed=0)
+        assert (texts.tokens, texts.prefill, len(texts.ids)) == (70, 20, 2)
+        assert not any(text[20:] == prompt[: len(text) - 20] for text in texts.ids for prompt in prompts)
+        found = await texts.perplexity(client)
+        for stepwise, error in ((True, 1e-6), (False, 1e-2)):  # a prefill rounds a little differently
+            behind: list[float] = []
+            for ids in texts.ids:
+                rows: dict[int, float] = {}
+                async for block in client.score(token_ids=ids, stepwise=stepwise, prefill=20):
+                    rows |= dict(enumerate(block.chosen.tolist(), start=block.start))
+                behind += [rows[i] for i in range(20, len(ids) - 1)]
+            assert len(behind) == 70
+            assert found == pytest.approx(math.exp(-sum(behind) / 70), rel=error)
+        with pytest.raises(WrongUsage, match="--ppl-tokens 4000"):
+            await Texts.make(client, 4000, 20, seed=0)
+        await client.set_policy("layerwise")
+
+
+def test_an_approximate_policy_is_compared_with_an_exact_one(engine: str, tmp_path: Path) -> None:
+    picture = tmp_path / "bench.png"
+    code, out, err = run(
+        *("--connect", engine, "--policy", "daop,on-demand", "--set", "daop.placement=popular", "--json"),
+        *("--rounds", "1", "--ppl-tokens", "16", "--plot", str(picture), *SHORT),
+    )
+    assert code == 0, err
+    found = json.loads(out)
+    daop, demand = found["policies"]
+    assert (daop["exact"], demand["exact"]) == (False, True)
+    fidelity = daop["decode"]["fidelity"]
+    assert fidelity["exact"] is False
+    assert all(0 <= fidelity[kind] <= 1 for kind in ("skipped", "substituted", "stale", "predicted"))
+    assert demand["decode"]["fidelity"] == {"exact": True} | dict.fromkeys(fidelity.keys() - {"exact"}, 0)
+    perplexity = daop["decode"]["perplexity"]
+    assert (perplexity["exact_policy"], perplexity["tokens"], perplexity["prefill"]) == ("on-demand", 16, 24)
+    ratio = perplexity["approximate"] / perplexity["exact"]
+    assert perplexity["difference_percent"] == pytest.approx(100 * (ratio - 1))
+    assert demand["decode"]["perplexity"] is None
+    assert len(demand["decode"]["hit_rate_by_layer"]) == 2
+    assert demand["decode"]["bytes_per_token"]["demanded"] > 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def check_policies(found: dict[str, Any], names: list[str], rounds: int) -> None:
     policies = found["policies"]
     assert [p["name"] for p in policies] == names
     assert policies[0]["prefill_ratio"] == policies[0]["decode_ratio"] == 1
     for policy in policies:
-        assert policy["exact"] is True
+        assert policy["exact"] is PRESETS[policy["name"]].exact
         assert 0 <= policy["host_share"] <= 1
         for figure in FIGURES:
             spread = policy[figure]
@@ -265,7 +252,12 @@ def test_every_preset_without_policy_and_without_a_tokenizer(tiny_model: Path, t
     code, out, err = run(*arguments, "--name", "own", "--rounds", "1", "--json", *SHORT)
     assert code == 0, err
     found = json.loads(out)
-    check_policies(found, [name for name in PRESETS if name != "random"], rounds=1)
+    left_out = found["config"]["left_out"]
+    assert left_out
+    check_policies(found, [name for name in PRESETS if name not in ("random", *left_out)], rounds=1)
+    for name, why in left_out.items():
+        assert PRESETS[name]
+        assert "launch.py calibrate" in why
     assert found["emulation"] == ""
     assert found["config"]["prompts"] == "random ids"
     assert found["config"]["workers"] == 2
@@ -296,6 +288,9 @@ def test_every_preset_without_policy_and_without_a_tokenizer(tiny_model: Path, t
         ("--batch 17", ["--batch 17", "16"]),
         ("--batch 8 --prompt-len 180", ["1952 tokens", "1024", "--kv-tokens"]),
         ("--rounds 0", ["--rounds", "at least 1"]),
+        ("--ppl-tokens -1", ["--ppl-tokens", "at least 0"]),
+        ("--plot bench.jpeg", ["bench.jpeg", ".png", ".pdf"]),
+        ("--plot /dev/null/no/bench.png", ["/dev/null/no/bench.png", "Not a directory"]),
         ("--temperature 1", ["--temperature"]),
         ("--connect nobody", ["nobody"]),
     ],
@@ -311,6 +306,15 @@ def test_wrong_usage_is_one_line(
     assert err.count("\n") == 1, err
     for word in words:
         assert word in err
+
+
+def test_a_named_policy_that_cannot_run_here_is_an_error(
+    engine: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "--connect", engine, "--policy", "all-host,dali", *SHORT]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "launch.py calibrate" in err.splitlines()[-1]
 
 
 def test_lengths_are_checked_against_a_running_engine(engine: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -13,11 +13,11 @@ import pytest
 
 from launch.checks import without_effect
 from launch.cli import main
+from launch.errors import WrongUsage
 from launch.grammar import NOT_YET
 from launch.options import parse
 from pipeline.config import EngineConfig
-from pipeline.policies.lru import OnDemand
-from pipeline.policies.static import AllHost
+from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from protocol.checks import DEFAULT
 from protocol.messages import Sampling
@@ -66,6 +66,9 @@ def complaint(capfd: pytest.CaptureFixture[str]) -> Complaint:
         ("generate --prompt a --policy random --set fiddler.seed=1", ["random", "fiddler"]),
         ("generate --prompt a --policy random --set seed", ["random.option=value"]),
         ("generate --prompt a --set random.seed=1", ["--policy"]),
+        ("generate --prompt a --policy daop --set prediction=none", ["daop", "prediction", "one algorithm"]),
+        ("generate --prompt a --policy dali --set replacment=lru", ["dali", "replacment", "replacement"]),
+        ("generate --prompt a --policy all-host --set prediction=next-gate", ["assignment=host"]),
         ("generate --prompt a --expert-cache 1.5", ["--expert-cache", "between 0 and 1"]),
         ("generate --prompt a --expert-cache -0.1", ["--expert-cache", "between 0 and 1"]),
         ("generate --prompt a --expert-cache nan", ["--expert-cache", "between 0 and 1"]),
@@ -191,6 +194,7 @@ def test_starting_imports_no_torch() -> None:
         "chat.command",
         "stress.command",
         "bench.command",
+        "calibrate.command",
         "doctor.command",
     )
     imports = ", ".join(f"launch.{module}" for module in modules)
@@ -212,20 +216,25 @@ def test_options_are_taken_before_and_after_the_command() -> None:
 
 
 def test_what_cannot_act_is_said(tiny_model: Path) -> None:
-    for preset, config, words in (
-        (AllHost, EngineConfig(expert_cache=0.5), ["--expert-cache", "all-host"]),
-        (AllHost, EngineConfig(link_gbps=5.0), ["--link-gbps", "all-host"]),
-        (AllHost, EngineConfig(prefetcher="thread"), ["--prefetcher", "all-host"]),
-        (OnDemand, EngineConfig(host_slowdown=2.0), ["--host-slowdown", "on-demand"]),
-        (OnDemand, EngineConfig(tile=97), ["--tile 97", "96"]),
-        (OnDemand, EngineConfig(tile=256, format="int4"), ["--tile 256", "128"]),
+    all_host, on_demand = (make_policy(PolicyRequest(name), 0) for name in ("all-host", "on-demand"))
+    shared = make_policy(PolicyRequest("on-demand", {"assignment": "cheaper"}), 0)
+    for policy, config, words in (
+        (all_host, EngineConfig(expert_cache=0.5), ["--expert-cache", "all-host"]),
+        (all_host, EngineConfig(link_gbps=5.0), ["--link-gbps", "all-host"]),
+        (all_host, EngineConfig(prefetcher="thread"), ["--prefetcher", "all-host"]),
+        (all_host, EngineConfig(costs=Path("costs.json")), ["--costs", "all-host"]),
+        (on_demand, EngineConfig(host_slowdown=2.0), ["--host-slowdown", "on-demand"]),
+        (on_demand, EngineConfig(tile=97), ["--tile 97", "96"]),
+        (on_demand, EngineConfig(tile=256, format="int4"), ["--tile 256", "128"]),
     ):
-        (line,) = without_effect(config, preset, tiny_model)
+        (line,) = without_effect(config, policy, tiny_model)
         for word in words:
             assert word in line
-    assert without_effect(EngineConfig(tile=96, host_slowdown=2.0), AllHost, tiny_model) == []
+    assert without_effect(EngineConfig(tile=96, host_slowdown=2.0), all_host, tiny_model) == []
     used = EngineConfig(expert_cache=0.5, link_gbps=5.0, prefetcher="thread")
-    assert without_effect(used, OnDemand, tiny_model) == []
+    assert without_effect(used, on_demand, tiny_model) == []
+    used = EngineConfig(host_slowdown=2.0, costs=Path("costs.json"))
+    assert without_effect(used, shared, tiny_model) == []
 
 
 def test_several_policies_are_for_bench_alone() -> None:
@@ -233,6 +242,18 @@ def test_several_policies_are_for_bench_alone() -> None:
     assert options.policies() == [PolicyRequest("random", {"seed": "3"}), PolicyRequest("fiddler")]
     assert options.config().policy == "random"
     assert parse("serve --policy random,fiddler".split()).config().policy == "random,fiddler"  # refused later
+
+
+def test_an_option_without_a_name_is_for_every_policy() -> None:
+    options = parse("bench --policy dali,adapmoe --set prediction=next-gate --set dali.window=8".split())
+    assert options.policies() == [
+        PolicyRequest("dali", {"prediction": "next-gate", "window": "8"}),
+        PolicyRequest("adapmoe", {"prediction": "next-gate"}),
+    ]
+    options = parse("serve --policy dali --set prediction=none --set dali.prediction=residual".split())
+    assert options.config().policy_options == {"prediction": "residual"}
+    with pytest.raises(WrongUsage, match="--policy as well"):
+        parse(["serve", "--set", "prediction=none"]).policies()
 
 
 def test_a_seed_may_go_to_a_running_engine_with_its_request() -> None:

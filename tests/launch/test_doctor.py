@@ -31,6 +31,7 @@ TOPICS = {
     "gpu",
     "speed",
     "engine",
+    "costs",
 }
 
 

@@ -153,6 +153,8 @@ def _commands(terminal: Terminal, file: Path) -> None:
     terminal.line("/reset")
     terminal.line("/retry")
     terminal.until("^nothing has been asked yet$")
+    terminal.line("/why")
+    terminal.until("^there is no answer to explain yet")
     terminal.line(f"/load {file}")
     terminal.until(r"^loaded 1 question from\s")
     terminal.line("/retry")
@@ -165,6 +167,9 @@ def _commands(terminal: Terminal, file: Path) -> None:
     terminal.until("context is 256")
     terminal.line("/stats")
     terminal.until("^expert tiles .*\n(?s:.+)\n\n>$")
+    terminal.line("/why")
+    why = terminal.until(r"^A token took (?s:.+)^slowest (?s:.+)^fidelity: exact\n\n.+\n(?s:.*)\n>$")
+    assert re.search(r"^layer [01] +[\d.]+ [mµ]s ", why, re.MULTILINE)
     for wrong, answer in {
         "/polcy": r"there is no command /polcy; did you mean /policy\?",
         "/policy nothing": "unknown policy 'nothing'",

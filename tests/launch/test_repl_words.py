@@ -165,10 +165,13 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     [
         ("/", {"help", "policy ", "quit"}, set()),
         ("/s", {"set ", "save ", "stats", "system "}, {"help"}),
+        ("/w", {"why"}, {"stats"}),
         ("/policy ", set(PRESETS), set()),
         ("/policy ra", {"random"}, {"fiddler"}),
         ("/policy random ", {"seed=", "churn="}, {"scope="}),
         ("/policy random seed=1 churn=", {"0", "1"}, set()),
+        ("/policy dali ", {"window=", "prediction="}, {"depth="}),
+        ("/policy dali prediction=", {"none", "lookahead"}, {"greedy"}),
         ("/set to", {"top_k=", "top_p="}, {"stop="}),
         ("/set top_k=1 ignore_eos=", {"on", "off"}, set()),
         ("/load {}/talk", {".json"}, set()),

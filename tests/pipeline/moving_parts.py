@@ -60,7 +60,7 @@ class Parts:
 @contextmanager
 def random_store(shape: ExpertShape, source: str) -> Iterator[Store]:
     """An f32 store of small random weights, attached; removed at the end."""
-    fingerprint = f"{os.getpid():x}{abs(hash(source)):x}"[:32].ljust(32, "0")
+    fingerprint = _fingerprint(source)
     name = store_name(fingerprint)
     builder = StoreBuilder.create(name, StoreManifest(fingerprint, shape, "f32", source))
     random = np.random.default_rng(0)
@@ -73,6 +73,17 @@ def random_store(shape: ExpertShape, source: str) -> Iterator[Store]:
             yield store
     finally:
         unlink(name)
+
+
+@contextmanager
+def attached_again(source: str) -> Iterator[Store]:
+    """The store of this source that somebody in this process made."""
+    with Store.attach(store_name(_fingerprint(source)), _fingerprint(source), writable=True) as store:
+        yield store
+
+
+def _fingerprint(source: str) -> str:
+    return f"{os.getpid():x}{abs(hash(source)):x}"[:32].ljust(32, "0")
 
 
 @contextmanager

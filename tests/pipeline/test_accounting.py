@@ -135,7 +135,7 @@ async def test_where_the_link_is_free_fiddler_moves_everything(
 
 
 def test_the_difference_of_two_snapshots_is_what_happened_between() -> None:
-    accounting = Accounting(tile_bytes=10)
+    accounting = Accounting(tile_bytes=10, layers=2)
     counters = accounting.phases["decode"]
     counters.steps, counters.fetched_tiles = 3, 4
     before = accounting.snapshot()

@@ -13,12 +13,14 @@ from pipeline.policies.view import Target
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
-def test_measured_costs(tiny_model, tmp_path) -> None:
+def test_measured_costs(tiny_model, tmp_path, monkeypatch) -> None:
     with engine_in_threads(tiny_model, tmp_path) as (engine, memory):
         memory.mover.retarget([Target(0, 1, 3), Target(1, 0, 1)])
         memory.mover.settle()
         slots = {key: list(memory.mover.cache.slots_of(*key)) for key in ((0, 1), (1, 0))}
         costs = measure_costs(engine)
+        monkeypatch.setattr("pipeline.cost_probe.BUDGET", 0.1)
+        assert min(measure_costs(engine, context=10).other) > 0  # shorter than the grid's largest chunk
         memory.mover.settle()
         assert {key: memory.mover.cache.slots_of(*key) for key in slots} == slots
         assert memory.mover.cache.residency.sum() == 4
@@ -27,7 +29,7 @@ def test_measured_costs(tiny_model, tmp_path) -> None:
         with pytest.raises(PolicyError, match="--expert-cache"):
             measure_costs(without)
     assert costs.rows == ROWS
-    numbers = np.array([*costs.host, *costs.device, costs.link, costs.round_trip])
+    numbers = np.array([*costs.host, *costs.device, *costs.other, costs.link, costs.round_trip])
     assert np.isfinite(numbers).all()
     assert (numbers > 0).all()
     assert (numbers < 10).all()

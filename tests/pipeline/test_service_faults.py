@@ -80,7 +80,7 @@ POLICIES = {
     "unknown": (SetPolicy(0, "on-demnd"), "did you mean on-demand"),
     "far": (SetPolicy(0, "?"), "there are all-host"),
     "option": (SetPolicy(0, "on-demand", {"scoop": "layer"}), "did you mean scope"),
-    "no options": (SetPolicy(0, "all-host", {"x": "1"}), "it has none"),
+    "nothing near": (SetPolicy(0, "all-host", {"x": "1"}), "it has placement, gate"),
     "value": (SetPolicy(0, "on-demand", {"scope": "gobal"}), "did you mean global"),
     "not text": (SetPolicy(0, "random", {"seed": [1, {"a": "b\nc"}]}), "whole number"),
     "out of range": (SetPolicy(0, "random", {"seed": "-3"}), "seed"),

@@ -4,6 +4,8 @@ exactly the tile it says, and in the end residency is the target."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -47,17 +49,13 @@ def check_slots(parts: Parts, mover: TileMover) -> None:
 
 
 def demand(parts: Parts, mover: TileMover, layer: int, wanted: list[Missing]) -> None:
-    """Stream, and check each tile when it is yielded."""
-    order = [(item.expert, tile) for item in wanted for tile in range(item.lo, item.hi)]
-    yielded = 0
+    """Stream, and check each tile when it is yielded: an expert's come in their order."""
+    due = {item.expert: list(range(item.lo, item.hi)) for item in wanted}
     left: list[Missing] = []
     for expert, slot in mover.stream(layer, wanted, left):
-        due, tile = order[yielded]
-        assert expert == due
-        assert parts.holds(slot, layer, expert, tile)
-        yielded += 1
+        assert parts.holds(slot, layer, expert, due[expert].pop(0))
         check_slots(parts, mover)
-    assert yielded == len(order)
+    assert not any(due.values())
     assert left == []
 
 
@@ -74,9 +72,15 @@ def missing(mover: TileMover, layer: int, cuts: list[int]) -> list[Missing]:
     return [Missing(e, r, p) for e, (r, p) in enumerate(zip(residency, cuts, strict=True)) if r < p]
 
 
+@dataclass(frozen=True)
+class Predicted:
+    targets: list[Target]
+
+
 RETARGET = st.lists(
     st.builds(Target, st.integers(0, 1), st.integers(0, 2), st.integers(0, TILES)), min_size=1, max_size=6
 )
+PREDICT = st.builds(Predicted, RETARGET)
 DEMAND = st.tuples(st.integers(0, 1), st.lists(st.integers(0, TILES), min_size=3, max_size=3))
 UPDATE = st.sampled_from(["update", "update", "settle"])
 FULL = [Target(layer, expert, 3) for layer, expert in EVERY]
@@ -91,7 +95,7 @@ NONE = [Target(layer, expert, 0) for layer, expert in EVERY]
 @given(
     capacity=st.integers(0, 20),
     staging=st.integers(1, 4),
-    orders=st.lists(st.one_of(RETARGET, DEMAND, UPDATE), max_size=12),
+    orders=st.lists(st.one_of(RETARGET, PREDICT, DEMAND, UPDATE), max_size=12),
 )
 def test_any_order_of_calls(parts, capacity, staging, orders) -> None:
     mover = parts.mover(capacity, staging)
@@ -102,7 +106,14 @@ def test_any_order_of_calls(parts, capacity, staging, orders) -> None:
             case "settle":
                 settle(parts, mover)
             case tuple((layer, cuts)):
-                demand(parts, mover, layer, missing(mover, layer, cuts))
+                wanted = missing(mover, layer, cuts)
+                for expert, cut in enumerate(cuts):
+                    if cut and mover.cache.residency[layer, expert]:
+                        mover.used(layer, expert)
+                demand(parts, mover, layer, wanted)
+            case Predicted(targets):
+                with suppress(PlanError):
+                    mover.retarget(targets, predicted=True)
             case list(targets):
                 before = mover.cache.target.copy()
                 try:
@@ -112,6 +123,24 @@ def test_any_order_of_calls(parts, capacity, staging, orders) -> None:
         check_slots(parts, mover)
     settle(parts, mover)
     mover.retarget(NONE)  # nothing of this example is under way in the next
+    settle(parts, mover)
+    counted = mover.counters
+    assert counted.predicted_tiles == counted.useful_tiles + counted.wasted_tiles
+
+
+def test_what_prediction_brought_is_of_use_or_wasted(parts) -> None:
+    """Of three predicted experts one is used, one dropped, and one demanded before it was ordered."""
+    mover = parts.mover(3 * TILES, 3)
+    mover.retarget([Target(0, 0, TILES), Target(0, 1, TILES)], predicted=True)
+    settle(parts, mover)
+    mover.retarget([Target(1, 2, TILES)], predicted=True)
+    mover.used(0, 0)
+    mover.used(0, 0)
+    demand(parts, mover, 1, missing(mover, 1, [0, 0, TILES]))
+    mover.retarget([Target(0, 1, 0)])
+    counted = mover.counters
+    assert (counted.predicted_tiles, counted.useful_tiles, counted.wasted_tiles) == (2 * TILES, TILES, TILES)
+    assert counted.late_tiles == TILES
     settle(parts, mover)
 
 

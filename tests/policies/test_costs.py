@@ -40,6 +40,26 @@ def test_one_point_is_a_constant() -> None:
     assert np.allclose(costs.host_seconds([0, 1, 4, 100], 1), [0, 2, 2, 2])
 
 
+def test_a_layers_other_work() -> None:
+    """At the same row counts; none where a file does not have it."""
+    costs = Costs.from_json(GOOD | {"other": [1.0, 3.0, 9.0]})
+    assert np.allclose(costs.other_seconds([0, 2, 3, 16]), [0, 1, 2, 9])
+    assert not Costs.from_json(GOOD).other_seconds([1, 2, 99]).any()
+    assert Costs.from_json(GOOD) == Costs.from_json(GOOD | {"other": [0.0] * 3, "per": "tile"})
+
+
+@given(st.integers(1, 100), st.integers(1, 50))
+def test_costs_of_an_expert(tiles: int, rows: int) -> None:
+    """All of its tiles cost what it costs; what is not of experts stays, and so do costs of tiles."""
+    whole = Costs.from_json(GOOD | {"other": [1.0, 2.0, 3.0], "per": "expert"})
+    costs = whole.for_tiles(tiles)
+    assert np.allclose(costs.host_seconds(rows, tiles), whole.host_seconds(rows, 1))
+    assert np.allclose(costs.device_seconds(rows, tiles), whole.device_seconds(rows, 1))
+    assert np.allclose(costs.link_seconds(tiles), whole.link)
+    assert (costs.other, costs.round_trip, costs.per) == (whole.other, whole.round_trip, "tile")
+    assert costs.for_tiles(7) is costs
+
+
 @given(
     st.lists(st.floats(0, 10), min_size=2, max_size=6),
     st.lists(st.integers(1, 100), min_size=6, max_size=6, unique=True),
@@ -53,7 +73,7 @@ def test_never_negative_and_exact_on_the_grid(values: list[float], rows: list[in
 
 
 def test_round_trip(tmp_path: Path) -> None:
-    costs = Costs((1, 8), (1e-5, 3e-5), (1e-6, 2e-6), 5e-5, 1e-4)
+    costs = Costs((1, 8), (1e-5, 3e-5), (1e-6, 2e-6), 5e-5, 1e-4, (1e-4, 2e-4), "expert")
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(costs.to_json()))
     assert Costs.load(path) == costs
@@ -75,6 +95,11 @@ def test_round_trip(tmp_path: Path) -> None:
         ({"link": True}, "numbers"),
         ({"link": 10**400}, "too large"),
         ({"round_trip": None}, "numbers"),
+        ({"other": [1.0, 2.0]}, "'other' has 2 values for 3"),
+        ({"other": [1.0, 2.0, -3.0]}, "'other' holds -3.0"),
+        ({"other": "much"}, "'other' must be a list"),
+        ({"per": "layer"}, "'per' is 'layer'; it must be tile or expert"),
+        ({"per": ["tile"]}, "it must be tile or expert"),
         ({"rouns": 1}, "'rouns' is no key"),
     ],
 )
@@ -102,6 +127,16 @@ def test_no_costs_file(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(PolicyError) as caught:
         Costs.load(path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_shipped_table_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From any folder; a file of that name in it comes first."""
+    monkeypatch.chdir(tmp_path)
+    assert Costs.load(Path("daop-table-1")).per == "expert"
+    (tmp_path / "daop-table-1").write_text(json.dumps(GOOD))
+    assert Costs.load(Path("daop-table-1")) == Costs.from_json(GOOD)
+    with pytest.raises(PolicyError, match="cannot read the costs file"):
+        Costs.load(tmp_path / "elsewhere" / "daop-table-1")
 
 
 def test_unreadable(tmp_path: Path) -> None:

@@ -1,57 +1,156 @@
-"""Every preset's answers are valid on odd shapes; options and names that a person may get wrong."""
+"""Every preset's answers are valid on odd shapes; options, parts and names that a person may get wrong."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_machine import Machine, capacities, make_view, shapes
+from policy_machine import Machine, capacities, make_calibration, make_view, shapes
 
 from pipeline.errors import PolicyError
-from pipeline.policies.presets import PRESETS, make_policy
-from pipeline.policies.view import ModelShape, PolicyRequest
+from pipeline.policies.options import Real, Whole
+from pipeline.policies.presets import PARTS, PRESETS, make_policy
+from pipeline.policies.view import ModelShape, Phase, Policy, PolicyRequest
 
 VARIANTS = [
-    PolicyRequest("all-host"),
-    PolicyRequest("on-demand"),
+    *(PolicyRequest(name) for name in PRESETS),
     PolicyRequest("on-demand", {"scope": "global"}),
-    PolicyRequest("layerwise"),
-    PolicyRequest("fiddler"),
-    PolicyRequest("random"),
+    PolicyRequest("on-demand", {"placement": "random", "prediction": "lookahead", "scope": "global"}),
+    PolicyRequest("mixtral-offloading", {"prediction": "residual", "prefetch": "3"}),
+    PolicyRequest("layerwise", {"prediction": "next-gate", "replacement": "lru"}),
+    PolicyRequest("layerwise", {"replacement": "workload", "window": "1", "swaps": "3"}),
+    PolicyRequest("fiddler", {"gate": "adaptive", "replacement": "score"}),
+    PolicyRequest("dali", {"window": "1", "assignment": "beam"}),
+    PolicyRequest("dali", {"assignment": "optimum", "prediction": "none"}),
+    PolicyRequest("bandwidth-split", {"replacement": "lru", "prediction": "next-gate"}),
+    PolicyRequest("adapmoe", {"sizes": "even", "gate": "own"}),
+    PolicyRequest("adapmoe", {"placement": "first-layers", "phase": "all"}),
+    PolicyRequest("daop", {"first_layer": "1", "swap": "0", "placement": "popular"}),
+    PolicyRequest("daop", {"first_layer": "1", "early": "0"}),
+    PolicyRequest("daop", {"predict": "0"}),
     PolicyRequest("random", {"churn": "1", "seed": "7"}),
 ]
+each_variant = pytest.mark.parametrize(
+    "request_", VARIANTS, ids=lambda r: ",".join([r.name, *r.options.values()])
+)
 
 
-def test_every_preset_is_tested() -> None:
-    assert {request.name for request in VARIANTS} == set(PRESETS)
+def make(name: str, **options: str) -> Policy:
+    return make_policy(PolicyRequest(name, options), 0)
 
 
-@pytest.mark.parametrize("request_", VARIANTS, ids=lambda r: r.name + "".join(r.options.values()))
-@settings(deadline=None, max_examples=40)
+def run(machine: Machine, steps: list[int]) -> None:
+    """Steps of so many rows; prompts are those of two or more."""
+    for rows in steps:
+        phase: Phase = "prefill" if rows > 1 else "decode"
+        sequences = tuple(row % 3 for row in range(rows))
+        machine.view = replace(machine.view, phase=phase, sequences=sequences)
+        machine.step(rows)
+
+
+@each_variant
+@settings(deadline=None, max_examples=15)
 @given(data=st.data())
 def test_answers_keep_the_contract(request_: PolicyRequest, data: st.DataObject) -> None:
     shape = data.draw(shapes())
     capacity = data.draw(capacities(shape))
     landing = data.draw(st.sampled_from([0.0, 0.5, 1.0]))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
-    machine = Machine(make_policy(request_, 3), make_view(shape, capacity), rng, landing)
-    assert machine.policy.exact
+    view = make_view(shape, capacity)
+    view = replace(view, calibration=make_calibration(shape, rng), prefetching=data.draw(st.booleans()))
+    machine = Machine(make_policy(request_, 3), view, rng, landing)
     machine.start()
-    for rows in (1, 2, 40, 1, 3):
-        machine.step(rows)
+    run(machine, [1, 2, 40, 1, 1, 3, 1])
+    machine.view = replace(machine.view, prefetching=not machine.view.prefetching)
+    run(machine, [1, 1])
     assert all("\n" not in note for note in machine.policy.notes(machine.view))
 
 
-@pytest.mark.parametrize("request_", VARIANTS, ids=lambda r: r.name + "".join(r.options.values()))
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_any_parts_together(data: st.DataObject) -> None:
+    """Whatever parts are exchanged: they keep the contract, or are refused."""
+    name = data.draw(st.sampled_from([name for name, preset in PRESETS.items() if preset.parts]))
+    options = {role: data.draw(st.sampled_from(list(parts))) for role, parts in PARTS.items()}
+    try:
+        policy = make(name, **options)
+    except PolicyError:
+        return  # for the reasons that `test_wrong_requests` has
+    shape = data.draw(shapes())
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    view = replace(make_view(shape, data.draw(capacities(shape))), calibration=make_calibration(shape, rng))
+    machine = Machine(policy, view, rng, landing=0.7)
+    machine.start()
+    run(machine, [1, 9, 1, 1])
+
+
+@settings(deadline=None, max_examples=10)
+@given(data=st.data())
+def test_a_step_that_broke_off_leaves_no_harm(data: st.DataObject) -> None:
+    """Where the workers could not compute a layer, neither `after` nor the later layers are asked."""
+    shape = data.draw(shapes())
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    view = replace(make_view(shape, data.draw(capacities(shape))), calibration=make_calibration(shape, rng))
+    for name in PRESETS:
+        machine = Machine(make(name), replace(view, sequences=(0,)), rng)
+        machine.start()
+        for _ in range(6):
+            policy, logits = machine.policy, machine.logits(1)
+            at = int(rng.integers(shape.layers))
+            for layer in range(at):
+                machine.visit(layer, logits, 1)
+            machine.ahead = None
+            routing = make_view(shape, 0).router(logits)  # type: ignore[misc]
+            machine.apply(policy.plan(at, routing, machine.view).targets)
+            machine.view = replace(machine.view, step=machine.view.step + 1)
+        run(machine, [1, 5, 1])
+
+
+@each_variant
 def test_512_experts_in_94_layers(request_: PolicyRequest) -> None:
     shape = ModelShape(layers=94, experts=512, tiles=4, top_k=10)
-    machine = Machine(make_policy(request_, 0), make_view(shape, 50_001), np.random.default_rng(0))
+    rng = np.random.default_rng(0)
+    view = replace(make_view(shape, 50_001), calibration=make_calibration(shape, rng))
+    if request_.name == "adapmoe":  # whose sizes are found once, in a time of their own
+        request_ = PolicyRequest("adapmoe", request_.options | {"sizes": "even"})
+    machine = Machine(make_policy(request_, 0), view, rng)
     machine.start()
-    machine.step(2)
+    run(machine, [2, 1])
+
+
+@pytest.mark.parametrize("name", ["mixtral-offloading", "hybrimoe", "dali", "adapmoe"])
+def test_predictions_are_fetched_until_they_are_to_rest(name: str) -> None:
+    shape = ModelShape(layers=6, experts=16, tiles=2, top_k=2)
+    rng = np.random.default_rng(1)
+    view = replace(make_view(shape, 80), calibration=make_calibration(shape, rng))
+    machine = Machine(make(name), view, rng)
+    machine.start()
+    run(machine, [1, 1, 1])
+    seen = machine.predicted
+    assert seen > 3
+    machine.view = replace(machine.view, prefetching=False)
+    assert machine.policy.probes(0, machine.view) == ()
+    run(machine, [1, 1, 1])
+    assert machine.predicted == seen
+
+
+def test_what_was_predicted_in_vain_is_let_go() -> None:
+    """The reserve is empty once every layer has been computed, and the cache keeps its size."""
+    shape = ModelShape(layers=4, experts=16, tiles=2, top_k=2)
+    rng = np.random.default_rng(1)
+    machine = Machine(make("mixtral-offloading"), make_view(shape, 2 * 24), rng)
+    machine.start()
+    run(machine, [1] * 60)
+    assert machine.view.target.sum() == 2 * (24 - 2)  # of 24 experts 2 are the reserve
+    full = Machine(make("on-demand"), make_view(shape, 2 * 24), rng)
+    full.start()
+    run(full, [1] * 60)
+    assert full.view.target.sum() == 2 * 24
 
 
 def test_no_torch() -> None:
@@ -64,14 +163,32 @@ def test_no_torch() -> None:
     [
         ("fidler", {}, r"unknown policy 'fidler'; did you mean fiddler\? \(there are all-host, on-demand, "),
         ("x\ny", {}, r"unknown policy 'x\\ny' \(there are all-host"),
-        ("on-demand", {"scop": "layer"}, r"no option 'scop'; did you mean scope\? \(it has scope\)"),
-        ("all-host", {"scope": "layer"}, r"no option 'scope' \(it has none\)"),
+        ("on-demand", {"scop": "layer"}, r"no option 'scop'; did you mean scope\? \(it has placement, "),
+        ("all-host", {"scope": "layer"}, r"no option 'scope' \(it belongs to replacement=lru\)"),
+        ("dali", {"depth": "2"}, r"no option 'depth' \(it belongs to prediction=lookahead\)"),
         ("on-demand", {"scope": "laier"}, r"scope='laier' must be layer\|global; did you mean layer\?"),
+        ("dali", {"predction": "none"}, r"no option 'predction'; did you mean prediction"),
+        ("dali", {"prediction": "residul"}, r"prediction='residul' must be .*; did you mean residual\?"),
+        ("dali", {"window": "0"}, r"policy dali: window=0 must be in 1\.\."),
+        ("daop", {"swap": "hot"}, r"swap='hot' must be a number, 0\.\.100"),
+        ("daop", {"swap": "1_0"}, "must be a number"),
+        ("daop", {"swap": "nan"}, "must be a number"),
+        ("daop", {"swap": "-0.5"}, r"swap=-0.5 must be in 0\.\.100"),
+        ("daop", {"prediction": "none"}, r"no option 'prediction' \(it is one algorithm and has no p"),
+        ("daop", {"placement": "random"}, r"placement='random' must be calibrated\|"),
+        ("random", {"gate": "own"}, r"policy random has no option 'gate' \(it is one algorithm"),
         ("random", {"seed": "1.5"}, r"seed='1.5' must be a whole number, 0\.\."),
         ("random", {"seed": "-1"}, "must be a whole number"),
         ("random", {"seed": "9" * 20}, "must be in 0"),
         ("random", {"seed": "9" * 5000}, "must be a whole number"),
         ("random", {"churn": "yes"}, r"must be 0\|1"),
+        # parts that bring what the others cannot use
+        ("all-host", {"prediction": "next-gate"}, "prediction=next-gate is for the device, and assig"),
+        ("all-host", {"placement": "popular"}, "placement=popular is for the device, and assignment=host"),
+        ("dali", {"assignment": "host"}, "placement=random is for the device"),
+        ("layerwise", {"replacement": "lru"}, "replacement=lru keeps what is fetched; assignment=resident"),
+        ("layerwise", {"placement": "empty"}, "placement=empty is no start where assignment=resident"),
+        ("dali", {"placement": "empty"}, "replacement=workload only swaps experts, and placement=empty"),
     ],
 )
 def test_wrong_requests(name: str, options: dict[str, str], words: str) -> None:
@@ -80,14 +197,91 @@ def test_wrong_requests(name: str, options: dict[str, str], words: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("daop", {}, "policy daop needs a calibration of this model.*--set daop.placement=popular"),
+        ("dali", {}, "policy dali needs a calibration of this model.*--set dali.prediction=next-gate"),
+        ("adapmoe", {}, "--set adapmoe.gate=own --set adapmoe.sizes=even"),
+        ("adapmoe", {"sizes": "even"}, "--set adapmoe.gate=own$"),
+        ("on-demand", {"sizes": "dp"}, "--set on-demand.sizes=even$"),
+        ("fiddler", {"placement": "calibrated"}, "--set fiddler.placement=popular$"),
+    ],
+)
+def test_a_calibration_that_is_not_there(name: str, options: dict[str, str], words: str) -> None:
+    """The error offers the command and how to do without; and without is then enough."""
+    view = make_view(ModelShape(layers=2, experts=8, tiles=2, top_k=2), 16)
+    with pytest.raises(PolicyError, match=words) as caught:
+        make(name, **options).placement(view)
+    assert "launch.py calibrate --text FILE" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    offered = [word.partition(".")[2].partition("=") for word in str(caught.value).split() if "." in word]
+    without = {name: value for name, equals, value in offered if equals}
+    make(name, **(options | without)).placement(view)
+
+
+def test_what_a_calibration_has_not() -> None:
+    shape = ModelShape(layers=2, experts=8, tiles=2, top_k=2)
+    calibration = make_calibration(shape, np.random.default_rng(0))
+    calibration = replace(calibration, sensitivity=None, needed=None, threshold=None, first_gate=None)
+    view = replace(make_view(shape, 16), calibration=calibration)
+    with pytest.raises(PolicyError, match=r"a calibration with sensitivities: .* --set adapmoe\.gate=own"):
+        make("adapmoe").placement(view)
+    make("adapmoe", gate="own").placement(view)  # every token needs k experts: nothing else has to be known
+
+
+def test_without_costs() -> None:
+    view = make_view(ModelShape(layers=1, experts=2, tiles=1, top_k=1), 1, costs=None)
+    for name, preset in PRESETS.items():
+        policy = make(name)
+        if policy.needs_costs:
+            with pytest.raises(PolicyError, match=f"policy {name} plans by costs.*--costs"):
+                policy.placement(view)
+        assert preset.exact == policy.exact
+
+
+def test_what_an_option_changes_of_a_policy() -> None:
+    assert not make("adapmoe").exact
+    assert make("adapmoe", gate="own").exact
+    assert not make("daop").exact
+    assert make("daop", predict="0").exact
+    assert make("fiddler", assignment="device").needs_costs is False
+    assert make("layerwise", assignment="greedy").needs_costs
+    assert make("daop", placement="popular").needs_calibration is False
+    assert not make("all-host").uses_device
+    assert not make("on-demand").uses_host
+    assert make("on-demand", assignment="cheaper").uses_host
+    assert make("dali", prediction="none").name == "dali"
+
+
+def test_the_engines_seed_is_the_default() -> None:
+    view = make_view(ModelShape(layers=3, experts=8, tiles=2, top_k=2), 20)
+    view = replace(view, calibration=make_calibration(view.shape, np.random.default_rng(0)))
+    three = make("dali", seed="3").placement(view)
+    assert not np.array_equal(three, make("dali", seed="8").placement(view))
+    assert np.array_equal(three, make_policy(PolicyRequest("dali"), 3).placement(view))
+
+
 def test_options_can_be_listed() -> None:
     """Each has a name, values, a default and a line of help, and its default is one of its values."""
     for preset in PRESETS.values():
-        assert preset.__doc__
+        assert preset.help
+        assert "\n" not in preset.help
+        names = [option.name for option in preset.options]
+        assert len(set(names)) == len(names)
         for option in preset.options:
-            assert option.name
             assert option.values
             assert option.help
             assert "\n" not in option.help
+            assert option.default is not None or isinstance(option, (Whole, Real))
             if option.default is not None:
                 make_policy(PolicyRequest(preset.name, {option.name: str(option.default)}), 0)
+
+
+def test_every_part_is_a_line_of_help() -> None:
+    for parts in PARTS.values():
+        for name, part in parts.items():
+            assert part.name == name
+            assert part.help
+            assert "\n" not in part.help
+            assert part.__doc__

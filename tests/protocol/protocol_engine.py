@@ -17,6 +17,9 @@ from protocol.client import Client
 from protocol.codec import decode, encode
 from protocol.messages import (
     VERSION,
+    Calibrate,
+    Calibrated,
+    Calibrating,
     Cancel,
     Done,
     Error,
@@ -93,8 +96,10 @@ class Engine:
                     await self.say(peer, self.welcome)
                 case _ if peer not in self.clients:
                     await self.say(peer, Error(-1, "say Hello first"))
-                case Generate() | Score():
-                    job = self.generate if isinstance(message, Generate) else self.score
+                case Generate() | Score() | Calibrate():
+                    job = {Generate: self.generate, Score: self.score, Calibrate: self.calibrate}[
+                        type(message)
+                    ]
                     self.jobs[peer, message.request] = group.create_task(job(peer, message))
                 case Cancel(request=request):
                     job = self.jobs.pop((peer, request))
@@ -132,6 +137,15 @@ class Engine:
         if ask.request in self.shares and self.shares[ask.request] <= ask.max_tokens - len(ask.resume):
             return None
         return await self.say(peer, Done(ask.request, "length", text="end"))
+
+    async def calibrate(self, peer, ask):
+        if ask.text == "refuse":
+            return await self.say(peer, Done(ask.request, "error", "too short a text", usage=True))
+        for done in range(3):
+            await self.say(peer, Calibrating(ask.request, "reading", done, 3))
+        if ask.text == "slow":
+            await asyncio.sleep(60)
+        return await self.say(peer, Calibrated(ask.request, "/a/file", {"tokens": ask.tokens}))
 
     async def score(self, peer, ask):
         if ask.text == "refuse":

@@ -10,7 +10,17 @@ from protocol_engine import BLOCK, WELCOME, both, drain, engine, engine_process,
 
 from protocol.client import Client
 from protocol.errors import EngineGone, MalformedMessage, RequestFailed
-from protocol.messages import VERSION, Cancel, ChatMessage, Generate, Hello, PolicyChanged, Sampling, Score
+from protocol.messages import (
+    VERSION,
+    Calibrate,
+    Cancel,
+    ChatMessage,
+    Generate,
+    Hello,
+    PolicyChanged,
+    Sampling,
+    Score,
+)
 
 
 async def a_bit_of_everything(endpoint):
@@ -63,6 +73,40 @@ async def test_a_request_that_waits_says_where_it_is(endpoint):
         answer.on_queued = positions.append
         assert len((await answer.result()).tokens) == 3
         assert positions == [3, 1]
+
+
+async def test_a_calibration_says_how_far_it_is(endpoint):
+    async with both(endpoint) as (server, client):
+        far = []
+        done = await client.calibrate(token_ids=[1, 2], tokens=300, on_progress=far.append)
+        assert (done.path, done.summary) == ("/a/file", {"tokens": 300})
+        assert [(f.stage, f.done, f.total) for f in far] == [("reading", i, 3) for i in range(3)]
+        assert server.ever(Calibrate) == [Calibrate(done.request, token_ids=(1, 2), tokens=300)]
+        with pytest.raises(RequestFailed, match=r"^too short a text$") as failure:
+            await client.calibrate(text="refuse")
+        assert failure.value.usage
+
+
+@pytest.mark.parametrize("closes", [False, True])
+async def test_a_calibration_that_nobody_waits_for_is_cancelled(endpoint, closes):
+    async with engine(endpoint) as server:
+        async with Client.connect(endpoint) as client:
+            begun = asyncio.Event()
+            waiting = asyncio.create_task(
+                client.calibrate(text="slow", on_progress=lambda far: begun.set())
+            )
+            await begun.wait()
+            if not closes:
+                waiting.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await waiting
+                assert (await client.stats())["received"] > 0  # its Done has come by then
+                assert client.strays == 0
+        if closes:
+            with pytest.raises(EngineGone, match="closed"):
+                await waiting
+        (asked,) = server.ever(Calibrate)
+        await until(lambda: server.ever(Cancel) == [Cancel(asked.request)])
 
 
 async def test_what_comes_after_the_end_is_counted_and_shown_to_nobody(endpoint):

@@ -15,7 +15,7 @@ from protocol_engine import BLOCK, WELCOME, both, drain, engine, until
 
 from protocol.client import Client
 from protocol.errors import EngineGone, MalformedMessage, RequestFailed, VersionMismatch
-from protocol.messages import Cancel, Generate, PolicyChanged, Score, SetPolicy, Stats
+from protocol.messages import Calibrate, Cancel, Generate, PolicyChanged, Score, SetPolicy, Stats
 
 LENGTH = 6  # tokens of an answer
 ANSWER = tuple(range(100, 100 + LENGTH))
@@ -195,6 +195,18 @@ async def test_what_kills_engine_after_engine_is_not_asked_for_again(endpoint):
         assert (await other.result()).tokens == ANSWER
         assert (await client.generate(prompt="hi", max_tokens=2).result()).tokens == (100, 101)
         assert not engines.server.ever(SetPolicy)
+
+
+async def test_a_calibration_begins_again(endpoint):
+    async with Lives(endpoint) as engines:
+        far = []
+        waiting = asyncio.create_task(engines.client.calibrate(text="slow", on_progress=far.append))
+        await until(lambda: len(far) == 3)
+        server = await engines.next()
+        await until(lambda: len(far) == 6)
+        assert [far.text for far in server.ever(Calibrate)] == ["slow"]
+        waiting.cancel()
+        await until(lambda: server.ever(Cancel))
 
 
 async def test_another_model_is_not_mixed_in(endpoint):

@@ -119,6 +119,20 @@ def test_a_configuration_may_come_in_pieces(pipe: tuple[int, int]) -> None:
         assert json.loads(line_of(child)) == config
 
 
+def test_a_child_imports_before_it_is_told_what_to_do(pipe: tuple[int, int]) -> None:
+    with started(ENTRY, pipe[0], *runs("slow_module", pipe[0])) as child:
+        assert line_of(child) == "importing\n"
+
+
+@pytest.mark.parametrize("module", ["its_module", "slow_module"])
+def test_a_child_that_was_never_told_ends_with_its_lifeline(pipe: tuple[int, int], module: str) -> None:
+    """While it imports, and once it has imported and waits."""
+    with started(ENTRY, pipe[0], *runs(module, pipe[0])) as child:
+        time.sleep(0.5)
+        os.close(pipe[1])
+        assert child.wait(LIMIT) == EXIT_PARENT_GONE
+
+
 def test_sigint_is_ignored(pipe: tuple[int, int]) -> None:
     os.write(pipe[1], pack_config({"role": "child"}))
     with started(ENTRY, pipe[0], *runs("its_module", pipe[0])) as child:

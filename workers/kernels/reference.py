@@ -21,6 +21,18 @@ from workers.kernels.unpack import dequantize, int8_steps
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
+def tile_numbers(layout: StoreLayout, tile: Tensor) -> tuple[Tensor, Tensor]:
+    """The numbers that a tile's bytes stand for, float32: gate's rows over up's [2T, H], and down's columns
+    [T, H]. tile: uint8 [tile_bytes]."""
+    channels, hidden, blocks = layout.shape.tile, layout.shape.hidden, layout.format
+    if not isinstance(blocks, BlockFormat):
+        parts = tile.view(DTYPES[blocks.name]).view(3 * channels, hidden).float()
+        return parts[: 2 * channels], parts[2 * channels :]
+    wide = 2 * blocks.matrix_bytes(channels, hidden)
+    gate_up = dequantize(blocks, tile[:wide], 2 * channels, hidden)
+    return gate_up[:, :hidden], dequantize(blocks, tile[wide:], hidden, channels).mT
+
+
 class ReferenceKernel:
     """Computes tiles whose bytes lie in a uint8 tensor, on that tensor's device."""
 

@@ -1,0 +1,194 @@
+"""What `bench` found as a picture: a row for each policy, and beside each other what it buys and costs."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from launch.checks import unfinished
+from launch.errors import OutputFailed, WrongUsage
+from launch.phase_profile import PhaseProfile
+
+if TYPE_CHECKING:
+    from launch.bench.report import Entry, Report
+
+log = logging.getLogger("tandem")
+
+KINDS = (".png", ".svg", ".pdf")
+INK, FAINT = "#333333", "#999999"
+SPEED, HITS = "#3b6ea5", "#5b9a68"
+# Why bytes were moved, from what a step waited for to what was for nothing.
+BYTES = {
+    "needed": "#c0504d",
+    "needed while on its way": "#e39b6d",
+    "ahead, used": "#5b9a68",
+    "ahead, not used": "#b9b9b9",
+    "placed in the background": "#7d9cc0",
+}
+# `predicted` is left out: it says who chose the experts, not that the result differs.
+APPROXIMATE = {"skipped": "#8c6bb1", "substituted": "#b59ad0", "stale": "#d9a441"}
+ROW = 0.42  # inches
+
+
+def check_picture(path: Path) -> None:
+    """Raises WrongUsage unless a picture can be made there."""
+    if path.suffix.lower() not in KINDS:
+        kinds = f"{', '.join(KINDS[:-1])} or {KINDS[-1]}"
+        raise WrongUsage(f"--plot {path}: a picture's name ends in {kinds}")
+    try:
+        os.close(os.open(unfinished(path), os.O_WRONLY | os.O_CREAT, 0o600))
+        unfinished(path).unlink()
+    except OSError as e:
+        raise WrongUsage(f"--plot {path}: no file can be made there: {e.strerror}") from None
+
+
+def draw(report: Report, path: Path) -> None:
+    """Write the picture, whole or not at all. Raises OutputFailed."""
+    import matplotlib  # here, because it takes a second
+
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # its first time, it tells of its fonts
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    entries, profiles = report.entries, report.profiles
+    panels: list[tuple[float, Callable[[Any], None]]] = [(1.5, lambda axes: _speeds(axes, entries))]
+    if profiles:
+        panels.append((1.0, lambda axes: _hits(axes, profiles)))
+        panels.append((1.4, lambda axes: _bytes(axes, entries, profiles)))
+    if profiles and not all(entry.exact for entry in entries):
+        panels.append((1.4, lambda axes: _fidelity(axes, entries, profiles)))
+    widths = [width for width, _ in panels]
+    size = (2.0 + 2.4 * sum(widths), 1.9 + ROW * len(entries))
+    with pyplot.style.context("default"):
+        figure, all_axes = pyplot.subplots(
+            1, len(panels), sharey=True, figsize=size, squeeze=False, gridspec_kw={"width_ratios": widths}
+        )
+        for axes, (_, panel) in zip(all_axes[0], panels, strict=True):
+            panel(axes)
+            _tidy(axes)
+        first = all_axes[0][0]
+        first.set_yticks(range(len(entries)), [_label(entry) for entry in entries])
+        first.invert_yaxis()
+        figure.suptitle(_title(report), fontsize=10, color=INK, x=0.01, ha="left")
+        figure.tight_layout(w_pad=2.0)
+        try:
+            figure.savefig(unfinished(path), format=path.suffix[1:].lower(), dpi=150)
+            unfinished(path).rename(path)
+        except OSError as e:
+            unfinished(path).unlink(missing_ok=True)
+            raise OutputFailed(f"--plot {path}: {e.strerror}") from e
+        finally:
+            pyplot.close(figure)
+    log.info(f"drawn: {path}")
+
+
+def _speeds(axes: Any, entries: Sequence[Entry]) -> None:
+    every = [entry.figures("decode_tok_s") for entry in entries]
+    middle = [median(values) for values in every]
+    spread = [
+        [m - min(values) for m, values in zip(middle, every, strict=True)],
+        [max(values) - m for m, values in zip(middle, every, strict=True)],
+    ]
+    axes.barh(range(len(entries)), middle, xerr=spread, color=SPEED, height=0.6, ecolor=INK, capsize=2)
+    for row, (value, values) in enumerate(zip(middle, every, strict=True)):
+        _write(axes, max(values), row, f"{value:.3g}")
+    axes.set_title("decode, tokens/s (bar: range)")
+    axes.margins(x=0.18)
+
+
+def _hits(axes: Any, profiles: Sequence[PhaseProfile]) -> None:
+    rates = [100 * (profile.hit_rate or 0.0) for profile in profiles]
+    axes.barh(range(len(rates)), rates, color=HITS, height=0.6)
+    for row, rate in enumerate(rates):
+        _write(axes, rate, row, f"{rate:.0f}")
+    axes.set_title("expert hits, %")
+    axes.set_xlim(0, 118)
+
+
+def _bytes(axes: Any, entries: Sequence[Entry], profiles: Sequence[PhaseProfile]) -> None:
+    rows = range(len(profiles))
+    left = [0.0] * len(profiles)
+    for kind, color in BYTES.items():
+        sizes = [_why_moved(*both)[kind] for both in zip(entries, profiles, strict=True)]
+        if any(sizes):
+            axes.barh(rows, sizes, left=left, color=color, height=0.6, label=kind)
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    for row, size in enumerate(left):
+        _write(axes, size, row, f"{size:.3g}")
+    axes.set_title("moved, MB/token")
+    axes.margins(x=0.18)
+    _legend(axes)
+
+
+def _why_moved(entry: Entry, profile: PhaseProfile) -> dict[str, float]:
+    """MB a token by the kinds of BYTES, which add up to all that was moved."""
+    moved, scale = profile.moved, 1e6 * max(profile.rows, 1)
+    late = min(moved["late"], moved["demanded"])
+    used = min(moved["useful"], moved["predicted"])
+    placed = entry.placed_bytes * max(profile.rows, 1)
+    sizes = (moved["demanded"] - late, late, used, moved["predicted"] - used, placed)
+    return {kind: size / scale for kind, size in zip(BYTES, sizes, strict=True)}
+
+
+def _fidelity(axes: Any, entries: Sequence[Entry], profiles: Sequence[PhaseProfile]) -> None:
+    rows = range(len(profiles))
+    left = [0.0] * len(profiles)
+    words: list[list[str]] = [[] for _ in entries]
+    for kind, color in APPROXIMATE.items():
+        shares = [100 * profile.fidelity[kind] for profile in profiles]
+        if any(shares):
+            axes.barh(rows, shares, left=left, color=color, height=0.6, label=kind)
+        left = [a + b for a, b in zip(left, shares, strict=True)]
+        for text, share in zip(words, shares, strict=True):
+            text += [f"{share:.1f}"] if share else []
+    for row, (entry, text) in enumerate(zip(entries, words, strict=True)):
+        shown = "exact" if entry.exact else " + ".join(text) or "0"
+        if entry.perplexity is not None:
+            shown += f"   ppl {entry.perplexity.percent:+.2f} %"
+        _write(axes, left[row], row, shown, FAINT if entry.exact else INK)
+    axes.set_title("not as the routers said, % of their weight")
+    axes.set_xlim(0, max(1.0, max(left) * 2))
+    _legend(axes)
+
+
+def _write(axes: Any, x: float, row: int, text: str, color: str = INK) -> None:
+    axes.annotate(
+        text, (x, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8, color=color
+    )
+
+
+def _tidy(axes: Any) -> None:
+    axes.title.set_fontsize(9)
+    axes.title.set_color(INK)
+    axes.tick_params(labelsize=8, colors=INK, length=0)
+    axes.grid(axis="x", color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "bottom"):
+        axes.spines[side].set_visible(False)
+    axes.spines["left"].set_color(FAINT)
+
+
+def _legend(axes: Any) -> None:
+    if axes.get_legend_handles_labels()[0]:
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.12)}
+        axes.legend(ncols=2, fontsize=7, frameon=False, handlelength=1.2, **place)
+
+
+def _label(entry: Entry) -> str:
+    options = "".join(f"\n{name}={value}" for name, value in entry.request.options.items())
+    return entry.request.name + options
+
+
+def _title(report: Report) -> str:
+    c = report.config
+    cache = "" if c.get("expert_cache") is None else f", expert cache {c['expert_cache']:.0%}"
+    lines = [
+        f"{report.model_name} on {c['device']}: experts {c['format']}{cache}",
+        f"batch {c['batch']}, {c['prompt_len']} prompt tokens, {c['gen_len']} new ones, {c['rounds']} rounds"
+        + (f"; emulated: {report.emulation}" if report.emulation else ""),
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,90 @@
+"""`launch.py calibrate`: the model reads a text once, and what policies plan with is kept in a file.
+
+With --report, figures of what was found; without a text, of what an earlier calibration found.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from launch.calibrate.figures import check_folder, draw
+from launch.calibrate.stages import stages
+from launch.calibrate.table import render
+from launch.checks import check_request, read_ids, read_text
+from launch.errors import WrongUsage
+from launch.interrupts import Interrupts
+from launch.options import Options
+from launch.output import print_json, show
+from launch.patience import patient
+from launch.runtime import cache_root
+from pipeline.assets import model_dir
+from pipeline.calibration.file import calibration_path, read
+from pipeline.calibration.summary import summary
+from pipeline.models.open import open_model
+from pipeline.policies.calibration import Calibration
+from protocol.messages import Calibrate
+
+CHARACTERS = 16  # of a text are enough for a token
+
+
+async def calibrate(options: Options, interrupts: Interrupts) -> int:
+    """Raises WrongUsage, OutputFailed, CalibrationError, RequestFailed and what `patient` raises."""
+    written = options.written
+    folder: Path | None = written.get("report")
+    if folder is not None:
+        check_folder(folder)
+    if "text" in written or "tokens" in written:
+        path, found = await _calibrate(options, interrupts)
+        # The numbers of an engine on another machine are in its answer, the arrays are not here.
+        calibration = None if options.remote is not None else read(path)[0]
+    else:
+        path, calibration, found = _earlier(options)
+    pictures = [] if folder is None or calibration is None else draw(calibration, found, folder)
+    if "json" in written:
+        print_json(found | {"path": str(path), "report": [str(picture) for picture in pictures]})
+    else:
+        show(render(path, found, calibration, pictures))
+    return 0
+
+
+async def _calibrate(options: Options, interrupts: Interrupts) -> tuple[Path, dict[str, Any]]:
+    """Where the file is, on the engine's machine, and the summary."""
+    written = options.written
+    most = written.get("calibrate_tokens", Calibrate.tokens)
+    asked, cut = _asked(written, most)
+    check_request(written.get("text") or written["tokens"], Calibrate(0, tokens=most, **asked))
+    async with patient(_with_costs(options), interrupts) as client:
+        if "text" in asked and not client.welcome.has_tokenizer:
+            raise WrongUsage("--text: this model has no tokenizer; give --tokens")
+        with stages() as show_stage:
+            done = await client.calibrate(tokens=most, on_progress=show_stage, **asked)
+    return Path(done.path), done.summary | {"cut": cut or done.summary["left_out"] > 0}
+
+
+def _with_costs(options: Options) -> Options:
+    """An engine of its own plans by costs, so that it measures them; no expert has to stay on the device for
+    that."""
+    if options.connect or "policy" in options.written:
+        return options
+    return replace(options, written={"expert_cache": 0.0} | options.written | {"policy": "fiddler"})
+
+
+def _asked(written: dict[str, Any], most: int) -> tuple[dict[str, Any], bool]:
+    """The text or its ids, and whether something that cannot matter was left out. Raises WrongUsage."""
+    if "text" in written:
+        text = read_text(written["text"])
+        return {"text": text[: CHARACTERS * most]}, len(text) > CHARACTERS * most
+    ids = read_ids(written["tokens"])
+    return {"token_ids": ids[:most]}, len(ids) > most
+
+
+def _earlier(options: Options) -> tuple[Path, Calibration, dict[str, Any]]:
+    """Raises WrongUsage where there is none, CalibrationError where it cannot be used."""
+    model = options.config().model or model_dir()
+    path = calibration_path(cache_root(), open_model(model))
+    if not path.exists():
+        raise WrongUsage(f"--report: {model} has not been calibrated here: give --text F as well")
+    calibration, about = read(path)
+    return path, calibration, summary(calibration, about)

@@ -1,0 +1,250 @@
+"""The figures people know from the papers, of one model on one machine, as PNG files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from launch.checks import unfinished
+from launch.errors import OutputFailed, WrongUsage
+from pipeline.calibration.summary import mean_accuracy
+from pipeline.policies.calibration import Calibration
+
+DPI = 150
+INK, FAINT = "#333333", "#999999"
+COLORS = {"raw": "#3b6ea5", "residual": "#c0504d", "first": "#5b9a68"}
+NAMES = {
+    "raw": "the layer's gate on the input of the layer before",
+    "residual": "the same, corrected by the mean residual (DALI)",
+    "first": "trained gate on the last layer's input of the token before (AdapMoE)",
+}
+LABELLED = 16  # ticks of an axis at most
+
+
+def check_folder(folder: Path) -> None:
+    """Make the folder. Raises WrongUsage where no file can be made in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = unfinished(folder / "probe")
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT, 0o600))
+        probe.unlink()
+    except OSError as e:
+        raise WrongUsage(f"--report {folder}: no file can be made there: {e.strerror}") from None
+
+
+def draw(calibration: Calibration, about: dict[str, Any], folder: Path) -> list[Path]:
+    """Write the figures, each whole or not at all; those of what was not measured are left out, and an older
+    one is removed. Raises OutputFailed."""
+    import matplotlib  # here, because it takes a second
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figures: dict[str, Callable[[Any], Any] | None] = {
+        "activations": lambda plot: _activations(plot, calibration),
+        "accuracy": lambda plot: _accuracy(plot, calibration, about),
+        "similarity": lambda plot: _similarity(plot, calibration),
+        "sensitivity": None
+        if calibration.sensitivity is None
+        else lambda plot: _sensitivity(plot, calibration),
+    }
+    written = []
+    for name, make in figures.items():
+        path = folder / f"{name}.png"
+        try:
+            if make is None:
+                path.unlink(missing_ok=True)
+                continue
+            with pyplot.style.context("default"):
+                figure = make(pyplot)
+                try:
+                    figure.text(0.01, 0.005, _footnote(about), fontsize=7, color=FAINT, va="bottom")
+                    figure.savefig(unfinished(path), format="png", dpi=DPI)
+                finally:
+                    pyplot.close(figure)
+            unfinished(path).rename(path)
+        except OSError as e:
+            unfinished(path).unlink(missing_ok=True)
+            raise OutputFailed(f"--report {path}: {e.strerror}") from e
+        written.append(path)
+    return written
+
+
+def _activations(plot: Any, calibration: Calibration) -> Any:
+    """DAOP's figure 3: how much each expert is used, in prefill and in decode."""
+    layers, experts = calibration.prefill_counts.shape
+    both = [_shares(calibration.prefill_counts), _shares(calibration.decode_counts)]
+    brightest = max(100 / experts, *(float(np.quantile(shares, 0.995)) for shares in both))
+    # Cells are wide enough to be told apart, and pages no wider than a screen.
+    width = min(max(0.32 * experts, 3.2), 7.0)
+    height = min(max(0.26 * layers, 2.2), 9.0)
+    figure, all_axes = plot.subplots(
+        1, 2, sharey=True, figsize=(2 * width + 1.7, height + 1.5), layout="constrained"
+    )
+    figure.get_layout_engine().set(rect=(0, 0.035, 1, 0.965))
+    for axes, shares, phase in zip(all_axes, both, ("prefill", "decode"), strict=True):
+        image = axes.imshow(
+            shares, aspect="auto", cmap="viridis", vmin=0, vmax=brightest, interpolation="nearest"
+        )
+        _title(axes, phase)
+        axes.set_xlabel("expert", fontsize=9, color=INK)
+        axes.set_xticks(_ticks(experts))
+        axes.tick_params(labelsize=8, colors=INK, length=2)
+    all_axes[0].set_ylabel("layer", fontsize=9, color=INK)
+    all_axes[0].set_yticks(_ticks(layers))
+    beyond = any(shares.max() > brightest for shares in both)
+    bar = figure.colorbar(image, ax=all_axes, pad=0.015, extend="max" if beyond else "neither")
+    bar.set_label("share of the layer's work, %", fontsize=9, color=INK)
+    bar.ax.tick_params(labelsize=8, colors=INK)
+    bar.ax.axhline(100 / experts, color="white", linewidth=1)
+    figure.suptitle(
+        f"Which experts are used (all alike: {100 / experts:.3g} %, the white mark)", fontsize=11, color=INK
+    )
+    return figure
+
+
+def _accuracy(plot: Any, calibration: Calibration, about: dict[str, Any]) -> Any:
+    """How many of a layer's experts were foreseen."""
+    layers, experts = calibration.prefill_counts.shape
+    figure, axes = _lines(plot, layers)
+    for name in ("raw", "residual"):
+        mean = mean_accuracy(calibration, name)
+        if mean is not None:
+            shares = 100 * calibration.accuracy[name][1:]
+            label = f"{NAMES[name]}: {mean:.1%} on average"
+            axes.plot(range(1, layers), shares, "o-", color=COLORS[name], label=label, markersize=4)
+    first = mean_accuracy(calibration, "first")
+    if first is not None:
+        label = f"{NAMES['first']}: {first:.1%}"
+        axes.plot([0], [100 * first], "D", color=COLORS["first"], label=label, markersize=6)
+    used = about.get("experts_of_a_token")
+    if isinstance(used, int):
+        chance = 100 * used / experts
+        axes.axhline(chance, color=FAINT, linewidth=1, linestyle=":", label=f"by chance: {chance:.0f} %")
+    axes.set_ylim(0, 102)
+    axes.set_ylabel("experts foreseen, %", fontsize=9, color=INK)
+    _title(axes, "Prediction of a layer's experts, on text that nothing was learnt from")
+    _legend(axes)
+    return figure
+
+
+def _similarity(plot: Any, calibration: Calibration) -> Any:
+    """DAOP's equation 1 by layer."""
+    layers = len(calibration.similarity)
+    figure, axes = _lines(plot, layers)
+    mean = float(calibration.similarity.mean())
+    style = {"color": COLORS["raw"], "markersize": 4}
+    axes.plot(range(layers), calibration.similarity, "o-", label="of a layer", **style)
+    axes.axhline(mean, color=FAINT, linewidth=1, linestyle="--", label=f"mean of all layers: {mean:.3f}")
+    axes.set_ylim(min(0.5, float(calibration.similarity.min()) - 0.05), 1.01)
+    axes.set_ylabel("cosine similarity", fontsize=9, color=INK)
+    _title(axes, "How alike a text's use of experts is in prefill and in decode")
+    _legend(axes)
+    return figure
+
+
+def _sensitivity(plot: Any, calibration: Calibration) -> Any:
+    """AdapMoE's sensitivities, and below them what its gate makes of them."""
+    sensitivity, needed = calibration.sensitivity, calibration.needed
+    assert sensitivity is not None
+    layers = len(sensitivity)
+    rows = 1 if needed is None else 2
+    figure, all_axes = plot.subplots(
+        rows,
+        1,
+        sharex=True,
+        squeeze=False,
+        figsize=(_width(layers), 3.1 * rows + 0.5),
+        layout="constrained",
+    )
+    figure.get_layout_engine().set(rect=(0, 0.035, 1, 0.965))
+    axes = all_axes[0, 0]
+    shown = np.where(sensitivity > 0, sensitivity, np.nan)  # what is 0 has no place on a log scale
+    axes.plot(range(layers), shown, "o-", color=COLORS["raw"], markersize=4)
+    axes.set_yscale("log")
+    axes.set_ylabel("mean squared gradient, summed", fontsize=9, color=INK)
+    _title(axes, "How much the loss feels what a layer's experts add")
+    if needed is not None:
+        _needed(all_axes[1, 0], needed, calibration.threshold)
+    for axes in all_axes[:, 0]:
+        _tidy(axes)
+    all_axes[-1, 0].set_xlabel("layer", fontsize=9, color=INK)
+    all_axes[-1, 0].set_xticks(_ticks(layers))
+    all_axes[-1, 0].set_xlim(-0.6, layers - 0.4)
+    return figure
+
+
+def _needed(axes: Any, needed: NDArray[np.float32], threshold: float | None) -> None:
+    """Shares of the tokens by how many experts they use, one on the other."""
+    layers, most = needed.shape[0], needed.shape[1] - 1
+    below = np.zeros(layers)
+    from matplotlib import colormaps
+
+    for count in range(1, most + 1):
+        shares = 100 * needed[:, count]
+        if not shares.any():
+            continue
+        color = colormaps["viridis"]((most - count) / max(most - 1, 1) * 0.85)
+        label = f"{count} expert" + "s" * (count > 1)
+        axes.bar(range(layers), shares, bottom=below, width=0.75, color=color, label=label)
+        below += shares
+    axes.set_ylim(0, 100)
+    axes.set_ylabel("tokens of decode, %", fontsize=9, color=INK)
+    _title(axes, f"Experts a token uses under AdapMoE's gate, threshold {threshold or 0:.2g}")
+    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True)
+
+
+def _shares(counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Per cent of each layer's rows."""
+    shares: NDArray[np.float64] = 100 * counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    return shares
+
+
+def _lines(plot: Any, layers: int) -> tuple[Any, Any]:
+    figure, axes = plot.subplots(figsize=(_width(layers), 4.8), layout="constrained")
+    figure.get_layout_engine().set(rect=(0, 0.035, 1, 0.965))
+    axes.set_xticks(_ticks(layers))
+    axes.set_xlim(-0.5, layers - 0.5)
+    axes.set_xlabel("layer", fontsize=9, color=INK)
+    _tidy(axes)
+    return figure, axes
+
+
+def _width(layers: int) -> float:
+    return min(max(6.4, 0.22 * layers + 2), 12.0)
+
+
+def _ticks(count: int) -> range:
+    """0 and on in steps of 1, 2, 4 ..., so that the numbers can be read."""
+    step = 1
+    while count > LABELLED * step:
+        step *= 2
+    return range(0, count, step)
+
+
+def _tidy(axes: Any) -> None:
+    axes.tick_params(which="both", labelsize=8, colors=INK, length=2)
+    axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(FAINT)
+
+
+def _title(axes: Any, text: str) -> None:
+    axes.set_title(text, fontsize=10, color=INK, loc="left")
+
+
+def _legend(axes: Any) -> None:
+    axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(-0.01, -0.13))
+
+
+def _footnote(about: dict[str, Any]) -> str:
+    model, tokens, when = (about.get(key, "?") for key in ("model", "tokens", "when"))
+    return f"{model}, {tokens} tokens of text, {when[:10]}"

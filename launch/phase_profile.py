@@ -1,0 +1,144 @@
+"""What the counters of a phase say to a person: where its time went and what it waited for, what was moved
+and why, how often an expert was where it was needed, and what an approximation left out.
+
+The counters are those of `pipeline/accounting.py`: of a request (Done's stats), or of everything since the
+engine began. Shares are of the time of the phase's steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from pipeline.accounting import fidelity
+
+# What a step spends its time on, and the parts of accounting that it is made of.
+CAUSES: dict[str, tuple[str, ...]] = {
+    "workers": ("wait",),  # waiting for the host's share
+    "link": ("link",),  # waiting for tiles that are being moved
+    "device": ("device", "shared"),  # computing experts on the device
+    "attention": ("attention", "read"),  # an asynchronous device computes it until it is read
+    "planning": ("plan",),
+    "messages": ("submit", "combine"),
+    "head": ("head",),
+}
+COMPUTING = ("device", "attention", "head")  # causes that are the device at work
+
+Tree = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """What one layer with experts took in a step, seconds on average, and by cause."""
+
+    layer: int
+    seconds: float
+    causes: dict[str, float]
+
+
+@dataclass(frozen=True)
+class PhaseProfile:
+    """`tree`: the counters of a phase. `tile_bytes`: bytes of a tile."""
+
+    tree: Tree
+    tile_bytes: int
+
+    @property
+    def steps(self) -> int:
+        return int(self.tree["steps"])
+
+    @property
+    def rows(self) -> int:
+        """Tokens computed."""
+        return int(self.tree["rows"])
+
+    @property
+    def tiles(self) -> int:
+        """Tiles computed, wherever; those of an expert that several rows use count once."""
+        return int(self.tree["host_tiles"] + self.tree["resident_tiles"] + self.tree["fetched_tiles"])
+
+    @property
+    def seconds(self) -> float:
+        """Of all steps."""
+        return float(sum(self.tree["seconds"].values()))
+
+    @property
+    def causes(self) -> dict[str, float]:
+        """Seconds by cause, in the order of CAUSES."""
+        return _by_cause(self.tree["seconds"])
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Shares of the time by cause."""
+        whole = self.seconds
+        return {cause: spent / whole if whole else 0.0 for cause, spent in self.causes.items()}
+
+    @property
+    def host_busy(self) -> float:
+        """Share of the time in which the workers computed: the busiest of each layer."""
+        return float(self.tree["host_busy_s"]) / self.seconds if self.seconds else 0.0
+
+    @property
+    def device_busy(self) -> float:
+        """Share of the time in which the device computed, as far as the host sees it."""
+        return sum(self.shares[cause] for cause in COMPUTING)
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the needed experts that lay on the device as a whole when their layer was planned; None
+        where none was needed."""
+        layers = self.tree["layers"]
+        active = sum(layers["active"])
+        return sum(layers["hits"]) / active if active else None
+
+    @property
+    def hit_rates(self) -> list[float | None]:
+        """The same for each layer."""
+        layers = self.tree["layers"]
+        pairs = zip(layers["hits"], layers["active"], strict=True)
+        return [hits / active if active else None for hits, active in pairs]
+
+    @property
+    def moved(self) -> dict[str, int]:
+        """Bytes that went to the device by kind: `demanded` by a step that needed them; `predicted`, and of
+        those the `useful` and the `wasted` (dropped unused) ones. `late`: demanded while they were already on
+        their way because they had been predicted."""
+        counts = {kind: int(self.tree[f"{kind}_tiles"]) for kind in ("predicted", "useful", "late", "wasted")}
+        sizes = {kind: count * self.tile_bytes for kind, count in counts.items()}
+        return {"demanded": int(self.tree["fetched_bytes"])} | sizes
+
+    @property
+    def fidelity(self) -> dict[str, float]:
+        """Shares of the routed weight that was skipped, substituted, stale, predicted."""
+        shares = fidelity(False, {"": dict(self.tree)})
+        return {kind: float(share) for kind, share in shares.items() if kind != "exact"}
+
+    @property
+    def layers(self) -> list[LayerTime]:
+        """Each layer's time of a step, the slowest first."""
+        by_part = self.tree["layers"]["seconds"]
+        steps = max(self.steps, 1)
+        found = []
+        for layer in range(len(self.tree["layers"]["active"])):
+            spent = _by_cause({part: values[layer] / steps for part, values in by_part.items()})
+            found.append(LayerTime(layer, sum(spent.values()), spent))
+        return sorted(found, key=lambda layer: -layer.seconds)
+
+
+def added(trees: Iterable[Tree]) -> Tree:
+    """The counters of several runs together; at least one."""
+    return reduce(_plus, trees)
+
+
+def _plus(a: Any, b: Any) -> Any:
+    if isinstance(a, Mapping):
+        return {key: _plus(value, b[key]) for key, value in a.items()}
+    if isinstance(a, list):
+        return [_plus(x, y) for x, y in zip(a, b, strict=True)]
+    return a + b
+
+
+def _by_cause(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {cause: float(sum(seconds[part] for part in parts)) for cause, parts in CAUSES.items()}

@@ -1,0 +1,1 @@
+"""Finding out about a model what policies plan with: routing, sensitivities, gates."""

@@ -1,0 +1,207 @@
+"""Looks on while the engine reads a calibration's text, and counts.
+
+A `Learner` sees the training windows, a `Checker` the validation windows, once it is known what the learner
+has learnt. Neither keeps an array of the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.observing import Seen
+from pipeline.policies.view import FloatArray, IntArray, ModelShape, Phase, Routing
+
+Counts = NDArray[np.int64]
+Router = Callable[[FloatArray], Routing]
+Predictor = Literal["raw", "residual", "first"]
+
+
+class Activations:
+    """Rows that each expert of each layer was given, by phase, and how alike the two phases are. Every
+    sequence is a text of its own."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        self._shape = shape
+        self._counts: dict[int, dict[Phase, Counts]] = {}  # by sequence
+        self._phase: Phase = "prefill"
+        self._runs: list[tuple[int, slice]] = []  # the step's sequences, and which of its rows are theirs
+
+    def probes(self, layer: int) -> tuple[int, ...]:
+        """None."""
+        return ()
+
+    def begin(self, phase: Phase, sequences: tuple[int, ...]) -> None:
+        self._phase = phase
+        self._runs = list(_runs(sequences))
+
+    def layer(self, seen: Seen) -> None:
+        routing, shape = seen.gated.routing, self._shape
+        for sequence, rows in self._runs:
+            counts = self._counts.setdefault(sequence, _both(shape))
+            its = Routing(routing.experts[rows], routing.weights[rows])
+            counts[self._phase][seen.layer] += its.workload(shape.experts)
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+    def counts(self, phase: Phase) -> Counts:
+        """[L, E], all sequences together."""
+        total = _both(self._shape)[phase]
+        for counts in self._counts.values():
+            total += counts[phase]
+        return total
+
+    def similarities(self) -> NDArray[np.float64]:
+        """[sequences, L]: the cosine of a sequence's counts in prefill and in decode (DAOP, equation 1)."""
+        prefill, decode = (
+            np.array([counts[phase] for counts in self._counts.values()], np.float64)
+            for phase in ("prefill", "decode")
+        )
+        lengths = np.linalg.norm(prefill, axis=2) * np.linalg.norm(decode, axis=2)
+        cosines: NDArray[np.float64] = (prefill * decode).sum(axis=2) / np.maximum(lengths, 1e-30)
+        return cosines
+
+
+class Learner(Activations):
+    """And what predictors are made of: the mean of every layer's x (DALI, equation 11, is the difference of
+    two of them), and pairs of a token's last x and the next token's first logits (AdapMoE, equation 9)."""
+
+    def __init__(self, shape: ModelShape, hidden: int, every: int) -> None:
+        """`every`: of so many pairs one is kept."""
+        super().__init__(shape)
+        self._sums = np.zeros((shape.layers, hidden))
+        self._rows = 0
+        self._every = every
+        self._first: FloatArray  # logits of the step's first layer
+        self._last: dict[int, FloatArray] = {}  # x [1, H] of a sequence's latest token in the last layer
+        self._pairs: dict[int, list[tuple[FloatArray, FloatArray]]] = {}  # by sequence
+        self._met = 0  # pairs so far, kept or not
+
+    def layer(self, seen: Seen) -> None:
+        super().layer(seen)
+        self._sums[seen.layer] += seen.x.sum(axis=0, dtype=np.float64)
+        if seen.layer == 0:
+            assert seen.signals.logits is not None
+            self._first = seen.signals.logits.copy()
+            self._rows += len(seen.x)
+        if seen.layer == self._shape.layers - 1:
+            for sequence, rows in self._runs:
+                self._pair(sequence, seen.x[rows], self._first[rows])
+
+    def _pair(self, sequence: int, x: FloatArray, logits: FloatArray) -> None:
+        if sequence in self._last:
+            x = np.concatenate((self._last[sequence], x))
+        else:
+            logits = logits[1:]  # the first token has none before it
+        self._last[sequence] = x[-1:].copy()
+        kept = slice(-self._met % self._every, None, self._every)
+        self._met += len(logits)
+        self._pairs.setdefault(sequence, []).append((x[:-1][kept].copy(), logits[kept]))
+
+    def residuals(self) -> FloatArray:
+        """[L - 1, H]: the mean of x[l + 1] - x[l]."""
+        means: NDArray[np.float64] = self._sums / self._rows
+        return np.diff(means, axis=0).astype(np.float32)
+
+    def pairs(self) -> tuple[FloatArray, FloatArray]:
+        """x [N, H] of the last layer, and logits [N, E] of the first layer one token later; sequence after
+        sequence, in the order of the tokens."""
+        every = [pair for pairs in self._pairs.values() for pair in pairs]
+        x, logits = (np.concatenate(part) for part in zip(*every, strict=True))
+        return x, logits
+
+
+class Checker(Activations):
+    """And how many of each layer's experts a predictor named, of as many that it was asked for."""
+
+    def __init__(
+        self, shape: ModelShape, router: Router, residual_logits: FloatArray, first_gate: FloatArray | None
+    ) -> None:
+        """`router`: the model's own rule, from logits [R, E] to a routing; `residual_logits` [L - 1, E];
+        `first_gate` [E, H]."""
+        super().__init__(shape)
+        self.weights: list[list[FloatArray]] = [[] for _ in range(shape.layers)]  # [R, k] of decode, by layer
+        self._router, self._residual_logits, self._first_gate = router, residual_logits, first_gate
+        self._hits = {name: np.zeros(shape.layers) for name in ("raw", "residual", "first")}
+        self._asked = {name: np.zeros(shape.layers) for name in ("raw", "residual", "first")}
+        self._ahead: FloatArray  # the next layer's router on the layer's x
+        self._last: dict[int, FloatArray] = {}  # the first gate's logits [1, E] at a sequence's latest token
+        self._true_first: IntArray
+
+    def probes(self, layer: int) -> tuple[int, ...]:
+        return (layer + 1,) if layer + 1 < self._shape.layers else ()
+
+    def layer(self, seen: Seen) -> None:
+        super().layer(seen)
+        layer, routing = seen.layer, seen.gated.said
+        used = np.where(routing.weights != 0, routing.experts, -1)
+        if self._phase == "decode":
+            self.weights[layer].append(routing.weights.copy())
+        if layer == 0:
+            self._true_first = used
+        else:
+            self._check("raw", layer, self._ahead, used)
+            self._check("residual", layer, self._ahead + self._residual_logits[layer - 1], used)
+        if layer + 1 < self._shape.layers:
+            self._ahead = seen.signals.probes[layer + 1].copy()
+        elif self._first_gate is not None:
+            logits = seen.x @ self._first_gate.T
+            for sequence, rows in self._runs:
+                self._check_first(sequence, logits[rows], self._true_first[rows])
+
+    def accuracy(self) -> dict[str, FloatArray]:
+        """By predictor, [L]; 0 where it was not asked."""
+        return {
+            name: (hits / np.maximum(self._asked[name], 1)).astype(np.float32)
+            for name, hits in self._hits.items()
+        }
+
+    def _check(self, name: Predictor, layer: int, logits: FloatArray, used: IntArray) -> None:
+        predicted = self._router(logits).experts
+        self._hits[name][layer] += np.count_nonzero((used[:, :, None] == predicted[:, None, :]).any(axis=2))
+        self._asked[name][layer] += np.count_nonzero(used >= 0)
+
+    def _check_first(self, sequence: int, logits: FloatArray, used: IntArray) -> None:
+        if sequence in self._last:
+            logits = np.concatenate((self._last[sequence], logits))
+        else:
+            used = used[1:]
+        self._last[sequence] = logits[-1:].copy()
+        if len(used):
+            self._check("first", 0, logits[:-1], used)
+
+
+class Needs(Activations):
+    """And how many experts a token of decode used in each layer, with whatever gate there was."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__(shape)
+        self._tokens = np.zeros((shape.layers, shape.top_k + 1))
+
+    def layer(self, seen: Seen) -> None:
+        if self._phase == "decode":
+            used = np.count_nonzero(seen.gated.routing.weights, axis=1)
+            self._tokens[seen.layer] += np.bincount(used, minlength=self._shape.top_k + 1)
+
+    def shares(self) -> FloatArray:
+        """[L, k + 1]: the share of the tokens that used j experts."""
+        shares: NDArray[np.float64] = self._tokens / self._tokens.sum(axis=1, keepdims=True)
+        return shares.astype(np.float32)
+
+
+def _both(shape: ModelShape) -> dict[Phase, Counts]:
+    size = shape.layers, shape.experts
+    return {"prefill": np.zeros(size, np.int64), "decode": np.zeros(size, np.int64)}
+
+
+def _runs(sequences: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
+    """The neighbouring rows that belong to one sequence."""
+    start = 0
+    for end in range(1, len(sequences) + 1):
+        if end == len(sequences) or sequences[end] != sequences[start]:
+            yield sequences[start], slice(start, end)
+            start = end

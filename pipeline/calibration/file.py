@@ -1,0 +1,201 @@
+"""A calibration on disk: `<cache folder>/<fingerprint>/calibration.safetensors`, and calibration.txt beside
+it, which says the same to a person.
+
+The tensors are the arrays of `Calibration` by their names (accuracy.raw, accuracy.residual, accuracy.first);
+one that could not be measured is absent. `__metadata__` has one entry, "tandem", a JSON object: `version`,
+`fingerprint` (of the model, as the folder is named), `threshold`, `about`, how it was found out, as
+docs/calibration.md says, and `crc32` of all of these and of the tensors. Files are 0600 in a 0700 folder, and
+one that somebody else may have written is not used. They are written under another name and renamed when
+whole.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load as load_tensors
+from safetensors.numpy import save as save_tensors
+
+from pipeline.calibration.summary import describe
+from pipeline.errors import CalibrationError
+from pipeline.models.source import ModelSource
+from pipeline.policies.calibration import Calibration
+
+NAME, READABLE = "calibration.safetensors", "calibration.txt"
+VERSION = 1
+KEY = "tandem"  # of the metadata
+PREDICTORS = ("raw", "residual", "first")
+MOST_BYTES = 1 << 28
+REMEDY = "remove it and calibrate again"
+
+Array = NDArray[Any]
+
+
+def calibration_path(cache: Path, source: ModelSource) -> Path:
+    """Where the calibration of a model is kept, if there is one, whatever format its experts are in."""
+    return cache / source.fingerprint("calibration", 0) / NAME
+
+
+def save(path: Path, calibration: Calibration, about: dict[str, Any]) -> None:
+    """Write both files, in place of older ones. `about` is JSON-like. Raises OSError; then nothing is left of
+    them."""
+    tensors = {name: np.ascontiguousarray(array) for name, array in _arrays(calibration).items()}
+    facts: dict[str, Any] = {
+        "version": VERSION,
+        "fingerprint": path.parent.name,
+        "threshold": calibration.threshold,
+        "about": about,
+    }
+    facts["crc32"] = _checksum(facts, tensors)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.parent.chmod(0o700)
+    _write(path.with_name(READABLE), describe(calibration, about).encode())
+    _write(path, save_tensors(tensors, {KEY: json.dumps(facts)}))
+
+
+def load(path: Path) -> Calibration:
+    """A calibration whose sizes fit each other. Raises CalibrationError, one line that names the file, where
+    it is missing, damaged, another model's or of another version."""
+    return read(path)[0]
+
+
+def read(path: Path) -> tuple[Calibration, dict[str, Any]]:
+    """As `load`, with what `save` was told about it."""
+    data = _bytes_of_own(path)
+    try:
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        facts = json.loads(header["__metadata__"][KEY])
+        tensors: dict[str, Array] = load_tensors(data)
+        version, fingerprint, checksum = facts["version"], facts["fingerprint"], facts.pop("crc32")
+        threshold, about = facts["threshold"], dict(facts["about"])
+    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as e:
+        raise _unusable(path, f"it is no whole calibration ({type(e).__name__})") from None
+    if version != VERSION:
+        raise _unusable(path, f"it is of version {str(version)[:20]}, this program's is {VERSION}")
+    if fingerprint != path.parent.name:
+        raise _unusable(path, "it belongs to another model")
+    if checksum != _checksum(facts, tensors):
+        raise _unusable(path, "it is damaged")
+    try:
+        return _checked(tensors, threshold), about
+    except ValueError as e:
+        raise _unusable(path, str(e)) from None
+
+
+def _checksum(facts: dict[str, Any], tensors: dict[str, Array]) -> int:
+    checksum = zlib.crc32(json.dumps(facts, sort_keys=True).encode())
+    for name, array in sorted(tensors.items()):
+        checksum = zlib.crc32(array.tobytes(), zlib.crc32(name.encode(), checksum))
+    return checksum
+
+
+def _unusable(path: Path, why: str) -> CalibrationError:
+    return CalibrationError(f"the calibration {path} cannot be used: {why}; {REMEDY}")
+
+
+def _arrays(calibration: Calibration) -> dict[str, Array]:
+    """By name in the file."""
+    every = {name: array for name, array in vars(calibration).items() if isinstance(array, np.ndarray)}
+    return every | {f"accuracy.{name}": array for name, array in calibration.accuracy.items()}
+
+
+def _bytes_of_own(path: Path) -> bytes:
+    """A regular file that nobody else may have written. Raises CalibrationError."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise _unusable(path, "it is no file")
+            if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+                raise _unusable(path, "it could be another user's work")
+            data = file.read(MOST_BYTES + 1)
+    except OSError as e:
+        raise _unusable(path, e.strerror or str(e)) from None
+    if len(data) > MOST_BYTES:
+        raise _unusable(path, f"it is larger than {MOST_BYTES >> 20} MB")
+    return data
+
+
+def _checked(tensors: dict[str, Array], threshold: object) -> Calibration:
+    """Raises ValueError with what does not fit."""
+
+    def take(name: str, shape: tuple[int, ...], dtype: str = "float32") -> Array:
+        array = tensors.pop(name, None)
+        if array is None:
+            raise ValueError(f"{name} is missing")
+        if array.dtype != dtype or array.shape != shape:
+            raise ValueError(f"{name} is {array.dtype}{list(array.shape)}, not {dtype}{list(shape)}")
+        if not np.isfinite(array).all():
+            raise ValueError(f"{name} holds what is no number")
+        array.flags.writeable = False
+        return array
+
+    def optional(name: str, *shape: int) -> Array | None:
+        return take(name, shape) if name in tensors else None
+
+    def width(name: str, otherwise: int) -> int:
+        """Of a matrix, whose own size says what is not known otherwise."""
+        return tensors[name].shape[1] if name in tensors and tensors[name].ndim == 2 else otherwise
+
+    counts = tensors.get("prefill_counts")
+    if counts is None or counts.ndim != 2 or 0 in counts.shape:
+        raise ValueError("prefill_counts is missing or no matrix")
+    layers, experts = counts.shape
+    hidden, most = width("residuals", 0), width("needed", 2)
+    result = Calibration(
+        prefill_counts=take("prefill_counts", (layers, experts), "int64"),
+        decode_counts=take("decode_counts", (layers, experts), "int64"),
+        residuals=take("residuals", (layers - 1, hidden)),
+        residual_logits=take("residual_logits", (layers - 1, experts)),
+        accuracy={name: take(f"accuracy.{name}", (layers,)) for name in PREDICTORS},
+        similarity=take("similarity", (layers,)),
+        needed=optional("needed", layers, most),
+        sensitivity=optional("sensitivity", layers),
+        threshold=_threshold(threshold),
+        first_gate=optional("first_gate", experts, hidden),
+    )
+    if tensors:
+        raise ValueError(f"it holds {min(tensors)[:40]!r}, which is nothing known")
+    if min(result.prefill_counts.min(), result.decode_counts.min()) < 0:
+        raise ValueError("it counts below 0")
+    if any((shares < 0).any() or (shares > 1).any() for shares in result.accuracy.values()):
+        raise ValueError("an accuracy is no share")
+    if result.sensitivity is not None and (result.sensitivity < 0).any():
+        raise ValueError("a sensitivity is below 0")
+    if result.needed is not None and (
+        most > experts + 1 or (result.needed < 0).any() or abs(result.needed.sum(axis=1) - 1).max() > 1e-4
+    ):
+        raise ValueError("what tokens need are no shares")
+    return result
+
+
+def _threshold(value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf:
+        return float(value)
+    raise ValueError("its threshold is no number of at least 0")
+
+
+def _write(path: Path, data: bytes) -> None:
+    """The whole file or nothing of it."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise

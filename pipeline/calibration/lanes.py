@@ -1,0 +1,68 @@
+"""Reads windows with the engine: one prompt after the other, then their answers together, a token of each a
+step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from pipeline.calibration.windows import Window
+from pipeline.engine import Engine
+from pipeline.kv_cache import KVCache, SequenceKV
+from pipeline.logits import log_softmax
+from pipeline.models.batch import Slice
+from pipeline.pieces import Piece
+
+Passed = Callable[[int], None]  # so many more tokens were read; what it raises ends the reading
+
+
+class Lanes:
+    """Windows with room in the KV cache; made by `lanes`."""
+
+    def __init__(self, engine: Engine, held: Sequence[tuple[Window, SequenceKV]], chunk: int) -> None:
+        self._engine, self._held, self._chunk = engine, held, chunk
+
+    def read_prompts(self, passed: Passed) -> None:
+        """By prefill, each at most `chunk` tokens a step."""
+        for window, kv in self._held:
+            while kv.length < window.prefill:
+                tokens = window.tokens[kv.length : min(kv.length + self._chunk, window.prefill)]
+                self._engine.step([Piece(Slice(kv, tokens), "none")], "prefill")
+                passed(len(tokens))
+
+    def read_answers(self, passed: Passed) -> None:
+        """By decode, from the prompts' ends, also where they have been read before."""
+        for _ in self._answers(passed, scored=False):
+            pass
+
+    def loss(self, passed: Passed) -> float:
+        """As `read_answers`; returns the mean negative log-probability of the answers' tokens, in nats, each
+        predicted from an answer's token before it."""
+        losses = list(self._answers(passed, scored=True))
+        return sum(losses) / len(losses)
+
+    def _answers(self, passed: Passed, scored: bool) -> Iterator[float]:
+        for window, kv in self._held:
+            kv.truncate(window.prefill)
+        while live := [(window, kv) for window, kv in self._held if kv.length < len(window.tokens)]:
+            slices = [Slice(kv, [window.tokens[kv.length]]) for window, kv in live]
+            rows = self._engine.step([Piece(s, "last" if scored else "none") for s in slices], "decode")
+            if scored:
+                for (window, kv), logits in zip(live, rows, strict=True):
+                    if kv.length < len(window.tokens):
+                        yield -float(log_softmax(logits)[0, window.tokens[kv.length]])
+            passed(len(live))
+
+
+@contextmanager
+def lanes(engine: Engine, kv: KVCache, windows: Sequence[Window], chunk: int) -> Iterator[Lanes]:
+    """For the length of the block. Raises RequestError where the KV cache has no room."""
+    held: list[tuple[Window, SequenceKV]] = []
+    try:
+        for window in windows:
+            held.append((window, kv.allocate(len(window.tokens))))
+            held[-1][1].serve(len(window.tokens))
+        yield Lanes(engine, held, chunk)
+    finally:
+        for _, sequence in held:
+            kv.release(sequence)

@@ -1,0 +1,202 @@
+"""AdapMoE's sensitivities (section 4.2): how much the loss feels what a layer's experts add.
+
+    s_l = sum of diag(F) = mean over tokens of sum_H (dL / dy_l)^2        (equations 6 and 7)
+
+y_l is the output of layer l's MoE block at a token, L the SUM of the negative log-likelihoods of the window's
+tokens. A mean over them would divide each token's gradient by the length of its window, and s_l, and with
+that the threshold, by its square. As h = h + y, the gradient at y_l is the one at the hidden states behind
+layer l.
+
+The gradients are those of the real model, of a model too large for the device as well. Forward, without a
+graph, only the hidden states before each layer are kept, on the host. Then, from the last layer to the first,
+one layer is computed again with its graph, and a vector-Jacobian product takes the gradient through it:
+through attention, norms, shared experts and the routing weights; which experts are chosen is constant. Routed
+experts come from the store, one tile at a time, as the float32 numbers that its bytes stand for: their
+graphs are cut out of the layer's, so that they are never all there at once. Activations are not rounded, as
+the kernels of quantized formats round them: rounding has no gradient.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from pipeline.device.base import Device
+from pipeline.errors import UsageError
+from pipeline.kv_cache import UnkeptKV
+from pipeline.models.backbone import Backbone
+from pipeline.models.batch import Batch, Slice
+from pipeline.policies.view import Routing
+from shm.store import Store
+from workers.kernels.reference import tile_numbers
+
+ROWS = 512  # tokens computed together, in whole windows: the more, the less often an expert is read
+HEAD_ROWS = 64  # of them that have logits at a time
+LEAST = 3  # tokens of a window: the last is predicted only, and single ones are computed by other code
+
+Progress = Callable[[int, int], None]  # passes through a layer that are done, and of how many
+
+
+def sensitivities(
+    backbone: Backbone,
+    device: Device,
+    store: Store,
+    windows: Sequence[Sequence[int]],
+    progress: Progress,
+) -> NDArray[np.float32]:
+    """s [L] of these windows of tokens, each of 3 tokens or more and within the backbone's context, computed
+    apart. The mean is over the tokens that have a next one. What `progress` raises ends it. Raises UsageError
+    where the backbone cannot be differentiated, one line with what to do; ValueError for no windows or too
+    short ones. Not within torch's inference mode."""
+    if not backbone.differentiable:
+        raise UsageError(
+            "sensitivities need gradients, which do not go through a quantized backbone: "
+            "use --backbone-dtype bf16 or f32"
+        )
+    if not windows or min(len(w) for w in windows) < LEAST:
+        raise ValueError(f"sensitivities need windows of at least {LEAST} tokens")
+    model = _Model(backbone, device, store)
+    squares = np.zeros(model.layers)
+    groups = list(_groups(windows))
+    total = len(groups) * (2 * model.layers - 1)
+    passes = itertools.count(1)
+    for group in groups:
+        batch = model.batch([w[:-1] for w in group])
+        h, inputs = backbone.embed(batch), []
+        for layer in range(model.layers):
+            inputs.append(h.cpu())
+            h = model.forward(layer, h, batch)
+            progress(next(passes), total)
+        gradient = model.loss_gradient(h, batch, [token for w in group for token in w[1:]])
+        for layer in reversed(range(model.layers)):
+            squares[layer] += gradient.square().sum(dtype=torch.float64).item()
+            if layer > 0:  # nobody asks for the embeddings' gradient
+                gradient = model.backward(layer, inputs.pop(), gradient, batch)
+                progress(next(passes), total)
+    return (squares / sum(len(w) - 1 for w in windows)).astype(np.float32)
+
+
+def _groups(windows: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+    """The windows, as many neighbours together as ROWS has room for."""
+    group: list[Sequence[int]] = []
+    for window in windows:
+        if group and sum(len(w) for w in group) + len(window) > ROWS:
+            yield group
+            group = []
+        group.append(window)
+    yield group
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A model one layer with experts at a time; dense layers belong to the one that they come before. Hidden
+    states and gradients are float32 [R, H] on the device."""
+
+    backbone: Backbone
+    device: Device
+    store: Store
+
+    @property
+    def layers(self) -> int:
+        return self.store.layout.shape.layers
+
+    def batch(self, windows: Sequence[Sequence[int]]) -> Batch:
+        """The windows as sequences of one step."""
+        shape, switch = self.store.layout.shape, self.backbone.spec.rope.switch
+        batch = self.backbone.batch([Slice(UnkeptKV(len(w), switch), w) for w in windows])
+        in_tile = batch.rows * 2 * shape.tile * shape.hidden
+        self.device.prepare(max(self.backbone.largest_product(batch.rows), in_tile))
+        return batch
+
+    @torch.no_grad()  # not inference mode, whose tensors may not become part of a graph
+    def forward(self, layer: int, h: Tensor, batch: Batch) -> Tensor:
+        """The hidden states behind a layer, from those before it."""
+        h = self.backbone.attention(layer, h, batch)
+        x = self.backbone.moe_input(layer, h)
+        shared = self.backbone.shared_experts(layer, x)
+        routing = self._routing(self.backbone.router(layer, x))
+        h = h if shared is None else h + shared
+        for expert, rows, places in _used(routing):
+            weights = torch.from_numpy(routing.weights[rows, places]).to(x.device)
+            at = torch.from_numpy(rows).to(x.device)
+            for tile in self._tiles(layer, expert):
+                h.index_add_(0, at, _through(tile, x[at]) * weights[:, None])
+        return h
+
+    def loss_gradient(self, h: Tensor, batch: Batch, targets: Sequence[int]) -> Tensor:
+        """The loss's gradient at the hidden states behind the last layer with experts."""
+        h = h.detach().requires_grad_()
+        behind = self.backbone.finish(h, batch)
+        wanted = torch.tensor(targets, device=h.device)
+        parts: list[Tensor] = []
+        for lo in range(0, batch.rows, HEAD_ROWS):
+            rows = behind[lo : lo + HEAD_ROWS].detach().requires_grad_()
+            logits = self.backbone.head(rows)
+            loss = functional.cross_entropy(logits, wanted[lo : lo + HEAD_ROWS], reduction="sum")
+            parts += torch.autograd.grad(loss, rows)
+        return torch.autograd.grad(behind, h, torch.cat(parts))[0]
+
+    def backward(self, layer: int, h: Tensor, gradient: Tensor, batch: Batch) -> Tensor:
+        """The loss's gradient at `h`, the hidden states before a layer, from the one behind it."""
+        h = h.to(gradient.device).detach().requires_grad_()
+        attended = self.backbone.attention(layer, h, batch)
+        x = self.backbone.moe_input(layer, attended)
+        logits = self.backbone.router(layer, x)
+        routing = self._routing(logits)
+        weights = self.backbone.spec.router.differentiable(logits, routing)
+        of_x, of_weights = self._through_experts(layer, x.detach(), routing, gradient)
+        ends = [(attended, gradient), (x, of_x), (weights, of_weights)]
+        shared = self.backbone.shared_experts(layer, x)
+        if shared is not None:
+            ends.append((shared, gradient))
+        outputs, gradients = zip(*ends, strict=True)
+        return torch.autograd.grad(outputs, h, gradients)[0]
+
+    def _through_experts(
+        self, layer: int, x: Tensor, routing: Routing, gradient: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The loss's gradient at the routed experts' input [R, H] and at their weights [R, k], from the one
+        at their weighted sum."""
+        of_x, of_weights = torch.zeros_like(x), torch.zeros(routing.weights.shape, device=x.device)
+        for expert, rows, places in _used(routing):
+            weights = torch.from_numpy(routing.weights[rows, places]).to(x.device)
+            at, place = torch.from_numpy(rows).to(x.device), torch.from_numpy(places).to(x.device)
+            inputs, of_sum = x[at].requires_grad_(), gradient[at]
+            for tile in self._tiles(layer, expert):
+                y = _through(tile, inputs)
+                (part,) = torch.autograd.grad(y, inputs, of_sum * weights[:, None])
+                of_x.index_add_(0, at, part)
+                of_weights[at, place] += (y.detach() * of_sum).sum(dim=1)
+        return of_x, of_weights
+
+    def _routing(self, logits: Tensor) -> Routing:
+        (on_host,) = self.device.to_host(logits.detach())
+        return self.backbone.spec.router(on_host)
+
+    def _tiles(self, layer: int, expert: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """An expert's tiles, one after the other: gate over up [2T, H] and down [T, H], float32."""
+        layout = self.store.layout
+        for tile in range(layout.shape.tiles):
+            data = self.store.tiles(layer, expert, tile, tile + 1).copy()  # torch wants them writable
+            yield tile_numbers(layout, torch.from_numpy(data).to(self.device.torch_device))
+
+
+def _used(routing: Routing) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
+    """Each expert that is used, with the rows that use it and which of the row's experts it is."""
+    used = routing.weights != 0
+    for expert in np.unique(routing.experts[used]).tolist():
+        yield expert, *np.nonzero(used & (routing.experts == expert))
+
+
+def _through(tile: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
+    """A tile's output for x [n, H]: [n, H]."""
+    gate_up, down = tile
+    gate, up = functional.linear(x, gate_up).chunk(2, dim=1)
+    return (functional.silu(gate) * up) @ down

@@ -1,0 +1,87 @@
+"""A calibration in few numbers and in few lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pipeline.policies.calibration import Calibration, Floats
+
+
+def summary(calibration: Calibration, about: dict[str, Any]) -> dict[str, Any]:
+    """What is told to who asked for it: `about`, and the means over layers of what was found."""
+    found: dict[str, Any] = {
+        "accuracy": {name: mean_accuracy(calibration, name) for name in ("raw", "residual", "first")},
+        "similarity": float(calibration.similarity.mean()),
+        "threshold": calibration.threshold,
+        "single_expert_share": None,
+        "experts_per_token": None,
+    }
+    if calibration.needed is not None:
+        found["single_expert_share"] = float(calibration.needed[:, 1].mean())
+        found["experts_per_token"] = float(experts_per_token(calibration.needed).mean())
+    return about | found
+
+
+def mean_accuracy(calibration: Calibration, predictor: str) -> float | None:
+    """Over the layers that the predictor has something to say of; None where there are none."""
+    if predictor == "first":
+        return None if calibration.first_gate is None else float(calibration.accuracy["first"][0])
+    predicted = calibration.accuracy[predictor][1:]
+    return float(predicted.mean()) if len(predicted) else None
+
+
+def experts_per_token(needed: Floats) -> Floats:
+    """[L] from the shares [L, k + 1]."""
+    counts = np.arange(needed.shape[1], dtype=np.float32)
+    mean: Floats = np.sum(needed * counts, axis=1, dtype=np.float32)
+    return mean
+
+
+def describe(calibration: Calibration, about: dict[str, Any]) -> str:
+    """calibration.txt: everything but the large arrays."""
+    layers, experts = calibration.prefill_counts.shape
+    lines = [f"Calibration of {about.get('model', 'a model')}", ""]
+    lines += [f"{name}: {_plain(value)}" for name, value in summary(calibration, about).items()]
+    lines += ["", f"{layers} layers of {experts} experts", "", "  ".join(_COLUMNS)]
+    for layer in range(layers):
+        cells = _row(calibration, layer)
+        lines.append("  ".join(f"{cell:>{len(head)}}" for cell, head in zip(cells, _COLUMNS, strict=True)))
+    lines += ["", "rows by expert while prompts were read, a line for each layer"]
+    lines += [" ".join(map(str, counts)) for counts in calibration.prefill_counts.tolist()]
+    lines += ["", "rows by expert while one token at a time was, a line for each layer"]
+    lines += [" ".join(map(str, counts)) for counts in calibration.decode_counts.tolist()]
+    return "\n".join(lines) + "\n"
+
+
+_COLUMNS = ("layer", "raw %", "residual %", "similarity", "sensitivity", "experts/token")
+
+
+def _row(calibration: Calibration, layer: int) -> Sequence[str]:
+    raw, residual = (f"{100 * calibration.accuracy[name][layer]:.1f}" for name in ("raw", "residual"))
+    if layer == 0:
+        raw, residual = "", ""
+    sensitivity, needed = calibration.sensitivity, calibration.needed
+    return (
+        str(layer),
+        raw,
+        residual,
+        f"{calibration.similarity[layer]:.3f}",
+        "" if sensitivity is None else f"{sensitivity[layer]:.3g}",
+        "" if needed is None else f"{experts_per_token(needed)[layer]:.2f}",
+    )
+
+
+def _plain(value: Any) -> str:
+    match value:
+        case None:
+            return "none"
+        case float():
+            return f"{value:.4g}"
+        case dict():
+            return ", ".join(f"{name} {_plain(item)}" for name, item in value.items()) or "none"
+        case list():
+            return "; ".join(map(_plain, value)) or "none"
+    return str(value)

@@ -1,0 +1,75 @@
+"""AdapMoE's threshold T (section 4.2): the largest that keeps a validation text's loss within a bound.
+
+The gate drops a token's smallest weights as long as (their normalised sum)^2 * s_l <= T, which for two
+experts is equation 8, (1 - alpha)^2 * s_l <= T. So only finitely many T differ: those at which some token of
+the text loses another expert in some layer. The search goes by their rank, where half way is half of what can
+be dropped, and not by their size, which spans many powers of ten.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.policies.view import FloatArray
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """What was found. Losses are what `loss` gave."""
+
+    value: float  # T; 0 where no other kept the loss within the bound
+    loss: float  # at T
+    exact: float  # at 0
+    tried: tuple[tuple[float, float], ...]  # every T with its loss, in the order tried; the first is 0
+
+
+def perturbations(weights: FloatArray, sensitivity: float) -> FloatArray:
+    """The thresholds from which on a token loses another of its experts: one layer's routing weights [R, k]
+    and its s_l to float32 [R, k - 1], ascending in each row."""
+    ascending = np.sort(weights.astype(np.float64), axis=1)
+    total = ascending.sum(axis=1, keepdims=True)
+    dropped = ascending[:, :-1].cumsum(axis=1) / np.where(total > 0, total, 1)
+    squares: FloatArray = (dropped**2 * sensitivity).astype(np.float32)
+    return squares
+
+
+def largest_threshold(
+    candidates: FloatArray, loss: Callable[[float], float], bound: float = 0.005, evaluations: int = 8
+) -> Threshold:
+    """The largest T of the candidates whose loss is at most (1 + bound) times the one at 0.
+
+    `candidates`: the perturbations of the text's tokens in all layers, in any shape. `loss(T)`: the mean
+    negative log-likelihood of the text under the adaptive gate with T; it is called with 0, with the largest
+    candidate, and then with the middle one of those in question, at most `evaluations` times in all, at least
+    2, so that 6 more leave 1/64 of the candidates undecided.
+
+    A loss need not grow with T. What is returned was tried and kept the bound, and is below everything that
+    was tried and did not: a larger one that happens to keep it as well is not looked for, except the largest.
+    A loss that is no number does not keep it. Raises ValueError for candidates that are none, negative or no
+    numbers, and where the loss at 0 is no number."""
+    ranked = np.sort(np.asarray(candidates, np.float64), axis=None)
+    if not len(ranked) or not np.isfinite(ranked).all() or ranked[0] < 0:
+        raise ValueError("a threshold is found among one or more finite numbers from 0 on")
+    exact = loss(0.0)
+    if not math.isfinite(exact):
+        raise ValueError(f"the loss without a gate is {exact}")
+    most = exact + bound * abs(exact)
+    tried = [(0.0, exact)]
+    best = tried[0]
+    kept = int(np.searchsorted(ranked, 0.0, side="right"))  # candidates up to the best T: they are in
+    broken = len(ranked)  # from this one on they are out, or nobody knows
+    rank = broken - 1
+    while kept < broken and len(tried) < max(evaluations, 2):
+        value = float(ranked[rank])
+        tried.append((value, loss(value)))
+        if tried[-1][1] <= most:
+            best = tried[-1]
+            kept = int(np.searchsorted(ranked, value, side="right"))
+        else:
+            broken = int(np.searchsorted(ranked, value, side="left"))
+        rank = (kept + broken) // 2
+    return Threshold(best[0], best[1], exact, tuple(tried))

@@ -1,0 +1,153 @@
+"""Costs that were measured here before, so that a start need not measure them again:
+`<cache folder>/costs/<store>-<setting>.json`, one file for each model, machine and way to run the two.
+
+A file says in words what it was measured with, and is readable by its owner alone. It is written whole or not
+at all; one that is damaged, of another version or possibly another user's work is removed, and its costs are
+measured anew, as they are for anybody who deletes it. Nothing here imports torch, or fails a start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import PolicyError
+from pipeline.policies.costs import MAX_FILE_BYTES, Costs
+from shm.kernel_files import contents, parse_cpuinfo
+
+FOLDER = "costs"
+VERSION = 1  # of the files, and of how costs are measured
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that measured costs depend on."""
+
+    cpu: str
+    cores: int  # that may be used
+    device: str
+    store: str  # fingerprint of the experts in this format and tile
+    format: str
+    backbone: str  # its dtype
+    workers: tuple[int, ...]  # threads of each
+    kernels: str
+    prefetcher: str
+    emulation: str
+
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        words = json.dumps(asdict(self), sort_keys=True)
+        return f"{self.store[:16]}-{hashlib.sha256(words.encode()).hexdigest()[:16]}.json"
+
+
+@dataclass(frozen=True)
+class Record:
+    """Costs of a tile, what they were measured with, and what a person needs to read them."""
+
+    setting: Setting
+    model: str
+    tiles: int  # of an expert
+    tile_bytes: int
+    measured: float  # seconds since the epoch
+    load: float  # the machine's load average just before
+    costs: Costs
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"version": VERSION, "costs": self.costs.to_json()}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Record:
+        """The inverse of `to_json`. Anything else raises ValueError, TypeError, KeyError or PolicyError."""
+        if data["version"] != VERSION:
+            raise ValueError("it is of another version")
+        plain = data["setting"]
+        if plain.keys() != {field.name for field in fields(Setting)}:
+            raise ValueError("it does not say what it was measured with")
+        kinds: dict[str, Callable[[Any], Any]] = {"cores": int, "workers": tuple}
+        setting = Setting(**{name: kinds.get(name, str)(value) for name, value in plain.items()})
+        record = cls(
+            setting,
+            str(data["model"]),
+            int(data["tiles"]),
+            int(data["tile_bytes"]),
+            float(data["measured"]),
+            float(data["load"]),
+            Costs.from_json(data["costs"]),
+        )
+        if record.tiles < 1 or record.tile_bytes < 1:
+            raise ValueError("its tiles have no size")
+        return record
+
+
+def processor() -> tuple[str, int]:
+    """The machine's processor by name, and how many of its cores this process may use."""
+    return parse_cpuinfo(contents(Path("/proc/cpuinfo")))[0], len(os.sched_getaffinity(0))
+
+
+def find(cache: Path, setting: Setting) -> Record | None:
+    """What was measured with exactly this; None where nothing was."""
+    path = cache / FOLDER / setting.name
+    record = _read(path)
+    return record if record is not None and record.setting == setting else None
+
+
+def keep(cache: Path, record: Record) -> None:
+    """Write the record, in place of one of the same setting. Where that fails a line in the log says so."""
+    folder = cache / FOLDER
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd, temporary = tempfile.mkstemp(prefix=".new-", dir=folder)  # mode 0600
+        try:
+            with os.fdopen(fd, "w", encoding="utf-8") as file:
+                json.dump(record.to_json(), file, indent=1)
+                file.write("\n")
+            os.replace(temporary, folder / record.setting.name)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+    except OSError as e:
+        log.warning(f"costs could not be kept in {folder}, the next start measures them again: {e.strerror}")
+
+
+def measured_here(cache: Path) -> list[tuple[Path, Record]]:
+    """All that was measured with this processor and as many of its cores, the newest first."""
+    found = []
+    for path in (cache / FOLDER).glob("*.json"):
+        record = _read(path)
+        if record is not None and (record.setting.cpu, record.setting.cores) == processor():
+            found.append((path, record))
+    return sorted(found, key=lambda item: -item[1].measured)
+
+
+def _read(path: Path) -> Record | None:
+    """A file of this user's that nobody else may have written; what is no such file is removed."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+                raise ValueError("it could be another user's work")
+            raw = file.read(MAX_FILE_BYTES + 1)
+        if len(raw) > MAX_FILE_BYTES:
+            raise ValueError("it is too large")
+        return Record.from_json(json.loads(raw))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, PolicyError) as e:
+        log.warning(f"{path} is not used, its costs are measured anew: {' '.join(str(e).split())[:100]}")
+        with suppress(OSError):
+            path.unlink()
+        return None

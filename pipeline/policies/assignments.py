@@ -1,0 +1,244 @@
+"""The assignments: who computes which of a layer's active experts, as cuts (DESIGN.md section 1).
+
+They plan from the view's costs, the rows that use each expert and what is resident; the algorithms over plain
+seconds are in `balance.py`. A resident tile is not moved: `link` is paid for missing ones only.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from pipeline.errors import PolicyError
+from pipeline.policies import balance
+from pipeline.policies.composed import Assignment
+from pipeline.policies.costs import Costs
+from pipeline.policies.options import Option, Whole
+from pipeline.policies.parts import rows_by_expert
+from pipeline.policies.view import IntArray, Routing, View
+
+_TABLE = 512  # row counts whose seconds are looked up; wider batches are few and slow
+
+
+class Device(Assignment):
+    """Everything on the device; what is missing is fetched."""
+
+    name: ClassVar[str] = "device"
+    help: ClassVar[str] = "every expert on the device, missing ones are fetched"
+    uses_host: ClassVar[bool] = False
+
+    def cut(self, layer: int, routing: Routing, view: View) -> IntArray:
+        return np.full(view.shape.experts, view.shape.tiles, np.int32)
+
+
+class Host(Assignment):
+    """Everything on the host, straight from the store."""
+
+    name: ClassVar[str] = "host"
+    help: ClassVar[str] = "every expert on the host, nothing is moved"
+    uses_device: ClassVar[bool] = False
+    fetches: ClassVar[bool] = False
+
+    def cut(self, layer: int, routing: Routing, view: View) -> IntArray:
+        return np.zeros(view.shape.experts, np.int32)
+
+
+class Resident(Assignment):
+    """Each tile is computed where it is, so nothing is fetched on demand, not even while the placement is
+    still landing."""
+
+    name: ClassVar[str] = "resident"
+    help: ClassVar[str] = "resident tiles on the device, the others on the host"
+    fetches: ClassVar[bool] = False
+
+    def cut(self, layer: int, routing: Routing, view: View) -> IntArray:
+        # the smaller of the two: tiles beyond a target are about to go
+        resident: IntArray = np.minimum(view.residency[layer], view.target[layer])
+        return resident
+
+
+class _Seconds:
+    """Seconds of one expert by the rows that use it: the costs, in numbers that need no numpy to look up."""
+
+    def __init__(self, costs: Costs, tiles: int) -> None:
+        self.costs = costs
+        self._tiles = tiles
+        rows = np.arange(_TABLE)
+        self._host: list[float] = costs.host_seconds(rows, tiles).tolist()
+        self._device: list[float] = costs.device_seconds(rows, tiles).tolist()
+
+    def host(self, rows: Sequence[int]) -> list[float]:
+        if max(rows) < _TABLE:
+            table = self._host
+            return [table[count] for count in rows]
+        return list(self.costs.host_seconds(rows, self._tiles).tolist())
+
+    def device(self, rows: Sequence[int]) -> list[float]:
+        if max(rows) < _TABLE:
+            table = self._device
+            return [table[count] for count in rows]
+        return list(self.costs.device_seconds(rows, self._tiles).tolist())
+
+
+class Active(NamedTuple):
+    """A layer's active experts and what each costs, all of them in the same order."""
+
+    experts: list[int]
+    rows: list[int]
+    missing: list[int]  # tiles
+    link: list[float]  # seconds to move the missing tiles
+    device: list[float]  # seconds for all tiles on the device, without moving any
+    host: list[float]  # seconds for all tiles on the host
+    room: int  # tiles the cache could keep beyond this layer's active experts' resident ones
+
+
+class ByCosts(Assignment):
+    """An assignment that weighs seconds against each other."""
+
+    needs_costs = True
+
+    def __init__(self) -> None:
+        self._seconds: _Seconds | None = None
+
+    def cut(self, layer: int, routing: Routing, view: View) -> IntArray:
+        active = self._active(layer, routing, view)
+        cut = np.zeros(view.shape.experts, np.int32)
+        if active is not None:
+            for expert, tiles in zip(active.experts, self.tiles(active, view), strict=True):
+                cut[expert] = tiles
+        return cut
+
+    @abstractmethod
+    def tiles(self, active: Active, view: View) -> Sequence[int]:
+        """The cut of each active expert."""
+
+    def _active(self, layer: int, routing: Routing, view: View) -> Active | None:
+        """None where no expert is active. Raises PolicyError where there are no costs."""
+        seconds, costs, tiles = self._seconds, view.costs, view.shape.tiles
+        if costs is None:
+            raise PolicyError(f"assignment {self.name} plans by costs: none were measured or given (--costs)")
+        if seconds is None or seconds.costs is not costs:
+            seconds = self._seconds = _Seconds(costs, tiles)
+        by_expert = rows_by_expert(routing)
+        if not by_expert:
+            return None
+        experts, rows = list(by_expert), list(by_expert.values())
+        resident = view.residency.item
+        missing = [tiles - resident(layer, expert) for expert in experts]
+        return Active(
+            experts,
+            rows,
+            missing,
+            [costs.link * count for count in missing],
+            seconds.device(rows),
+            seconds.host(rows),
+            view.capacity - tiles * len(experts) + sum(missing),
+        )
+
+
+class Cheaper(ByCosts):
+    """Fiddler (PAPERS.md, baselines): a missing expert is computed on the host where that takes less time
+    than moving it and computing it on the device: t_host(w) < transfer + t_device(w) for w rows. Each expert
+    is decided by itself, whatever else either side has to do."""
+
+    name: ClassVar[str] = "cheaper"
+    help: ClassVar[str] = "a missing expert on the host where that takes less time than fetching it"
+
+    def tiles(self, active: Active, view: View) -> list[int]:
+        whole = view.shape.tiles
+        return [
+            0 if missing and host < link + device else whole
+            for missing, link, device, host in zip(
+                active.missing, active.link, active.device, active.host, strict=True
+            )
+        ]
+
+
+class Greedy(ByCosts):
+    """DALI's greedy assignment (section 4.1, Algorithm 1). On the device an expert takes the longer of its
+    transfer and its computing, which overlap: t_gpu = max(transfer, compute)."""
+
+    name: ClassVar[str] = "greedy"
+    help: ClassVar[str] = "DALI's: one expert after the other to the side that is done sooner"
+
+    def tiles(self, active: Active, view: View) -> list[int]:
+        device = [max(pair) for pair in zip(active.link, active.device, strict=True)]
+        on_device = self.decide(device, active)
+        whole = view.shape.tiles
+        return [whole if here else 0 for here in on_device]
+
+    def decide(self, device: list[float], active: Active) -> list[bool]:
+        """Which of the active experts the device computes, at `device` seconds each."""
+        return balance.greedy(device, active.host, active.missing, active.room)
+
+
+class Optimum(Greedy):
+    """The fastest assignment of whole experts by DALI's costs; for comparison, as finding it takes long."""
+
+    name: ClassVar[str] = "optimum"
+    help: ClassVar[str] = "the fastest assignment of whole experts; slow to find, for comparison"
+
+    def notes(self, view: View) -> tuple[str, ...]:
+        if view.shape.experts <= balance.EXACT:
+            return ()
+        return (
+            f"the optimum is searched for up to {balance.EXACT} active experts a layer; with more, as in a "
+            f"prompt, the better of greedy and of a beam of {balance.WIDE} stands in for it",
+        )
+
+    def decide(self, device: list[float], active: Active) -> list[bool]:
+        return balance.optimum(device, active.host, active.missing, active.room)
+
+
+class Beam(Greedy):
+    """Greedy's order with several assignments followed at once (DALI, appendix A.2); for comparison."""
+
+    name: ClassVar[str] = "beam"
+    help: ClassVar[str] = "as greedy, with the best few assignments followed at once; for comparison"
+    options: ClassVar[tuple[Option, ...]] = (
+        Whole(name="width", help="assignments that beam search follows at once", default=2, low=1, high=1024),
+    )
+
+    def __init__(self, *, width: int) -> None:
+        super().__init__()
+        self._width = width
+
+    def decide(self, device: list[float], active: Active) -> list[bool]:
+        return balance.beam(device, active.host, active.missing, active.room, self._width)
+
+
+class TwoEnded(ByCosts):
+    """HybriMoE's (PAPERS.md, baselines): the device from the head of a queue, resident and heavy experts
+    first, the host from its tail."""
+
+    name: ClassVar[str] = "two-ended"
+    help: ClassVar[str] = "HybriMoE's: resident and heavy experts to the device, the lightest to the host"
+
+    def tiles(self, active: Active, view: View) -> list[int]:
+        on_device = balance.two_ended(active.link, active.device, active.host, active.rows)
+        whole = view.shape.tiles
+        return [whole if here else 0 for here in on_device]
+
+
+class Bandwidth(ByCosts):
+    """As current engines do (PAPERS.md, baselines): of the missing tiles so many are fetched that link and
+    host are done together, by their rates; resident tiles are the device's."""
+
+    name: ClassVar[str] = "bandwidth"
+    help: ClassVar[str] = "of the missing tiles the share link / (link + host) is fetched, by their rates"
+
+    def tiles(self, active: Active, view: View) -> list[int]:
+        whole = view.shape.tiles
+        on_host = [
+            seconds * missing / whole for seconds, missing in zip(active.host, active.missing, strict=True)
+        ]
+        fetched = balance.fetched(active.link, on_host, active.rows, active.missing)
+        return [whole - missing + more for missing, more in zip(active.missing, fetched, strict=True)]
+
+
+ASSIGNMENTS: tuple[type[Assignment], ...] = (
+    Device, Host, Resident, Cheaper, Greedy, Optimum, Beam, TwoEnded, Bandwidth,
+)  # fmt: skip

@@ -1,0 +1,268 @@
+"""Policies made of five parts: placement, gate, prediction, assignment and replacement (DESIGN.md section 5).
+
+A part is a small object over arrays; the composed policy asks each in its turn and does the books. Those are
+in whole experts, out of `whole_experts(shape, capacity)`: some are the *reserve* of the prediction, the rest
+is the *cache* of the replacement, which the placement fills at the start. A predicted expert is held in the
+reserve; when its layer is planned the replacement may take it into the cache, and what it does not take is
+released once the layer has been computed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+import numpy as np
+
+from pipeline.errors import PolicyError
+from pipeline.policies.options import Option
+from pipeline.policies.parts import rows_by_expert, unused_tiles_note, whole_experts
+from pipeline.policies.view import Gated, IntArray, Plan, Policy, Routing, Signals, Target, View
+
+Expert = tuple[int, int]  # (layer, expert)
+Narrow = Callable[[int, Routing], Routing]  # (layer, predicted routing) -> what its gate would leave of it
+
+
+class Part(ABC):
+    """One of a policy's five parts. The constructor takes the part's options by keyword, already read."""
+
+    name: ClassVar[str]
+    help: ClassVar[str]  # one line
+    options: ClassVar[tuple[Option, ...]] = ()
+    needs_costs: bool = False
+    needs_calibration: bool = False
+    without: ClassVar[str] = ""  # the option that does without what is missing, as "gate=own"
+
+    def join(self, parts: Parts) -> None:
+        """Told once which parts it works with, before anything is asked of it."""
+        del parts  # most parts need none of the others
+
+    def missing(self, view: View) -> str:
+        """What the part needs and has not got, as the object of "needs"; "" where it lacks nothing."""
+        if self.needs_calibration and view.calibration is None:
+            return "a calibration of this model"
+        return ""
+
+    def notes(self, view: View) -> tuple[str, ...]:
+        """What cannot be done as it was asked, with the reason; each one line without the policy's name."""
+        return ()
+
+
+class Placement(Part):
+    """Which experts are resident at the start."""
+
+    @abstractmethod
+    def targets(self, view: View, budget: int) -> IntArray:
+        """Targets [L, E], each 0 or n, of at most `budget` experts in all."""
+
+
+class Gate(Part):
+    """Which experts a token needs."""
+
+    exact: bool = True
+
+    @abstractmethod
+    def __call__(self, layer: int, signals: Signals, view: View) -> Gated:
+        """The routing of the layer from its own router's logits."""
+
+    @abstractmethod
+    def narrow(self, layer: int, routing: Routing, view: View) -> Routing:
+        """The same rule for a routing of that layer that is only predicted."""
+
+
+class Prediction(Part):
+    """Which experts later layers will need."""
+
+    predictor: ClassVar[Literal["raw", "residual"] | None] = "raw"  # whose calibrated accuracy it has
+    @abstractmethod
+    def room(self, view: View) -> int:
+        """How many experts may be held at once because they were predicted; 0: it predicts nothing."""
+
+    @abstractmethod
+    def probes(self, layer: int, view: View) -> tuple[int, ...]:
+        """As `Policy.probes`."""
+
+    @abstractmethod
+    def experts(self, layer: int, signals: Signals, view: View, narrow: Narrow) -> list[Expert]:
+        """Experts that will be needed and that no target keeps yet (`view.target` is 0), likeliest first."""
+
+
+class Assignment(Part):
+    """Who computes what: a cut for each active expert."""
+
+    uses_device: ClassVar[bool] = True  # False: every cut is 0
+    uses_host: ClassVar[bool] = True  # False: every cut is n
+    fetches: ClassVar[bool] = True  # False: no cut is ever beyond the residency
+
+    @abstractmethod
+    def cut(self, layer: int, routing: Routing, view: View) -> IntArray:
+        """Cuts int32 [E] in 0..n; only those of active experts are read."""
+
+
+class Moves(NamedTuple):
+    """Changes of the replacement's cache: experts that leave it, and as many at most that come into it."""
+
+    out: Sequence[Expert]
+    into: Sequence[Expert]
+
+
+STAY = Moves((), ())
+
+
+class Replacement(Part):
+    """What stays resident. It knows the cache's experts from `start` on and from its own moves; those that a
+    prediction holds in the reserve are no concern of it."""
+
+    fills: ClassVar[str] = ""  # where new experts come from: "fetched" ones, "swapped" for held ones, or none
+
+    def rooms(self, view: View, budget: int) -> Sequence[int] | None:
+        """How many experts each layer may hold, summing to at most `budget`; None: as they are placed."""
+        return None
+
+    @abstractmethod
+    def start(self, placed: list[Expert], budget: int, view: View) -> None:
+        """The cache holds these experts and has room for `budget`; what was known before is forgotten."""
+
+    def heard(self, layer: int, signals: Signals, view: View) -> None:
+        """What the layer's router said; before the layer is planned."""
+
+    def plan(self, layer: int, rows: dict[int, int], cut: IntArray, view: View) -> Moves:
+        """Before the layer is computed. `rows`: of each active expert. Experts that come into the cache have
+        a cut above 0, so that this step needs them on the device anyway; no active one leaves."""
+        return STAY
+
+    def after(self, layer: int, rows: dict[int, int], view: View) -> Moves:
+        """Once the layer has been computed."""
+        return STAY
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A policy's five parts."""
+
+    placement: Placement
+    gate: Gate
+    prediction: Prediction
+    assignment: Assignment
+    replacement: Replacement
+
+    def __iter__(self) -> Iterator[Part]:
+        yield from (self.placement, self.gate, self.prediction, self.assignment, self.replacement)
+
+
+class Composed(Policy):
+    """A policy made of five parts."""
+
+    def __init__(self, name: str, parts: Parts) -> None:
+        self.name = name
+        self.parts = parts
+        self.exact = parts.gate.exact
+        self.needs_costs = any(part.needs_costs for part in parts)
+        self.needs_calibration = any(part.needs_calibration for part in parts)
+        self.uses_device = parts.assignment.uses_device
+        self.uses_host = parts.assignment.uses_host
+        self._reserve = 0  # experts
+        self._predicted: set[Expert] = set()  # those that the reserve holds
+        self._planned: tuple[Routing | None, dict[int, int]] = (None, {})  # the last routing and its rows
+        for part in parts:
+            part.join(parts)
+
+    def notes(self, view: View) -> tuple[str, ...]:
+        if not self.uses_device:
+            return ()
+        notes = [f"{self.name}: {note}" for part in self.parts for note in part.notes(view)]
+        return *unused_tiles_note(self.name, view), *dict.fromkeys(notes)
+
+    def placement(self, view: View) -> IntArray:
+        refuse_lacking(self.name, tuple(self.parts), view)
+        shape = view.shape
+        whole = whole_experts(shape, view.capacity)
+        # a small cache is not left to guesses alone
+        self._reserve = min(self.parts.prediction.room(view), whole // 2)
+        self._predicted.clear()
+        budget = whole - self._reserve
+        targets = self.parts.placement.targets(view, budget)
+        rooms = self.parts.replacement.rooms(view, budget)
+        if rooms is not None:
+            for layer, room in enumerate(rooms):
+                placed = np.flatnonzero(targets[layer])
+                if len(placed) > room:  # a layer's most popular ones stay, of equal ones the first
+                    order = np.argsort(-view.popularity[layer, placed], kind="stable")
+                    targets[layer, placed[order[room:]]] = 0
+        self.parts.replacement.start(
+            list(zip(*(axis.tolist() for axis in np.nonzero(targets)), strict=True)), budget, view
+        )
+        return targets
+
+    def probes(self, layer: int, view: View) -> tuple[int, ...]:
+        if not (self._reserve and view.prefetching):
+            return ()
+        return self.parts.prediction.probes(layer, view)
+
+    def gate(self, layer: int, signals: Signals, view: View) -> Gated:
+        self.parts.replacement.heard(layer, signals, view)
+        return self.parts.gate(layer, signals, view)
+
+    def plan(self, layer: int, routing: Routing, view: View) -> Plan:
+        cut = self.parts.assignment.cut(layer, routing, view)
+        if not self.uses_device:
+            return Plan(cut)
+        rows = rows_by_expert(routing)
+        self._planned = routing, rows
+        moves = self.parts.replacement.plan(layer, rows, cut, view)
+        return Plan(cut, self._targets(moves, view))
+
+    def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> tuple[Target, ...]:
+        if not (self._reserve and view.prefetching):
+            return ()
+        room = self._reserve - len(self._predicted)
+        if room <= 0:
+            return ()
+        chosen = self.parts.prediction.experts(
+            layer, signals, view, lambda of, routing: self.parts.gate.narrow(of, routing, view)
+        )[:room]
+        self._predicted.update(chosen)
+        tiles = view.shape.tiles
+        return tuple(Target(of, expert, tiles) for of, expert in chosen)
+
+    def after(self, layer: int, routing: Routing, view: View) -> tuple[Target, ...]:
+        if not self.uses_device:
+            return ()
+        planned, rows = self._planned
+        if planned is not routing:
+            rows = rows_by_expert(routing)
+        targets = self._targets(self.parts.replacement.after(layer, rows, view), view)
+        passed = [key for key in self._predicted if key[0] == layer] if self._predicted else ()
+        self._predicted.difference_update(passed)
+        return *(Target(of, expert, 0) for of, expert in passed), *targets
+
+    def _targets(self, moves: Moves, view: View) -> tuple[Target, ...]:
+        """Those that shrink come first: applied one by one they never exceed the capacity. An expert that
+        comes from the reserve is kept already."""
+        if moves is STAY:
+            return ()
+        grown = []
+        for key in moves.into:
+            if key in self._predicted:
+                self._predicted.remove(key)
+            else:
+                grown.append(Target(*key, view.shape.tiles))
+        return *(Target(*key, 0) for key in moves.out), *grown
+
+
+def refuse_lacking(policy: str, parts: Sequence[Part], view: View) -> None:
+    """Raises PolicyError, one line with what to do, where a part lacks what it needs."""
+    if view.costs is None and any(part.needs_costs for part in parts):
+        raise PolicyError(f"policy {policy} plans by costs, and none were measured or given (--costs)")
+    lacking = [(part, missing) for part in parts if (missing := part.missing(view))]
+    if lacking:
+        needs = " and ".join(dict.fromkeys(missing for _, missing in lacking))
+        without = " ".join(
+            dict.fromkeys(f"--set {policy}.{part.without}" for part, _ in lacking if part.without)
+        )
+        raise PolicyError(
+            f"policy {policy} needs {needs}: run launch.py calibrate --text FILE"
+            + (f", or do without by {without}" if without else "")
+        )

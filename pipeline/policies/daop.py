@@ -1,0 +1,204 @@
+"""The preset daop: experts follow the prompt, and the host begins a layer ahead of the device."""
+
+from __future__ import annotations
+
+from math import exp
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.policies.composed import Placement, refuse_lacking
+from pipeline.policies.options import Choice, Option, Real, Whole
+from pipeline.policies.parts import unused_tiles_note, whole_experts
+from pipeline.policies.placements import Calibrated, Known, Popular
+from pipeline.policies.view import (
+    Ahead,
+    FloatArray,
+    Gated,
+    IntArray,
+    Plan,
+    Policy,
+    Routing,
+    Signals,
+    Target,
+    View,
+)
+
+PLACEMENTS: dict[str, type[Placement]] = {part.name: part for part in (Calibrated, Popular, Known)}
+LIVE_STEPS = 16  # a sequence without a row for more steps than this has ended, as far as can be seen
+
+
+class Daop(Policy):
+    """DAOP (DATE 2025): experts are placed by a calibration's decoding, the same number in every layer, and
+    each is computed where it is (section IV-A).
+
+    In prefill, before a layer's experts run, the most used experts on the host change places with the least
+    used ones on the device, where they are used `swap` times as much or more (Algorithm 1); uses are counted
+    over the chunks of a prompt and over the sequences that are live. Decoding moves nothing.
+
+    In decode, from layer `first_layer` on, a layer's routing is what its router says of the layer before's
+    input, and its own is not asked (section IV-C). Of the predicted experts, those on the host begin at once,
+    on that input, and those on the device compute the layer's own. Where more than max(1, k // 2) are on
+    the host, the others of them give way to the best-scored experts on the device (graceful degradation)."""
+
+    name = "daop"
+    help: ClassVar[str] = "Experts follow the prompt; the host computes predicted ones a layer early"
+    exact = False
+    options: ClassVar[tuple[Option, ...]] = (
+        Choice(
+            name="placement",
+            help="which experts are resident at the start",
+            default="calibrated",
+            choices=tuple(PLACEMENTS),
+        ),
+        Whole(name="first_layer", help="the first predicted layer, from 0", default=4, low=1, high=4096),
+        Real(
+            name="swap",
+            help="how many times the uses an expert must have to change places",
+            default=1.05,
+            low=0,
+            high=100,
+        ),
+        Choice(
+            name="early",
+            help="0: the host begins with predicted experts only when their layer comes, for comparison",
+            default="1",
+            choices=("1", "0"),
+        ),
+        Choice(
+            name="predict",
+            help="0: every layer asks its own router, exactly",
+            default="1",
+            choices=("1", "0"),
+        ),
+    )
+
+    def __init__(self, *, placement: str, first_layer: int, swap: float, early: str, predict: str) -> None:
+        self._placement = PLACEMENTS[placement]()
+        self._first_layer = first_layer
+        self._swap = swap
+        self._early = early == "1"
+        self._predict = predict == "1"
+        self.exact = not self._predict
+        self.needs_calibration = self._placement.needs_calibration
+        self._seen: dict[int, int] = {}  # sequence -> the last step it had a row in
+        self._counts: dict[int, NDArray[np.int64]] = {}  # sequence -> [L, E] rows of its prompt
+
+    def notes(self, view: View) -> tuple[str, ...]:
+        notes = [f"{self.name}: {note}" for note in self._placement.notes(view)]
+        if self._predict and self._first_layer >= view.shape.layers:
+            notes.append(
+                f"{self.name}: no layer is predicted: the model has {view.shape.layers}, and the first "
+                f"predicted one, counted from 0, is {self._first_layer} (--set {self.name}.first_layer=1)"
+            )
+        return *unused_tiles_note(self.name, view), *notes
+
+    def placement(self, view: View) -> IntArray:
+        refuse_lacking(self.name, (self._placement,), view)
+        self._seen.clear()
+        self._counts.clear()
+        return self._placement.targets(view, whole_experts(view.shape, view.capacity))
+
+    def probes(self, layer: int, view: View) -> tuple[int, ...]:
+        return (layer + 1,) if self._predicts(layer + 1, view) else ()
+
+    def plan(self, layer: int, routing: Routing, view: View) -> Plan:
+        if layer == 0:  # which is never predicted, so every step comes by here
+            self._note_live(view)
+        cut = np.minimum(view.residency[layer], view.target[layer])
+        if view.phase == "decode":
+            return Plan(cut)
+        self._count(layer, routing, view)
+        counts = np.zeros(view.shape.experts, np.int64)
+        for counted in self._counts.values():
+            counts += counted[layer]
+        targets = []
+        for cold, hot in swaps(counts.tolist(), view.target[layer].tolist(), self._swap):
+            targets += [Target(layer, cold, 0), Target(layer, hot, view.shape.tiles)]
+            cut[cold], cut[hot] = 0, view.shape.tiles
+        return Plan(cut, tuple(targets))
+
+    def ahead(self, layer: int, signals: Signals, view: View) -> Ahead | None:
+        following = layer + 1
+        if not self._predicts(following, view):
+            return None
+        assert view.router is not None
+        logits = signals.probes[following]
+        said = view.router(logits)
+        cut = np.minimum(view.residency[following], view.target[following])
+        return Ahead(Gated(degrade(said, logits, cut, view.shape.tiles), said, True), cut, self._early)
+
+    def _predicts(self, layer: int, view: View) -> bool:
+        return self._predict and view.phase == "decode" and self._first_layer <= layer < view.shape.layers
+
+    def _note_live(self, view: View) -> None:
+        """Whose rows this step has; those who had none for long are forgotten."""
+        for sequence in view.sequences or (0,):
+            self._seen[sequence] = view.step
+        ended = [sequence for sequence, step in self._seen.items() if view.step - step > LIVE_STEPS]
+        for sequence in ended:
+            del self._seen[sequence]
+            self._counts.pop(sequence, None)
+
+    def _count(self, layer: int, routing: Routing, view: View) -> None:
+        """Add the step's rows to the counts of their prompts."""
+        of_rows = np.array(view.sequences or (0,) * len(routing.experts))
+        for sequence in dict.fromkeys(of_rows.tolist()):
+            if sequence not in self._counts:
+                size = (view.shape.layers, view.shape.experts)
+                self._counts[sequence] = np.zeros(size, np.int64)
+            rows = of_rows == sequence
+            own = Routing(routing.experts[rows], routing.weights[rows])
+            self._counts[sequence][layer] += own.workload(view.shape.experts)
+
+
+def swaps(counts: list[int], target: list[int], ratio: float) -> list[tuple[int, int]]:
+    """Algorithm 1 for one layer: the pairs (cold expert on the device, hot expert on the host) that change
+    places. The hottest on the host are paired with the coldest on the device, E / 2 pairs; a pair changes
+    where hot >= ratio * cold and hot > 0. Ties go to the smaller index."""
+    pairs = len(counts) // 2
+    host = [expert for expert, tiles in enumerate(target) if not tiles]
+    device = [expert for expert, tiles in enumerate(target) if tiles]
+    host.sort(key=lambda expert: (-counts[expert], expert))
+    device.sort(key=lambda expert: (counts[expert], expert))
+    return [
+        (cold, hot)
+        for cold, hot in zip(device[:pairs], host[:pairs], strict=False)
+        if counts[hot] > 0 and counts[hot] >= ratio * counts[cold]
+    ]
+
+
+def degrade(said: Routing, logits: FloatArray, cut: IntArray, tiles: int) -> Routing:
+    """Graceful degradation of a predicted routing, row by row: the best max(1, k // 2) of the experts that
+    are not wholly on the device (cut [E] below `tiles`) stay, each of the others gives its slot to the
+    best-scored expert (logits [R, E]) that is on the device and not chosen yet, the lowest-scored ones first;
+    where there is none, it stays too.
+
+    A slot's new weight is its old one times the ratio of the two experts' softmax probabilities; then all of
+    the row's weights are scaled to their old sum."""
+    keep = max(1, said.experts.shape[1] // 2)
+    resident = [expert for expert, kept in enumerate(cut.tolist()) if kept == tiles]
+    here = set(resident)
+    experts: IntArray | None = None
+    for row, (chosen, weights) in enumerate(zip(said.experts.tolist(), said.weights.tolist(), strict=True)):
+        away = [slot for slot, expert in enumerate(chosen) if weights[slot] and expert not in here]
+        if len(away) <= keep:
+            continue
+        away.sort(key=lambda slot: (-weights[slot], slot))
+        scores = logits[row].tolist()
+        taken = set(chosen)
+        best = sorted((e for e in resident if e not in taken), key=lambda e: (-scores[e], e))
+        best = best[: len(away) - keep]
+        if not best:
+            continue
+        if experts is None:
+            experts, new_weights = said.experts.copy(), said.weights.copy()
+        total = sum(weights)
+        for slot, expert in zip(away[len(away) - len(best) :], best, strict=True):
+            weights[slot] *= exp(scores[expert] - scores[chosen[slot]])
+            chosen[slot] = expert
+        scale = total / sum(weights)
+        experts[row] = chosen
+        new_weights[row] = [weight * scale for weight in weights]
+    return said if experts is None else Routing(experts, new_weights)

@@ -1,0 +1,151 @@
+"""The gates: which of the experts that the router chose a token needs."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from pipeline.errors import PolicyError
+from pipeline.policies.calibration import Calibration
+from pipeline.policies.composed import Gate
+from pipeline.policies.options import Choice, Option, Real
+from pipeline.policies.parts import FEW_ROWS
+from pipeline.policies.view import FloatArray, Gated, Routing, Signals, View
+
+
+class OwnGate(Gate):
+    """What the model's router says."""
+
+    name: ClassVar[str] = "own"
+    help: ClassVar[str] = "every expert that the model's router chose"
+
+    def __call__(self, layer: int, signals: Signals, view: View) -> Gated:
+        return Gated.as_said(_said(signals, view))
+
+    def narrow(self, layer: int, routing: Routing, view: View) -> Routing:
+        return routing
+
+
+class AdaptiveGate(Gate):
+    """AdapMoE's gate (section 4.2, equation 8): a token uses its first expert alone where
+
+        (1 - alpha)^2 * s_l <= T
+
+    with alpha the first expert's share of the two weights, s_l the layer's sensitivity and T the threshold.
+    Of more than two experts, the smallest weights are dropped as long as (their share of the sum)^2 * s_l is
+    at most T; the largest always stays. A dropped expert keeps its place with a weight of 0; those that are
+    kept are rescaled to the sum of all."""
+
+    name: ClassVar[str] = "adaptive"
+    help: ClassVar[str] = "AdapMoE's: small weights are dropped where the layer is not sensitive to it"
+    options: ClassVar[tuple[Option, ...]] = (
+        Real(
+            name="threshold",
+            help="T of (dropped share)^2 * sensitivity <= T; by default the calibration's",
+            default=None,
+            low=0.0,
+            high=1e9,
+        ),
+        Choice(
+            name="phase",
+            help="where experts are dropped: while one token at a time is decoded, or in prompts too",
+            default="decode",
+            choices=("decode", "all"),
+        ),
+    )
+    exact = False
+    needs_calibration = True
+    without: ClassVar[str] = "gate=own"
+
+    def __init__(self, *, threshold: float | None, phase: str) -> None:
+        self._threshold = threshold
+        self._prompts_too = phase == "all"
+        self._calibration: Calibration | None = None
+        self._sensitivity: list[float] = []  # [L] of that calibration
+        self._limit = 0.0  # T
+
+    def missing(self, view: View) -> str:
+        lacking = super().missing(view)
+        if lacking or view.calibration is None:
+            return lacking
+        if view.calibration.sensitivity is None:
+            return "a calibration with sensitivities"
+        if self._threshold is None and view.calibration.threshold is None:
+            return "a calibration with a threshold"
+        return ""
+
+    def __call__(self, layer: int, signals: Signals, view: View) -> Gated:
+        said = _said(signals, view)
+        return Gated(self.narrow(layer, said, view), said)
+
+    def narrow(self, layer: int, routing: Routing, view: View) -> Routing:
+        if view.phase != "decode" and not self._prompts_too:
+            return routing
+        if view.calibration is not self._calibration or self._calibration is None:
+            self._learn(view)
+        sensitivity = self._sensitivity[layer]
+        if len(routing.weights) > FEW_ROWS:
+            return Routing(routing.experts, _narrow_rows(routing.weights, sensitivity, self._limit))
+        rows = routing.weights.tolist()
+        narrowed = [_narrow_row(row, sensitivity, self._limit) for row in rows]
+        if not any(narrowed):
+            return routing
+        kept = [new or row for new, row in zip(narrowed, rows, strict=True)]
+        return Routing(routing.experts, np.array(kept, np.float32))
+
+    def _learn(self, view: View) -> None:
+        """Take the numbers of a calibration, in a form that one token's gate reads quickly."""
+        lacking = self.missing(view)
+        calibration = view.calibration
+        if lacking or calibration is None or calibration.sensitivity is None:
+            raise PolicyError(f"gate {self.name} needs {lacking}: run launch.py calibrate --text FILE")
+        limit = calibration.threshold if self._threshold is None else self._threshold
+        assert limit is not None
+        self._calibration, self._limit = calibration, limit
+        self._sensitivity = calibration.sensitivity.tolist()
+
+
+def _said(signals: Signals, view: View) -> Routing:
+    assert signals.logits is not None
+    assert view.router is not None
+    return view.router(signals.logits)
+
+
+def _narrow_row(weights: list[float], sensitivity: float, limit: float) -> list[float]:
+    """One token's weights with the smallest ones dropped, of equal ones the last; empty where none is."""
+    total = sum(weights)
+    if total <= 0:
+        return []
+    kept = weights.copy()
+    dropped = 0.0
+    for slot in sorted(reversed(range(len(weights))), key=weights.__getitem__)[:-1]:
+        more = dropped + weights[slot] / total
+        if more * more * sensitivity > limit:
+            break
+        dropped = more
+        kept[slot] = 0.0
+    if dropped == 0:
+        return []
+    scale = total / sum(kept)
+    return [weight * scale for weight in kept]
+
+
+def _narrow_rows(weights: FloatArray, sensitivity: float, limit: float) -> FloatArray:
+    """The same for many tokens, float32 [R, k]."""
+    wide = weights.astype(np.float64)
+    total = wide.sum(axis=1, keepdims=True)
+    order = wide.shape[1] - 1 - np.argsort(wide[:, ::-1], axis=1, kind="stable")
+    share = np.take_along_axis(wide, order, axis=1) / np.where(total > 0, total, 1)
+    dropped = (np.cumsum(share, axis=1) ** 2 * sensitivity <= limit) & (total > 0)
+    dropped[:, -1] = False
+    drop = np.empty_like(dropped)
+    np.put_along_axis(drop, order, dropped, axis=1)
+    kept = np.where(drop, 0, wide)
+    left = kept.sum(axis=1, keepdims=True)
+    # nothing but weights of 0 was dropped where the sums are equal: such a row keeps its bits
+    rescaled = kept * (total / np.where(left > 0, left, 1))
+    return np.where(left == total, weights, rescaled).astype(np.float32)
+
+
+GATES: tuple[type[Gate], ...] = (OwnGate, AdaptiveGate)

@@ -1,0 +1,131 @@
+"""Placement parts: which experts are resident at the start. All place whole experts."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.policies.composed import Parts, Placement
+from pipeline.policies.options import Seed
+from pipeline.policies.parts import evenly_counted, most_counted, whole_experts
+from pipeline.policies.view import IntArray, View
+
+Chosen = NDArray[np.bool_]  # [L, E]
+
+
+def _targets(chosen: Chosen, view: View) -> IntArray:
+    return np.where(chosen, view.shape.tiles, 0).astype(np.int32)
+
+
+def _chooses(view: View) -> bool:
+    """Whether there is room for some experts but not for all."""
+    return 0 < whole_experts(view.shape, view.capacity) < view.shape.layers * view.shape.experts
+
+
+class Empty(Placement):
+    """Nothing is known yet: what is resident follows from the routing alone."""
+
+    name: ClassVar[str] = "empty"
+    help: ClassVar[str] = "nothing"
+
+    def targets(self, view: View, budget: int) -> IntArray:
+        return np.zeros((view.shape.layers, view.shape.experts), dtype=np.int32)
+
+
+class FirstLayers(Placement):
+    """All experts of the first layers, as llama.cpp and KTransformers place them; of the layer in which the
+    cache ends its first ones."""
+
+    name: ClassVar[str] = "first-layers"
+    help: ClassVar[str] = "all experts of the first layers"
+
+    def targets(self, view: View, budget: int) -> IntArray:
+        chosen = np.zeros(view.shape.layers * view.shape.experts, dtype=bool)
+        chosen[:budget] = True
+        return _targets(chosen.reshape(view.shape.layers, view.shape.experts), view)
+
+
+class Popular(Placement):
+    """In every layer the experts that most rows were routed to since the engine started."""
+
+    name: ClassVar[str] = "popular"
+    help: ClassVar[str] = "each layer's most used experts since the engine started"
+
+    def targets(self, view: View, budget: int) -> IntArray:
+        return _targets(evenly_counted(view.popularity, budget), view)
+
+    def notes(self, view: View) -> tuple[str, ...]:
+        if view.popularity.any() or not _chooses(view):
+            return ()
+        return (
+            "no routing has been counted yet, so each layer's first experts are resident, not its popular "
+            "ones; set the policy again once some text has run",
+        )
+
+
+class Calibrated(Placement):
+    """DAOP's (section IV-A): in every layer the same number of experts, those that a calibration text used
+    most while it was decoded; what is left over goes to the next most used anywhere."""
+
+    name: ClassVar[str] = "calibrated"
+    help: ClassVar[str] = "each layer's most used experts in the calibration's decoding"
+    needs_calibration = True
+    without: ClassVar[str] = "placement=popular"
+
+    def targets(self, view: View, budget: int) -> IntArray:
+        assert view.calibration is not None
+        return _targets(evenly_counted(view.calibration.decode_counts, budget), view)
+
+
+class Known(Placement):
+    """`calibrated` where the model has been calibrated, else `popular`."""
+
+    name: ClassVar[str] = "known"
+    help: ClassVar[str] = "calibrated if the model is, else popular"
+
+    def targets(self, view: View, budget: int) -> IntArray:
+        chosen: Placement = Popular() if view.calibration is None else Calibrated()
+        return chosen.targets(view, budget)
+
+    def notes(self, view: View) -> tuple[str, ...]:
+        if view.calibration is not None or not _chooses(view):
+            return ()
+        return Popular().notes(view) or (
+            "the model is not calibrated, so the experts used most since the engine started are resident "
+            "(launch.py calibrate --text FILE counts them on a text)",
+        )
+
+
+class Random(Placement):
+    """DALI's (section 4): in every layer the same number of experts, drawn at random."""
+
+    name: ClassVar[str] = "random"
+    help: ClassVar[str] = "the same number in each layer, drawn at random"
+    options = (Seed(),)
+
+    def __init__(self, *, seed: int) -> None:
+        self._seed = seed
+
+    def targets(self, view: View, budget: int) -> IntArray:
+        shape = view.shape
+        drawn = np.random.default_rng(self._seed).permutation(shape.layers * shape.experts)
+        return _targets(evenly_counted(drawn.reshape(shape.layers, shape.experts), budget), view)
+
+
+class Sized(Placement):
+    """As many of each layer's most used experts as the replacement's cache of that layer holds: by the
+    calibration's decoding, or where there is none, since the engine started."""
+
+    name: ClassVar[str] = "sized"
+    help: ClassVar[str] = "each layer's most used experts, as many as the replacement has room for there"
+
+    def join(self, parts: Parts) -> None:
+        self._replacement = parts.replacement
+
+    def targets(self, view: View, budget: int) -> IntArray:
+        counts = view.popularity if view.calibration is None else view.calibration.decode_counts
+        rooms = self._replacement.rooms(view, budget)
+        chosen = evenly_counted(counts, budget) if rooms is None else most_counted(counts, rooms)
+        return _targets(chosen, view)

@@ -1,0 +1,150 @@
+"""Prediction parts: which experts later layers will need, from routers applied ahead of their layers.
+
+A router of layer l + 1 on layer l's x says well which experts l + 1 will use, because each layer adds little
+to the residual stream. What is predicted is fetched behind what is demanded.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from pipeline.policies.composed import Expert, Narrow, Prediction
+from pipeline.policies.options import Whole
+from pipeline.policies.view import Routing, Signals, View
+
+FEW_EXPERTS = 16  # a layer's, up to which a model counts as one of few large experts
+
+
+def likeliest(routing: Routing) -> list[int]:
+    """The experts of a predicted routing: most rows first, then the greatest sum of weights."""
+    if len(routing.experts) == 1:
+        pairs = zip(routing.weights[0].tolist(), routing.experts[0].tolist(), strict=True)
+        return [expert for weight, expert in sorted(pairs, key=lambda p: (-p[0], p[1])) if weight]
+    used = routing.weights != 0
+    experts = routing.experts[used]
+    rows = np.bincount(experts)
+    weights = np.bincount(experts, routing.weights[used])
+    active = np.flatnonzero(rows)
+    order = np.lexsort((active, -weights[active], -rows[active]))
+    return [int(expert) for expert in active[order]]
+
+
+def _not_kept(layer: int, experts: list[int], view: View) -> list[Expert]:
+    kept = view.target[layer]
+    return [(layer, expert) for expert in experts if not kept[expert]]
+
+
+def _predicted(layer: int, signals: Signals, view: View, narrow: Narrow) -> list[int]:
+    assert view.router is not None
+    return likeliest(narrow(layer, view.router(signals.probes[layer])))
+
+
+class Nothing(Prediction):
+    """No prediction."""
+
+    name: ClassVar[str] = "none"
+    help: ClassVar[str] = "nothing is predicted"
+    predictor = None
+
+    def room(self, view: View) -> int:
+        return 0
+
+    def probes(self, layer: int, view: View) -> tuple[int, ...]:
+        return ()
+
+    def experts(self, layer: int, signals: Signals, view: View, narrow: Narrow) -> list[Expert]:
+        return []
+
+
+class NextGate(Prediction):
+    """The next layer's router on this layer's x (Mixtral-Offloading); room for one token's experts."""
+
+    name: ClassVar[str] = "next-gate"
+    help: ClassVar[str] = "the next layer's router on this layer's input"
+
+    def room(self, view: View) -> int:
+        return view.shape.top_k
+
+    def probes(self, layer: int, view: View) -> tuple[int, ...]:
+        return (layer + 1,) if layer + 1 < view.shape.layers else ()
+
+    def experts(self, layer: int, signals: Signals, view: View, narrow: Narrow) -> list[Expert]:
+        following = layer + 1
+        if following not in signals.probes:
+            return []
+        return _not_kept(following, _predicted(following, signals, view, narrow), view)
+
+
+class Residual(Prediction):
+    """DALI's residual-based prefetching (section 4.2): the next layer's router on x_l + res_l, where res_l is
+    the calibration's mean of x_{l+1} - x_l. Of the experts that most rows are predicted to use, the first
+    `prefetch` are fetched where they are not kept. A router is linear, so its answer to the corrected input
+    is the sum of its answers to the two."""
+
+    name: ClassVar[str] = "residual"
+    help: ClassVar[str] = "next-gate on the input that the calibration's mean residual corrects"
+    options = (
+        Whole(
+            name="prefetch",
+            help=f"experts predicted a layer; by default 1, or 4 where a layer has more than {FEW_EXPERTS}",
+            default=None,
+            low=1,
+            high=64,
+        ),
+    )
+    needs_calibration = True
+    without: ClassVar[str] = "prediction=next-gate"
+    predictor = "residual"
+
+    def __init__(self, *, prefetch: int | None) -> None:
+        self._prefetch = prefetch
+
+    def room(self, view: View) -> int:
+        return self._prefetch or (1 if view.shape.experts <= FEW_EXPERTS else 4)
+
+    def probes(self, layer: int, view: View) -> tuple[int, ...]:
+        return (layer + 1,) if layer + 1 < view.shape.layers else ()
+
+    def experts(self, layer: int, signals: Signals, view: View, narrow: Narrow) -> list[Expert]:
+        following = layer + 1
+        if following not in signals.probes:
+            return []
+        assert view.calibration is not None
+        assert view.router is not None
+        logits = signals.probes[following] + view.calibration.residual_logits[layer]
+        most = likeliest(narrow(following, view.router(logits)))[: self.room(view)]
+        return _not_kept(following, most, view)
+
+
+class Lookahead(Prediction):
+    """AdapMoE's (section 4.3): the next layer's router on this layer's x; where all that it names are kept
+    already, the layer after it, up to `depth` layers ahead. After the last layer of a decode step the
+    calibration's trained gate, where there is one, names what the next token's first layer will need."""
+
+    name: ClassVar[str] = "lookahead"
+    help: ClassVar[str] = "next-gate, then further layers, then the next token's first layer"
+    options = (Whole(name="depth", help="layers to look ahead at most", default=3, low=1, high=3),)
+
+    def __init__(self, *, depth: int) -> None:
+        self._depth = depth
+
+    def room(self, view: View) -> int:
+        # what was predicted two layers ago may wait beside what is needed next
+        return 2 * view.shape.top_k
+
+    def probes(self, layer: int, view: View) -> tuple[int, ...]:
+        layers = view.shape.layers
+        if layer + 1 < layers:
+            return tuple(range(layer + 1, min(layer + 1 + self._depth, layers)))
+        trained = view.calibration is not None and view.calibration.first_gate is not None
+        return (0,) if trained and view.phase == "decode" else ()
+
+    def experts(self, layer: int, signals: Signals, view: View, narrow: Narrow) -> list[Expert]:
+        for later in self.probes(layer, view):
+            if later in signals.probes and (
+                found := _not_kept(later, _predicted(later, signals, view, narrow), view)
+            ):
+                return found
+        return []

@@ -1,0 +1,219 @@
+"""Replacement parts: what stays resident. All keep whole experts."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from pipeline.policies.cache_sizes import layer_sizes
+from pipeline.policies.calibration import Calibration
+from pipeline.policies.composed import STAY, Expert, Moves, Parts, Replacement
+from pipeline.policies.options import Choice, Whole
+from pipeline.policies.parts import evenly
+from pipeline.policies.predictions import FEW_EXPERTS
+from pipeline.policies.view import FloatArray, IntArray, Signals, View
+
+
+class Keep(Replacement):
+    """What was placed stays; a fetched expert passes through."""
+
+    name: ClassVar[str] = "keep"
+    help: ClassVar[str] = "what was placed stays"
+
+    def start(self, placed: list[Expert], budget: int, view: View) -> None:
+        pass
+
+
+class Lru(Replacement):
+    """A cache of whole experts keeps, in this order: the layer's active experts that it holds, its active
+    experts that the device computes and it does not hold (most rows first), and the others by how recently
+    they were used. Ties go to the smaller expert index, and between layers to the earlier one.
+
+    A layer's share of the cache is even, or minimises the expected on-demand loads (AdapMoE, section 4.4)."""
+
+    name: ClassVar[str] = "lru"
+    help: ClassVar[str] = "the most recently used"
+    options = (
+        Choice(
+            name="scope",
+            help="one cache for each layer, or one cache over all layers",
+            default="layer",
+            choices=("layer", "global"),
+        ),
+        Choice(
+            name="sizes",
+            help="a layer's share of the cache: even, or dp, by the calibration's expected loads",
+            default="even",
+            choices=("even", "dp"),
+        ),
+    )
+    fills: ClassVar[str] = "fetched"
+    without: ClassVar[str] = "sizes=even"
+
+    def __init__(self, *, scope: str, sizes: str) -> None:
+        self._per_layer = scope == "layer"
+        self.needs_calibration = self._per_layer and sizes == "dp"
+        self._orders: list[OrderedDict[Expert, None]] = []  # least recently used first
+        self._rooms: list[int] = []
+        self._sized: tuple[Calibration | None, int, list[int]] | None = None  # that of `layer_sizes`
+
+    def join(self, parts: Parts) -> None:
+        self._gated = not parts.gate.exact
+        self._predictor = parts.prediction.predictor
+
+    def missing(self, view: View) -> str:
+        calibration = view.calibration
+        if self.needs_calibration and self._gated and calibration is not None and calibration.needed is None:
+            return "a calibration with sensitivities"
+        return super().missing(view)
+
+    def rooms(self, view: View, budget: int) -> Sequence[int] | None:
+        if not self._per_layer:
+            return None
+        if not self.needs_calibration:
+            return evenly(view.shape.layers, budget)
+        known = self._sized
+        if known is None or known[0] is not view.calibration or known[1] != budget:
+            # a second's work or more for a large model, and asked for by the placement as well
+            sizes = layer_sizes(view, budget, self._gated, self._predictor)
+            self._sized = known = view.calibration, budget, sizes
+        return known[2]
+
+    def start(self, placed: list[Expert], budget: int, view: View) -> None:
+        rooms = self.rooms(view, budget)
+        self._rooms = [budget] if rooms is None else list(rooms)
+        self._orders = [OrderedDict() for _ in self._rooms]
+        for layer, expert in sorted(placed, reverse=True):
+            self._orders[layer if self._per_layer else 0][layer, expert] = None
+
+    def plan(self, layer: int, rows: dict[int, int], cut: IntArray, view: View) -> Moves:
+        index = layer if self._per_layer else 0
+        order, room = self._orders[index], self._rooms[index]
+        hits = [(layer, expert) for expert in rows if (layer, expert) in order]
+        new = [(layer, expert) for expert in rows if (layer, expert) not in order and cut[expert]]
+        new.sort(key=lambda key: (-rows[key[1]], key[1]))
+        del new[room - len(hits) :]
+        for key in hits:
+            del order[key]
+        excess = len(order) + len(hits) + len(new) - room
+        out = [order.popitem(last=False)[0] for _ in range(excess)]
+        for key in sorted(hits + new, reverse=True):  # those of one step are equally recent
+            order[key] = None
+        return Moves(out, new) if new else STAY
+
+
+class Workload(Replacement):
+    """DALI's workload-aware replacement (section 4.3): each step adds an expert's rows to its score; after
+    every `window` steps of a layer the `swaps` highest-scored experts that are not held change places with
+    the lowest-scored held ones, a pair only where its score is higher, and all scores begin again at 0."""
+
+    name: ClassVar[str] = "workload"
+    help: ClassVar[str] = "the most used over a window of steps"
+    options = (
+        Whole(name="window", help="steps between two replacements", default=4, low=1, high=1 << 20),
+        Whole(
+            name="swaps",
+            help=f"experts replaced at once; by default 1, or 8 where a layer has more than {FEW_EXPERTS}",
+            default=None,
+            low=1,
+            high=1024,
+        ),
+    )
+    fills: ClassVar[str] = "swapped"
+
+    def __init__(self, *, window: int, swaps: int | None) -> None:
+        self._window = window
+        self._swaps = swaps
+
+    def start(self, placed: list[Expert], budget: int, view: View) -> None:
+        shape = view.shape
+        self._most = self._swaps or (1 if shape.experts <= FEW_EXPERTS else 8)
+        self._held: list[set[int]] = [set() for _ in range(shape.layers)]
+        for layer, expert in placed:
+            self._held[layer].add(expert)
+        self._scores = [[0] * shape.experts for _ in range(shape.layers)]
+        self._steps = [0] * shape.layers
+
+    def after(self, layer: int, rows: dict[int, int], view: View) -> Moves:
+        scores, held = self._scores[layer], self._held[layer]
+        for expert, count in rows.items():
+            scores[expert] += count
+        self._steps[layer] += 1
+        if self._steps[layer] < self._window:
+            return STAY
+        self._steps[layer] = 0
+        self._scores[layer] = [0] * len(scores)
+        others = [expert for expert, score in enumerate(scores) if score and expert not in held]
+        hot = sorted(others, key=scores.__getitem__, reverse=True)[: self._most]  # stable: ties by index
+        cold = sorted(sorted(held), key=scores.__getitem__)
+        pairs = [(a, b) for a, b in zip(cold, hot, strict=False) if scores[a] < scores[b]]
+        held.difference_update(a for a, _ in pairs)
+        held.update(b for _, b in pairs)
+        return Moves([(layer, a) for a, _ in pairs], [(layer, b) for _, b in pairs])
+
+
+class Score(Replacement):
+    """HybriMoE's: in each step a layer's experts have S = 0.5 * TopP(s) + 0.5 * S, where s are the router's
+    probabilities (their mean over the rows) and TopP leaves the p = 2k largest and 0 for the others. A newly
+    fetched expert takes the place of the held one with the smallest S where its own is higher. The layers
+    share the cache evenly."""
+
+    name: ClassVar[str] = "score"
+    help: ClassVar[str] = "the greatest decaying sum of router probabilities"
+    fills: ClassVar[str] = "fetched"
+
+    def rooms(self, view: View, budget: int) -> Sequence[int] | None:
+        return evenly(view.shape.layers, budget)
+
+    def start(self, placed: list[Expert], budget: int, view: View) -> None:
+        shape = view.shape
+        self._rooms = evenly(shape.layers, budget)
+        self._held: list[set[int]] = [set() for _ in range(shape.layers)]
+        for layer, expert in placed:
+            self._held[layer].add(expert)
+        # instead of halving all scores, each step counts double the last one: `unit` is what a share is worth
+        self._scores = [[0.0] * shape.experts for _ in range(shape.layers)]
+        self._unit = [0.5] * shape.layers
+        self._p = min(2 * shape.top_k, shape.experts)
+
+    def heard(self, layer: int, signals: Signals, view: View) -> None:
+        if signals.logits is None:
+            return
+        mean = _probabilities(signals.logits)
+        scores = self._scores[layer]
+        self._unit[layer] = unit = 2 * self._unit[layer]
+        for expert in mean.argpartition(-self._p)[-self._p :].tolist():
+            scores[expert] += unit * float(mean[expert])
+        if unit > 2.0**500:
+            self._scores[layer] = [score / unit * 0.5 for score in scores]
+            self._unit[layer] = 0.5
+
+    def plan(self, layer: int, rows: dict[int, int], cut: IntArray, view: View) -> Moves:
+        held = self._held[layer]
+        new = [expert for expert in rows if expert not in held and cut[expert]]
+        if not new:
+            return STAY
+        scores = self._scores[layer]
+        new.sort(key=lambda expert: (-scores[expert], expert))
+        into = new[: self._rooms[layer] - len(held)]
+        cold = sorted(sorted(held - rows.keys()), key=scores.__getitem__)
+        out = []
+        for old, hot in zip(cold, new[len(into) :], strict=False):
+            if scores[old] >= scores[hot]:
+                break
+            out.append(old)
+            into.append(hot)
+        held.difference_update(out)
+        held.update(into)
+        return Moves([(layer, expert) for expert in out], [(layer, expert) for expert in into])
+
+
+def _probabilities(logits: FloatArray) -> FloatArray:
+    """The mean over the rows of what a router's logits [R, E] say, float32 [E]."""
+    shares = np.exp(logits - logits.max(axis=1, keepdims=True))
+    shares /= shares.sum(axis=1, keepdims=True)
+    mean: FloatArray = shares[0] if len(shares) == 1 else shares.mean(axis=0)
+    return mean

@@ -1,0 +1,219 @@
+"""The expert cache and its link in a replay: what is resident, what is under way, and when a tile lands.
+
+The same rules as `pipeline/tile_mover.py`, on a clock of its own. The link moves one tile at a time and
+always finishes it; of what waits, what is demanded comes first, then what is predicted, then what is placed,
+each in the order in which it was asked for. Slots are not counted: there are always enough to stream through.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+
+from pipeline.errors import PlanError
+from pipeline.policies.view import IntArray, ModelShape, Target
+from pipeline.replay.outcome import PhaseOutcome
+
+Key = tuple[int, int]  # layer, expert
+BACKGROUND = 64  # orders under way at most, as in the engine
+
+
+class Order:
+    """Tiles [lo, lo + count) of an expert, moved in the background."""
+
+    __slots__ = ("asked", "count", "key", "lo", "predicted", "started")
+
+    def __init__(self, key: Key, lo: int, count: int, predicted: bool, asked: float) -> None:
+        self.key = key
+        self.lo = lo
+        self.count = count
+        self.predicted = predicted
+        self.asked = asked  # when
+        self.started = 0  # tiles that have begun to move
+
+
+class SimulatedCache:
+    """Residency, targets and the link. Times are seconds and never go back."""
+
+    def __init__(self, shape: ModelShape, capacity: int, tile_seconds: float) -> None:
+        self.residency: IntArray = np.zeros((shape.layers, shape.experts), np.int32)
+        self.target: IntArray = np.zeros((shape.layers, shape.experts), np.int32)
+        self.counters: PhaseOutcome  # of the phase that runs
+        self.free = 0.0  # when the link has finished its present tile
+        self._shape = shape
+        self._capacity = capacity
+        self._tile_seconds = tile_seconds
+        self._kept = 0  # sum of the targets
+        self._lacking: set[Key] = set()  # residency below target
+        self._background: dict[Key, Order] = {}
+        self._queues: tuple[deque[Order], deque[Order]] = (deque(), deque())  # predicted, placed
+        self._flying: Order | None = None  # one of its tiles is on the link, until `free`
+        self._predicted: dict[Key, int] = {}  # experts predicted -> tiles that this brought, unused as yet
+
+    @property
+    def unused(self) -> int:
+        """Tiles that prediction brought, which are there and were not used as yet."""
+        return sum(self._predicted.values())
+
+    def place(self, target: IntArray) -> None:
+        """Before the clock runs: all of this is resident. Raises PlanError."""
+        self.retarget(Target(int(i), int(e), int(target[i, e])) for i, e in np.argwhere(target))
+        self.residency[...] = self.target
+        self._lacking.clear()
+
+    def retarget(self, changes: Iterable[Target], predicted: bool = False) -> None:
+        """As TileMover.retarget. Raises PlanError where the targets are out of range or beyond the
+        capacity."""
+        shape, target, residency = self._shape, self.target, self.residency
+        for change in changes:
+            if not (0 <= change.layer < shape.layers and 0 <= change.expert < shape.experts):
+                raise PlanError(f"the policy set a target that does not exist: {change}")
+            if not 0 <= change.tiles <= shape.tiles:
+                raise PlanError(f"the policy set a target that does not exist: {change}")
+            key = (change.layer, change.expert)
+            self._kept += change.tiles - int(target[key])
+            target[key] = change.tiles
+            before = int(residency[key])
+            if before > change.tiles:
+                residency[key] = change.tiles
+            if before < change.tiles:
+                self._lacking.add(key)
+            else:
+                self._lacking.discard(key)
+            order = self._background.get(key)
+            if order is not None and order.lo + order.count > change.tiles:
+                self._cancel(order)
+            if predicted and change.tiles > before:
+                self._predicted.setdefault(key, 0)
+            elif key in self._predicted and change.tiles < before:
+                lost = min(self._predicted[key], before - change.tiles)
+                self.counters.wasted += lost
+                self._predicted[key] -= lost
+                if change.tiles == 0:
+                    del self._predicted[key]
+            elif change.tiles == 0:
+                self._predicted.pop(key, None)
+        if self._kept > self._capacity:
+            raise PlanError(f"the policy's targets need {self._kept} tiles, the cache holds {self._capacity}")
+
+    def take_in(self, now: float) -> None:
+        """Run the link until now."""
+        while True:
+            if self._flying is not None:
+                if self.free > now:
+                    return
+                self._land(self._flying)
+            order = self._next()
+            if order is None:
+                return
+            start = max(self.free, order.asked)
+            if start >= now:
+                return
+            order.started += 1
+            self._flying = order
+            self.free = start + self._tile_seconds
+            self.counters.link_busy += self._tile_seconds
+
+    def update(self, now: float) -> None:
+        """Take in what has landed by now, and order in the background what is still lacking."""
+        self.take_in(now)
+        if self._predicted:
+            for key in list(self._predicted):
+                if not self._order(key, True, now):
+                    return
+        if self._lacking:
+            for key in sorted(self._lacking):
+                if not self._order(key, False, now):
+                    return
+
+    def used(self, key: Key) -> None:
+        """The device computes with what is resident of an expert."""
+        if self._predicted:
+            self.counters.useful += self._predicted.pop(key, 0)
+
+    def demand(self, layer: int, missing: list[tuple[int, int, int]], now: float) -> list[tuple[int, float]]:
+        """Fetch tiles [lo, hi) of each (expert, lo, hi) before all else: each tile's (expert, landing), in
+        the order in which they land. A tile of these experts that is on the link is the first of them."""
+        self.take_in(now)
+        landings: list[tuple[int, float]] = []
+        wanted = []
+        for expert, lo, hi in missing:
+            key = (layer, expert)
+            if self._predicted.pop(key, None) is not None:
+                self.counters.late += hi - lo
+            order = self._background.get(key)
+            if order is not None:
+                self._cancel(order)
+                if self._flying is order and order.lo + order.started - 1 == lo:
+                    self._flying = None
+                    del self._background[key]
+                    landings.append((expert, self.free))
+                    self._land_demanded(key)
+                    lo += 1
+            wanted.append((expert, lo, hi))
+        if self._flying is not None:
+            self._land(self._flying)  # before the first of those that are yet to begin
+        at = max(self.free, now)
+        for expert, lo, hi in wanted:
+            for _ in range(lo, hi):
+                at += self._tile_seconds
+                landings.append((expert, at))
+                self._land_demanded((layer, expert))
+                self.counters.link_busy += self._tile_seconds
+        if landings:
+            self.free = max(self.free, landings[-1][1])
+        return landings
+
+    def _land_demanded(self, key: Key) -> None:
+        self.counters.demanded += 1
+        if self.residency[key] < self.target[key]:
+            self.residency[key] += 1
+            if self.residency[key] == self.target[key]:
+                self._lacking.discard(key)
+
+    def _order(self, key: Key, predicted: bool, now: float) -> bool:
+        """As TileMover: order what an expert lacks; False where no more can be ordered."""
+        lo = int(self.residency[key])
+        count = int(self.target[key]) - lo
+        if count <= 0 or key in self._background:
+            return True
+        if len(self._background) == BACKGROUND:
+            return False
+        order = self._background[key] = Order(key, lo, count, predicted, now)
+        self._queues[0 if predicted else 1].append(order)
+        return True
+
+    def _cancel(self, order: Order) -> None:
+        """What has not begun to move will not."""
+        order.count = order.started
+        if self._flying is not order:
+            del self._background[order.key]
+
+    def _next(self) -> Order | None:
+        for queue in self._queues:
+            while queue:
+                if queue[0].started < queue[0].count:
+                    return queue[0]
+                queue.popleft()
+        return None
+
+    def _land(self, order: Order) -> None:
+        """The tile on the link has landed."""
+        key, counters = order.key, self.counters
+        self._flying = None
+        if order.predicted:
+            counters.predicted += 1
+        else:
+            counters.placed += 1
+        if order.lo + order.started - 1 == self.residency[key] < self.target[key]:
+            self.residency[key] += 1
+            if self.residency[key] == self.target[key]:
+                self._lacking.discard(key)
+            if order.predicted and key in self._predicted:
+                self._predicted[key] += 1
+        elif order.predicted:
+            counters.wasted += 1
+        if order.started >= order.count:
+            del self._background[key]

@@ -1,0 +1,110 @@
+"""What a replay counts, phase by phase, and the figures that follow from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.accounting import Fidelity
+
+Moved = Literal["demanded", "predicted", "useful", "late", "wasted", "placed"]
+MOVED: tuple[Moved, ...] = ("demanded", "predicted", "useful", "late", "wasted", "placed")
+
+
+@dataclass
+class PhaseOutcome:
+    """Sums over the steps of one phase. Times are seconds of the cost model, counts are tiles, as in the
+    engine's accounting: of what landed by prediction some was useful, some wasted, and the rest is still
+    there unused; what was late or placed at leisure is none of it."""
+
+    layers: int
+    steps: int = 0
+    rows: int = 0
+    seconds: float = 0.0
+    host_busy: float = 0.0
+    device_busy: float = 0.0
+    link_busy: float = 0.0
+    wait_link: float = 0.0  # the device had nothing to do until a demanded tile landed
+    wait_host: float = 0.0  # or until the host had its share
+    demanded: int = 0
+    predicted: int = 0
+    useful: int = 0
+    late: int = 0  # demanded before their prediction had brought them
+    wasted: int = 0
+    placed: int = 0
+    host_tiles: int = 0
+    device_tiles: int = 0
+    fidelity: Fidelity = field(default_factory=Fidelity)
+
+    def __post_init__(self) -> None:
+        self.active: NDArray[np.int64] = np.zeros(self.layers, np.int64)  # experts used, summed over steps
+        self.hits: NDArray[np.int64] = np.zeros(self.layers, np.int64)  # of them resident as a whole
+
+    @property
+    def tok_s(self) -> float:
+        """Rows a second; 0 where no time passed."""
+        return self.rows / self.seconds if self.seconds else 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the active experts that were fully resident when their layer was planned."""
+        return _share(float(self.hits.sum()), float(self.active.sum()))
+
+    @property
+    def moved(self) -> int:
+        """Tiles that crossed the link."""
+        return self.demanded + self.predicted + self.placed
+
+    @property
+    def host_share(self) -> float:
+        """Share of the expert tiles that the host computed."""
+        return _share(self.host_tiles, self.host_tiles + self.device_tiles)
+
+    def to_json(self, tile_bytes: int) -> dict[str, Any]:
+        """Rates, shares and bytes a token."""
+        tokens = max(self.rows, 1)
+        return {
+            "steps": self.steps,
+            "tokens": self.rows,
+            "seconds": self.seconds,
+            "tok_s": self.tok_s,
+            "hit_rate": self.hit_rate,
+            "hit_rate_by_layer": [_share(h, a) for h, a in zip(self.hits, self.active, strict=True)],
+            "bytes_per_token": {name: getattr(self, name) * tile_bytes / tokens for name in MOVED}
+            | {"moved": self.moved * tile_bytes / tokens},
+            "host_share": self.host_share,
+            "busy": {
+                side: _share(getattr(self, f"{side}_busy"), self.seconds)
+                for side in ("host", "device", "link")
+            },
+            "waits": {
+                cause: _share(getattr(self, f"wait_{cause}"), self.seconds) for cause in ("link", "host")
+            },
+            "fidelity": self.shares(),
+        }
+
+    def shares(self) -> dict[str, float]:
+        """Of all routed weight, what was skipped, substituted, stale and predicted."""
+        sums = vars(self.fidelity)
+        return {kind: _share(part, sums["weight"]) for kind, part in sums.items() if kind != "weight"}
+
+
+@dataclass
+class Outcome:
+    """One policy's replay."""
+
+    prefill: PhaseOutcome
+    decode: PhaseOutcome
+    exact: bool
+    notes: list[str]
+
+    @property
+    def phases(self) -> dict[str, PhaseOutcome]:
+        return {"prefill": self.prefill, "decode": self.decode}
+
+
+def _share(part: float, whole: float) -> float:
+    return float(part / whole) if whole else 0.0

@@ -1,0 +1,47 @@
+"""What a trace holds as a whole, and whether it can be replayed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.errors import TraceError
+from pipeline.policies.view import Phase
+from pipeline.traces.reader import Trace
+
+
+@dataclass(frozen=True)
+class Overview:
+    """Of all steps."""
+
+    steps: dict[Phase, int]
+    rows: dict[Phase, int]
+    counts: NDArray[np.int64]  # [L, E] rows routed to each expert
+    first: bool  # each step has logits of the gate for the next token's first layer
+    cut_short: bool  # the file ends within a step
+
+
+def look_over(trace: Trace) -> Overview:
+    """Read the whole trace once. Raises TraceError for a damaged one, and for one without any step or with
+    layers whose own routers were not run: what another policy would have done there is not known."""
+    shape = trace.header.shape
+    steps: dict[Phase, int] = {"prefill": 0, "decode": 0}
+    rows: dict[Phase, int] = {"prefill": 0, "decode": 0}
+    counts = np.zeros((shape.layers, shape.experts), np.int64)
+    first = True
+    for step in trace.steps():
+        steps[step.phase] += 1
+        rows[step.phase] += len(step.sequences)
+        for index, layer in enumerate(step.layers):
+            if layer.logits is None:
+                raise TraceError(
+                    f"{trace.path}: in step {step.number} layer {index} was predicted, and its own router was"
+                    " not run; record under a policy that runs all of them, such as all-host"
+                )
+            counts[index] += layer.said.workload(shape.experts)
+        first = first and step.layers[-1].first is not None
+    if not any(steps.values()):
+        raise TraceError(f"{trace.path} holds no whole step")
+    return Overview(steps, rows, counts, first, trace.cut_short)

@@ -1,0 +1,130 @@
+"""Writes a trace while the engine computes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.errors import TraceError
+from pipeline.observing import Seen
+from pipeline.policies.view import Phase, Routing
+from pipeline.traces.header import Header
+from pipeline.traces.reader import Trace
+from pipeline.traces.steps import LayerTrace, TracedStep, encode_step, halves
+
+log = logging.getLogger(__name__)
+
+DEPTH = 3  # layers ahead whose routers are recorded: as far as any preset looks
+
+
+class Recorder:
+    """An Observer. Each step leaves in one write once it was computed, so that a file ends with a whole step
+    wherever the engine is killed, or within its last one."""
+
+    def __init__(
+        self, path: Path, header: Header, *, first_gate: Callable[[], bool], resumed: bool = False
+    ) -> None:
+        """Creates the file, mode 0600. `first_gate`: whether there is now a gate for the next token's first
+        layer. `resumed`: an engine that died may have begun the file; go on behind its last whole step.
+        Raises TraceError for any other file that is there, and where none can be made."""
+        self._header = header
+        self._first_gate = first_gate
+        self._path = path
+        self._phase: Phase = "prefill"
+        self._sequences: tuple[int, ...] = ()
+        self._layers: list[LayerTrace] = []
+        self._number = 0
+        self._before = 0  # sequences of the engine that died have lower numbers
+        self._fd: int | None = None
+        beginning = header.encode()
+        flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            if resumed and path.exists():
+                self._number, end, self._before = _resumable(path, header)
+                self._fd = os.open(path, flags)
+                os.ftruncate(self._fd, end)
+                os.lseek(self._fd, end, os.SEEK_SET)
+            else:
+                self._fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+                _write(self._fd, beginning)
+        except OSError as e:
+            self.close()
+            raise TraceError(f"--record {path}: no file can be made there: {e.strerror}") from None
+
+    def probes(self, layer: int) -> tuple[int, ...]:
+        following = tuple(range(layer + 1, layer + 1 + self._header.predictions(layer)))
+        last = layer == self._header.shape.layers - 1
+        return (0,) if last and self._first_gate() else following
+
+    def begin(self, phase: Phase, sequences: tuple[int, ...]) -> None:
+        self._phase = phase
+        self._sequences = tuple(self._before + sequence for sequence in sequences)
+        self._layers.clear()
+
+    def layer(self, seen: Seen) -> None:
+        if self._fd is None:
+            return
+        signals, gated = seen.signals, seen.gated
+        asked = self.probes(seen.layer)
+        last = seen.layer == self._header.shape.layers - 1
+        first = signals.probes[0] if last and asked else None
+        said = _copied(gated.said)
+        self._layers.append(
+            LayerTrace(
+                said=said,
+                done=said if _same(gated.routing, gated.said) else _copied(gated.routing),
+                predicted=gated.predicted,
+                stale=seen.cut.astype("<u2") if seen.stale else None,
+                logits=None if signals.logits is None else halves(signals.logits),
+                predictions=() if last else tuple(halves(signals.probes[layer]) for layer in asked),
+                first=None if first is None else halves(first),
+            )
+        )
+
+    def end(self) -> None:
+        if self._fd is None:
+            return
+        step = TracedStep(self._number, self._phase, self._sequences, tuple(self._layers))
+        try:
+            _write(self._fd, encode_step(step))
+        except OSError as e:
+            log.warning(
+                "recording has ended: %s: %s; the %d steps before are whole",
+                *(self._path, e.strerror, self._number),
+            )
+            self.close()
+        self._number += 1
+
+    def close(self) -> None:
+        """The file is complete."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def _resumable(path: Path, header: Header) -> tuple[int, int, int]:
+    """Whole steps of a file that was begun with this header, where they end, and the first number that none
+    of their sequences has."""
+    trace = Trace(path)
+    if trace.header != header:
+        raise TraceError(f"--record {path}: the file is of another model; give another name")
+    highest = max((sequence for step in trace.steps() for sequence in step.sequences), default=-1)
+    return *trace.end(), highest + 1
+
+
+def _same(a: Routing, b: Routing) -> bool:
+    return a is b or (np.array_equal(a.experts, b.experts) and np.array_equal(a.weights, b.weights))
+
+
+def _copied(routing: Routing) -> Routing:
+    return Routing(routing.experts.copy(), routing.weights.copy())
+
+
+def _write(fd: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(fd, left) :]

@@ -1,0 +1,149 @@
+"""One step of a trace, to bytes and back. docs/traces.md draws the bytes."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.errors import TraceError
+from pipeline.policies.view import Phase, Routing
+from pipeline.traces.header import Header
+
+Halves = NDArray[np.float16]
+Cuts = NDArray[np.uint16]
+
+FRAME = struct.Struct("<II")  # bytes of the body, their CRC-32
+HEAD = struct.Struct("<QIB3x")  # number, rows, phase
+PHASES: tuple[Phase, ...] = ("prefill", "decode")
+PREDICTED, STALE, CHANGED, LOGITS, FIRST = 1, 2, 4, 8, 16  # flags of a layer
+MAX_BODY = 1 << 30
+LARGEST_HALF = 65504.0
+
+
+@dataclass(frozen=True)
+class LayerTrace:
+    """One layer of a step of R rows."""
+
+    said: Routing  # by the router, or by what predicted it
+    done: Routing  # what was computed; the same object where nothing was changed
+    predicted: bool  # `said` comes from the layer before, as in Gated
+    stale: Cuts | None  # [E], where the host's share (tiles from the cut on) is from the layer before's x
+    logits: Halves | None  # [R, E] of the layer's own router, where it was run
+    predictions: tuple[Halves, ...]  # of the next layers' routers on this layer's x, each [R, E]
+    first: Halves | None  # at the last layer, where there is one: the gate for the next token's first layer
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """One step of the engine."""
+
+    number: int  # 0 for the first that was recorded
+    phase: Phase
+    sequences: tuple[int, ...]  # [R]
+    layers: tuple[LayerTrace, ...]
+
+
+def halves(values: NDArray[np.float32]) -> Halves:
+    """float16, what is too large for it at its ends."""
+    return np.clip(values, -LARGEST_HALF, LARGEST_HALF).astype("<f2")
+
+
+def encode_step(step: TracedStep) -> bytes:
+    """The step's frame and body."""
+    parts = [
+        HEAD.pack(step.number, len(step.sequences), PHASES.index(step.phase)),
+        (np.array(step.sequences, np.int64) & 0xFFFFFFFF).astype("<u4").tobytes(),
+    ]
+    for layer in step.layers:
+        changed = layer.done is not layer.said
+        flags = PREDICTED * layer.predicted | STALE * (layer.stale is not None) | CHANGED * changed
+        flags |= LOGITS * (layer.logits is not None) | FIRST * (layer.first is not None)
+        parts.append(bytes([flags]))
+        for routing in (layer.said, layer.done) if changed else (layer.said,):
+            parts += [routing.experts.astype("<u2").tobytes(), routing.weights.astype("<f4").tobytes()]
+        optional = (layer.stale, layer.logits, *layer.predictions, layer.first)
+        parts += [numbers.tobytes() for numbers in optional if numbers is not None]
+    body = b"".join(parts)
+    return FRAME.pack(len(body), zlib.crc32(body)) + body
+
+
+class StepReader:
+    """Takes bodies apart. The arrays it makes are views of the body, but for the experts."""
+
+    def __init__(self, header: Header) -> None:
+        self._header = header
+
+    def read(self, body: bytes, expected: int) -> TracedStep:
+        """The step with this number. Raises TraceError."""
+        header = self._header
+        shape = header.shape
+        if len(body) < HEAD.size:
+            raise TraceError("it has no beginning")
+        number, rows, phase = HEAD.unpack_from(body)
+        if number != expected:
+            raise TraceError(f"it has the number {number}")
+        if phase >= len(PHASES):
+            raise TraceError(f"there is no phase {phase}")
+        least = HEAD.size + 4 * rows + shape.layers * (1 + 6 * rows * shape.top_k)
+        if rows == 0 or len(body) < least:
+            raise TraceError(f"it is too short for {rows} rows")
+        taken = _Taken(body, HEAD.size)
+        sequences = tuple(taken.take("<u4", rows).tolist())
+        layers = tuple(self._layer(layer, taken, rows) for layer in range(shape.layers))
+        if taken.at != len(body):
+            raise TraceError("it is longer than its layers")
+        return TracedStep(number, PHASES[phase], sequences, layers)
+
+    def _layer(self, layer: int, taken: _Taken, rows: int) -> LayerTrace:
+        header, shape = self._header, self._header.shape
+        flags = taken.byte()
+        if flags >= 2 * FIRST or (flags & FIRST and layer != shape.layers - 1):
+            raise TraceError(f"layer {layer} has unknown flags")
+        said = self._routing(layer, taken, rows)
+        done = self._routing(layer, taken, rows) if flags & CHANGED else said
+        size = rows * shape.experts
+
+        def logits() -> Halves:
+            return taken.take("<f2", size).reshape(rows, shape.experts)
+
+        stale = taken.take("<u2", shape.experts) if flags & STALE else None
+        if stale is not None and int(stale.max()) > shape.tiles:
+            raise TraceError(f"layer {layer} has cuts beyond its {shape.tiles} tiles")
+        own = logits() if flags & LOGITS else None
+        predictions = tuple([logits() for _ in range(header.predictions(layer))])
+        first = logits() if flags & FIRST else None
+        return LayerTrace(said, done, bool(flags & PREDICTED), stale, own, predictions, first)
+
+    def _routing(self, layer: int, taken: _Taken, rows: int) -> Routing:
+        shape = self._header.shape
+        experts = taken.take("<u2", rows * shape.top_k).astype(np.int32).reshape(rows, shape.top_k)
+        weights = taken.take("<f4", rows * shape.top_k).reshape(rows, shape.top_k)
+        if int(experts.max()) >= shape.experts or not np.isfinite(weights).all():
+            raise TraceError(f"layer {layer} has experts that do not exist, or weights that are no numbers")
+        return Routing(experts, weights)
+
+
+class _Taken:
+    """How far a body has been read."""
+
+    def __init__(self, body: bytes, at: int) -> None:
+        self._body = body
+        self.at = at
+
+    def byte(self) -> int:
+        return int(self.take("u1", 1)[0])
+
+    def take(self, dtype: str, count: int) -> NDArray[Any]:
+        """The next `count` numbers, a view."""
+        kind = np.dtype(dtype)
+        end = self.at + kind.itemsize * count
+        if end > len(self._body):
+            raise TraceError("it ends within a layer")
+        array = np.frombuffer(self._body, kind, count, self.at)
+        self.at = end
+        return array

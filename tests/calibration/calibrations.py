@@ -1,0 +1,40 @@
+"""Random calibrations whose arrays fit each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from pipeline.policies.calibration import Calibration
+
+floats = st.floats(-1e6, 1e6, width=32)
+shares = st.floats(0, 1, width=32)
+about = st.dictionaries(st.text(max_size=8), st.none() | st.integers() | st.text(max_size=8), max_size=3)
+
+
+def arrays(shape: tuple[int, ...], elements: st.SearchStrategy[Any] = floats) -> st.SearchStrategy[Any]:
+    return hnp.arrays(np.float32, shape, elements=elements)
+
+
+@st.composite
+def calibrations(draw: st.DrawFn) -> Calibration:
+    layers, experts, hidden = (draw(st.integers(1, most)) for most in (5, 9, 7))
+    used = draw(st.integers(1, experts))
+    counts = hnp.arrays(np.int64, (layers, experts), elements=st.integers(0, 2**40))
+    needed = draw(arrays((layers, used + 1), st.floats(0.125, 1, width=32)))
+    known = draw(st.booleans())
+    return Calibration(
+        prefill_counts=draw(counts),
+        decode_counts=draw(counts),
+        residuals=draw(arrays((layers - 1, hidden))),
+        residual_logits=draw(arrays((layers - 1, experts))),
+        accuracy={name: draw(arrays((layers,), shares)) for name in ("raw", "residual", "first")},
+        similarity=draw(arrays((layers,), shares)),
+        needed=needed / needed.sum(axis=1, keepdims=True) if known else None,
+        sensitivity=draw(arrays((layers,), st.floats(0, 1e6, width=32))) if known else None,
+        threshold=draw(st.floats(0, 1e6)) if known else None,
+        first_gate=draw(st.none() | arrays((experts, hidden))),
+    )

@@ -1,0 +1,198 @@
+"""A calibration's file: what is read is what was written, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import zlib
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from calibrations import about, calibrations
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load as load_tensors
+from safetensors.numpy import save as save_tensors
+
+from pipeline.calibration.file import NAME, calibration_path, load, read, save
+from pipeline.errors import CalibrationError
+from pipeline.models.open import open_model
+from pipeline.policies.calibration import Calibration
+
+SMALL = Calibration(
+    prefill_counts=np.array([[3, 1, 0], [2, 2, 0]]),
+    decode_counts=np.array([[1, 1, 0], [0, 2, 0]]),
+    residuals=np.ones((1, 4), np.float32),
+    residual_logits=np.ones((1, 3), np.float32),
+    accuracy={name: np.array([0, 0.5], np.float32) for name in ("raw", "residual", "first")},
+    similarity=np.array([0.9, 0.8], np.float32),
+    needed=np.array([[0, 0.5, 0.5], [0, 0, 1]], np.float32),
+    sensitivity=np.array([0.1, 0.2], np.float32),
+    threshold=0.005,
+    first_gate=np.ones((3, 4), np.float32),
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / ("ab" * 32) / NAME
+
+
+def same(one: object, other: object) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    return type(one) is type(other) and one == other
+
+
+@given(calibration=calibrations(), said=about)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_is_read_is_what_was_written(path: Path, calibration: Calibration, said: dict) -> None:
+    save(path, calibration, said)
+    found, told = read(path)
+    assert told == said
+    for field in fields(Calibration):
+        assert same(getattr(found, field.name), getattr(calibration, field.name)), field.name
+    assert sorted(p.name for p in path.parent.iterdir()) == ["calibration.safetensors", "calibration.txt"]
+
+
+def test_both_files_are_this_users_alone(path: Path) -> None:
+    save(path, SMALL, {"model": "small", "notes": ["nothing to note"]})
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    for file in path.parent.iterdir():
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    text = path.with_name("calibration.txt").read_text()
+    assert "Calibration of small" in text
+    assert "nothing to note" in text
+    assert "0.005" in text
+
+
+def test_arrays_cannot_be_changed_by_who_plans_with_them(path: Path) -> None:
+    save(path, SMALL, {})
+    with pytest.raises(ValueError, match="read-only"):
+        load(path).decode_counts[0, 0] = 1
+
+
+def test_each_model_has_its_own_place(tiny_model: Path, tmp_path: Path) -> None:
+    one = calibration_path(tmp_path, open_model(tiny_model))
+    other = calibration_path(tmp_path, open_model(Path("shape:mixtral-8x7b/2")))
+    assert one.parent.parent == other.parent.parent == tmp_path
+    assert one != other
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_damaged_file_is_refused(path: Path, data: st.DataObject) -> None:
+    save(path, SMALL, {"model": "small"})
+    content = bytearray(path.read_bytes())
+    if data.draw(st.booleans()):
+        del content[data.draw(st.integers(0, len(content) - 1)) :]
+    else:
+        place = data.draw(st.integers(0, len(content) - 1))
+        content[place] ^= 1 << data.draw(st.integers(0, 7))
+    path.write_bytes(content)
+    try:
+        found = load(path)
+    except CalibrationError as e:
+        complaint = str(e)
+    else:  # a blank or an escape of the header may be written otherwise
+        complaint = str(path)
+        assert all(same(getattr(found, f.name), getattr(SMALL, f.name)) for f in fields(Calibration))
+    assert str(path) in complaint
+    assert "\n" not in complaint
+
+
+def rewrite(path: Path, facts: dict, tensors: dict) -> None:
+    """The file with other facts and tensors, by somebody who knows of the checksum and not of what fits."""
+    data = path.read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    all_facts = json.loads(header["__metadata__"]["tandem"]) | facts
+    all_tensors = {n: a for n, a in (load_tensors(data) | tensors).items() if a is not None}
+    if "crc32" not in facts:
+        del all_facts["crc32"]
+        checksum = zlib.crc32(json.dumps(all_facts, sort_keys=True).encode())
+        for name, array in sorted(all_tensors.items()):
+            checksum = zlib.crc32(array.tobytes(), zlib.crc32(name.encode(), checksum))
+        all_facts["crc32"] = checksum
+    path.write_bytes(save_tensors(all_tensors, {"tandem": json.dumps(all_facts)}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"version": 2}, "of version 2"),
+        ({"version": "x"}, "of version x"),
+        ({"fingerprint": "cd" * 32}, "another model"),
+        ({"threshold": -1.0}, "threshold"),
+        ({"threshold": True}, "threshold"),
+        ({"threshold": "0.1"}, "threshold"),
+        ({"crc32": 7}, "damaged"),
+        ({"about": 7}, "no whole calibration"),
+    ],
+)
+def test_facts_that_cannot_be(path: Path, changes: dict, said: str) -> None:
+    save(path, SMALL, {})
+    rewrite(path, changes, {})
+    with pytest.raises(CalibrationError, match=said) as failure:
+        load(path)
+    assert str(path) in str(failure.value)
+    assert "calibrate again" in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"residuals": np.ones((2, 4), np.float32)}, r"residuals is float32\[2, 4\], not float32\[1, 4\]"),
+        ({"residual_logits": np.ones((1, 4), np.float32)}, "residual_logits"),
+        ({"prefill_counts": np.ones((2, 3), np.int32)}, "prefill_counts is int32"),
+        ({"prefill_counts": np.ones(3, np.int64)}, "no matrix"),
+        ({"decode_counts": -np.ones((2, 3), np.int64)}, "below 0"),
+        ({"similarity": np.array([np.nan, 1], np.float32)}, "similarity holds what is no number"),
+        ({"similarity": np.ones(2)}, "similarity is float64"),
+        ({"accuracy.first": np.full(2, 1.5, np.float32)}, "no share"),
+        ({"accuracy.residual": None}, "accuracy.residual is missing"),
+        ({"accuracy.third": np.zeros(2, np.float32)}, "'accuracy.third', which is nothing known"),
+        ({"needed": np.full((2, 3), 0.5, np.float32)}, "no shares"),
+        ({"sensitivity": np.array([-1, 1], np.float32)}, "sensitivity is below 0"),
+        ({"first_gate": np.ones((3, 5), np.float32)}, "first_gate"),
+    ],
+)
+def test_arrays_that_cannot_be(path: Path, changes: dict, said: str) -> None:
+    save(path, SMALL, {})
+    rewrite(path, {}, changes)
+    with pytest.raises(CalibrationError, match=said):
+        load(path)
+
+
+def test_what_is_no_file_of_ours(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(CalibrationError, match="No such file"):
+        load(path)
+    save(path, SMALL, {})
+    path.chmod(0o622)
+    with pytest.raises(CalibrationError, match="another user"):
+        load(path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(CalibrationError, match="is no file"):
+        load(path)
+    path.unlink()
+    path.write_bytes(save_tensors({"weight": np.ones(3, np.float32)}))
+    with pytest.raises(CalibrationError, match="no whole calibration"):
+        load(path)
+
+
+def test_a_full_disk_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(path, SMALL, {"model": "old"})
+    before = {file.name: file.read_bytes() for file in path.parent.iterdir()}
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        save(path, replace(SMALL, threshold=0.1), {"model": "new"})
+    assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == before

@@ -1,0 +1,166 @@
+"""Calibrate in a running engine: who waits, what ends it, and that the engine is afterwards as before."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from launch.runtime import cache_root
+from pipeline.calibration.file import calibration_path, load
+from pipeline.config import EngineConfig
+from pipeline.models.open import open_model
+from protocol.client import Client
+from protocol.errors import RequestFailed
+from protocol.messages import Calibrating
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PROMPT = tuple(range(10, 40))
+IDS = tuple(np.random.default_rng(0).integers(3, 4000, 8000).tolist())
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(start_engine, tiny_model: Path) -> AsyncIterator[Client]:
+    config = EngineConfig(
+        model=tiny_model, policy="on-demand", tile=32, workers=1, expert_cache=0.5, chunk=64, context=128
+    )
+    async with start_engine(config) as (_, client):
+        yield client
+
+
+@pytest.fixture
+def path(tiny_model: Path) -> Iterator[Path]:
+    path = calibration_path(cache_root(), open_model(tiny_model))
+    yield path
+    shutil.rmtree(path.parent, ignore_errors=True)  # other tests find no calibrated model
+
+
+class Begun:
+    """A calibration that has begun, in a task."""
+
+    def __init__(self, client: Client, tokens: int) -> None:
+        self.stages: list[Calibrating] = []
+        self._far = asyncio.Event()
+        self.task = asyncio.create_task(
+            client.calibrate(token_ids=IDS, tokens=tokens, on_progress=self._progress)
+        )
+
+    def _progress(self, far: Calibrating) -> None:
+        self.stages.append(far)
+        self._far.set()
+
+    async def under_way(self) -> None:
+        async with asyncio.timeout(30):
+            await self._far.wait()
+
+
+async def test_it_says_how_far_it_is_and_what_it_found(client: Client, path: Path) -> None:
+    begun = Begun(client, 1000)
+    done = await begun.task
+    assert Path(done.path) == path
+    assert done.summary["tokens"] == 1000
+    assert done.summary["left_out"] == len(IDS) - 1000
+    calibration = load(path)
+    every = calibration.prefill_counts + calibration.decode_counts
+    assert (every.sum(axis=1) == 2 * 1000).all()
+    assert done.summary["threshold"] == calibration.threshold
+    assert begun.stages
+    assert all(0 <= far.done <= far.total for far in begun.stages)
+
+
+async def test_the_engine_is_as_before(client: Client, path: Path) -> None:
+    before = await client.stats()
+    expected = await client.generate(token_ids=PROMPT, max_tokens=8, ignore_eos=True).result()
+    await Begun(client, 300).task
+    after = await client.stats()
+    assert (after["policy"], after["policy_options"]) == (before["policy"], before["policy_options"])
+    assert after["engine"]["prefill"]["rows"] - before["engine"]["prefill"]["rows"] == len(PROMPT)
+    assert after["scheduler"]["kv_tokens_used"] == 0
+    answer = await client.generate(token_ids=PROMPT, max_tokens=8, ignore_eos=True).result()
+    assert answer.tokens == expected.tokens
+
+
+async def test_others_wait_and_are_heard(client: Client) -> None:
+    async with Client.connect(client._endpoint) as other:
+        expected = await other.generate(token_ids=PROMPT, max_tokens=90, ignore_eos=True).result()
+        running = asyncio.create_task(
+            other.generate(token_ids=PROMPT, max_tokens=90, ignore_eos=True).result()
+        )
+        begun = Begun(client, 8000)
+        await begun.under_way()
+        asked = asyncio.create_task(other.generate(token_ids=PROMPT, max_tokens=3, ignore_eos=True).result())
+        stats = await other.stats()
+        assert stats["policy"] == "all-host"
+        with pytest.raises(RequestFailed, match="is being calibrated; set the policy when"):
+            await other.set_policy("all-host")
+        with pytest.raises(RequestFailed, match="is being calibrated already"):
+            await other.calibrate(token_ids=IDS)
+        given_up = other.generate(token_ids=PROMPT, max_tokens=3, ignore_eos=True)
+        await given_up.cancel()
+        assert (await given_up.result()).done.reason == "cancelled"  # without waiting for it
+        assert not asked.done()
+        assert not begun.task.done()
+        begun.task.cancel()
+        assert (await running).tokens == expected.tokens
+        assert (await asked).tokens == expected.tokens[:3]
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_who_wants_it_no_more_ends_it(client: Client, path: Path, leaves: bool) -> None:
+    async with Client.connect(client._endpoint) as other:
+        begun = Begun(other, 8000)
+        await begun.under_way()
+        if not leaves:
+            begun.task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await begun.task
+    if leaves:
+        with pytest.raises(Exception, match="closed"):
+            await begun.task
+    async with asyncio.timeout(20):  # far less than it would have taken
+        await client.generate(token_ids=PROMPT, max_tokens=3, ignore_eos=True).result()
+    stats = await client.stats()
+    assert stats["policy"] == "on-demand"
+    assert stats["scheduler"]["kv_tokens_used"] == 0
+    assert not path.parent.exists() or list(path.parent.glob("*.safetensors")) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"token_ids": IDS[:255]}, "the text has 255 tokens, calibrating needs 256"),
+        ({"text": "too short"}, "calibrating needs 256"),
+        ({"token_ids": (*IDS[:300], 4096)}, "token id 4096 is outside the vocabulary of 4096"),
+        ({"token_ids": (-1,)}, "token id -1 is outside"),
+        ({"token_ids": IDS, "tokens": 0}, "tokens must be at least 1"),
+        ({}, "exactly one of text and token_ids"),
+        ({"text": "a", "token_ids": (1,)}, "exactly one of text and token_ids"),
+    ],
+)
+async def test_refusals(client: Client, asked: dict, said: str) -> None:
+    with pytest.raises(RequestFailed, match=said) as failure:
+        await client.calibrate(**asked)
+    assert failure.value.usage
+    assert (await client.stats())["policy"] == "on-demand"
+
+
+async def test_without_gradients_the_rest_is_found(start_engine, tiny_model: Path, path: Path) -> None:
+    config = EngineConfig(
+        model=tiny_model, policy="all-host", workers=0, backbone_dtype="int8", context=128, chunk=64
+    )
+    async with start_engine(config) as (_, client):
+        done = await client.calibrate(token_ids=IDS, tokens=300)
+    calibration = load(path)
+    assert calibration.sensitivity is None
+    assert calibration.threshold is None
+    assert calibration.needed is None
+    assert calibration.first_gate is not None
+    (note,) = done.summary["notes"]
+    assert "--backbone-dtype" in note
+    assert done.summary["single_expert_share"] is None

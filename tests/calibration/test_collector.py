@@ -1,0 +1,166 @@
+"""What is counted of steps with several sequences, any k, and weights of 0: against plain loops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.calibration.collector import Checker, Learner, Needs
+from pipeline.observing import Observer, Seen
+from pipeline.policies.view import FloatArray, Gated, ModelShape, Phase, Routing, Signals
+
+HIDDEN = 5
+
+
+@dataclass(frozen=True)
+class Step:
+    phase: Phase
+    sequences: tuple[int, ...]
+    x: FloatArray  # [L, R, H]
+
+
+class World:
+    """A model's routers, and a router's rule: the k largest logits, of which the negative ones weigh 0."""
+
+    def __init__(self, layers: int, experts: int, k: int, seed: int) -> None:
+        self.shape = ModelShape(layers, experts, 1, k)
+        self.random = np.random.default_rng(seed)
+        self.gates = self.random.standard_normal((layers, experts, HIDDEN)).astype(np.float32)
+
+    def route(self, logits: FloatArray) -> Routing:
+        experts = np.argsort(-logits, axis=1, kind="stable")[:, : self.shape.top_k].astype(np.int32)
+        weights = np.maximum(np.take_along_axis(logits, experts, axis=1), 0)
+        weights[:, 0] = 1
+        return Routing(experts, weights)
+
+    def steps(self, sequences: int) -> list[Step]:
+        """Each sequence's prompt in two steps, then three tokens of all of them together."""
+
+        def step(phase: Phase, rows: tuple[int, ...]) -> Step:
+            shape = (self.shape.layers, len(rows), HIDDEN)
+            return Step(phase, rows, self.random.standard_normal(shape).astype(np.float32))
+
+        prompts = [step("prefill", (n,) * count) for n in range(sequences) for count in (4, 1 + n)]
+        return prompts + [step("decode", tuple(range(sequences))) for _ in range(3)]
+
+    def show(self, step: Step, observer: Observer) -> None:
+        observer.begin(step.phase, step.sequences)
+        nothing = np.zeros(self.shape.experts, np.int32)
+        for layer, x in enumerate(step.x):
+            logits = x @ self.gates[layer].T
+            probes = {to: x @ self.gates[to].T for to in observer.probes(layer)}
+            gated = Gated.as_said(self.route(logits))
+            lent = x.copy()
+            observer.layer(Seen(layer, lent, Signals(logits, probes), gated, nothing, nothing, False))
+            for array in (lent, logits, *probes.values()):
+                array[:] = np.nan  # they are valid during the call only
+        observer.end()
+
+    def used(self, layer: int, x: FloatArray) -> set[int]:
+        """A token's experts."""
+        routing = self.route((x @ self.gates[layer].T)[None])
+        return {int(e) for e, w in zip(routing.experts[0], routing.weights[0], strict=True) if w}
+
+    def named(self, logits: FloatArray) -> set[int]:
+        return set(self.route(logits[None]).experts[0].tolist())
+
+
+worlds = st.builds(
+    World,
+    layers=st.integers(1, 3),
+    experts=st.integers(4, 6),
+    k=st.integers(1, 4),
+    seed=st.integers(0, 10**6),
+)
+
+
+def texts(steps: list[Step], sequences: int) -> list[list[tuple[Phase, FloatArray]]]:
+    """Of each sequence its tokens in order: phase and x [L, H]."""
+    found: list[list[tuple[Phase, FloatArray]]] = [[] for _ in range(sequences)]
+    for step in steps:
+        for row, sequence in enumerate(step.sequences):
+            found[sequence].append((step.phase, step.x[:, row]))
+    return found
+
+
+@given(world=worlds, sequences=st.integers(1, 3), every=st.integers(1, 3))
+@settings(max_examples=40, deadline=None)
+def test_what_is_learnt(world: World, sequences: int, every: int) -> None:
+    steps, shape = world.steps(sequences), world.shape
+    learner = Learner(shape, HIDDEN, every)
+    for step in steps:
+        world.show(step, learner)
+    read = texts(steps, sequences)
+    counts = np.zeros((2, sequences, shape.layers, shape.experts), np.int64)
+    for sequence, tokens in enumerate(read):
+        for phase, x in tokens:
+            for layer in range(shape.layers):
+                for expert in world.used(layer, x[layer]):
+                    counts[int(phase == "decode"), sequence, layer, expert] += 1
+    for phase, expected in zip(("prefill", "decode"), counts.sum(axis=1), strict=True):
+        np.testing.assert_array_equal(learner.counts(phase), expected)
+    cosines = [
+        [p @ d / np.linalg.norm(p) / np.linalg.norm(d) for p, d in zip(*both, strict=True)]
+        for both in zip(*counts.astype(float), strict=True)
+    ]
+    np.testing.assert_allclose(learner.similarities(), cosines, atol=1e-9)
+    every_x = np.array([x for tokens in read for _, x in tokens])  # [T, L, H]
+    np.testing.assert_allclose(learner.residuals(), np.diff(every_x.mean(axis=0), axis=0), atol=1e-5)
+    # Neighbours in a text; of so many that were met one is kept, whosever it is.
+    pairs = {
+        before[-1].tobytes(): after[0] @ world.gates[0].T
+        for tokens in read
+        for (_, before), (_, after) in pairwise(tokens)
+    }
+    last, logits = learner.pairs()
+    for x, row in zip(last, logits, strict=True):
+        np.testing.assert_allclose(row, pairs[x.tobytes()], atol=1e-4)
+    assert len(last) == len({x.tobytes() for x in last}) == -(-len(pairs) // every)
+
+
+@given(world=worlds, sequences=st.integers(1, 3), gated=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_what_is_checked(world: World, sequences: int, gated: bool) -> None:
+    steps, shape = world.steps(sequences), world.shape
+    residuals = world.random.standard_normal((shape.layers - 1, shape.experts)).astype(np.float32)
+    first = world.random.standard_normal((shape.experts, HIDDEN)).astype(np.float32) if gated else None
+    checker = Checker(shape, world.route, residuals, first)
+    for step in steps:
+        world.show(step, checker)
+    predictors = ("raw", "residual", "first")
+    hits: dict[str, list[list[bool]]] = {name: [[] for _ in range(shape.layers)] for name in predictors}
+    for tokens in texts(steps, sequences):
+        for place, (_, x) in enumerate(tokens):
+            for layer in range(shape.layers):
+                used = world.used(layer, x[layer])
+                if layer > 0:
+                    raw = world.gates[layer] @ x[layer - 1]
+                    hits["raw"][layer] += [e in world.named(raw) for e in used]
+                    corrected = world.named(raw + residuals[layer - 1])
+                    hits["residual"][layer] += [e in corrected for e in used]
+                elif first is not None and place > 0:
+                    named = world.named(first @ tokens[place - 1][1][-1])
+                    hits["first"][layer] += [e in named for e in used]
+    for name, found in checker.accuracy().items():
+        expected = [np.mean(layer) if layer else 0 for layer in hits[name]]
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+    decoded = [x for tokens in texts(steps, sequences) for phase, x in tokens if phase == "decode"]
+    assert [len(np.concatenate(layer)) for layer in checker.weights] == [len(decoded)] * shape.layers
+
+
+@given(world=worlds, sequences=st.integers(1, 3))
+@settings(max_examples=20, deadline=None)
+def test_how_many_experts_a_token_of_decode_uses(world: World, sequences: int) -> None:
+    steps, shape = world.steps(sequences), world.shape
+    needs = Needs(shape)
+    for step in steps:
+        world.show(step, needs)
+    decoded = [x for tokens in texts(steps, sequences) for phase, x in tokens if phase == "decode"]
+    for layer, shares in enumerate(needs.shares()):
+        used = [len(world.used(layer, x[layer])) for x in decoded]
+        expected = np.bincount(used, minlength=shape.top_k + 1) / len(used)
+        np.testing.assert_allclose(shares, expected, atol=1e-6)

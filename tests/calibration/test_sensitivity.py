@@ -1,0 +1,203 @@
+"""Sensitivities equal those that torch's autograd finds on transformers' own whole model of a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from families import Case, build, drawn_texts, save
+from in_process import TorchDevice
+from torch.nn import functional
+
+from pipeline.calibration.sensitivity import sensitivities
+from pipeline.checkpoint.source import Checkpoint
+from pipeline.device import open_device
+from pipeline.device.base import Device
+from pipeline.device.cpu import CpuDevice
+from pipeline.errors import UsageError
+from pipeline.models.backbone import Backbone
+from pipeline.models.linear import Precision
+from pipeline.models.registry import expert_shape, model_spec
+from shm.layout import format_named
+from shm.manifest import StoreManifest
+from shm.segment import unlink
+from shm.store import Store, StoreBuilder
+
+WITHOUT_EXPERTS = {"mlp_only_layers": [0, 3], "num_hidden_layers": 4}  # before those with, and behind them
+CASES = [
+    Case("mixtral", "two-experts", {"sliding_window": 9}),
+    Case("mixtral", "heads-of-keys", {"num_key_value_heads": 6, "num_experts_per_tok": 3}),
+    Case("qwen3_moe", "norm-of-heads", {"num_experts_per_tok": 3, "norm_topk_prob": True}),
+    Case("qwen3_moe", "dense-layers", {"norm_topk_prob": False, **WITHOUT_EXPERTS}),
+    Case("qwen2_moe", "shared-experts", {"decoder_sparse_step": 2, "num_hidden_layers": 4}),
+    Case("olmoe", "norm-of-all", {"clip_qkv": 0.8, "num_experts_per_tok": 3}),
+    Case("deepseek_v2", "dense-first", {"first_k_dense_replace": 1, "routed_scaling_factor": 1.7}),
+    Case(
+        "deepseek_v2",
+        "groups",
+        {
+            **{"first_k_dense_replace": 0, "topk_method": "group_limited_greedy", "n_group": 3},
+            **{"topk_group": 1, "num_experts_per_tok": 3, "q_lora_rank": 18},
+        },
+    ),
+    Case("phimoe", "near", {"router_jitter_noise": 0.01, "attention_bias": True, "lm_head_bias": True}),
+    Case("phimoe", "far", {"router_jitter_noise": 0.4}),
+]
+SHORT = (17, 12, 3)
+
+
+def by_autograd(case: Case, windows: Sequence[Sequence[int]]) -> np.ndarray:
+    """s [L]: every MoE block's output retains its gradient, one pass over each whole window."""
+    model = build(case)  # not in training mode, where PhiMoE draws its experts and has gradients of its own
+    outputs: list[torch.Tensor] = []
+
+    def keep(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> None:
+        output.retain_grad()
+        outputs.append(output)
+
+    for layer in model.model.layers:
+        block = layer.block_sparse_moe if hasattr(layer, "block_sparse_moe") else layer.mlp
+        if hasattr(block, "experts"):
+            block.register_forward_hook(keep)
+    total: np.ndarray | float = 0.0
+    for window in windows:
+        outputs.clear()
+        logits = model(torch.tensor([list(window)]), use_cache=False).logits[0]
+        functional.cross_entropy(logits[:-1], torch.tensor(window[1:]), reduction="sum").backward()
+        total += np.array([float(y.grad.double().square().sum()) for y in outputs])
+    return total / sum(len(w) - 1 for w in windows)
+
+
+@contextmanager
+def stored(folder: Path, name: str, tile: int = 0) -> Iterator[Store]:
+    """A checkpoint's experts in this format."""
+    source = Checkpoint(folder)
+    shape = expert_shape(source.config, tile or None, format_named(name))
+    segment = f"/tandem-test-sensitivity-{os.getpid()}"
+    manifest = StoreManifest(source.fingerprint(name, shape.tile), shape, name, source.name)
+    builder = StoreBuilder.create(segment, manifest)
+    source.fill(builder, lambda done: None)
+    builder.finish()
+    try:
+        with Store.attach(segment) as store:
+            yield store
+    finally:
+        unlink(segment)
+
+
+def found(
+    folder: Path,
+    device: Device,
+    store: Store,
+    windows: Sequence[Sequence[int]],
+    dtype: str = "f32",
+    calls: list[tuple[int, int]] | None = None,
+) -> np.ndarray:
+    source = Checkpoint(folder)
+    spec = model_spec(source.config)
+    backbone = Backbone(source, spec, Precision(dtype, device), spec.max_positions)
+    progress = [] if calls is None else calls
+    return sensitivities(backbone, device, store, windows, lambda done, of: progress.append((done, of)))
+
+
+def windows_of(case: Case) -> list[tuple[int, ...]]:
+    texts = drawn_texts(case, len(SHORT))
+    return [text[:length] for text, length in zip(texts, SHORT, strict=True)]
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    """With torch on one thread: tiny products are shorter than it takes to wake another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    made = CpuDevice()
+    yield made
+    made.close()
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equal_to_autograd_on_the_whole_model(case: Case, tmp_path: Path, device: Device) -> None:
+    save(case, tmp_path)
+    windows = windows_of(case)
+    expected = by_autograd(case, windows)
+    with stored(tmp_path, "f32", tile=16) as store:
+        s = found(tmp_path, device, store, windows)
+        plain = found(tmp_path, TorchDevice(), store, windows)
+    assert s.dtype == np.float32
+    assert (expected > 0).all()
+    np.testing.assert_allclose(s, expected, rtol=1e-3)
+    np.testing.assert_allclose(plain, expected, rtol=1e-3)
+
+
+def test_windows_are_computed_apart_however_they_are_grouped(
+    tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES[0]
+    save(case, tmp_path)
+    windows = windows_of(case)
+    with stored(tmp_path, "f32") as store:
+        calls: list[tuple[int, int]] = []
+        together = found(tmp_path, device, store, windows, calls=calls)
+        layers = len(together)
+        assert calls == [(n, 2 * layers - 1) for n in range(1, 2 * layers)]
+        each = [found(tmp_path, device, store, [window]) for window in windows]
+        monkeypatch.setattr("pipeline.calibration.sensitivity.ROWS", 20)
+        monkeypatch.setattr("pipeline.calibration.sensitivity.HEAD_ROWS", 5)
+        calls.clear()
+        apart = found(tmp_path, device, store, windows, calls=calls)
+        assert calls[-1] == (2 * (2 * layers - 1),) * 2
+    np.testing.assert_allclose(apart, together, rtol=1e-4)
+    np.testing.assert_allclose(np.average(each, 0, [n - 1 for n in SHORT]), together, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
+def test_experts_are_what_their_bytes_stand_for(name: str, tmp_path: Path, device: Device) -> None:
+    case = replace(CASES[2], options={**CASES[2].options, "moe_intermediate_size": 128})
+    save(case, tmp_path)
+    windows = windows_of(case)
+    close = {"bf16": 0.03, "int8": 0.03, "int4": 0.4}[name]
+    with stored(tmp_path, name) as store:
+        s = found(tmp_path, device, store, windows)
+    np.testing.assert_allclose(s, by_autograd(case, windows), rtol=close)
+
+
+def test_a_bf16_backbone_is_differentiable(tmp_path: Path, device: Device) -> None:
+    case = replace(CASES[0], dtype=torch.bfloat16)
+    save(case, tmp_path)
+    windows = windows_of(case)
+    with stored(tmp_path, "bf16") as store:
+        s = found(tmp_path, device, store, windows, dtype="bf16")
+    np.testing.assert_allclose(s, by_autograd(case, windows), rtol=0.1)
+
+
+def test_what_cannot_be_done_is_said(tmp_path: Path, device: Device) -> None:
+    save(CASES[0], tmp_path)
+    with stored(tmp_path, "f32") as store:
+        with pytest.raises(UsageError, match="--backbone-dtype bf16 or f32"):
+            found(tmp_path, device, store, windows_of(CASES[0]), dtype="int8")
+        for windows in ([], [(1, 2)]):
+            with pytest.raises(ValueError, match="windows of at least 3 tokens"):
+                found(tmp_path, device, store, windows)
+
+
+@pytest.mark.gpu
+def test_a_gpu_finds_the_same(tmp_path: Path, device: Device) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+    gpu = open_device("cuda")
+    try:
+        for case in (CASES[0], CASES[6]):
+            folder = tmp_path / case.name
+            save(case, folder)
+            with stored(folder, "int4", tile=64) as store:
+                expected = found(folder, device, store, windows_of(case))
+                np.testing.assert_allclose(found(folder, gpu, store, windows_of(case)), expected, rtol=1e-3)
+    finally:
+        gpu.close()

@@ -1,0 +1,123 @@
+"""The search for AdapMoE's threshold, on losses that are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.calibration.threshold import Threshold, largest_threshold, perturbations
+
+RANKED = np.arange(1, 65, dtype=np.float32) / 64  # 64 different ones
+
+
+def steps(edges: dict[float, float]) -> Callable[[float], float]:
+    """A loss of 2.0 that is another one from each of these T's on."""
+    return lambda t: [2.0, *(loss for edge, loss in sorted(edges.items()) if t >= edge)][-1]
+
+
+def test_the_last_that_keeps_the_bound_is_found() -> None:
+    found = largest_threshold(RANKED, steps({0.1: 2.009, 37.5 / 64: 2.011}), evaluations=8)
+    assert (found.value, found.loss, found.exact) == (37 / 64, 2.009, 2.0)
+    assert found.tried[:3] == ((0.0, 2.0), (1.0, 2.011), (0.5, 2.009))
+    assert len(found.tried) <= 8
+
+
+def test_where_all_keep_it_two_evaluations_do() -> None:
+    found = largest_threshold(RANKED.reshape(4, 16)[::-1], steps({0.5: 1.9}))
+    assert found == Threshold(1.0, 1.9, 2.0, ((0.0, 2.0), (1.0, 1.9)))
+
+
+def test_where_none_keeps_it_nothing_is_dropped() -> None:
+    found = largest_threshold(RANKED, steps({0.001: 3.0}))
+    assert (found.value, found.loss) == (0.0, 2.0)
+    assert len(found.tried) <= 8
+
+
+def test_fewer_evaluations_give_a_smaller_one() -> None:
+    loss = steps({63.5 / 64: 2.5})
+    values = [largest_threshold(RANKED, loss, evaluations=n).value for n in range(2, 10)]
+    assert values[0] == 0
+    assert values == sorted(values)
+    assert values[-1] == 63 / 64
+
+
+def test_the_bound_is_relative() -> None:
+    loss = steps({0.25: 2.02, 0.75: 2.1})
+    assert largest_threshold(RANKED, loss, bound=0.0).value == 15 / 64
+    assert largest_threshold(RANKED, loss, bound=0.011).value == 47 / 64
+    assert largest_threshold(RANKED, loss, bound=0.06).value == 1.0
+
+
+def test_equal_candidates_are_one() -> None:
+    candidates = np.repeat(np.array([0.1, 0.2, 0.3], np.float32), [1000, 5, 3])
+    found = largest_threshold(candidates, steps({0.15: 9.0}))
+    assert found.value == pytest.approx(0.1)
+    assert len(found.tried) <= 4
+
+
+def test_what_costs_nothing_is_no_candidate() -> None:
+    assert largest_threshold(np.zeros(9, np.float32), steps({})).tried == ((0.0, 2.0),)
+
+
+def test_an_island_beyond_a_loss_that_broke_the_bound_is_not_entered() -> None:
+    # Kept up to 10/64, broken up to 40/64, kept again up to 60/64: the middle one is broken.
+    loss = steps({10.5 / 64: 2.5, 40.5 / 64: 2.0, 60.5 / 64: 2.5})
+    assert largest_threshold(RANKED, loss).value == 10 / 64
+
+
+def test_a_loss_that_is_no_number_breaks_the_bound() -> None:
+    assert largest_threshold(RANKED, steps({20.5 / 64: float("nan")})).value == 20 / 64
+
+
+@given(
+    st.lists(st.floats(0, 1e6, width=32), min_size=1, max_size=40),
+    st.lists(st.floats(1.9, 2.1), min_size=41, max_size=41),
+    st.integers(2, 12),
+)
+def test_whatever_the_loss(candidates: list[float], losses: list[float], evaluations: int) -> None:
+    ranks = sorted({0.0, *candidates})
+    calls: list[float] = []
+
+    def loss(t: float) -> float:
+        calls.append(t)
+        return losses[ranks.index(t)]
+
+    found = largest_threshold(np.array(candidates, np.float32), loss, 0.005, evaluations)
+    assert found.tried == tuple((t, losses[ranks.index(t)]) for t in calls)
+    assert len(set(calls)) == len(calls) <= evaluations
+    assert (found.value, found.loss) in found.tried
+    keeps = {t: value <= losses[0] * 1.005 for t, value in found.tried}
+    assert keeps[found.value]
+    assert all(t > found.value for t in keeps if not keeps[t])
+    assert not any(keeps[t] and t > found.value for t in keeps)
+    if evaluations > 9:  # enough to leave nothing undecided
+        above = [t for t in ranks if t > found.value]
+        assert not above or not keeps[above[0]]
+
+
+@pytest.mark.parametrize("wrong", [[], [float("nan")], [float("inf"), 1.0], [-1.0, 1.0]])
+def test_wrong_candidates_are_refused(wrong: list[float]) -> None:
+    with pytest.raises(ValueError, match="finite numbers from 0 on"):
+        largest_threshold(np.array(wrong, np.float32), steps({}))
+
+
+def test_a_loss_without_a_gate_must_be_a_number() -> None:
+    with pytest.raises(ValueError, match="the loss without a gate is nan"):
+        largest_threshold(RANKED, steps({0.0: float("nan")}))
+
+
+def test_two_experts_are_dropped_as_in_equation_8() -> None:
+    weights = np.array([[0.75, 0.25], [0.3, 0.1], [1.0, 0.0]], np.float32)
+    np.testing.assert_allclose(perturbations(weights, 2.0), [[0.125], [0.125], [0.0]], rtol=1e-6)
+
+
+def test_more_experts_are_dropped_from_the_smallest_on() -> None:
+    weights = np.array([[0.5, 0.1, 0.2, 0.2], [0.0, 0.0, 0.0, 0.0]], np.float32)
+    expected = [[0.01, 0.09, 0.25], [0.0, 0.0, 0.0]]
+    found = perturbations(weights, 1.0)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, expected, rtol=1e-5)

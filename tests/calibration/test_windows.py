@@ -1,0 +1,33 @@
+"""How a text is divided."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.calibration.windows import Division
+from pipeline.errors import RequestError
+
+
+@given(length=st.integers(256, 20_000), context=st.integers(16, 2000))
+def test_every_token_is_in_one_window_that_fits(length: int, context: int) -> None:
+    tokens = list(range(length))
+    division = Division.of(tokens, context)
+    every = [*division.training, *division.validation]
+    assert [token for window in every for token in window.tokens] == tokens
+    assert sum(len(window.tokens) for window in division.validation) == int(length * 0.2)
+    for part in (division.training, division.validation):
+        sizes = [len(window.tokens) for window in part]
+        assert max(sizes) - min(sizes) <= 1
+        assert max(sizes) <= min(context, 512)
+        for window in part:
+            assert 1 <= window.prefill < len(window.tokens) - 1  # what follows predicts something
+    few = int(length * 0.2) // 64
+    assert len(division.validation) >= min(few, 4)
+
+
+@pytest.mark.parametrize(("length", "context", "said"), [(255, 512, "255 tokens"), (300, 15, "--context")])
+def test_too_little_is_refused(length: int, context: int, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        Division.of(range(length), context)

@@ -1,0 +1,224 @@
+"""A layer that is decided one layer early: what the engine computes, against the same done by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from moving_parts import attached_again
+from thread_engine import engine_in_threads
+from torch import Tensor
+
+from pipeline.engine import Engine
+from pipeline.errors import RunFailed
+from pipeline.kv_cache import KVCache
+from pipeline.models.batch import Slice
+from pipeline.observing import Seen
+from pipeline.pieces import Piece
+from pipeline.policies.presets import make_policy
+from pipeline.policies.view import (
+    Ahead,
+    Gated,
+    IntArray,
+    Phase,
+    Plan,
+    Policy,
+    PolicyRequest,
+    Routing,
+    Signals,
+    Target,
+    View,
+)
+from shm.store import Store
+from workers.kernels.reference import ReferenceKernel
+
+PROMPT = [5, 6, 7, 8, 9]
+TOKEN = 11
+
+
+class SecondLayerAhead(Policy):
+    """Layer 1 as layer 0's x predicts it, the device's part of each expert being `cut` tiles."""
+
+    name = "second-layer-ahead"
+    exact = False
+
+    def __init__(self, cut: int, early: bool) -> None:
+        self._cut, self._early = cut, early
+
+    def placement(self, view: View) -> IntArray:
+        """The second layer's experts 0 and 1 as a whole."""
+        target = np.zeros((view.shape.layers, view.shape.experts), np.int32)
+        target[1, :2] = view.shape.tiles
+        return target
+
+    def probes(self, layer: int, view: View) -> tuple[int, ...]:
+        return (1,) if layer == 0 else ()
+
+    def plan(self, layer: int, routing: Routing, view: View) -> Plan:
+        assert layer == 0, "the second layer is decided already"
+        return Plan(np.zeros(view.shape.experts, np.int32))
+
+    def ahead(self, layer: int, signals: Signals, view: View) -> Ahead | None:
+        if layer != 0:
+            return None
+        assert view.router is not None
+        said = view.router(signals.probes[1])
+        return Ahead(
+            Gated(said, said, predicted=True),
+            np.full(view.shape.experts, self._cut, np.int32),
+            self._early,
+        )
+
+
+@dataclass
+class Notes:
+    """What an observer was shown."""
+
+    seen: list[Seen] = field(default_factory=list)
+    steps: list[tuple[Phase, tuple[int, ...]]] = field(default_factory=list)
+    ends: int = 0
+
+    def probes(self, layer: int) -> tuple[int, ...]:
+        return (1,) if layer == 0 else ()
+
+    def begin(self, phase: Phase, sequences: tuple[int, ...]) -> None:
+        self.steps.append((phase, sequences))
+
+    def layer(self, seen: Seen) -> None:
+        self.seen.append(seen)
+
+    def end(self) -> None:
+        self.ends += 1
+
+
+@pytest.fixture(scope="module")
+def scene(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Engine, Store, KVCache]]:
+    with (
+        engine_in_threads(tiny_model, tmp_path_factory.mktemp("ahead")) as (engine, _),
+        attached_again("thread_engine") as store,
+    ):
+        kv = KVCache(engine.backbone.spec, torch.float32, torch.device("cpu"), 1024)
+        yield engine, store, kv
+
+
+def prefilled(engine: Engine, kv: KVCache) -> Slice:
+    """A sequence whose next token is TOKEN."""
+    engine.set_policy(make_policy(PolicyRequest("all-host"), 0), None)
+    sequence = kv.allocate(16)
+    engine.step([Piece(Slice(sequence, PROMPT), "none")], "prefill")
+    return Slice(sequence, [TOKEN])
+
+
+def by_hand(engine: Engine, store: Store, new: Slice, cut: int, stale: bool) -> np.ndarray:
+    """The step's logits [vocabulary], from the backbone's parts and the reference kernel."""
+    model, kernel = engine.backbone, ReferenceKernel(store.layout)
+    row = torch.zeros(1, dtype=torch.int64)
+
+    def experts(layer: int, routing: Routing, device: Tensor, host: Tensor) -> Tensor:
+        y = torch.zeros_like(device)
+        for expert, weight in zip(routing.experts[0].tolist(), routing.weights[0].tolist(), strict=True):
+            for tile in range(store.layout.shape.tiles):
+                data = torch.from_numpy(store.tiles(layer, expert, tile, tile + 1).copy())
+                x = kernel.activations(device if tile < cut else host)
+                y += weight * kernel.run(data, x, row)
+        return y
+
+    with torch.inference_mode():
+        batch = model.batch([new])
+        h = model.attention(0, model.embed(batch), batch)
+        x0 = model.moe_input(0, h)
+        h = h + experts(0, model.spec.router(model.router(0, x0).numpy()), x0, x0)
+        predicted = model.spec.router(model.router(1, x0).numpy())
+        h = model.attention(1, h, batch)
+        x1 = model.moe_input(1, h)
+        h = h + experts(1, predicted, x1, x0 if stale else x1)
+        return model.head(model.finish(h, batch))[0].numpy()
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("cut", [0, 1, 3])
+def test_the_host_computes_from_the_layer_before_and_the_device_from_its_own(scene, cut, early) -> None:
+    engine, store, kv = scene
+    expected = by_hand(engine, store, prefilled(engine, kv), cut, stale=early)
+    new = prefilled(engine, kv)
+    notes = Notes()
+    engine.set_policy(SecondLayerAhead(cut, early), None)
+    engine.observers.append(notes)
+    before = engine.accounting.snapshot()["decode"]["fidelity"]
+    (logits,) = engine.step([Piece(new, "last")], "decode")
+    after = engine.accounting.snapshot()["decode"]["fidelity"]
+    engine.observers.clear()
+    np.testing.assert_allclose(logits[0], expected, rtol=2e-4, atol=2e-5)
+    assert notes.steps == [("decode", (new.kv.id,))]
+    assert notes.ends == 1
+    first, second = notes.seen
+    assert first.signals.logits is not None
+    assert second.signals.logits is None, "the layer's own router is not run"
+    assert (first.stale, second.stale) == (False, early)
+    assert after["predicted"] - before["predicted"] == pytest.approx(1, abs=1e-5)
+    assert after["stale"] - before["stale"] == pytest.approx((1 - cut / 3) * early, abs=1e-5)
+
+
+def test_a_layer_that_cannot_be_computed_leaves_nothing_of_the_next(scene) -> None:
+    """The early share of layer 1 is abandoned where layer 0 fails, and the engine goes on."""
+    engine, _, kv = scene
+    new = prefilled(engine, kv)
+    engine.set_policy(SecondLayerAhead(0, True), None)
+    result = engine.pool.result
+    abandoned: list[object] = []
+    abandon = engine.pool.abandon
+
+    def failing(ticket: object) -> object:
+        result(ticket)
+        raise RunFailed("no")
+
+    engine.pool.result = failing  # type: ignore[method-assign]
+    engine.pool.abandon = lambda ticket: (abandoned.append(ticket), abandon(ticket))  # type: ignore
+    try:
+        with pytest.raises(RunFailed):
+            engine.step([Piece(new, "last")], "decode")
+    finally:
+        del engine.pool.result, engine.pool.abandon
+    assert len(abandoned) == 1
+    assert new.kv.length == len(PROMPT)
+    (logits,) = engine.step([Piece(new, "last")], "decode")
+    assert np.isfinite(logits).all()
+
+
+class OneTarget(Policy):
+    """Predicts expert 2 of layer 1 while layer 0 is computed; all is the device's."""
+
+    name = "one-target"
+
+    def placement(self, view: View) -> IntArray:
+        return np.zeros((view.shape.layers, view.shape.experts), np.int32)
+
+    def plan(self, layer: int, routing: Routing, view: View) -> Plan:
+        return Plan(np.full(view.shape.experts, view.shape.tiles, np.int32))
+
+    def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> tuple[Target, ...]:
+        return (Target(1, 2, view.shape.tiles),) if layer == 0 else (Target(1, 2, 0),)
+
+
+def test_predictions_are_fetched_and_counted(scene) -> None:
+    """In each step three tiles come by prediction, or are late; each is used, wasted, or demanded."""
+    engine, _, kv = scene
+    new = prefilled(engine, kv)
+    engine.set_policy(OneTarget(), None)
+    before = engine.accounting.snapshot()["decode"]
+    for token in range(20, 30):
+        engine.step([Piece(Slice(new.kv, [token]), "none")], "decode")
+    engine.memory.mover.settle()
+    after = engine.accounting.snapshot()["decode"]
+    kinds = ("predicted", "useful", "wasted")
+    counted = {kind: after[f"{kind}_tiles"] - before[f"{kind}_tiles"] for kind in kinds}
+    assert counted["predicted"] == counted["useful"] + counted["wasted"]
+    late = after["late_tiles"] - before["late_tiles"]
+    assert counted["predicted"] + late > 0

@@ -1,0 +1,159 @@
+"""Costs that were measured are found again, by exactly what they were measured with; nothing else is used."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from thread_engine import CONTEXT, engine_in_threads
+
+from pipeline import cost_cache, cost_probe
+from pipeline.briefed import Briefed
+from pipeline.config import SettledConfig
+from pipeline.cost_cache import FOLDER, Record, Setting, find, keep, measured_here
+from pipeline.cost_probe import costs_for
+from pipeline.errors import PolicyError
+from pipeline.policies.costs import Costs
+from pipeline.runs import Workers
+
+COSTS = Costs((1, 4), (1e-3, 2e-3), (1e-4, 2e-4), 5e-3, 1e-4, (1e-3, 1e-3))
+CPU, CORES = cost_cache.processor()
+SETTING = Setting(CPU, CORES, "cpu", "f" * 64, "bf16", "bf16", (1, 1), "avx512", "process", "")
+RECORD = Record(SETTING, "/models/m", 3, 4096, 1e9, 0.25, COSTS)
+
+
+def path_of(cache: Path, setting: Setting = SETTING) -> Path:
+    return cache / FOLDER / setting.name
+
+
+def test_what_was_kept_is_found_and_private(tmp_path: Path) -> None:
+    assert find(tmp_path, SETTING) is None
+    keep(tmp_path, replace(RECORD, load=9.0))
+    keep(tmp_path, RECORD)
+    assert find(tmp_path, SETTING) == RECORD
+    assert os.listdir(tmp_path / FOLDER) == [SETTING.name]
+    assert path_of(tmp_path).stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / FOLDER).stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Setting)])
+def test_another_setting_has_costs_of_its_own(tmp_path: Path, name: str) -> None:
+    other = {"cores": CORES + 1, "workers": (2,)}.get(name, "other")
+    keep(tmp_path, RECORD)
+    assert find(tmp_path, replace(SETTING, **{name: other})) is None
+    assert find(tmp_path, SETTING) == RECORD
+
+
+def changed(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        data = json.loads(path.read_text())
+        change(data)
+        path.write_text(json.dumps(data))
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_text("{"),
+        lambda path: path.write_text("[" * 100_000),
+        lambda path: path.write_bytes(b"\xff\xfe"),
+        lambda path: path.write_text("[]"),
+        lambda path: path.write_text(" " * (2 << 20)),
+        lambda path: path.chmod(0o666),
+        changed(lambda data: data.update(version=0)),
+        changed(lambda data: data.pop("load")),
+        changed(lambda data: data["setting"].pop("cpu")),
+        changed(lambda data: data["setting"].update(cpu=None)),
+        changed(lambda data: data["setting"].update(workers=3)),
+        changed(lambda data: data.update(setting=7)),
+        changed(lambda data: data.update(tiles=0)),
+        changed(lambda data: data["costs"].update(link=-1.0)),
+        changed(lambda data: data["costs"].pop("host")),
+    ],
+)
+def test_a_damaged_file_is_nothing(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    keep(tmp_path, RECORD)
+    damage(path_of(tmp_path))
+    assert find(tmp_path, SETTING) is None
+    keep(tmp_path, RECORD)
+    assert find(tmp_path, SETTING) == RECORD
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    keep(tmp_path, RECORD)
+    elsewhere = tmp_path / "elsewhere.json"
+    path_of(tmp_path).rename(elsewhere)
+    path_of(tmp_path).symlink_to(elsewhere)
+    assert find(tmp_path, SETTING) is None
+    assert elsewhere.exists()
+
+
+def test_where_nothing_can_be_kept_a_line_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / FOLDER).write_text("in the way")
+    keep(tmp_path, RECORD)
+    assert "costs could not be kept" in caplog.text
+    assert find(tmp_path, SETTING) is None
+    assert measured_here(tmp_path) == []
+
+
+def test_this_machine_s_costs_the_newest_first(tmp_path: Path) -> None:
+    new = replace(RECORD, setting=replace(SETTING, format="int4"), measured=2e9)
+    for record in (RECORD, new, replace(RECORD, setting=replace(SETTING, cores=CORES + 1))):
+        keep(tmp_path, record)
+    assert measured_here(tmp_path) == [(path_of(tmp_path, new.setting), new), (path_of(tmp_path), RECORD)]
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_a_second_start_does_not_measure_again(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost_probe, "BUDGET", 0.1)
+    cache = tmp_path / "cache"
+    config = SettledConfig()
+    with engine_in_threads(tiny_model, tmp_path) as (engine, memory):
+
+        def told(config: SettledConfig) -> Briefed:
+            return Briefed(
+                engine="e",
+                runtime=tmp_path,
+                incarnation=0,
+                key=b"",
+                control="",
+                store="",
+                fingerprint="a" * 64,
+                model=tiny_model,
+                cache=cache,
+                workers=Workers.alike(1),
+                prefetcher="process",
+                slab=True,
+                config=config,
+            )
+
+        first = costs_for(engine, told(config), CONTEXT)
+        moved = memory.mover.demanded
+        assert costs_for(engine, told(config), CONTEXT) == first
+        assert memory.mover.demanded == moved  # nothing was tried
+        ((path, record),) = measured_here(cache)
+        assert record.costs == first
+        assert (record.tiles, record.tile_bytes) == (engine.shape.tiles, engine.layout.tile_bytes)
+        path.write_text("damaged")
+        again = costs_for(engine, told(config), CONTEXT)
+        assert memory.mover.demanded > moved
+        assert measured_here(cache)[0][1].costs == again
+
+        costs_for(engine, told(replace(config, link_gbps=1.0)), CONTEXT)
+        assert len(measured_here(cache)) == 2
+        file = tmp_path / "costs.json"
+        file.write_text(json.dumps(replace(COSTS, per="expert").to_json()))
+        moved = memory.mover.demanded
+        given = costs_for(engine, told(replace(config, costs=file)), CONTEXT)
+        assert given == replace(COSTS, per="expert").for_tiles(engine.shape.tiles)
+        assert memory.mover.demanded == moved
+        with pytest.raises(PolicyError, match=r"no\.json"):
+            costs_for(engine, told(replace(config, costs=tmp_path / "no.json")), CONTEXT)

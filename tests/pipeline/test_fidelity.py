@@ -1,0 +1,54 @@
+"""What the meter books for a layer's decision, against weights added up by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pipeline.accounting import Accounting, Fidelity, difference, fidelity
+from pipeline.policies.view import Gated, Routing
+
+SAID = Routing(np.array([[0, 1], [2, 3]], np.int32), np.array([[0.75, 0.25], [0.5, 0.25]], np.float32))
+ON_HOST = np.zeros(4, np.int32)
+
+
+def booked(gated: Gated, cut: np.ndarray = ON_HOST, stale: bool = False) -> Fidelity:
+    meter = Fidelity()
+    meter.book(gated, cut, 4, stale)
+    return meter
+
+
+def test_what_the_router_said_costs_nothing() -> None:
+    assert booked(Gated.as_said(SAID)) == Fidelity(weight=1.75)
+
+
+def test_skipped_experts_count_with_the_weight_they_had() -> None:
+    kept = Routing(SAID.experts, np.array([[1.0, 0.0], [0.5, 0.25]], np.float32))
+    assert booked(Gated(kept, SAID)) == Fidelity(weight=1.75, skipped=0.25)
+
+
+def test_substituted_experts_count_with_the_weight_of_those_they_replace() -> None:
+    done = Routing(np.array([[0, 1], [1, 3]], np.int32), np.array([[0.75, 0.25], [0.4, 0.35]], np.float32))
+    assert booked(Gated(done, SAID)) == Fidelity(weight=1.75, substituted=0.5)
+
+
+def test_stale_is_the_part_that_the_host_computed() -> None:
+    """Of expert 0 all four tiles, of 1 none, of 2 one, of 3 two."""
+    cut = np.array([0, 4, 3, 2], np.int32)
+    meter = booked(Gated(SAID, SAID, predicted=True), cut, stale=True)
+    assert meter.stale == pytest.approx(0.75 + 0 + 0.5 / 4 + 0.25 / 2)
+    assert meter.predicted == meter.weight == 1.75
+
+
+def test_shares_of_an_answer_are_of_both_phases() -> None:
+    accounting = Accounting(10, 2)
+    before = accounting.snapshot()
+    accounting.phases["prefill"].fidelity.book(Gated.as_said(SAID), ON_HOST, 4, False)
+    kept = Routing(SAID.experts, np.array([[1.0, 0.0], [0.5, 0.25]], np.float32))
+    accounting.phases["decode"].fidelity.book(Gated(kept, SAID), ON_HOST, 4, False)
+    counted = difference(accounting.snapshot(), before)
+    told = fidelity(False, counted)
+    assert told["skipped"] == pytest.approx(0.25 / 3.5)
+    assert {told[kind] for kind in ("substituted", "stale", "predicted")} == {0.0}
+    assert fidelity(True, counted) == {"exact": True}
+    assert fidelity(False, before)["skipped"] == 0.0

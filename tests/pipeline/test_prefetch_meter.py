@@ -1,0 +1,71 @@
+"""Prediction is switched off where it does not pay for its bytes, says so, and is tried again."""
+
+from __future__ import annotations
+
+from pipeline.prefetch_meter import LEAST, LONGEST_REST, REST, WINDOW, PrefetchMeter
+
+
+class Scene:
+    """Steps in which so many tiles land by prediction, and so many of them are of use."""
+
+    def __init__(self) -> None:
+        self.meter = PrefetchMeter()
+        self.landed = self.useful = 0
+
+    def run(self, steps: int, landed: int, useful: int) -> None:
+        for _ in range(steps):
+            if self.meter.on:
+                self.landed += landed
+                self.useful += useful
+            self.meter.step(self.landed, self.useful)
+
+
+def test_what_is_half_useful_stays_on() -> None:
+    scene = Scene()
+    scene.run(20 * WINDOW, 4, 2)
+    assert scene.meter.on
+    assert scene.meter.says == ""
+
+
+def test_what_is_less_useful_rests_says_why_and_is_tried_again() -> None:
+    scene = Scene()
+    scene.run(WINDOW - 1, 4, 1)
+    assert scene.meter.on
+    scene.run(1, 4, 1)
+    assert not scene.meter.on
+    assert f"{4 * WINDOW} tiles" in scene.meter.says
+    assert f"{WINDOW} were of use" in scene.meter.says
+    scene.run(REST - 1, 4, 1)
+    assert not scene.meter.on
+    scene.run(1, 4, 1)
+    assert scene.meter.on
+    assert "again" in scene.meter.says
+
+
+def test_each_failed_trial_doubles_the_rest_and_a_good_one_ends_that() -> None:
+    scene = Scene()
+    rests = []
+    for _ in range(8):
+        scene.run(WINDOW, 4, 0)
+        count = 0
+        while not scene.meter.on:
+            scene.run(1, 4, 0)
+            count += 1
+        rests.append(count)
+    assert rests == [min(REST << i, LONGEST_REST) for i in range(8)]
+    scene.run(WINDOW, 4, 4)
+    scene.run(WINDOW, 4, 0)
+    scene.run(REST - 1, 4, 0)
+    assert not scene.meter.on
+    scene.run(1, 4, 0)
+    assert scene.meter.on
+
+
+def test_a_few_tiles_are_not_judged() -> None:
+    """The window goes on until there are enough of them."""
+    scene = Scene()
+    scene.run(WINDOW, 0, 0)
+    scene.run(LEAST - 1, 1, 0)
+    assert scene.meter.on
+    scene.run(1, 1, 0)
+    assert not scene.meter.on

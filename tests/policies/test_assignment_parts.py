@@ -1,0 +1,207 @@
+"""The cuts that assignments answer with, from routings, costs and residency; each recomputed another way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policy_machine import COSTS, capacities, make_routing, make_view, shapes
+
+from pipeline.errors import PolicyError
+from pipeline.policies.assignments import (
+    ASSIGNMENTS,
+    Bandwidth,
+    Beam,
+    Cheaper,
+    Device,
+    Greedy,
+    Host,
+    Optimum,
+    Resident,
+    TwoEnded,
+)
+from pipeline.policies.composed import Assignment
+from pipeline.policies.costs import Costs
+from pipeline.policies.view import IntArray, ModelShape, Routing, View
+
+
+def every_assignment() -> list[Assignment]:
+    return [Beam(width=2) if part is Beam else part() for part in ASSIGNMENTS]
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[View, Routing]:
+    """One layer to plan: residency within the capacity, some of it partial, targets beyond and below it."""
+    shape = draw(shapes())
+    capacity = draw(capacities(shape))
+    rng = np.random.default_rng(draw(st.integers(0, 999)))
+    left = capacity
+    residency = np.zeros((shape.layers, shape.experts), np.int32)
+    for index in rng.permutation(residency.size):
+        tiles = min(left, int(rng.choice([0, shape.tiles, int(rng.integers(0, shape.tiles + 1))])))
+        residency.ravel()[index] = tiles
+        left -= tiles
+    target = np.where(rng.random(residency.shape) < 0.2, residency // 2, residency).astype(np.int32)
+    view = replace(make_view(shape, capacity), residency=residency, target=target)
+    rows = draw(st.sampled_from([1, 1, 3, 12, 700]))
+    return view, make_routing(shape, rng, rows)
+
+
+class Seconds:
+    """What each side takes for a layer, by DALI's equations, from the costs' arrays."""
+
+    def __init__(self, view: View, routing: Routing) -> None:
+        assert view.costs is not None
+        tiles = view.shape.tiles
+        workload = routing.workload(view.shape.experts)
+        self.missing = tiles - view.residency[0]
+        self.active = [int(expert) for expert in np.flatnonzero(workload)]
+        self.link = view.costs.link_seconds(self.missing)
+        compute = view.costs.device_seconds(workload, tiles)
+        self.device = np.maximum(self.link, compute)
+        self.apart = self.link + compute
+        self.host = view.costs.host_seconds(workload, tiles)
+
+    def layer(self, on_device: set[int]) -> float:
+        device = sum(self.device[expert] for expert in self.active if expert in on_device)
+        host = sum(self.host[expert] for expert in self.active if expert not in on_device)
+        return float(max(device, host))
+
+
+def on_device(cut: IntArray, seconds: Seconds, tiles: int) -> set[int]:
+    """The active experts whose cut is n; the others' is 0."""
+    assert {int(cut[expert]) for expert in seconds.active} <= {0, tiles}
+    return {expert for expert in seconds.active if cut[expert]}
+
+
+@settings(deadline=None, max_examples=150)
+@given(steps())
+def test_every_cut_is_one(step: tuple[View, Routing]) -> None:
+    view, routing = step
+    for part in every_assignment():
+        cut = part.cut(0, routing, view)
+        assert cut.dtype == np.int32
+        assert cut.shape == (view.shape.experts,)
+        active = cut[routing.workload(view.shape.experts) > 0]
+        assert ((active >= 0) & (active <= view.shape.tiles)).all()
+        if not part.uses_device:
+            assert not active.any()
+        if not part.uses_host:
+            assert (active == view.shape.tiles).all()
+        if not part.fetches:
+            assert (cut <= view.residency[0]).all()
+
+
+@settings(deadline=None, max_examples=150)
+@given(steps())
+def test_simple_ones(step: tuple[View, Routing]) -> None:
+    view, routing = step
+    assert (Device().cut(0, routing, view) == view.shape.tiles).all()
+    assert not Host().cut(0, routing, view).any()
+    assert np.array_equal(Resident().cut(0, routing, view), np.minimum(view.residency[0], view.target[0]))
+
+
+@settings(deadline=None, max_examples=150)
+@given(steps())
+def test_cheaper_is_fiddlers_rule(step: tuple[View, Routing]) -> None:
+    view, routing = step
+    seconds = Seconds(view, routing)
+    cut = Cheaper().cut(0, routing, view)
+    for expert in seconds.active:
+        on_host = seconds.missing[expert] > 0 and seconds.host[expert] < seconds.apart[expert]
+        assert cut[expert] == (0 if on_host else view.shape.tiles)
+
+
+@settings(deadline=None, max_examples=150)
+@given(steps())
+def test_none_is_faster_than_the_optimum(step: tuple[View, Routing]) -> None:
+    view, routing = step
+    tiles = view.shape.tiles
+    seconds = Seconds(view, routing)
+    if len(seconds.active) > 9:
+        routing = Routing(routing.experts[:1, :9], routing.weights[:1, :9])
+        seconds = Seconds(view, routing)
+    taken = sum(int(view.residency[0, expert]) for expert in seconds.active)
+    least = float("inf")
+    for choice in product([True, False], repeat=len(seconds.active)):
+        chosen = {expert for expert, here in zip(seconds.active, choice, strict=True) if here}
+        if taken + sum(int(seconds.missing[expert]) for expert in chosen) <= view.capacity:
+            least = min(least, seconds.layer(chosen))
+    best = on_device(Optimum().cut(0, routing, view), seconds, tiles)
+    assert seconds.layer(best) == pytest.approx(least, rel=1e-9)
+    for part in (Greedy(), Beam(width=2)):
+        chosen = on_device(part.cut(0, routing, view), seconds, tiles)
+        assert seconds.layer(chosen) >= least * (1 - 1e-9)
+        # within the device's memory (equation 9)
+        assert taken + sum(int(seconds.missing[expert]) for expert in chosen) <= view.capacity
+
+
+SHAPE = ModelShape(layers=2, experts=4, tiles=4, top_k=2)
+ROUTING = Routing(np.array([[3, 1]], np.int32), np.array([[0.7, 0.3]], np.float32))
+
+
+def view_of(residency: list[int], costs: Costs, capacity: int = 32) -> View:
+    resident = np.zeros((2, 4), np.int32)
+    resident[1] = residency
+    return replace(make_view(SHAPE, capacity, costs), residency=resident, target=resident)
+
+
+def test_greedy_by_hand() -> None:
+    # a tile takes 2 on the host, 1 on the device, 5 on the link: an expert 8, 4 and 20
+    costs = Costs(rows=(1,), host=(2.0,), device=(1.0,), link=5.0, round_trip=0.0)
+    cut = Greedy().cut(1, ROUTING, view_of([0, 4, 0, 0], costs))
+    assert cut[1] == 4  # resident: 4 against 8
+    assert cut[3] == 0  # 20 on the device against 8
+    # three tiles of expert 3 are resident: moving the last one takes 5, more than computing all, 4; first
+    # comes the one that differs most, expert 1 (4 against 8), then 3: 4 + 5 against 8: the host
+    assert Greedy().cut(1, ROUTING, view_of([0, 4, 0, 3], costs))[[1, 3]].tolist() == [4, 0]
+    # a link this fast hides behind computing: 4 against 8, then 8 against 8, equal: the device
+    fast = replace(costs, link=0.5)
+    assert Greedy().cut(1, ROUTING, view_of([0, 0, 0, 0], fast))[[1, 3]].tolist() == [4, 4]
+    # the cache has room for one of them
+    assert Greedy().cut(1, ROUTING, view_of([0, 0, 0, 0], fast, 7))[[1, 3]].tolist() == [0, 4]
+
+
+def test_two_ended_by_hand() -> None:
+    costs = Costs(rows=(1,), host=(2.0,), device=(1.0,), link=1.5, round_trip=0.0)
+    # resident 1: done at 4 <= 8. Missing 3 lands at 6, done at 10 > 8: the host
+    assert TwoEnded().cut(1, ROUTING, view_of([0, 4, 0, 0], costs))[[1, 3]].tolist() == [4, 0]
+    # three tiles of it are there: it lands at 1.5 and is done at 8 <= 8
+    assert TwoEnded().cut(1, ROUTING, view_of([0, 4, 0, 3], costs))[[1, 3]].tolist() == [4, 4]
+
+
+def test_bandwidth_by_hand() -> None:
+    # the link moves a tile in 6, the host computes one in 2: a quarter of what is missing is fetched
+    costs = Costs(rows=(1,), host=(2.0,), device=(1.0,), link=6.0, round_trip=0.0)
+    assert Bandwidth().cut(1, ROUTING, view_of([0, 4, 0, 0], costs))[[1, 3]].tolist() == [4, 1]
+    assert Bandwidth().cut(1, ROUTING, view_of([0, 0, 0, 0], costs))[[1, 3]].tolist() == [0, 2]
+    assert Bandwidth().cut(1, ROUTING, view_of([0, 4, 0, 4], costs))[[1, 3]].tolist() == [4, 4]
+
+
+def test_without_costs_and_with_new_ones() -> None:
+    for part in every_assignment():
+        view = view_of([0, 4, 0, 0], COSTS)
+        if part.needs_costs:
+            with pytest.raises(PolicyError, match="--costs"):
+                part.cut(1, ROUTING, replace(view, costs=None))
+    part = Cheaper()
+    slow_link = Costs(rows=(1,), host=(2.0,), device=(1.0,), link=9.0, round_trip=0.0)
+    assert part.cut(1, ROUTING, view_of([0, 0, 0, 0], slow_link))[3] == 0
+    assert part.cut(1, ROUTING, view_of([0, 0, 0, 0], replace(slow_link, link=0.1)))[3] == 4
+
+
+def test_the_optimum_says_where_it_is_none() -> None:
+    large = make_view(replace(SHAPE, experts=64), 8)
+    assert "16 active experts" in Optimum().notes(large)[0]
+    assert Optimum().notes(make_view(SHAPE, 8)) == ()
+    assert Greedy().notes(large) == ()
+
+
+def test_nothing_is_active() -> None:
+    nothing = Routing(ROUTING.experts, np.zeros_like(ROUTING.weights))
+    for part in every_assignment():
+        assert part.cut(1, nothing, view_of([0, 4, 0, 0], COSTS)).shape == (4,)

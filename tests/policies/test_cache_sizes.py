@@ -1,0 +1,169 @@
+"""AdapMoE's cache sizes: the published measurements, the paper's own formula, counting, and brute force."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policy_machine import make_view
+
+from pipeline.errors import PolicyError
+from pipeline.policies.cache_sizes import best_sizes, expected_loads, filled, layer_sizes
+from pipeline.policies.calibration import Calibration
+from pipeline.policies.view import ModelShape, View
+
+GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "data/adapmoe_mixtral_8x7b.json").read_text())
+shares = st.floats(0, 1)
+
+
+def mixtral_loads(gated: bool) -> list[np.ndarray]:
+    return [
+        expected_loads(8, [0, single, 1 - single] if gated else [0, 0, 1], right)
+        for single, right in zip(GOLDEN["alpha"], GOLDEN["beta"], strict=True)
+    ]
+
+
+@pytest.mark.parametrize("known", GOLDEN["optimal"], ids=lambda known: f"{known['total']}-{known['gated']}")
+def test_the_published_measurements(known: dict[str, Any]) -> None:
+    loads = mixtral_loads(known["gated"])
+    sizes = best_sizes(loads, known["total"])
+    assert sum(sizes) <= known["total"]
+    assert sum(load[size] for load, size in zip(loads, sizes, strict=True)) == pytest.approx(
+        known["cost"], abs=1e-6
+    )
+    # theirs cost the same: where the sizes differ, they tie
+    theirs = sum(load[size] for load, size in zip(loads, known["sizes"], strict=True))
+    assert theirs == pytest.approx(known["cost"], abs=1e-6)
+
+
+def mixtral_view() -> View:
+    shape = ModelShape(layers=32, experts=8, tiles=4, top_k=2)
+    single = np.array(GOLDEN["alpha"])
+    raw = np.array(GOLDEN["beta"], np.float32)
+    calibration = Calibration(
+        prefill_counts=np.zeros((32, 8), np.int64),
+        decode_counts=np.zeros((32, 8), np.int64),
+        residuals=np.zeros((31, 4), np.float32),
+        residual_logits=np.zeros((31, 8), np.float32),
+        accuracy={"raw": raw, "residual": np.zeros_like(raw), "first": np.full_like(raw, 0.75)},
+        similarity=np.ones(32, np.float32),
+        needed=np.stack([np.zeros(32), single, 1 - single], axis=1).astype(np.float32),
+        sensitivity=np.array(GOLDEN["sensitivity"], np.float32),
+        threshold=GOLDEN["threshold"],
+        first_gate=None,
+    )
+    return replace(make_view(shape, 128 * 4), calibration=calibration)
+
+
+@pytest.mark.parametrize("known", GOLDEN["optimal"], ids=lambda known: f"{known['total']}-{known['gated']}")
+def test_layer_sizes_of_a_calibration(known: dict[str, Any]) -> None:
+    sizes = layer_sizes(mixtral_view(), known["total"], known["gated"])
+    assert sum(sizes) == known["total"]
+    cost = sum(load[size] for load, size in zip(mixtral_loads(known["gated"]), sizes, strict=True))
+    assert cost == pytest.approx(known["cost"], abs=1e-4)  # a calibration holds float32
+
+
+def test_the_first_layer_is_predicted_by_its_gate_alone() -> None:
+    view = mixtral_view()
+    assert view.calibration is not None
+    without = layer_sizes(view, 96, gated=False)
+    trained = replace(view.calibration, first_gate=np.zeros((8, 4), np.float32))
+    gate = layer_sizes(replace(view, calibration=trained), 96, gated=False)
+    assert without[0] == 8
+    assert gate[0] < without[0]
+
+
+def test_without_prediction_layers_are_alike() -> None:
+    assert layer_sizes(mixtral_view(), 96, gated=False, predictor=None) == [3] * 32
+
+
+def test_what_is_missing_is_said() -> None:
+    view = mixtral_view()
+    assert view.calibration is not None
+    with pytest.raises(PolicyError, match="calibrate --text FILE"):
+        layer_sizes(replace(view, calibration=None), 64, gated=True)
+    ungated = replace(view, calibration=replace(view.calibration, needed=None))
+    with pytest.raises(PolicyError, match="gate=own"):
+        layer_sizes(ungated, 64, gated=True)
+    assert sum(layer_sizes(ungated, 64, gated=False)) == 64
+
+
+@given(st.integers(2, 200), shares, shares)
+def test_two_experts_are_the_papers_equations(experts: int, single: float, right: float) -> None:
+    """Equations 11 to 15, as they are printed."""
+    loads = expected_loads(experts, [0, single, 1 - single], right)
+    for t in range(experts + 1):
+        both = max((experts - t) * (experts - t - 1) / (experts * (experts - 1)), 0)
+        f1 = (1 - t / experts) * (1 - right)
+        f2 = 2 * both * (1 - right)
+        f3 = both * right
+        f4 = 2 * (experts - t) * t / (experts * (experts - 1)) * (1 - right)
+        assert loads[t] == pytest.approx(single * f1 + (1 - single) * (f2 + f3 + f4), abs=1e-12)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_any_number_of_experts_by_counting(data: st.DataObject) -> None:
+    """Every set of needed experts against a cache of the first t, one by one."""
+    experts = data.draw(st.integers(1, 8))
+    weights = data.draw(st.lists(st.integers(0, 5), min_size=2, max_size=experts + 1))
+    needed = [share / max(1, sum(weights)) for share in weights]
+    right = data.draw(shares)
+    loads = expected_loads(experts, needed, right)
+    for t in range(experts + 1):
+        expected = 0.0
+        for j, share in enumerate(needed):
+            sets = list(combinations(range(experts), j))
+            for chosen in sets:
+                misses = sum(expert >= t for expert in chosen)
+                expected += share * (misses - right if misses else 0) / len(sets)
+        assert loads[t] == pytest.approx(expected, abs=1e-12)
+
+
+def test_many_experts_by_drawing() -> None:
+    """E = 64, k = 6, half of them cached: drawn a hundred thousand times."""
+    rng = np.random.default_rng(3)
+    drawn = rng.random((100_000, 64)).argpartition(6, axis=1)[:, :6]
+    misses = (drawn >= 32).sum(axis=1)
+    simulated = np.where(misses > 0, misses - 0.8, 0).mean()
+    assert expected_loads(64, [0] * 6 + [1], 0.8)[32] == pytest.approx(simulated, abs=0.02)
+
+
+def test_more_needed_than_there_are() -> None:
+    with pytest.raises(ValueError, match="3 experts cannot be needed of 2"):
+        expected_loads(2, [0, 0, 0, 1], 0.5)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_best_sizes_by_trying_all(data: st.DataObject) -> None:
+    layers, experts = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
+    loads = data.draw(
+        st.lists(
+            st.lists(st.floats(0, 9), min_size=experts + 1, max_size=experts + 1),
+            min_size=layers,
+            max_size=layers,
+        )
+    )
+    total = data.draw(st.integers(0, layers * experts + 3))
+    sizes = best_sizes(loads, total)
+    assert sum(sizes) <= total
+    least = min(
+        sum(load[size] for load, size in zip(loads, tried, strict=True))
+        for tried in product(range(experts + 1), repeat=layers)
+        if sum(tried) <= total
+    )
+    assert sum(load[size] for load, size in zip(loads, sizes, strict=True)) == pytest.approx(least, abs=1e-12)
+
+
+def test_room_that_is_left_over() -> None:
+    assert filled([0, 4, 1], 4, 8) == [2, 4, 2]
+    assert filled([0, 4, 1], 4, 99) == [4, 4, 4]
+    assert filled([1, 2], 4, 3) == [1, 2]

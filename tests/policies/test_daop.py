@@ -1,0 +1,284 @@
+"""DAOP on hand-worked cases: what is swapped in a prompt, what is predicted and replaced in decoding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policy_machine import make_calibration, make_routing, make_view, softmax_router
+
+from pipeline.policies.daop import degrade, swaps
+from pipeline.policies.presets import make_policy
+from pipeline.policies.view import (
+    FloatArray,
+    IntArray,
+    ModelShape,
+    Policy,
+    PolicyRequest,
+    Routing,
+    Signals,
+    Target,
+    View,
+)
+
+SHAPE = ModelShape(layers=6, experts=8, tiles=2, top_k=2)
+
+
+def daop(**options: str) -> Policy:
+    return make_policy(PolicyRequest("daop", options), 0)
+
+
+def view_of(
+    phase: Literal["prefill", "decode"], resident: list[int], sequences: tuple[int, ...], step: int = 0
+) -> View:
+    """These experts are on the device in every layer."""
+    here = np.zeros((6, 8), np.int32)
+    here[:, resident] = 2
+    view = replace(make_view(SHAPE, 2 * 6 * len(resident)), residency=here, target=here, step=step)
+    return replace(view, phase=phase, sequences=sequences, calibration=make_calibration(SHAPE, RNG))
+
+
+RNG = np.random.default_rng(0)
+
+
+def rows(*pairs: tuple[int, int], times: int = 1) -> Routing:
+    """Rows of two experts each."""
+    experts = np.array(pairs * times, np.int32)
+    return Routing(experts, np.full(experts.shape, 0.5, np.float32))
+
+
+def test_the_placement_is_even_and_by_the_calibrations_decoding() -> None:
+    view = replace(make_view(ModelShape(layers=2, experts=4, tiles=2, top_k=2), 2 * 5 + 1))
+    calibration = make_calibration(view.shape, RNG)
+    decode = np.array([[5, 9, 8, 0], [1, 0, 7, 6]])
+    view = replace(view, calibration=replace(calibration, decode_counts=decode))
+    # two in each layer, and the fifth goes to expert 0 of layer 0, used five times
+    assert daop().placement(view).tolist() == [[2, 2, 2, 0], [0, 0, 2, 2]]
+    assert "1 of the cache's 11 tiles stay empty" in daop().notes(view)[0]
+
+
+@pytest.mark.parametrize(
+    ("counts", "device", "pairs"),
+    [
+        # E = 4: two pairs. Host 2, 3 have 9 and 4, device 0, 1 have 5 and 1: 9 against 1, 4 against 5
+        ([5, 1, 9, 4], [0, 1], [(1, 2)]),
+        ([1, 2, 9, 4], [0, 1], [(0, 2), (1, 3)]),
+        # 1.05 of 20 is 21: equal is enough
+        ([20, 0, 21, 0], [0], [(0, 2)]),
+        ([20, 0, 20, 0], [0], []),
+        # nobody uses them: nothing is moved, although 0 >= 1.05 * 0
+        ([0, 0, 0, 0], [0, 1], []),
+        # at most E / 2 = 2 pairs, though three would be worth it
+        ([0, 0, 0, 7], [0, 1, 2], [(0, 3)]),
+        ([1, 9, 8, 7], [0], [(0, 1)]),
+        # E = 8: four pairs at most, the hottest of the host against the coldest of the device
+        ([0, 1, 2, 3, 10, 11, 12, 13], [0, 1, 2, 3], [(0, 7), (1, 6), (2, 5), (3, 4)]),
+        ([6, 1, 2, 9, 5, 2, 0, 0], [0, 1, 2, 3], [(1, 4)]),
+        # E = 5: two pairs
+        ([0, 0, 0, 5, 5], [0, 1, 2], [(0, 3), (1, 4)]),
+        ([3, 3], [], []),
+    ],
+)
+def test_algorithm_1(counts: list[int], device: list[int], pairs: list[tuple[int, int]]) -> None:
+    target = [2 if expert in device else 0 for expert in range(len(counts))]
+    assert swaps(counts, target, 1.05) == pairs
+
+
+def test_a_prompt_swaps_before_its_experts_run() -> None:
+    policy, view = daop(), view_of("prefill", [0, 1], (7,) * 6)
+    policy.placement(view)
+    # four times 5, twice 1, three times 6, three times 7; the device has 0 (unused) and 1
+    routing = rows((5, 6), (5, 7), (5, 6), (5, 7), (1, 6), (1, 7))
+    plan = policy.plan(0, routing, view)
+    assert plan.targets == (Target(0, 0, 0), Target(0, 5, 2), Target(0, 1, 0), Target(0, 6, 2))
+    assert plan.cut.tolist() == [0, 0, 0, 0, 0, 2, 2, 0]
+    assert policy.probes(3, view) == ()
+    assert policy.ahead(3, Signals(None, {}), view) is None
+    assert policy.after(0, routing, view) == ()
+
+
+def test_what_stays_is_computed_where_it_is() -> None:
+    policy, view = daop(), view_of("prefill", [0, 1, 2], (7,) * 3)
+    policy.placement(view)
+    landing = view.residency.copy()
+    landing[0, 2] = 1
+    view = replace(view, residency=landing)
+    plan = policy.plan(0, rows((0, 1), (0, 2), (1, 2)), view)
+    assert plan.targets == ()
+    assert plan.cut.tolist() == [2, 2, 1, 0, 0, 0, 0, 0]
+
+
+def test_counts_accumulate_over_the_chunks_of_a_prompt() -> None:
+    policy = daop()
+    policy.placement(view_of("prefill", [0, 1], (7,)))
+    first = policy.plan(0, rows((0, 1), times=6), view_of("prefill", [0, 1], (7,) * 6))
+    assert first.targets == ()
+    # 5 is used four times now, and 0 and 1 were six times before
+    second = policy.plan(0, rows((5, 6), times=4), view_of("prefill", [0, 1], (7,) * 4, step=1))
+    assert second.targets == ()
+    third = policy.plan(0, rows((5, 6), times=3), view_of("prefill", [0, 1], (7,) * 3, step=2))
+    assert third.targets == (Target(0, 0, 0), Target(0, 5, 2), Target(0, 1, 0), Target(0, 6, 2))
+
+
+@pytest.mark.parametrize(("silent", "forgotten"), [(16, False), (17, True)])
+def test_counts_of_a_sequence_that_has_ended_are_forgotten(silent: int, forgotten: bool) -> None:
+    policy = daop()
+    policy.placement(view_of("prefill", [0, 1], (7,)))
+    policy.plan(0, rows((0, 1), times=5), view_of("prefill", [0, 1], (7,) * 5, step=3))
+    later = view_of("prefill", [0, 1], (8,) * 2, step=3 + silent)
+    targets = policy.plan(0, rows((5, 6), times=2), later).targets
+    assert (len(targets) == 4) == forgotten
+
+
+def test_a_sequence_lives_while_it_is_decoded() -> None:
+    policy = daop()
+    policy.placement(view_of("prefill", [0, 1], (7,)))
+    policy.plan(0, rows((0, 1), times=5), view_of("prefill", [0, 1], (7,) * 5))
+    for step in range(1, 40):
+        assert policy.plan(0, rows((5, 6)), view_of("decode", [0, 1], (7,), step=step)).targets == ()
+    # one chunk of two prompts: five times 0 and 1 are live still, 2 and 3 are hotter
+    both = rows((5, 6), (2, 3), (5, 6), (2, 3), (2, 3), (2, 3), (2, 3), (2, 3))
+    view = view_of("prefill", [0, 1], (8, 9, 8, 9, 9, 9, 9, 9), step=40)
+    assert policy.plan(0, both, view).targets == (
+        *(Target(0, 0, 0), Target(0, 2, 2)),
+        *(Target(0, 1, 0), Target(0, 3, 2)),
+    )
+
+
+def test_decoding_moves_nothing() -> None:
+    policy, view = daop(), view_of("decode", [0, 1], (7,))
+    policy.placement(view)
+    plan = policy.plan(0, rows((5, 6)), view)
+    assert plan.targets == ()
+    assert plan.cut.tolist() == [2, 2, 0, 0, 0, 0, 0, 0]
+
+
+def logits(**favoured: float) -> FloatArray:
+    row = np.full(8, -9, np.float32)
+    for name, value in favoured.items():
+        row[int(name[1:])] = value
+    return row[None]
+
+
+def test_prediction_begins_at_the_first_layer_it_is_told() -> None:
+    view = view_of("decode", [0, 1], (7,))
+    for first, layers in (("1", [0, 1, 2, 3, 4]), ("4", [3, 4]), ("5", [4]), ("6", [])):
+        policy = daop(first_layer=first)
+        assert [layer for layer in range(6) if policy.probes(layer, view)] == layers
+        for layer in range(6):
+            signals = Signals(None, {layer + 1: logits(e0=1, e1=2)})
+            assert (policy.ahead(layer, signals, view) is not None) == (layer in layers)
+    assert "first_layer=1" in daop(first_layer="6").notes(view)[0]
+    assert daop(first_layer="5").notes(view) == ()
+    assert [daop(predict="0").probes(layer, view) for layer in range(6)] == [()] * 6
+
+
+@pytest.mark.parametrize("early", ["1", "0"])
+def test_a_layer_is_decided_by_the_one_before(early: str) -> None:
+    policy, view = daop(early=early), view_of("decode", [0, 1, 2], (7,))
+    ahead = policy.ahead(3, Signals(None, {4: logits(e1=1.5, e6=2)}), view)
+    assert ahead is not None
+    assert ahead.early == (early == "1")
+    assert ahead.gated.predicted
+    assert ahead.gated.routing is ahead.gated.said
+    assert ahead.gated.said.experts.tolist() == [[6, 1]]
+    assert ahead.cut.tolist() == [2, 2, 2, 0, 0, 0, 0, 0]
+
+
+def degraded(
+    logits: FloatArray, resident: list[int], k: int, rescaled: bool = True
+) -> tuple[Routing, Routing]:
+    said = softmax_router(k)(logits)
+    if rescaled:
+        said = Routing(said.experts, said.weights / said.weights.sum(axis=1, keepdims=True))
+    cut: IntArray = np.zeros(logits.shape[1], np.int32)
+    cut[resident] = 3
+    return said, degrade(said, logits, cut, 3)
+
+
+def test_degradation_of_two() -> None:
+    """Both on the host: the lower-scored gives way to the best-scored on the device."""
+    said, routing = degraded(logits(e6=2, e5=1.5, e0=0.5, e1=1), [0, 1], k=2)
+    assert said.experts.tolist() == [[6, 5]]
+    assert routing.experts.tolist() == [[6, 1]]
+    # as if the router had had to choose between 6 and 1: softmax of 2 and 1
+    assert np.allclose(routing.weights, [[1 / (1 + np.exp(-1)), 1 / (1 + np.exp(1))]])
+
+
+@pytest.mark.parametrize("resident", [[6], [5, 0], [6, 5], []])
+def test_no_degradation_with_one_on_the_host_or_nobody_on_the_device(resident: list[int]) -> None:
+    said, routing = degraded(logits(e6=2, e5=1.5, e0=0.5, e1=1), resident, k=2)
+    assert routing is said
+
+
+def test_degradation_of_four() -> None:
+    """Two may stay on the host, the others give way; where too few are on the device, the best stay."""
+    scores = logits(e7=4, e6=3.5, e5=3, e4=2.5, e3=2, e2=1, e1=0)
+    said, routing = degraded(scores, [1, 2, 3], k=4)
+    assert said.experts.tolist() == [[7, 6, 5, 4]]
+    assert routing.experts.tolist() == [[7, 6, 3, 2]]
+    shares = np.exp(np.array([4, 3.5, 2, 1]))
+    assert np.allclose(routing.weights, shares / shares.sum())
+    # one of the four is on the device already: of three on the host, one gives way
+    assert degraded(scores, [6, 1, 2], k=4)[1].experts.tolist() == [[7, 6, 5, 2]]
+    # only one is there to step in: for the lowest-scored
+    assert degraded(scores, [2], k=4)[1].experts.tolist() == [[7, 6, 5, 2]]
+    # two on the host are not too many
+    said, routing = degraded(scores, [7, 5, 3], k=4)
+    assert routing is said
+
+
+def test_degradation_keeps_the_sum_of_the_weights() -> None:
+    """Of a model whose weights are plain probabilities, and do not sum to 1."""
+    said, routing = degraded(logits(e6=2, e5=1.5, e0=0.5, e1=1, e3=1.8), [0, 1], k=2, rescaled=False)
+    assert said.experts.tolist() == [[6, 3]]
+    assert routing.experts.tolist() == [[6, 1]]
+    assert said.weights.sum() < 0.9
+    assert np.isclose(routing.weights.sum(), said.weights.sum())
+    assert np.isclose(routing.weights[0, 0] / routing.weights[0, 1], np.exp(2 - 1))
+
+
+def test_an_expert_without_weight_does_not_count() -> None:
+    said = Routing(np.array([[6, 5]], np.int32), np.array([[0.7, 0]], np.float32))
+    cut = np.array([3, 0, 0, 0, 0, 0, 0, 0], np.int32)
+    assert degrade(said, logits(e6=2, e5=1.5, e0=0.5), cut, 3) is said
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_degradation_of_any_size(data: st.DataObject) -> None:
+    experts = data.draw(st.integers(1, 24))
+    k = data.draw(st.integers(1, experts))
+    rng = np.random.default_rng(data.draw(st.integers(0, 9999)))
+    scores = (2 * rng.normal(size=(data.draw(st.integers(1, 4)), experts))).astype(np.float32)
+    cut = np.where(rng.random(experts) < data.draw(st.sampled_from([0, 0.3, 0.7, 1])), 3, 1).astype(np.int32)
+    said = softmax_router(k)(scores)
+    routing = degrade(said, scores, cut, 3)
+    assert np.allclose(routing.weights.sum(axis=1), said.weights.sum(axis=1), rtol=1e-5)
+    for row in range(len(scores)):
+        old, new = said.experts[row].tolist(), routing.experts[row].tolist()
+        used = [e for e, w in zip(old, said.weights[row], strict=True) if w]
+        away = sorted((e for e in used if cut[e] < 3), key=lambda e: -scores[row, e])
+        spare = [e for e in range(experts) if cut[e] == 3 and e not in old]
+        spare.sort(key=lambda e: -scores[row, e])
+        leave = min(max(0, len(away) - max(1, k // 2)), len(spare))
+        gone = away[len(away) - leave :] if leave else []
+        assert set(new) == (set(old) - set(gone)) | set(spare[:leave])
+        stayed = [(a, b) for a, b in zip(old, new, strict=True) if a not in gone]
+        assert all(a == b for a, b in stayed)
+        # weights go by probability among those that are used, as they did before
+        kept = [(e, w) for e, w in zip(new, routing.weights[row].tolist(), strict=True) if w]
+        for (a, one), (b, other) in pairwise(kept):
+            assert np.isclose(np.log(one / other), scores[row, a] - scores[row, b], atol=1e-3)
+
+
+def test_without_sequences_all_rows_are_one_prompts() -> None:
+    policy, view = daop(), view_of("prefill", [0, 1], ())
+    policy.placement(view)
+    assert len(policy.plan(0, rows((5, 6), (5, 7)), view).targets) == 4
+    policy.plan(1, make_routing(SHAPE, RNG, 5), view)

@@ -1,0 +1,155 @@
+"""The gates against the paper's rule in plain words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policy_machine import make_view
+
+from pipeline.errors import PolicyError
+from pipeline.policies.calibration import Calibration
+from pipeline.policies.gates import AdaptiveGate, OwnGate
+from pipeline.policies.view import FloatArray, ModelShape, Routing, Signals, View
+
+
+def calibration(sensitivity: list[float] | None, threshold: float | None) -> Calibration:
+    layers = 1 if sensitivity is None else len(sensitivity)
+    return Calibration(
+        prefill_counts=np.zeros((layers, 16), np.int64),
+        decode_counts=np.zeros((layers, 16), np.int64),
+        residuals=np.zeros((layers - 1, 4), np.float32),
+        residual_logits=np.zeros((layers - 1, 16), np.float32),
+        accuracy={},
+        similarity=np.ones(layers, np.float32),
+        needed=None,
+        sensitivity=None if sensitivity is None else np.array(sensitivity, np.float32),
+        threshold=threshold,
+        first_gate=None,
+    )
+
+
+def a_view(top_k: int, sensitivity: list[float], threshold: float | None, weights: FloatArray) -> View:
+    """Its router answers with these weights."""
+    experts = np.tile(np.arange(16)[:top_k][::-1], (len(weights), 1)).astype(np.int32)
+    view = make_view(ModelShape(len(sensitivity), 16, 1, top_k), 8)
+    known = calibration(sensitivity, threshold)
+    return replace(view, calibration=known, router=lambda logits: Routing(experts, weights))
+
+
+SIGNALS = Signals(np.zeros((1, 16), np.float32), {})
+
+
+def slowly(weights: list[float], sensitivity: float, limit: float) -> list[float]:
+    """One token: drop one more of the smallest as long as the rule allows, from the definition each time."""
+    total = sum(weights)
+    ranked = sorted(range(len(weights)), key=lambda slot: (weights[slot], -slot))
+    dropped: list[int] = []
+    for count in range(1, len(weights)):
+        tried = ranked[:count]
+        share = sum(weights[slot] for slot in tried) / total
+        if share**2 * sensitivity <= limit:
+            dropped = tried
+    kept = sum(weight for slot, weight in enumerate(weights) if slot not in dropped)
+    return [0.0 if slot in dropped else weight / kept * total for slot, weight in enumerate(weights)]
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 4, 8])
+@settings(deadline=None, max_examples=80)
+@given(data=st.data())
+def test_adaptive_by_its_rule(top_k: int, data: st.DataObject) -> None:
+    rows = data.draw(st.sampled_from([1, 1, 3, 20]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 9999)))
+    spread = data.draw(st.sampled_from([0.2, 1.0, 3.0]))
+    weights = rng.dirichlet(np.full(top_k, spread), rows).astype(np.float32)
+    weights *= data.draw(st.sampled_from([1.0, 0.4, 16.0]))  # not every model's weights sum to 1
+    if data.draw(st.booleans()):
+        weights[rng.random(weights.shape) < 0.2] = 0
+        weights[:, 0] = 0.5  # some are left
+    sensitivity = [3.0, data.draw(st.sampled_from([0.0, 0.01, 0.3, 4.0]))]
+    limit = data.draw(st.sampled_from([0.0, 0.005, 0.02, 0.2]))
+    view = a_view(top_k, sensitivity, limit, weights)
+    gated = AdaptiveGate(threshold=None, phase="decode")(1, SIGNALS, view)
+    assert np.array_equal(gated.said.weights, weights)
+    assert np.array_equal(gated.routing.experts, gated.said.experts)
+    assert gated.routing.weights.dtype == np.float32
+    for row, said in zip(gated.routing.weights, weights, strict=True):
+        wanted = slowly(said.tolist(), float(np.float32(sensitivity[1])), limit)
+        assert row == pytest.approx(wanted, rel=1e-6, abs=1e-9)
+        assert row.sum() == pytest.approx(said.sum(), rel=1e-6)
+        if np.count_nonzero(row) == np.count_nonzero(said):
+            assert np.array_equal(row, said)
+
+
+@given(st.floats(0.5, 1), st.floats(0.001, 50), st.floats(1e-4, 1))
+def test_two_experts_are_the_papers_equation(alpha: float, sensitivity: float, limit: float) -> None:
+    weights = np.array([[alpha, 1 - alpha]], np.float32)
+    top, both = float(weights[0, 0]), float(weights.sum(dtype=np.float64))
+    said = (1 - top / both) ** 2 * float(np.float32(sensitivity))
+    if abs(said - limit) < 1e-6 * limit:
+        return  # the two ways of writing the sum may round apart
+    gated = AdaptiveGate(threshold=limit, phase="decode")(0, SIGNALS, a_view(2, [sensitivity], None, weights))
+    assert (gated.routing.weights[0, 1] == 0) == (said <= limit or weights[0, 1] == 0)
+
+
+def test_many_rows_are_gated_as_one_is() -> None:
+    rng = np.random.default_rng(4)
+    weights = rng.dirichlet(np.full(6, 0.7), 40).astype(np.float32)
+    gate = AdaptiveGate(threshold=None, phase="decode")
+    view = a_view(6, [4.0], 0.01, weights)
+    together = gate(0, SIGNALS, view).routing.weights
+    experts = np.arange(6, dtype=np.int32)[None]
+    alone = [gate.narrow(0, Routing(experts, weights[row : row + 1]), view).weights for row in range(40)]
+    assert np.allclose(together, np.concatenate(alone), rtol=1e-6)
+    assert (together == 0).any(axis=1).sum() > 10
+    assert (together > 0).all(axis=1).any()
+
+
+def test_mixtrals_shares_follow_from_its_sensitivities() -> None:
+    """A token split 0.9 to 0.1 uses both experts in a sensitive layer and one in a late layer."""
+    weights = np.array([[0.9, 0.1]], np.float32)
+    view = a_view(2, [46.7, 0.51, 0.49, 0.02], 0.005, weights)
+    gate = AdaptiveGate(threshold=None, phase="decode")
+    used = [np.count_nonzero(gate(layer, SIGNALS, view).routing.weights) for layer in range(4)]
+    assert used == [2, 2, 1, 1]
+
+
+def test_only_decode_by_default() -> None:
+    weights = np.array([[0.9, 0.1]], np.float32)
+    view = replace(a_view(2, [0.01], 1.0, weights), phase="prefill")
+    gated = AdaptiveGate(threshold=None, phase="decode")(0, SIGNALS, view)
+    assert gated.routing is gated.said
+    everywhere = AdaptiveGate(threshold=None, phase="all")(0, SIGNALS, view)
+    assert everywhere.routing.weights.tolist() == [[1.0, 0.0]]
+
+
+def test_a_new_calibration_is_used() -> None:
+    weights = np.array([[0.9, 0.1]], np.float32)
+    gate = AdaptiveGate(threshold=None, phase="decode")
+    assert gate(0, SIGNALS, a_view(2, [0.01], 1.0, weights)).routing.weights[0, 1] == 0
+    assert gate(0, SIGNALS, a_view(2, [500.0], 1.0, weights)).routing.weights[0, 1] != 0
+
+
+def test_what_is_missing_is_said() -> None:
+    view = a_view(2, [0.01], None, np.array([[0.9, 0.1]], np.float32))
+    gate = AdaptiveGate(threshold=None, phase="decode")
+    assert gate.missing(replace(view, calibration=None)) == "a calibration of this model"
+    assert "sensitivities" in gate.missing(replace(view, calibration=calibration(None, 0.1)))
+    assert "threshold" in gate.missing(view)
+    with pytest.raises(PolicyError, match=r"threshold: run launch\.py calibrate"):
+        gate(0, SIGNALS, view)
+    assert AdaptiveGate(threshold=0.1, phase="decode").missing(view) == ""
+
+
+def test_own_is_what_the_router_says() -> None:
+    view = a_view(2, [0.01], 1.0, np.array([[0.9, 0.1]], np.float32))
+    gated = OwnGate()(0, SIGNALS, view)
+    assert gated.routing is gated.said
+    assert not gated.predicted
+    assert gated.said.weights.tolist() == [[np.float32(0.9), np.float32(0.1)]]
+    assert OwnGate().narrow(0, gated.said, view) is gated.said
+    assert OwnGate.exact
+    assert not AdaptiveGate.exact

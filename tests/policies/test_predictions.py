@@ -1,0 +1,112 @@
+"""What is predicted, on hand-made logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from policy_machine import make_calibration, make_view
+
+from pipeline.policies.predictions import Lookahead, NextGate, Residual, likeliest
+from pipeline.policies.view import FloatArray, ModelShape, Routing, Signals, View
+
+SHAPE = ModelShape(layers=4, experts=6, tiles=2, top_k=2)
+
+
+def view_with(*kept: tuple[int, int]) -> View:
+    """Nothing but these experts is kept."""
+    target = np.zeros((4, 6), np.int32)
+    for layer, expert in kept:
+        target[layer, expert] = 2
+    calibration = make_calibration(SHAPE, np.random.default_rng(0))
+    calibration.residual_logits[:] = 0
+    return replace(make_view(SHAPE, 12), target=target, calibration=calibration)
+
+
+def logits(*rows: list[float]) -> FloatArray:
+    return np.array(rows, np.float32)
+
+
+def as_it_is(layer: int, routing: Routing) -> Routing:
+    return routing
+
+
+FAVOURS_1_4 = logits([0, 5, 0, 0, 4, 1])
+FAVOURS_2_3 = logits([0, 0, 5, 6, 0, 0])
+
+
+def test_next_gate_names_what_is_not_kept_best_first() -> None:
+    part = NextGate()
+    signals = Signals(None, {2: FAVOURS_2_3})
+    assert part.probes(1, view_with()) == (2,)
+    assert part.probes(3, view_with()) == ()
+    assert part.experts(1, signals, view_with(), as_it_is) == [(2, 3), (2, 2)]
+    assert part.experts(1, signals, view_with((2, 3), (1, 2)), as_it_is) == [(2, 2)]
+    assert part.experts(1, signals, view_with((2, 3), (2, 2)), as_it_is) == []
+    assert part.experts(3, Signals(None, {}), view_with(), as_it_is) == []
+    assert part.room(view_with()) == 2
+
+
+def test_a_gate_narrows_what_is_predicted() -> None:
+    def first_only(layer: int, routing: Routing) -> Routing:
+        assert layer == 2
+        return Routing(routing.experts, np.where(np.arange(2) == 0, routing.weights, 0))
+
+    signals = Signals(None, {2: FAVOURS_2_3})
+    assert NextGate().experts(1, signals, view_with(), first_only) == [(2, 3)]
+
+
+def test_the_most_rows_count_first_then_the_weights() -> None:
+    experts = np.array([[0, 1], [1, 2], [3, 2], [4, 5]], np.int32)
+    weights = np.array([[0.9, 0.1], [0.5, 0.2], [0.6, 0.3], [0.8, 0.0]], np.float32)
+    assert likeliest(Routing(experts, weights)) == [1, 2, 0, 4, 3]
+    assert likeliest(Routing(experts[:1], weights[:1])) == [0, 1]
+    assert likeliest(Routing(experts[:1], weights[:1] * 0)) == []
+
+
+def test_residual_corrects_the_input() -> None:
+    """The mean residual's logits tip the choice; only the first `prefetch` are fetched, where missing."""
+    view = view_with()
+    assert view.calibration is not None
+    view.calibration.residual_logits[1] = [0, 0, 0, 0, 0, 9]
+    signals = Signals(None, {2: FAVOURS_2_3})
+    assert Residual(prefetch=2).experts(1, signals, view, as_it_is) == [(2, 5), (2, 3)]
+    assert Residual(prefetch=1).experts(1, signals, view, as_it_is) == [(2, 5)]
+    kept = replace(view_with((2, 5)), calibration=view.calibration)
+    assert Residual(prefetch=1).experts(1, signals, kept, as_it_is) == []
+    assert Residual(prefetch=2).experts(1, signals, kept, as_it_is) == [(2, 3)]
+    assert Residual(prefetch=2).probes(3, view) == ()
+
+
+@pytest.mark.parametrize(("experts", "prefetch"), [(8, 1), (16, 1), (17, 4), (128, 4)])
+def test_residual_defaults_follow_the_model(experts: int, prefetch: int) -> None:
+    view = make_view(ModelShape(layers=2, experts=experts, tiles=1, top_k=8), 4)
+    assert Residual(prefetch=None).room(view) == prefetch
+
+
+def test_lookahead_goes_on_where_all_is_kept() -> None:
+    part = Lookahead(depth=3)
+    view = view_with((1, 1), (1, 4), (2, 3), (2, 2))
+    assert part.probes(0, view) == (1, 2, 3)
+    assert part.probes(2, view) == (3,)
+    signals = Signals(None, {1: FAVOURS_1_4, 2: FAVOURS_2_3, 3: FAVOURS_1_4})
+    assert part.experts(0, signals, view, as_it_is) == [(3, 1), (3, 4)]
+    assert part.experts(0, signals, view_with((1, 1), (1, 4), (2, 3)), as_it_is) == [(2, 2)]
+    assert part.experts(0, signals, view_with((2, 3)), as_it_is) == [(1, 1), (1, 4)]
+    assert Lookahead(depth=2).experts(0, signals, view, as_it_is) == []
+    assert Lookahead(depth=1).probes(0, view) == (1,)
+
+
+def test_lookahead_ends_with_the_next_tokens_first_layer() -> None:
+    """By the trained gate, where the calibration has one, while one token at a time is decoded."""
+    part = Lookahead(depth=3)
+    view = view_with((0, 4))
+    assert part.probes(3, view) == (0,)
+    assert part.experts(3, Signals(None, {0: FAVOURS_1_4}), view, as_it_is) == [(0, 1)]
+    assert view.calibration is not None
+    untrained = replace(view, calibration=replace(view.calibration, first_gate=None))
+    assert part.probes(3, untrained) == ()
+    assert part.probes(3, replace(view, calibration=None)) == ()
+    assert part.probes(3, replace(view, phase="prefill")) == ()
+    assert part.experts(3, Signals(None, {}), untrained, as_it_is) == []

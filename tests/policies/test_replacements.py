@@ -1,0 +1,243 @@
+"""What stays resident, against plain simulations written in another way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policy_machine import Machine, capacities, make_calibration, make_routing, make_view, shapes
+
+from pipeline.policies.cache_sizes import layer_sizes
+from pipeline.policies.presets import make_policy
+from pipeline.policies.view import Gated, ModelShape, Policy, PolicyRequest, Routing, Signals
+
+
+def policy(name: str, **options: str) -> Policy:
+    return make_policy(PolicyRequest(name, options), 0)
+
+
+def uses(routing: Routing) -> dict[int, int]:
+    """Rows of each active expert."""
+    workload: dict[int, int] = {}
+    for expert, weight in zip(routing.experts.ravel(), routing.weights.ravel(), strict=True):
+        if weight:
+            workload[int(expert)] = workload.get(int(expert), 0) + 1
+    return workload
+
+
+class Lru:
+    """The reference for on-demand: lists of experts, least recently used first, in plain words."""
+
+    def __init__(self, shape: ModelShape, capacity: int, per_layer: bool) -> None:
+        whole = min(capacity // shape.tiles, shape.layers * shape.experts)
+        if per_layer:
+            spare = whole % shape.layers
+            self.room = [whole // shape.layers + (layer < spare) for layer in range(shape.layers)]
+            self.lists: list[list[tuple[int, int]]] = [[] for _ in range(shape.layers)]
+        else:
+            self.room, self.lists = [whole], [[]]
+
+    def use(self, layer: int, workload: dict[int, int]) -> None:
+        """One layer's step; `workload` has the active experts."""
+        index = layer if len(self.lists) > 1 else 0
+        kept = self.lists[index]
+        active = [(layer, expert) for expert in sorted(workload)]
+        hits = [entry for entry in kept if entry in active]
+        others = [entry for entry in kept if entry not in active]
+        misses = sorted(set(active) - set(hits), key=lambda entry: (-workload[entry[1]], entry[1]))
+        misses = misses[: self.room[index] - len(hits)]
+        while len(others) + len(hits) + len(misses) > self.room[index]:
+            others.pop(0)
+        # those of one step are equally recent: the smaller index outlives the larger one
+        self.lists[index] = others + sorted(hits + misses, reverse=True)
+
+    def residents(self) -> set[tuple[int, int]]:
+        return {entry for entries in self.lists for entry in entries}
+
+
+@pytest.mark.parametrize("scope", ["layer", "global"])
+@settings(deadline=None, max_examples=120)
+@given(data=st.data())
+def test_on_demand_is_lru(scope: str, data: st.DataObject) -> None:
+    shape = data.draw(shapes())
+    capacity = data.draw(capacities(shape))
+    rng = np.random.default_rng(data.draw(st.integers(0, 999)))
+    machine = Machine(policy("on-demand", scope=scope), make_view(shape, capacity), rng)
+    # with one layer both scopes are the same thing
+    reference = Lru(shape, capacity, per_layer=scope == "layer")
+    machine.start()
+    assert machine.view.target.sum() == 0
+    for rows in data.draw(st.lists(st.sampled_from([1, 1, 2, 5, 30]), min_size=1, max_size=8)):
+        for layer in range(shape.layers):
+            routing = make_routing(shape, rng, rows)
+            plan = machine.layer(layer, routing)
+            workload = uses(routing)
+            assert all(plan.cut[expert] == shape.tiles for expert in workload)
+            reference.use(layer, workload)
+            kept = {(int(a), int(b)) for a, b in zip(*np.nonzero(machine.view.target), strict=True)}
+            assert kept == reference.residents()
+            assert set(machine.view.target[machine.view.target > 0]) <= {shape.tiles}
+
+
+def test_lru_keeps_as_many_a_layer_as_the_calibration_says() -> None:
+    shape = ModelShape(layers=5, experts=8, tiles=2, top_k=2)
+    rng = np.random.default_rng(4)
+    view = replace(make_view(shape, 2 * 22), calibration=make_calibration(shape, rng))
+    sizes = layer_sizes(view, 22, gated=True, predictor=None)
+    assert len(set(sizes)) > 1
+    machine = Machine(policy("adapmoe", prediction="none"), view, rng)
+    machine.start()
+    # the most used ones of each layer come first
+    for layer, size in enumerate(sizes):
+        counts = view.calibration.decode_counts[layer].tolist() if view.calibration else []
+        ranked = sorted(range(8), key=lambda expert: -counts[expert])
+        assert set(np.flatnonzero(machine.view.target[layer])) == set(ranked[:size])
+    for _ in range(30):
+        machine.step(1)
+        assert (machine.view.target > 0).sum(axis=1).tolist() == sizes
+    assert sum(layer_sizes(view, 22, gated=False, predictor="raw")) == 22
+
+
+def test_a_placement_beyond_a_layers_share_is_cut() -> None:
+    """What the first layers hold beyond their shares of an LRU cache is not placed at all."""
+    shape = ModelShape(layers=4, experts=6, tiles=1, top_k=2)
+    popularity = np.tile(np.arange(6, dtype=np.int32), (4, 1))
+    view = make_view(shape, 9, popularity=popularity)
+    placed = policy("on-demand", placement="first-layers").placement(view)
+    assert placed.tolist() == [[0, 0, 0, 1, 1, 1], [0, 1, 1, 0, 0, 0], [0] * 6, [0] * 6]
+
+
+@settings(deadline=None, max_examples=80)
+@given(data=st.data())
+def test_workload_replacement(data: st.DataObject) -> None:
+    """DALI: after each window of a layer's steps, the hottest absent experts for the coldest held ones."""
+    shape = data.draw(shapes())
+    window, swaps = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
+    options = {"window": str(window), "swaps": str(swaps), "prediction": "none", "assignment": "resident"}
+    rng = np.random.default_rng(data.draw(st.integers(0, 999)))
+    machine = Machine(policy("dali", **options), make_view(shape, data.draw(capacities(shape))), rng)
+    machine.start()
+    held = [set(np.flatnonzero(row).tolist()) for row in machine.view.target]
+    sizes = [len(one) for one in held]
+    whole = min(machine.view.capacity // shape.tiles, shape.layers * shape.experts)
+    assert sum(sizes) == whole
+    assert max(sizes) - min(sizes) <= shape.experts
+    history: list[list[dict[int, int]]] = [[] for _ in held]
+    for _ in range(2 * window + 1):
+        for layer in range(shape.layers):
+            routing = make_routing(shape, rng, data.draw(st.sampled_from([1, 3, 20])))
+            machine.layer(layer, routing)
+            history[layer].append(uses(routing))
+            if len(history[layer]) == window:
+                score = [sum(step.get(e, 0) for step in history[layer]) for e in range(shape.experts)]
+                history[layer] = []
+                for _ in range(swaps):
+                    absent = [e for e in range(shape.experts) if e not in held[layer]]
+                    if not absent or not held[layer]:
+                        break
+                    hot = max(absent, key=lambda e: (score[e], -e))
+                    cold = min(held[layer], key=lambda e: (score[e], e))
+                    if score[hot] <= score[cold]:
+                        break
+                    held[layer] = (held[layer] - {cold}) | {hot}
+            assert set(np.flatnonzero(machine.view.target[layer]).tolist()) == held[layer]
+    assert [len(one) for one in held] == sizes
+
+
+@pytest.mark.parametrize(("experts", "swapped"), [(16, 1), (17, 8)])
+def test_workload_defaults_follow_the_model(experts: int, swapped: int) -> None:
+    shape = ModelShape(layers=1, experts=experts, tiles=1, top_k=8)
+    machine = Machine(
+        policy("dali", prediction="none", assignment="resident", placement="first-layers"),
+        make_view(shape, experts // 2),
+        np.random.default_rng(0),
+    )
+    machine.start()
+    before = machine.view.target
+    absent = np.arange(experts - 8, experts, dtype=np.int32)[None]
+    routing = Routing(absent, np.ones((1, 8), np.float32))
+    for _ in range(3):
+        machine.layer(0, routing)
+        assert np.array_equal(machine.view.target, before)
+    machine.layer(0, routing)
+    assert (machine.view.target > before).sum() == swapped
+
+
+@settings(deadline=None, max_examples=80)
+@given(data=st.data())
+def test_score_replacement(data: st.DataObject) -> None:
+    """HybriMoE: S = 0.5 TopP(s) + 0.5 S; a fetched expert replaces the held one that scores least."""
+    shape = data.draw(shapes())
+    rng = np.random.default_rng(data.draw(st.integers(0, 999)))
+    # everything is fetched, so that every active expert is a candidate
+    machine = Machine(
+        policy("hybrimoe", prediction="none", assignment="device"),
+        make_view(shape, data.draw(capacities(shape))),
+        rng,
+    )
+    machine.start()
+    whole = min(machine.view.capacity // shape.tiles, shape.layers * shape.experts)
+    room = [whole // shape.layers + (layer < whole % shape.layers) for layer in range(shape.layers)]
+    held = [set(np.flatnonzero(row).tolist()) for row in machine.view.target]
+    score = np.zeros((shape.layers, shape.experts))
+    for _ in range(12):
+        for layer in range(shape.layers):
+            rows = data.draw(st.sampled_from([1, 1, 4]))
+            logits = machine.logits(rows)
+            shares = np.exp(logits.astype(np.float64))
+            shares = (shares / shares.sum(axis=1)[:, None]).mean(axis=0)
+            top = sorted(range(shape.experts), key=lambda e: -shares[e])[: 2 * shape.top_k]
+            score[layer] *= 0.5
+            score[layer, top] += 0.5 * shares[top]
+            active = set(uses(machine.visit(layer, logits, rows).routing))
+            new = sorted(active - held[layer], key=lambda e: -score[layer, e])
+            for expert in new:
+                others = held[layer] - active
+                if len(held[layer]) < room[layer]:
+                    held[layer].add(expert)
+                elif others:
+                    cold = min(others, key=lambda e: (score[layer, e], e))
+                    if score[layer, cold] < score[layer, expert]:
+                        held[layer] = (held[layer] - {cold}) | {expert}
+            assert set(np.flatnonzero(machine.view.target[layer]).tolist()) == held[layer]
+
+
+def test_scores_of_a_long_run() -> None:
+    """They are kept in numbers that neither overflow nor stop to count."""
+    shape = ModelShape(layers=1, experts=4, tiles=1, top_k=1)
+    one = policy("hybrimoe", prediction="none", assignment="device")
+    machine = Machine(one, make_view(shape, 2), np.random.default_rng(0))
+    machine.start()
+    likes = [np.where(np.arange(4) == expert, 4, 0).astype(np.float32)[None] for expert in range(4)]
+    for expert in range(4):
+        for _ in range(1200):
+            machine.visit(0, likes[expert], 1)
+        assert machine.view.target[0, expert] == 1
+    assert machine.view.target[0].tolist() == [0, 0, 1, 1]
+
+
+def test_a_predicted_expert_that_is_used_comes_into_the_cache() -> None:
+    """Without a second fetch; and what was predicted in vain goes when its layer is done."""
+    shape = ModelShape(layers=2, experts=8, tiles=2, top_k=1)
+    machine = Machine(policy("mixtral-offloading"), make_view(shape, 2 * 4), np.random.default_rng(0))
+    machine.start()
+
+    def routed(expert: int) -> Routing:
+        return Routing(np.array([[expert]], np.int32), np.ones((1, 1), np.float32))
+
+    def predict(expert: int) -> None:
+        logits = np.where(np.arange(8) == expert, 9, 0).astype(np.float32)[None]
+        signals = Signals(logits, {1: logits})
+        machine.apply(machine.policy.predict(0, signals, Gated.as_said(routed(0)), machine.view))
+
+    predict(5)
+    assert machine.view.target[1].tolist() == [0, 0, 0, 0, 0, 2, 0, 0]
+    assert machine.policy.plan(1, routed(5), machine.view).targets == ()
+    assert machine.policy.after(1, routed(5), machine.view) == ()
+    predict(6)
+    assert machine.view.target[1].tolist() == [0, 0, 0, 0, 0, 2, 2, 0]
+    machine.layer(1, routed(5))
+    assert machine.view.target[1].tolist() == [0, 0, 0, 0, 0, 2, 0, 0]

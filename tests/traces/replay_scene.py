@@ -1,0 +1,99 @@
+"""What the tests of replays share: hand-made costs, presets by name, and a policy that does as it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from trace_files import told_steps
+
+from pipeline.policies.costs import Costs
+from pipeline.policies.presets import make_policy
+from pipeline.policies.view import (
+    Ahead,
+    Gated,
+    IntArray,
+    Plan,
+    Policy,
+    PolicyRequest,
+    Routing,
+    Signals,
+    Target,
+    View,
+)
+from pipeline.replay.machine import Replay
+from pipeline.replay.outcome import Outcome
+from pipeline.traces.header import Header
+
+# Of a tile: host 3, device 1, link 5; a round trip 0.5; a layer's other work 2.
+COSTS = Costs(rows=(1,), host=(3.0,), device=(1.0,), link=5.0, round_trip=0.5, other=(2.0,))
+# Presets that need no calibration, or are told to do without.
+OPTIONS = {
+    "daop": {"placement": "popular", "first_layer": "1"},
+    "dali": {"prediction": "next-gate"},
+    "adapmoe": {"gate": "own", "sizes": "even"},
+}
+
+
+def preset(name: str, **options: str) -> Policy:
+    return make_policy(PolicyRequest(name, OPTIONS.get(name, {}) | options), seed=0)
+
+
+def run(
+    header: Header,
+    policy: Policy,
+    steps: Sequence[Sequence[Sequence[int]]],
+    capacity: int = 0,
+    costs: Costs = COSTS,
+    popularity: Sequence[Sequence[int]] | None = None,
+) -> tuple[Replay, Outcome]:
+    counts = None if popularity is None else np.array(popularity)
+    machine = Replay(header, policy, costs, capacity, popularity=counts)
+    return machine, machine.run(told_steps(header, steps))
+
+
+class Scripted(Policy):
+    """Does what a test says."""
+
+    name = "scripted"
+
+    def __init__(
+        self,
+        cut: int,
+        placed: Sequence[tuple[int, int, int]] = (),
+        predicts: Callable[[int, View], Sequence[Target]] = lambda layer, view: (),
+        ahead: bool | None = None,  # early; None: nothing is decided ahead
+        afterwards: Callable[[int, View], Sequence[Target]] = lambda layer, view: (),
+    ) -> None:
+        self._cut, self._placed, self._predicts, self._early = cut, placed, predicts, ahead
+        self._afterwards = afterwards
+        self.residencies: list[list[int]] = []  # of each layer when it was planned
+
+    def placement(self, view: View) -> IntArray:
+        targets = np.zeros((view.shape.layers, view.shape.experts), np.int32)
+        for layer, expert, tiles in self._placed:
+            targets[layer, expert] = tiles
+        return targets
+
+    def _cuts(self, view: View) -> IntArray:
+        return np.full(view.shape.experts, self._cut, np.int32)
+
+    def plan(self, layer: int, routing: Routing, view: View) -> Plan:
+        self.residencies.append(view.residency[layer].tolist())
+        return Plan(self._cuts(view))
+
+    def probes(self, layer: int, view: View) -> tuple[int, ...]:
+        return (layer + 1,) if self._early is not None and layer + 1 < view.shape.layers else ()
+
+    def ahead(self, layer: int, signals: Signals, view: View) -> Ahead | None:
+        if self._early is None or layer + 1 == view.shape.layers:
+            return None
+        assert view.router is not None
+        routing = view.router(signals.probes[layer + 1])
+        return Ahead(Gated(routing, routing, predicted=True), self._cuts(view), self._early)
+
+    def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> tuple[Target, ...]:
+        return tuple(self._predicts(layer, view))
+
+    def after(self, layer: int, routing: Routing, view: View) -> tuple[Target, ...]:
+        return tuple(self._afterwards(layer, view))

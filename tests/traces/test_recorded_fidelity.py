@@ -1,0 +1,93 @@
+"""The fidelity that approximate presets report equals what a recording of the same run adds up to."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from launch.cli import main
+from launch.runtime import cache_root
+from pipeline.assets import model_dir
+from pipeline.calibration.file import calibration_path, save
+from pipeline.models.open import open_model
+from pipeline.policies.calibration import Calibration
+from pipeline.traces.reader import Trace
+
+pytestmark = pytest.mark.timeout(300)  # engines start, on a machine that may be busy
+
+LAYERS, EXPERTS, HIDDEN, USED = 8, 8, 256, 2  # of the embedded model
+PROMPT = "200,201,202,203,204,205"
+KINDS = ("skipped", "substituted", "stale", "predicted")
+RUNS = {
+    "daop": (["--policy", "daop", "--set", "daop.first_layer=2"], ("substituted", "stale", "predicted")),
+    "daop, not early": (
+        ["--policy", "daop", "--set", "daop.first_layer=2", "--set", "daop.early=0"],
+        ("substituted", "predicted"),
+    ),
+    "adapmoe": (["--policy", "adapmoe"], ("skipped",)),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def calibrated() -> Iterator[None]:
+    """Made up, so that a quarter of the tokens or so use one expert: what is tested is the meter."""
+    random = np.random.default_rng(0)
+    counts = random.integers(1, 100, (LAYERS, EXPERTS))
+    needed = np.tile(np.array([0, 0.25, 0.75], np.float32), (LAYERS, 1))
+    calibration = Calibration(
+        prefill_counts=counts,
+        decode_counts=counts,
+        residuals=np.zeros((LAYERS - 1, HIDDEN), np.float32),
+        residual_logits=np.zeros((LAYERS - 1, EXPERTS), np.float32),
+        accuracy={name: np.full(LAYERS, 0.8, np.float32) for name in ("raw", "residual", "first")},
+        similarity=np.ones(LAYERS, np.float32),
+        needed=needed,
+        sensitivity=np.ones(LAYERS, np.float32),
+        threshold=0.12,
+        first_gate=None,
+    )
+    path = calibration_path(cache_root(), open_model(model_dir()))
+    save(path, calibration, {})
+    yield
+    shutil.rmtree(path.parent)
+
+
+def added_up(trace: Trace) -> dict[str, float]:
+    """Shares of all routed weight, number by number."""
+    tiles = trace.header.shape.tiles
+    weight, sums = 0.0, dict.fromkeys(KINDS, 0.0)
+    for step in trace.steps():
+        for layer in step.layers:
+            for row in range(len(step.sequences)):
+                for slot in range(trace.header.shape.top_k):
+                    said = float(layer.said.weights[row, slot])
+                    done = float(layer.done.weights[row, slot])
+                    expert = int(layer.done.experts[row, slot])
+                    weight += said
+                    sums["predicted"] += said * layer.predicted
+                    if done == 0:
+                        sums["skipped"] += said
+                    elif expert != layer.said.experts[row, slot]:
+                        sums["substituted"] += said
+                    if layer.stale is not None:
+                        sums["stale"] += done * (tiles - int(layer.stale[expert])) / tiles
+    return {kind: value / weight for kind, value in sums.items()}
+
+
+@pytest.mark.parametrize("run", RUNS, ids=list(RUNS))
+def test_it_is_what_was_recorded(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    policy, present = RUNS[run]
+    size = ["--expert-cache", "0.25", "--tile", "128", "--chunk", "32", "--workers", "1"]
+    trace = tmp_path / "run.trace"
+    words = ["generate", "--prompt-tokens", PROMPT, "--max-tokens", "24", "--ignore-eos", "--json"]
+    assert main([*words, *policy, *size, "--device", "cpu", "--record", str(trace)]) == 0
+    told = json.loads(capsys.readouterr().out)["fidelity"]
+    assert told.pop("exact") is False
+    assert told == pytest.approx(added_up(Trace(trace)), abs=1e-6)
+    for kind in KINDS:
+        assert (told[kind] > 0) == (kind in present), kind

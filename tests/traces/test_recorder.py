@@ -1,0 +1,171 @@
+"""The recorder: what it is shown is what the file holds; the file is nobody else's and never overwritten."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import stat
+from pathlib import Path
+
+import numpy as np
+import pytest
+from trace_files import equal, make_header
+
+from pipeline.errors import TraceError
+from pipeline.observing import Seen
+from pipeline.policies.view import Gated, ModelShape, Phase, Routing, Signals
+from pipeline.traces.header import Header
+from pipeline.traces.reader import Trace
+from pipeline.traces.recorder import Recorder
+from pipeline.traces.steps import TracedStep
+
+HEADER = make_header(ModelShape(layers=3, experts=5, tiles=2, top_k=2), depth=2)
+NOTHING = np.zeros(5, np.int32)
+
+
+def open_recorder(
+    path: Path, first: bool = False, resumed: bool = False, header: Header = HEADER
+) -> Recorder:
+    return Recorder(path, header, first_gate=lambda: first, resumed=resumed)
+
+
+def show_step(
+    recorder: Recorder, seed: int, rows: int = 1, phase: Phase = "decode", ends: bool = True
+) -> list[Seen]:
+    """One step, each layer decided in another way: as its router said, changed, predicted and stale."""
+    rng = np.random.default_rng(seed)
+    recorder.begin(phase, tuple(range(seed, seed + rows)))
+    seen = []
+    for layer in range(3):
+        logits = rng.normal(size=(rows, 5)).astype(np.float32)
+        probes = {t: rng.normal(size=(rows, 5)).astype(np.float32) for t in recorder.probes(layer)}
+        said = HEADER.router(logits)
+        done = said if layer == 0 else Routing(said.experts, said.weights * np.float32(layer == 1))
+        gated = Gated(done, said, predicted=layer == 2)
+        signals = Signals(None if layer == 2 else logits, probes)
+        x = np.zeros((rows, 4), np.float32)
+        seen.append(Seen(layer, x, signals, gated, NOTHING, NOTHING, stale=layer == 2))
+        recorder.layer(seen[-1])
+    if ends:
+        recorder.end()
+    return seen
+
+
+def check_step(step: TracedStep, seen: list[Seen]) -> None:
+    for traced, shown in zip(step.layers, seen, strict=True):
+        assert equal(traced.said, shown.gated.said)
+        assert equal(traced.done, shown.gated.routing)
+        assert (traced.predicted, traced.stale is not None) == (shown.gated.predicted, shown.stale)
+        assert (traced.logits is None) == (shown.signals.logits is None)
+        if traced.logits is not None:
+            assert np.allclose(traced.logits, shown.signals.logits, rtol=1e-3, atol=1e-6)
+        later = [probe for target, probe in shown.signals.probes.items() if target]
+        assert all(
+            np.allclose(a, b, rtol=1e-3, atol=1e-6) for a, b in zip(traced.predictions, later, strict=True)
+        )
+        assert (traced.first is None) == (0 not in shown.signals.probes)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_what_is_shown_is_recorded(tmp_path: Path, first: bool) -> None:
+    path = tmp_path / "run.trace"
+    recorder = open_recorder(path, first)
+    assert [recorder.probes(layer) for layer in range(3)] == [(1, 2), (2,), (0,) if first else ()]
+    shown = [show_step(recorder, 0, rows=4, phase="prefill"), show_step(recorder, 7)]
+    trace = Trace(path)  # every step is there as soon as it was computed
+    steps = list(trace.steps())
+    recorder.close()
+    assert trace.header == HEADER
+    assert [(s.number, s.phase, s.sequences) for s in steps] == [
+        (0, "prefill", (0, 1, 2, 3)),
+        (1, "decode", (7,)),
+    ]
+    for step, seen in zip(steps, shown, strict=True):
+        check_step(step, seen)
+    assert steps[0].layers[0].done is steps[0].layers[0].said
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_the_arrays_may_change_after_the_call(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    recorder = open_recorder(path)
+    seen = show_step(recorder, 1, ends=False)
+    before = seen[0].gated.said.experts.copy()
+    for shown in seen:
+        shown.gated.said.experts[:] = 0
+    recorder.end()
+    (step,) = Trace(path).steps()
+    assert np.array_equal(step.layers[0].said.experts, before)
+    recorder.close()
+
+
+def test_a_step_that_failed_is_not_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    recorder = open_recorder(path)
+    show_step(recorder, 1, ends=False)
+    shown = show_step(recorder, 2)
+    (step,) = Trace(path).steps()
+    assert step.number == 0
+    check_step(step, shown)
+    recorder.close()
+
+
+def test_a_file_that_is_there_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for path in (tmp_path / "f", tmp_path / "link", tmp_path / "no" / "such", tmp_path):
+        with pytest.raises(TraceError, match="no file can be made there"):
+            open_recorder(path)
+    assert (tmp_path / "f").read_text() == "mine"
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_an_engine_that_died_is_gone_on_from(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    first = open_recorder(path, resumed=True)  # it died before it had begun
+    shown = [show_step(first, 1)]
+    whole = path.stat().st_size
+    show_step(first, 2)
+    first.close()
+    with path.open("rb+") as file:
+        file.truncate(whole + 30)  # it was killed while it wrote
+    second = open_recorder(path, resumed=True)
+    shown.append(show_step(second, 3))
+    second.close()
+    steps = list((trace := Trace(path)).steps())
+    assert [step.number for step in steps] == [0, 1]
+    assert [step.sequences for step in steps] == [(1,), (2 + 3,)], "the other engine's, whatever its number"
+    assert not trace.cut_short
+    for step, seen in zip(steps, shown, strict=True):
+        check_step(step, seen)
+
+
+def test_another_models_trace_is_not_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    open_recorder(path).close()
+    before = path.read_bytes()
+    other = make_header(ModelShape(2, 5, 2, 2))
+    with pytest.raises(TraceError, match="another model"):
+        open_recorder(path, resumed=True, header=other)
+    assert path.read_bytes() == before
+
+
+def test_a_full_disk_ends_the_recording_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "f"
+    recorder = open_recorder(path)
+    shown = show_step(recorder, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
+    try:
+        with caplog.at_level(logging.WARNING):
+            show_step(recorder, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    show_step(recorder, 3)
+    (line,) = caplog.messages
+    assert "the 1 steps before are whole" in line
+    (step,) = Trace(path).steps()
+    check_step(step, shown)
+    recorder.close()

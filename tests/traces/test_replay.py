@@ -1,0 +1,201 @@
+"""Replays against timelines that were worked out by hand.
+
+The costs of a tile: host 3, device 1, link 5, a round trip 0.5, a layer's other work 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from replay_scene import COSTS, Scripted, preset, run
+from trace_files import make_header, told_steps
+
+from pipeline.policies.costs import Costs
+from pipeline.policies.view import ModelShape, Routing, Target, View
+from pipeline.replay.machine import Replay
+
+
+def test_all_on_the_host() -> None:
+    """A layer: other work until 2, the Work arrives at 2.5, two experts of one tile take until 8.5."""
+    header = make_header(ModelShape(layers=2, experts=4, tiles=1, top_k=2))
+    _, outcome = run(header, preset("all-host"), [[[0, 1], [2, 3]]])
+    decode = outcome.decode
+    assert decode.seconds == pytest.approx(17)
+    assert decode.tok_s == pytest.approx(1 / 17)
+    assert (decode.host_busy, decode.device_busy, decode.link_busy) == pytest.approx((12, 4, 0))
+    assert (decode.wait_host, decode.wait_link) == pytest.approx((13, 0))
+    assert (decode.hit_rate, decode.moved, decode.host_share) == (0, 0, 1)
+    assert outcome.exact
+    assert outcome.prefill.steps == 0
+
+
+def test_on_demand_from_cold_to_warm() -> None:
+    """Cold: other until 2, tiles land at 7 and 12, the second is computed until 13. Warm: 2 + 2. Then one of
+    two is there: it is computed until 3, the other lands at 7 and is done at 8."""
+    header = make_header(ModelShape(layers=1, experts=4, tiles=1, top_k=2))
+    machine, outcome = run(header, preset("on-demand"), [[[0, 1]], [[0, 1]], [[0, 2]]], capacity=2)
+    decode = outcome.decode
+    assert decode.seconds == pytest.approx(13 + 4 + 8)
+    assert decode.wait_link == pytest.approx(5 + 4 + 0 + 4)
+    assert decode.link_busy == pytest.approx(15)
+    assert (decode.demanded, decode.placed, decode.predicted) == (3, 0, 0)
+    assert (decode.active.tolist(), decode.hits.tolist()) == ([6], [3])
+    assert machine.cache.residency[0].tolist() == [1, 0, 1, 0]
+
+
+def test_tiles_are_computed_as_they_land() -> None:
+    """An expert of three tiles that cost the device 5 each: they land at 7, 12 and 17, and are computed from
+    7 to 22 without a gap, where waiting for the whole would have taken until 17 + 15."""
+    header = make_header(ModelShape(layers=1, experts=2, tiles=3, top_k=1))
+    slow = replace(COSTS, device=(5.0,))
+    _, outcome = run(header, preset("on-demand"), [[[0]]], capacity=3, costs=slow)
+    assert outcome.decode.seconds == pytest.approx(7 + 3 * 5)
+    assert outcome.decode.wait_link == pytest.approx(5)
+
+
+def test_costs_of_an_expert_are_divided() -> None:
+    header = make_header(ModelShape(layers=1, experts=2, tiles=3, top_k=1))
+    whole = replace(COSTS, per="expert")
+    _, outcome = run(header, preset("on-demand"), [[[0]]], capacity=3, costs=whole)
+    assert outcome.decode.seconds == pytest.approx(2 + 5 + 1 / 3)
+
+
+@pytest.mark.parametrize(("host", "seconds"), [(3.0, 2 + 0.5 + 3), (9.0, 2 + 5 + 1)])
+def test_fiddler_takes_the_quicker_side(host: float, seconds: float) -> None:
+    """Experts 0 and 1 are resident. 0 is computed from 2 to 3; 2 is computed by the host from 2.5, or fetched
+    until 7 and computed then where the host takes longer than 5 + 1."""
+    header = make_header(ModelShape(layers=1, experts=4, tiles=1, top_k=2))
+    costs = replace(COSTS, host=(host,))
+    popularity = [[9, 8, 1, 0]]
+    _, outcome = run(header, preset("fiddler"), [[[0, 2]]], capacity=2, costs=costs, popularity=popularity)
+    assert outcome.decode.seconds == pytest.approx(seconds)
+    assert outcome.decode.hit_rate == 0.5
+
+
+def test_early_work_is_hidden_behind_the_next_layer() -> None:
+    """Layer 0: the host computes from 2.5 to 5.5, and goes on at once with layer 1's share, which was sent at
+    2: until 8.5. The device is through with layer 1's other work at 7.5."""
+    header = make_header(ModelShape(layers=2, experts=4, tiles=1, top_k=1))
+    _, early = run(header, Scripted(cut=0, ahead=True), [[[0], [1]]])
+    assert early.decode.seconds == pytest.approx(8.5)
+    assert early.decode.wait_host == pytest.approx(3.5 + 1)
+    assert early.decode.shares()["stale"] == pytest.approx(0.5)
+    _, late = run(header, Scripted(cut=0, ahead=False), [[[0], [1]]])
+    assert late.decode.seconds == pytest.approx(5.5 + 5.5)
+    assert late.decode.shares()["stale"] == 0
+    assert early.decode.shares()["predicted"] == late.decode.shares()["predicted"] == pytest.approx(0.5)
+    assert early.decode.host_busy == late.decode.host_busy == pytest.approx(6)
+
+
+def test_daop_hides_host_time() -> None:
+    """Of each layer's two experts one is resident and one is not. Layer 0: the device until 3, the host until
+    5.5. Early: layer 1's host share runs from 5.5 to 8.5 while the device is done at 5.5 + 3. Else from 8."""
+    header = make_header(ModelShape(layers=2, experts=4, tiles=1, top_k=2))
+    popularity = [[9, 0, 0, 0]] * 2
+    steps = [[[0, 1], [0, 1]]]
+    for early, seconds in (("1", 5.5 + 3), ("0", 5.5 + 5.5)):
+        policy = preset("daop", early=early)
+        _, outcome = run(header, policy, steps, capacity=2, popularity=popularity)
+        assert outcome.decode.seconds == pytest.approx(seconds)
+        assert not outcome.exact
+
+
+def predict_next(layer: int, view: View) -> list[Target]:
+    return [Target(1, 1, view.shape.tiles)] if layer == 0 else []
+
+
+def test_a_prediction_that_lands_in_time() -> None:
+    """Predicted at 2, moved until 4.5. Layer 0 ends at 3, layer 1 plans at 5 and finds it resident."""
+    header = make_header(ModelShape(layers=2, experts=2, tiles=1, top_k=1))
+    policy = Scripted(1, placed=[(0, 0, 1)], predicts=predict_next)
+    quick = replace(COSTS, link=2.5)
+    _, outcome = run(header, policy, [[[0], [1]]], capacity=2, costs=quick)
+    decode = outcome.decode
+    assert decode.seconds == pytest.approx(6)
+    assert policy.residencies == [[1, 0], [0, 1]]
+    assert (decode.predicted, decode.useful, decode.late, decode.wasted) == (1, 1, 0, 0)
+    assert (decode.demanded, decode.hits.tolist()) == (0, [1, 1])
+
+
+def test_a_prediction_that_lands_late() -> None:
+    """Predicted at 2, it lands at 7. Layer 1 plans at 5 without it, waits for it, and is done at 8: two less
+    than had it been demanded at 5."""
+    header = make_header(ModelShape(layers=2, experts=2, tiles=1, top_k=1))
+    policy = Scripted(1, placed=[(0, 0, 1)], predicts=predict_next)
+    _, outcome = run(header, policy, [[[0], [1]]], capacity=2)
+    decode = outcome.decode
+    assert decode.seconds == pytest.approx(8)
+    assert decode.wait_link == pytest.approx(2)
+    assert decode.link_busy == pytest.approx(5)
+    assert (decode.demanded, decode.predicted, decode.useful, decode.late) == (1, 0, 0, 1)
+
+
+def test_what_is_demanded_overtakes_a_prediction() -> None:
+    """Two tiles of (1, 1) are predicted at 2. Layer 1 wants expert 0 instead, at 5: the tile that moves lands
+    at 7, expert 0's at 12 and 17, and only then the other predicted one, at 22."""
+    header = make_header(ModelShape(layers=2, experts=2, tiles=2, top_k=1))
+    policy = Scripted(2, placed=[(0, 0, 2)], predicts=predict_next)
+    machine, outcome = run(header, policy, [[[0], [0]]], capacity=4)
+    # layer 0: 2 and two tiles until 4; layer 1: until 6, tiles at 12 and 17, done at 18
+    assert outcome.decode.seconds == pytest.approx(18)
+    assert outcome.decode.predicted == 1
+    machine.cache.take_in(21.9)
+    assert machine.cache.residency[1].tolist() == [0, 1]
+    machine.cache.take_in(22)
+    assert machine.cache.residency[1].tolist() == [0, 2]
+    assert machine.cache.unused == 2
+
+
+def test_what_is_predicted_overtakes_what_is_placed() -> None:
+    """After layer 0 two tiles of (0, 1) are to be placed, from 4 on; at 6 one of (1, 1) is predicted and
+    comes second: the placed one that moves lands at 9, the predicted one at 14, the other placed at 19."""
+    header = make_header(ModelShape(layers=2, experts=2, tiles=2, top_k=1))
+
+    def predicts(layer: int, view: View) -> list[Target]:
+        return [Target(1, 1, 1)] if layer == 1 else []
+
+    def afterwards(layer: int, view: View) -> list[Target]:
+        return [Target(0, 1, 2)] if layer == 0 else []
+
+    policy = Scripted(2, [(0, 0, 2), (1, 0, 2)], predicts=predicts, afterwards=afterwards)
+    machine, outcome = run(header, policy, [[[0], [0]]], capacity=8)
+    assert outcome.decode.seconds == pytest.approx(8)
+    seen = []
+    for now in (8.9, 9, 13.9, 14, 18.9, 19):
+        machine.cache.take_in(now)
+        seen.append((int(machine.cache.residency[0, 1]), int(machine.cache.residency[1, 1])))
+    assert seen == [(0, 0), (1, 0), (1, 0), (1, 1), (1, 1), (2, 1)]
+    assert (outcome.decode.placed, outcome.decode.predicted) == (2, 1)
+
+
+def test_a_prediction_that_is_dropped_is_wasted() -> None:
+    header = make_header(ModelShape(layers=2, experts=2, tiles=1, top_k=1))
+
+    def afterwards(layer: int, view: View) -> list[Target]:
+        return [Target(1, 1, 0)] if layer == 1 else []
+
+    policy = Scripted(1, [(0, 0, 1), (1, 0, 1)], predicts=predict_next, afterwards=afterwards)
+    quick = replace(COSTS, link=2.5)
+    machine, outcome = run(header, policy, [[[0], [0]]], capacity=3, costs=quick)
+    decode = outcome.decode
+    assert (decode.predicted, decode.useful, decode.wasted, machine.cache.unused) == (1, 0, 1, 0)
+
+
+def test_wide_batches_cost_what_the_grid_says() -> None:
+    """Three rows of one step, two of them on expert 0."""
+    header = make_header(ModelShape(layers=1, experts=3, tiles=1, top_k=1))
+    one = told_steps(header, [[[0]], [[0]], [[1]]], "prefill")
+    layers = [step.layers[0] for step in one]
+    said = Routing(
+        np.concatenate([layer.said.experts for layer in layers]),
+        np.concatenate([layer.said.weights for layer in layers]),
+    )
+    logits = np.concatenate([layer.logits for layer in layers if layer.logits is not None])
+    layer = replace(layers[0], said=said, done=said, logits=logits)
+    step = replace(one[0], sequences=(4, 4, 4), layers=(layer,))
+    grid = Costs((1, 2, 3), (3.0, 4.0, 5.0), (1.0, 1.0, 1.0), 5.0, 0.5, (2.0, 2.0, 7.0))
+    outcome = Replay(header, preset("all-host"), grid, 0).run([step])
+    assert outcome.prefill.seconds == pytest.approx(7 + 0.5 + 4 + 3)
+    assert outcome.prefill.rows == 3

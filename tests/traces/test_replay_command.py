@@ -1,0 +1,256 @@
+"""`launch.py bench --replay`: its table and JSON, which policies it leaves out, and what wrong input gets."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from trace_files import FINGERPRINT, drawn_steps, make_header, told_steps, write_trace
+
+from launch.cli import main
+from launch.runtime import cache_root
+from pipeline.calibration.file import NAME, save
+from pipeline.cost_cache import Record, Setting, keep, processor
+from pipeline.policies.calibration import Calibration
+from pipeline.policies.costs import Costs, shipped_costs
+from pipeline.policies.presets import PRESETS, make_policy
+from pipeline.policies.view import ModelShape, PolicyRequest
+from pipeline.replay.machine import Replay
+
+HEADER = make_header(ModelShape(layers=4, experts=8, tiles=4, top_k=2))
+STEPS = drawn_steps(HEADER, 12, 30)
+TABLE = ("--costs", "daop-table-1")
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return write_trace(tmp_path / "run.trace", HEADER, STEPS)
+
+
+def replayed(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = main(["bench", "--replay", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def in_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    code, out, err = replayed(capsys, *arguments, "--json")
+    assert code == 0, err
+    report: dict[str, Any] = json.loads(out)
+    return report
+
+
+def calibration() -> Calibration:
+    """What a policy may want, in the trace's shape."""
+    counts = np.random.default_rng(5).integers(1, 99, (4, 8))
+    return Calibration(
+        prefill_counts=counts,
+        decode_counts=counts,
+        residuals=np.zeros((3, 16), np.float32),
+        residual_logits=np.zeros((3, 8), np.float32),
+        accuracy={name: np.full(4, 0.8, np.float32) for name in ("raw", "residual", "first")},
+        similarity=np.ones(4, np.float32),
+        needed=np.tile(np.array([0, 0.3, 0.7], np.float32), (4, 1)),
+        sensitivity=np.linspace(0.1, 1, 4).astype(np.float32),
+        threshold=0.05,
+        first_gate=np.ones((8, 16), np.float32),
+    )
+
+
+def test_figures_are_the_replays(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = in_json(capsys, trace, *TABLE, "--policy", "on-demand,fiddler", "--expert-cache", "0.5")
+    counts = sum(
+        layer.said.workload(8)[None] * (np.arange(4) == index)[:, None]
+        for step in STEPS
+        for index, layer in enumerate(step.layers)
+    )
+    first = None
+    for name, entry in zip(("on-demand", "fiddler"), report["policies"], strict=True):
+        policy = make_policy(PolicyRequest(name), 0)
+        costs = Costs.load(Path("daop-table-1"))
+        outcome = Replay(HEADER, policy, costs, 64, popularity=counts).run(STEPS)
+        first = first or outcome
+        for phase in ("prefill", "decode"):
+            mine, its = getattr(outcome, phase), entry[phase]
+            assert its["tok_s"] == pytest.approx(mine.rows / mine.seconds)
+            assert its["ratio"] == pytest.approx(mine.tok_s / getattr(first, phase).tok_s)
+            assert its["tokens"] == mine.rows
+            assert its["hit_rate"] == pytest.approx(mine.hits.sum() / mine.active.sum())
+            assert its["hit_rate_by_layer"] == pytest.approx(mine.hits / mine.active)
+            assert its["bytes_per_token"]["demanded"] == pytest.approx(mine.demanded * 1000 / mine.rows)
+            assert its["busy"]["host"] == pytest.approx(mine.host_busy / mine.seconds)
+            assert its["waits"]["link"] == pytest.approx(mine.wait_link / mine.seconds)
+        assert entry["exact"]
+        assert "assumption" not in entry
+    assert report["config"]["cache_tiles"] == 64
+    assert report["config"]["tokens"] == {"prefill": 12, "decode": 30}
+    assert report["policies"][1]["decode"]["ratio"] > 2, "at these costs fetching is far from computing"
+
+
+def test_the_table(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = replayed(capsys, trace, *TABLE)
+    assert code == 0, err
+    assert max(map(len, out.splitlines())) <= 80
+    for name in ("all-host", "on-demand", "fiddler", "hybrimoe"):
+        assert len(re.findall(rf"^{name} ", out, re.M)) == 2
+    assert "random" not in out
+    flat = " ".join(out.split())
+    assert "note: without daop: policy daop needs a calibration" in flat
+    assert "x: ratio to all-host" in out
+    assert "12 prompt and 30 new tokens" in flat
+
+
+def test_approximate_policies_say_what_is_assumed(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (trace, *TABLE, "--policy", "all-host,daop")
+    wanted = ("--set", "daop.placement=popular", "--set", "daop.first_layer=1")
+    _, out, _ = replayed(capsys, *arguments, *wanted)
+    flat = " ".join(out.split())
+    assert "as if the text had stayed the same" in flat
+    assert re.search(r"daop, of the routed weight: skipped 0.0%, .* stale \d.*%, predicted 75", flat)
+    report = in_json(capsys, *arguments, *wanted)
+    entry = report["policies"][1]
+    assert not entry["exact"]
+    assert "stayed the same" in entry["assumption"]
+    assert entry["options"] == {"placement": "popular", "first_layer": "1"}
+    assert entry["decode"]["fidelity"]["predicted"] == pytest.approx(0.75, abs=0.02)
+
+
+def test_every_preset_once_calibrated(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A gate for the next token's first layer, of which the trace has nothing, is not offered to them."""
+    path = cache_root() / FINGERPRINT / NAME
+    save(path, calibration(), {})
+    try:
+        report = in_json(capsys, trace, *TABLE)
+        names = [entry["name"] for entry in report["policies"]]
+        assert names == [name for name in PRESETS if name != "random"]
+        assert report["left_out"] == []
+        assert report["config"]["calibrated"]
+        other = replace(HEADER, shape=ModelShape(3, 8, 4, 2))
+        small = write_trace(trace.with_name("small"), other, drawn_steps(other, 2, 2))
+        code, _, err = replayed(capsys, small, *TABLE)
+        assert code == 2
+        assert "another shape" in err
+    finally:
+        path.unlink()
+
+
+def test_a_named_policy_that_lacks_something_is_refused(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = replayed(capsys, trace, *TABLE, "--policy", "all-host,daop")
+    assert (code, out) == (2, "")
+    assert "daop needs a calibration" in err
+    near = write_trace(trace.with_name("near"), flat := make_header(HEADER.shape, 0), drawn_steps(flat, 0, 2))
+    code, out, err = replayed(capsys, near, *TABLE, "--policy", "mixtral-offloading")
+    assert (code, out) == (2, "")
+    assert "which is not in the trace" in err
+
+
+def test_costs_that_were_measured_here(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = replayed(capsys, trace)
+    assert code == 2
+    assert "--costs" in err
+    assert "daop-table-1" in err
+    costs = Costs((1,), (3.0,), (1.0,), 5.0, 0.5, (2.0,))
+    setting = Setting(
+        *processor(), "cpu", FINGERPRINT, "int4", "bf16", (1,), "k", "process", "host slowed by 2"
+    )
+    record = Record(setting, "m", tiles=4, tile_bytes=1000, measured=1.0, load=0.0, costs=costs)
+    keep(cache_root(), record)
+    try:
+        report = in_json(capsys, trace, "--policy", "all-host")
+        assert report["config"]["costs"]["link"] == 5.0
+        assert report["config"]["costs"]["of"] == "measured on this machine, cpu (host slowed by 2)"
+    finally:
+        (cache_root() / "costs" / setting.name).unlink()
+
+
+def test_a_trace_that_was_cut_short_says_so(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace.write_bytes(trace.read_bytes()[:-5])
+    code, out, _ = replayed(capsys, trace, *TABLE, "--policy", "all-host")
+    assert code == 0
+    assert "ends within a step" in out
+    assert "29 new tokens" in out
+
+
+def test_what_cannot_be_replayed(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = write_trace(trace.with_name("empty"), HEADER, [])
+    step = told_steps(HEADER, [[[0, 1]] * 4])[0]
+    layers = (*step.layers[:2], replace(step.layers[2], logits=None, predicted=True), step.layers[3])
+    ahead = write_trace(trace.with_name("ahead"), HEADER, [replace(step, layers=layers)])
+    damaged = trace.with_name("damaged")
+    damaged.write_bytes(trace.read_bytes()[:-1] + b"?")
+    for path, words in (
+        (trace.with_name("missing"), "cannot read the trace"),
+        (empty, "no whole step"),
+        (ahead, "in step 0 layer 2 was predicted"),
+        (damaged, "checksum"),
+    ):
+        code, out, err = replayed(capsys, path, *TABLE)
+        assert (code, out) == (2, "")
+        assert words in err
+        assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--model", "x"), "--model does not belong to bench --replay"),
+        (("--rounds", "3"), "--rounds does not belong to bench --replay"),
+        (("--connect",), "--connect does not belong to bench --replay"),
+        (("--policy", "dahop"), "did you mean daop"),
+        (("--policy", "all-host,all-host"), "once is enough"),
+        (("--costs", "daop-table-2"), "daop-table-1 can be named"),
+        (("--record", "x"), "--record does not belong"),
+    ],
+)
+def test_wrong_options(
+    trace: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], words: str
+) -> None:
+    code, out, err = replayed(capsys, trace, *more)
+    assert (code, out) == (2, "")
+    assert words in err
+
+
+def test_shipped_costs() -> None:
+    """DAOP's table I: a block is its other work and two experts; moving one takes 32 blocks on the device."""
+    assert shipped_costs() == ["daop-table-1"]
+    costs = Costs.load(Path("daop-table-1"))
+    one = costs.for_tiles(1)
+    device = float(one.device_seconds(1, 1))
+    assert 2 * device + float(one.other_seconds(1)) == pytest.approx(1.24e-3, rel=1e-3)
+    assert costs.link == pytest.approx(39.87e-3)
+    assert costs.round_trip == pytest.approx(2e-5)
+    assert float(one.host_seconds(1, 1)) / device == pytest.approx(8.02 / 1.24, rel=1e-3)
+    assert float(costs.for_tiles(8).host_seconds(1, 8)) == pytest.approx(float(one.host_seconds(1, 1)))
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["generate", "--prompt", "x"], "it exists already"),
+        (["serve"], "it exists already"),
+        (["generate", "--prompt", "x", "--connect"], "--record does not change a running engine"),
+    ],
+)
+def test_recording_is_refused_before_an_engine_starts(
+    trace: Path, capsys: pytest.CaptureFixture[str], words: list[str], reason: str
+) -> None:
+    before = trace.read_bytes()
+    assert main([*words, "--record", str(trace)]) == 2
+    captured = capsys.readouterr()
+    assert reason in captured.err
+    assert captured.out == ""
+    assert trace.read_bytes() == before
+
+
+def test_where_no_trace_can_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path, reason in ((tmp_path / "no" / "f", "No such file"), (tmp_path, "exists"), ("", "empty")):
+        assert main(["generate", "--prompt", "x", "--record", str(path)]) == 2
+        assert reason in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,187 @@
+"""Replays against the same sums made another way, for every preset; and what a replay refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from replay_scene import COSTS, Scripted, preset, run
+from trace_files import drawn_steps, make_header, told_steps
+
+from pipeline.errors import PlanError, TraceError
+from pipeline.policies.presets import PRESETS
+from pipeline.policies.view import (
+    Ahead,
+    Gated,
+    IntArray,
+    ModelShape,
+    Plan,
+    Policy,
+    Routing,
+    Signals,
+    Target,
+    View,
+)
+from pipeline.replay.machine import Replay
+
+
+class Spy(Policy):
+    """A policy that remembers what it decided."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.name = policy.name  # type: ignore[misc]
+        self.exact, self.needs_costs, self.uses_device = policy.exact, policy.needs_costs, policy.uses_device
+        self.decided: list[tuple[Gated, IntArray, bool]] = []
+        self._gated: Gated | None = None
+
+    def placement(self, view: View) -> IntArray:
+        return self._policy.placement(view)
+
+    def probes(self, layer: int, view: View) -> tuple[int, ...]:
+        return self._policy.probes(layer, view)
+
+    def gate(self, layer: int, signals: Signals, view: View) -> Gated:
+        self._gated = self._policy.gate(layer, signals, view)
+        return self._gated
+
+    def plan(self, layer: int, routing: Routing, view: View) -> Plan:
+        plan = self._policy.plan(layer, routing, view)
+        assert self._gated is not None
+        self.decided.append((self._gated, plan.cut.copy(), False))
+        return plan
+
+    def ahead(self, layer: int, signals: Signals, view: View) -> Ahead | None:
+        ahead = self._policy.ahead(layer, signals, view)
+        if ahead is not None:
+            self.decided.append((ahead.gated, ahead.cut.copy(), ahead.early))
+        return ahead
+
+    def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> tuple[Target, ...]:
+        return self._policy.predict(layer, signals, gated, view)
+
+    def after(self, layer: int, routing: Routing, view: View) -> tuple[Target, ...]:
+        return self._policy.after(layer, routing, view)
+
+
+def test_fidelity_is_what_the_decisions_say() -> None:
+    shape = ModelShape(layers=5, experts=8, tiles=4, top_k=3)
+    header = make_header(shape)
+    steps = drawn_steps(header, 0, 60)
+    spy = Spy(preset("daop"))
+    counts = np.random.default_rng(1).integers(0, 9, (5, 8))
+    outcome = Replay(header, spy, COSTS, 50, popularity=counts).run(steps)
+    sums = dict.fromkeys(("weight", "skipped", "substituted", "stale", "predicted"), 0.0)
+    assert len(spy.decided) == 60 * 5
+    for gated, cut, stale in spy.decided:
+        said, done = gated.said, gated.routing
+        for j in range(3):
+            weight = float(said.weights[0, j])
+            sums["weight"] += weight
+            sums["predicted"] += weight * gated.predicted
+            if done.weights[0, j] == 0:
+                sums["skipped"] += weight
+            elif done.experts[0, j] != said.experts[0, j]:
+                sums["substituted"] += weight
+            on_host = (shape.tiles - cut[done.experts[0, j]]) / shape.tiles
+            sums["stale"] += float(done.weights[0, j]) * on_host * stale
+    shares = {name: part / sums["weight"] for name, part in sums.items() if name != "weight"}
+    assert outcome.decode.shares() == pytest.approx(shares, rel=1e-4)
+    assert shares["stale"] > 0.05
+    assert shares["predicted"] == pytest.approx(0.8, abs=0.05)
+    assert shares["substituted"] > 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(list(PRESETS)),
+    layers=st.integers(1, 4),
+    experts=st.integers(2, 9),
+    tiles=st.integers(1, 5),
+    cache=st.floats(0, 1),
+    link=st.floats(0.01, 9),
+    data=st.data(),
+)
+def test_every_byte_is_accounted_for(
+    name: str, layers: int, experts: int, tiles: int, cache: float, link: float, data: st.DataObject
+) -> None:
+    """What prediction brought was of use, was wasted, or is there; the link was busy with exactly what moved;
+    and no side works longer than the time that passed."""
+    shape = ModelShape(layers, experts, tiles, data.draw(st.integers(1, min(3, experts))))
+    header = make_header(shape)
+    capacity = int(cache * layers * experts * tiles)
+    costs = replace(COSTS, link=link)
+    machine = Replay(header, preset(name), costs, capacity)
+    before = 0.0
+    for step in drawn_steps(header, 7, 25):
+        machine.step(step)
+        assert machine.now > before
+        before = machine.now
+        residency, target = machine.cache.residency, machine.cache.target
+        assert (residency <= target).all()
+        assert residency.min() >= 0
+        assert target.sum() <= capacity
+    phases = machine.outcome.phases.values()
+    used_or_wasted = sum(p.useful + p.wasted for p in phases)
+    assert sum(p.predicted for p in phases) == used_or_wasted + machine.cache.unused
+    moved, busy = sum(p.moved for p in phases), sum(p.link_busy for p in phases)
+    under_way = busy / link - moved
+    assert under_way == pytest.approx(0, abs=1e-6) or under_way == pytest.approx(1, abs=1e-6)
+    assert machine.now == pytest.approx(sum(p.seconds for p in phases))
+    for phase in phases:
+        assert phase.device_busy + phase.wait_link + phase.wait_host == pytest.approx(phase.seconds)
+        assert (phase.hits <= phase.active).all()
+        assert (phase.active >= phase.steps).all()
+
+
+def test_prefetching_that_does_not_pay_rests_and_says_so() -> None:
+    """Always the wrong expert of the next layer: it rests after 64 steps, for 256, and after 64 more."""
+    header = make_header(ModelShape(layers=2, experts=4, tiles=1, top_k=1))
+
+    def predicts(layer: int, view: View) -> list[Target]:
+        if layer == 1 or not view.prefetching:
+            return []
+        wrong = 1 + view.step % 3
+        gone = [Target(1, expert, 0) for expert in range(1, 4) if expert != wrong]
+        return [*gone, Target(1, wrong, 1)]
+
+    policy = Scripted(1, placed=[(0, 0, 1), (1, 0, 1)], predicts=predicts)
+    costs = replace(COSTS, link=0.5)
+    _, outcome = run(header, policy, [[[0], [0]]] * 400, capacity=3, costs=costs)
+    (note,) = outcome.notes
+    assert "prefetching rested in 272 of 400 decode steps" in note
+    assert outcome.decode.predicted == pytest.approx(2 * 64, abs=4)
+    assert outcome.decode.useful == 0
+
+
+def test_an_exact_policy_computes_what_was_recorded() -> None:
+    """Also where rounded logits would exchange two experts: these two differ by less than float16 shows."""
+    header = make_header(ModelShape(layers=1, experts=3, tiles=1, top_k=1))
+    step = told_steps(header, [[[0]]])[0]
+    logits = np.array([[1.0, 1.0, 0.0]], np.float16)  # in truth expert 1 had 1.0001
+    said = Routing(np.array([[1]], np.int32), np.ones((1, 1), np.float32))
+    layer = replace(step.layers[0], said=said, done=said, logits=logits)
+    machine = Replay(header, preset("on-demand"), COSTS, 1)
+    machine.run([replace(step, layers=(layer,))])
+    assert machine.cache.residency[0].tolist() == [0, 1, 0]
+
+
+def test_a_prediction_further_ahead_than_was_recorded() -> None:
+    header = make_header(ModelShape(layers=3, experts=4, tiles=1, top_k=1), depth=0)
+    with pytest.raises(TraceError, match="mixtral-offloading asks at layer 0 for a prediction of layer 1"):
+        run(header, preset("mixtral-offloading"), [[[0], [1], [2]]], capacity=6)
+
+
+def test_answers_that_break_the_contract() -> None:
+    header = make_header(ModelShape(layers=1, experts=2, tiles=2, top_k=1))
+    for policy in (
+        Scripted(3),
+        Scripted(2, placed=[(0, 0, 2), (0, 1, 2)]),
+        Scripted(2, predicts=lambda layer, view: [Target(0, 1, 3)]),
+        Scripted(2, predicts=lambda layer, view: [Target(1, 1, 1)]),
+    ):
+        with pytest.raises(PlanError):
+            run(header, policy, [[[0]]], capacity=3)
