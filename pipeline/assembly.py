@@ -9,23 +9,21 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pipeline.backbone_cache import BackboneCache
 from pipeline.briefed import Briefed
-from pipeline.calibration.file import calibration_path, load
 from pipeline.copy_thread import start_copy_thread
-from pipeline.cost_probe import costs_for
 from pipeline.device import Device, open_device
 from pipeline.engine import DeviceMemory, Engine
-from pipeline.errors import CalibrationError, PeerLost
+from pipeline.errors import PeerLost
 from pipeline.expert_cache import ExpertCache
 from pipeline.fetch_link import FetchLink
 from pipeline.generation_defaults import sampling_defaults
 from pipeline.host_pool import HostPool
+from pipeline.knowledge import Knowledge
 from pipeline.kv_cache import KVCache
 from pipeline.models.backbone import Backbone
 from pipeline.models.batch import Slice
@@ -36,8 +34,6 @@ from pipeline.models.source import ModelSource
 from pipeline.own_cores import OwnCores
 from pipeline.peers import Deaths, PeerSocket, Tell
 from pipeline.pieces import Piece
-from pipeline.policies.calibration import Calibration
-from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Policy, PolicyRequest
 from pipeline.requests import Requests
@@ -52,8 +48,7 @@ from pipeline.room import (
 from pipeline.scheduler import Scheduler, Send
 from pipeline.tile_mover import TileMover
 from pipeline.tokenizer import Tokenizer, eos_ids
-from pipeline.traces.header import Header
-from pipeline.traces.recorder import DEPTH, Recorder
+from pipeline.traces.recorder import recorder_of
 from pipeline.worker_pool import WorkerPool
 from protocol.messages import Needed
 from shm.control import ControlSegment
@@ -91,11 +86,11 @@ class Assembly:
         self.notes: list[str] = []
         self._deaths, self._tell = deaths, tell
         self._closing = ExitStack()
-        self._costs: Costs | None = None
         self._options: dict[str, str] = {}  # of the policy, as they were given
         self.source = source = open_model(told.model)
         spec = model_spec(source.config)
         self.context = choose_context(config.context, spec)
+        self._knowledge = Knowledge(told, source, self.context)
         self.device: Device = open_device(config.device)
         self._closing.callback(self.device.close)
         # Bound before anything slow, so that the peers find it.
@@ -168,27 +163,10 @@ class Assembly:
             self.engine.forget_trials()
             self.set_policy(self._first)  # a new one: the trials are not in its memory
         if self.told.config.record is not None:
-            self._record(self.told.config.record)
+            recorder = recorder_of(self.told, self.source, self.engine, self.told.config.record)
+            self._closing.callback(recorder.close)
+            self.engine.observers.append(recorder)
         log.debug("prefill: %d tokens a chunk", self.scheduler.chunk)
-
-    def _record(self, path: Path) -> None:
-        """Write what runs from now on to a trace; the successor of an engine that died goes on with its
-        file."""
-        engine = self.engine
-        header = Header(
-            str(self.told.model),
-            self.source.fingerprint("calibration", 0),
-            self.told.fingerprint,
-            engine.shape,
-            engine.layout.tile_bytes,
-            engine.backbone.spec.router,
-            DEPTH,
-        )
-        recorder = Recorder(
-            path, header, first_gate=lambda: engine.has_first_gate, resumed=self.told.incarnation > 0
-        )
-        self._closing.callback(recorder.close)
-        engine.observers.append(recorder)
 
     @full_memory_in_one_line()
     def set_policy(self, request: PolicyRequest) -> tuple[str, ...]:
@@ -198,7 +176,10 @@ class Assembly:
         policy: Policy = make_policy(request, self.told.config.seed)
         if policy.uses_device and self.engine.memory is None:
             self.engine.memory = self._device_memory(self.engine.layout)
-        notes = self.engine.set_policy(policy, self._costs_for(policy), self._calibration_for(policy))
+        known = self._knowledge
+        notes = self.engine.set_policy(
+            policy, known.costs_for(policy, self.engine), known.calibration_for(policy)
+        )
         self._options = request.options
         return notes
 
@@ -218,8 +199,8 @@ class Assembly:
             "recovery": {role: socket.recovery.stats() for role, socket in list(self._peers.items())},
             "malformed": {role: socket.malformed for role, socket in list(self._peers.items())},
         }
-        if self._costs is not None:
-            stats["costs"] = self._costs.to_json()
+        if self._knowledge.costs is not None:
+            stats["costs"] = self._knowledge.costs.to_json()
         if engine.memory is not None:
             mover, cache = engine.memory.mover, engine.memory.mover.cache
             stats["cache"] = {
@@ -250,26 +231,6 @@ class Assembly:
     def close(self) -> None:
         """Release everything, in reverse order."""
         self._closing.close()
-
-    def _costs_for(self, policy: Policy) -> Costs | None:
-        if not policy.needs_costs:
-            return None
-        if self._costs is None:
-            self._costs = costs_for(self.engine, self.told, self.context)
-        return self._costs
-
-    def _calibration_for(self, policy: Policy) -> Calibration | None:
-        """The model's, where it has been calibrated: also a policy that needs none may make use of it."""
-        path = calibration_path(self.told.cache, self.source)
-        if not path.exists():
-            return None
-        try:
-            return load(path)
-        except CalibrationError as e:
-            if policy.uses_device:
-                raise
-            log.warning("%s", e)
-            return None
 
     def _bind(self, socket: str, role: str, largest: int = 0) -> PeerSocket:
         told = self.told

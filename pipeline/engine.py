@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from pipeline.accounting import Accounting, PhaseCounters, StepClock
 from pipeline.device import Device, SlabMemory
@@ -40,6 +39,7 @@ from pipeline.policies.view import (
     View,
 )
 from pipeline.prefetch_meter import PrefetchMeter
+from pipeline.probing import Probing, wanted_probes
 from pipeline.split import Missing, Split, split_layer
 from pipeline.tile_mover import TileMover
 from shm.layout import StoreLayout
@@ -93,7 +93,7 @@ class Engine:
         self._nothing: IntArray = np.zeros((s.layers, s.experts), np.int32)
         self._costs: Costs | None = None
         self._calibration: Calibration | None = None
-        self._first_gate: Tensor | None = None
+        self._probing = Probing(backbone, device.torch_device, None)
         self._ahead: _Early | None = None  # within a step: the next layer, where it is decided already
         self._step = 0
 
@@ -114,8 +114,7 @@ class Engine:
             self._costs, self._calibration, self._step = before
             raise
         self.policy, self.prefetch = policy, PrefetchMeter()
-        gate = None if calibration is None else calibration.first_gate
-        self._first_gate = None if gate is None else torch.tensor(gate, device=self.device.torch_device)
+        self._probing = Probing(self.backbone, self.device.torch_device, calibration)
         if self.memory is not None:
             every = np.ndindex(placement.shape)
             self.memory.mover.retarget(Target(i, e, int(placement[i, e])) for i, e in every)
@@ -126,7 +125,7 @@ class Engine:
     @property
     def has_first_gate(self) -> bool:
         """Whether the next token's first layer can be probed at the last."""
-        return self._first_gate is not None
+        return self._probing.has_first_gate
 
     def forget_trials(self) -> None:
         """Start counting anew: what ran so far were trials, not requests."""
@@ -189,9 +188,9 @@ class Engine:
         model, device, policy, pool = self.backbone, self.device, self.policy, self.pool
         early, self._ahead = self._ahead, None
         x = model.moe_input(layer, h)
-        probes = self._probes(layer, view)
+        probes = wanted_probes(layer, policy, self.observers, view)
         logits = [] if early is not None else [model.router(layer, x)]
-        logits += [self._probe(target, x) for target in probes]
+        logits += [self._probing.logits(target, x) for target in probes]
         clock.mark("attention")
 
         x_host, *read = device.to_host(x, *logits)
@@ -216,8 +215,8 @@ class Engine:
         self._ahead = self._begin_next(layer, signals, x_host, view)
         clock.mark("submit")
 
-        if (wanted := policy.predict(layer, signals, gated, view)) and self.memory is not None:
-            self.memory.mover.retarget(wanted, predicted=True)
+        if (coming := policy.predict(layer, signals, gated, view)) and self.memory is not None:
+            self.memory.mover.retarget(coming, predicted=True)
             self.memory.mover.update()
         clock.mark("plan")
 
@@ -247,21 +246,6 @@ class Engine:
             self.memory.mover.update()
         clock.mark("combine")
         return h if y is None else h + y
-
-    def _probes(self, layer: int, view: View) -> tuple[int, ...]:
-        """The routers that somebody wants applied to this layer's x, beside its own."""
-        wanted = self.policy.probes(layer, view)
-        for observer in self.observers:
-            wanted += tuple(target for target in observer.probes(layer) if target not in wanted)
-        return wanted
-
-    def _probe(self, target: int, x: Tensor) -> Tensor:
-        """Router logits float32 [R, E] of a later layer, or of the next token's first."""
-        if target > 0:
-            return self.backbone.router(target, x)
-        if self._first_gate is None:
-            raise PlanError("a probe of the next token's first layer needs a calibration")
-        return functional.linear(x, self._first_gate)
 
     def _divide(self, seen: Seen, plan: Plan, counters: PhaseCounters) -> Split:
         """Apply the plan's targets, and divide the layer's work by its cuts."""

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,6 +16,11 @@ from pipeline.policies.view import Phase, Routing
 from pipeline.traces.header import Header
 from pipeline.traces.reader import Trace
 from pipeline.traces.steps import LayerTrace, TracedStep, encode_step, halves
+
+if TYPE_CHECKING:
+    from pipeline.briefed import Briefed
+    from pipeline.engine import Engine
+    from pipeline.models.source import ModelSource
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +110,21 @@ class Recorder:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+
+def recorder_of(told: Briefed, source: ModelSource, engine: Engine, path: Path) -> Recorder:
+    """Of an engine; the successor of one that died goes on with its file. Raises TraceError."""
+    header = Header(
+        str(told.model),
+        source.fingerprint("calibration", 0),
+        told.fingerprint,
+        engine.shape,
+        engine.layout.tile_bytes,
+        engine.backbone.spec.router,
+        DEPTH,
+    )
+    resumed = told.incarnation > 0
+    return Recorder(path, header, first_gate=lambda: engine.has_first_gate, resumed=resumed)
 
 
 def _resumable(path: Path, header: Header) -> tuple[int, int, int]:
