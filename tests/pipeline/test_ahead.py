@@ -107,10 +107,10 @@ def scene(
         yield engine, store, kv
 
 
-def prefilled(engine: Engine, kv: KVCache) -> Slice:
+def prefilled(engine: Engine, kv: KVCache, room: int = 16) -> Slice:
     """A sequence whose next token is TOKEN."""
     engine.set_policy(make_policy(PolicyRequest("all-host"), 0), None)
-    sequence = kv.allocate(16)
+    sequence = kv.allocate(room)
     engine.step([Piece(Slice(sequence, PROMPT), "none")], "prefill")
     return Slice(sequence, [TOKEN])
 
@@ -222,3 +222,39 @@ def test_predictions_are_fetched_and_counted(scene) -> None:
     assert counted["predicted"] == counted["useful"] + counted["wasted"]
     late = after["late_tiles"] - before["late_tiles"]
     assert counted["predicted"] + late > 0
+
+
+class Wasteful(Policy):
+    """Predicts another expert of layer 1 in each step, and has the host compute everything."""
+
+    name = "wasteful"
+
+    def __init__(self) -> None:
+        self.asked: list[bool] = []  # whether prediction was wanted
+
+    def placement(self, view: View) -> IntArray:
+        return np.zeros((view.shape.layers, view.shape.experts), np.int32)
+
+    def plan(self, layer: int, routing: Routing, view: View) -> Plan:
+        return Plan(np.zeros(view.shape.experts, np.int32))
+
+    def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> tuple[Target, ...]:
+        if layer:
+            return ()
+        self.asked.append(view.prefetching)
+        before, now = ((view.step + more) % view.shape.experts for more in (-1, 0))
+        return (Target(1, before, 0), Target(1, now, view.shape.tiles)) if view.prefetching else ()
+
+
+def test_prediction_that_does_not_pay_is_told_to_rest(scene) -> None:
+    engine, _, kv = scene
+    new = prefilled(engine, kv, room=250)
+    policy = Wasteful()
+    engine.set_policy(policy, None)
+    for _ in range(240):
+        engine.step([Piece(Slice(new.kv, [TOKEN]), "none")], "decode")
+        if not policy.asked[-1]:
+            break
+    assert not engine.prefetch.on
+    assert "0 were of use" in engine.prefetch.says
+    assert policy.asked.count(False) == 1
