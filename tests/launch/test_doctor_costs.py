@@ -71,9 +71,11 @@ def test_those_of_a_model(tiny_model: Path, capfd: pytest.CaptureFixture[str]) -
     try:
         arguments = ["doctor", "--model", str(tiny_model), "--device", "cpu"]
         assert main([*arguments, "--json"]) == 0
-        (only,) = json.loads(capfd.readouterr().out)["costs"]
+        every = json.loads(capfd.readouterr().out)["costs"]
+        assert SETTING.name not in [Path(one["file"]).name for one in every]
+        # other tests' engines may have measured this model too, in other formats
+        (only,) = [one for one in every if one["setting"]["format"] == "int8"]
         assert Costs.from_json(only["costs"]) == COSTS
-        assert only["setting"]["format"] == "int8"
         assert Path(only["file"]).name == of_int8.name
         assert main(arguments) == 0
         out = capfd.readouterr().out
