@@ -13,6 +13,7 @@ OTHERWISE: dict[str, dict[str, str]] = {
 EXACT_PRESETS = [(name, OTHERWISE.get(name, {})) for name in PRESETS if name != RandomPlan.name]
 
 
-def half(number: int) -> list[tuple[str, dict[str, str]]]:
-    """Every other preset: of an even and an odd engine together all."""
-    return EXACT_PRESETS[number % 2 :: 2]
+def sample(number: int, of: int) -> list[tuple[str, dict[str, str]]]:
+    """Every `of`th preset, from another one on for each number: of `of` engines with neighbouring numbers
+    together all."""
+    return EXACT_PRESETS[number % of :: of]

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from equality import near_tie_or_equal
-from exact_presets import half
+from exact_presets import sample
 from families import Case, save, texts
 from family_cases import CASES, EDGES, place
 from in_process import InProcess
@@ -35,11 +35,13 @@ DRAWN = [("random", {"seed": str(seed), "churn": str(seed % 2)}) for seed in (3,
 # Measuring them would take longer than everything else. With these a fetch pays from a few rows on.
 COSTS = {"rows": [1, 16], "host": [3e-5, 2e-4], "device": [1e-5, 2e-5], "link": 6e-5, "round_trip": 1e-5}
 
-# By a configuration's place among its family's.
+# By a configuration's place among its family's. Each engine takes a third of the presets, and any three
+# engines in a row have them all.
 SETTINGS = [
-    (EngineConfig(workers=1, tile=None, expert_cache=0.3), [*half(0), *DRAWN[:1]]),
-    (EngineConfig(workers=3, tile=16, expert_cache=0.0), [*half(1), *DRAWN[1:]]),
+    EngineConfig(workers=1, tile=None, expert_cache=0.3),
+    EngineConfig(workers=3, tile=16, expert_cache=0.0),
 ]
+ENGINES = [case for case in CASES if place(case) < len(SETTINGS)]
 
 
 @pytest.mark.parametrize(
@@ -62,14 +64,15 @@ def test_a_configuration_equals_transformers(case: Case, compiled: bool, tmp_pat
                 assert error < EXACT, (count, chunks[:2], error)
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if place(c) < len(SETTINGS)], ids=str)
+@pytest.mark.parametrize("case", ENGINES, ids=str)
 async def test_a_family_equals_transformers(case: Case, start_engine, tmp_path: Path) -> None:
     save(case, tmp_path)
     oracle = Oracle(tmp_path, torch.float32)
     both = texts(case)
     expected = [oracle.logprobs(tokens) for tokens in both]
     continued, chosen_from = oracle.greedy(both[0], NEW)
-    config, policies = SETTINGS[place(case)]
+    config = SETTINGS[place(case)]
+    policies = [*sample(ENGINES.index(case), 3), DRAWN[place(case)]]
     (tmp_path / "costs").write_text(json.dumps(COSTS))
     exact = {"format": "f32", "backbone_dtype": "f32", "chunk": 24}
     plain = exact | {"model": tmp_path, "costs": tmp_path / "costs"}

@@ -28,7 +28,6 @@ ROOM = 2.0  # beyond the largest of so few
 POLICIES = [
     ("all-host", {}),
     ("on-demand", {}),
-    ("random", {"seed": "7"}),
     ("random", {"seed": "8", "churn": "1"}),
 ]
 
