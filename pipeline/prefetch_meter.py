@@ -6,7 +6,7 @@ steps at least PAYS of the tiles that landed by prediction must have been used b
 
 from __future__ import annotations
 
-WINDOW = 64  # steps in which prediction is judged
+WINDOW = 16  # steps in which prediction is judged
 LEAST = 64  # tiles that must have landed for a judgement
 PAYS = 0.5  # share of them that must have been of use
 REST, LONGEST_REST = 256, 8192  # steps until the next trial, doubled after each trial that fails
