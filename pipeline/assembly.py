@@ -177,9 +177,8 @@ class Assembly:
         if policy.uses_device and self.engine.memory is None:
             self.engine.memory = self._device_memory(self.engine.layout)
         known = self._knowledge
-        notes = self.engine.set_policy(
-            policy, known.costs_for(policy, self.engine), known.calibration_for(policy)
-        )
+        calibration = known.calibration_for(policy)
+        notes = self.engine.set_policy(policy, known.costs_for(policy, self.engine), calibration)
         self._options = request.options
         return notes
 

@@ -206,8 +206,11 @@ class _Probe:
         """Stream one expert to the device; seconds."""
         layer, expert = next(self._experts)
         started = time.perf_counter()
-        for _ in self._memory.mover.stream(layer, [Missing(expert, 0, self._engine.shape.tiles)], []):
+        left: list[Missing] = []
+        for _ in self._memory.mover.stream(layer, [Missing(expert, 0, self._engine.shape.tiles)], left):
             pass
+        if left:
+            raise PolicyError("the prefetcher died while costs were measured; set the policy again")
         return time.perf_counter() - started
 
     def _activations(self, rows: int) -> torch.Tensor:

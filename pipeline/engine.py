@@ -113,7 +113,9 @@ class Engine:
         except PolicyError:
             self._costs, self._calibration, self._step = before
             raise
-        self.policy, self.prefetch = policy, PrefetchMeter()
+        counted = self.accounting.phases["decode"]
+        self.policy = policy
+        self.prefetch = PrefetchMeter(counted.predicted_tiles, counted.useful_tiles)
         self._probing = Probing(self.backbone, self.device.torch_device, calibration)
         if self.memory is not None:
             every = np.ndindex(placement.shape)
@@ -217,7 +219,7 @@ class Engine:
 
         if (coming := policy.predict(layer, signals, gated, view)) and self.memory is not None:
             self.memory.mover.retarget(coming, predicted=True)
-            self.memory.mover.update()
+            self.memory.mover.order_lacking()  # the layer is divided by what was resident then
         clock.mark("plan")
 
         if not device.on_host:

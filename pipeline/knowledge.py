@@ -38,13 +38,13 @@ class Knowledge:
 
     def calibration_for(self, policy: Policy) -> Calibration | None:
         """The model's, where it has been calibrated: also a policy that needs none may make use of it. Raises
-        CalibrationError where the policy may need one and the file cannot be used."""
+        CalibrationError where the policy needs one and the file cannot be used."""
         if not self._calibration.exists():
             return None
         try:
             return load(self._calibration)
         except CalibrationError as e:
-            if policy.uses_device or policy.needs_calibration:
+            if policy.needs_calibration:
                 raise
             log.warning("%s", e)
             return None

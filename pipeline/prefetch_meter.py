@@ -13,15 +13,16 @@ REST, LONGEST_REST = 256, 8192  # steps until the next trial, doubled after each
 
 
 class PrefetchMeter:
-    """Judges one policy's predictions. Counts are tiles, since the policy was set."""
+    """Judges one policy's predictions. Counts are tiles, of which so many had `landed` and been `useful` when
+    the policy was set."""
 
-    def __init__(self) -> None:
+    def __init__(self, landed: int = 0, useful: int = 0) -> None:
         self.on = True
         self.says = ""  # one line for a person, where it has been switched off
         self._rest = REST  # after the next failure
         self._resting = 0  # steps of this rest
         self._steps = 0  # in this window, or of this rest
-        self._landed = self._useful = 0  # when the window began
+        self._landed, self._useful = landed, useful  # when the window began
 
     def step(self, landed: int, useful: int) -> bool:
         """A step has ended, with so many tiles landed by prediction and so many of them of use in all. True

@@ -64,6 +64,10 @@ class TileMover:
     def update(self, wait_ms: int = 0) -> None:
         """Take in landings and order what is still lacking."""
         self.take_in(wait_ms)
+        self.order_lacking()
+
+    def order_lacking(self) -> None:
+        """Order what is below its target and not under way. Residency stays what it is."""
         if not self._link.up:
             return
         for key in list(self._predicted):

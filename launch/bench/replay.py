@@ -1,13 +1,15 @@
 """`launch.py bench --replay F`: what each policy would have done with the routing of a recorded run, and how
 long that takes by measured or published costs. No engine is started, and the model need not be there.
 
-A policy that places experts by how often they were used begins with the counts of the whole trace, as in
-`bench`, where it has seen the prompts in earlier turns.
+A policy that places experts by how often they were used begins with the counts of the calibration, as those
+do that ask for one; where there is none, with those of the whole trace, as in `bench`, where it has seen the
+prompts in earlier turns.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,7 +26,7 @@ from launch.runtime import cache_root
 from pipeline.calibration.file import NAME, load
 from pipeline.config import DEFAULT_CACHE
 from pipeline.cost_cache import measured_here
-from pipeline.errors import PlanError, PolicyError, TraceError
+from pipeline.errors import CalibrationError, PlanError, PolicyError, TraceError
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
@@ -34,6 +36,8 @@ from pipeline.replay.overview import look_over
 from pipeline.room import cache_tiles
 from pipeline.traces.header import Header
 from pipeline.traces.reader import Trace
+
+log = logging.getLogger("tandem")
 
 
 async def replay(options: Options, interrupts: Interrupts) -> int:
@@ -51,7 +55,7 @@ async def replay(options: Options, interrupts: Interrupts) -> int:
 
     def begin(request: PolicyRequest) -> Replay:
         policy = make_policy(request, config.seed)
-        counts = overview.counts
+        counts = overview.counts if calibration is None else calibration.decode_counts
         return Replay(header, policy, costs, capacity, calibration=calibration, popularity=counts)
 
     runs = Runs(keep_going="policy" not in written)
@@ -118,11 +122,15 @@ def _costs(header: Header, asked: Path | None) -> tuple[Costs, str]:
 
 def _calibration(header: Header, first: bool) -> Calibration | None:
     """The model's, where it has been calibrated on this machine; without the gate for the next token's first
-    layer where the trace has nothing of it. Raises UsageError for one that cannot be used."""
+    layer where the trace has nothing of it. One that cannot be used is as good as none, and that is said."""
     path = cache_root() / header.fingerprint / NAME
     if not path.exists():
         return None
-    found = load(path)
+    try:
+        found = load(path)
+    except CalibrationError as e:
+        log.warning(f"warning: {e}")
+        return None
     if found.decode_counts.shape != (header.shape.layers, header.shape.experts):
         raise WrongUsage(f"{path} is the calibration of a model of another shape than the trace's")
     return found if first else replace(found, first_gate=None)

@@ -70,8 +70,7 @@ def _means(found: dict[str, Any]) -> Text:
         f"first layer's (*) from the token before: {_percent(accuracy['first'])} by a trained gate",
         f"prefill and decode are alike by {found['similarity']:.3f} (cosine of a text's counts)",
     ]
-    if found["threshold"] is not None:
-        loss = found["loss"]
+    if loss := found["loss"]:
         lines.append(
             f"threshold {found['threshold']:.3g}: {_percent(found['single_expert_share'])} of decode's tokens"
             f" use one expert, {found['experts_per_token']:.2f} on average; their loss goes from"

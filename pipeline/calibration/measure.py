@@ -165,6 +165,9 @@ class _Measurement:
         candidates = [perturbations(w, float(s)) for w, s in zip(weights, sensitivity, strict=True)]
         engine, shop = self._shop.engine, self._shop
         windows = self._division.validation[: self._width]
+        if engine.shape.top_k == 1:  # a gate has nothing to leave out
+            only = np.tile(np.array([0, 1], np.float32), (engine.shape.layers, 1))
+            return replace(checked, threshold=0.0, needed=only)
         answers = sum(len(window.tokens) - window.prefill for window in windows)
         needs: dict[float, Floats] = {}
         with self._timed("threshold"), lanes(engine, shop.kv, windows, shop.chunk) as held:
@@ -182,9 +185,15 @@ class _Measurement:
 
             try:
                 best = largest_threshold(np.concatenate(candidates), loss, BOUND, EVALUATIONS)
+            except ValueError as e:
+                self._findings.notes.append(f"no threshold of AdapMoE's gate: {e}")
+                return checked
             finally:
                 engine.set_policy(make_policy(EXACT, shop.seed), None, None)
         self._findings.losses = {"exact": best.exact, "gated": best.loss}
+        if len(windows) < len(self._division.validation):
+            several = f"{len(windows)} of {len(self._division.validation)} validation windows"
+            self._findings.notes.append(f"the threshold was found on {several}")
         if answers < FEW_ANSWERS:
             self._findings.notes.append(
                 f"the threshold was found on {answers} tokens alone; give a text of some thousand tokens"

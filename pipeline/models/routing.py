@@ -47,7 +47,8 @@ class Softmax(Router):
     def __call__(self, logits: FloatArray) -> Routing:
         scores = logits if self.groups == 1 else self._of_best_groups(logits)
         experts = _largest(scores, self.k)
-        chosen = np.take_along_axis(scores, experts, axis=1)
+        # of one row take_along_axis would be most of the time
+        chosen = scores[:, experts[0]] if len(scores) == 1 else np.take_along_axis(scores, experts, axis=1)
         weights = np.exp(chosen - chosen[:, :1])
         if self.rescaled:
             weights /= weights.sum(axis=1, keepdims=True)

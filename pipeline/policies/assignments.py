@@ -17,7 +17,6 @@ from pipeline.policies import balance
 from pipeline.policies.composed import Assignment
 from pipeline.policies.costs import Costs
 from pipeline.policies.options import Option, Whole
-from pipeline.policies.parts import rows_by_expert
 from pipeline.policies.view import IntArray, Routing, View
 
 _TABLE = 512  # row counts whose seconds are looked up; wider batches are few and slow
@@ -122,7 +121,7 @@ class ByCosts(Assignment):
             raise PolicyError(f"assignment {self.name} plans by costs: none were measured or given (--costs)")
         if seconds is None or seconds.costs is not costs:
             seconds = self._seconds = _Seconds(costs, tiles)
-        by_expert = rows_by_expert(routing)
+        by_expert = routing.rows
         if not by_expert:
             return None
         experts, rows = list(by_expert), list(by_expert.values())

@@ -18,7 +18,7 @@ import numpy as np
 
 from pipeline.errors import PolicyError
 from pipeline.policies.options import Option
-from pipeline.policies.parts import rows_by_expert, unused_tiles_note, whole_experts
+from pipeline.policies.parts import unused_tiles_note, whole_experts
 from pipeline.policies.view import Gated, IntArray, Plan, Policy, Routing, Signals, Target, View
 
 Expert = tuple[int, int]  # (layer, expert)
@@ -165,7 +165,6 @@ class Composed(Policy):
         self.uses_host = parts.assignment.uses_host
         self._reserve = 0  # experts
         self._predicted: set[Expert] = set()  # those that the reserve holds
-        self._planned: tuple[Routing | None, dict[int, int]] = (None, {})  # the last routing and its rows
         for part in parts:
             part.join(parts)
 
@@ -209,9 +208,7 @@ class Composed(Policy):
         cut = self.parts.assignment.cut(layer, routing, view)
         if not self.uses_device:
             return Plan(cut)
-        rows = rows_by_expert(routing)
-        self._planned = routing, rows
-        moves = self.parts.replacement.plan(layer, rows, cut, view)
+        moves = self.parts.replacement.plan(layer, routing.rows, cut, view)
         return Plan(cut, self._targets(moves, view))
 
     def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> tuple[Target, ...]:
@@ -230,10 +227,7 @@ class Composed(Policy):
     def after(self, layer: int, routing: Routing, view: View) -> tuple[Target, ...]:
         if not self.uses_device:
             return ()
-        planned, rows = self._planned
-        if planned is not routing:
-            rows = rows_by_expert(routing)
-        targets = self._targets(self.parts.replacement.after(layer, rows, view), view)
+        targets = self._targets(self.parts.replacement.after(layer, routing.rows, view), view)
         passed = [key for key in self._predicted if key[0] == layer] if self._predicted else ()
         self._predicted.difference_update(passed)
         return *(Target(of, expert, 0) for of, expert in passed), *targets
@@ -263,6 +257,6 @@ def refuse_lacking(policy: str, parts: Sequence[Part], view: View) -> None:
             dict.fromkeys(f"--set {policy}.{part.without}" for part, _ in lacking if part.without)
         )
         raise PolicyError(
-            f"policy {policy} needs {needs}: run launch.py calibrate --text FILE"
+            f"policy {policy} needs {needs}: run launch.py calibrate --text FILE (and --model, if given)"
             + (f", or do without by {without}" if without else "")
         )

@@ -10,8 +10,7 @@ from pipeline.errors import PolicyError
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.composed import Gate
 from pipeline.policies.options import Choice, Option, Real
-from pipeline.policies.parts import FEW_ROWS
-from pipeline.policies.view import FloatArray, Gated, Routing, Signals, View
+from pipeline.policies.view import FEW_ROWS, FloatArray, Gated, Routing, Signals, View
 
 
 class OwnGate(Gate):

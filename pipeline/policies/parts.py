@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.policies.view import ModelShape, Routing, View
-
-FEW_ROWS = 8
+from pipeline.policies.view import ModelShape, View
 
 
 def whole_experts(shape: ModelShape, capacity: int) -> int:
@@ -21,20 +19,6 @@ def evenly(layers: int, budget: int) -> list[int]:
     """`budget` experts shared out over the layers: evenly, what is left over to the first layers."""
     each, left = divmod(budget, layers)
     return [each + (layer < left) for layer in range(layers)]
-
-
-def rows_by_expert(routing: Routing) -> dict[int, int]:
-    """Rows routed to each active expert. For the few rows of a decode step, plain numbers are several times
-    as fast as arrays."""
-    if len(routing.experts) > FEW_ROWS:
-        used, rows = np.unique(routing.experts[routing.weights != 0], return_counts=True)
-        return dict(zip(used.tolist(), rows.tolist(), strict=True))
-    counted: dict[int, int] = {}
-    for experts, weights in zip(routing.experts.tolist(), routing.weights.tolist(), strict=True):
-        for expert, weight in zip(experts, weights, strict=True):
-            if weight:
-                counted[expert] = counted.get(expert, 0) + 1
-    return counted
 
 
 def most_counted(counts: NDArray[np.int64], sizes: Sequence[int]) -> NDArray[np.bool_]:

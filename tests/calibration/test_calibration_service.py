@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -164,3 +165,41 @@ async def test_without_gradients_the_rest_is_found(start_engine, tiny_model: Pat
     (note,) = done.summary["notes"]
     assert "--backbone-dtype" in note
     assert done.summary["single_expert_share"] is None
+
+
+def damage(path: Path) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.write_bytes(b"\0" * 100)
+    path.chmod(0o600)
+
+
+async def test_a_damaged_calibration_stops_those_alone_who_need_it(client: Client, path: Path) -> None:
+    damage(path)
+    for name in ("layerwise", "on-demand"):
+        await client.set_policy(name)
+    with pytest.raises(RequestFailed, match="calibrat"):
+        await client.set_policy("dali")
+    assert (await client.stats())["policy"] == "on-demand"
+
+
+async def test_a_model_of_one_expert_a_token(start_engine, tiny_model: Path, tmp_path: Path) -> None:
+    """A gate has nothing to leave out, and the rest is found."""
+    folder = tmp_path / "single"
+    shutil.copytree(tiny_model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 1}))
+    asked = EngineConfig(model=folder, workers=1, expert_cache=0.5, chunk=64, context=128)
+    kept = calibration_path(cache_root(), open_model(folder))
+    async with start_engine(asked) as (_, client):
+        done = await client.calibrate(token_ids=IDS, tokens=400)
+        assert Path(done.path) == kept
+        for name in ("adapmoe", "dali", "daop"):
+            await client.set_policy(name)
+            answer = await client.generate(token_ids=PROMPT, max_tokens=4, ignore_eos=True).result()
+            assert answer.done.reason == "length"
+    found = load(kept)
+    shutil.rmtree(kept.parent)
+    assert found.threshold == 0
+    assert found.needed is not None
+    assert (found.needed == [0, 1]).all()
+    assert found.decode_counts.sum() > 0

@@ -258,3 +258,15 @@ def test_prediction_that_does_not_pay_is_told_to_rest(scene) -> None:
     assert not engine.prefetch.on
     assert "0 were of use" in engine.prefetch.says
     assert policy.asked.count(False) == 1
+
+
+def test_a_new_policy_is_judged_by_its_own_predictions(scene) -> None:
+    """What an earlier one brought is none of its."""
+    engine, _, kv = scene
+    new = prefilled(engine, kv, room=250)
+    policy = Wasteful()
+    engine.set_policy(policy, None)
+    while engine.prefetch.on:
+        engine.step([Piece(Slice(new.kv, [TOKEN]), "none")], "decode")
+    brought = int(engine.prefetch.says.partition(": of ")[2].split()[0])
+    assert brought <= 3 * len(policy.asked)
