@@ -25,7 +25,6 @@ from protocol.client import Client
 EXACT = 1e-4  # float32 log-probabilities against transformers'
 LENGTH = 72  # tokens of each text
 CHUNK = 32  # so that a prefill takes several chunks
-PREFILL = 24  # of the stepwise path
 NEW = 24  # tokens of a greedy continuation
 SEEDS = 3  # of the preset random, other ones with every engine
 
@@ -66,8 +65,9 @@ def reference(texts: list[tuple[int, ...]]) -> Reference:
 
 
 async def scored(client: Client, tokens: tuple[int, ...], stepwise: bool) -> NDArray[np.float32]:
-    """[len(tokens), vocabulary]"""
-    blocks = client.score(token_ids=tokens, full=True, stepwise=stepwise, prefill=PREFILL if stepwise else 1)
+    """[len(tokens), vocabulary]; stepwise: the second half of them one at a time."""
+    prefill = len(tokens) // 2 if stepwise else 1
+    blocks = client.score(token_ids=tokens, full=True, stepwise=stepwise, prefill=prefill)
     return np.concatenate([block.logprobs async for block in blocks])
 
 
