@@ -123,4 +123,7 @@ def _indices(routing: Routing, logits: Tensor) -> Tensor:
 
 def _largest(scores: FloatArray, k: int) -> IntArray:
     """Indices [R, k] of each row's k largest numbers, the largest first."""
+    if len(scores) == 1:  # the same in half the time
+        best: IntArray = (-scores[0]).argsort(kind="stable")[None, :k].astype(np.int32)
+        return best
     return np.argsort(-scores, axis=1, kind="stable")[:, :k].astype(np.int32)

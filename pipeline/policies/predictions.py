@@ -12,7 +12,7 @@ import numpy as np
 
 from pipeline.policies.composed import Expert, Narrow, Prediction
 from pipeline.policies.options import Whole
-from pipeline.policies.view import Routing, Signals, View
+from pipeline.policies.view import FloatArray, Routing, Signals, View
 
 FEW_EXPERTS = 16  # a layer's, up to which a model counts as one of few large experts
 
@@ -36,9 +36,13 @@ def _not_kept(layer: int, experts: list[int], view: View) -> list[Expert]:
     return [(layer, expert) for expert in experts if not kept[expert]]
 
 
-def _predicted(layer: int, signals: Signals, view: View, narrow: Narrow) -> list[int]:
+def _lacking(layer: int, logits: FloatArray, view: View, narrow: Narrow) -> list[Expert]:
+    """Of the experts that a router names, and the layer's gate would leave, those that no target keeps."""
     assert view.router is not None
-    return likeliest(narrow(layer, view.router(signals.probes[layer])))
+    routing = view.router(logits)
+    if view.target[layer][routing.experts].all():  # whatever the gate leaves of them
+        return []
+    return _not_kept(layer, likeliest(narrow(layer, routing)), view)
 
 
 class Nothing(Prediction):
@@ -74,7 +78,7 @@ class NextGate(Prediction):
         following = layer + 1
         if following not in signals.probes:
             return []
-        return _not_kept(following, _predicted(following, signals, view, narrow), view)
+        return _lacking(following, signals.probes[following], view, narrow)
 
 
 class Residual(Prediction):
@@ -143,8 +147,7 @@ class Lookahead(Prediction):
 
     def experts(self, layer: int, signals: Signals, view: View, narrow: Narrow) -> list[Expert]:
         for later in self.probes(layer, view):
-            if later in signals.probes and (
-                found := _not_kept(later, _predicted(later, signals, view, narrow), view)
-            ):
+            logits = signals.probes.get(later)
+            if logits is not None and (found := _lacking(later, logits, view, narrow)):
                 return found
         return []
