@@ -87,6 +87,9 @@ class AdaptiveGate(Gate):
         if len(routing.weights) > FEW_ROWS:
             return Routing(routing.experts, _narrow_rows(routing.weights, sensitivity, self._limit))
         rows = routing.weights.tolist()
+        if len(rows) == 1:
+            only = _narrow_row(rows[0], sensitivity, self._limit)
+            return Routing(routing.experts, np.array([only], np.float32)) if only else routing
         narrowed = [_narrow_row(row, sensitivity, self._limit) for row in rows]
         if not any(narrowed):
             return routing
@@ -115,6 +118,9 @@ def _narrow_row(weights: list[float], sensitivity: float, limit: float) -> list[
     """One token's weights with the smallest ones dropped, of equal ones the last; empty where none is."""
     total = sum(weights)
     if total <= 0:
+        return []
+    least = min(weights) / total
+    if least * least * sensitivity > limit:  # as mostly
         return []
     kept = weights.copy()
     dropped = 0.0
