@@ -142,6 +142,7 @@ async def test_a_fixed_plan_repeats_bit_for_bit(texts, start_engine, tmp_path: P
     rounds: list[list[NDArray[np.float32]]] = []
     policies = [
         ("all-host", {}),
+        ("layerwise", {}),
         ("on-demand", {}),
         ("random", {"seed": "5"}),
         ("random", {"seed": "6", "churn": "1"}),

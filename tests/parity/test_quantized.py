@@ -65,6 +65,7 @@ def reach(
         pytest.param(("int4", "f32"), 3, 64, id="int4"),
         pytest.param(("int4-g128", "f32"), 1, None, id="int4-g128"),
         pytest.param(("int4", "int4"), 2, 128, id="all-int4"),
+        pytest.param(("int8", "int8"), 1, None, id="all-int8"),
     ],
 )
 async def test_equals_transformers_on_the_same_weights(setting, workers, tile, start_engine) -> None:
