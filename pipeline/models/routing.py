@@ -46,9 +46,10 @@ class Softmax(Router):
 
     def __call__(self, logits: FloatArray) -> Routing:
         scores = logits if self.groups == 1 else self._of_best_groups(logits)
+        if len(logits) == 1:
+            return self._of_one(scores[0], logits[0])
         experts = _largest(scores, self.k)
-        # of one row take_along_axis would be most of the time
-        chosen = scores[:, experts[0]] if len(scores) == 1 else np.take_along_axis(scores, experts, axis=1)
+        chosen = np.take_along_axis(scores, experts, axis=1)
         weights = np.exp(chosen - chosen[:, :1])
         if self.rescaled:
             weights /= weights.sum(axis=1, keepdims=True)
@@ -57,6 +58,16 @@ class Softmax(Router):
         if self.scale != 1.0:
             weights *= np.float32(self.scale)
         return Routing(experts, weights)
+
+    def _of_one(self, scores: FloatArray, logits: FloatArray) -> Routing:
+        """One row's routing, bit for bit what it is among others, in two thirds of the time."""
+        experts = (-scores).argsort(kind="stable")[: self.k].astype(np.int32)
+        chosen = scores.take(experts)
+        weights: FloatArray = np.exp(chosen - chosen[0])
+        weights /= weights.sum() if self.rescaled else np.exp(logits - chosen[0]).sum()
+        if self.scale != 1.0:
+            weights *= np.float32(self.scale)
+        return Routing(experts[None], weights[None])
 
     def differentiable(self, logits: Tensor, routing: Routing) -> Tensor:
         import torch
@@ -123,7 +134,4 @@ def _indices(routing: Routing, logits: Tensor) -> Tensor:
 
 def _largest(scores: FloatArray, k: int) -> IntArray:
     """Indices [R, k] of each row's k largest numbers, the largest first."""
-    if len(scores) == 1:  # the same in half the time
-        best: IntArray = (-scores[0]).argsort(kind="stable")[None, :k].astype(np.int32)
-        return best
     return np.argsort(-scores, axis=1, kind="stable")[:, :k].astype(np.int32)

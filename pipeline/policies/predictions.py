@@ -40,7 +40,8 @@ def _lacking(layer: int, logits: FloatArray, view: View, narrow: Narrow) -> list
     """Of the experts that a router names, and the layer's gate would leave, those that no target keeps."""
     assert view.router is not None
     routing = view.router(logits)
-    if view.target[layer][routing.experts].all():  # whatever the gate leaves of them
+    kept = view.target[layer].take(routing.experts)
+    if np.count_nonzero(kept) == kept.size:  # whatever the gate leaves of them
         return []
     return _not_kept(layer, likeliest(narrow(layer, routing)), view)
 

@@ -92,15 +92,20 @@ class Lru(Replacement):
     def plan(self, layer: int, rows: dict[int, int], cut: IntArray, view: View) -> Moves:
         index = layer if self._per_layer else 0
         order, room = self._orders[index], self._rooms[index]
-        hits = [(layer, expert) for expert in rows if (layer, expert) in order]
-        new = [(layer, expert) for expert in rows if (layer, expert) not in order and cut[expert]]
+        used = sorted([(layer, expert) for expert in rows], reverse=True)
+        hits = [key for key in used if key in order]
+        if len(hits) == len(used):
+            for key in hits:  # those of one step are equally recent
+                order.move_to_end(key)
+            return STAY
+        new = [key for key in used if key not in order and cut[key[1]]]
         new.sort(key=lambda key: (-rows[key[1]], key[1]))
         del new[room - len(hits) :]
         for key in hits:
             del order[key]
         excess = len(order) + len(hits) + len(new) - room
         out = [order.popitem(last=False)[0] for _ in range(excess)]
-        for key in sorted(hits + new, reverse=True):  # those of one step are equally recent
+        for key in sorted(hits + new, reverse=True):
             order[key] = None
         return Moves(out, new) if new else STAY
 
@@ -185,8 +190,9 @@ class Score(Replacement):
         mean = _probabilities(signals.logits)
         scores = self._scores[layer]
         self._unit[layer] = unit = 2 * self._unit[layer]
-        for expert in mean.argpartition(-self._p)[-self._p :].tolist():
-            scores[expert] += unit * float(mean[expert])
+        best = mean.argpartition(-self._p)[-self._p :]
+        for expert, share in zip(best.tolist(), mean.take(best).tolist(), strict=True):
+            scores[expert] += unit * share
         if unit > 2.0**500:
             self._scores[layer] = [score / unit * 0.5 for score in scores]
             self._unit[layer] = 0.5
@@ -213,7 +219,12 @@ class Score(Replacement):
 
 def _probabilities(logits: FloatArray) -> FloatArray:
     """The mean over the rows of what a router's logits [R, E] say, float32 [E]."""
+    if len(logits) == 1:
+        row = logits[0]
+        shares: FloatArray = np.exp(row - row.max())
+        shares /= shares.sum()
+        return shares
     shares = np.exp(logits - logits.max(axis=1, keepdims=True))
     shares /= shares.sum(axis=1, keepdims=True)
-    mean: FloatArray = shares[0] if len(shares) == 1 else shares.mean(axis=0)
+    mean: FloatArray = shares.mean(axis=0)
     return mean
