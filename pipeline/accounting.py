@@ -64,7 +64,7 @@ class PhaseCounters:
     host_tiles: int = 0
     resident_tiles: int = 0
     fetched_tiles: int = 0
-    predicted_tiles: int = 0  # landed because they were predicted
+    predicted_tiles: int = 0  # landed because this phase predicted them
     useful_tiles: int = 0  # of those, computed with before they were dropped
     wasted_tiles: int = 0  # of those, dropped before
     late_tiles: int = 0  # demanded while their prediction was under way

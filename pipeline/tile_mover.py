@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from pipeline.accounting import PhaseCounters
 from pipeline.device import Device
@@ -22,6 +23,14 @@ BACKGROUND = 64  # orders under way at most: more would only fill the prefetcher
 COME_LIMIT = 10.0  # seconds for a new prefetcher, where one is waited for
 
 
+@dataclass
+class _Prediction:
+    """An expert that is kept because it was predicted, and not used yet."""
+
+    counters: PhaseCounters  # of the phase that predicted it: what comes of it is booked there
+    tiles: int = 0  # that this brought
+
+
 class TileMover:
     """Used by the engine's thread alone."""
 
@@ -31,8 +40,8 @@ class TileMover:
         self._device = device
         self._background: dict[tuple[int, int], Order] = {}
         self._taken_in: dict[int, int] = {}  # order id -> tiles of it that the cache knows of
-        self._predicted: dict[tuple[int, int], int] = {}  # experts -> tiles that prediction brought, unused
-        self.counters = PhaseCounters(len(cache.residency))  # of the phase that what lands is booked to
+        self._predicted: dict[tuple[int, int], _Prediction] = {}
+        self.counters = PhaseCounters(len(cache.residency))  # of the phase that runs
         self.demanded = 0  # tiles
         self.placed = 0  # tiles that landed in the background
 
@@ -50,7 +59,7 @@ class TileMover:
             if order is not None and order.lo + len(order.slots) > change.tiles:
                 self._link.cancel(order)
             if predicted and change.tiles > kept[key]:
-                self._predicted.setdefault(key, 0)
+                self._predicted.setdefault(key, _Prediction(self.counters))
             elif key in self._predicted and change.tiles < kept[key]:
                 self._forget(key, kept[key] - change.tiles)
             elif change.tiles == 0:
@@ -90,9 +99,11 @@ class TileMover:
         """The device computes with what is resident of an expert."""
         key = (layer, expert)
         if key in self._predicted:
-            self.counters.useful_tiles += self._predicted.pop(key)
-            if self.cache.residency[key] < self.cache.target[key]:
-                self._predicted[key] = 0  # the rest of it is still to come
+            prediction = self._predicted[key]
+            prediction.counters.useful_tiles += prediction.tiles
+            prediction.tiles = 0
+            if self.cache.residency[key] == self.cache.target[key]:  # nothing of it is still to come
+                del self._predicted[key]
 
     @property
     def moving(self) -> bool:
@@ -223,17 +234,18 @@ class TileMover:
     def _book(self, order: Order) -> None:
         """Book a background order's new landings, and give back what a final one did not write."""
         known = self._taken_in.get(order.id, 0)
-        key = (order.layer, order.expert)
+        predicted = order.urgency == PREDICTED
+        prediction = self._predicted.get((order.layer, order.expert)) if predicted else None
+        counters = self.counters if prediction is None else prediction.counters
         for index in range(known, order.landed):
             self.placed += 1
-            predicted = order.urgency == PREDICTED
-            self.counters.predicted_tiles += predicted
+            counters.predicted_tiles += predicted
             slot = order.slots[index]
             if not self.cache.land(order.layer, order.expert, order.lo + index, slot):
                 self.cache.pass_through(slot)
-                self.counters.wasted_tiles += predicted
-            elif predicted and key in self._predicted:
-                self._predicted[key] += 1
+                counters.wasted_tiles += predicted
+            elif prediction is not None:
+                prediction.tiles += 1
         self._taken_in[order.id] = order.landed
         if order.final:
             for slot in order.slots[order.landed :]:
@@ -242,8 +254,9 @@ class TileMover:
 
     def _forget(self, key: tuple[int, int], tiles: int) -> None:
         """So many tiles of an expert were dropped, those that prediction brought last among them."""
-        lost = min(self._predicted[key], tiles)
-        self.counters.wasted_tiles += lost
-        self._predicted[key] -= lost
+        prediction = self._predicted[key]
+        lost = min(prediction.tiles, tiles)
+        prediction.counters.wasted_tiles += lost
+        prediction.tiles -= lost
         if self.cache.target[key] == 0:
             del self._predicted[key]

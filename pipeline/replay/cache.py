@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -34,6 +35,14 @@ class Order:
         self.started = 0  # tiles that have begun to move
 
 
+@dataclass
+class _Prediction:
+    """As in the tile mover: an expert that is kept because it was predicted, and not used yet."""
+
+    counters: PhaseOutcome  # of the phase that predicted it
+    tiles: int = 0  # that this brought
+
+
 class SimulatedCache:
     """Residency, targets and the link. Times are seconds and never go back."""
 
@@ -50,12 +59,12 @@ class SimulatedCache:
         self._background: dict[Key, Order] = {}
         self._queues: tuple[deque[Order], deque[Order]] = (deque(), deque())  # predicted, placed
         self._flying: Order | None = None  # one of its tiles is on the link, until `free`
-        self._predicted: dict[Key, int] = {}  # experts predicted -> tiles that this brought, unused as yet
+        self._predicted: dict[Key, _Prediction] = {}
 
     @property
     def unused(self) -> int:
         """Tiles that prediction brought, which are there and were not used as yet."""
-        return sum(self._predicted.values())
+        return sum(prediction.tiles for prediction in self._predicted.values())
 
     def place(self, target: IntArray) -> None:
         """Before the clock runs: all of this is resident. Raises PlanError."""
@@ -86,11 +95,12 @@ class SimulatedCache:
             if order is not None and order.lo + order.count > change.tiles:
                 self._cancel(order)
             if predicted and change.tiles > before:
-                self._predicted.setdefault(key, 0)
+                self._predicted.setdefault(key, _Prediction(self.counters))
             elif key in self._predicted and change.tiles < before:
-                lost = min(self._predicted[key], before - change.tiles)
-                self.counters.wasted += lost
-                self._predicted[key] -= lost
+                prediction = self._predicted[key]
+                lost = min(prediction.tiles, before - change.tiles)
+                prediction.counters.wasted += lost
+                prediction.tiles -= lost
                 if change.tiles == 0:
                     del self._predicted[key]
             elif change.tiles == 0:
@@ -130,8 +140,8 @@ class SimulatedCache:
 
     def used(self, key: Key) -> None:
         """The device computes with what is resident of an expert."""
-        if self._predicted:
-            self.counters.useful += self._predicted.pop(key, 0)
+        if self._predicted and (prediction := self._predicted.pop(key, None)) is not None:
+            prediction.counters.useful += prediction.tiles
 
     def demand(self, layer: int, missing: list[tuple[int, int, int]], now: float) -> list[tuple[int, float]]:
         """Fetch tiles [lo, hi) of each (expert, lo, hi) before all else: each tile's (expert, landing), in
@@ -201,7 +211,9 @@ class SimulatedCache:
 
     def _land(self, order: Order) -> None:
         """The tile on the link has landed."""
-        key, counters = order.key, self.counters
+        key = order.key
+        prediction = self._predicted.get(key) if order.predicted else None
+        counters = self.counters if prediction is None else prediction.counters
         self._flying = None
         if order.predicted:
             counters.predicted += 1
@@ -211,8 +223,8 @@ class SimulatedCache:
             self.residency[key] += 1
             if self.residency[key] == self.target[key]:
                 self._lacking.discard(key)
-            if order.predicted and key in self._predicted:
-                self._predicted[key] += 1
+            if prediction is not None:
+                prediction.tiles += 1
         elif order.predicted:
             counters.wasted += 1
         if order.started >= order.count:

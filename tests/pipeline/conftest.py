@@ -76,7 +76,7 @@ def make_peer(runtime):
 def pool_scene(runtime: Path) -> Iterator[Scene]:
     deaths, said = Deaths(), []
     with (
-        control_segment(runtime, 3) as control,
+        control_segment(3) as control,
         peer_socket(runtime, "w", "worker", PRINT, deaths, said) as socket,
     ):
         scene = Scene(runtime, socket, control, deaths)

@@ -163,7 +163,7 @@ def mortal_parts(runtime: Path, store: Store, slots: int) -> Iterator[tuple[Part
     deaths = Deaths()
     with ExitStack() as stack:
         device = open_device("cpu")
-        control = stack.enter_context(control_segment(runtime, 1))
+        control = stack.enter_context(control_segment(1))
         slab = device.open_slab(f"{control.segment.name}-slab", slots, store.layout.tile_bytes)
         stack.callback(slab.close)
         peers = stack.enter_context(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from workers.prefetcher import CopyLoop
 
 SLOTS = 24
 LIMIT = 10.0  # seconds for a thread to say or do something
+_CONTROLS = itertools.count()
 KEY = b"k" * 32  # the engine's, that its children prove themselves with
 
 
@@ -87,9 +89,9 @@ def _fingerprint(source: str) -> str:
 
 
 @contextmanager
-def control_segment(runtime: Path, workers: int) -> Iterator[ControlSegment]:
+def control_segment(workers: int) -> Iterator[ControlSegment]:
     """Where so many workers and the prefetcher count their progress; removed at the end."""
-    name = f"/tandem-tests{os.getpid()}-control-{runtime.name}"
+    name = f"/tandem-tests{os.getpid()}-control-{next(_CONTROLS)}"
     control = ControlSegment.create(name, workers)
     try:
         yield control

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import numpy as np
 import pytest
+from mortal_prefetcher import Lives, mortal_parts
+from moving_parts import Parts
 from thread_engine import engine_in_threads
 
 from pipeline.cost_probe import ROWS, measure_costs
 from pipeline.engine import Engine
 from pipeline.errors import PolicyError
 from pipeline.policies.view import Target
+from shm.store import Store
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
@@ -33,3 +40,26 @@ def test_measured_costs(tiny_model, tmp_path, monkeypatch) -> None:
     assert np.isfinite(numbers).all()
     assert (numbers > 0).all()
     assert (numbers < 10).all()
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_a_prefetcher_that_dies_meanwhile(tiny_model, tmp_path, monkeypatch) -> None:
+    """A link that brings nothing would be a quick one."""
+    monkeypatch.setattr("pipeline.cost_probe.BUDGET", 0.1)
+    known: list[Lives] = []
+
+    @contextmanager
+    def mortal(folder: Path, store: Store, slots: int) -> Iterator[Parts]:
+        with mortal_parts(folder, store, slots) as (parts, lives):
+            known.append(lives)
+            yield parts
+
+    with engine_in_threads(tiny_model, tmp_path, mortal) as (engine, memory):
+        for tiles in (1, 3):
+            known[0].doom(tiles, heir=False)
+            with pytest.raises(PolicyError, match="died while costs were measured"):
+                measure_costs(engine)
+            known[0].begin()
+            memory.mover.retarget([Target(0, 1, tiles)])  # settled once there is a prefetcher
+            assert memory.mover.settle()
+        assert min(measure_costs(engine).host) > 0

@@ -53,7 +53,7 @@ class Scene:
 def scene(runtime, make_peer, deaths, said) -> Iterator[Scene]:
     with (
         peer_socket(runtime, "fetch.sock", "prefetcher", PRINT, deaths, said) as socket,
-        control_segment(runtime, 1) as control,
+        control_segment(1) as control,
     ):
         link = FetchLink(socket, SLAB, control.line("prefetcher", 0))
         yield Scene(link, control, make_peer, deaths, said)

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from moving_parts import SLOTS, Parts, moving_parts, random_store
 
+from pipeline.accounting import PhaseCounters
 from pipeline.errors import PlanError
 from pipeline.policies.view import Target
 from pipeline.split import Missing
@@ -82,7 +83,7 @@ RETARGET = st.lists(
 )
 PREDICT = st.builds(Predicted, RETARGET)
 DEMAND = st.tuples(st.integers(0, 1), st.lists(st.integers(0, TILES), min_size=3, max_size=3))
-UPDATE = st.sampled_from(["update", "update", "settle"])
+UPDATE = st.sampled_from(["update", "update", "settle", "phase"])
 FULL = [Target(layer, expert, 3) for layer, expert in EVERY]
 NONE = [Target(layer, expert, 0) for layer, expert in EVERY]
 
@@ -99,10 +100,14 @@ NONE = [Target(layer, expert, 0) for layer, expert in EVERY]
 )
 def test_any_order_of_calls(parts, capacity, staging, orders) -> None:
     mover = parts.mover(capacity, staging)
+    now, other = mover.counters, PhaseCounters(SHAPE.layers)
     for order in orders:
         match order:
             case "update":
                 mover.update()
+            case "phase":
+                now, other = other, now
+                mover.counters = now
             case "settle":
                 settle(parts, mover)
             case tuple((layer, cuts)):
@@ -124,8 +129,21 @@ def test_any_order_of_calls(parts, capacity, staging, orders) -> None:
     settle(parts, mover)
     mover.retarget(NONE)  # nothing of this example is under way in the next
     settle(parts, mover)
-    counted = mover.counters
-    assert counted.predicted_tiles == counted.useful_tiles + counted.wasted_tiles
+    for counted in (now, other):
+        assert counted.predicted_tiles == counted.useful_tiles + counted.wasted_tiles
+
+
+def test_what_comes_of_a_prediction_counts_where_it_was_made(parts) -> None:
+    mover = parts.mover(2 * TILES, 1)
+    before, after = mover.counters, PhaseCounters(SHAPE.layers)
+    mover.retarget([Target(0, 0, TILES), Target(0, 1, TILES)], predicted=True)
+    mover.counters = after
+    settle(parts, mover)
+    mover.used(0, 0)
+    mover.retarget([Target(0, 1, 0)])
+    assert (before.predicted_tiles, before.useful_tiles, before.wasted_tiles) == (2 * TILES, TILES, TILES)
+    assert (after.predicted_tiles, after.useful_tiles, after.wasted_tiles) == (0, 0, 0)
+    settle(parts, mover)
 
 
 def test_what_prediction_brought_is_of_use_or_wasted(parts) -> None:

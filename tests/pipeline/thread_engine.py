@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import torch
-from moving_parts import LIMIT, control_segment, moving_parts, peer_of, peer_socket, random_store
+from moving_parts import LIMIT, Parts, control_segment, moving_parts, peer_of, peer_socket, random_store
 
 from pipeline.engine import DeviceMemory, Engine
 from pipeline.models.backbone import Backbone
@@ -19,23 +19,31 @@ from pipeline.runs import Workers
 from pipeline.worker_pool import WorkerPool
 from protocol.messages import Shutdown
 from shm.layout import format_named
+from shm.store import Store
 from workers.expert_worker import serve
 
 CONTEXT = 256
 
 
+def unlimited(folder: Path, store: Store, slots: int) -> AbstractContextManager[Parts]:
+    """A link at full speed."""
+    return moving_parts(folder, store, slots, None)
+
+
 @contextmanager
-def engine_in_threads(model: Path, folder: Path) -> Iterator[tuple[Engine, DeviceMemory]]:
-    """With random experts and room for 6 of their 24 tiles."""
+def engine_in_threads(
+    model: Path, folder: Path, moving: Callable[[Path, Store, int], AbstractContextManager[Parts]] = unlimited
+) -> Iterator[tuple[Engine, DeviceMemory]]:
+    """With random experts and room for 6 of their 24 tiles, which `moving` moves."""
     torch_threads = torch.get_num_threads()  # which the worker, being a thread, sets for all of us
     source = open_model(model)
     with ExitStack() as stack:
         shape = expert_shape(source.config, 32, format_named("bf16"))
         store = stack.enter_context(random_store(shape, "thread_engine"))
-        parts = stack.enter_context(moving_parts(folder, store, slots=10, link_gbps=None))
+        parts = stack.enter_context(moving(folder, store, 10))
         socket = stack.enter_context(peer_socket(folder, "work.sock", "worker", store.fingerprint))
 
-        control = stack.enter_context(control_segment(folder, 1))
+        control = stack.enter_context(control_segment(1))
 
         def work() -> None:
             peer = peer_of(folder, "worker", "work.sock", store.fingerprint)

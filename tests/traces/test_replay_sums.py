@@ -132,6 +132,7 @@ def test_every_byte_is_accounted_for(
     assert under_way == pytest.approx(0, abs=1e-6) or under_way == pytest.approx(1, abs=1e-6)
     assert machine.now == pytest.approx(sum(p.seconds for p in phases))
     for phase in phases:
+        assert phase.useful + phase.wasted <= phase.predicted
         assert phase.device_busy + phase.wait_link + phase.wait_host == pytest.approx(phase.seconds)
         assert (phase.hits <= phase.active).all()
         assert (phase.active >= phase.steps).all()
