@@ -23,13 +23,14 @@ import numpy as np
 import pytest
 from leaks import leaks, segments
 from safetensors.numpy import save_file
-from turns import Turns
+from turns import Turns, alone
 
 from launch.supervisor import Supervisor
 from pipeline.assets import model_dir
 from pipeline.config import EngineConfig
 from protocol.client import Client
 
+CHUNK = 64  # tokens
 SETTLE_SECONDS = 6.0  # orphans have this long to notice that their parent is gone
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")  # which of several processes this is; "" for the only one
 
@@ -54,13 +55,14 @@ EngineFactory = Callable[[EngineConfig], AbstractAsyncContextManager[tuple[Super
 
 @pytest.fixture(scope="session")
 def start_engine() -> EngineFactory:
-    """`async with start_engine(config) as (supervisor, client)`: a real engine in this process's care; a
-    name is made where the config has none."""
+    """`async with start_engine(config) as (supervisor, client)`: a real engine in this process's care. Where
+    the config has none, a name is made and a chunk is given, so that it is not tried for."""
     names = itertools.count()
 
     @asynccontextmanager
     async def start(config: EngineConfig) -> AsyncIterator[tuple[Supervisor, Client]]:
-        named = replace(config, name=config.name or f"t{os.getpid()}-{next(names)}")
+        name = config.name or f"t{os.getpid()}-{next(names)}"
+        named = replace(config, name=name, chunk=config.chunk or CHUNK)
         async with (
             Supervisor(named, log_level="WARNING") as supervisor,
             Client.connect(supervisor.endpoint, name="tests") as client,
@@ -136,6 +138,13 @@ def write_mixtral(
             tensors[f"{moe}experts.{e}.w3.weight"] = matrix(intermediate, hidden)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with tests that want the machine to themselves come first: later they would wait for whatever
+    long test another process has just begun."""
+    early = {item.path for item in items if alone(item)}
+    items.sort(key=lambda item: item.path not in early)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside the test's time limit

@@ -42,7 +42,7 @@ CHILDREN_GONE = 5.0  # seconds that children may outlive a killed supervisor
 
 @pytest.fixture
 def arguments(tiny_model: Path) -> list[str]:
-    return ["--model", str(tiny_model), "--device", "cpu", "--workers", "2"]
+    return ["--model", str(tiny_model), "--device", "cpu", "--workers", "2", "--chunk", "64"]
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
