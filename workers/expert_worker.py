@@ -74,7 +74,9 @@ def serve(peer: Peer, store: Store, line: ControlLine, team: Team | None, slowdo
             if fault is not None:
                 peer.send(WorkFailed(work.seq, peer.incarnation, fault))
                 continue
-            experts.prepare(len(work.x))  # none of what computing takes
+            if not experts.ready(len(work.x)):
+                line.prepare()
+                experts.prepare(len(work.x))
             started = time.perf_counter()
             line.begin(work.seq)
             y = experts.run(work)

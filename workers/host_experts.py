@@ -20,6 +20,10 @@ class HostExperts:
         self._store = store
         self._kernel = HostKernel(store.layout, team, line)
 
+    def ready(self, rows: int) -> bool:
+        """Whether it has what a Work of so many rows needs."""
+        return self._kernel.ready(rows)
+
     def prepare(self, rows: int) -> None:
         """Have what a Work of so many rows needs."""
         self._kernel.prepare(rows)

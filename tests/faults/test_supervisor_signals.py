@@ -34,7 +34,7 @@ TERMINAL = shutil.which("setsid")
 @pytest.fixture
 def place(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     with tempfile.TemporaryDirectory(prefix="tk-", dir="/tmp") as folder:
-        place = Place(Path(folder), tiny_model, ("--workers", "2"))
+        place = Place(Path(folder), tiny_model, ("--workers", "2", "--chunk", "32"))
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(place.runtime))
         yield place
         sweep()

@@ -42,7 +42,7 @@ CHILDREN_GONE = 5.0  # seconds that children may outlive a killed supervisor
 
 @pytest.fixture
 def arguments(tiny_model: Path) -> list[str]:
-    return ["--model", str(tiny_model), "--device", "cpu", "--workers", "2", "--chunk", "64"]
+    return ["--model", str(tiny_model), "--device", "cpu", "--workers", "2", "--chunk", "32"]
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -266,7 +266,7 @@ def test_an_answer_that_the_engine_gives_up_is_lost(arguments: list[str], tmp_pa
     ids, matrix = tmp_path / "ids.json", tmp_path / "scores.npy"
     ids.write_text(json.dumps([5] * 250))
     slow = ("--host-slowdown", "50", "--chunk", "1")
-    with Launched("serve", "--name", "leaving", *slow, *arguments) as engine:
+    with Launched("serve", "--name", "leaving", *arguments, *slow) as engine:
         engine.line()
         generate = "generate --prompt-tokens 5,6 --max-tokens 240 --ignore-eos --connect".split()
         score = ["score", "--tokens", str(ids), "--stepwise", "--out", str(matrix), "--connect"]

@@ -19,7 +19,10 @@ COORDINATOR = "pipeline.coordinator"
 WAITING = "[tandem] the engine does not answer; waiting for it"
 BACK = "[tandem] the engine is back"
 # In float32, so that rounding shows in no token; slowly enough to be killed in the middle.
-ENGINE = ("--name", NAME, "--format", "f32", "--backbone-dtype", "f32", "--host-slowdown", "8")
+ENGINE = (
+    *("--name", NAME, "--format", "f32", "--backbone-dtype", "f32"),
+    *("--host-slowdown", "8", "--chunk", "32"),
+)
 
 
 def answer(*extra: str) -> tuple[str, ...]:

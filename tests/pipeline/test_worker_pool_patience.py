@@ -149,9 +149,9 @@ def test_what_a_doubted_worker_has_an_idle_one_does_too(pool_scene) -> None:
     second.answer(other, 1.0)
     third.answer(last, 1.0)
     (again,) = second.got()  # it has nothing else to do
+    second.answer(again, 2.0)
     assert again.seq == work.seq
     np.testing.assert_array_equal(again.x, work.x)
-    second.answer(again, 2.0)
     assert pool_scene.pool.result(ticket).tolist() == [[4.0] * HIDDEN]
     first.answer(work, 9.0)  # it has come to itself
     pool_scene.go_on(QUIET)
@@ -196,6 +196,19 @@ def test_many_rows_and_the_first_work_may_take_longer(pool_scene) -> None:
     assert hung(pool_scene) == []  # one imports what it computes with, the other computes many rows
     pool_scene.until(lambda: len(hung(pool_scene)) == 2)
     assert sorted(message.index for message in hung(pool_scene)) == [0, 1]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_who_imports_what_it_computes_with_may_take_longer(pool_scene) -> None:
+    """Also when it has answered before: only many rows may need it."""
+    (worker,) = pool_scene.begin(1)
+    pool_scene.submit(0)
+    worker.got()
+    pool_scene.control.line("worker", 0).prepare()
+    pool_scene.go_on(0.6)
+    assert hung(pool_scene) == []
+    pool_scene.until(lambda: bool(hung(pool_scene)))
+    assert hung(pool_scene) == [Hung("worker", 0, 0)]
 
 
 def test_workers_that_do_not_all_come_are_lost(pool_scene) -> None:

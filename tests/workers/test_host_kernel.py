@@ -65,6 +65,7 @@ def test_layout_and_rows_alone_choose_the_code(name: str, channels: int) -> None
     most = {"f32": 0, "bf16": limit}.get(name, 1 << 62)
     for rows in (1, 2, limit, limit + 1, 50):
         x = states(rows)
+        assert kernel.ready(rows) or library is None or rows > most  # what C computes needs nothing else
         found = kernel.run(tiles, kernel.activations(x), np.arange(rows, dtype=np.int32))
         if library is not None and rows <= most:
             np.testing.assert_array_equal(bits(found), bits(in_c(library, layout, tiles, x)))

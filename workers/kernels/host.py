@@ -66,9 +66,13 @@ class HostKernel:
             self._most = plain if isinstance(layout.format, BF16) else EVERY
         self._reference: ReferenceKernel | None = None
 
+    def ready(self, rows: int) -> bool:
+        """Whether it has what `run` needs for so many rows."""
+        return rows <= self._most or self._reference is not None
+
     def prepare(self, rows: int) -> None:
         """Have what `run` needs for so many rows. Importing torch takes a second or two."""
-        if rows > self._most:
+        if not self.ready(rows):
             self._made_reference()
 
     def activations(self, x: Float32) -> Activations:
