@@ -18,7 +18,6 @@ from pipeline.split import HostShare
 from protocol.messages import Work
 from shm.store import Store
 from workers.host_experts import HostExperts
-from workers.kernels.host import EVERY
 from workers.kernels.native import Team
 
 ALONE = Workers.alike(1)
@@ -46,7 +45,7 @@ class OwnCores:
 
     def wait_ready(self, limit: float) -> None:
         """Have what computing takes."""
-        self._experts.prepare(EVERY)
+        self._experts.prepare()
 
     def submit(self, layer: int, share: HostShare, x: FloatArray, phase: Phase) -> OwnTicket:
         """x: float32 [R, H], unchanged until `result`."""

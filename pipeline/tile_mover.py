@@ -40,6 +40,7 @@ class TileMover:
         self._device = device
         self._background: dict[tuple[int, int], Order] = {}
         self._taken_in: dict[int, int] = {}  # order id -> tiles of it that the cache knows of
+        self._booked_to: dict[int, PhaseCounters] = {}  # order id of a prediction -> as in `_Prediction`
         self._predicted: dict[tuple[int, int], _Prediction] = {}
         self.counters = PhaseCounters(len(cache.residency))  # of the phase that runs
         self.demanded = 0  # tiles
@@ -171,11 +172,12 @@ class TileMover:
             while not order.final:
                 self._link.wait(order, len(order.slots))
             known = self._taken_in.pop(order.id, 0)
+            counters = self._booked_to.pop(order.id, self.counters)
             came = order.landed - known
             use = min(came, item.hi - item.lo) if item.lo == order.lo + known else 0
             if order.urgency == PREDICTED:
-                self.counters.predicted_tiles += came - use
-                self.counters.wasted_tiles += came - use
+                counters.predicted_tiles += came - use
+                counters.wasted_tiles += came - use
             for slot in order.slots[known + use :]:
                 self.cache.pass_through(slot)
             slots = order.slots[known : known + use]
@@ -220,6 +222,8 @@ class TileMover:
         order = self._order(*key, lo, count, urgency)
         if order is not None:
             self._background[key] = order
+            if urgency == PREDICTED:
+                self._booked_to[order.id] = self._predicted[key].counters
         return order is not None
 
     def _order(self, layer: int, expert: int, lo: int, count: int, urgency: int) -> Order | None:
@@ -236,7 +240,8 @@ class TileMover:
         known = self._taken_in.get(order.id, 0)
         predicted = order.urgency == PREDICTED
         prediction = self._predicted.get((order.layer, order.expert)) if predicted else None
-        counters = self.counters if prediction is None else prediction.counters
+        # a prediction that was dropped meanwhile is still booked to the phase that made it
+        counters = self._booked_to.get(order.id, self.counters) if prediction is None else prediction.counters
         for index in range(known, order.landed):
             self.placed += 1
             counters.predicted_tiles += predicted
@@ -251,6 +256,7 @@ class TileMover:
             for slot in order.slots[order.landed :]:
                 self.cache.pass_through(slot)
             del self._taken_in[order.id]
+            self._booked_to.pop(order.id, None)
 
     def _forget(self, key: tuple[int, int], tiles: int) -> None:
         """So many tiles of an expert were dropped, those that prediction brought last among them."""

@@ -26,7 +26,7 @@ ANSWER_LIMIT = 120.0  # seconds without any answer, and any worker, after which 
 STALL_LIMIT = 3.0  # seconds without a tile after which a worker hangs
 STALL_LIMIT_ROW = 0.02  # and for each row of what it computes: a tile of many rows takes longer
 DOUBT = 1 / 6  # of that time, after which an idle worker is given the same work: whoever is first
-WAKE_LIMIT = 60.0  # the same until its first answer, and while it imports torch, which is no progress
+WAKE_LIMIT = 60.0  # the same until its first answer: importing torch is no progress that is counted
 CRASHES = 2  # of workers over one Work, by their own doing
 KILLS = 8  # of workers over one Work, whoever did it: perhaps the system, whose memory it exhausts
 
@@ -225,10 +225,8 @@ class WorkerPool:
                 worker.watch.rest()
                 continue
             rows = max(len(order.work.x) for order in worker.orders.values())
-            line = self._lines[index]
-            computes = worker.up and not line.preparing
-            limit = STALL_LIMIT + rows * STALL_LIMIT_ROW if computes else WAKE_LIMIT
-            stalled = worker.watch.stalled(line.ticks)
+            limit = STALL_LIMIT + rows * STALL_LIMIT_ROW if worker.up else WAKE_LIMIT
+            stalled = worker.watch.stalled(self._lines[index].ticks)
             if stalled > limit:
                 self._socket.hung(index)
             elif stalled > limit * DOUBT and worker.up:

@@ -3,9 +3,8 @@
     line 0: the prefetcher    line 1 + i: worker i
 
 A line is 64 bytes, so that no two writers share a cache line: its first number (int64) counts progress and
-only grows; the second is the Work that is being computed, IDLE where none is, PREPARING where the process
-makes itself ready to compute one. Each number is written whole, by one process. Who reads two of them may see
-them a moment apart.
+only grows; the second is the Work that is being computed, IDLE where none is. Each number is written whole,
+by one process. Who reads two of them may see them a moment apart.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from shm.segment import Segment
 
 LINE = 8  # numbers
-IDLE, PREPARING = -1, -2
+IDLE = -1
 
 
 class ControlSegment:
@@ -67,10 +66,6 @@ class ControlLine:
         """Where this process sees the count of progress, for code that counts by itself."""
         return int(self._numbers.ctypes.data)
 
-    def prepare(self) -> None:
-        """From now until `begin` no progress can be counted: the process imports what it computes with."""
-        self._numbers[1] = PREPARING
-
     def begin(self, seq: int) -> None:
         """This Work is being computed from now on."""
         self._numbers[1] = seq
@@ -86,9 +81,4 @@ class ControlLine:
     @property
     def seq(self) -> int:
         """The Work that is being computed, or IDLE."""
-        return max(int(self._numbers[1]), IDLE)
-
-    @property
-    def preparing(self) -> bool:
-        """The process makes itself ready to compute."""
-        return int(self._numbers[1]) == PREPARING
+        return int(self._numbers[1])

@@ -30,7 +30,7 @@ from pipeline.assets import model_dir
 from pipeline.config import EngineConfig
 from protocol.client import Client
 
-CHUNK = 32  # tokens: so few rows of small tiles need no torch in the workers
+CHUNK = 64  # tokens
 SETTLE_SECONDS = 6.0  # orphans have this long to notice that their parent is gone
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")  # which of several processes this is; "" for the only one
 

@@ -1,8 +1,8 @@
 """Process entry: an expert worker. It maps the store, receives Work, returns one Partial per Work.
 
 It holds no state that matters: any worker can redo any Work, and for the same Work the bits are the
-same. It is cheap to replace: torch is imported with the first Work whose rows need it
-(`workers/kernels/host.py`).
+same. It is cheap to replace: torch, if the store's format needs it (`workers/kernels/host.py`), is imported
+with the first Work, after it has said Ready.
 """
 
 from __future__ import annotations
@@ -74,9 +74,7 @@ def serve(peer: Peer, store: Store, line: ControlLine, team: Team | None, slowdo
             if fault is not None:
                 peer.send(WorkFailed(work.seq, peer.incarnation, fault))
                 continue
-            if not experts.ready(len(work.x)):
-                line.prepare()
-                experts.prepare(len(work.x))
+            experts.prepare()
             started = time.perf_counter()
             line.begin(work.seq)
             y = experts.run(work)

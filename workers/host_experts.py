@@ -19,14 +19,13 @@ class HostExperts:
         """`line`: where progress is counted."""
         self._store = store
         self._kernel = HostKernel(store.layout, team, line)
+        self._prepared = False
 
-    def ready(self, rows: int) -> bool:
-        """Whether it has what a Work of so many rows needs."""
-        return self._kernel.ready(rows)
-
-    def prepare(self, rows: int) -> None:
-        """Have what a Work of so many rows needs."""
-        self._kernel.prepare(rows)
+    def prepare(self) -> None:
+        """Whatever a Work may need, so that none is the slower for being the first."""
+        if not self._prepared:
+            self._kernel.prepare()
+            self._prepared = True
 
     def run(self, work: Work) -> Float32:
         """The weighted sum over the items: float32 [R, H], a row for each row of `work.x`."""

@@ -7,7 +7,7 @@ from shm.blocks import BlockFormat
 from shm.formats import BF16
 from shm.layout import FORMATS
 from shm.quantize import library as quantizer
-from workers.kernels.host import BF16_ROWS, SMALL_ROWS
+from workers.kernels.host import BF16_ROWS
 from workers.kernels.native import VARIANTS, Library, best, load
 
 TOPIC = "kernels"
@@ -36,7 +36,7 @@ def explain(variants: dict[str, Library | str], chosen: Library | None, quantize
         means = "at any number of rows, from the bytes as they are stored"
         found.append(Finding(TOPIC, "ok", f"{', '.join(grouped)}: {runs}", means))
         means = "where the weights are read once for many rows, torch's product is the faster one"
-        what = f"bf16: {runs} for up to {BF16_ROWS} rows ({SMALL_ROWS} in small tiles), torch for more"
+        what = f"bf16: {runs} for up to {BF16_ROWS} rows, torch for more"
         found.append(Finding(TOPIC, "ok", what, means))
         found.append(Finding(TOPIC, "ok", f"{', '.join(plain)}: torch", "it is there to be compared with"))
         found += _others(variants, chosen)

@@ -26,11 +26,11 @@ class Order:
 
     __slots__ = ("asked", "count", "key", "lo", "predicted", "started")
 
-    def __init__(self, key: Key, lo: int, count: int, predicted: bool, asked: float) -> None:
+    def __init__(self, key: Key, lo: int, count: int, predicted: PhaseOutcome | None, asked: float) -> None:
         self.key = key
         self.lo = lo
         self.count = count
-        self.predicted = predicted
+        self.predicted = predicted  # where a prediction's landings are booked
         self.asked = asked  # when
         self.started = 0  # tiles that have begun to move
 
@@ -140,8 +140,11 @@ class SimulatedCache:
 
     def used(self, key: Key) -> None:
         """The device computes with what is resident of an expert."""
-        if self._predicted and (prediction := self._predicted.pop(key, None)) is not None:
+        if self._predicted and (prediction := self._predicted.get(key)) is not None:
             prediction.counters.useful += prediction.tiles
+            prediction.tiles = 0
+            if self.residency[key] == self.target[key]:  # nothing of it is still to come
+                del self._predicted[key]
 
     def demand(self, layer: int, missing: list[tuple[int, int, int]], now: float) -> list[tuple[int, float]]:
         """Fetch tiles [lo, hi) of each (expert, lo, hi) before all else: each tile's (expert, landing), in
@@ -191,7 +194,8 @@ class SimulatedCache:
             return True
         if len(self._background) == BACKGROUND:
             return False
-        order = self._background[key] = Order(key, lo, count, predicted, now)
+        booked = self._predicted[key].counters if predicted else None
+        order = self._background[key] = Order(key, lo, count, booked, now)
         self._queues[0 if predicted else 1].append(order)
         return True
 
@@ -212,20 +216,21 @@ class SimulatedCache:
     def _land(self, order: Order) -> None:
         """The tile on the link has landed."""
         key = order.key
-        prediction = self._predicted.get(key) if order.predicted else None
-        counters = self.counters if prediction is None else prediction.counters
+        prediction = None if order.predicted is None else self._predicted.get(key)
+        # a prediction that was dropped meanwhile is still booked to the phase that made it
+        booked = order.predicted if prediction is None else prediction.counters
         self._flying = None
-        if order.predicted:
-            counters.predicted += 1
+        if booked is None:
+            self.counters.placed += 1
         else:
-            counters.placed += 1
+            booked.predicted += 1
         if order.lo + order.started - 1 == self.residency[key] < self.target[key]:
             self.residency[key] += 1
             if self.residency[key] == self.target[key]:
                 self._lacking.discard(key)
             if prediction is not None:
                 prediction.tiles += 1
-        elif order.predicted:
-            counters.wasted += 1
+        elif booked is not None:
+            booked.wasted += 1
         if order.started >= order.count:
             del self._background[key]

@@ -23,9 +23,10 @@ from pipeline.config import EngineConfig
 from protocol.client import Client
 
 EXACT = 1e-4  # float32 log-probabilities against transformers'
-LENGTH = 56  # tokens of each text
-CHUNK = 24  # so that a prefill takes several chunks
-NEW = 16  # tokens of a greedy continuation
+LENGTH = 72  # tokens of each text,
+SHORT = 56  # of those that every preset reads
+CHUNK = 32  # so that a prefill takes several chunks
+NEW = 24  # tokens of a greedy continuation
 SEEDS = 3  # of the preset random, other ones with every engine
 
 
@@ -54,7 +55,7 @@ def tokenized(kind: str, count: int = LENGTH) -> tuple[int, ...]:
 
 @pytest.fixture(scope="module")
 def texts() -> list[tuple[int, ...]]:
-    return [tokenized("python"), tokenized("german")]
+    return [tokenized("python", SHORT), tokenized("german", SHORT)]
 
 
 @pytest.fixture(scope="module")
@@ -105,34 +106,29 @@ async def test_every_preset_equals_transformers_in_float32(number, setting, refe
 async def test_bf16_stays_within_what_transformers_bf16_differs_from_float32(start_engine) -> None:
     """The mean on the same tokens, the 99.9 % quantile and the largest. Where rounding flips a router's
     choice a whole row of log-probabilities moves, at other tokens in transformers' bf16 than in ours; a few
-    hundred tokens have so few such rows that one decides the quantile: it is compared on longer texts. The
-    largest of the short ones is at most the largest of transformers' on the longer ones."""
+    hundred tokens have so few such rows that one decides the quantile: it and the largest are from longer
+    texts."""
     texts = [tokenized(kind) for kind in heldout()]
     oracle, rounded = Oracle(model_dir(), torch.float32), Oracle(model_dir(), torch.bfloat16)
     exact = np.stack([oracle.logprobs(t) for t in texts])
     theirs = np.abs(np.stack([rounded.logprobs(t) for t in texts]) - exact)
     mean, near = float(theirs.mean()), float(np.quantile(theirs, 0.999))
     longer = [tokenized(kind, 512) for kind in heldout()]
-    exact_longer = np.stack([oracle.logprobs(t) for t in longer])
-    theirs = np.abs(np.stack([rounded.logprobs(t) for t in longer]) - exact_longer)
-    most = float(theirs.max())
+    theirs = np.abs(np.stack([rounded.logprobs(t) - oracle.logprobs(t) for t in longer]))
+    tail, most = float(np.quantile(theirs, 0.999)), float(theirs.max())
     tokens, chosen_from = oracle.greedy(texts[0], NEW)
     config = EngineConfig(
         format="bf16", backbone_dtype="bf16", workers=2, tile=64, expert_cache=0.5, chunk=CHUNK
     )
     wrong: list[str] = []
     async with start_engine(config) as (_, client):
-        error = np.abs(np.stack([await scored(client, t, False) for t in longer]) - exact_longer)
-        ours, bounds = ((float(e.mean()), float(np.quantile(e, 0.999))) for e in (error, theirs))
-        if not all(e <= bound for e, bound in zip(ours, bounds, strict=True)):
-            wrong.append(f"longer texts: {ours}, not {bounds}")
         for policy, options in sample(0, 4):
             await client.set_policy(policy, options)
             for stepwise in (False, True):
                 error = np.abs(np.stack([await scored(client, t, stepwise) for t in texts]) - exact)
-                if not (error.mean() <= mean and error.max() <= most):
-                    found = (float(error.mean()), float(error.max()))
-                    wrong.append(f"{policy} {options} stepwise={stepwise}: {found}, not {(mean, most)}")
+                ours = (float(error.mean()), float(np.quantile(error, 0.999)), float(error.max()))
+                if not all(e <= bound for e, bound in zip(ours, (mean, tail, most), strict=True)):
+                    wrong.append(f"{policy} {options} stepwise={stepwise}: {ours}, not {(mean, tail, most)}")
             answer = client.generate(token_ids=texts[0], max_tokens=NEW, ignore_eos=True)
             new = [t.token async for t in answer]
             if not near_tie_or_equal(new, tokens, chosen_from, 2 * near):

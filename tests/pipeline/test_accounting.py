@@ -16,6 +16,7 @@ import pytest_asyncio
 import torch
 from oracle import Oracle
 
+from launch.supervisor import Supervisor
 from pipeline.accounting import Accounting, StepClock, difference
 from protocol.client import Client
 from protocol.sockets import ipc_endpoint, runtime_root
@@ -145,3 +146,21 @@ def test_the_difference_of_two_snapshots_is_what_happened_between() -> None:
     assert (change["decode"]["steps"], change["decode"]["fetched_bytes"]) == (2, 50)
     assert change["decode"]["seconds"]["wait"] > 0
     assert change["prefill"] == difference(before, before)["prefill"]
+
+
+async def test_trials_choose_a_chunk_and_are_not_counted(plain_config) -> None:
+    """Without --chunk: the first request finds an engine that has counted nothing."""
+    config = replace(plain_config, name="trials", chunk=None, expert_cache=0.5, policy="on-demand")
+    async with (
+        Supervisor(config, log_level="WARNING") as supervisor,
+        Client.connect(supervisor.endpoint, name="tests") as client,
+    ):
+        answer = client.generate(token_ids=PROMPT, max_tokens=2, ignore_eos=True)
+        assert (await answer.result()).done.reason == "length"
+        stats = await client.stats()
+    chunk, alone = (stats["scheduler"][f"prefill_chunk{which}"] for which in ("", "_alone"))
+    assert chunk in [2**n for n in range(4, 9)]  # 256 is the context
+    assert alone == min(8 * chunk, 256)
+    engine = stats["engine"]
+    assert (engine["prefill"]["steps"], engine["prefill"]["rows"]) == (1, len(PROMPT))
+    assert engine["decode"]["steps"] == 1

@@ -162,6 +162,19 @@ def test_what_prediction_brought_is_of_use_or_wasted(parts) -> None:
     settle(parts, mover)
 
 
+def test_a_dropped_prediction_counts_where_it_was_made(parts) -> None:
+    """What of it was under way lands in another phase, and is no more of use."""
+    mover = parts.mover(3 * TILES, 3)
+    before, after = mover.counters, PhaseCounters(SHAPE.layers)
+    mover.retarget([Target(0, expert, TILES) for expert in range(3)], predicted=True)
+    mover.order_lacking()
+    mover.counters = after
+    mover.retarget([Target(0, expert, 0) for expert in range(3)])
+    settle(parts, mover)
+    assert before.predicted_tiles == before.wasted_tiles
+    assert after.predicted_tiles == after.wasted_tiles == 0
+
+
 def test_a_cache_of_nothing_streams_through_one_slot(parts) -> None:
     mover = parts.mover(0, 1)
     for _ in range(2):

@@ -198,19 +198,6 @@ def test_many_rows_and_the_first_work_may_take_longer(pool_scene) -> None:
     assert sorted(message.index for message in hung(pool_scene)) == [0, 1]
 
 
-@pytest.mark.usefixtures("impatient")
-def test_who_imports_what_it_computes_with_may_take_longer(pool_scene) -> None:
-    """Also when it has answered before: only many rows may need it."""
-    (worker,) = pool_scene.begin(1)
-    pool_scene.submit(0)
-    worker.got()
-    pool_scene.control.line("worker", 0).prepare()
-    pool_scene.go_on(0.6)
-    assert hung(pool_scene) == []
-    pool_scene.until(lambda: bool(hung(pool_scene)))
-    assert hung(pool_scene) == [Hung("worker", 0, 0)]
-
-
 def test_workers_that_do_not_all_come_are_lost(pool_scene) -> None:
     pool_scene.pool = WorkerPool(pool_scene._socket, pool_scene.control, Workers.alike(2), HIDDEN)
     pool_scene.worker(1)

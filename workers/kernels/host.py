@@ -3,9 +3,9 @@
 Which code computes depends on the format, on what was installed and on the number of rows alone. So in C the
 same tiles for the same rows give the same bits in every process of a machine; torch's bits depend also on
 its number of threads, which is the same in all workers. The quantized formats run in C at any number of
-rows; bf16 does for few rows, where it is bound by memory or, in small tiles, by calls, and through torch for
-many; f32, which is there for comparison, always through torch, and everything where nothing was compiled.
-torch is imported when it is first needed.
+rows; bf16 does for few rows, where it is bound by memory, and through torch for many; f32, which is there
+for comparison, always through torch, and everything where nothing was compiled. torch is imported when it is
+first needed.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 
 EVERY = 1 << 62  # rows: there is no limit
 FEW_ROWS = 4  # of each item of a Work: up to these, its tiles and not their parts are divided among threads
-BF16_ROWS = 8  # from more rows on, torch's product is the faster one
-SMALL_TILE = 1 << 19  # bytes; up to these a tile stays in a core's cache,
-SMALL_ROWS = 32  # and it takes more rows
+BF16_ROWS = 4  # from more rows on, torch's product is faster than reading the weights once for all
 
 
 class Activations:
@@ -62,17 +60,12 @@ class HostKernel:
             shape = layout.shape
             geometry = Geometry(layout.format, shape.hidden, shape.hidden, shape.tile)
             self._native = library.kernel(geometry, team)
-            plain = SMALL_ROWS if layout.tile_bytes <= SMALL_TILE else BF16_ROWS
-            self._most = plain if isinstance(layout.format, BF16) else EVERY
+            self._most = BF16_ROWS if isinstance(layout.format, BF16) else EVERY
         self._reference: ReferenceKernel | None = None
 
-    def ready(self, rows: int) -> bool:
-        """Whether it has what `run` needs for so many rows."""
-        return rows <= self._most or self._reference is not None
-
-    def prepare(self, rows: int) -> None:
-        """Have what `run` needs for so many rows. Importing torch takes a second or two."""
-        if not self.ready(rows):
+    def prepare(self) -> None:
+        """Have what `run` may ever need. Importing torch takes a second or two."""
+        if self._native is None or self._most < EVERY:
             self._made_reference()
 
     def activations(self, x: Float32) -> Activations:
