@@ -18,8 +18,9 @@ FEW_EXPERTS = 16  # a layer's, up to which a model counts as one of few large ex
 
 
 def likeliest(routing: Routing) -> list[int]:
-    """The experts of a predicted routing: most rows first, then the greatest sum of weights."""
-    if len(routing.experts) == 1:  # a router names the best first
+    """The experts of a predicted routing: of one row as its router names them, the best first; of several,
+    most rows first, then the greatest sum of weights."""
+    if len(routing.experts) == 1:
         pairs = zip(routing.experts[0].tolist(), routing.weights[0].tolist(), strict=True)
         return [expert for expert, weight in pairs if weight]
     used = routing.weights != 0
