@@ -31,6 +31,7 @@ from pipeline.models.linear import Precision
 from pipeline.models.open import open_model
 from pipeline.models.registry import model_spec
 from pipeline.models.source import ModelSource
+from pipeline.moving import Moving
 from pipeline.own_cores import OwnCores
 from pipeline.peers import Deaths, PeerSocket, Tell
 from pipeline.pieces import Piece
@@ -110,6 +111,9 @@ class Assembly:
         cache = backbone_cache(told, source)
         precision = Precision(config.backbone_dtype, self.device, cache)
         backbone = Backbone(source, spec, precision, self.context)
+        self._closing.callback(backbone.close)
+        self._moving = Moving(backbone)
+        self._closing.callback(self._moving.stop)
         if cache is not None:
             cache.finish()
         pool: HostPool
@@ -156,7 +160,7 @@ class Assembly:
 
     def warm_up(self) -> None:
         """What is measured once and needs the workers' kernels: the size of a prefill chunk. After Ready and
-        before the first request."""
+        before the first request. Then what the start left in files begins to move into memory."""
         if self.told.config.chunk is None:
             self.scheduler.chunk = chunk = self._measured_chunk(self.scheduler.kv)
             self.scheduler.chunk_alone = min(ALONE * chunk, CHUNK_MAX, self.context)
@@ -166,6 +170,7 @@ class Assembly:
             recorder = recorder_of(self.told, self.source, self.engine, self.told.config.record)
             self._closing.callback(recorder.close)
             self.engine.observers.append(recorder)
+        self._moving.start()
         log.debug("prefill: %d tokens a chunk", self.scheduler.chunk)
 
     @full_memory_in_one_line()

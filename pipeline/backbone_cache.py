@@ -1,14 +1,14 @@
 """Quantized matrices of a backbone (and frequencies of its rotary embedding) on disk, made once:
 `<cache folder>/<fingerprint>/backbone.bin`.
 
-The matrices one after the other, then an index (msgpack: name -> offset, bytes, crc32) and its length (8
-bytes, little endian). Written under another name and renamed when whole. Every matrix is compared with its
-checksum when it is taken; what does not fit is made anew, and nothing here ever fails a start.
+The matrices one after the other, each at a multiple of ALIGNMENT, then an index (msgpack: name -> offset,
+bytes, crc32) and its length (8 bytes, little endian). Written under another name and renamed when whole, and
+never changed again. Every matrix is compared with its checksum when it is taken; what does not fit is made
+anew, and nothing here ever fails a start.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import logging
 import os
@@ -20,13 +20,14 @@ from pathlib import Path
 import msgpack
 
 from shm.file_locks import try_lock
-from shm.huge import private
+from shm.huge import map_file
 from shm.layout import Bytes
 
 NAME, UNFINISHED = "backbone.bin", "backbone.tmp"
-VERSION = 2
+VERSION = 3
 MAX_INDEX = 1 << 24
-READ_BYTES = 1 << 26
+ALIGNMENT = 64  # a cache line
+WRITE_BYTES = 1 << 26
 
 log = logging.getLogger(__name__)
 
@@ -48,19 +49,17 @@ class BackboneCache:
         self._writer = ThreadPoolExecutor(1, "backbone cache")
 
     def take(self, name: str, nbytes: int) -> Bytes | None:
-        """A matrix of so many bytes; None where there is none, or a damaged one."""
+        """A matrix of so many bytes, where the page cache has the file; None where there is none, or a
+        damaged one."""
         found = self._entries.get(name)
         if found is None or found[1] != nbytes or self._descriptor is None:
             return None
         offset, _, checksum = found
-        data, done = private(nbytes), 0
-        with contextlib.suppress(OSError):
-            while done < nbytes:
-                count = os.preadv(self._descriptor, [data[done : done + READ_BYTES].data], offset + done)
-                if count == 0:
-                    break
-                done += count
-        if done < nbytes or zlib.crc32(data.data) != checksum:
+        try:
+            data = map_file(self._descriptor, offset, nbytes)
+        except (OSError, ValueError):
+            data = None
+        if data is None or zlib.crc32(data.data) != checksum:
             log.warning(f"{self._path} is damaged: it is made again at the next start")
             self._path.unlink(missing_ok=True)
             return None
@@ -84,9 +83,9 @@ class BackboneCache:
                 self._file = self._begin()
             done = 0
             while done < len(data):
-                done += os.pwrite(self._file, data[done : done + READ_BYTES].data, self._end + done)
+                done += os.pwrite(self._file, data[done : done + WRITE_BYTES].data, self._end + done)
             self._new[name] = (self._end, len(data), zlib.crc32(data.data))
-            self._end += done
+            self._end += -(-done // ALIGNMENT) * ALIGNMENT
         except OSError as e:
             self._failed = True
             log.warning(f"the backbone could not be kept on disk, the next start quantizes it again: {e}")

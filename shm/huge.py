@@ -6,25 +6,31 @@ but since Linux 6.1 a process may have pages that are there joined into huge one
 be joined stays as it is, and works.
 
 A huge page is used as one only where it is mapped at a multiple of its size, which mmap sees to when it is
-told an address: hence `map_shared`.
+told an address: hence `_place`.
+
+New memory has its price where it is not the machine's own: a virtual one's host may have taken back what was
+free for some seconds, and gives it again at two seconds a gigabyte. What lies in a file is therefore first
+used where the page cache has it (`map_file`), and moved to memory of its own when nobody waits (`moved`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import mmap
 import os
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 
 from shm.formats import Bytes
 
 HUGE = 1 << 21
-MADV_COLLAPSE = 25  # <asm-generic/mman-common.h>; the mmap module does not know it
+MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # <asm-generic/mman-common.h>; the mmap module may not know them
 MAP_FIXED = 0x10
+PROTECTION = mmap.PROT_READ | mmap.PROT_WRITE
+MOVED_BYTES = 1 << 25  # copied at a time: between two of them, it can be stopped
 FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -39,31 +45,42 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 def map_shared(descriptor: int, size: int, writable: bool) -> Bytes:
     """A descriptor's first `size` bytes, shared, at a multiple of HUGE. They are unmapped when the array and
     all views of it are garbage. Raises OSError."""
-    room = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE + HUGE
-    reserved = _mmap(None, room, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
-    start = -(-reserved // HUGE) * HUGE
-    end = start + room - HUGE
-    try:
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        _mmap(start, size, protection, mmap.MAP_SHARED | MAP_FIXED, descriptor)
-    except OSError:
-        _libc.munmap(reserved, room)
-        raise
-    for lo, hi in ((reserved, start), (end, reserved + room)):
-        if lo < hi:
-            _libc.munmap(lo, hi - lo)
-    memory = (ctypes.c_uint8 * size).from_address(start)
-    weakref.finalize(memory, _libc.munmap, start, size).atexit = False
+    memory = _place(size, mmap.MAP_SHARED, descriptor, writable)
     view = memoryview(memory)
     return np.frombuffer(view if writable else view.toreadonly(), np.uint8)
 
 
 def private(size: int) -> Bytes:
-    """New memory of this process, in huge pages where the system has them; given back with its last view."""
-    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(AttributeError, OSError):  # a kernel that was built without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)[:size]
+    """New memory of this process, at a multiple of HUGE and in huge pages where the system has them; given
+    back with its last view. Raises OSError."""
+    if size < HUGE:
+        return np.frombuffer(mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE), np.uint8)[:size]
+    memory = _place(size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, True)
+    _libc.madvise(ctypes.addressof(memory), size, MADV_HUGEPAGE)  # some kernels have none
+    return np.frombuffer(memoryview(memory), np.uint8)
+
+
+def map_file(descriptor: int, offset: int, size: int) -> Bytes:
+    """Bytes of a file where the page cache has them, `size` of them from byte `offset` on. What is written
+    there stays this process's own. The file must not be cut while it is mapped: to read behind its end kills
+    the process. Raises OSError, ValueError where the file is too short."""
+    if offset + size > os.fstat(descriptor).st_size:
+        raise ValueError(f"no {size} bytes from byte {offset} on")
+    skipped = offset % mmap.PAGESIZE
+    room = max(skipped + size, 1)
+    # Not by the mmap module, which keeps a descriptor open for each mapping.
+    start = _mmap(None, room, PROTECTION, mmap.MAP_PRIVATE, descriptor, offset - skipped)
+    return np.frombuffer(memoryview(_owned(start, room)), np.uint8)[skipped:][:size]
+
+
+def moved(data: Bytes, going: Callable[[], bool]) -> Bytes | None:
+    """A copy in `private` memory; None where `going` said no meanwhile. Lets other threads run."""
+    room = private(len(data))
+    for at in range(0, len(data), MOVED_BYTES):
+        if not going():
+            return None
+        room[at : at + MOVED_BYTES] = data[at : at + MOVED_BYTES]
+    return room
 
 
 def collapse(memory: Bytes) -> int:
@@ -80,8 +97,35 @@ def collapse(memory: Bytes) -> int:
     return joined
 
 
-def _mmap(address: int | None, size: int, protection: int, flags: int, descriptor: int) -> int:
-    at: int | None = _libc.mmap(address, size, protection, flags, descriptor, 0)
+def _place(size: int, flags: int, descriptor: int, writable: bool) -> ctypes.Array[ctypes.c_uint8]:
+    """A new mapping at a multiple of HUGE, unmapped with its last view. Raises OSError."""
+    room = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE + HUGE
+    reserved = _mmap(None, room, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+    start = -(-reserved // HUGE) * HUGE
+    end = start + room - HUGE
+    try:
+        protection = PROTECTION if writable else mmap.PROT_READ
+        _mmap(start, size, protection, flags | MAP_FIXED, descriptor)
+    except OSError:
+        _libc.munmap(reserved, room)
+        raise
+    for lo, hi in ((reserved, start), (end, reserved + room)):
+        if lo < hi:
+            _libc.munmap(lo, hi - lo)
+    return _owned(start, size)
+
+
+def _owned(start: int, size: int) -> ctypes.Array[ctypes.c_uint8]:
+    """A mapping's bytes; it is unmapped with their last view."""
+    memory = (ctypes.c_uint8 * size).from_address(start)
+    weakref.finalize(memory, _libc.munmap, start, size).atexit = False
+    return memory
+
+
+def _mmap(
+    address: int | None, size: int, protection: int, flags: int, descriptor: int, offset: int = 0
+) -> int:
+    at: int | None = _libc.mmap(address, size, protection, flags, descriptor, offset)
     if at is None or at == FAILED:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))

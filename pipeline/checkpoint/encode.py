@@ -2,7 +2,8 @@
 
 An expert is cut into pieces (`pieces.py`); each core reads the rows of a piece and encodes them, both
 without the interpreter's lock. What is to be read next has been announced to the kernel, which fetches it
-from the disk into the page cache meanwhile.
+from the disk into the page cache meanwhile. Where the page cache cannot hold all experts, it is told to drop
+each once it is encoded: else they would drive out of it what the engine's start reads next, and each other.
 
 Memory beyond the store and the page cache: two `down` matrices, or ANNOUNCED_BYTES / 3 of smaller ones, and
 for each core PIECE_BYTES, whatever the model's size. Quantized formats need no `down` matrix as a whole.
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 from pipeline.checkpoint.pieces import Parts, expert_pieces
 from pipeline.checkpoint.reader import TensorReader
+from shm.segment import available_memory
 from shm.store import StoreBuilder
 
 ANNOUNCED_BYTES = 1 << 27  # of experts that are announced and not yet encoded; two experts in any case
@@ -29,6 +31,7 @@ ExpertParts = Callable[[int, int], Parts]  # layer of the store, expert -> gate,
 class _Pending(NamedTuple):
     layer: int
     expert: int
+    parts: Parts
     nbytes: int  # in the checkpoint
     pieces: list[Future[None]]
 
@@ -43,6 +46,7 @@ def encode_experts(
     shape = layout.shape
     pending: deque[_Pending] = deque()
     settled: list[Future[None]] = []
+    room = available_memory()
 
     def retire(pool: ThreadPoolExecutor) -> int:
         """Wait for the oldest expert; what is then left to do with it is begun."""
@@ -52,6 +56,9 @@ def encode_experts(
             piece.result()
             progress(begin + layout.expert_stride * done // len(oldest.pieces))
         settled.extend(pool.submit(part) for part in builder.settle(oldest.layer, oldest.expert))
+        if oldest.nbytes * shape.layers * shape.experts > room:
+            for part in oldest.parts:
+                reader.forget(part)
         return oldest.nbytes
 
     cores = len(os.sched_getaffinity(0))
@@ -67,7 +74,7 @@ def encode_experts(
                     pieces = expert_pieces(reader, downs, layout, found, builder.expert(layer, expert))
                     submitted = [pool.submit(piece) for piece in pieces]
                     nbytes = sum(reader.expect(part) for part in found)
-                    pending.append(_Pending(layer, expert, nbytes, submitted))
+                    pending.append(_Pending(layer, expert, found, nbytes, submitted))
                     announced += nbytes
             while pending:
                 retire(pool)

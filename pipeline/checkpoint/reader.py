@@ -54,6 +54,10 @@ class TensorReader:
         self._lock = threading.Lock()  # of the files and of the count
         self.bytes_read = 0
 
+    def again(self) -> TensorReader:
+        """Another reader of the same checkpoint, with files of its own."""
+        return TensorReader(self._index)
+
     def raw(self, name: str) -> RawTensor:
         """A tensor's bits as they are. Raises ModelError where the checkpoint lacks it, where its dtype is
         not BF16, F16 or F32, or where its file changed since the index was made."""
@@ -98,6 +102,14 @@ class TensorReader:
         offset = entry.offset + part.first * row
         os.posix_fadvise(self._open(entry), offset, part.rows * row, os.POSIX_FADV_WILLNEED)
         return part.rows * row
+
+    def forget(self, part: Part) -> None:
+        """Have the kernel drop a part from its page cache: it is not going to be read again. Raises as
+        `rows`."""
+        entry, columns = self._part(part)
+        row = columns * BITS[entry.dtype]().itemsize
+        offset = entry.offset + part.first * row
+        os.posix_fadvise(self._open(entry), offset, part.rows * row, os.POSIX_FADV_DONTNEED)
 
     def float32(self, name: str, shape: tuple[int, ...]) -> Float32:
         """A tensor's numbers; exact for every dtype. Raises ModelError as `raw`, and where the tensor has

@@ -12,7 +12,7 @@ on the way from one to the next.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -29,6 +29,7 @@ from pipeline.models.registry import architecture_of
 from pipeline.models.rope import RopeTables
 from pipeline.models.source import ModelSource
 from pipeline.models.spec import GroupedQuery, ModelSpec
+from pipeline.models.table import Table
 from pipeline.models.weights import Weights
 
 READERS = 2  # threads that make layers of what they read: one reads while the other converts
@@ -115,9 +116,9 @@ class Backbone:
             parts = [Weights(wants, tensors, precision) for wants in every]
             made = pool.map(self._make_layer, range(spec.layers), parts)
             outer = Weights(architecture.outer(spec), tensors, precision)
-            self._embedding = outer.dense("embedding")
             self._norm = _Norm("norm", outer, spec.norm_eps, precision.device)
-            self._head = self._make_head(outer)
+            self._embedding: Tensor | Table
+            self._embedding, self._head = self._make_ends(outer)
             layers = list(made)
             self._rope = rope.result()
             self.bytes = sum(weights.bytes for weights in (outer, *parts))
@@ -129,12 +130,17 @@ class Backbone:
         # Before each layer with experts, and behind the last.
         self._between = [layers[start:end] for start, end in zip(starts, ends, strict=True)]
 
-    def _make_head(self, outer: Weights) -> Linear:
+    def _make_ends(self, outer: Weights) -> tuple[Tensor | Table, Linear]:
+        """The embeddings and the head."""
         if "head" in outer:
-            return outer.linear("head")
+            return outer.table("embedding"), outer.linear("head")
         # Plain numbers serve as embedding and head both; quantized ones do not.
-        head = outer.linear("embedding") if self._precision.quantized else DenseLinear(self._embedding)
-        return Biased(head, outer.vector("head_bias")) if "head_bias" in outer else head
+        if self._precision.quantized:
+            table, head = outer.table("embedding"), outer.linear("embedding")
+        else:
+            table = outer.dense("embedding")
+            head = DenseLinear(table)
+        return table, Biased(head, outer.vector("head_bias")) if "head_bias" in outer else head
 
     def _make_layer(self, index: int, weights: Weights) -> _Layer:
         spec, device = self.spec, self._precision.device
@@ -153,6 +159,18 @@ class Backbone:
             shared=_SwiGLU.of("shared", weights),
             router=weights.vector("router") if "router" in weights else None,
         )
+
+    def move(self, going: Callable[[], bool]) -> None:
+        """Have in memory of its own what a start left in files, one after the other, unless `going` says no
+        meanwhile; for any thread, while steps are computed. Raises ModelError."""
+        movers = self._precision.movers
+        while movers and going():
+            movers.pop()(going)
+
+    def close(self) -> None:
+        """Close the files. Nothing may be computed any more."""
+        if isinstance(self._embedding, Table):
+            self._embedding.close()
 
     @property
     def differentiable(self) -> bool:

@@ -18,6 +18,8 @@ from shm.layout import FORMATS, Float32
 from workers.kernels.matrix import HostMatrix, quantized
 from workers.kernels.reference import DTYPES
 
+Mover = Callable[[Callable[[], bool]], None]  # given whether to go on
+
 
 class Linear(Protocol):
     """One matrix [outputs, inputs]."""
@@ -87,6 +89,8 @@ class Precision:
         if self._format is not None:
             device.check_quantized()
         self.dtype = DTYPES.get(name, torch.bfloat16)  # of embeddings and of the KV cache
+        # What lies in a file's pages as yet: each moves one matrix into memory of its own, see shm/huge.py.
+        self.movers: list[Mover] = []
 
     @property
     def quantized(self) -> bool:
@@ -107,4 +111,7 @@ class Precision:
                 raise ModelError(f"{name}: {e}") from None
             if self.cache is not None:
                 self.cache.keep(name, data)
-        return QuantizedLinear(HostMatrix(self._format, data, shape, self.device.team, followed))
+            return QuantizedLinear(HostMatrix(self._format, data, shape, self.device.team, followed))
+        matrix = HostMatrix(self._format, data, shape, self.device.team, followed)
+        self.movers.append(matrix.move)
+        return QuantizedLinear(matrix)

@@ -127,6 +127,9 @@ class RandomTensors:
         )
         return numbers
 
+    def again(self) -> None:
+        return None
+
     def stacked(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> RawTensor:
         numbers = np.concatenate([self.float32(name, shape) for name, shape in wanted])
         return RawTensor("F32", numbers.shape, numbers.view(np.uint32))

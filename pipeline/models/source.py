@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from pipeline.checkpoint.reader import RawTensor
+from pipeline.checkpoint.reader import RawTensor, TensorReader
 from pipeline.models.config_keys import Config
 from shm.layout import Float32
 from shm.store import StoreBuilder
@@ -28,6 +28,10 @@ class Tensors(Protocol):
     def stacked(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> RawTensor:
         """Tensors (name, shape) with rows of one length, each below the one before it, in their own bits
         where those are of one kind; the memory is the caller's own. Raises ModelError."""
+
+    def again(self) -> TensorReader | None:
+        """The same tensors for whom reads single rows of them, and goes on when these are closed; None where
+        they lie in no file."""
 
 
 class ModelSource(ABC):

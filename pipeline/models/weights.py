@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.checkpoint.reader import RawTensor, to_float32
 from pipeline.models.architecture import Want
 from pipeline.models.linear import Biased, DenseLinear, Linear, Precision
 from pipeline.models.source import Tensors
+from pipeline.models.table import Table, tensor_of
 from shm.layout import Float32
 
 Rows = Mapping[str, NDArray[np.int64]]  # role -> its rows in another order
@@ -39,7 +39,18 @@ class Weights:
     def dense(self, *roles: str) -> Tensor:
         """In the dtype of what is never quantized, on the device; several of them one below the other."""
         wanted = [(self._wants[role].name, self._wants[role].shape) for role in roles]
-        return self._keep(_tensor(self._tensors.stacked(wanted)), self._precision.dtype)
+        return self._keep(tensor_of(self._tensors.stacked(wanted)), self._precision.dtype)
+
+    def table(self, role: str) -> Tensor | Table:
+        """Rows by number. Where that is how they are used alone, see `Table`; on the host, that is."""
+        want, precision = self._wants[role], self._precision
+        reader = self._tensors.again() if precision.device.on_host else None
+        if reader is None:
+            return self.dense(role)
+        table = Table(reader, want.name, (want.shape[0], want.shape[1]), precision.dtype)
+        precision.movers.append(table.move)
+        self.bytes += table.bytes
+        return table
 
     def linear(self, *roles: str, rows: Rows = AS_THEY_ARE, followed: bool = False) -> Linear:
         """The matrices of these roles as one, each below the one before it, with their biases. `rows`: of
@@ -89,12 +100,3 @@ class Weights:
         kept = tensor.to(device=self._precision.device.torch_device, dtype=dtype)
         self.bytes += kept.numel() * kept.element_size()
         return kept
-
-
-def _tensor(raw: RawTensor) -> Tensor:
-    """A tensor of the same bits."""
-    if raw.dtype == "BF16":
-        return torch.from_numpy(raw.bits.view(np.int16)).view(torch.bfloat16)
-    if raw.dtype == "F16":
-        return torch.from_numpy(raw.bits.view(np.float16))
-    return torch.from_numpy(to_float32(raw.dtype, raw.bits))

@@ -1,7 +1,9 @@
 """Reading a checkpoint's weights: exactly the rows that are asked for, in little memory, from files that may
 change meanwhile."""
 
+import ctypes
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -126,6 +128,33 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     write_random(folder, config, fused=True)
     return folder
+
+
+def in_page_cache(path: Path) -> float:
+    """The share of a file's pages that the page cache has."""
+    with path.open("rb") as file:
+        memory = np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
+    pages = np.zeros(-(-len(memory) // mmap.PAGESIZE), np.uint8)
+    address = [ctypes.c_void_p(array.ctypes.data) for array in (memory, pages)]
+    assert ctypes.CDLL(None).mincore(address[0], ctypes.c_size_t(len(memory)), address[1]) == 0
+    return float((pages & 1).mean())
+
+
+@pytest.mark.parametrize("format_name", ["int8", "bf16"])
+@pytest.mark.parametrize("room", [0, 1 << 40])
+def test_experts_stay_in_the_page_cache_where_there_is_room_for_all(
+    large: Path, format_name: str, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (weights,) = (path for path in large.glob("*.safetensors") if path.stat().st_size > 200_000_000)
+    with weights.open("rb") as file:
+        os.fsync(file.fileno())  # no page is dropped before it is on the disk
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if in_page_cache(weights) > 0.1:
+        pytest.skip("this file system has its files nowhere but in memory")
+    monkeypatch.setattr("pipeline.checkpoint.encode.available_memory", lambda: room)
+    with filled(Checkpoint(large), format_name, []):
+        share = in_page_cache(weights)
+    assert share > 0.9 if room else share < 0.1
 
 
 @pytest.mark.alone

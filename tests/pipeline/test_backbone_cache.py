@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 
 from launch.runtime import cache_root
+from launch.supervisor import Supervisor
 from pipeline.backbone_cache import NAME, UNFINISHED, BackboneCache
 from pipeline.config import EngineConfig
+from protocol.client import Client
+from protocol.sockets import Identity
 
 FINGERPRINT = "ab" * 32
 LIMIT = 20.0
@@ -64,7 +67,7 @@ def test_a_damaged_file_is_made_again(tmp_path: Path, place: str) -> None:
     if place == "first":
         data[17] ^= 1
     elif place == "index":
-        data[5320] ^= 0xFF
+        data[-20] ^= 0xFF
     elif place == "length":
         data[-8:] = (1 << 40).to_bytes(8, "little")
     path.write_bytes(data[: {"short": 5100, "empty": 0}.get(place, len(data))])
@@ -108,6 +111,16 @@ def test_a_folder_that_cannot_be_written_fails_nothing(tmp_path: Path, caplog) -
         time.sleep(0.01)
 
 
+def maps_it(engine: Supervisor) -> bool:
+    """Whether the coordinator uses the file's own pages."""
+    coordinator = engine.pids[Identity("coordinator", 0, 0)]
+    return NAME in Path(f"/proc/{coordinator}/maps").read_text()
+
+
+async def scores(client: Client) -> np.ndarray:
+    return np.concatenate([block.logprobs async for block in client.score(token_ids=TOKENS, full=True)])
+
+
 async def test_the_second_start_has_the_same_backbone(
     start_engine, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,19 +128,22 @@ async def test_the_second_start_has_the_same_backbone(
     config = EngineConfig(model=tiny_model, format="int8", backbone_dtype="int8", workers=0, chunk=16)
     found = []
     for _ in range(2):
-        async with start_engine(config) as (_, client):
-            blocks = [block async for block in client.score(token_ids=TOKENS, full=True)]
-            found.append(np.concatenate([block.logprobs for block in blocks]))
+        async with start_engine(config) as (engine, client):
+            found.append(await scores(client))
             until = time.monotonic() + LIMIT
+            while maps_it(engine):  # it moves into memory
+                assert time.monotonic() < until
+                await asyncio.sleep(0.05)
+            found.append(await scores(client))
             while not (files := list(cache_root().glob(f"*/{NAME}"))):
                 assert time.monotonic() < until
                 await asyncio.sleep(0.05)
-    np.testing.assert_array_equal(found[0], found[1])
+    for again in found[1:]:
+        np.testing.assert_array_equal(again, found[0])
     # A bit of it is another number: the start reads this file and no other.
     data = bytearray(files[0].read_bytes())
     data[100] ^= 0x40
     files[0].write_bytes(data)
     async with start_engine(config) as (_, client):
-        blocks = [block async for block in client.score(token_ids=TOKENS, full=True)]
-        assert np.array_equal(np.concatenate([block.logprobs for block in blocks]), found[0])
+        assert np.array_equal(await scores(client), found[0])
     assert not files[0].exists() or files[0].read_bytes() != bytes(data)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shm.huge import HUGE, collapse, map_shared
+from shm.huge import HUGE, MOVED_BYTES, collapse, map_file, map_shared, moved, private
 from shm.segment import Segment, unlink
 
 SIZE = 3 * HUGE + 12345  # whole huge pages and a rest that is no whole page
@@ -70,6 +70,67 @@ def test_a_bad_descriptor_is_an_error_and_leaves_nothing() -> None:
     with pytest.raises(OSError, match="descriptor"):
         map_shared(-1, SIZE, writable=True)
     assert Path("/proc/self/maps").read_text().count("\n") <= before + 2
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, HUGE - 1, HUGE, SIZE])
+def test_private_memory_is_new_writable_and_as_large_as_asked_for(size: int) -> None:
+    array = private(size)
+    assert (array.shape, array.dtype) == ((size,), np.uint8)
+    assert not array.any()
+    array[:] = 7
+    assert (array == 7).all()
+    assert size < HUGE or array.ctypes.data % HUGE == 0
+    if size >= HUGE:
+        address, view = array.ctypes.data, array[HUGE - 1 :]
+        del array
+        gc.collect()
+        assert view[0] == 7
+        del view
+        gc.collect()
+        assert not mapped(address + size - 1)
+
+
+def test_private_memory_without_end_is_an_error() -> None:
+    with pytest.raises(OSError, match="memory"):
+        private(1 << 60)
+
+
+@pytest.mark.parametrize(("offset", "size"), [(0, 5000), (4096, 1), (4097, 9000), (64, 0), (19_999, 1)])
+def test_bytes_of_a_file_are_where_the_page_cache_has_them(tmp_path: Path, offset: int, size: int) -> None:
+    written = np.random.default_rng(1).integers(0, 256, 20_000, np.uint8)
+    path = tmp_path / "file"
+    path.write_bytes(written)
+    with path.open("rb") as file:
+        found = map_file(file.fileno(), offset, size)
+    np.testing.assert_array_equal(found, written[offset : offset + size])
+    found[:] = 0  # this process's own
+    np.testing.assert_array_equal(np.fromfile(path, np.uint8), written)
+
+
+def test_a_file_that_is_too_short_is_not_mapped(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(5000))
+    with path.open("rb") as file:
+        for offset, size in ((0, 5001), (4999, 2), (9000, 10)):
+            with pytest.raises(ValueError, match=f"no {size} bytes from byte {offset} on"):
+                map_file(file.fileno(), offset, size)
+
+
+def test_moving_copies_all_and_ends_when_it_is_told_to() -> None:
+    data = np.random.default_rng(2).integers(0, 256, 2 * MOVED_BYTES + 11, np.uint8)
+    asked: list[int] = []
+
+    def going() -> bool:
+        asked.append(1)
+        return len(asked) != 5
+
+    found = moved(data, going)
+    np.testing.assert_array_equal(found, data)
+    assert found is not None
+    assert not np.shares_memory(found, data)
+    assert len(asked) == 3
+    assert moved(data, going) is None
+    assert len(asked) == 5
 
 
 def test_joining_pages_keeps_their_bytes(descriptor: int) -> None:

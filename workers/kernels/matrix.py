@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from shm.blocks import LANES, BlockFormat
 from shm.formats import Bytes, Float32
-from shm.huge import private
+from shm.huge import moved, private
 from workers.kernels.native import Geometry, Team, best
 
 PART_NUMBERS = 1 << 20  # quantized at a time by one core
@@ -37,6 +38,11 @@ class HostMatrix:
     @property
     def bytes(self) -> int:
         return len(self._data)
+
+    def move(self, going: Callable[[], bool]) -> None:
+        """Have the bytes in memory of its own, unless `going` says no meanwhile; for any thread."""
+        data = moved(self._data, going)
+        self._data = self._data if data is None else data
 
     def product(self, x: Float32) -> Float32:
         """x @ W.T, x float32 [R, inputs]: float32 [R, outputs]."""
