@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -31,7 +32,7 @@ from pipeline.models.linear import Precision
 from pipeline.models.open import open_model
 from pipeline.models.registry import model_spec
 from pipeline.models.source import ModelSource
-from pipeline.moving import Moving
+from pipeline.moving import start_moving
 from pipeline.own_cores import OwnCores
 from pipeline.peers import Deaths, PeerSocket, Tell
 from pipeline.pieces import Piece
@@ -107,13 +108,12 @@ class Assembly:
         self.store = Store.attach(told.store, told.fingerprint, writable=True)
         self._closing.callback(self.store.close)
         layout = self.store.layout
-        self.notes.append(f"store: {lock_pages(self.store.segment.array)}")
         cache = backbone_cache(told, source)
         precision = Precision(config.backbone_dtype, self.device, cache)
-        backbone = Backbone(source, spec, precision, self.context)
-        self._closing.callback(backbone.close)
-        self._moving = Moving(backbone)
-        self._closing.callback(self._moving.stop)
+        with ThreadPoolExecutor(1, "locking") as beside:
+            locked = beside.submit(lock_pages, self.store.segment.array)
+            self._backbone = backbone = Backbone(source, spec, precision, self.context)
+        self.notes.append(f"store: {locked.result()}")
         if cache is not None:
             cache.finish()
         pool: HostPool
@@ -170,7 +170,7 @@ class Assembly:
             recorder = recorder_of(self.told, self.source, self.engine, self.told.config.record)
             self._closing.callback(recorder.close)
             self.engine.observers.append(recorder)
-        self._moving.start()
+        self._closing.callback(start_moving(self._backbone))
         log.debug("prefill: %d tokens a chunk", self.scheduler.chunk)
 
     @full_memory_in_one_line()
@@ -256,7 +256,7 @@ class Assembly:
         told, shape = self.told, layout.shape
         capacity = cache_tiles(told.config.expert_cache, shape.layers * shape.experts * shape.tiles)
         slots = capacity + STAGING_TILES
-        self.device.check_room(slots * layout.tile_bytes, self._kv_bytes)
+        self.device.check_room(slots * layout.tile_bytes, self._kv_bytes, self._backbone.unmoved)
         name = f"{engine_prefix(told.runtime)}slab-{told.incarnation}"
         slab = self.device.open_slab(name, slots, layout.tile_bytes)
         self._closing.callback(slab.close)

@@ -27,6 +27,7 @@ NAME, UNFINISHED = "backbone.bin", "backbone.tmp"
 VERSION = 3
 MAX_INDEX = 1 << 24
 ALIGNMENT = 64  # a cache line
+READ_BYTES = 1 << 20  # at a time, so that it is summed while it is in the processor's cache
 WRITE_BYTES = 1 << 26
 
 log = logging.getLogger(__name__)
@@ -49,21 +50,22 @@ class BackboneCache:
         self._writer = ThreadPoolExecutor(1, "backbone cache")
 
     def take(self, name: str, nbytes: int) -> Bytes | None:
-        """A matrix of so many bytes, where the page cache has the file; None where there is none, or a
-        damaged one."""
+        """A matrix of so many bytes, where the page cache has the file; None where there is none, or one that
+        is damaged or cannot be had so."""
         found = self._entries.get(name)
         if found is None or found[1] != nbytes or self._descriptor is None:
             return None
         offset, _, checksum = found
-        try:
-            data = map_file(self._descriptor, offset, nbytes)
-        except (OSError, ValueError):
-            data = None
-        if data is None or zlib.crc32(data.data) != checksum:
+        # Read before it is mapped: what a disk cannot give is an error here, and kills who uses a mapping.
+        if _checksum(self._descriptor, offset, nbytes) != checksum:
             log.warning(f"{self._path} is damaged: it is made again at the next start")
             self._path.unlink(missing_ok=True)
             return None
-        return data
+        try:
+            return map_file(self._descriptor, offset, nbytes)
+        except OSError as e:  # too little memory for a mapping that may be written, say
+            log.warning(f"{self._path} is not used: {e}")
+            return None
 
     def keep(self, name: str, data: Bytes) -> None:
         """Have a matrix, which changes no more, written; returns at once."""
@@ -116,6 +118,21 @@ class BackboneCache:
         if self._failed:
             unfinished.unlink(missing_ok=True)
         os.close(self._file)
+
+
+def _checksum(descriptor: int, offset: int, nbytes: int) -> int | None:
+    """Of a part of a file; None where it cannot be read, or ends before."""
+    room, value, done = bytearray(READ_BYTES), 0, 0
+    while done < nbytes:
+        part = memoryview(room)[: nbytes - done]
+        try:
+            count = os.preadv(descriptor, [part], offset + done)
+        except OSError:
+            return None
+        if count == 0:
+            return None
+        value, done = zlib.crc32(part[:count], value), done + count
+    return value
 
 
 def _opened(path: Path) -> tuple[int | None, Entries]:

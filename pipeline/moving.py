@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 import threading
+from collections.abc import Callable
 
-from pipeline.errors import ModelError
 from pipeline.models.backbone import Backbone
 
-JOIN_LIMIT = 5.0  # seconds for the thread to end
-
-log = logging.getLogger(__name__)
+JOIN_LIMIT = 1.0  # seconds for the thread to end; it looks whether to go on every few milliseconds
 
 
-class Moving:
-    """Ends by itself once everything is moved."""
+def start_moving(backbone: Backbone) -> Callable[[], None]:
+    """Start it; it ends by itself once everything is moved. Returns what ends it before."""
+    stopping = threading.Event()
 
-    def __init__(self, backbone: Backbone) -> None:
-        self._backbone = backbone
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="moving", daemon=True)
+    def stop() -> None:
+        stopping.set()
+        thread.join(JOIN_LIMIT)
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        """It need not have been started, nor have come to its end."""
-        self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join(JOIN_LIMIT)
-
-    def _run(self) -> None:
-        try:
-            self._backbone.move(lambda: not self._stopping.is_set())
-        except (ModelError, OSError) as e:  # what is still in files can be used there, or says the same
-            log.warning(f"the backbone is not in memory as a whole: {e}")
+    thread = threading.Thread(
+        target=backbone.move, args=(lambda: not stopping.is_set(),), name="moving", daemon=True
+    )
+    thread.start()
+    return stop

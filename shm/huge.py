@@ -30,7 +30,7 @@ HUGE = 1 << 21
 MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # <asm-generic/mman-common.h>; the mmap module may not know them
 MAP_FIXED = 0x10
 PROTECTION = mmap.PROT_READ | mmap.PROT_WRITE
-MOVED_BYTES = 1 << 25  # copied at a time: between two of them, it can be stopped
+MOVED_BYTES = 1 << 22  # copied at a time: between two of them, it can be stopped
 FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -51,8 +51,8 @@ def map_shared(descriptor: int, size: int, writable: bool) -> Bytes:
 
 
 def private(size: int) -> Bytes:
-    """New memory of this process, at a multiple of HUGE and in huge pages where the system has them; given
-    back with its last view. Raises OSError."""
+    """New memory of this process, given back with its last view; from HUGE on at a multiple of it, and in
+    huge pages where the system has them. Raises OSError."""
     if size < HUGE:
         return np.frombuffer(mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE), np.uint8)[:size]
     memory = _place(size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, True)

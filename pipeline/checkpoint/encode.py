@@ -2,8 +2,7 @@
 
 An expert is cut into pieces (`pieces.py`); each core reads the rows of a piece and encodes them, both
 without the interpreter's lock. What is to be read next has been announced to the kernel, which fetches it
-from the disk into the page cache meanwhile. Where the page cache cannot hold all experts, it is told to drop
-each once it is encoded: else they would drive out of it what the engine's start reads next, and each other.
+from the disk into the page cache meanwhile.
 
 Memory beyond the store and the page cache: two `down` matrices, or ANNOUNCED_BYTES / 3 of smaller ones, and
 for each core PIECE_BYTES, whatever the model's size. Quantized formats need no `down` matrix as a whole.
@@ -19,7 +18,6 @@ from typing import NamedTuple
 
 from pipeline.checkpoint.pieces import Parts, expert_pieces
 from pipeline.checkpoint.reader import TensorReader
-from shm.segment import available_memory
 from shm.store import StoreBuilder
 
 ANNOUNCED_BYTES = 1 << 27  # of experts that are announced and not yet encoded; two experts in any case
@@ -37,16 +35,19 @@ class _Pending(NamedTuple):
 
 
 def encode_experts(
-    reader: TensorReader, parts: ExpertParts, builder: StoreBuilder, progress: Callable[[int], None]
+    reader: TensorReader,
+    parts: ExpertParts,
+    builder: StoreBuilder,
+    progress: Callable[[int], None],
+    forget: bool,
 ) -> None:
     """Fill a store with every expert of a checkpoint. `progress` is given the bytes of the store encoded so
-    far, in this thread. Raises ModelError where a tensor is missing, has another shape or weights that
-    cannot be encoded, or where its file changed."""
+    far, in this thread; `forget`: have the page cache drop what is encoded. Raises ModelError where a tensor
+    is missing, has another shape or weights that cannot be encoded, or where its file changed."""
     layout = builder.layout
     shape = layout.shape
     pending: deque[_Pending] = deque()
     settled: list[Future[None]] = []
-    room = available_memory()
 
     def retire(pool: ThreadPoolExecutor) -> int:
         """Wait for the oldest expert; what is then left to do with it is begun."""
@@ -56,7 +57,7 @@ def encode_experts(
             piece.result()
             progress(begin + layout.expert_stride * done // len(oldest.pieces))
         settled.extend(pool.submit(part) for part in builder.settle(oldest.layer, oldest.expert))
-        if oldest.nbytes * shape.layers * shape.experts > room:
+        if forget:
             for part in oldest.parts:
                 reader.forget(part)
         return oldest.nbytes

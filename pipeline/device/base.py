@@ -98,9 +98,9 @@ class Device(ABC):
         """Return when everything before the mark has completed."""
 
     @abstractmethod
-    def check_room(self, slab: int, kv: int) -> None:
-        """Raise UsageError, with the numbers, unless a slab and a KV cache of this many bytes and SPARE_BYTES
-        fit what is free now."""
+    def check_room(self, slab: int, kv: int, weights: int) -> None:
+        """Raise UsageError, with the numbers, unless a slab, a KV cache and weights still to come of this
+        many bytes, and SPARE_BYTES, fit what is free now."""
 
     @abstractmethod
     def open_slab(self, name: str, slots: int, slot_bytes: int) -> SlabMemory:

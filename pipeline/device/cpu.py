@@ -98,13 +98,13 @@ class CpuDevice(Device):
     def wait(self, fence: Fence) -> None:
         """Nothing is ever under way."""
 
-    def check_room(self, slab: int, kv: int) -> None:
+    def check_room(self, slab: int, kv: int, weights: int) -> None:
         shm, memory = free_shm_bytes(), available_memory()
-        if slab > shm or slab + kv + SPARE_BYTES > memory:
+        if slab > shm or slab + kv + weights + SPARE_BYTES > memory:
             raise UsageError(
                 f"the slab needs {gigabytes(slab)} of shared memory, the KV cache {gigabytes(kv)} and the"
-                f" rest {gigabytes(SPARE_BYTES)}, but {SHM_FOLDER} has {gigabytes(shm)} and the machine"
-                f" {gigabytes(memory)} free: use a smaller --expert-cache or --context"
+                f" rest {gigabytes(weights + SPARE_BYTES)}, but {SHM_FOLDER} has {gigabytes(shm)} and the"
+                f" machine {gigabytes(memory)} free: use a smaller --expert-cache or --context"
             )
 
     def open_slab(self, name: str, slots: int, slot_bytes: int) -> SlabMemory:

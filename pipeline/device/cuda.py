@@ -120,12 +120,12 @@ class CudaDevice(Device):
         if fence is not None:
             fence.synchronize()
 
-    def check_room(self, slab: int, kv: int) -> None:
+    def check_room(self, slab: int, kv: int, weights: int) -> None:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
-        if slab + kv + SPARE_BYTES > free:
+        if slab + kv + weights + SPARE_BYTES > free:
             raise UsageError(
                 f"the slab needs {gigabytes(slab)}, the KV cache {gigabytes(kv)} and the rest"
-                f" {gigabytes(SPARE_BYTES)} of device memory, but {gigabytes(free)} are free:"
+                f" {gigabytes(weights + SPARE_BYTES)} of device memory, but {gigabytes(free)} are free:"
                 " use a smaller --expert-cache or --context"
             )
 

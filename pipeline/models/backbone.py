@@ -12,7 +12,9 @@ on the way from one to the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -21,9 +23,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipeline.device.base import Device
+from pipeline.errors import ModelError
 from pipeline.models.attention import Attention, GroupedQueryAttention, LatentAttention
 from pipeline.models.batch import Batch, Slice
-from pipeline.models.linear import Biased, DenseLinear, Linear, Precision
+from pipeline.models.linear import Biased, DenseLinear, Going, Linear, Precision
 from pipeline.models.one_token import HostNorm
 from pipeline.models.registry import architecture_of
 from pipeline.models.rope import RopeTables
@@ -31,6 +34,8 @@ from pipeline.models.source import ModelSource
 from pipeline.models.spec import GroupedQuery, ModelSpec
 from pipeline.models.table import Table
 from pipeline.models.weights import Weights
+
+log = logging.getLogger(__name__)
 
 READERS = 2  # threads that make layers of what they read: one reads while the other converts
 
@@ -105,6 +110,7 @@ class Backbone:
         self.spec = spec
         self.dtype = precision.dtype
         self._precision = precision
+        self._moving = threading.Lock()
         self._device = device = precision.device.torch_device
         architecture = architecture_of(source.config)
         with source.tensors() as tensors, ThreadPoolExecutor(1 + READERS) as pool:
@@ -160,17 +166,24 @@ class Backbone:
             router=weights.vector("router") if "router" in weights else None,
         )
 
-    def move(self, going: Callable[[], bool]) -> None:
-        """Have in memory of its own what a start left in files, one after the other, unless `going` says no
-        meanwhile; for any thread, while steps are computed. Raises ModelError."""
-        movers = self._precision.movers
-        while movers and going():
-            movers.pop()(going)
+    @property
+    def unmoved(self) -> int:
+        """Bytes of weights that a start has left in files, and that are going to be in memory."""
+        return sum(weights.bytes for weights in list(self._precision.unmoved))
 
-    def close(self) -> None:
-        """Close the files. Nothing may be computed any more."""
-        if isinstance(self._embedding, Table):
-            self._embedding.close()
+    def move(self, going: Going) -> None:
+        """Have in memory what is left in files, one after the other, unless `going` says no meanwhile; for
+        any threads, while steps are computed. What cannot be moved stays there, with a warning."""
+        with self._moving:
+            # The table first: a prompt asks for many rows of it, each of which is a read of its own.
+            for weights in sorted(self._precision.unmoved, key=lambda one: not isinstance(one, Table)):
+                try:
+                    weights.move(going)
+                except (ModelError, OSError, MemoryError) as e:
+                    log.warning(f"a part of the backbone stays in its file: {e}")
+                if not going():
+                    return
+                self._precision.unmoved.remove(weights)
 
     @property
     def differentiable(self) -> bool:

@@ -18,7 +18,18 @@ from shm.layout import FORMATS, Float32
 from workers.kernels.matrix import HostMatrix, quantized
 from workers.kernels.reference import DTYPES
 
-Mover = Callable[[Callable[[], bool]], None]  # given whether to go on
+Going = Callable[[], bool]  # whether to go on
+
+
+class Movable(Protocol):
+    """Weights that a start has left in a file."""
+
+    @property
+    def bytes(self) -> int:
+        """What they take in memory."""
+
+    def move(self, going: Going) -> None:
+        """Have them in memory, unless `going` says no meanwhile; for any thread, while they are used."""
 
 
 class Linear(Protocol):
@@ -89,8 +100,7 @@ class Precision:
         if self._format is not None:
             device.check_quantized()
         self.dtype = DTYPES.get(name, torch.bfloat16)  # of embeddings and of the KV cache
-        # What lies in a file's pages as yet: each moves one matrix into memory of its own, see shm/huge.py.
-        self.movers: list[Mover] = []
+        self.unmoved: list[Movable] = []  # used from their files as yet
 
     @property
     def quantized(self) -> bool:
@@ -113,5 +123,5 @@ class Precision:
                 self.cache.keep(name, data)
             return QuantizedLinear(HostMatrix(self._format, data, shape, self.device.team, followed))
         matrix = HostMatrix(self._format, data, shape, self.device.team, followed)
-        self.movers.append(matrix.move)
+        self.unmoved.append(matrix)
         return QuantizedLinear(matrix)

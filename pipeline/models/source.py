@@ -30,8 +30,8 @@ class Tensors(Protocol):
         where those are of one kind; the memory is the caller's own. Raises ModelError."""
 
     def again(self) -> TensorReader | None:
-        """The same tensors for whom reads single rows of them, and goes on when these are closed; None where
-        they lie in no file."""
+        """A reader of the same tensors that stays open when this one is closed; None where they lie in no
+        file."""
 
 
 class ModelSource(ABC):

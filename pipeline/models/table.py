@@ -4,6 +4,7 @@ from the checkpoint later, when nobody waits; until then, rows are read as token
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -14,62 +15,53 @@ from pipeline.checkpoint.reader import RawTensor, TensorReader, to_float32
 from pipeline.models.architecture import Part
 from shm.huge import private
 
-READ_NUMBERS = 1 << 21  # read at a time by `move`: between two of them, it can be stopped
+# Read at a time by `move`: so few that torch converts them in the thread that asks, and starts no others.
+READ_NUMBERS = (1 << 15) - 1
 
 
 class Table:
-    """[rows, width] numbers of a tensor of the checkpoint. `bytes`: of the whole."""
+    """[rows, width] numbers of a tensor of the checkpoint, whose file is open until all are in memory."""
 
     def __init__(self, reader: TensorReader, name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
-        """`reader`: this object's own, closed with `close`. `dtype`: of the rows that it gives."""
+        """`reader`: this object's own. `dtype`: of the rows that it gives. Raises ModelError where the tensor
+        is missing or of another shape."""
         self.bytes = shape[0] * shape[1] * dtype.itemsize
         self._part = Part(name, shape, 0, shape[0])
         self._dtype = dtype
-        self._reader: TensorReader | None = reader
-        self._lock = threading.Lock()  # of the reader
+        self._reader = reader
+        weakref.finalize(self, reader.close)
+        reader.rows(self._part, 0, 0)  # opens the file: whoever replaces it later does not change this one
+        self._reading = threading.Lock()  # held by who reads single rows, and to close the file
         self._whole: Tensor | None = None
 
     def __getitem__(self, tokens: Tensor) -> Tensor:
-        """int64 [R]: [R, width]. Raises ModelError where the checkpoint's file changed."""
+        """int64 [R]: [R, width]. Raises ModelError where the checkpoint's file was changed."""
         if self._whole is None:
-            with self._lock:
-                if self._reader is not None:
-                    return self._read(self._reader, tokens.tolist())
-        assert self._whole is not None
+            with self._reading:
+                if self._whole is None:
+                    return self._read(tokens)
         return self._whole[tokens]
 
     def move(self, going: Callable[[], bool]) -> None:
-        """Have it in memory, and the checkpoint's file closed, unless `going` says no meanwhile; for any
-        thread. Raises ModelError."""
+        """Have it in memory and the file closed, unless `going` says no meanwhile; by one thread, while
+        others ask for rows. Raises ModelError, and OSError where there is too little memory."""
         rows, width = self._part.shape
-        reader, step = self._reader, max(1, READ_NUMBERS // width)
-        if reader is None:
-            return
-        memory = private(self.bytes)
-        whole = torch.from_numpy(memory).view(self._dtype).view(rows, width)
+        step = max(1, READ_NUMBERS // width)
+        whole = torch.from_numpy(private(self.bytes)).view(self._dtype).view(rows, width)
         for lo in range(0, rows, step):
             if not going():
                 return
-            raw = reader.rows(self._part, lo, min(lo + step, rows))
-            read = tensor_of(raw)
-            if read.dtype == self._dtype:  # by numpy: torch would start threads of its own for this one
-                memory.view(raw.bits.dtype).reshape(rows, width)[lo : lo + step] = raw.bits
-            else:
-                whole[lo : lo + step] = read
-        self._whole = whole
-        self.close()
+            raw = self._reader.rows(self._part, lo, min(lo + step, rows))
+            whole[lo : lo + step] = tensor_of(raw)
+        with self._reading:
+            self._whole = whole
+            self._reader.close()
 
-    def close(self) -> None:
-        """No rows are read from the checkpoint any more."""
-        with self._lock:
-            if self._reader is not None:
-                self._reader.close()
-                self._reader = None
-
-    def _read(self, reader: TensorReader, tokens: list[int]) -> Tensor:
-        found = [reader.rows(self._part, token, token + 1) for token in tokens]
+    def _read(self, tokens: Tensor) -> Tensor:
+        unique, places = torch.unique(tokens, return_inverse=True)
+        found = [self._reader.rows(self._part, token, token + 1) for token in unique.tolist()]
         bits = np.concatenate([raw.bits for raw in found])
-        return tensor_of(RawTensor(found[0].dtype, bits.shape, bits)).to(self._dtype)
+        return tensor_of(RawTensor(found[0].dtype, bits.shape, bits)).to(self._dtype)[places]
 
 
 def tensor_of(raw: RawTensor) -> Tensor:

@@ -42,13 +42,13 @@ class Weights:
         return self._keep(tensor_of(self._tensors.stacked(wanted)), self._precision.dtype)
 
     def table(self, role: str) -> Tensor | Table:
-        """Rows by number. Where that is how they are used alone, see `Table`; on the host, that is."""
+        """For what is used by row alone: a `Table` of a checkpoint on the host, else a tensor."""
         want, precision = self._wants[role], self._precision
         reader = self._tensors.again() if precision.device.on_host else None
         if reader is None:
             return self.dense(role)
         table = Table(reader, want.name, (want.shape[0], want.shape[1]), precision.dtype)
-        precision.movers.append(table.move)
+        precision.unmoved.append(table)
         self.bytes += table.bytes
         return table
 

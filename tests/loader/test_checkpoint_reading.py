@@ -151,7 +151,7 @@ def test_experts_stay_in_the_page_cache_where_there_is_room_for_all(
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if in_page_cache(weights) > 0.1:
         pytest.skip("this file system has its files nowhere but in memory")
-    monkeypatch.setattr("pipeline.checkpoint.encode.available_memory", lambda: room)
+    monkeypatch.setattr("pipeline.checkpoint.source.available_memory", lambda: room)
     with filled(Checkpoint(large), format_name, []):
         share = in_page_cache(weights)
     assert share > 0.9 if room else share < 0.1

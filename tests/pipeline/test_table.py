@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import threading
@@ -75,9 +76,9 @@ def test_a_move_that_is_ended_leaves_all_as_it_was(tmp_path: Path, monkeypatch: 
     table.move(lambda: next(left))
     assert torch.equal(table[TOKENS], whole[TOKENS])
     assert open_files(tmp_path) == 1
-    table.close()
+    del table
+    gc.collect()
     assert open_files(tmp_path) == 0
-    table.move(lambda: True)  # it is closed: there is nothing to move
 
 
 def test_rows_are_right_while_the_table_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,4 +104,19 @@ def test_a_file_that_was_cut_is_an_error(tmp_path: Path, use: Callable[[Table], 
     os.truncate(tmp_path / "model.safetensors", 2000)
     with pytest.raises(ModelError, match=r"model\.safetensors became shorter while it was read"):
         use(table)
-    table.close()
+
+
+def test_a_file_that_was_replaced_is_read_as_it_was(tmp_path: Path) -> None:
+    whole = checkpoint(tmp_path, torch.bfloat16)
+    table = table_of(tmp_path, torch.bfloat16)
+    (tmp_path / "new").write_bytes(bytes((tmp_path / "model.safetensors").stat().st_size))
+    (tmp_path / "new").replace(tmp_path / "model.safetensors")
+    for _ in range(2):
+        assert torch.equal(table[TOKENS], whole[TOKENS])
+        table.move(lambda: True)
+
+
+def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
+    checkpoint(tmp_path, torch.bfloat16)
+    with pytest.raises(ModelError, match=r"it has the shape \[300, 24\]; config.json says \[24, 300\]"):
+        Table(TensorReader(CheckpointIndex.open(tmp_path)), "it", (WIDTH, ROWS), torch.bfloat16)
