@@ -2,7 +2,9 @@
 
 An expert is cut into pieces (`pieces.py`); each core reads the rows of a piece and encodes them, both
 without the interpreter's lock. What is to be read next has been announced to the kernel, which fetches it
-from the disk into the page cache meanwhile.
+from the disk into the page cache meanwhile. What is encoded it is told to drop: nobody reads it again soon,
+and it would drive out what the engine's start reads next. A virtual machine is also slow to get new pages
+from its host, where those that were dropped just now are at hand.
 
 Memory beyond the store and the page cache: two `down` matrices, or ANNOUNCED_BYTES / 3 of smaller ones, and
 for each core PIECE_BYTES, whatever the model's size. Quantized formats need no `down` matrix as a whole.
@@ -35,15 +37,11 @@ class _Pending(NamedTuple):
 
 
 def encode_experts(
-    reader: TensorReader,
-    parts: ExpertParts,
-    builder: StoreBuilder,
-    progress: Callable[[int], None],
-    forget: bool,
+    reader: TensorReader, parts: ExpertParts, builder: StoreBuilder, progress: Callable[[int], None]
 ) -> None:
     """Fill a store with every expert of a checkpoint. `progress` is given the bytes of the store encoded so
-    far, in this thread; `forget`: have the page cache drop what is encoded. Raises ModelError where a tensor
-    is missing, has another shape or weights that cannot be encoded, or where its file changed."""
+    far, in this thread. Raises ModelError where a tensor is missing, has another shape or weights that
+    cannot be encoded, or where its file changed."""
     layout = builder.layout
     shape = layout.shape
     pending: deque[_Pending] = deque()
@@ -57,9 +55,8 @@ def encode_experts(
             piece.result()
             progress(begin + layout.expert_stride * done // len(oldest.pieces))
         settled.extend(pool.submit(part) for part in builder.settle(oldest.layer, oldest.expert))
-        if forget:
-            for part in oldest.parts:
-                reader.forget(part)
+        for part in oldest.parts:
+            reader.forget(part)
         return oldest.nbytes
 
     cores = len(os.sched_getaffinity(0))

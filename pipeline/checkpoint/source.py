@@ -14,7 +14,6 @@ from pipeline.checkpoint.reader import TensorReader
 from pipeline.checkpoint.tensors import check_tensors
 from pipeline.models.registry import architecture_of, model_spec
 from pipeline.models.source import ModelSource
-from shm.segment import available_memory
 from shm.store import StoreBuilder
 
 
@@ -49,10 +48,7 @@ class Checkpoint(ModelSource):
 
     def fill(self, builder: StoreBuilder, progress: Callable[[int], None]) -> int:
         with TensorReader(self._index) as reader:
-            # Where the page cache cannot hold all of the checkpoint, its experts would drive out each other,
-            # and what the engine's start reads next.
-            total = sum(entry.nbytes for entry in self._index.tensors.values())
-            encode_experts(reader, self._parts, builder, progress, forget=total > available_memory())
+            encode_experts(reader, self._parts, builder, progress)
         return reader.bytes_read
 
     def _parts(self, layer: int, expert: int) -> Parts:
