@@ -31,20 +31,26 @@ class LoadingBar:
 
     _bar: Bar | None = None
     _tasks: dict[str, TaskID] = field(default_factory=dict)
-    _began: float = field(default_factory=time.monotonic)
+    _stage: str = ""
+    _began: float = 0.0  # when the stage was first heard of,
+    _first: int = 0  # and the bytes that were done by then
     _said: float = field(default_factory=time.monotonic)
 
     def update(self, progress: Progress) -> None:
         if sys.stderr.isatty():
             self._draw(progress)
-        elif (now := time.monotonic()) - self._said >= PLAIN_INTERVAL:
+            return
+        now = time.monotonic()
+        if progress.stage != self._stage:
+            self._stage, self._began, self._first = progress.stage, now, progress.done
+        if now - self._said >= PLAIN_INTERVAL:
             self._said = now
-            rate = progress.done / max(now - self._began, 1e-3)
-            left = (progress.total - progress.done) / rate if rate else 0.0
-            log.info(
-                f"store: {progress.stage}, {progress.done / 1e6:.0f} of {progress.total / 1e6:.0f} MB, "
-                f"{rate / 1e6:.0f} MB/s, {left:.0f} s left"
-            )
+            rate = (progress.done - self._first) / max(now - self._began, 1e-3)
+            line = f"store: {progress.stage}, {progress.done / 1e6:.0f} of {progress.total / 1e6:.0f} MB"
+            if rate:
+                left = (progress.total - progress.done) / rate
+                line += f", {rate / 1e6:.0f} MB/s, {left:.0f} s left"
+            log.info(line)
 
     def close(self) -> None:
         if self._bar is not None:

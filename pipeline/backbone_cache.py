@@ -9,6 +9,7 @@ anew, and nothing here ever fails a start.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -58,8 +59,9 @@ class BackboneCache:
         offset, _, checksum = found
         # Read before it is mapped: what a disk cannot give is an error here, and kills who uses a mapping.
         if _checksum(self._descriptor, offset, nbytes) != checksum:
-            log.warning(f"{self._path} is damaged: it is made again at the next start")
-            self._path.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # by which it was said already
+                self._path.unlink()
+                log.warning(f"{self._path} is damaged: it is made again at the next start")
             return None
         try:
             return map_file(self._descriptor, offset, nbytes)

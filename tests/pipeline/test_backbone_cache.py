@@ -64,11 +64,12 @@ def test_what_was_kept_is_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["first", "index", "length", "short", "empty"])
-def test_a_damaged_file_is_made_again(tmp_path: Path, place: str) -> None:
+def test_a_damaged_file_is_made_again(tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture) -> None:
     path = kept(tmp_path)
     data = bytearray(path.read_bytes())
     if place == "first":
         data[17] ^= 1
+        data[5100] ^= 1
     elif place == "index":
         data[-20] ^= 0xFF
     elif place == "length":
@@ -76,7 +77,10 @@ def test_a_damaged_file_is_made_again(tmp_path: Path, place: str) -> None:
     path.write_bytes(data[: {"short": 5100, "empty": 0}.get(place, len(data))])
     found = BackboneCache(tmp_path, FINGERPRINT)
     assert found.take("a", 5000) is None
+    if place == "first":
+        assert found.take("b", 300) is None
     assert not path.exists()
+    assert len(caplog.records) == 1
     found.finish()
     assert kept(tmp_path).exists()
 
