@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from launch.supervisor import Supervisor
-from pipeline.accounting import difference
 from pipeline.config import EngineConfig
+from pipeline.counters import difference
 from protocol.client import Client
 
 PROMPT = 64  # tokens that are prefilled

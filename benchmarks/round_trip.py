@@ -20,9 +20,9 @@ import numpy as np
 from launch.children import spawn
 from launch.control import Control
 from launch.cores import Cores
-from pipeline.peers import Deaths, PeerSocket
-from pipeline.runs import Workers, empty_run
-from pipeline.worker_pool import WorkerPool
+from pipeline.experts.peers import Deaths, PeerSocket
+from pipeline.experts.runs import Workers, empty_run
+from pipeline.experts.worker_pool import WorkerPool
 from protocol.messages import Shutdown
 from protocol.sockets import Identity, ipc_endpoint
 from shm.control import ControlSegment

@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.table import Table
 
 from launch.supervisor import Supervisor
-from pipeline.accounting import difference
 from pipeline.assets import heldout
 from pipeline.config import EngineConfig
+from pipeline.counters import difference
 from protocol.client import Client
 
 LINK, HOST = 32.0, 6.5  # of a block on the device

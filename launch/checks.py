@@ -12,16 +12,16 @@ from pathlib import Path
 
 from launch.errors import WrongUsage
 from pipeline.assets import model_dir
+from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig
 from pipeline.errors import PipelineError
-from pipeline.generation_defaults import sampling_defaults
-from pipeline.memory_plan import AUTOMATIC
-from pipeline.models.open import open_model
+from pipeline.memory.plan import AUTOMATIC
 from pipeline.models.registry import expert_shape
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Policy, PolicyRequest
-from pipeline.tokenizer import eos_ids
+from pipeline.text.generation_defaults import sampling_defaults
+from pipeline.text.tokenizer import eos_ids
 from protocol.codec import encode
 from protocol.errors import MalformedMessage, ProtocolError
 from protocol.keys import (

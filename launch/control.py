@@ -11,7 +11,7 @@ from typing import cast
 import zmq
 import zmq.asyncio
 
-from pipeline.budget import SparseLog
+from pipeline.rate_limit import SparseLog
 from protocol.checks import DEFAULT
 from protocol.codec import decode, encode
 from protocol.errors import MalformedMessage

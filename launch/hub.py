@@ -144,7 +144,7 @@ def _matches(file: str, pattern: str) -> bool:
 
 def _flaw(folder: Path) -> str:
     """Why a folder of the cache holds no whole checkpoint; "" where it does."""
-    from pipeline.models.open import open_model
+    from pipeline.checkpoint.open import open_model
 
     try:
         open_model(folder)
@@ -155,7 +155,7 @@ def _flaw(folder: Path) -> str:
 
 def _has_text(folder: Path) -> bool:
     """Whether a tokenizer is there: other programs may have wanted the weights alone."""
-    from pipeline.tokenizer import TOKENIZER_FILES
+    from pipeline.text.tokenizer import TOKENIZER_FILES
 
     return any((folder / file).exists() for file in TOKENIZER_FILES)
 

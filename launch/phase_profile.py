@@ -1,7 +1,7 @@
 """What the counters of a phase say to a person: where its time went and what it waited for, what was moved
 and why, how often an expert was where it was needed, and what an approximation left out.
 
-The counters are those of `pipeline/accounting.py`: of a request (Done's stats), or of everything since the
+The counters are those of `pipeline/counters.py`: of a request (Done's stats), or of everything since the
 engine began. Shares are of the time of the phase's steps.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-from pipeline.accounting import fidelity
+from pipeline.counters import fidelity
 
 # What a step spends its time on, and the parts of accounting that it is made of.
 CAUSES: dict[str, tuple[str, ...]] = {

@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch.machine import usable_device
+from pipeline.checkpoint.model_source import ModelSource
+from pipeline.checkpoint.open import open_model
 from pipeline.config import DEFAULT_CACHE, KV_CONTEXTS, EngineConfig, FormatName
 from pipeline.errors import ModelError, UsageError
-from pipeline.memory_needs import Needs, needs
-from pipeline.memory_plan import AUTOMATIC, GOOD_CONTEXT, Machine, Plan, Pool, choose, smallest
-from pipeline.models.open import open_model
-from pipeline.models.source import ModelSource
+from pipeline.memory.limits import choose_context
+from pipeline.memory.needs import Needs, needs
+from pipeline.memory.plan import AUTOMATIC, GOOD_CONTEXT, Machine, Plan, Pool, choose, smallest
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Policy, PolicyRequest
-from pipeline.room import choose_context
 from shm.segment import SHM_FOLDER, available_memory, free_shm_bytes, gigabytes
 
 OPTIONS = {

@@ -16,7 +16,7 @@ from launch.interrupts import Interrupts
 from launch.options import Options
 from launch.output import print_json, show
 from launch.patience import patient
-from pipeline.accounting import difference, fidelity
+from pipeline.counters import difference, fidelity
 from protocol.client import Client
 from protocol.messages import F32Matrix, Score
 

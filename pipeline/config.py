@@ -17,7 +17,7 @@ BackboneDType = Literal["f32", "bf16", "int8", "int4"]
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything a person can ask of one engine. What is None is chosen, by pipeline/memory_plan.py where it
+    """Everything a person can ask of one engine. What is None is chosen, by pipeline/memory/plan.py where it
     depends on what fits."""
 
     model: Path | None = None  # a folder, or the path `shape:NAME/LAYERS`; None: the embedded model

@@ -19,14 +19,14 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from pipeline.assembly import Assembly
-from pipeline.briefed import Briefed
-from pipeline.client_sockets import Listening
-from pipeline.clients import Clients, for_others
-from pipeline.engine_thread import EngineThread
+from pipeline.coordinator_config import Briefed
 from pipeline.errors import NumberInUse, UsageError
-from pipeline.peers import Deaths
+from pipeline.experts.peers import Deaths
 from pipeline.policies.view import PolicyRequest
+from pipeline.serving.assembly import Assembly
+from pipeline.serving.client_sockets import Listening
+from pipeline.serving.clients import Clients, for_others
+from pipeline.serving.engine_thread import EngineThread
 from protocol.codec import decode, encode
 from protocol.connection import HEARTBEAT_SECONDS
 from protocol.errors import MalformedMessage, ProtocolError

@@ -28,10 +28,10 @@ from typing import Any, TypeVar
 
 import zmq
 
+from pipeline.checkpoint.open import open_model
 from pipeline.errors import UsageError
-from pipeline.models.open import open_model
 from pipeline.models.registry import expert_shape
-from pipeline.tokenizer import Tokenizer
+from pipeline.text.tokenizer import Tokenizer
 from protocol.codec import decode, encode
 from protocol.messages import VERSION, Failed, Progress, Ready, Shutdown
 from protocol.sockets import connect_dealer, ipc_endpoint

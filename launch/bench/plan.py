@@ -9,8 +9,8 @@ from launch.bench.plot import check_picture
 from launch.errors import WrongUsage
 from launch.options import Options
 from pipeline.assets import model_dir
+from pipeline.checkpoint.open import open_model
 from pipeline.config import DEFAULT_CONTEXT, KV_CONTEXTS
-from pipeline.models.open import open_model
 from pipeline.models.registry import model_spec
 from pipeline.policies.presets import PRESETS, make_policy
 from pipeline.policies.random_plan import RandomPlan

@@ -23,17 +23,17 @@ from launch.interrupts import Interrupts
 from launch.options import Options
 from launch.output import print_json, show
 from launch.runtime import cache_root
+from pipeline.calibration.cost_cache import measured_here
 from pipeline.calibration.file import NAME, load
 from pipeline.config import DEFAULT_CACHE
-from pipeline.cost_cache import measured_here
 from pipeline.errors import CalibrationError, PlanError, PolicyError, TraceError
+from pipeline.memory.limits import cache_tiles
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from pipeline.replay.machine import Replay
 from pipeline.replay.overview import look_over
-from pipeline.room import cache_tiles
 from pipeline.traces.header import Header
 from pipeline.traces.reader import Trace
 

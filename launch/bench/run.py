@@ -19,7 +19,7 @@ from typing import Any
 from launch.bench.prompts import Prompt
 from launch.errors import AnswerLost, Disturbed, WrongUsage
 from launch.phase_profile import Tree
-from pipeline.accounting import difference
+from pipeline.counters import difference
 from protocol.answer import Answer
 from protocol.client import Client
 from protocol.messages import Done

@@ -22,7 +22,7 @@ from launch.runtime import cache_root
 from pipeline.assets import model_dir
 from pipeline.calibration.file import calibration_path, read
 from pipeline.calibration.summary import summary
-from pipeline.models.open import open_model
+from pipeline.checkpoint.open import open_model
 from pipeline.policies.calibration import Calibration
 from protocol.messages import Calibrate
 

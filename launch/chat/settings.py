@@ -13,7 +13,7 @@ from launch.errors import WrongUsage
 from launch.grammar import nearest
 from launch.values import above, at_least, between
 from pipeline.errors import RequestError
-from pipeline.sampler import validate
+from pipeline.text.sampler import validate
 from protocol.messages import Sampling
 
 RANDOM_ONLY = ("top_k", "top_p", "min_p", "seed")  # without effect on a greedy answer

@@ -38,7 +38,7 @@ from launch.interrupts import Interrupts
 from launch.options import Options
 from launch.output import print_json, show
 from launch.runtime import cache_root
-from pipeline.cost_cache import measured_here
+from pipeline.calibration.cost_cache import measured_here
 from pipeline.errors import PipelineError
 from shm import cgroup
 from shm.kernel_files import contents

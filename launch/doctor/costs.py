@@ -9,7 +9,7 @@ from typing import Any
 
 from launch.doctor.finding import Finding
 from pipeline.assets import model_dir
-from pipeline.cost_cache import FOLDER, Record, measured_here
+from pipeline.calibration.cost_cache import FOLDER, Record, measured_here
 from pipeline.models.shapes import short_name
 
 TOPIC = "costs"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from launch.doctor.finding import Finding, chosen
-from pipeline.memory_plan import FREE_BYTES
+from pipeline.memory.plan import FREE_BYTES
 from shm.kernel_files import contents
 from shm.segment import gigabytes
 

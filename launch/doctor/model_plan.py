@@ -26,11 +26,11 @@ from launch.options import Options
 from launch.output import print_json, show
 from launch.plan import OPTIONS, Situation, every_format, formats, reasons, refusal, situation
 from launch.runtime import cache_root
-from pipeline.memory_needs import Needs
-from pipeline.memory_plan import AUTOMATIC, Plan
-from pipeline.models.open import open_model
+from pipeline.checkpoint.model_source import ModelSource
+from pipeline.checkpoint.open import open_model
+from pipeline.memory.needs import Needs
+from pipeline.memory.plan import AUTOMATIC, Plan
 from pipeline.models.registry import expert_shape, model_spec
-from pipeline.models.source import ModelSource
 from pipeline.models.spec import ModelSpec
 from shm import cgroup
 from shm.layout import format_named

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 
 from pipeline.assets import model_dir
-from pipeline.memory_plan import AUTOMATIC
+from pipeline.memory.plan import AUTOMATIC
 from pipeline.models.config_keys import Config
 from pipeline.models.registry import expert_shape, model_spec
 from pipeline.models.shapes import SHAPES

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.observing import Seen
+from pipeline.engine.observer import Seen
 from pipeline.policies.view import FloatArray, IntArray, ModelShape, Phase, Routing
 
 Counts = NDArray[np.int64]

@@ -26,8 +26,8 @@ from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
 from pipeline.calibration.summary import describe
+from pipeline.checkpoint.model_source import ModelSource
 from pipeline.errors import CalibrationError
-from pipeline.models.source import ModelSource
 from pipeline.policies.calibration import Calibration
 
 NAME, READABLE = "calibration.safetensors", "calibration.txt"

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from pipeline.backbone.batch import Slice
+from pipeline.backbone.kv_cache import KVCache, SequenceKV
+from pipeline.backbone.step_input import Piece
 from pipeline.calibration.windows import Window
-from pipeline.engine import Engine
-from pipeline.kv_cache import KVCache, SequenceKV
-from pipeline.logits import log_softmax
-from pipeline.models.batch import Slice
-from pipeline.pieces import Piece
+from pipeline.engine.engine import Engine
+from pipeline.text.logits import log_softmax
 
 Passed = Callable[[int], None]  # so many more tokens were read; what it raises ends the reading
 

@@ -19,17 +19,17 @@ from functools import partial
 import numpy as np
 import torch
 
-from pipeline.accounting import Accounting
+from pipeline.backbone.kv_cache import KVCache
 from pipeline.calibration.collector import Checker, Learner, Needs
 from pipeline.calibration.first_gate import train_first_gate
 from pipeline.calibration.lanes import lanes
 from pipeline.calibration.sensitivity import sensitivities
 from pipeline.calibration.threshold import largest_threshold, perturbations
 from pipeline.calibration.windows import LANES, Division, Window
-from pipeline.engine import Engine
+from pipeline.counters import Accounting
+from pipeline.engine.engine import Engine
+from pipeline.engine.observer import Observer
 from pipeline.errors import RequestError, UsageError
-from pipeline.kv_cache import KVCache
-from pipeline.observing import Observer
 from pipeline.policies.calibration import Calibration, Floats
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest

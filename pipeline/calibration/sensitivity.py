@@ -28,11 +28,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from pipeline.backbone.backbone import Backbone
+from pipeline.backbone.batch import Batch, Slice
+from pipeline.backbone.kv_cache import UnkeptKV
 from pipeline.device.base import Device
 from pipeline.errors import UsageError
-from pipeline.kv_cache import UnkeptKV
-from pipeline.models.backbone import Backbone
-from pipeline.models.batch import Batch, Slice
 from pipeline.policies.view import Routing
 from shm.store import Store
 from workers.kernels.reference import tile_numbers

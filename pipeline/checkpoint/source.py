@@ -9,11 +9,11 @@ import numpy as np
 
 from pipeline.checkpoint.encode import encode_experts
 from pipeline.checkpoint.index import CheckpointIndex, fingerprint
+from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.pieces import SAME_BITS, Parts
 from pipeline.checkpoint.reader import TensorReader
 from pipeline.checkpoint.tensors import check_tensors
 from pipeline.models.registry import architecture_of, model_spec
-from pipeline.models.source import ModelSource
 from shm.store import StoreBuilder
 
 

@@ -1,6 +1,6 @@
 """The expert cache and its link in a replay: what is resident, what is under way, and when a tile lands.
 
-The same rules as `pipeline/tile_mover.py`, on a clock of its own. The link moves one tile at a time and
+The same rules as `experts/tile_mover.py`, on a clock of its own. The link moves one tile at a time and
 always finishes it; of what waits, what is demanded comes first, then what is predicted, then what is placed,
 each in the order in which it was asked for. Slots are not counted: there are always enough to stream through.
 """

@@ -1,6 +1,6 @@
 """One policy's way through a trace, on the clock of a cost model.
 
-It asks the policy what `pipeline/engine.py` asks, in the same order, and executes the answers on three
+It asks the policy what `pipeline/engine/engine.py` asks, in the same order, and executes the answers on three
 resources that work at the same time:
 
 - the device: of each layer what is not its routed experts (`other`), then its resident tiles, then those it
@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from pipeline.errors import PlanError, TraceError
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
+from pipeline.policies.prefetch_meter import PrefetchMeter
 from pipeline.policies.view import Ahead, FloatArray, IntArray, Phase, Plan, Policy, Routing, Signals, View
-from pipeline.prefetch_meter import PrefetchMeter
 from pipeline.replay.cache import SimulatedCache
 from pipeline.replay.outcome import Outcome, PhaseOutcome
 from pipeline.replay.recorded_router import RecordedRouter

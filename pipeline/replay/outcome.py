@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.accounting import Fidelity
+from pipeline.counters import Fidelity
 
 Moved = Literal["demanded", "predicted", "useful", "late", "wasted", "placed"]
 MOVED: tuple[Moved, ...] = ("demanded", "predicted", "useful", "late", "wasted", "placed")

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pipeline.engine.observer import Seen
 from pipeline.errors import TraceError
-from pipeline.observing import Seen
 from pipeline.policies.view import Phase, Routing
 from pipeline.traces.header import Header
 from pipeline.traces.reader import Trace
 from pipeline.traces.steps import LayerTrace, TracedStep, encode_step, halves
 
 if TYPE_CHECKING:
-    from pipeline.briefed import Briefed
-    from pipeline.engine import Engine
-    from pipeline.models.source import ModelSource
+    from pipeline.checkpoint.model_source import ModelSource
+    from pipeline.coordinator_config import Briefed
+    from pipeline.engine.engine import Engine
 
 log = logging.getLogger(__name__)
 

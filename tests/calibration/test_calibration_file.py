@@ -18,8 +18,8 @@ from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
 from pipeline.calibration.file import NAME, calibration_path, load, read, save
+from pipeline.checkpoint.open import open_model
 from pipeline.errors import CalibrationError
-from pipeline.models.open import open_model
 from pipeline.policies.calibration import Calibration
 
 SMALL = Calibration(

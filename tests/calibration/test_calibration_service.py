@@ -14,8 +14,8 @@ import pytest_asyncio
 
 from launch.runtime import cache_root
 from pipeline.calibration.file import calibration_path, load
+from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig
-from pipeline.models.open import open_model
 from protocol.client import Client
 from protocol.errors import RequestFailed
 from protocol.messages import Calibrating

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.calibration.collector import Checker, Learner, Needs
-from pipeline.observing import Observer, Seen
+from pipeline.engine.observer import Observer, Seen
 from pipeline.policies.view import FloatArray, Gated, ModelShape, Phase, Routing, Signals
 
 HIDDEN = 5

@@ -15,14 +15,14 @@ from families import Case, build, drawn_texts, save
 from in_process import TorchDevice
 from torch.nn import functional
 
+from pipeline.backbone.backbone import Backbone
+from pipeline.backbone.linear import Precision
 from pipeline.calibration.sensitivity import sensitivities
 from pipeline.checkpoint.source import Checkpoint
 from pipeline.device import open_device
 from pipeline.device.base import Device
 from pipeline.device.cpu import CpuDevice
 from pipeline.errors import UsageError
-from pipeline.models.backbone import Backbone
-from pipeline.models.linear import Precision
 from pipeline.models.registry import expert_shape, model_spec
 from shm.layout import format_named
 from shm.manifest import StoreManifest

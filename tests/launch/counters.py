@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.accounting import PARTS, Accounting
+from pipeline.counters import PARTS, Accounting
 
 TILE = 1_000_000  # bytes
 LAYERS = 3

@@ -27,9 +27,9 @@ from launch.runtime import cache_root
 from pipeline.assets import heldout, model_dir
 from pipeline.calibration.file import calibration_path, load
 from pipeline.calibration.windows import Division, Window
-from pipeline.models.open import open_model
+from pipeline.checkpoint.open import open_model
 from pipeline.policies.calibration import Calibration
-from pipeline.tokenizer import Tokenizer
+from pipeline.text.tokenizer import Tokenizer
 
 CHARACTERS = 5500  # of held-out text: about 1600 tokens
 FIGURES = ["accuracy.png", "activations.png", "sensitivity.png", "similarity.png"]

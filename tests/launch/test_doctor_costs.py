@@ -15,7 +15,7 @@ from launch.doctor import costs
 from launch.doctor.report import rendered
 from launch.runtime import cache_root
 from pipeline.assets import model_dir
-from pipeline.cost_cache import Record, Setting, keep, processor
+from pipeline.calibration.cost_cache import Record, Setting, keep, processor
 from pipeline.policies.costs import Costs
 
 # Of an expert of 4 tiles: host 4 ms, device 0.4 ms, moving it 8 ms.

@@ -11,7 +11,7 @@ import pytest
 from launch.checks import check_engine
 from pipeline.config import EngineConfig
 from pipeline.errors import ModelError
-from pipeline.tokenizer import Tokenizer
+from pipeline.text.tokenizer import Tokenizer
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 from counters import SECONDS, TILE, decode
 
 from launch.phase_profile import CAUSES, PhaseProfile, added
-from pipeline.accounting import PARTS
+from pipeline.counters import PARTS
 
 
 def test_every_part_of_a_step_has_one_cause() -> None:

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from launch.cli import main
 from launch.options import SIZES, parse
 from launch.plan import Situation, every_format, formats, make_plan, reasons, refusal, situation, told
+from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig, SettledConfig
 from pipeline.errors import ModelError, UsageError
-from pipeline.memory_plan import AUTOMATIC, Machine
-from pipeline.models.open import open_model
+from pipeline.memory.plan import AUTOMATIC, Machine
 
 GB = 10**9
 HUGE = "shape:qwen3-235b-a22b"  # with --format f32 it fits no machine that tests run on

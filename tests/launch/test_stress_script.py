@@ -14,7 +14,7 @@ from launch.cli import main
 from launch.errors import WrongUsage
 from launch.stress.script import Entry, read_script
 from pipeline.assets import model_dir
-from pipeline.tokenizer import Tokenizer
+from pipeline.text.tokenizer import Tokenizer
 from protocol.messages import ChatMessage
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from loader_harness import Supervisor, exists
 
+from pipeline.checkpoint.open import open_model
 from pipeline.errors import ModelError
-from pipeline.models.open import open_model
 from pipeline.models.registry import expert_shape
 from pipeline.models.shapes import SHAPES, shape_config, short_name
 from shm.layout import FORMATS, format_named

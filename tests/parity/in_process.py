@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from pipeline.backbone.backbone import Backbone
+from pipeline.backbone.batch import Slice
+from pipeline.backbone.kv_cache import KVCache
+from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.source import Checkpoint
 from pipeline.device.cpu import CpuDevice
-from pipeline.kv_cache import KVCache
-from pipeline.models.backbone import Backbone
-from pipeline.models.batch import Slice
-from pipeline.models.linear import Precision
 from pipeline.models.registry import architecture_of, model_spec
 
 CPU = torch.device("cpu")

@@ -14,8 +14,8 @@ from typing import Any
 import zmq.asyncio
 from raw_client import RawClient
 
-from pipeline.client_sockets import Listening
-from pipeline.clients import Clients
+from pipeline.serving.client_sockets import Listening
+from pipeline.serving.clients import Clients
 from protocol.client import Client
 from protocol.keys import Address, ClientKeys, new_keys
 from protocol.messages import (

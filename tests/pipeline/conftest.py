@@ -13,7 +13,7 @@ from pool_scene import Scene
 
 from launch.supervisor import Supervisor
 from pipeline.config import EngineConfig
-from pipeline.peers import Deaths
+from pipeline.experts.peers import Deaths
 from protocol.client import Client
 
 # Tiles of 32 channels: 3 an expert, 24 in all. Four sequences of the whole context (256) fill the KV cache.

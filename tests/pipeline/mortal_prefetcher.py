@@ -11,8 +11,8 @@ from pathlib import Path
 from moving_parts import LIMIT, Parts, control_segment, peer_of, peer_socket
 
 from pipeline.device import open_device
-from pipeline.fetch_link import FetchLink
-from pipeline.peers import Deaths, PeerSocket
+from pipeline.experts.fetch_link import FetchLink
+from pipeline.experts.peers import Deaths, PeerSocket
 from protocol.messages import CancelFetch, Shutdown, WorkerDied
 from shm.layout import Bytes
 from shm.store import Store

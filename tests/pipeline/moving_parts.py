@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.device import Device, SlabMemory, open_device
-from pipeline.expert_cache import ExpertCache
-from pipeline.fetch_link import FetchLink
-from pipeline.peers import Deaths, PeerSocket
-from pipeline.tile_mover import TileMover
+from pipeline.experts.expert_cache import ExpertCache
+from pipeline.experts.fetch_link import FetchLink
+from pipeline.experts.peers import Deaths, PeerSocket
+from pipeline.experts.tile_mover import TileMover
 from protocol.messages import Shutdown
 from protocol.sockets import Identity
 from shm.control import ControlSegment

@@ -11,9 +11,9 @@ import numpy as np
 from moving_parts import peer_of
 from peer_words import LIMIT, PRINT
 
-from pipeline.peers import Deaths, PeerSocket
-from pipeline.runs import Run, Workers
-from pipeline.worker_pool import Ticket, WorkerPool
+from pipeline.experts.peers import Deaths, PeerSocket
+from pipeline.experts.runs import Run, Workers
+from pipeline.experts.worker_pool import Ticket, WorkerPool
 from protocol.messages import Partial, Work, WorkerDied, WorkerUp
 from shm.control import ControlSegment
 from workers.peer import Peer

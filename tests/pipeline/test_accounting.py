@@ -17,7 +17,7 @@ import torch
 from oracle import Oracle
 
 from launch.supervisor import Supervisor
-from pipeline.accounting import Accounting, StepClock, difference
+from pipeline.counters import Accounting, StepClock, difference
 from protocol.client import Client
 from protocol.sockets import ipc_endpoint, runtime_root
 

@@ -13,12 +13,12 @@ from moving_parts import attached_again
 from thread_engine import engine_in_threads
 from torch import Tensor
 
-from pipeline.engine import Engine
+from pipeline.backbone.batch import Slice
+from pipeline.backbone.kv_cache import KVCache
+from pipeline.backbone.step_input import Piece
+from pipeline.engine.engine import Engine
+from pipeline.engine.observer import Seen
 from pipeline.errors import RunFailed
-from pipeline.kv_cache import KVCache
-from pipeline.models.batch import Slice
-from pipeline.observing import Seen
-from pipeline.pieces import Piece
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import (
     Ahead,

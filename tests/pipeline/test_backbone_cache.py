@@ -11,7 +11,7 @@ import pytest
 
 from launch.runtime import cache_root
 from launch.supervisor import Supervisor
-from pipeline.backbone_cache import NAME, UNFINISHED, BackboneCache
+from pipeline.backbone.disk_cache import NAME, UNFINISHED, BackboneCache
 from pipeline.config import EngineConfig
 from protocol.client import Client
 from protocol.sockets import Identity

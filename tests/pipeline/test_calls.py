@@ -7,7 +7,7 @@ import threading
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.calls import LIMIT, Calls
+from pipeline.serving.engine_inbox import LIMIT, Calls
 
 
 def drained(calls: Calls[list[str]]) -> list[str]:

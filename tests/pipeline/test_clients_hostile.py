@@ -18,9 +18,9 @@ import zmq.asyncio
 from client_service import CLIENT, WELCOME, Service, eventually, raw, service, works
 from raw_client import RawClient
 
-from pipeline.client_sockets import LARGEST, STRANGERS_ANSWERED
-from pipeline.clients import REFUSED_LIMIT, SHUT_OUT_MOST, Clients
-from pipeline.outbox import LONGEST_ERROR
+from pipeline.serving.client_sockets import LARGEST, STRANGERS_ANSWERED
+from pipeline.serving.clients import REFUSED_LIMIT, SHUT_OUT_MOST, Clients
+from pipeline.serving.outbox import LONGEST_ERROR
 from protocol.checks import DEFAULT
 from protocol.client import Client
 from protocol.codec import decode, encode
@@ -75,7 +75,7 @@ async def test_a_client_that_floods_with_garbage_is_cut_off(
 
 
 async def test_a_client_that_was_cut_off_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.clients.SHUT_OUT_SECONDS", 0.3)
+    monkeypatch.setattr("pipeline.serving.clients.SHUT_OUT_SECONDS", 0.3)
     async with service() as running, raw(running.local) as hostile:
         await pour(hostile, [b""], 50)
         await eventually(lambda: count(running, "cut_off") == 1)
@@ -192,7 +192,7 @@ async def test_a_thousand_connections_that_say_hello_and_vanish() -> None:
 
 
 async def test_more_clients_than_there_may_be_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.clients.MOST_CLIENTS", 3)
+    monkeypatch.setattr("pipeline.serving.clients.MOST_CLIENTS", 3)
     async with service(tcp=True) as running, contextlib.AsyncExitStack() as stack:
         for _ in range(3):
             last = await stack.enter_async_context(raw(running.tcp, keys=CLIENT))
@@ -267,7 +267,7 @@ BIG = random.Random(1).randbytes(4 << 20)
 
 async def test_all_queues_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who takes nothing and asks on is cut off before the engine's memory is full; the largest goes first."""
-    monkeypatch.setattr("pipeline.clients.QUEUED_BYTES", 4 << 20)
+    monkeypatch.setattr("pipeline.serving.clients.QUEUED_BYTES", 4 << 20)
     async with service() as running, raw(running.local) as deaf, Client.connect(running.local) as other:
         for i in range(3000):
             await deaf.send(Stats(i))

@@ -14,9 +14,9 @@ import zmq
 import zmq.asyncio
 from client_service import CLIENT, ENGINE, WELCOME, eventually, free_endpoint, raw, service, works
 
-from pipeline.client_sockets import Listening
-from pipeline.clients import Clients
 from pipeline.config import EngineConfig
+from pipeline.serving.client_sockets import Listening
+from pipeline.serving.clients import Clients
 from protocol.client import Client
 from protocol.codec import encode
 from protocol.errors import EngineGone, ProtocolError

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_models import GOOD
 
-from pipeline.conversations import Conversations, common_prefix
-from pipeline.kv_cache import KVCache, SequenceKV
+from pipeline.backbone.kv_cache import KVCache, SequenceKV
 from pipeline.models.registry import model_spec
+from pipeline.scheduling.prefix_cache import Conversations, common_prefix
 
 BUDGET = 100
 ids = st.lists(st.integers(0, 2), max_size=12)

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from thread_engine import CONTEXT, engine_in_threads
 
-from pipeline import cost_cache, cost_probe
-from pipeline.briefed import Briefed
+from pipeline.calibration import cost_cache, cost_probe
+from pipeline.calibration.cost_cache import FOLDER, Record, Setting, find, keep, measured_here
+from pipeline.calibration.cost_probe import costs_for
 from pipeline.config import SettledConfig
-from pipeline.cost_cache import FOLDER, Record, Setting, find, keep, measured_here
-from pipeline.cost_probe import costs_for
+from pipeline.coordinator_config import Briefed
 from pipeline.errors import PolicyError
+from pipeline.experts.runs import Workers
 from pipeline.policies.costs import Costs
-from pipeline.runs import Workers
 
 COSTS = Costs((1, 4), (1e-3, 2e-3), (1e-4, 2e-4), 5e-3, 1e-4, (1e-3, 1e-3))
 CPU, CORES = cost_cache.processor()

@@ -12,8 +12,8 @@ from mortal_prefetcher import Lives, mortal_parts
 from moving_parts import Parts
 from thread_engine import engine_in_threads
 
-from pipeline.cost_probe import ROWS, measure_costs
-from pipeline.engine import Engine
+from pipeline.calibration.cost_probe import ROWS, measure_costs
+from pipeline.engine.engine import Engine
 from pipeline.errors import PolicyError
 from pipeline.policies.view import Target
 from shm.store import Store
@@ -26,7 +26,7 @@ def test_measured_costs(tiny_model, tmp_path, monkeypatch) -> None:
         memory.mover.settle()
         slots = {key: list(memory.mover.cache.slots_of(*key)) for key in ((0, 1), (1, 0))}
         costs = measure_costs(engine)
-        monkeypatch.setattr("pipeline.cost_probe.BUDGET", 0.1)
+        monkeypatch.setattr("pipeline.calibration.cost_probe.BUDGET", 0.1)
         assert min(measure_costs(engine, context=10).other) > 0  # shorter than the grid's largest chunk
         memory.mover.settle()
         assert {key: memory.mover.cache.slots_of(*key) for key in slots} == slots
@@ -45,7 +45,7 @@ def test_measured_costs(tiny_model, tmp_path, monkeypatch) -> None:
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 def test_a_prefetcher_that_dies_meanwhile(tiny_model, tmp_path, monkeypatch) -> None:
     """A link that brings nothing would be a quick one."""
-    monkeypatch.setattr("pipeline.cost_probe.BUDGET", 0.1)
+    monkeypatch.setattr("pipeline.calibration.cost_probe.BUDGET", 0.1)
     known: list[Lives] = []
 
     @contextmanager

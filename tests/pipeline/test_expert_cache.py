@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pipeline.errors import PlanError
-from pipeline.expert_cache import ExpertCache
+from pipeline.experts.expert_cache import ExpertCache
 from pipeline.policies.view import Target
 
 LAYERS, EXPERTS, TILES = 2, 3, 4

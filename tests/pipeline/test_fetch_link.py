@@ -9,7 +9,7 @@ import pytest
 from moving_parts import control_segment, peer_socket
 from peer_words import LIMIT, PRINT, death, received
 
-from pipeline.fetch_link import PLACED, FetchLink
+from pipeline.experts.fetch_link import PLACED, FetchLink
 from protocol.messages import AttachSlab, CancelFetch, Fetch, Fetched, Hung, SlabAttached, WorkerUp
 
 SLAB = AttachSlab("shm", b"/x", 0, 1, 1)
@@ -119,8 +119,8 @@ def test_a_prefetcher_that_dies_before_it_has_mapped_the_slab(scene) -> None:
 
 
 def test_a_prefetcher_that_makes_no_progress_is_reported_once(scene, monkeypatch) -> None:
-    monkeypatch.setattr("pipeline.fetch_link.STALL_LIMIT", 0.3)
-    monkeypatch.setattr("pipeline.fetch_link.ATTACH_LIMIT", 0.6)
+    monkeypatch.setattr("pipeline.experts.fetch_link.STALL_LIMIT", 0.3)
+    monkeypatch.setattr("pipeline.experts.fetch_link.ATTACH_LIMIT", 0.6)
 
     def watch(seconds: float, ticking: bool = False) -> None:
         end = time.monotonic() + seconds
@@ -156,7 +156,7 @@ def test_a_prefetcher_that_makes_no_progress_is_reported_once(scene, monkeypatch
 
 def test_a_successor_is_not_blamed_for_the_life_before_it(scene, monkeypatch) -> None:
     """Of an engine that has nothing to wait for, so that it only looks now and then."""
-    monkeypatch.setattr("pipeline.fetch_link.ATTACH_LIMIT", 0.4)
+    monkeypatch.setattr("pipeline.experts.fetch_link.ATTACH_LIMIT", 0.4)
 
     def look_until(count: int) -> None:
         end = time.monotonic() + LIMIT

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeline.accounting import Accounting, Fidelity, difference, fidelity
+from pipeline.counters import Accounting, Fidelity, difference, fidelity
 from pipeline.policies.view import Gated, Routing
 
 SAID = Routing(np.array([[0, 1], [2, 3]], np.int32), np.array([[0.75, 0.25], [0.5, 0.25]], np.float32))

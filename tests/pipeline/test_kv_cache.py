@@ -6,8 +6,8 @@ import pytest
 import torch
 from test_models import GOOD
 
+from pipeline.backbone.kv_cache import BLOCK, KVCache, room_for
 from pipeline.errors import RequestError
-from pipeline.kv_cache import BLOCK, KVCache, room_for
 from pipeline.models.registry import model_spec
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from launch.supervisor import Supervisor
+from pipeline.backbone.backbone import Backbone
+from pipeline.backbone.linear import Precision
+from pipeline.checkpoint.open import open_model
 from pipeline.config import BackboneDType, EngineConfig
 from pipeline.device import open_device
-from pipeline.memory_needs import needs
-from pipeline.models.backbone import Backbone
-from pipeline.models.linear import Precision
-from pipeline.models.open import open_model
+from pipeline.memory.needs import needs
 from pipeline.models.registry import model_spec
 from pipeline.models.shapes import SHAPES
 

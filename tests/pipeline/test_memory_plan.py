@@ -11,10 +11,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from pipeline.checkpoint.open import open_model
 from pipeline.config import DEFAULT_CACHE, DEFAULT_CONTEXT, EngineConfig, SettledConfig
 from pipeline.errors import UsageError
-from pipeline.memory_needs import Needs, needs
-from pipeline.memory_plan import (
+from pipeline.memory.limits import STAGING_TILES, cache_tiles
+from pipeline.memory.needs import Needs, needs
+from pipeline.memory.plan import (
     AUTOMATIC,
     FREE_BYTES,
     GOOD_CONTEXT,
@@ -25,8 +27,6 @@ from pipeline.memory_plan import (
     choose,
     smallest,
 )
-from pipeline.models.open import open_model
-from pipeline.room import STAGING_TILES, cache_tiles
 
 GB = 10**9
 MODELS = ("mixtral-8x7b", "qwen1.5-moe-a2.7b", "deepseek-v2-lite", "olmoe-1b-7b")

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from pipeline.config import DEFAULT_CONTEXT
 from pipeline.errors import ModelError, UsageError
+from pipeline.memory.limits import choose_context
 from pipeline.models.registry import architecture_of, expert_shape, model_spec
 from pipeline.models.shapes import SHAPES
 from pipeline.models.spec import GroupedQuery, Rope
-from pipeline.room import choose_context
 from shm.layout import FORMATS, REACH, TILE_BYTES, TILES_PER_EXPERT, format_named
 
 BF16 = format_named("bf16")

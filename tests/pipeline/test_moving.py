@@ -12,18 +12,18 @@ import pytest
 import torch
 
 from benchmarks.random_checkpoint import write
-from pipeline.backbone_cache import NAME, BackboneCache
+from pipeline.backbone.backbone import Backbone
+from pipeline.backbone.batch import Slice
+from pipeline.backbone.disk_cache import NAME, BackboneCache
+from pipeline.backbone.kv_cache import KVCache
+from pipeline.backbone.linear import Precision
+from pipeline.backbone.materialize import start_moving
 from pipeline.checkpoint.source import Checkpoint
 from pipeline.config import BackboneDType, EngineConfig
 from pipeline.device.cpu import CpuDevice
-from pipeline.kv_cache import KVCache
-from pipeline.memory_needs import needs
+from pipeline.memory.needs import needs
 from pipeline.models import table
-from pipeline.models.backbone import Backbone
-from pipeline.models.batch import Slice
-from pipeline.models.linear import Precision
 from pipeline.models.registry import model_spec
-from pipeline.moving import start_moving
 from workers.kernels.matrix import HostMatrix
 
 LIMIT = 30.0

@@ -14,7 +14,7 @@ from moving_parts import peer_socket
 from peer_words import LIMIT, PRINT, death, received
 
 from pipeline.errors import PeerLost
-from pipeline.peers import PeerSocket
+from pipeline.experts.peers import PeerSocket
 from protocol.codec import encode
 from protocol.messages import (
     VERSION,

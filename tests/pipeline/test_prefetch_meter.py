@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.prefetch_meter import LEAST, LONGEST_REST, REST, WINDOW, PrefetchMeter
+from pipeline.policies.prefetch_meter import LEAST, LONGEST_REST, REST, WINDOW, PrefetchMeter
 
 
 class Scene:

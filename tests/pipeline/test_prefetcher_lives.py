@@ -13,9 +13,9 @@ from mortal_prefetcher import Lives, mortal_parts
 from moving_parts import LIMIT, SLOTS, Parts, random_store
 
 from pipeline.errors import PlanError
+from pipeline.experts.shares import Missing
+from pipeline.experts.tile_mover import TileMover
 from pipeline.policies.view import Target
-from pipeline.split import Missing
-from pipeline.tile_mover import TileMover
 from shm.layout import ExpertShape
 from shm.store import Store
 
@@ -192,14 +192,14 @@ def test_background_orders_are_freed_and_asked_for_again(scene) -> None:
 
 
 def test_settling_waits_for_a_successor_and_not_for_ever(scene, monkeypatch) -> None:
-    monkeypatch.setattr("pipeline.tile_mover.COME_LIMIT", 0.3)
+    monkeypatch.setattr("pipeline.experts.tile_mover.COME_LIMIT", 0.3)
     parts, lives = scene
     mover = parts.mover(TILES, 1)
     lives.doom(2, heir=False)
     mover.retarget([Target(0, 0, TILES)])
     assert not mover.settle()
     check_slots(parts, mover)
-    monkeypatch.setattr("pipeline.tile_mover.COME_LIMIT", LIMIT)
+    monkeypatch.setattr("pipeline.experts.tile_mover.COME_LIMIT", LIMIT)
     lives.begin()
     lives.doom(1, heir=True)
     settle(parts, lives, mover)

@@ -10,7 +10,7 @@ import torch
 
 from pipeline.device import open_device
 from pipeline.errors import UsageError
-from pipeline.room import CHUNK_MAX, STAGING_TILES, cache_tiles, full_memory_in_one_line
+from pipeline.memory.limits import CHUNK_MAX, STAGING_TILES, cache_tiles, full_memory_in_one_line
 
 TERABYTE = 10**12
 
@@ -43,7 +43,7 @@ def test_a_share_of_the_tiles_is_not_one_less_by_rounding() -> None:
 
 
 def test_a_supervisor_can_use_this_without_torch() -> None:
-    script = "import sys, pipeline.room, pipeline.memory_plan; sys.exit('torch' in sys.modules)"
+    script = "import sys, pipeline.memory.limits, pipeline.memory.plan; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.runs import ROWS_PER_READ, Run, Workers, cut_into_runs
-from pipeline.split import HostShare
+from pipeline.experts.runs import ROWS_PER_READ, Run, Workers, cut_into_runs
+from pipeline.experts.shares import HostShare
 from shm.numa import node_of
 
 ROWS = 6  # of the batch

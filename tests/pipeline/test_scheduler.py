@@ -10,12 +10,12 @@ from thread_engine import CONTEXT as LONGEST
 from thread_engine import engine_in_threads
 
 from launch.equality import Verdict, compare
+from pipeline.backbone.kv_cache import KVCache
 from pipeline.errors import RequestError
-from pipeline.kv_cache import KVCache
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
-from pipeline.requests import Requests
-from pipeline.scheduler import Scheduler
+from pipeline.scheduling.requests import Requests
+from pipeline.scheduling.scheduler import Scheduler
 from protocol.messages import ChatMessage, Done, Generate, Queued, Score, Token
 
 CONTEXT = 64

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from pipeline.errors import PlanError
+from pipeline.experts.shares import split_layer
 from pipeline.policies.view import Routing
-from pipeline.split import split_layer
 
 EXPERTS, TILES = 5, 4
 

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from moving_parts import SLOTS, Parts, moving_parts, random_store
 
-from pipeline.accounting import PhaseCounters
+from pipeline.counters import PhaseCounters
 from pipeline.errors import PlanError
+from pipeline.experts.shares import Missing
+from pipeline.experts.tile_mover import TileMover
 from pipeline.policies.view import Target
-from pipeline.split import Missing
-from pipeline.tile_mover import TileMover
 from shm.layout import ExpertShape
 from shm.store import Store
 

@@ -9,7 +9,7 @@ from itertools import count
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.waiting import WaitingRoom
+from pipeline.scheduling.wait_queue import WaitingRoom
 
 ARRIVALS = count()
 

@@ -127,7 +127,7 @@ def test_the_last_worker_dies_and_work_waits_for_its_successor(pool_scene) -> No
 
 
 def test_without_any_worker_a_wait_ends_at_last(pool_scene, monkeypatch) -> None:
-    monkeypatch.setattr("pipeline.worker_pool.ANSWER_LIMIT", 0.3)
+    monkeypatch.setattr("pipeline.experts.worker_pool.ANSWER_LIMIT", 0.3)
     (worker,) = pool_scene.begin(1)
     ticket = pool_scene.submit(0)
     worker.got()

@@ -11,8 +11,8 @@ from peer_words import LIMIT
 from pool_scene import HIDDEN, QUIET, Scene, Worker, X, run_of, tile_of
 
 from pipeline.errors import PeerLost, RunFailed
-from pipeline.runs import Workers
-from pipeline.worker_pool import Ticket, WorkerPool
+from pipeline.experts.runs import Workers
+from pipeline.experts.worker_pool import Ticket, WorkerPool
 from protocol.messages import Hung, Work
 
 pytestmark = pytest.mark.alone  # the pool doubts who has done nothing for half a second
@@ -102,9 +102,9 @@ def test_what_only_wakes_a_worker_is_tried_by_no_other(pool_scene) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch) -> None:
-    monkeypatch.setattr("pipeline.worker_pool.STALL_LIMIT", 0.3)
-    monkeypatch.setattr("pipeline.worker_pool.STALL_LIMIT_ROW", 0.001)
-    monkeypatch.setattr("pipeline.worker_pool.WAKE_LIMIT", 1.2)
+    monkeypatch.setattr("pipeline.experts.worker_pool.STALL_LIMIT", 0.3)
+    monkeypatch.setattr("pipeline.experts.worker_pool.STALL_LIMIT_ROW", 0.001)
+    monkeypatch.setattr("pipeline.experts.worker_pool.WAKE_LIMIT", 1.2)
 
 
 def hung(pool_scene: Scene) -> list[object]:

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 from moving_parts import LIMIT, Parts, control_segment, moving_parts, peer_of, peer_socket, random_store
 
-from pipeline.engine import DeviceMemory, Engine
-from pipeline.models.backbone import Backbone
-from pipeline.models.linear import Precision
-from pipeline.models.open import open_model
+from pipeline.backbone.backbone import Backbone
+from pipeline.backbone.linear import Precision
+from pipeline.checkpoint.open import open_model
+from pipeline.engine.engine import DeviceMemory, Engine
+from pipeline.experts.runs import Workers
+from pipeline.experts.worker_pool import WorkerPool
 from pipeline.models.registry import expert_shape, model_spec
-from pipeline.runs import Workers
-from pipeline.worker_pool import WorkerPool
 from protocol.messages import Shutdown
 from shm.layout import format_named
 from shm.store import Store

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from pipeline.tokenizer import Tokenizer
+from pipeline.text.tokenizer import Tokenizer
 
 UNICODE = st.text(st.characters(exclude_categories=["Cs"]), max_size=40) | st.sampled_from(
     ["  two  spaces ", "👩‍👩‍👧‍👦 family", "é́́", "naïve €uro 日本語", "a\n\n\tb ", "🇩🇪🇫🇷", " "]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from streams import check
 
 from pipeline.errors import ModelError, RequestError
-from pipeline.tokenizer import Tokenizer
+from pipeline.text.tokenizer import Tokenizer
 from protocol.messages import ChatMessage
 
 # One letter from each kind of trouble: whole bytes, two to four bytes, marks that join what is before them,

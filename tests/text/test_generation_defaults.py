@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ModelError
-from pipeline.generation_defaults import sampling_defaults
+from pipeline.text.generation_defaults import sampling_defaults
 from protocol.messages import Sampling
 
 

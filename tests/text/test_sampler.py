@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pipeline.errors import PipelineError, RequestError
-from pipeline.sampler import Sampler, validate
+from pipeline.text.sampler import Sampler, validate
 from protocol.messages import Sampling
 
 
@@ -231,5 +231,5 @@ def test_quick() -> None:
 
 
 def test_no_torch() -> None:
-    code = "import sys, pipeline.sampler; sys.exit('torch' in sys.modules)"
+    code = "import sys, pipeline.text.sampler; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from streams import UNICODE, check, cut
 
 from pipeline.errors import RequestError
-from pipeline.text_stream import BytePieces, SpacedPieces, StopStrings
-from pipeline.tokenizer import Tokenizer
+from pipeline.text.text_stream import BytePieces, SpacedPieces, StopStrings
+from pipeline.text.tokenizer import Tokenizer
 
 
 @settings(deadline=None, max_examples=150)

@@ -12,12 +12,14 @@ import pytest
 from tokenizers import Tokenizer as Backend
 
 from pipeline.errors import ModelError, RequestError
-from pipeline.tokenizer import Tokenizer, eos_ids
+from pipeline.text.tokenizer import Tokenizer, eos_ids
 from protocol.messages import ChatMessage
 
 
 def test_importing_costs_nothing() -> None:
-    code = "import sys, pipeline.tokenizer; sys.exit(bool({'transformers', 'torch'} & sys.modules.keys()))"
+    code = (
+        "import sys, pipeline.text.tokenizer; sys.exit(bool({'transformers', 'torch'} & sys.modules.keys()))"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 

@@ -14,7 +14,7 @@ from launch.cli import main
 from launch.runtime import cache_root
 from pipeline.assets import model_dir
 from pipeline.calibration.file import calibration_path, save
-from pipeline.models.open import open_model
+from pipeline.checkpoint.open import open_model
 from pipeline.policies.calibration import Calibration
 from pipeline.traces.reader import Trace
 

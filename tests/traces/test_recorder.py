@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from trace_files import equal, make_header
 
+from pipeline.engine.observer import Seen
 from pipeline.errors import TraceError
-from pipeline.observing import Seen
 from pipeline.policies.view import Gated, ModelShape, Phase, Routing, Signals
 from pipeline.traces.header import Header
 from pipeline.traces.reader import Trace

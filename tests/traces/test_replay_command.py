@@ -14,8 +14,8 @@ from trace_files import FINGERPRINT, drawn_steps, make_header, told_steps, write
 
 from launch.cli import main
 from launch.runtime import cache_root
+from pipeline.calibration.cost_cache import Record, Setting, keep, processor
 from pipeline.calibration.file import NAME, save
-from pipeline.cost_cache import Record, Setting, keep, processor
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs, shipped_costs
 from pipeline.policies.presets import PRESETS, make_policy

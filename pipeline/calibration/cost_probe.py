@@ -1,0 +1,228 @@
+"""Measures what a tile costs on the host, on the device and on the link, and a layer all the rest, in about
+two seconds.
+
+Host and link read the same memory, and a device `cpu` computes on the host's cores. So each side is measured
+while the other works: the pool computes with fetches streaming, and fetches and the device's tiles are timed
+with the pool computing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from pipeline.backbone.batch import Slice
+from pipeline.backbone.kv_cache import KVCache
+from pipeline.calibration import cost_cache
+from pipeline.coordinator_config import Briefed
+from pipeline.engine.engine import Engine
+from pipeline.errors import PolicyError
+from pipeline.experts.host_pool import Ticket
+from pipeline.experts.runs import empty_run
+from pipeline.experts.shares import HostShare, Missing
+from pipeline.policies.costs import Costs
+
+ROWS = (1, 4, 16, 64)
+BUDGET = 2.0  # seconds in all
+ROUND_TRIPS = 50
+OTHER_LAYERS = 4  # layers that are tried for what they take outside their experts, at most
+
+log = logging.getLogger(__name__)
+
+
+def costs_for(engine: Engine, told: Briefed, context: int) -> Costs:
+    """What policies of this engine plan with: the file that --costs names, else what was measured here before
+    with the same machine, model and options, else measured now and kept. `context`: tokens that a sequence
+    may have. Raises PolicyError where there is no slab to measure with, or the file cannot be used."""
+    config = told.config
+    if config.costs is not None:
+        return Costs.load(config.costs).for_tiles(engine.shape.tiles)
+    device, library = engine.device, engine.device.library
+    cpu, cores = cost_cache.processor()
+    setting = cost_cache.Setting(
+        cpu=cpu,
+        cores=cores,
+        device=device.name if device.on_host else device.describe(),
+        store=told.fingerprint,
+        format=config.format,
+        backbone=config.backbone_dtype,
+        workers=told.workers.cores,
+        kernels="torch" if library is None else library.variant,
+        prefetcher=told.prefetcher,
+        emulation=config.emulation,
+    )
+    known = cost_cache.find(told.cache, setting)
+    if known is not None:
+        log.debug("costs: as measured before, see %s", setting.name)
+        return known.costs
+    engine.backbone.move(lambda: True)  # what is timed is not to compete with it
+    load = os.getloadavg()[0]
+    costs = measure_costs(engine, context)
+    sizes = engine.shape.tiles, engine.layout.tile_bytes
+    cost_cache.keep(
+        told.cache, cost_cache.Record(setting, str(told.model), *sizes, time.time(), load, costs)
+    )
+    return costs
+
+
+def measure_costs(engine: Engine, context: int = ROWS[-1]) -> Costs:
+    """Medians per tile, and per layer for the rest. Raises PolicyError where the engine has no slab."""
+    if engine.memory is None:
+        raise PolicyError("costs are measured with room for experts on the device: give --expert-cache")
+    share = BUDGET / (3 * len(ROWS) + 1)
+    probe = _Probe(engine)
+    probe.warm_up()
+    host = tuple(probe.host(rows, share) for rows in ROWS)
+    device = tuple(probe.device(rows, share) for rows in ROWS)
+    link, round_trip = probe.link(share), probe.round_trip()
+    return Costs(ROWS, host, device, link, round_trip, probe.other(context, share))
+
+
+class _Probe:
+    """Uses random activations and the model's real experts, a different one each time, as a step does."""
+
+    def __init__(self, engine: Engine) -> None:
+        assert engine.memory is not None
+        self._engine = engine
+        self._memory = engine.memory
+        self._experts: Iterator[tuple[int, int]] = self._round_robin()
+
+    def _round_robin(self) -> Iterator[tuple[int, int]]:
+        shape = self._engine.shape
+        while True:
+            for expert in range(shape.experts):
+                for layer in range(shape.layers):
+                    yield layer, expert
+
+    def warm_up(self) -> None:
+        """Every side's first calls cost more."""
+        self._compute(1)
+        self._fetch()
+        self.device(1, 0.0)
+
+    def host(self, rows: int, seconds: float) -> float:
+        """One tile at `rows` rows, all workers together, while tiles stream over the link."""
+        tiles = self._engine.shape.tiles
+
+        def once() -> float:
+            ticket = self._submit(rows)
+            self._fetch()
+            self._engine.pool.result(ticket)
+            return float(ticket.busy) / tiles  # the slowest worker's; the wall time may be the fetch's
+
+        return _median(once, seconds)
+
+    def device(self, rows: int, seconds: float) -> float:
+        """One tile at `rows` rows from the slab, while the pool computes."""
+        engine = self._engine
+        where = engine.device.torch_device
+        x = engine.kernel.activations(self._activations(rows).to(where))
+        every = torch.arange(rows, device=where)
+        count = min(8, self._memory.slab.slots)
+
+        def once() -> float:
+            ticket = self._submit(rows)
+            started = time.perf_counter()
+            for slot in range(count):
+                engine.kernel.run(self._memory.slab.slot(slot), x, every)
+            engine.device.wait(engine.device.fence())
+            elapsed = time.perf_counter() - started
+            engine.pool.result(ticket)
+            return elapsed / count
+
+        return _median(once, seconds)
+
+    def link(self, seconds: float) -> float:
+        """Moving one tile while the pool computes."""
+
+        def once() -> float:
+            ticket = self._submit(1)
+            elapsed = self._fetch()
+            self._engine.pool.result(ticket)
+            return elapsed / self._engine.shape.tiles
+
+        return _median(once, seconds)
+
+    def round_trip(self) -> float:
+        """An empty Work to every worker and back."""
+        x = np.zeros((1, self._engine.layout.shape.hidden), np.float32)
+        runs = [empty_run()] * self._engine.pool.workers
+
+        def once() -> float:
+            started = time.perf_counter()
+            self._engine.pool.result(self._engine.pool.submit_runs(0, runs, x))
+            return time.perf_counter() - started
+
+        return float(np.median([once() for _ in range(ROUND_TRIPS)]))
+
+    @torch.inference_mode()
+    def other(self, context: int, seconds: float) -> tuple[float, ...]:
+        """What a layer takes outside its routed experts at each of ROWS: attention behind so many tokens as
+        are left of the longest chunk, router, copy to the host, shared experts. A few layers are tried."""
+        model, device = self._engine.backbone, self._engine.device
+        longest = min(ROWS[-1], context)
+        # A cache of its own: the engine's may be full of conversations.
+        sequence = KVCache(model.spec, model.dtype, device.torch_device, longest).allocate(longest)
+        layers = min(self._engine.shape.layers, OTHER_LAYERS)
+        found = []
+        for rows in sorted({min(rows, longest) for rows in ROWS}, reverse=True):  # the longest fills it first
+            sequence.truncate(0)
+            sequence.advance(longest - rows)
+            batch = model.batch([Slice(sequence, [0] * rows)])
+            device.prepare(model.largest_product(rows))
+            h = model.embed(batch)
+            turn = iter(range(1 << 62))
+
+            def once() -> float:
+                layer = next(turn) % layers  # noqa: B023 - called within this turn of the loop
+                started = time.perf_counter()
+                x = model.moe_input(layer, model.attention(layer, h, batch))  # noqa: B023
+                device.to_host(x, model.router(layer, x))
+                model.shared_experts(layer, x)
+                device.wait(device.fence())
+                return time.perf_counter() - started
+
+            for _ in range(layers):  # every layer's cache is filled before a shorter chunk reads it
+                once()
+            found.append((rows, _median(once, seconds)))
+        by_rows = dict(found)
+        return tuple(by_rows[min(rows, longest)] for rows in ROWS)
+
+    def _compute(self, rows: int) -> None:
+        self._engine.pool.result(self._submit(rows))
+
+    def _submit(self, rows: int) -> Ticket:
+        layer, expert = next(self._experts)
+        chosen = np.array([expert], np.int32)
+        every, weights = np.arange(rows, dtype=np.int32), np.ones(rows, np.float32)
+        share = HostShare(chosen, 0 * chosen, 0 * chosen + self._engine.shape.tiles, [every], [weights])
+        return self._engine.pool.submit(layer, share, self._activations(rows).numpy(), "decode")
+
+    def _fetch(self) -> float:
+        """Stream one expert to the device; seconds."""
+        layer, expert = next(self._experts)
+        started = time.perf_counter()
+        left: list[Missing] = []
+        for _ in self._memory.mover.stream(layer, [Missing(expert, 0, self._engine.shape.tiles)], left):
+            pass
+        if left:
+            raise PolicyError("the prefetcher died while costs were measured; set the policy again")
+        return time.perf_counter() - started
+
+    def _activations(self, rows: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(rows)
+        return torch.randn(rows, self._engine.layout.shape.hidden, generator=generator)
+
+
+def _median(once: Callable[[], float], seconds: float) -> float:
+    """The median of repeated calls, for `seconds` and at least three."""
+    until = time.perf_counter() + seconds
+    values = [once()]
+    while len(values) < 3 or time.perf_counter() < until:
+        values.append(once())
+    return float(np.median(values))

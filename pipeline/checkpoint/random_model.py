@@ -1,0 +1,157 @@
+"""A model of a known shape with random weights: as fast or as slow as the real one, and no use for text.
+
+Its experts are drawn straight in the store's format, never as float32 numbers first, on all cores. Every
+piece has a generator of its own, seeded by the shape's name and the piece's place: the same shape has the
+same bytes on every start, whatever the number of cores, and `shape:NAME/4` is the first four layers of
+`shape:NAME`. They do depend on the format and the tile size: a speed can be compared across formats, an
+answer cannot. `--seed` is for sampling and changes nothing here.
+
+The standard deviation of an expert's weights is 1 / sqrt(H), of the other matrices' 1 / sqrt(inputs), and
+norms' weights are 1, biases 0: hidden states keep a sensible magnitude, and routers choose all experts about
+equally often.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import msgpack
+import numpy as np
+
+from pipeline.checkpoint.model_source import ModelSource
+from pipeline.checkpoint.reader import RawTensor
+from pipeline.models.shapes import shape_config
+from shm.layout import Bytes, Float32, StoreLayout
+from shm.store import StoreBuilder
+
+# Part of every fingerprint: raised whenever the same shape would get other bytes.
+VERSION = 1
+BLOCK_NUMBERS = 1 << 22  # of a tensor, drawn by one generator: 16 MB of float32
+
+
+class ShapeModel(ModelSource):
+    """The shape of one name."""
+
+    kind = "random weights"
+    filling = "drawing random experts"
+    fused = False
+
+    def __init__(self, name: str) -> None:
+        """`name`: shape:NAME or shape:NAME/LAYERS. Raises ModelError."""
+        self.name = name
+        self._shape, self.config = shape_config(name)
+
+    def fingerprint(self, format_name: str, tile: int) -> str:
+        facts = {
+            "random": VERSION,
+            "shape": self._shape,
+            "config": json.dumps(self.config, sort_keys=True),
+            "format": format_name,
+            "tile": tile,
+        }
+        return hashlib.blake2b(msgpack.packb(facts), digest_size=32).hexdigest()
+
+    def worth_keeping(self, format_name: str) -> bool:
+        """Never: drawing it again is about as quick."""
+        return False
+
+    @contextmanager
+    def tensors(self) -> Iterator[RandomTensors]:
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            yield RandomTensors(self._shape, pool)
+
+    def fill(self, builder: StoreBuilder, progress: Callable[[int], None]) -> int:
+        layout = builder.layout
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            try:
+                settled: list[Future[None]] = []
+                ahead = self._draw_layer(pool, builder, 0)
+                for layer in range(layout.shape.layers):
+                    tiles, ahead = ahead, []
+                    if layer + 1 < layout.shape.layers:  # so that no core waits where a layer ends
+                        ahead = self._draw_layer(pool, builder, layer + 1)
+                    for n, tile in enumerate(tiles):
+                        tile.result()
+                        expert = n // layout.shape.tiles
+                        progress(layout.offset(layer, expert, n % layout.shape.tiles) + layout.tile_bytes)
+                    for expert in range(layout.shape.experts):
+                        settled += [pool.submit(part) for part in builder.settle(layer, expert)]
+                for part in settled:
+                    part.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        progress(layout.total_bytes)
+        return 0
+
+    def _draw_layer(self, pool: ThreadPoolExecutor, builder: StoreBuilder, layer: int) -> list[Future[None]]:
+        """The tiles of a layer, in the order of the store."""
+        layout = builder.layout
+        drawn = []
+        for expert in range(layout.shape.experts):
+            out = builder.expert(layer, expert)
+            out[layout.tile_bytes * layout.shape.tiles :] = 0
+            for tile in range(layout.shape.tiles):
+                part = out[tile * layout.tile_bytes : (tile + 1) * layout.tile_bytes]
+                generator = _generator(self._shape, layer, expert, tile)
+                drawn.append(pool.submit(_draw_tile, generator, layout, tile, part))
+        return drawn
+
+
+class RandomTensors:
+    """The tensors of a shape outside its experts, drawn when asked for. Every name is there."""
+
+    def __init__(self, shape: str, pool: ThreadPoolExecutor) -> None:
+        self._shape = shape
+        self._pool = pool
+
+    def float32(self, name: str, shape: tuple[int, ...]) -> Float32:
+        """Ones for a norm, zeros for a bias; else uniform numbers with mean 0."""
+        if len(shape) == 1:
+            return np.full(shape, 0 if name.endswith("bias") else 1, np.float32)
+        numbers = np.empty(shape, np.float32)
+        flat = numbers.reshape(-1)
+        blocks = (flat[start : start + BLOCK_NUMBERS] for start in range(0, flat.size, BLOCK_NUMBERS))
+        reach = math.sqrt(3 / shape[-1])  # a uniform number in -a..a has the standard deviation a / sqrt(3)
+        list(
+            self._pool.map(
+                lambda block: _draw_numbers(_generator(self._shape, name, block[0]), reach, block[1]),
+                enumerate(blocks),
+            )
+        )
+        return numbers
+
+    def again(self) -> None:
+        return None
+
+    def stacked(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> RawTensor:
+        numbers = np.concatenate([self.float32(name, shape) for name, shape in wanted])
+        return RawTensor("F32", numbers.shape, numbers.view(np.uint32))
+
+
+def _draw_tile(generator: np.random.Generator, layout: StoreLayout, tile: int, out: Bytes) -> None:
+    shape = layout.shape
+    layout.format.fill_random(generator, shape.hidden, shape.tile, shape.hidden**-0.5, out)
+    used = shape.intermediate - tile * shape.tile
+    if used < shape.tile:  # channels that only fill up the tile stay without effect
+        gate, up, down = layout.format.decode(out, shape.hidden, shape.tile).copy()
+        gate[used:] = up[used:] = down[used:] = 0
+        layout.format.encode(gate, up, down, out)
+
+
+def _draw_numbers(generator: np.random.Generator, reach: float, out: Float32) -> None:
+    generator.random(dtype=np.float32, out=out)
+    out -= np.float32(0.5)
+    out *= np.float32(2 * reach)
+
+
+def _generator(*place: str | int) -> np.random.Generator:
+    """The generator of one piece of one shape."""
+    digest = hashlib.blake2b(msgpack.packb(place), digest_size=16).digest()
+    return np.random.Generator(np.random.SFC64(int.from_bytes(digest, "little")))

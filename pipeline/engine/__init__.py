@@ -1,0 +1,1 @@
+"""One step through the model under a policy, and those that observe it."""

@@ -1,0 +1,1 @@
+"""What an engine needs of this machine's memory, and how much it may have."""

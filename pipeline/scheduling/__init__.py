@@ -1,0 +1,1 @@
+"""Which requests run in the next step: jobs, the waiting queue, the prefix cache."""

@@ -1,0 +1,128 @@
+"""From a client's message to a job: what is asked is checked, turned into token ids, and given its sampler.
+
+Knows no engine and no other requests. Used by the engine's thread alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from pipeline.errors import RequestError
+from pipeline.scheduling.jobs import Emit, GenerateJob, Job, ScoreJob
+from pipeline.text.sampler import Sampler, validate
+from pipeline.text.tokenizer import Tokenizer
+from protocol.messages import Generate, Score
+
+NAME_LIMIT = 256  # characters of a conversation's name, which is kept
+
+
+class Requests:
+    """Makes jobs. Whatever can never be served is refused with RequestError, one line."""
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, eos: frozenset[int], *, vocabulary: int, context: int, seed: int
+    ) -> None:
+        """`context`: tokens of prompt and answer together; `seed`: of requests that give none."""
+        self.context = context
+        self._tokenizer = tokenizer
+        self._eos = eos
+        self._vocabulary = vocabulary
+        self._seeds = itertools.count(seed)
+
+    def generate(self, client: bytes, message: Generate, emit: Emit) -> Job:
+        """Raises RequestError."""
+        if message.max_tokens < 1:
+            raise RequestError(f"max_tokens must be at least 1, it is {message.max_tokens}")
+        if message.conversation is not None and len(message.conversation) > NAME_LIMIT:
+            raise RequestError(f"a conversation's name has {NAME_LIMIT} characters at most")
+        validate(message.sampling)
+        prompt = self._prompt_of(message)
+        if len(prompt) >= self.context:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, the context is {self.context} with the answer;"
+                " shorten it or start the engine with a larger --context"
+            )
+        if message.stop and self._tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and this model has none")
+        most = min(message.max_tokens, self.context - len(prompt))
+        self._check_resume(message.resume, most)
+        seed = message.sampling.seed
+        seed = next(self._seeds) if seed is None else seed
+        return GenerateJob(
+            client,
+            message.request,
+            prompt,
+            emit,
+            resume=message.resume,
+            max_tokens=most,
+            sampler=Sampler(message.sampling, seed, drawn=len(message.resume)),
+            text=None if self._tokenizer is None else self._tokenizer.stream(message.stop),
+            eos=frozenset() if message.ignore_eos else self._eos,
+            conversation=message.conversation,
+        )
+
+    def _check_resume(self, resume: tuple[int, ...], most: int) -> None:
+        if len(resume) > most:
+            raise RequestError(f"resume has {len(resume)} tokens, the answer can have {most} at most")
+        self._check_ids(resume)
+
+    def _prompt_of(self, message: Generate) -> list[int]:
+        given = [message.prompt is not None, message.token_ids is not None, message.messages is not None]
+        if sum(given) != 1:
+            raise RequestError("give exactly one of prompt, token_ids and messages")
+        if message.messages is not None:
+            tokenizer = self._need_tokenizer("messages")
+            if len(message.messages) > self.context:  # each is a token at least
+                raise RequestError(f"{len(message.messages)} turns do not fit the context of {self.context}")
+            self._may_fit(tokenizer, sum(len(turn.content) for turn in message.messages))
+            return self._checked(tokenizer.render_chat(message.messages))
+        return self._ids(message.prompt, message.token_ids)
+
+    def score(self, client: bytes, message: Score, emit: Emit) -> Job:
+        """Raises RequestError."""
+        if (message.text is None) == (message.token_ids is None):
+            raise RequestError("give exactly one of text and token_ids")
+        tokens = self._ids(message.text, message.token_ids)
+        if len(tokens) > self.context:
+            raise RequestError(
+                f"the text has {len(tokens)} tokens, the context is {self.context};"
+                " shorten it or start the engine with a larger --context"
+            )
+        if not 1 <= message.prefill <= len(tokens):
+            raise RequestError(f"prefill must be in 1..{len(tokens)}, it is {message.prefill}")
+        prefill = message.prefill if message.stepwise else len(tokens)
+        return ScoreJob(client, message.request, tokens, emit, prefill=prefill, full=message.full)
+
+    def _ids(self, text: str | None, given: tuple[int, ...] | None) -> list[int]:
+        if given is not None:
+            return self._checked(list(given))
+        tokenizer, text = self._need_tokenizer("text"), text or ""
+        self._may_fit(tokenizer, len(text))
+        return self._checked(tokenizer.encode(text))
+
+    def _may_fit(self, tokenizer: Tokenizer, characters: int) -> None:
+        """Refuse a text far beyond the context before it is encoded, which everybody would wait for."""
+        least = tokenizer.at_least(characters)
+        if least > self.context:
+            raise RequestError(
+                f"the prompt has {characters} characters, at least {least} tokens, the context is"
+                f" {self.context} with the answer; shorten it"
+            )
+
+    def _checked(self, tokens: list[int]) -> list[int]:
+        self._check_ids(tokens)
+        if not tokens:
+            raise RequestError("the prompt has no tokens")
+        return tokens
+
+    def _check_ids(self, tokens: Sequence[int]) -> None:
+        size = self._vocabulary
+        wrong = [t for t in tokens if not 0 <= t < size]
+        if wrong:
+            raise RequestError(f"token id {wrong[0]} is outside the vocabulary of {size}")
+
+    def _need_tokenizer(self, what: str) -> Tokenizer:
+        if self._tokenizer is None:
+            raise RequestError(f"{what} needs a tokenizer, and this model has none; give token ids")
+        return self._tokenizer

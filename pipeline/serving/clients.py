@@ -1,0 +1,264 @@
+"""The coordinator's clients: who is connected, what waits to be sent to them, who has gone.
+
+Lives in the event loop. A client is known from its Hello until it is silent for too long; each has its
+own queue and its own task, so one that does not read delays nobody else. Whatever anybody sends is answered,
+or counted and dropped: nothing of it ends `serve`.
+
+What one may do to the others is bounded. A client that sends too many refused messages in a second, or does
+not read, is cut off: its requests end, and for a while nothing of it is heard. Strangers, who have no
+Welcome, are answered a few times a second, all together, and nothing is remembered of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from pipeline.rate_limit import Budget, SparseLog
+from pipeline.serving.client_sockets import ClientSocket, Listening
+from pipeline.serving.outbox import Outbox, frames_of
+from protocol.codec import decode
+from protocol.errors import MalformedMessage
+from protocol.messages import VERSION, Error, Heartbeat, Hello, PolicyChanged, Welcome
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT = 0.5  # seconds
+SILENCE_LIMIT = 10.0  # seconds after which a client that says nothing, or takes nothing, is taken for gone
+CONGESTED_BYTES = 64 << 20  # queued for one client, from where on its requests pause
+QUEUE_LIMIT = 32768  # messages queued for one client that goes on asking and does not read
+QUEUED_BYTES = 1 << 30  # for all clients together; beyond, the one that most waits for is cut off
+REFUSED_LIMIT = 20  # refused messages of one client in a second
+SHUT_OUT_SECONDS = 10.0  # for which one that was cut off is not heard
+SHUT_OUT_MOST = 256  # of these that are remembered
+LARGEST_HELLO = 8192  # bytes of a stranger's message that is looked at
+COSTLY = 200_000  # bytes of a refused message that count as one more
+MOST_CLIENTS = 512  # on one socket
+
+_LOCAL, _TCP = b"l", b"t"  # what a client's name begins with; its routing id there is the rest
+
+
+class Client:
+    """One connected client."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self.outbox = outbox
+        self.heard = time.monotonic()
+        self.refusals = Budget(REFUSED_LIMIT)
+        self.sender: asyncio.Task[None] | None = None
+
+
+class Clients:
+    """The clients' sockets and what hangs on them. `on_message(client, message)` is called for each message
+    of a known client but heartbeats; `on_gone(client)` when one has left. A client's name is opaque."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        welcome: Callable[[], Welcome],
+        on_message: Callable[[bytes, object], None],
+        on_gone: Callable[[bytes], None],
+        *,
+        tcp: Listening | None = None,
+    ) -> None:
+        """Raises ProtocolError where an endpoint cannot be bound."""
+        self._sockets = {_LOCAL: ClientSocket(endpoint)}
+        if tcp is not None:
+            try:
+                self._sockets[_TCP] = ClientSocket(tcp.endpoint, tcp.keys)
+            except BaseException:
+                self.close()
+                raise
+        self._welcome = welcome
+        self._on_message = on_message
+        self._on_gone = on_gone
+        self._clients: dict[bytes, Client] = {}
+        self._shut_out: dict[bytes, float] = {}  # until when they are not heard
+        self._group: asyncio.TaskGroup | None = None
+        self._log = SparseLog(log)
+        self.malformed = 0
+        self.cut_offs = 0  # clients that did not read, or sent too much
+        self.unheard = 0  # messages of clients that had been cut off
+
+    async def serve(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as self._group:
+            self._group.create_task(self._beat())
+            for mark, socket in self._sockets.items():
+                self._group.create_task(socket.admit())
+                self._group.create_task(self._listen(mark, socket))
+
+    def send(self, client: bytes, message: object) -> None:
+        """Queue a message; one for a client that has gone is dropped."""
+        known = self._clients.get(client)
+        if known is None:
+            return
+        known.outbox.put(message)
+        if len(known.outbox) > QUEUE_LIMIT:
+            self.cut_off(client, f"{QUEUE_LIMIT} messages wait for it")
+
+    def broadcast(self, message: object, but: bytes) -> None:
+        """Send to every client but one."""
+        for client in list(self._clients):  # one that does not read may be cut off by this very message
+            if client != but:
+                self.send(client, message)
+
+    def congested(self, client: bytes) -> bool:
+        """Whether too much waits for this client. May be called from any thread."""
+        known = self._clients.get(client)
+        return known is not None and known.outbox.queued_bytes > CONGESTED_BYTES
+
+    async def flush(self, limit: float) -> None:
+        """Wait until everything queued was handed to the socket, at most `limit` seconds."""
+        waits = [asyncio.create_task(c.outbox.empty()) for c in self._clients.values()]
+        if waits:
+            _, late = await asyncio.wait(waits, timeout=limit)
+            for task in late:
+                task.cancel()
+
+    def close(self) -> None:
+        """Deliver what is under way (for the sockets' linger time) and close."""
+        for socket in self._sockets.values():
+            socket.close()
+
+    def cut_off(self, name: bytes, why: str) -> None:
+        """End the connection of a client that harms the engine, and hear nothing of it for a while."""
+        self._log.warning(f"a client was cut off: {why}")
+        self.cut_offs += 1
+        self._answer(name, Error(-1, f"cut off: {why}"))
+        while len(self._shut_out) >= SHUT_OUT_MOST:
+            del self._shut_out[next(iter(self._shut_out))]
+        self._shut_out[name] = time.monotonic() + SHUT_OUT_SECONDS
+        self._forget(name)
+
+    def counts(self) -> dict[str, int]:
+        """For the engine's stats."""
+        return {
+            "connected": len(self._clients),
+            "malformed": self.malformed,
+            "cut_off": self.cut_offs,
+            "unheard": self.unheard,
+            "refused_keys": sum(socket.refused for socket in self._sockets.values()),
+        }
+
+    async def _listen(self, mark: bytes, socket: ClientSocket) -> None:
+        while True:
+            sender, frames = await socket.receive()
+            try:
+                self._receive(mark + sender, frames)
+            except Exception as e:
+                # A mistake of ours, and one client's doing: the others must not pay for it.
+                self._log.warning(f"a client's message could not be handled: {e!r}", failed=True)
+                self.cut_off(mark + sender, "the engine failed on its message")
+            # Receiving what is already there does not suspend: without this, one client's flood would
+            # keep every other task from running, the heartbeats too.
+            await asyncio.sleep(0)
+
+    def _receive(self, sender: bytes, frames: list[bytes]) -> None:
+        if self._is_shut_out(sender):
+            self.unheard += 1
+            return
+        client = self._clients.get(sender)
+        size = sum(map(len, frames))
+        if client is None and size > LARGEST_HELLO:
+            self.malformed += 1
+            self.refuse(sender, "say Hello first")
+            return
+        try:
+            message: Any = decode(frames)
+        except MalformedMessage as e:
+            self.malformed += 1
+            self.refuse(sender, f"malformed message: {e}", cost=1 + size // COSTLY)
+            return
+        if isinstance(message, Hello):
+            self._greet(sender, message)
+        elif client is None:
+            self.refuse(sender, "say Hello first")
+        else:
+            client.heard = time.monotonic()
+            if not isinstance(message, Heartbeat):
+                self._on_message(sender, message)
+
+    def _greet(self, sender: bytes, hello: Hello) -> None:
+        client = self._clients.get(sender)
+        if hello.version != VERSION:
+            self.refuse(sender, f"this engine speaks version {VERSION}, not {hello.version}")
+        elif client is not None:
+            if client.refusals.spend():
+                self.send(sender, self._welcome())
+            else:
+                self.cut_off(sender, "it says Hello all the time")
+        elif sum(name[:1] == sender[:1] for name in self._clients) >= MOST_CLIENTS:
+            self.refuse(sender, f"{MOST_CLIENTS} clients are connected already; come back later")
+        else:
+            assert self._group is not None
+            socket, routing_id = self._sockets[sender[:1]], sender[1:]
+            client = Client(Outbox(lambda frames: socket.send(routing_id, frames)))
+            self._clients[sender] = client
+            client.sender = self._group.create_task(self._pump(sender, client))
+            self.send(sender, self._welcome())
+
+    def refuse(self, sender: bytes, why: str, cost: int = 1) -> None:
+        """Say why a message was refused; to somebody who sends such all the time, not each time. `cost`: as
+        many small ones take as long to be refused."""
+        client = self._clients.get(sender)
+        if client is None:
+            if self._sockets[sender[:1]].refusals.spend():
+                self._answer(sender, Error(-1, why))
+        elif client.refusals.spend(cost):
+            self._answer(sender, Error(-1, why))
+        else:
+            self.cut_off(sender, f"more than {REFUSED_LIMIT} messages in a second had to be refused")
+
+    def _is_shut_out(self, sender: bytes) -> bool:
+        until = self._shut_out.get(sender, 0.0)
+        if until and until < time.monotonic():
+            del self._shut_out[sender]
+            return False
+        return until > 0.0
+
+    def _answer(self, sender: bytes, message: object) -> None:
+        """Say something at once, past the queue; where that cannot be, they do without."""
+        try:
+            self._sockets[sender[:1]].send(sender[1:], frames_of(message))
+        except zmq.ZMQError as e:
+            log.debug("an answer could not be sent: %s", e)
+
+    async def _pump(self, name: bytes, client: Client) -> None:
+        await client.outbox.pump()
+        self._forget(name)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT)
+            now = time.monotonic()
+            for name, client in list(self._clients.items()):
+                if now - client.heard > SILENCE_LIMIT:
+                    self._forget(name)
+                elif client.outbox.stuck is not None and now - client.outbox.stuck > SILENCE_LIMIT:
+                    self.cut_off(name, f"it took nothing for {SILENCE_LIMIT:.0f} s")
+                elif not client.outbox:
+                    self.send(name, Heartbeat(now))
+            self._bound_memory()
+
+    def _bound_memory(self) -> None:
+        while sum(client.outbox.queued_bytes for client in self._clients.values()) > QUEUED_BYTES:
+            most = max(self._clients, key=lambda name: self._clients[name].outbox.queued_bytes)
+            self.cut_off(most, "too much waits to be read by it")
+
+    def _forget(self, name: bytes) -> None:
+        client = self._clients.pop(name, None)
+        if client is not None:
+            self._on_gone(name)
+            if client.sender is not None and client.sender is not asyncio.current_task():
+                client.sender.cancel()
+
+
+def for_others(changed: PolicyChanged) -> PolicyChanged:
+    """The announcement as it goes to clients that did not ask for the change."""
+    return PolicyChanged(-1, changed.policy, changed.exact, changed.notes)

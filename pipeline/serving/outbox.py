@@ -1,0 +1,84 @@
+"""What waits to be sent to one client. Lives in the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import zmq
+
+from pipeline.rate_limit import SparseLog
+from protocol.codec import encode
+from protocol.errors import MalformedMessage
+from protocol.messages import Done, Error
+
+log = logging.getLogger(__name__)
+
+RETRY = 0.005  # seconds until a full socket is tried again
+SMALL = 4096  # bytes that a message counts as beside its own: 16384 small ones are a congestion
+LONGEST_ERROR = 1000  # characters, whatever of a client's words is quoted in it
+
+Frames = list[bytes | memoryview]
+
+
+class Outbox:
+    """A queue of messages and the sending of it, so that a client that does not read delays nobody else."""
+
+    def __init__(self, send: Callable[[Frames], None]) -> None:
+        """`send` raises zmq.Again where the client's socket is full, another ZMQError where it has gone."""
+        self.queued_bytes = 0
+        self.stuck: float | None = None  # since when its socket has been full
+        self._send = send
+        self._queue: asyncio.Queue[tuple[Frames, int]] = asyncio.Queue()  # messages and their sizes
+
+    def __len__(self) -> int:
+        return self._queue.qsize()
+
+    def put(self, message: object) -> None:
+        """Queue a message."""
+        frames = frames_of(message)
+        size = SMALL + sum(memoryview(frame).nbytes for frame in frames)
+        self.queued_bytes += size
+        self._queue.put_nowait((frames, size))
+
+    async def pump(self) -> None:
+        """Send what is queued, trying again while the socket is full, until the client has gone."""
+        while True:
+            frames, size = await self._queue.get()
+            while True:
+                try:
+                    self._send(frames)
+                except zmq.Again:
+                    self.stuck = self.stuck or time.monotonic()
+                    await asyncio.sleep(RETRY)
+                    continue
+                except zmq.ZMQError:
+                    return
+                self.stuck = None
+                break
+            self.queued_bytes -= size
+            self._queue.task_done()
+
+    async def empty(self) -> None:
+        """Wait until everything queued was handed to the socket."""
+        await self._queue.join()
+
+
+def frames_of(message: object) -> Frames:
+    """A message to a client, encoded; where it cannot be, an Error that says so to the same request. Errors
+    quote what a client said, which may be megabytes in each of thousands of answers: they are cut."""
+    if isinstance(message, Error) and len(message.text) > LONGEST_ERROR:
+        message = replace(message, text=message.text[:LONGEST_ERROR] + "...")
+    elif isinstance(message, Done) and len(message.error) > LONGEST_ERROR:
+        message = replace(message, error=message.error[:LONGEST_ERROR] + "...")
+    try:
+        return encode(message)
+    except MalformedMessage as e:
+        _log.warning(f"an answer could not be encoded: {e}")
+        return encode(Error(getattr(message, "request", -1), f"the engine's answer cannot be sent: {e}"))
+
+
+_log = SparseLog(log)

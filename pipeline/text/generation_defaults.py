@@ -1,0 +1,42 @@
+"""How a model's makers would sample from it: the sampling settings of its generation_config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import ModelError, RequestError
+from pipeline.text.sampler import validate
+from protocol.messages import Sampling
+
+DRAWING = ("temperature", "top_k", "top_p", "min_p")  # apply only where the file says do_sample
+
+
+def sampling_defaults(model_dir: Path) -> Sampling:
+    """What a chat uses unless the person says otherwise; greedy without the file. Raises ModelError where the
+    file is damaged or its values cannot be."""
+    path = model_dir / "generation_config.json"
+    if not path.is_file():
+        return Sampling()
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as e:
+        raise ModelError(f"cannot read {path}: {str(e).splitlines()[0]}") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    names = ("repetition_penalty", *(DRAWING if config.get("do_sample") else ()))
+    given: dict[str, Any] = {name: config[name] for name in names if config.get(name) is not None}
+    for name, value in given.items():
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not (whole or (isinstance(value, float) and name != "top_k")):
+            raise ModelError(f"{path}: {name} is {value!r}, which is no number it can be")
+    if config.get("do_sample"):
+        given.setdefault("temperature", 1.0)
+    numbers: dict[str, Any] = {k: v if k == "top_k" else float(v) for k, v in given.items()}
+    sampling = Sampling(**numbers)
+    try:
+        validate(sampling)
+    except RequestError as e:
+        raise ModelError(f"{path}: {e}") from None
+    return sampling

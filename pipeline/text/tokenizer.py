@@ -1,0 +1,238 @@
+"""A model's tokenizer: text and conversations to ids, ids back to text. Importing this module is cheap; the
+tokenizer library is loaded by `Tokenizer.load`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import ModelError, RequestError
+from pipeline.text.text_stream import BytePieces, Pieces, SpacedPieces, StopStrings, TextStream
+from protocol.messages import ChatMessage
+
+# any one of these means that a directory has a tokenizer; settings alone are none
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "spiece.model",
+    "tiktoken.model",
+)
+MAX_STOP_STRINGS = 16
+QUICK = 65536  # characters that are encoded in less time than a step takes
+MAX_STOP_CHARACTERS = 512
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+def eos_ids(model_dir: Path) -> frozenset[int]:
+    """The ids that end an answer, from generation_config.json, else config.json; empty where neither names
+    any. Raises ModelError where a file is damaged."""
+    for name in ("generation_config.json", "config.json"):
+        path = model_dir / name
+        if not path.is_file():
+            continue
+        try:
+            config = json.loads(path.read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            raise ModelError(f"cannot read {path}: {_one_line(error)}") from error
+        value = config.get("eos_token_id") if isinstance(config, dict) else None
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
+            raise ModelError(f"{path}: eos_token_id must be an id or a list of ids")
+        return frozenset(ids)
+    return frozenset()
+
+
+class Tokenizer:
+    """One model's tokenizer. Made by `load`; not changed afterwards."""
+
+    def __init__(self, tokenizer: Any, model_dir: Path) -> None:
+        """`tokenizer`: a transformers tokenizer that the `tokenizers` library backs."""
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        self._special = frozenset(
+            token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
+        )
+        decoders = _decoders(self._backend)
+        self._byte_level = "ByteLevel" in decoders
+        self._byte_fallback = "ByteFallback" in decoders
+        if self._byte_level and decoders - {"ByteLevel", "Fuse"}:
+            raise ModelError(
+                f"the tokenizer in {model_dir} chains decoders that are not supported: {sorted(decoders)}"
+            )
+        self._bytes: dict[int, bytes] = {}
+        self._letters = _byte_level_letters()
+        own = tokenizer.eos_token_id
+        self.eos_ids = eos_ids(model_dir) or frozenset(() if own is None else (own,))
+
+    @classmethod
+    def load(cls, model_dir: Path) -> Tokenizer | None:
+        """The tokenizer in a model's directory, or None where there is none. Reads local files only and runs
+        no code from them. Raises ModelError where the files cannot be used."""
+        if not any((model_dir / name).is_file() for name in TOKENIZER_FILES):
+            return None
+        try:
+            tokenizer = _read(model_dir)
+        except Exception as error:  # damaged files fail in many ways, and each is the directory's fault
+            raise ModelError(f"cannot load the tokenizer in {model_dir}: {_one_line(error)}") from error
+        if not getattr(tokenizer, "is_fast", False):
+            raise ModelError(
+                f"the tokenizer in {model_dir} has no tokenizer.json and cannot be made into one"
+            )
+        return cls(tokenizer, model_dir)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether there is one for conversations; some models have others, for tools or documents."""
+        template = self._tokenizer.chat_template
+        return bool(template.get("default") if isinstance(template, dict) else template)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, with the special tokens that the model's tokenizer puts around one (bos, mostly).
+        Raises RequestError where the text is no valid Unicode."""
+        ids: list[int] = self._tokenizer.encode(_valid(text), verbose=False)
+        return ids
+
+    def at_least(self, characters: int) -> int:
+        """A number of tokens that no text of so many characters comes below, known without encoding it; 0 for
+        one that is encoded in no time."""
+        if characters <= QUICK:
+            return 0
+        return characters // (2 * self._longest)  # twice: a normalizer may write less than it read
+
+    @cached_property
+    def _longest(self) -> int:
+        """Characters of the longest token; a byte-level one has as many letters as bytes."""
+        return max(map(len, self._backend.get_vocab()))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids. Special tokens and unknown ids are left out; what is no UTF-8 shows as U+FFFD."""
+        text: str = self._backend.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def render_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Ids of a conversation up to where the model's answer begins. Raises RequestError where the model
+        has no chat template, or the template refuses the conversation."""
+        if not self.has_chat_template:
+            raise RequestError("this model has no chat template; send a plain prompt instead")
+        if not messages:
+            raise RequestError("the conversation is empty; send at least one message")
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            text = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        except (
+            Exception
+        ) as error:  # a template is a program from the model's directory: it may raise anything
+            raise RequestError(f"the model's chat template refuses this: {_one_line(error)}") from error
+        # the template has written every special token that belongs there
+        ids: list[int] = self._tokenizer.encode(_valid(text), add_special_tokens=False, verbose=False)
+        return ids
+
+    def stream(self, stop: Sequence[str]) -> TextStream:
+        """A new answer's text, ending before the first of the stop strings. Raises RequestError where a stop
+        string is empty or too long, or there are too many."""
+        if len(stop) > MAX_STOP_STRINGS:
+            raise RequestError(
+                f"{len(stop)} stop strings are too many; at most {MAX_STOP_STRINGS} are allowed"
+            )
+        for text in stop:
+            if not 0 < len(text) <= MAX_STOP_CHARACTERS:
+                raise RequestError(
+                    f"a stop string has {len(text)} characters; 1 to {MAX_STOP_CHARACTERS} are allowed"
+                )
+        pieces: Pieces = (
+            BytePieces(self._token_bytes) if self._byte_level else SpacedPieces(self.decode, self._is_byte)
+        )
+        return TextStream(pieces, StopStrings(stop), self._special.__contains__)
+
+    def _token_bytes(self, token: int) -> bytes:
+        """A byte-level token's bytes; an added token that is not written in byte letters is plain text."""
+        found = self._bytes.get(token)
+        if found is None:
+            piece = self._backend.id_to_token(token) or ""
+            if all(letter in self._letters for letter in piece):
+                found = bytes(self._letters[letter] for letter in piece)
+            else:
+                found = piece.encode()
+            self._bytes[token] = found
+        return found
+
+    def _is_byte(self, token: int) -> bool:
+        piece = self._backend.id_to_token(token)
+        # an unknown id is left out of the text, so it ends no run of byte tokens either
+        return piece is None or (self._byte_fallback and _BYTE_TOKEN.fullmatch(piece) is not None)
+
+
+def _read(model_dir: Path) -> Any:
+    """tokenizer.json is the whole of a tokenizer, so nothing else decides about one that has it: several of
+    transformers' classes put their own idea of the family in place of what the file says, and AutoTokenizer
+    chooses among them by `model_type`, `tokenizer_class` and `auto_map`. It also takes a second to import."""
+    if not (model_dir / "tokenizer.json").is_file():
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=False)
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(model_dir), local_files_only=True)
+    if _wants_bos(model_dir) and tokenizer.bos_token_id not in (None, *tokenizer.encode("")):
+        tokenizer.add_bos_token = True
+    return tokenizer
+
+
+def _wants_bos(model_dir: Path) -> bool:
+    """Whether a text begins with bos because the settings say so: the one thing that DeepSeek's
+    tokenizer.json leaves to the class, as transformers up to version 4 had it."""
+    file = model_dir / "tokenizer_config.json"
+    settings = json.loads(file.read_bytes()) if file.is_file() else {}
+    name = str(settings.get("tokenizer_class")).removesuffix("Fast")
+    return settings.get("add_bos_token") is True and name in ("LlamaTokenizer", "GPTNeoXTokenizer")
+
+
+def _decoders(backend: Any) -> frozenset[str]:
+    """The kinds of decoder that a tokenizer chains, as its tokenizer.json names them."""
+    if backend.decoder is None:
+        return frozenset()
+    # the state is the decoder's own JSON; the whole tokenizer's holds every token and takes long to write
+    decoder = json.loads(backend.decoder.__getstate__())
+    kinds = set()
+    pending = [decoder]
+    while pending:
+        decoder = pending.pop()
+        if decoder["type"] == "Sequence":
+            pending += decoder["decoders"]
+        else:
+            kinds.add(decoder["type"])
+    return frozenset(kinds)
+
+
+def _byte_level_letters() -> dict[str, int]:
+    """The letter that stands for each byte in byte-level vocabularies: itself where it is printable in
+    Latin-1, else the next of the letters from U+0100 on."""
+    letters = {}
+    spare = 0x100
+    for byte in range(256):
+        if 0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xAC or 0xAE <= byte <= 0xFF:
+            letters[chr(byte)] = byte
+        else:
+            letters[chr(spare)] = byte
+            spare += 1
+    return letters
+
+
+def _valid(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"the text is no valid Unicode at character {error.start}") from error
+    return text
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text[:200]
