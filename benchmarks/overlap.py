@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from launch.supervisor import Supervisor
+from launch.processes.supervisor import Supervisor
 from pipeline.config import EngineConfig
 from pipeline.counters import difference
 from protocol.client import Client

@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from launch.supervisor import Supervisor
+from launch.processes.supervisor import Supervisor
 from pipeline.assets import model_dir
 from pipeline.config import EngineConfig
 from protocol.client import Client

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from launch.children import spawn
-from launch.control import Control
-from launch.cores import Cores
+from launch.processes.children import spawn
+from launch.processes.control import Control
+from launch.processes.cores import Cores
 from pipeline.experts.peers import Deaths, PeerSocket
 from pipeline.experts.runs import Workers, empty_run
 from pipeline.experts.worker_pool import WorkerPool

@@ -13,8 +13,8 @@ from dataclasses import replace
 from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
+from launch.command_line.options import Options, parse
 from launch.errors import LaunchError
-from launch.options import Options, parse
 from pipeline.errors import UsageError
 from protocol.errors import ProtocolError, RequestFailed
 from shm.errors import NotEnoughMemory, ShmError
@@ -22,7 +22,7 @@ from shm.errors import NotEnoughMemory, ShmError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from launch.interrupts import Interrupts
+    from launch.terminal.interrupts import Interrupts
 
     Command = Callable[[Options, Interrupts], Awaitable[int]]
 
@@ -68,7 +68,7 @@ def _run(options: Options) -> int:
 
     import uvloop
 
-    from launch.interrupts import Interrupts
+    from launch.terminal.interrupts import Interrupts
 
     logging.basicConfig(level=options.log_level, stream=sys.stderr, format="[%(name)s] %(message)s")
     options = _with_model(options)
@@ -90,7 +90,7 @@ def _with_model(options: Options) -> Options:
     then a mistyped policy would be a pity."""
     if "model" not in options.written:
         return options
-    from launch.hub import settled
+    from launch.hub.hf_download import settled
     from pipeline.policies.presets import make_policy
 
     for request in options.policies():

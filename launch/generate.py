@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from launch.command_line.options import Options
+from launch.connect.reconnect import patient
 from launch.errors import AnswerLost, WrongUsage
-from launch.interrupts import Interrupts
-from launch.options import Options
-from launch.output import print_json, show
-from launch.patience import patient
+from launch.terminal.interrupts import Interrupts
+from launch.terminal.output import print_json, show
 from protocol.answer import Answer
 from protocol.client import Client
 from protocol.errors import RequestFailed

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from launch.command_line.options import Options
 from launch.errors import WrongUsage
-from launch.interrupts import Interrupts
-from launch.options import Options
-from launch.output import show
+from launch.terminal.interrupts import Interrupts
+from launch.terminal.output import show
 from protocol.errors import ProtocolError
 from protocol.keys import (
     CLIENT_FILE,

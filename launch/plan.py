@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launch.machine import usable_device
+from launch.device_choice import usable_device
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.open import open_model
 from pipeline.config import DEFAULT_CACHE, KV_CONTEXTS, EngineConfig, FormatName

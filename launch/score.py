@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from launch.checks import check_output, check_request, read_ids, read_text, unfinished
+from launch.command_line.checks import check_output, check_request, read_ids, read_text, unfinished
+from launch.command_line.options import Options
+from launch.connect.reconnect import patient
 from launch.errors import OutputFailed, WrongUsage
-from launch.interrupts import Interrupts
-from launch.options import Options
-from launch.output import print_json, show
-from launch.patience import patient
+from launch.terminal.interrupts import Interrupts
+from launch.terminal.output import print_json, show
 from pipeline.counters import difference, fidelity
 from protocol.client import Client
 from protocol.messages import F32Matrix, Score

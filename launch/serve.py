@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from launch.interrupts import Interrupts
-from launch.options import Options
-from launch.output import show
-from launch.session import started
+from launch.command_line.options import Options
+from launch.connect.session import started
+from launch.terminal.interrupts import Interrupts
+from launch.terminal.output import show
 
 
 async def serve(options: Options, interrupts: Interrupts) -> int:

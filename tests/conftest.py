@@ -25,7 +25,7 @@ from leaks import leaks, segments
 from safetensors.numpy import save_file
 from turns import Turns, alone
 
-from launch.supervisor import Supervisor
+from launch.processes.supervisor import Supervisor
 from pipeline.assets import model_dir
 from pipeline.config import EngineConfig
 from protocol.client import Client

@@ -20,13 +20,13 @@ from launch.bench.plot import draw
 from launch.bench.prompts import make_prompts
 from launch.bench.report import Entry, Report
 from launch.bench.run import measure, settle
-from launch.cores import Cores
-from launch.counting import counted
+from launch.command_line.options import Options
+from launch.connect.session import connected
 from launch.errors import Disturbed
-from launch.interrupts import Interrupts
-from launch.options import Options
-from launch.output import print_json, show
-from launch.session import connected
+from launch.processes.cores import Cores
+from launch.terminal.interrupts import Interrupts
+from launch.terminal.output import print_json, show
+from launch.terminal.run_progress import counted
 from pipeline.config import EngineConfig
 from pipeline.policies.view import PolicyRequest
 from protocol.client import Client

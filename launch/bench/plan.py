@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.bench.plot import check_picture
+from launch.command_line.options import Options
 from launch.errors import WrongUsage
-from launch.options import Options
 from pipeline.assets import model_dir
 from pipeline.checkpoint.open import open_model
 from pipeline.config import DEFAULT_CONTEXT, KV_CONTEXTS

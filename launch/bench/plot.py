@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from launch.checks import unfinished
+from launch.command_line.checks import unfinished
 from launch.errors import OutputFailed, WrongUsage
 from launch.phase_profile import PhaseProfile
 

@@ -17,12 +17,12 @@ from pathlib import Path
 
 from launch.bench.plan import requested_policies
 from launch.bench.replay_report import Entry, Report, Settings
-from launch.counting import counted
+from launch.command_line.options import Options
 from launch.errors import LaunchError, WrongUsage
-from launch.interrupts import Interrupts
-from launch.options import Options
-from launch.output import print_json, show
-from launch.runtime import cache_root
+from launch.processes.runtime import cache_root
+from launch.terminal.interrupts import Interrupts
+from launch.terminal.output import print_json, show
+from launch.terminal.run_progress import counted
 from pipeline.calibration.cost_cache import measured_here
 from pipeline.calibration.file import NAME, load
 from pipeline.config import DEFAULT_CACHE

@@ -12,13 +12,13 @@ from typing import Any
 from launch.calibrate.figures import check_folder, draw
 from launch.calibrate.stages import stages
 from launch.calibrate.table import render
-from launch.checks import check_request, read_ids, read_text
+from launch.command_line.checks import check_request, read_ids, read_text
+from launch.command_line.options import Options
+from launch.connect.reconnect import patient
 from launch.errors import WrongUsage
-from launch.interrupts import Interrupts
-from launch.options import Options
-from launch.output import print_json, show
-from launch.patience import patient
-from launch.runtime import cache_root
+from launch.processes.runtime import cache_root
+from launch.terminal.interrupts import Interrupts
+from launch.terminal.output import print_json, show
 from pipeline.assets import model_dir
 from pipeline.calibration.file import calibration_path, read
 from pipeline.calibration.summary import summary

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launch.checks import unfinished
+from launch.command_line.checks import unfinished
 from launch.errors import OutputFailed, WrongUsage
 from pipeline.calibration.summary import mean_accuracy
 from pipeline.policies.calibration import Calibration

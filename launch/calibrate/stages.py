@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from launch.progress import PLAIN_INTERVAL
+from launch.terminal.load_progress import PLAIN_INTERVAL
 from protocol.messages import Calibrating
 
 log = logging.getLogger("tandem")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from launch.command_line.grammar import nearest
 from launch.errors import WrongUsage
-from launch.grammar import nearest
 
 KINDS = (
     "kill",  # a worker or the prefetcher is killed

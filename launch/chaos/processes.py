@@ -10,9 +10,9 @@ from pathlib import Path
 
 import psutil
 
-from launch.children import MODULES
 from launch.errors import WrongUsage
-from launch.runtime import running_engines
+from launch.processes.children import MODULES
+from launch.processes.runtime import running_engines
 from protocol.keys import Address
 
 _IPC = "ipc://"

@@ -13,7 +13,7 @@ from rich.text import Text
 from launch.chat.conversation import Reply
 from launch.chat.screen import Screen, visible
 from launch.chat.word_wrap import WordWrap
-from launch.interrupts import Interrupts
+from launch.terminal.interrupts import Interrupts
 
 PATIENCE = 0.7  # seconds without a token, after which a person is told that the prompt is being read
 SEPARATOR = " · "

@@ -14,11 +14,11 @@ import sys
 from launch.chat.conversation import Conversation
 from launch.chat.lines import Lines
 from launch.chat.settings import AnswerSettings
+from launch.command_line.options import RANDOM_OPTIONS, Options
+from launch.connect.reconnect import patient
 from launch.generate import answer_settings
-from launch.interrupts import Interrupts
-from launch.options import RANDOM_OPTIONS, Options
-from launch.output import show
-from launch.patience import patient
+from launch.terminal.interrupts import Interrupts
+from launch.terminal.output import show
 from protocol.client import Client
 from protocol.errors import RequestFailed
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from launch.command_line.grammar import nearest
 from launch.errors import WrongUsage
-from launch.grammar import nearest
 
 
 @dataclass(frozen=True)

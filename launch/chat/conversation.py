@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from launch.chat.settings import AnswerSettings
 from launch.errors import AnswerLost, WrongUsage
-from launch.interrupts import Interrupts
+from launch.terminal.interrupts import Interrupts
 from protocol.answer import Answer
 from protocol.client import Client
 from protocol.errors import MalformedMessage, RequestFailed

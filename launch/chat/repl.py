@@ -17,9 +17,9 @@ from launch.chat.settings import KEYS, change, shown
 from launch.chat.tables import counters_table, engine_table, help_text, policy_table, settings_table
 from launch.chat.transcript import Transcript, load, save
 from launch.chat.why import why_text
+from launch.connect.reconnect import BACK, WAITING
 from launch.errors import OutputFailed, WrongUsage
-from launch.interrupts import Interrupts
-from launch.patience import BACK, WAITING
+from launch.terminal.interrupts import Interrupts
 from pipeline.assets import model_dir
 from pipeline.models.shapes import short_name
 from protocol.client import Client

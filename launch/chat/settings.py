@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from launch.command_line.grammar import nearest
+from launch.command_line.values import above, at_least, between
 from launch.errors import WrongUsage
-from launch.grammar import nearest
-from launch.values import above, at_least, between
 from pipeline.errors import RequestError
 from pipeline.text.sampler import validate
 from protocol.messages import Sampling

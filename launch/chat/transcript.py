@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.checks import read_file
+from launch.command_line.checks import read_file
+from launch.command_line.grammar import nearest
 from launch.errors import OutputFailed, WrongUsage
-from launch.grammar import nearest
 from protocol.messages import ChatMessage
 
 LARGEST = 16 << 20  # bytes of a file that is read; a conversation fits a model's context

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from launch.cores import Cores
+from launch.command_line.options import Options
 from launch.doctor import (
     bandwidth,
     costs,
@@ -34,10 +34,10 @@ from launch.doctor.model_plan import show_plan
 from launch.doctor.report import rendered
 from launch.doctor.trials import TrialFailed
 from launch.errors import LaunchError
-from launch.interrupts import Interrupts
-from launch.options import Options
-from launch.output import print_json, show
-from launch.runtime import cache_root
+from launch.processes.cores import Cores
+from launch.processes.runtime import cache_root
+from launch.terminal.interrupts import Interrupts
+from launch.terminal.output import print_json, show
 from pipeline.calibration.cost_cache import measured_here
 from pipeline.errors import PipelineError
 from shm import cgroup

@@ -10,11 +10,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from launch.device_choice import DRIVER_NODES
 from launch.doctor.finding import Finding
 from launch.doctor.models import Reads
 from launch.doctor.software import installed
 from launch.doctor.trials import TrialFailed, trial
-from launch.machine import DRIVER_NODES
 from shm.kernel_files import contents, entries
 from shm.segment import gigabytes
 

@@ -18,14 +18,14 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from launch.checks import check_engine
-from launch.cores import Cores
+from launch.command_line.checks import check_engine
+from launch.command_line.options import Options
 from launch.doctor import costs
 from launch.doctor.report import PLAIN_WIDTH, WIDEST
-from launch.options import Options
-from launch.output import print_json, show
 from launch.plan import OPTIONS, Situation, every_format, formats, reasons, refusal, situation
-from launch.runtime import cache_root
+from launch.processes.cores import Cores
+from launch.processes.runtime import cache_root
+from launch.terminal.output import print_json, show
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.open import open_model
 from pipeline.memory.needs import Needs

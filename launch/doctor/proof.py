@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from launch.command_line.options import Options
+from launch.connect.session import connected
 from launch.doctor.finding import Finding
 from launch.errors import LaunchError
-from launch.interrupts import Interrupts
-from launch.options import Options
-from launch.session import connected
+from launch.terminal.interrupts import Interrupts
 from pipeline.errors import PipelineError
 from protocol.errors import ProtocolError
 from shm.errors import ShmError

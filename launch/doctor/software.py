@@ -11,8 +11,8 @@ import shutil
 import tomllib
 from dataclasses import dataclass
 
-from launch.children import ROOT
 from launch.doctor.finding import Finding
+from launch.processes.children import ROOT
 
 TOPIC = "software"
 COMPILERS = ("gcc", "clang", "cc")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import groupby
 
-from launch.cores import Cores
 from launch.doctor.finding import Finding
+from launch.processes.cores import Cores
 
 TOPIC = "threads"
 

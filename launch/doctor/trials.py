@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from launch.children import ROOT
 from launch.errors import LaunchError
+from launch.processes.children import ROOT
 from workers.lifetime import pack_config
 
 LAST_WORDS = 200  # characters of a failed child's last line that are shown

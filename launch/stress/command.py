@@ -16,13 +16,10 @@ from pathlib import Path
 from launch.assets import stress_script
 from launch.chaos.plan import Chaos
 from launch.chaos.processes import runtime_of
-from launch.counting import counted
+from launch.command_line.options import Options
+from launch.connect.session import endpoint
 from launch.equality import Verdict, rounding_bound
 from launch.errors import WrongUsage
-from launch.interrupts import Interrupts
-from launch.options import Options
-from launch.output import print_json
-from launch.session import endpoint
 from launch.stress.chaos import ChaosRun
 from launch.stress.load import Load, count_strays, run_load
 from launch.stress.reference import Finding, alone, compare_all
@@ -30,6 +27,9 @@ from launch.stress.report import Run, report
 from launch.stress.requests import End, Outcome
 from launch.stress.script import Entry, read_script
 from launch.stress.table import show_report
+from launch.terminal.interrupts import Interrupts
+from launch.terminal.output import print_json
+from launch.terminal.run_progress import counted
 from protocol.client import Client
 from protocol.keys import Address
 from protocol.messages import Welcome

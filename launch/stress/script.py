@@ -28,9 +28,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from launch.checks import read_text
+from launch.command_line.checks import read_text
+from launch.command_line.grammar import nearest
 from launch.errors import WrongUsage
-from launch.grammar import nearest
 from protocol.codec import encode
 from protocol.errors import MalformedMessage
 from protocol.messages import ChatMessage, Generate, Sampling

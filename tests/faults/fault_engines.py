@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.runtime import segments
-from launch.supervisor import Supervisor
+from launch.processes.runtime import segments
+from launch.processes.supervisor import Supervisor
 from pipeline.config import EngineConfig
 from protocol.client import Client
 from protocol.messages import Token

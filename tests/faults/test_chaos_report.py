@@ -14,8 +14,8 @@ from launch.chaos.injector import Fault, Injector
 from launch.chaos.plan import Chaos
 from launch.chaos.pool import not_whole, wait_whole
 from launch.chaos.processes import Usage, runtime_of
+from launch.command_line.options import parse
 from launch.errors import WrongUsage
-from launch.options import parse
 from launch.stress.chaos import ChaosRun
 from launch.stress.chaos_table import chaos_parts
 from launch.stress.requests import End, Outcome, Request

@@ -13,7 +13,7 @@ import pytest
 from fault_engines import KILL, LIMIT, STOP, State, answer, bits, config, until
 
 from launch.errors import EngineDied
-from launch.supervisor import Supervisor
+from launch.processes.supervisor import Supervisor
 from protocol.client import Client
 from protocol.errors import EngineGone
 from shm.segment import SHM_FOLDER

@@ -15,7 +15,7 @@ from fault_engines import LIMIT, State, answer, config
 from transformers import MixtralForCausalLM
 
 from launch.equality import F32_BOUND, Verdict, compare
-from launch.supervisor import Supervisor
+from launch.processes.supervisor import Supervisor
 from protocol.client import Client
 from protocol.errors import RequestFailed
 from protocol.messages import Token

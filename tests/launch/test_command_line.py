@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.checks import without_effect
 from launch.cli import main
+from launch.command_line.checks import without_effect
+from launch.command_line.grammar import NOT_YET
+from launch.command_line.options import parse
 from launch.errors import WrongUsage
-from launch.grammar import NOT_YET
-from launch.options import parse
 from pipeline.config import EngineConfig
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import two_threads_a_core, write
 
-from launch.cores import MOST_WORKERS, Cores, Seat, Thread, read_threads
-from launch.supervisor import Supervisor
+from launch.processes.cores import MOST_WORKERS, Cores, Seat, Thread, read_threads
+from launch.processes.supervisor import Supervisor
 from pipeline.config import EngineConfig
 from protocol.client import Client
 

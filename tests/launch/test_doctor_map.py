@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machines import words
 
-from launch.cores import Cores, Thread
 from launch.doctor import kernels, threads
 from launch.doctor.finding import Finding
+from launch.processes.cores import Cores, Thread
 from shm.kernel_files import parse_cores
 from shm.layout import FORMATS
 from workers.kernels.native import VARIANTS, Library, load

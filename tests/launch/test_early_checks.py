@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.checks import check_engine
+from launch.command_line.checks import check_engine
 from pipeline.config import EngineConfig
 from pipeline.errors import ModelError
 from pipeline.text.tokenizer import Tokenizer

@@ -28,8 +28,8 @@ from engines import (
 )
 
 from launch.errors import StartFailed
-from launch.runtime import sweep
-from launch.supervisor import Supervisor
+from launch.processes.runtime import sweep
+from launch.processes.supervisor import Supervisor
 from pipeline.config import EngineConfig
 from protocol.sockets import runtime_root
 from shm.locks import build_lock
@@ -297,7 +297,7 @@ def test_streams_that_are_closed_are_no_harm(arguments: list[str]) -> None:
 async def test_a_start_that_takes_too_long_names_the_late(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launch.keeper.READY_LIMIT", 0.05)
+    monkeypatch.setattr("launch.processes.monitor.READY_LIMIT", 0.05)
     config = EngineConfig(model=tiny_model, name="late", device="cpu", workers=2)
     with pytest.raises(StartFailed, match=r"not ready after 0\.05 s: coordinator, worker 0, worker 1"):
         async with Supervisor(config):

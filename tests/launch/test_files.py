@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from launch.chat.lines import Lines
-from launch.checks import read_ids, read_text
+from launch.command_line.checks import read_ids, read_text
 from launch.errors import WrongUsage
 from launch.score import Matrix
 from launch.stress.script import read_script

@@ -12,7 +12,7 @@ from engines import LAUNCH, ROOT
 from hub_home import INDEX, NAME, SETTLE, SHARDS, Home
 from hub_server import COMMIT, HubServer, Repository
 
-from launch.hub import is_hub_name
+from launch.hub.hf_download import is_hub_name
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,8 @@ def test_names(text: str, is_name: bool) -> None:
 
 def test_huggingface_hub_is_imported_only_for_such_names(tiny_model: Path) -> None:
     script = (
-        "import sys, pathlib, launch.cli, launch.hub as hub; hub.settled(pathlib.Path(sys.argv[1]), True)"
+        "import sys, pathlib, launch.cli, launch.hub.hf_download as hub; "
+        "hub.settled(pathlib.Path(sys.argv[1]), True)"
     )
     script += "; sys.exit('huggingface_hub' in sys.modules)"
     command = [sys.executable, "-c", script, str(tiny_model)]

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from launch.interrupts import Interrupts
+from launch.terminal.interrupts import Interrupts
 
 
 async def interrupt() -> None:

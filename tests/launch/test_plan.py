@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.cli import main
-from launch.options import SIZES, parse
+from launch.command_line.options import SIZES, parse
 from launch.plan import Situation, every_format, formats, make_plan, reasons, refusal, situation, told
 from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig, SettledConfig

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from launch import progress
-from launch.progress import LoadingBar
+from launch.terminal import load_progress as progress
+from launch.terminal.load_progress import LoadingBar
 from protocol.messages import Progress
 
 MB = 10**6

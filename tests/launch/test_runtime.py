@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from launch.errors import WrongUsage
-from launch.runtime import EngineInfo, RuntimeDir, find_engine, running_engines, segments, sweep
+from launch.processes.runtime import EngineInfo, RuntimeDir, find_engine, running_engines, segments, sweep
 from protocol.messages import VERSION
 from protocol.sockets import runtime_root
 from shm.segment import engine_prefix
@@ -105,7 +105,7 @@ def test_an_engine_of_another_version_is_seen_and_not_used(claimed: RuntimeDir) 
 
 def test_what_a_killed_engine_left_is_swept_and_a_living_one_is_not(claimed: RuntimeDir) -> None:
     script = (
-        "import os, signal; from launch.runtime import RuntimeDir\n"
+        "import os, signal; from launch.processes.runtime import RuntimeDir\n"
         "RuntimeDir.claim('rt-dead'); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=30)

@@ -29,7 +29,7 @@ from oracle import Oracle
 from test_parity import EXACT, scored
 
 from launch.errors import StartFailed
-from launch.supervisor import Supervisor
+from launch.processes.supervisor import Supervisor
 from pipeline.config import EngineConfig
 from pipeline.errors import PipelineError
 from protocol.client import Client

@@ -11,7 +11,7 @@ from moving_parts import control_segment, peer_of, peer_socket
 from peer_words import PRINT
 from pool_scene import Scene
 
-from launch.supervisor import Supervisor
+from launch.processes.supervisor import Supervisor
 from pipeline.config import EngineConfig
 from pipeline.experts.peers import Deaths
 from protocol.client import Client

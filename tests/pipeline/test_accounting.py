@@ -16,7 +16,7 @@ import pytest_asyncio
 import torch
 from oracle import Oracle
 
-from launch.supervisor import Supervisor
+from launch.processes.supervisor import Supervisor
 from pipeline.counters import Accounting, StepClock, difference
 from protocol.client import Client
 from protocol.sockets import ipc_endpoint, runtime_root

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.equality import Verdict, compare
-from launch.runtime import segments
+from launch.processes.runtime import segments
 from protocol.errors import RequestFailed
 from protocol.sockets import Identity
 

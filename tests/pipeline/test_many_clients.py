@@ -15,7 +15,7 @@ import pytest_asyncio
 from raw_client import raw_client
 
 from launch.equality import Verdict, compare
-from launch.supervisor import Supervisor
+from launch.processes.supervisor import Supervisor
 from protocol.client import Client
 from protocol.messages import Generate, Heartbeat, Score
 from protocol.sockets import Identity

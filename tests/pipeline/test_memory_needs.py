@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.supervisor import Supervisor
+from launch.processes.supervisor import Supervisor
 from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.open import open_model

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks.random_checkpoint import write
+from pipeline.backbone import embedding as table
 from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.batch import Slice
 from pipeline.backbone.disk_cache import NAME, BackboneCache
@@ -22,7 +23,6 @@ from pipeline.checkpoint.source import Checkpoint
 from pipeline.config import BackboneDType, EngineConfig
 from pipeline.device.cpu import CpuDevice
 from pipeline.memory.needs import needs
-from pipeline.models import table
 from pipeline.models.registry import model_spec
 from workers.kernels.matrix import HostMatrix
 

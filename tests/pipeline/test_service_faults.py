@@ -10,7 +10,7 @@ import pytest
 import zmq
 from raw_client import one_line, raw_client
 
-from launch.supervisor import Supervisor
+from launch.processes.supervisor import Supervisor
 from pipeline.config import EngineConfig
 from protocol.client import Client
 from protocol.codec import encode

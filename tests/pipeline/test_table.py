@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from pipeline.backbone import embedding as module
 from pipeline.backbone.embedding import Table
 from pipeline.checkpoint.index import CheckpointIndex
 from pipeline.checkpoint.reader import TensorReader
 from pipeline.errors import ModelError
-from pipeline.models import table as module
 
 ROWS, WIDTH = 300, 24
 LIMIT = 20.0

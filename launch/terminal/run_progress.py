@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from launch.progress import PLAIN_INTERVAL
+from launch.terminal.load_progress import PLAIN_INTERVAL
 
 log = logging.getLogger("tandem")
 

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.cores import Cores, Seat
-from launch.runtime import RuntimeDir
+from launch.processes.cores import Cores, Seat
+from launch.processes.runtime import RuntimeDir
 from pipeline.config import SettledConfig
 from shm.segment import engine_prefix
 from shm.store import store_name

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
+from launch.command_line.values import above, absolute, at_least, between, model_path, not_empty, token_ids
 from launch.errors import WrongUsage
-from launch.values import above, absolute, at_least, between, model_path, not_empty, token_ids
 from pipeline.calibration.windows import LEAST_TOKENS
 from pipeline.config import (
     DEFAULT_CACHE,

@@ -20,18 +20,18 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from launch.briefing import Briefing
-from launch.checks import without_effect
-from launch.children import Child, title
-from launch.control import Control
-from launch.cores import Cores
-from launch.crew import Crew
+from launch.command_line.checks import without_effect
 from launch.errors import StartFailed
-from launch.guard import Guard
-from launch.keeper import Keeper, Post
 from launch.plan import make_plan, situation
-from launch.progress import LoadingBar
-from launch.runtime import EngineInfo, RuntimeDir, cache_root, segments, sweep
+from launch.processes.child_configs import Briefing
+from launch.processes.children import Child, title
+from launch.processes.control import Control
+from launch.processes.cores import Cores
+from launch.processes.group import Crew
+from launch.processes.monitor import Keeper, Post
+from launch.processes.runtime import EngineInfo, RuntimeDir, cache_root, segments, sweep
+from launch.processes.task_guard import Guard
+from launch.terminal.load_progress import LoadingBar
 from pipeline.assets import model_dir
 from pipeline.config import EngineConfig
 from pipeline.errors import ModelError

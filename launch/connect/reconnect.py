@@ -6,9 +6,9 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from launch.interrupts import Interrupts
-from launch.options import Options
-from launch.session import CLIENT, endpoint
+from launch.command_line.options import Options
+from launch.connect.session import CLIENT, endpoint
+from launch.terminal.interrupts import Interrupts
 from protocol.client import Client
 from protocol.errors import ProtocolError
 

@@ -10,8 +10,8 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from launch.command_line.grammar import Parser, grammar, nearest
 from launch.errors import WrongUsage
-from launch.grammar import Parser, grammar, nearest
 from pipeline.config import EngineConfig
 from pipeline.policies.view import PolicyRequest
 from protocol.messages import Sampling

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from launch.children import Child, title
-from launch.crew import Crew
 from launch.errors import EngineDied, StartFailed
-from launch.guard import Guard
+from launch.processes.children import Child, title
+from launch.processes.group import Crew
+from launch.processes.task_guard import Guard
 from protocol.messages import Heartbeat, Hung, Ready, WorkerDied, WorkerUp
 from protocol.sockets import Identity
 from shm.control import ControlSegment

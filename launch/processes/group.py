@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from launch.children import Child, end, spawn, wait_ended
-from launch.control import Control
-from launch.guard import Guard
+from launch.processes.children import Child, end, spawn, wait_ended
+from launch.processes.control import Control
+from launch.processes.task_guard import Guard
 from protocol.messages import Failed, Ready, Shutdown
 from protocol.sockets import Identity
 

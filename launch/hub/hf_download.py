@@ -26,7 +26,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from launch.errors import DownloadFailed, WrongUsage
-from launch.hub_answers import explained
+from launch.hub.hf_errors import explained
 from pipeline.errors import ModelError
 
 if TYPE_CHECKING:

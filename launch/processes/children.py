@@ -16,7 +16,7 @@ from protocol.messages import Failed
 from protocol.sockets import Identity
 from workers.lifetime import pack_config
 
-ROOT = Path(__file__).resolve().parent.parent  # where `-m` finds the packages, from any working directory
+ROOT = Path(__file__).resolve().parents[2]  # where `-m` finds the packages, from any working directory
 PIPE_ROOM = 65536  # bytes a new pipe takes without a reader: a configuration must fit, or we would block
 STOP_LIMIT = 5.0  # seconds for an orderly end
 TERM_LIMIT = 1.0  # seconds between SIGTERM and SIGKILL

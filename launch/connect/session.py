@@ -6,11 +6,11 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from launch.checks import check_engine, client_address
-from launch.interrupts import Interrupts
-from launch.options import Options
-from launch.runtime import find_engine
-from launch.supervisor import Supervisor
+from launch.command_line.checks import check_engine, client_address
+from launch.command_line.options import Options
+from launch.processes.runtime import find_engine
+from launch.processes.supervisor import Supervisor
+from launch.terminal.interrupts import Interrupts
 from protocol.client import Client
 from protocol.keys import Address
 

@@ -1,0 +1,1 @@
+"""The command line: its grammar, what the options mean together, and what is checked before a start."""

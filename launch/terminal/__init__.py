@@ -1,0 +1,1 @@
+"""What a command prints, its progress displays, and Ctrl-C."""
