@@ -27,21 +27,11 @@ import numpy as np
 from numpy.typing import NDArray
 from planner_input import LAYERS, MODELS, Model, Text, calibrated
 
+from pipeline.arrays import FloatArray, IntArray
 from pipeline.models.routing import Softmax
 from pipeline.policies import balance
 from pipeline.policies.presets import PRESETS, make_policy
-from pipeline.policies.view import (
-    FloatArray,
-    Gated,
-    IntArray,
-    ModelShape,
-    Policy,
-    PolicyRequest,
-    Routing,
-    Signals,
-    Target,
-    View,
-)
+from pipeline.policies.view import Gated, ModelShape, Policy, PolicyRequest, Routing, Signals, Target, View
 
 LIMIT_US = 60  # at the median, a layer
 PROMPT = 16  # tokens, one step of prefill before what is timed

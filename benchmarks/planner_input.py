@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipeline.arrays import FloatArray
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
-from pipeline.policies.view import FloatArray
 from shm.layout import ExpertShape, StoreLayout, format_named, suitable_tile
 
 LAYERS = 32

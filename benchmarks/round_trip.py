@@ -20,8 +20,9 @@ import numpy as np
 from launch.processes.children import spawn
 from launch.processes.control import Control
 from launch.processes.cores import Cores
-from pipeline.experts.peers import Deaths, PeerSocket
-from pipeline.experts.runs import Workers, empty_run
+from pipeline.coordinator_config import WorkerCores
+from pipeline.experts.host_shards import empty_shard
+from pipeline.experts.peers import ChildServerSocket, ExitEvents
 from pipeline.experts.worker_pool import WorkerPool
 from protocol.messages import Shutdown
 from protocol.sockets import Identity, ipc_endpoint
@@ -52,8 +53,8 @@ async def measure(workers: int, hidden: int, repeats: int) -> list[float]:
         build_store(store, hidden)
         control = Control(ipc_endpoint(runtime, "control.sock"))
         progress = ControlSegment.create(f"{store}-control", workers)
-        socket = PeerSocket(
-            runtime, "work.sock", "worker", FINGERPRINT, control.key, Deaths(), lambda message: None
+        socket = ChildServerSocket(
+            runtime, "work.sock", "worker", FINGERPRINT, control.key, ExitEvents(), lambda message: None
         )
         children = []
         seats = Cores.here().seats(workers)
@@ -80,15 +81,15 @@ async def measure(workers: int, hidden: int, repeats: int) -> list[float]:
 
 
 def _round_trips(
-    socket: PeerSocket, progress: ControlSegment, workers: int, hidden: int, repeats: int
+    socket: ChildServerSocket, progress: ControlSegment, workers: int, hidden: int, repeats: int
 ) -> list[float]:
-    pool = WorkerPool(socket, progress, Workers.alike(workers), hidden)
+    pool = WorkerPool(socket, progress, WorkerCores.alike(workers), hidden)
     pool.wait_ready(30.0)
     x = np.zeros((1, hidden), np.float32)
     seconds = []
     for _ in range(repeats + 100):
         started = time.perf_counter()
-        pool.result(pool.submit_runs(0, [empty_run()] * workers, x))
+        pool.result(pool.submit_shards(0, [empty_shard()] * workers, x))
         seconds.append(time.perf_counter() - started)
     return seconds[100:]  # the first ones import torch in the workers
 

@@ -19,9 +19,9 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from pipeline.coordinator_config import Briefed
+from pipeline.coordinator_config import CoordinatorConfig
 from pipeline.errors import NumberInUse, UsageError
-from pipeline.experts.peers import Deaths
+from pipeline.experts.peers import ExitEvents
 from pipeline.policies.view import PolicyRequest
 from pipeline.serving.assembly import Assembly
 from pipeline.serving.client_sockets import Listening
@@ -65,7 +65,7 @@ class Coordinator:
     """The event loop's side."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self._told = Briefed.from_map(config)
+        self._told = CoordinatorConfig.from_map(config)
         self._loop = asyncio.get_running_loop()
         runtime = Path(config["runtime"])
         self._context = zmq.asyncio.Context()
@@ -84,7 +84,7 @@ class Coordinator:
             self._control.close()
             self._context.term()
             raise SystemExit(2) from None
-        self._deaths = Deaths()
+        self._deaths = ExitEvents()
         self._engine = EngineThread(
             self._told,
             self._loop,

@@ -10,7 +10,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.policies.view import Gated, IntArray
+from pipeline.arrays import IntArray
+from pipeline.policies.view import Gated
 
 Part = Literal["attention", "read", "plan", "submit", "shared", "device", "link", "wait", "combine", "head"]
 PARTS: tuple[Part, ...] = get_args(Part)

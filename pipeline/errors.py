@@ -38,7 +38,7 @@ class PeerLost(PipelineError):
     """The engine waited for a worker or the prefetcher in vain: it did not come, or all were given up."""
 
 
-class RunFailed(PipelineError):
+class ShardFailed(PipelineError):
     """A run of a step cannot be computed: it crashed the workers that tried, or a worker refused it. The
     requests whose rows it has are at fault, or the experts' bytes; the workers are replaced."""
 

@@ -6,7 +6,7 @@ import logging
 import time
 
 
-class Budget:
+class RateLimiter:
     """So many of something in a second, whatever comes."""
 
     def __init__(self, most: int) -> None:
@@ -28,7 +28,7 @@ class SparseLog:
 
     def __init__(self, log: logging.Logger, most: int = 5) -> None:
         self._log = log
-        self._budget = Budget(most)
+        self._budget = RateLimiter(most)
         self._skipped = 0
 
     def warning(self, text: str, *, failed: bool = False) -> None:

@@ -108,7 +108,7 @@ A conversation
      SetPolicy -> PolicyChanged; other clients get it too, with request -1
      Calibrate -> Calibrating, any number -> Calibrated; or Done, where it was cancelled or cannot be done
    Exactly one Done ends a Generate or a Score; where one cannot even begin, and instead of a StatsReply
-   or PolicyChanged, there may be one Error with that request number. Requests overlap freely; answers to
+   or PolicyChanged, there may be one Error with that request number. JobFactory overlap freely; answers to
    different ones interleave.
 4. Cancel may be sent at any time until Done arrives; the Done still follows. A Cancel of an unknown
    request is ignored.

@@ -178,7 +178,7 @@ class Link:
         return True
 
 
-class Lives:
+class RetryBudget:
     """How often a request was under way when an engine died, since it last got any further."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from protocol.answer import Answer
 from protocol.errors import MalformedMessage, ProtocolError, RequestFailed
-from protocol.link import Link, Lives
+from protocol.link import Link, RetryBudget
 from protocol.messages import (
     Calibrate,
     Calibrated,
@@ -33,7 +33,7 @@ class _Asked:
     message: Generate
     answer: Answer
     cancelled: bool = False
-    lives: Lives = field(default_factory=Lives)
+    lives: RetryBudget = field(default_factory=RetryBudget)
 
 
 @dataclass
@@ -43,7 +43,7 @@ class _Waiting:
     message: Stats | SetPolicy | Calibrate
     reply: asyncio.Future[Any]
     on_progress: Callable[[Calibrating], None] | None = None
-    lives: Lives = field(default_factory=Lives)
+    lives: RetryBudget = field(default_factory=RetryBudget)
 
     def settle(self, reply: object) -> None:
         if self.reply.done():  # given up by its caller in this very moment

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from protocol.errors import ProtocolError, RequestFailed
 from protocol.keys import Address
-from protocol.link import Link, Lives
+from protocol.link import Link, RetryBudget
 from protocol.messages import Done, Error, Score, Scores, Welcome
 
 SCORES_HWM = 4  # blocks of Scores that may wait on this side
@@ -20,7 +20,7 @@ async def scored(
     arguments as for `Link`. Leaving the loop before the end cancels the request. Raises RequestFailed,
     EngineGone, MalformedMessage."""
     rows = 0  # that have come
-    lives = Lives()
+    lives = RetryBudget()
 
     def paused(lost: ProtocolError) -> None:
         failure = lives.lost(rows)

@@ -19,10 +19,10 @@ from shm.control import ControlLine, ControlSegment
 from shm.errors import ShmError
 from shm.layout import ExpertShape
 from shm.store import Store
+from workers.child_endpoint import ChildEndpoint
 from workers.host_experts import HostExperts
 from workers.kernels.native import Team, best
 from workers.lifetime import pin
-from workers.peer import Peer
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def fault_of(work: Work, shape: ExpertShape) -> str | None:
     return None
 
 
-def serve(peer: Peer, store: Store, line: ControlLine, team: Team | None, slowdown: float) -> None:
+def serve(peer: ChildEndpoint, store: Store, line: ControlLine, team: Team | None, slowdown: float) -> None:
     """Answer Work until Shutdown; progress is counted on `line`. `slowdown` > 1 waits after each Work, to
     stand in for a slower host."""
     experts = HostExperts(store, team, line)
@@ -97,7 +97,7 @@ def wait(seconds: float, line: ControlLine) -> None:
 def main(config: dict[str, Any]) -> int:
     """A worker's life; the exit code."""
     note = pin(config["cores"])
-    peer = Peer(config, "work.sock")
+    peer = ChildEndpoint(config, "work.sock")
     try:
         store = Store.attach(config["store"], config["fingerprint"])
         control = ControlSegment.attach(config["control"])

@@ -19,10 +19,10 @@ from protocol.messages import AttachSlab, CancelFetch, Fetch, Fetched, SlabAttac
 from shm.control import ControlSegment
 from shm.errors import ShmError
 from shm.store import Store
+from workers.child_endpoint import ChildEndpoint
 from workers.copiers import Copier, Tick, open_copier
 from workers.cuda import CudaError
 from workers.lifetime import pin
-from workers.peer import Peer
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Order:
 class CopyLoop:
     """Serves one coordinator: in a process of its own, or in a thread of the coordinator."""
 
-    def __init__(self, peer: Peer, store: Store, link_gbps: float | None, tick: Tick) -> None:
+    def __init__(self, peer: ChildEndpoint, store: Store, link_gbps: float | None, tick: Tick) -> None:
         """`tick` is called whenever progress was made."""
         self._tick = tick
         self._peer = peer
@@ -136,7 +136,7 @@ class CopyLoop:
 def main(config: dict[str, Any]) -> int:
     """The prefetcher's life; the exit code."""
     note = pin(config["cores"])
-    peer = Peer(config, "fetch.sock")
+    peer = ChildEndpoint(config, "fetch.sock")
     try:
         control = ControlSegment.attach(config["control"])
         with Store.attach(config["store"], config["fingerprint"], writable=True) as store:

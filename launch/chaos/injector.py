@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from launch.chaos.plan import SIGNALS, Chaos
-from launch.chaos.processes import Grip, supervisor_of
+from launch.chaos.processes import PidHandle, supervisor_of
 from launch.chaos.stranger import Stranger
 from protocol.errors import ProtocolError
 
@@ -60,7 +60,7 @@ class Injector:
         self._supervisor = supervisor_of(runtime) if supervisor is None else supervisor
         self._random = Random(chaos.seed)
         self._killed: set[tuple[str, int, int]] = set()
-        self._held: dict[int, Grip] = {}  # processes that we stopped
+        self._held: dict[int, PidHandle] = {}  # processes that we stopped
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Injector:
@@ -112,7 +112,7 @@ class Injector:
         choice, pause = self._random.random(), self._random.uniform(*DELAY_SECONDS)
         victims = [p for p in peers if p["up"] and p["role"] in VICTIMS and self._whole(p)]
         victim = victims[int(choice * len(victims))] if victims else None
-        grip = victim and Grip.take(victim["pid"], victim["role"], self._supervisor)
+        grip = victim and PidHandle.take(victim["pid"], victim["role"], self._supervisor)
         if not victim or not grip:
             self.missed += 1
             return

@@ -76,7 +76,7 @@ def _children(supervisor: int) -> list[tuple[psutil.Process, str]]:
     return found
 
 
-class Grip:
+class PidHandle:
     """A hold on one process by a descriptor of the kernel's: what is sent reaches this process or none, also
     where it has ended and its number is another's."""
 
@@ -85,7 +85,7 @@ class Grip:
         self._descriptor = descriptor
 
     @classmethod
-    def take(cls, pid: int, role: str, supervisor: int) -> Grip | None:
+    def take(cls, pid: int, role: str, supervisor: int) -> PidHandle | None:
         """Of a process that is a living child of this supervisor in this role, else None."""
         try:
             grip = cls(pid, os.pidfd_open(pid))

@@ -1,4 +1,4 @@
-"""Conversations as files: JSON, readable by their owner alone, whole or not there at all.
+"""PrefixCache as files: JSON, readable by their owner alone, whole or not there at all.
 
     {"model": "...", "system": null or "...", "messages": [{"role": "user", "content": "..."}, ...]}
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.processes.cores import Cores, Seat
+from launch.processes.cores import Cores, CpuSet
 from launch.processes.runtime import RuntimeDir
 from pipeline.config import SettledConfig
 from shm.segment import engine_prefix
@@ -14,7 +14,7 @@ from shm.store import store_name
 
 
 @dataclass(frozen=True)
-class Briefing:
+class ChildConfigs:
     """`config` has its device, policy and workers settled, too. `slab`: the first policy keeps experts on the
     device, so something that copies them there is needed from the start. `reserve`: bytes of memory that the
     store must leave free."""
@@ -35,7 +35,7 @@ class Briefing:
         return f"{engine_prefix(self.runtime.path)}control-0"
 
     @property
-    def seats(self) -> tuple[Seat, ...]:
+    def seats(self) -> tuple[CpuSet, ...]:
         """Where the workers compute."""
         return self.cores.seats(self.config.workers) if self.config.workers else ()
 
@@ -65,7 +65,7 @@ class Briefing:
             "key": self.key,
         }
 
-    def for_worker(self, fingerprint: str, seat: Seat) -> dict[str, Any]:
+    def for_worker(self, fingerprint: str, seat: CpuSet) -> dict[str, Any]:
         slowdown = {"host_slowdown": self.config.host_slowdown}
         return self._store(fingerprint) | {"cores": list(seat.cores)} | slowdown
 

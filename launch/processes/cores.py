@@ -37,7 +37,7 @@ class Thread:
 
 
 @dataclass(frozen=True)
-class Seat:
+class CpuSet:
     """Where one worker computes: as many threads as `cores`. `node`: the NUMA node they all belong to; None
     where they belong to several."""
 
@@ -73,7 +73,7 @@ class Cores:
     def default_workers(self) -> int:
         return min(self.computing, MOST_WORKERS)
 
-    def seats(self, workers: int) -> tuple[Seat, ...]:
+    def seats(self, workers: int) -> tuple[CpuSet, ...]:
         """A seat for each worker, by node. Where there are more workers than threads, some share one."""
         units = self._units(workers)
         nodes = [list(group) for _, group in groupby(units, key=lambda thread: thread.node)]
@@ -136,6 +136,6 @@ def _parts(units: list[Thread], count: int) -> list[list[Thread]]:
     return [units[len(units) * i // count : len(units) * (i + 1) // count] for i in range(count)]
 
 
-def _seat(threads: list[Thread]) -> Seat:
+def _seat(threads: list[Thread]) -> CpuSet:
     nodes = {thread.node for thread in threads}
-    return Seat(tuple(sorted(t.number for t in threads)), nodes.pop() if len(nodes) == 1 else None)
+    return CpuSet(tuple(sorted(t.number for t in threads)), nodes.pop() if len(nodes) == 1 else None)

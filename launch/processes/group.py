@@ -9,7 +9,7 @@ from typing import Any
 
 from launch.processes.children import Child, end, spawn, wait_ended
 from launch.processes.control import Control
-from launch.processes.task_guard import Guard
+from launch.processes.task_guard import TaskGuard
 from protocol.messages import Failed, Ready, Shutdown
 from protocol.sockets import Identity
 
@@ -18,11 +18,11 @@ LAST_WORDS = 0.5  # seconds that a dead child's last message may still be under 
 STOP_ORDER = (("coordinator",), ("worker", "prefetcher"), ("loader",))
 
 
-class Crew:
+class ProcessGroup:
     """The children that live. `on_message(child, message)` is called for all that they say but Failed,
     `on_end(child, code)` when one has ended and everything it said was heard."""
 
-    def __init__(self, control: Control, guard: Guard) -> None:
+    def __init__(self, control: Control, guard: TaskGuard) -> None:
         self.heard = 0.0  # when a child last said something
         self.on_message: Callable[[Child, object], None] = lambda child, message: None
         self.on_end: Callable[[Child, int], None] = lambda child, code: None

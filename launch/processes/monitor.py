@@ -18,8 +18,8 @@ from typing import Any
 
 from launch.errors import EngineDied, StartFailed
 from launch.processes.children import Child, title
-from launch.processes.group import Crew
-from launch.processes.task_guard import Guard
+from launch.processes.group import ProcessGroup
+from launch.processes.task_guard import TaskGuard
 from protocol.messages import Heartbeat, Hung, Ready, WorkerDied, WorkerUp
 from protocol.sockets import Identity
 from shm.control import ControlSegment
@@ -41,7 +41,7 @@ Told = Callable[[], dict[str, Any]]
 
 
 @dataclass
-class Post:
+class ProcessSlot:
     """A place among the processes, taken by one life after the other."""
 
     role: str
@@ -64,26 +64,26 @@ class Post:
             self.ready.exception()  # seen, also where nobody waits for it any more
 
 
-class Keeper:
+class ProcessMonitor:
     """The posts of one engine. `on_restart` is called between the old coordinator's end and the new one's
     begin."""
 
     def __init__(
-        self, crew: Crew, guard: Guard, control: ControlSegment, on_restart: Callable[[], None]
+        self, crew: ProcessGroup, guard: TaskGuard, control: ControlSegment, on_restart: Callable[[], None]
     ) -> None:
         self._crew = crew
         self._guard = guard
         self._control = control
         self._on_restart = on_restart
-        self._posts: dict[tuple[str, int], Post] = {}
+        self._posts: dict[tuple[str, int], ProcessSlot] = {}
         self._began = False  # all were ready once
         self._stopping = False
         self._restarts = 0  # of all; who waits to fill one post gives way to one
         self._end: asyncio.Future[tuple[Child, int]]  # of the coordinator's present life
 
-    def post(self, role: str, index: int, told: Told, threads: int) -> Post:
+    def post(self, role: str, index: int, told: Told, threads: int) -> ProcessSlot:
         """One more post; `told` is what its next life is to be told."""
-        made = self._posts[role, index] = Post(role, index, told, threads)
+        made = self._posts[role, index] = ProcessSlot(role, index, told, threads)
         return made
 
     def has(self, role: str) -> bool:
@@ -98,7 +98,7 @@ class Keeper:
         self._began = True
         self._guard.keep(self._tend_coordinator(time.monotonic()))
 
-    async def begin_late(self, post: Post) -> None:
+    async def begin_late(self, post: ProcessSlot) -> None:
         """Start a post that was not needed at first, and wait until it is ready. Raises StartFailed."""
         await self._fill(post)
         await self._all_ready()
@@ -139,7 +139,7 @@ class Keeper:
 
     # --- replacing ---------------------------------------------------------------------------------------
 
-    async def _fill(self, post: Post) -> None:
+    async def _fill(self, post: ProcessSlot) -> None:
         post.incarnation += 1
         if post.role == COORDINATOR:
             self._end = asyncio.get_running_loop().create_future()
@@ -163,7 +163,7 @@ class Keeper:
             who = ", ".join(post.title for ready, post in awaited.items() if ready in late)
             raise StartFailed(f"not ready after {READY_LIMIT:g} s: {who}")
 
-    async def _replace(self, post: Post, child: Child, code: int) -> None:
+    async def _replace(self, post: ProcessSlot, child: Child, code: int) -> None:
         """A worker or the prefetcher."""
         post.died = time.monotonic()
         crashed = child.hung or code not in (-signal.SIGKILL, -signal.SIGTERM)
@@ -233,7 +233,7 @@ class Keeper:
                     post.child.hung = True
                     post.child.signal(signal.SIGKILL)
 
-    def _hangs(self, post: Post, child: Child) -> bool:
+    def _hangs(self, post: ProcessSlot, child: Child) -> bool:
         child.stopped_looks = child.stopped_looks + 1 if child.is_stopped else 0
         news = child.heard != child.last_heard
         child.last_heard = child.heard
@@ -242,7 +242,7 @@ class Keeper:
         silent = child.silent_looks >= (SILENT if beats else UNBORN)
         return child.stopped_looks >= STOPPED or (silent and (beats or child.heard == 0.0))
 
-    def _came_up(self, post: Post | None, incarnation: int) -> None:
+    def _came_up(self, post: ProcessSlot | None, incarnation: int) -> None:
         if post is None or post.child is None or post.incarnation != incarnation or post.child.up:
             return
         post.child.up = True
@@ -250,7 +250,7 @@ class Keeper:
             log.info(f"the {post.title} is back after {time.monotonic() - post.died:.1f} s")
             post.died = None
 
-    def _end_hung(self, post: Post | None, incarnation: int) -> None:
+    def _end_hung(self, post: ProcessSlot | None, incarnation: int) -> None:
         if post is not None and post.child is not None and post.incarnation == incarnation:
             post.child.hung = True
             post.child.signal(signal.SIGKILL)
@@ -259,7 +259,7 @@ class Keeper:
     def _coordinator(self) -> Identity:
         return Identity(COORDINATOR, 0, self._posts[COORDINATOR, 0].incarnation)
 
-    def _post_of(self, child: Child) -> Post | None:
+    def _post_of(self, child: Child) -> ProcessSlot | None:
         post = self._posts.get((child.identity.role, child.identity.index))
         return post if post is not None and post.child is child else None
 

@@ -23,14 +23,14 @@ from types import TracebackType
 from launch.command_line.checks import without_effect
 from launch.errors import StartFailed
 from launch.plan import make_plan, situation
-from launch.processes.child_configs import Briefing
+from launch.processes.child_configs import ChildConfigs
 from launch.processes.children import Child, title
 from launch.processes.control import Control
 from launch.processes.cores import Cores
-from launch.processes.group import Crew
-from launch.processes.monitor import Keeper, Post
+from launch.processes.group import ProcessGroup
+from launch.processes.monitor import ProcessMonitor, ProcessSlot
 from launch.processes.runtime import EngineInfo, RuntimeDir, cache_root, segments, sweep
-from launch.processes.task_guard import Guard
+from launch.processes.task_guard import TaskGuard
 from launch.terminal.load_progress import LoadingBar
 from pipeline.assets import model_dir
 from pipeline.config import EngineConfig
@@ -61,16 +61,16 @@ class Supervisor:
         self.endpoint = ""
         self._fingerprint = ""  # of the store, once there is one
         self._cores = Cores.here()
-        self._briefing: Briefing
+        self._briefing: ChildConfigs
         self._log_level = log_level
         self._runtime: RuntimeDir | None = None
         self._channel: Control | None = None
-        self._crew: Crew | None = None
+        self._crew: ProcessGroup | None = None
         self._progress: ControlSegment | None = None
-        self._keeper: Keeper | None = None
+        self._keeper: ProcessMonitor | None = None
         self._lease: StoreLease | None = None
         self._bar = LoadingBar()
-        self._guard = Guard()
+        self._guard = TaskGuard()
 
     @property
     def pids(self) -> dict[Identity, int]:
@@ -121,9 +121,9 @@ class Supervisor:
 
         self._runtime = RuntimeDir.claim(self.name)
         self._channel = Control(self._runtime.endpoint("control.sock"))
-        self._crew = crew = Crew(self._channel, self._guard)
+        self._crew = crew = ProcessGroup(self._channel, self._guard)
         crew.on_message, crew.on_end = self._heard, self._ended
-        self._briefing = Briefing(
+        self._briefing = ChildConfigs(
             config,
             self.model,
             self._cores,
@@ -148,7 +148,7 @@ class Supervisor:
         took = time.monotonic() - began
         log.info(f"engine {self.name} is ready after {took:.1f} s: {config.policy} on {config.device}")
 
-    async def _load(self, crew: Crew) -> None:
+    async def _load(self, crew: ProcessGroup) -> None:
         """Have the store found or built, and take a share in it."""
         for incarnation in range(LOAD_TRIES):
             identity = Identity("loader", 0, incarnation)
@@ -169,13 +169,13 @@ class Supervisor:
             return
         raise StartFailed("other engines removed the store each time it had been loaded; start again")
 
-    async def _begin_work(self, crew: Crew) -> None:
+    async def _begin_work(self, crew: ProcessGroup) -> None:
         seats = self._briefing.seats
         own = len({core for seat in seats for core in seat.cores})
         if len(seats) > own:
             log.warning(f"warning: {len(seats)} workers share {own} cores; more than one a core is slower")
         self._progress = ControlSegment.create(self._briefing.control_name, len(seats))
-        self._keeper = keeper = Keeper(crew, self._guard, self._progress, self._clear_slabs)
+        self._keeper = keeper = ProcessMonitor(crew, self._guard, self._progress, self._clear_slabs)
         threads = self._cores.computing
         keeper.post("coordinator", 0, lambda: self._briefing.for_coordinator(self._fingerprint), threads)
         # torch's sums depend on its number of threads, and any worker may redo another's work.
@@ -189,7 +189,7 @@ class Supervisor:
         log.info(f"processes: coordinator, {workers}" + ", prefetcher" * keeper.has("prefetcher"))
         await keeper.begin()
 
-    def _post_prefetcher(self, keeper: Keeper) -> Post:
+    def _post_prefetcher(self, keeper: ProcessMonitor) -> ProcessSlot:
         return keeper.post("prefetcher", 0, lambda: self._briefing.for_prefetcher(self._fingerprint), 1)
 
     def _publish(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 
-class Guard:
+class TaskGuard:
     """For an asynchronous context manager: `enter` at its start, `raise_failure` at its end."""
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipeline.backbone.attention import Attention, GroupedQueryAttention, LatentAttention
-from pipeline.backbone.batch import Batch, Slice
+from pipeline.backbone.batch import Batch, TokenSpan
 from pipeline.backbone.decode_attention import HostNorm
 from pipeline.backbone.embedding import Table
 from pipeline.backbone.linear import Biased, DenseLinear, Going, Linear, Precision
@@ -197,7 +197,7 @@ class Backbone:
         in_attention = rows * rows * heads * width  # were they all one sequence
         return max(in_attention, 0 if self._precision.quantized else rows * self._widest)
 
-    def batch(self, slices: Sequence[Slice]) -> Batch:
+    def batch(self, slices: Sequence[TokenSpan]) -> Batch:
         """Put the slices' rows together, with everything about their positions that all layers share."""
         tokens = [t for s in slices for t in s.tokens]
         places = [(range(s.kv.length, s.kv.length + len(s.tokens)), s.kv.long) for s in slices]

@@ -12,7 +12,7 @@ from pipeline.backbone.kv_cache import SequenceKV
 
 
 @dataclass(frozen=True)
-class Slice:
+class TokenSpan:
     """Consecutive new tokens of one sequence in a step."""
 
     kv: SequenceKV
@@ -23,7 +23,7 @@ class Slice:
 class Batch:
     """The slices' tokens, one after the other; made by `Backbone.batch`."""
 
-    slices: Sequence[Slice]
+    slices: Sequence[TokenSpan]
     rows: int
     tokens: Tensor  # [R] int64, on the device
     turn: tuple[Tensor, Tensor]  # cosines and sines [R, 1, width] of the rows' positions

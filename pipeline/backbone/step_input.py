@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.backbone.batch import Slice
+from pipeline.backbone.batch import TokenSpan
 
 
 @dataclass(frozen=True)
-class Piece:
+class StepInput:
     """Consecutive new tokens of one sequence, and which rows' logits are wanted."""
 
-    slice: Slice
+    slice: TokenSpan
     wanted: Literal["none", "last", "all"]
 
 
-def wanted_rows(pieces: Sequence[Piece]) -> tuple[list[int], list[int]]:
+def wanted_rows(pieces: Sequence[StepInput]) -> tuple[list[int], list[int]]:
     """The rows of the step whose logits are wanted, and how many of them are each piece's."""
     rows: list[int] = []
     counts = []

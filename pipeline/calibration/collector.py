@@ -1,7 +1,7 @@
 """Looks on while the engine reads a calibration's text, and counts.
 
-A `Learner` sees the training windows, a `Checker` the validation windows, once it is known what the learner
-has learnt. Neither keeps an array of the engine's.
+A `TrainPass` sees the training windows, a `ValidationPass` the validation windows, once the train pass has
+finished. Neither keeps an array of the engine.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.arrays import FloatArray, IntArray, Phase
 from pipeline.engine.observer import Seen
-from pipeline.policies.view import FloatArray, IntArray, ModelShape, Phase, Routing
+from pipeline.policies.view import ModelShape, Routing
 
 Counts = NDArray[np.int64]
 Router = Callable[[FloatArray], Routing]
@@ -66,7 +67,7 @@ class Activations:
         return cosines
 
 
-class Learner(Activations):
+class TrainPass(Activations):
     """And what predictors are made of: the mean of every layer's x (DALI, equation 11, is the difference of
     two of them), and pairs of a token's last x and the next token's first logits (AdapMoE, equation 9)."""
 
@@ -115,7 +116,7 @@ class Learner(Activations):
         return x, logits
 
 
-class Checker(Activations):
+class ValidationPass(Activations):
     """And how many of each layer's experts a predictor named, of as many that it was asked for."""
 
     def __init__(

@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from pipeline.backbone.batch import Slice
+from pipeline.backbone.batch import TokenSpan
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.calibration import cost_cache
-from pipeline.coordinator_config import Briefed
+from pipeline.coordinator_config import CoordinatorConfig
 from pipeline.engine.engine import Engine
 from pipeline.errors import PolicyError
 from pipeline.experts.host_pool import Ticket
-from pipeline.experts.runs import empty_run
+from pipeline.experts.host_shards import empty_shard
 from pipeline.experts.shares import HostShare, Missing
 from pipeline.policies.costs import Costs
 
@@ -35,7 +35,7 @@ OTHER_LAYERS = 4  # layers that are tried for what they take outside their exper
 log = logging.getLogger(__name__)
 
 
-def costs_for(engine: Engine, told: Briefed, context: int) -> Costs:
+def costs_for(engine: Engine, told: CoordinatorConfig, context: int) -> Costs:
     """What policies of this engine plan with: the file that --costs names, else what was measured here before
     with the same machine, model and options, else measured now and kept. `context`: tokens that a sequence
     may have. Raises PolicyError where there is no slab to measure with, or the file cannot be used."""
@@ -151,11 +151,11 @@ class _Probe:
     def round_trip(self) -> float:
         """An empty Work to every worker and back."""
         x = np.zeros((1, self._engine.layout.shape.hidden), np.float32)
-        runs = [empty_run()] * self._engine.pool.workers
+        runs = [empty_shard()] * self._engine.pool.workers
 
         def once() -> float:
             started = time.perf_counter()
-            self._engine.pool.result(self._engine.pool.submit_runs(0, runs, x))
+            self._engine.pool.result(self._engine.pool.submit_shards(0, runs, x))
             return time.perf_counter() - started
 
         return float(np.median([once() for _ in range(ROUND_TRIPS)]))
@@ -173,7 +173,7 @@ class _Probe:
         for rows in sorted({min(rows, longest) for rows in ROWS}, reverse=True):  # the longest fills it first
             sequence.truncate(0)
             sequence.advance(longest - rows)
-            batch = model.batch([Slice(sequence, [0] * rows)])
+            batch = model.batch([TokenSpan(sequence, [0] * rows)])
             device.prepare(model.largest_product(rows))
             h = model.embed(batch)
             turn = iter(range(1 << 62))

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.policies.view import FloatArray, Routing
+from pipeline.arrays import FloatArray
+from pipeline.policies.view import Routing
 
 HELD_OUT = 0.2  # share of the rows: the last ones, for neighbours in a text would tell of each other
 BATCH = 256  # rows of a step

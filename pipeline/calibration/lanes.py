@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from pipeline.backbone.batch import Slice
+from pipeline.backbone.batch import TokenSpan
 from pipeline.backbone.kv_cache import KVCache, SequenceKV
-from pipeline.backbone.step_input import Piece
+from pipeline.backbone.step_input import StepInput
 from pipeline.calibration.windows import Window
 from pipeline.engine.engine import Engine
 from pipeline.text.logits import log_softmax
@@ -27,7 +27,7 @@ class Lanes:
         for window, kv in self._held:
             while kv.length < window.prefill:
                 tokens = window.tokens[kv.length : min(kv.length + self._chunk, window.prefill)]
-                self._engine.step([Piece(Slice(kv, tokens), "none")], "prefill")
+                self._engine.step([StepInput(TokenSpan(kv, tokens), "none")], "prefill")
                 passed(len(tokens))
 
     def read_answers(self, passed: Passed) -> None:
@@ -45,8 +45,8 @@ class Lanes:
         for window, kv in self._held:
             kv.truncate(window.prefill)
         while live := [(window, kv) for window, kv in self._held if kv.length < len(window.tokens)]:
-            slices = [Slice(kv, [window.tokens[kv.length]]) for window, kv in live]
-            rows = self._engine.step([Piece(s, "last" if scored else "none") for s in slices], "decode")
+            slices = [TokenSpan(kv, [window.tokens[kv.length]]) for window, kv in live]
+            rows = self._engine.step([StepInput(s, "last" if scored else "none") for s in slices], "decode")
             if scored:
                 for (window, kv), logits in zip(live, rows, strict=True):
                     if kv.length < len(window.tokens):

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from pipeline.backbone.kv_cache import KVCache
-from pipeline.calibration.collector import Checker, Learner, Needs
+from pipeline.calibration.collector import Needs, TrainPass, ValidationPass
 from pipeline.calibration.first_gate import train_first_gate
 from pipeline.calibration.lanes import lanes
 from pipeline.calibration.sensitivity import sensitivities
@@ -46,7 +46,7 @@ Tell = Callable[[str, int, int], None]  # stage, done, total; what it raises end
 
 
 @dataclass(frozen=True)
-class Workshop:
+class CalibrationContext:
     """What a calibration works with. `chunk`: prefill tokens of a step; `lanes`: sequences that are decoded
     together at most."""
 
@@ -68,15 +68,15 @@ class Findings:
     losses: dict[str, float] = field(default_factory=dict)  # nats a token: "exact", "gated"
 
 
-def calibrate(shop: Workshop, tokens: Sequence[int], tell: Tell) -> tuple[Calibration, Findings]:
+def calibrate(shop: CalibrationContext, tokens: Sequence[int], tell: Tell) -> tuple[Calibration, Findings]:
     """Of the text's tokens. The engine's policy afterwards is the exact one; its counters are as before.
-    Raises RequestError for a text that is too short and where the KV cache has no room, RunFailed, and what
+    Raises RequestError for a text that is too short and where the KV cache has no room, ShardFailed, and what
     `tell` raises."""
     return _Measurement(shop, Division.of(tokens, shop.context), tell).run()
 
 
 class _Measurement:
-    def __init__(self, shop: Workshop, division: Division, tell: Tell) -> None:
+    def __init__(self, shop: CalibrationContext, division: Division, tell: Tell) -> None:
         self._shop, self._division, self._tell = shop, division, tell
         self._spec = shop.engine.backbone.spec
         self._findings = Findings()
@@ -100,13 +100,13 @@ class _Measurement:
             checked, checker = self._check(learner, learnt)
             return self._find_threshold(checked, checker), self._findings
 
-    def _learn(self) -> tuple[Learner, Calibration]:
+    def _learn(self) -> tuple[TrainPass, Calibration]:
         """Steps 1 and 2."""
         engine, windows = self._shop.engine, self._division.training
         shape, hidden = engine.shape, self._spec.hidden
         pair = 4 * (hidden + shape.experts)
         count = sum(len(window.tokens) for window in windows)
-        learner = Learner(shape, hidden, every=1 + count * pair // PAIR_BYTES)
+        learner = TrainPass(shape, hidden, every=1 + count * pair // PAIR_BYTES)
         with self._timed("reading"):
             self._read(windows, learner, done=0)
         residuals = learner.residuals()
@@ -139,10 +139,10 @@ class _Measurement:
             self._findings.notes.append(f"no sensitivities, and so no threshold of AdapMoE's gate: {e}")
             return None
 
-    def _check(self, learner: Learner, learnt: Calibration) -> tuple[Calibration, Checker]:
+    def _check(self, learner: TrainPass, learnt: Calibration) -> tuple[Calibration, ValidationPass]:
         """Step 3."""
         shape = self._shop.engine.shape
-        checker = Checker(shape, self._spec.router, learnt.residual_logits, learnt.first_gate)
+        checker = ValidationPass(shape, self._spec.router, learnt.residual_logits, learnt.first_gate)
         with self._timed("reading"):
             read = sum(len(window.tokens) for window in self._division.training)
             self._read(self._division.validation, checker, done=read)
@@ -156,7 +156,7 @@ class _Measurement:
         )
         return checked, checker
 
-    def _find_threshold(self, checked: Calibration, checker: Checker) -> Calibration:
+    def _find_threshold(self, checked: Calibration, checker: ValidationPass) -> Calibration:
         """Step 4."""
         sensitivity = checked.sensitivity
         if sensitivity is None:

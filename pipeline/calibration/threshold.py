@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.policies.view import FloatArray
+from pipeline.arrays import FloatArray
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pipeline.arrays import FloatArray, IntArray, Phase
 from pipeline.backbone.backbone import Backbone
-from pipeline.backbone.step_input import Piece, wanted_rows
+from pipeline.backbone.step_input import StepInput, wanted_rows
 from pipeline.counters import Accounting, PhaseCounters, StepClock
 from pipeline.device import Device, SlabMemory
 from pipeline.engine.observer import Observer, Seen
 from pipeline.engine.probing import Probing, wanted_probes
-from pipeline.errors import PlanError, PolicyError, RunFailed
+from pipeline.errors import PlanError, PolicyError, ShardFailed
 from pipeline.experts.device_share import run_on_device
 from pipeline.experts.host_pool import HostPool, Ticket
 from pipeline.experts.shares import Missing, Split, split_layer
@@ -30,18 +31,7 @@ from pipeline.experts.tile_mover import TileMover
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.prefetch_meter import PrefetchMeter
-from pipeline.policies.view import (
-    Ahead,
-    FloatArray,
-    IntArray,
-    ModelShape,
-    Phase,
-    Plan,
-    Policy,
-    Signals,
-    Target,
-    View,
-)
+from pipeline.policies.view import Ahead, ModelShape, Plan, Policy, Signals, Target, View
 from shm.layout import StoreLayout
 
 log = logging.getLogger(__name__)
@@ -141,10 +131,10 @@ class Engine:
             self.memory.mover.keep_up()
 
     @torch.inference_mode()
-    def step(self, pieces: Sequence[Piece], phase: Phase) -> list[FloatArray]:
-        """Run the pieces' tokens through the model. Returns each piece's wanted logits, float32 [n,
-        vocabulary], and leaves the sequences' KV advanced. Raises RunFailed where the workers cannot compute
-        it: the sequences are then as they were."""
+    def step(self, pieces: Sequence[StepInput], phase: Phase) -> list[FloatArray]:
+        """Run the tokens of `pieces` through the model. Returns the wanted logits of each, float32 [n,
+        vocabulary], and leaves the sequences' KV advanced. Raises ShardFailed where the workers cannot compute
+        the step: the sequences are then as they were."""
         model, device = self.backbone, self.device
         counters = self.accounting.phases[phase]
         if self.memory is not None:
@@ -164,7 +154,7 @@ class Engine:
                 clock.layer = layer
                 h = model.attention(layer, h, batch)
                 h = self._experts(layer, h, view, counters, clock)
-        except RunFailed:
+        except ShardFailed:
             if self._ahead is not None and self._ahead.ticket is not None:
                 self.pool.abandon(self._ahead.ticket)
             raise
@@ -279,7 +269,7 @@ class Engine:
             ticket = self.pool.submit(layer + 1, share, x.copy(), view.phase)  # x is gone when its layer ends
         return _Early(ahead, ticket)
 
-    def _head(self, h: Tensor, pieces: Sequence[Piece]) -> list[FloatArray]:
+    def _head(self, h: Tensor, pieces: Sequence[StepInput]) -> list[FloatArray]:
         """The wanted logits of each piece; rows nobody wants do not go through the head."""
         wanted, counts = wanted_rows(pieces)
         if not wanted:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from pipeline.policies.view import FloatArray, Gated, IntArray, Phase, Signals
+from pipeline.arrays import FloatArray, IntArray, Phase
+from pipeline.policies.view import Gated, Signals
 
 
 @dataclass(frozen=True)

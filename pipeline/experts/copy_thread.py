@@ -6,21 +6,23 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict
 
-from pipeline.coordinator_config import Briefed
-from pipeline.experts.peers import PeerSocket
+from pipeline.coordinator_config import CoordinatorConfig
+from pipeline.experts.peers import ChildServerSocket
 from protocol.messages import Shutdown
 from protocol.sockets import Identity
 from shm.errors import ShmError
 from shm.store import Store
+from workers.child_endpoint import ChildEndpoint
 from workers.copiers import Copier
 from workers.cuda import CudaError
-from workers.peer import Peer
 from workers.prefetcher import CopyLoop
 
 JOIN_LIMIT = 5.0  # seconds for the thread to end
 
 
-def start_copy_thread(told: Briefed, store: Store, copier: Copier, socket: PeerSocket) -> Callable[[], None]:
+def start_copy_thread(
+    told: CoordinatorConfig, store: Store, copier: Copier, socket: ChildServerSocket
+) -> Callable[[], None]:
     """Start it; it announces itself to `socket`. Returns what ends it."""
 
     def _no_tick() -> None:
@@ -30,7 +32,7 @@ def start_copy_thread(told: Briefed, store: Store, copier: Copier, socket: PeerS
         name = Identity("prefetcher", 0, told.incarnation)
         who = asdict(name) | {"identity": name.prove(told.key)}
         where = {"runtime": str(told.runtime), "fingerprint": told.fingerprint}
-        peer = Peer(who | where, "fetch.sock", supervised=False)
+        peer = ChildEndpoint(who | where, "fetch.sock", supervised=False)
         loop = CopyLoop(peer, store, told.config.link_gbps, _no_tick)
         loop.attach(copier)
         peer.announce()

@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.arrays import IntArray
 from pipeline.errors import PlanError
-from pipeline.policies.view import IntArray, Target
+from pipeline.policies.view import Target
 
 
 class ExpertCache:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from pipeline.experts.peers import PeerSocket, Watch
+from pipeline.experts.peers import ChildServerSocket, Watch
 from protocol.messages import AttachSlab, CancelFetch, Fetch, Fetched, Ready, SlabAttached, WorkerDied
 from shm.control import ControlLine
 
@@ -37,7 +37,7 @@ class Order:
 class FetchLink:
     """Sends orders and keeps their state up to date. Used by the engine's thread alone."""
 
-    def __init__(self, socket: PeerSocket, slab: AttachSlab | None, line: ControlLine | None) -> None:
+    def __init__(self, socket: ChildServerSocket, slab: AttachSlab | None, line: ControlLine | None) -> None:
         """`slab`: what each prefetcher that comes is to map; None: it has it already. `line`: where it counts
         its progress; None: it is a thread of this process."""
         self.up = False

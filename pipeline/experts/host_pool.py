@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from pipeline.experts.runs import Run
+from pipeline.arrays import FloatArray, Phase
+from pipeline.experts.host_shards import HostShard
 from pipeline.experts.shares import HostShare
-from pipeline.policies.view import FloatArray, Phase
 
 Ticket = Any  # a pool's own: has `runs`, without which there is no result, and `busy`, seconds of computing
 
@@ -24,11 +24,11 @@ class HostPool(Protocol):
     def submit(self, layer: int, share: HostShare, x: FloatArray, phase: Phase) -> Ticket:
         """Begin a share and return at once. x: float32 [R, H], unchanged until `result`."""
 
-    def submit_runs(self, layer: int, runs: Sequence[Run], x: FloatArray) -> Ticket:
+    def submit_shards(self, layer: int, runs: Sequence[HostShard], x: FloatArray) -> Ticket:
         """The same for runs, at most one for each worker."""
 
     def result(self, ticket: Ticket) -> FloatArray:
-        """The sum of the ticket's runs: float32 [R, H]. Raises RunFailed, PeerLost."""
+        """The sum of the ticket's runs: float32 [R, H]. Raises ShardFailed, PeerLost."""
 
     def abandon(self, ticket: Ticket) -> None:
         """Nobody will ask for its result."""

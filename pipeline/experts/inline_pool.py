@@ -12,15 +12,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.experts.runs import Run, Workers, cut_into_runs
+from pipeline.arrays import FloatArray, Phase
+from pipeline.coordinator_config import WorkerCores
+from pipeline.experts.host_shards import HostShard, cut_into_shards
 from pipeline.experts.shares import HostShare
-from pipeline.policies.view import FloatArray, Phase
 from protocol.messages import Work
 from shm.store import Store
 from workers.host_experts import HostExperts
 from workers.kernels.native import Team
 
-ALONE = Workers.alike(1)
+ALONE = WorkerCores.alike(1)
 
 
 @dataclass
@@ -28,12 +29,12 @@ class OwnTicket:
     """A layer's host share that will be computed when its result is asked for."""
 
     layer: int
-    runs: Sequence[Run]
+    runs: Sequence[HostShard]
     x: FloatArray
     busy: float = 0.0
 
 
-class OwnCores:
+class InlineExpertPool:
     """Used by the engine's thread alone, like a `WorkerPool`."""
 
     workers = 0
@@ -49,9 +50,9 @@ class OwnCores:
 
     def submit(self, layer: int, share: HostShare, x: FloatArray, phase: Phase) -> OwnTicket:
         """x: float32 [R, H], unchanged until `result`."""
-        return self.submit_runs(layer, cut_into_runs(share, ALONE, phase, len(x)), x)
+        return self.submit_shards(layer, cut_into_shards(share, ALONE, phase, len(x)), x)
 
-    def submit_runs(self, layer: int, runs: Sequence[Run], x: FloatArray) -> OwnTicket:
+    def submit_shards(self, layer: int, runs: Sequence[HostShard], x: FloatArray) -> OwnTicket:
         return OwnTicket(layer, runs, x)
 
     def result(self, ticket: OwnTicket) -> FloatArray:

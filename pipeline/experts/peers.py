@@ -39,7 +39,7 @@ Tell = Callable[[object], None]
 
 
 @dataclass
-class Life:
+class ChildState:
     """A peer's present life."""
 
     name: bytes
@@ -49,7 +49,7 @@ class Life:
     hung: bool = False  # its end was asked for
 
 
-class Deaths:
+class ExitEvents:
     """What the supervisor saw die, by role. From any thread."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Deaths:
         return self._seen[role]
 
 
-class PeerSocket:
+class ChildServerSocket:
     """A bound ROUTER for all peers of one role."""
 
     def __init__(
@@ -75,7 +75,7 @@ class PeerSocket:
         role: str,
         fingerprint: str,
         key: bytes,
-        deaths: Deaths,
+        deaths: ExitEvents,
         tell: Tell,
         *,
         largest: int = 0,
@@ -94,7 +94,7 @@ class PeerSocket:
         self._key = key
         self._deaths = deaths.of(role)
         self._tell = tell
-        self._live: dict[int, Life] = {}
+        self._live: dict[int, ChildState] = {}
         self._given_up = ""
         self._log = SparseLog(log)
         self._proven: dict[bytes, Identity] = {}  # those who live, by name: a proof is looked at once
@@ -228,7 +228,7 @@ class PeerSocket:
             return  # said twice, or by a former life
         if known is not None:  # its successor came before the news of its death
             self._bury(WorkerDied(peer.role, peer.index, known.incarnation, False, -1), messages)
-        self._live[peer.index] = Life(name, peer.incarnation, ready.pid)
+        self._live[peer.index] = ChildState(name, peer.incarnation, ready.pid)
         self._proven[name] = peer
         self.recovery.ready(peer.index)
         messages.append((peer.index, ready))

@@ -11,7 +11,7 @@ KEPT = 256  # of the latest recoveries
 
 
 class Recovery:
-    """Deaths of one role's peers, and the seconds from each until its successor was there."""
+    """ExitEvents of one role's peers, and the seconds from each until its successor was there."""
 
     def __init__(self) -> None:
         self.deaths = 0

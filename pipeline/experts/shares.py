@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.arrays import FloatArray, IntArray
 from pipeline.errors import PlanError
-from pipeline.policies.view import FloatArray, IntArray, Routing
+from pipeline.policies.view import Routing
 
 
 @dataclass(frozen=True)

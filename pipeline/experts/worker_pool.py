@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pipeline.errors import PeerLost, RunFailed
-from pipeline.experts.peers import PeerSocket, Watch
-from pipeline.experts.runs import Run, Workers, cut_into_runs, empty_run
+from pipeline.arrays import FloatArray, Phase
+from pipeline.coordinator_config import WorkerCores
+from pipeline.errors import PeerLost, ShardFailed
+from pipeline.experts.host_shards import HostShard, cut_into_shards, empty_shard
+from pipeline.experts.peers import ChildServerSocket, Watch
 from pipeline.experts.shares import HostShare
-from pipeline.policies.view import FloatArray, Phase
 from protocol.messages import Abandon, Partial, Ready, Work, WorkerDied, WorkFailed
 from shm.control import ControlSegment
 
@@ -37,7 +38,7 @@ class Ticket:
 
     rows: int
     hidden: int
-    runs: dict[int, Run] = field(default_factory=dict)  # by seq, in run order
+    runs: dict[int, HostShard] = field(default_factory=dict)  # by seq, in run order
     partials: dict[int, FloatArray] = field(default_factory=dict)
     busy: float = 0.0  # seconds, the longest of the workers
     failure: str = ""  # why it will never be complete
@@ -72,7 +73,9 @@ class _Worker:
 class WorkerPool:
     """Used by the engine's thread alone."""
 
-    def __init__(self, socket: PeerSocket, control: ControlSegment, workers: Workers, hidden: int) -> None:
+    def __init__(
+        self, socket: ChildServerSocket, control: ControlSegment, workers: WorkerCores, hidden: int
+    ) -> None:
         """`workers`: whom shares are cut for, all of them expected. `control`: where they count their
         progress."""
         self.workers = len(workers)
@@ -92,9 +95,9 @@ class WorkerPool:
 
     def submit(self, layer: int, share: HostShare, x: FloatArray, phase: Phase) -> Ticket:
         """Send the share's runs and return at once. x: float32 [R, H], unchanged until `result`."""
-        return self.submit_runs(layer, cut_into_runs(share, self._cut_for, phase, len(x)), x)
+        return self.submit_shards(layer, cut_into_shards(share, self._cut_for, phase, len(x)), x)
 
-    def submit_runs(self, layer: int, runs: Sequence[Run], x: FloatArray) -> Ticket:
+    def submit_shards(self, layer: int, runs: Sequence[HostShard], x: FloatArray) -> Ticket:
         """Send runs, at most one for each worker."""
         ticket = Ticket(*x.shape)
         for home, run in enumerate(runs):
@@ -105,13 +108,13 @@ class WorkerPool:
         return ticket
 
     def result(self, ticket: Ticket) -> FloatArray:
-        """The sum of the ticket's partials: float32 [R, H], added in run order. Raises RunFailed where a run
-        cannot be computed, PeerLost where the engine is to end."""
+        """The sum of the ticket's partials: float32 [R, H], added in shard order. Raises ShardFailed where a
+        shard cannot be computed, PeerLost where the engine is to end."""
         deadline = time.monotonic() + ANSWER_LIMIT
         while not ticket.complete:
             if ticket.failure:
                 self.abandon(ticket)
-                raise RunFailed(ticket.failure)
+                raise ShardFailed(ticket.failure)
             if self.update(50):
                 deadline = time.monotonic() + ANSWER_LIMIT
             elif time.monotonic() > deadline:
@@ -179,7 +182,7 @@ class WorkerPool:
     def _came(self, index: int) -> None:
         """A worker announced itself: wake it, and give it what nobody else can do."""
         worker = self._team[index] = _Worker()
-        wake = self._work(0, empty_run(), np.zeros((1, self._hidden), np.float32))
+        wake = self._work(0, empty_shard(), np.zeros((1, self._hidden), np.float32))
         worker.orders[wake.seq] = _Order(wake, Ticket(1, self._hidden), index, wakes=True)
         self._socket.send(index, wake)
         homeless, self._homeless = self._homeless, []
@@ -240,6 +243,6 @@ class WorkerPool:
             if idle and not self._is_done(order):
                 self._hand(order, min(idle))
 
-    def _work(self, layer: int, run: Run, x: FloatArray) -> Work:
+    def _work(self, layer: int, run: HostShard, x: FloatArray) -> Work:
         self._next += 1
         return Work(self._next, layer, run.items, run.offsets, run.rows, run.weights, x)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeline.policies.view import FloatArray, IntArray, Routing
+from pipeline.arrays import FloatArray, IntArray
+from pipeline.policies.view import Routing
 
 if TYPE_CHECKING:
     from torch import Tensor

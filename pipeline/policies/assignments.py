@@ -12,12 +12,13 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from pipeline.arrays import IntArray
 from pipeline.errors import PolicyError
 from pipeline.policies import balance
 from pipeline.policies.composed import Assignment
 from pipeline.policies.costs import Costs
 from pipeline.policies.options import Option, Whole
-from pipeline.policies.view import IntArray, Routing, View
+from pipeline.policies.view import Routing, View
 
 _TABLE = 512  # row counts whose seconds are looked up; wider batches are few and slow
 

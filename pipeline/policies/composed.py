@@ -16,10 +16,11 @@ from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 
+from pipeline.arrays import IntArray
 from pipeline.errors import PolicyError
 from pipeline.policies.options import Option
 from pipeline.policies.parts import unused_tiles_note, whole_experts
-from pipeline.policies.view import Gated, IntArray, Plan, Policy, Routing, Signals, Target, View
+from pipeline.policies.view import Gated, Plan, Policy, Routing, Signals, Target, View
 
 Expert = tuple[int, int]  # (layer, expert)
 Narrow = Callable[[int, Routing], Routing]  # (layer, predicted routing) -> what its gate would leave of it

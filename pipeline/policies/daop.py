@@ -8,22 +8,12 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.arrays import FloatArray, IntArray
 from pipeline.policies.composed import Placement, refuse_lacking
 from pipeline.policies.options import Choice, Option, Real, Whole
 from pipeline.policies.parts import unused_tiles_note, whole_experts
 from pipeline.policies.placements import Calibrated, Known, Popular
-from pipeline.policies.view import (
-    Ahead,
-    FloatArray,
-    Gated,
-    IntArray,
-    Plan,
-    Policy,
-    Routing,
-    Signals,
-    Target,
-    View,
-)
+from pipeline.policies.view import Ahead, Gated, Plan, Policy, Routing, Signals, Target, View
 
 PLACEMENTS: dict[str, type[Placement]] = {part.name: part for part in (Calibrated, Popular, Known)}
 LIVE_STEPS = 16  # a sequence without a row for more steps than this has ended, as far as can be seen

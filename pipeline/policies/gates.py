@@ -6,11 +6,12 @@ from typing import ClassVar
 
 import numpy as np
 
+from pipeline.arrays import FloatArray
 from pipeline.errors import PolicyError
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.composed import Gate
 from pipeline.policies.options import Choice, Option, Real
-from pipeline.policies.view import FEW_ROWS, FloatArray, Gated, Routing, Signals, View
+from pipeline.policies.view import FEW_ROWS, Gated, Routing, Signals, View
 
 
 class OwnGate(Gate):

@@ -7,10 +7,11 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.arrays import IntArray
 from pipeline.policies.composed import Parts, Placement
 from pipeline.policies.options import Seed
 from pipeline.policies.parts import evenly_counted, most_counted, whole_experts
-from pipeline.policies.view import IntArray, View
+from pipeline.policies.view import View
 
 Chosen = NDArray[np.bool_]  # [L, E]
 

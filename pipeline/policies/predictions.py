@@ -10,9 +10,10 @@ from typing import ClassVar
 
 import numpy as np
 
+from pipeline.arrays import FloatArray
 from pipeline.policies.composed import Expert, Narrow, Prediction
 from pipeline.policies.options import Whole
-from pipeline.policies.view import FloatArray, Routing, Signals, View
+from pipeline.policies.view import Routing, Signals, View
 
 FEW_EXPERTS = 16  # a layer's, up to which a model counts as one of few large experts
 

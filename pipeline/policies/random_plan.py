@@ -6,8 +6,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from pipeline.arrays import IntArray
 from pipeline.policies.options import Choice, Option, Seed
-from pipeline.policies.view import IntArray, Plan, Policy, Routing, Target, View
+from pipeline.policies.view import Plan, Policy, Routing, Target, View
 
 # what a generator is seeded with, beside the seed, so that the draws are independent of each other
 _PLACEMENT, _CUT, _BEFORE, _AFTER = range(4)

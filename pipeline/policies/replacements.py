@@ -8,13 +8,14 @@ from typing import ClassVar
 
 import numpy as np
 
+from pipeline.arrays import FloatArray, IntArray
 from pipeline.policies.cache_sizes import layer_sizes
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.composed import STAY, Expert, Moves, Parts, Replacement
 from pipeline.policies.options import Choice, Whole
 from pipeline.policies.parts import evenly
 from pipeline.policies.predictions import FEW_EXPERTS
-from pipeline.policies.view import FloatArray, IntArray, Signals, View
+from pipeline.policies.view import Signals, View
 
 
 class Keep(Replacement):

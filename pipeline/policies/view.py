@@ -14,17 +14,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.arrays import FloatArray, IntArray, Phase
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 
-IntArray = NDArray[np.int32]
-FloatArray = NDArray[np.float32]
-Phase = Literal["prefill", "decode"]
 FEW_ROWS = 8  # up to which plain numbers are quicker than arrays
 
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipeline.arrays import IntArray
 from pipeline.errors import PlanError
-from pipeline.policies.view import IntArray, ModelShape, Target
+from pipeline.policies.view import ModelShape, Target
 from pipeline.replay.outcome import PhaseOutcome
 
 Key = tuple[int, int]  # layer, expert

@@ -20,11 +20,12 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.arrays import FloatArray, IntArray, Phase
 from pipeline.errors import PlanError, TraceError
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.prefetch_meter import PrefetchMeter
-from pipeline.policies.view import Ahead, FloatArray, IntArray, Phase, Plan, Policy, Routing, Signals, View
+from pipeline.policies.view import Ahead, Plan, Policy, Routing, Signals, View
 from pipeline.replay.cache import SimulatedCache
 from pipeline.replay.outcome import Outcome, PhaseOutcome
 from pipeline.replay.recorded_router import RecordedRouter

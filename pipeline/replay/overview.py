@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.arrays import Phase
 from pipeline.errors import TraceError
-from pipeline.policies.view import Phase
 from pipeline.traces.reader import Trace
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from pipeline.arrays import FloatArray
 from pipeline.models.routing import Router
-from pipeline.policies.view import FloatArray, Routing
+from pipeline.policies.view import Routing
 
 
 class RecordedRouter:

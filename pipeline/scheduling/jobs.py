@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.backbone.batch import Slice
+from pipeline.arrays import FloatArray, Phase
+from pipeline.backbone.batch import TokenSpan
 from pipeline.backbone.kv_cache import SequenceKV
-from pipeline.backbone.step_input import Piece
-from pipeline.policies.view import FloatArray, Phase
+from pipeline.backbone.step_input import StepInput
 from pipeline.text.logits import log_softmax, two_best
 from pipeline.text.sampler import Sampler
 from pipeline.text.text_stream import TextStream
@@ -70,7 +70,7 @@ class Job(ABC):
         """Tokens of KV that it may need in the end."""
 
     @abstractmethod
-    def piece(self, chunk: int) -> Piece:
+    def piece(self, chunk: int) -> StepInput:
         """What to run next; at most `chunk` tokens of a prefill."""
 
     @abstractmethod
@@ -127,12 +127,12 @@ class Job(ABC):
             "preemptions": self.preemptions,
         }
 
-    def _slice(self, count: int) -> Slice:
+    def _slice(self, count: int) -> TokenSpan:
         """The next tokens whose KV is missing, at most `count`, and within a prefill none behind its end."""
         assert self.kv is not None
         start = self.kv.length
         end = start + count
-        return Slice(self.kv, self.tokens[start : min(end, self.goal) if self.prefilling else end])
+        return TokenSpan(self.kv, self.tokens[start : min(end, self.goal) if self.prefilling else end])
 
     def _answered(self) -> None:
         if self._first is None:
@@ -175,9 +175,9 @@ class GenerateJob(Job):
     def room(self) -> int:
         return self._most
 
-    def piece(self, chunk: int) -> Piece:
+    def piece(self, chunk: int) -> StepInput:
         new = self._slice(chunk if self.prefilling else 1)
-        return Piece(new, "last" if self.filled + len(new.tokens) == len(self.tokens) else "none")
+        return StepInput(new, "last" if self.filled + len(new.tokens) == len(self.tokens) else "none")
 
     def accept(self, logits: FloatArray) -> None:
         if len(logits) == 0:
@@ -226,8 +226,8 @@ class ScoreJob(Job):
     def room(self) -> int:
         return len(self.tokens)
 
-    def piece(self, chunk: int) -> Piece:
-        return Piece(self._slice(chunk if self.prefilling else 1), "all")
+    def piece(self, chunk: int) -> StepInput:
+        return StepInput(self._slice(chunk if self.prefilling else 1), "all")
 
     def accept(self, logits: FloatArray) -> None:
         self._answered()

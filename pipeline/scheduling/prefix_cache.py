@@ -21,7 +21,7 @@ class _Kept:
     kv: SequenceKV
 
 
-class Conversations:
+class PrefixCache:
     """The kept sequences of all clients, the least recently used first."""
 
     def __init__(self, kv: KVCache) -> None:

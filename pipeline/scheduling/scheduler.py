@@ -16,15 +16,15 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from pipeline.arrays import Phase
 from pipeline.backbone.kv_cache import BLOCK, GROWTH, KVCache, SequenceKV, room_for
 from pipeline.counters import difference, fidelity
 from pipeline.engine.engine import Engine
-from pipeline.errors import NumberInUse, PipelineError, RequestError, RunFailed
-from pipeline.policies.view import Phase
+from pipeline.errors import NumberInUse, PipelineError, RequestError, ShardFailed
+from pipeline.scheduling.fair_queue import FairQueue
+from pipeline.scheduling.job_factory import JobFactory
 from pipeline.scheduling.jobs import Job
-from pipeline.scheduling.prefix_cache import Conversations
-from pipeline.scheduling.requests import Requests
-from pipeline.scheduling.wait_queue import WaitingRoom
+from pipeline.scheduling.prefix_cache import PrefixCache
 from protocol.messages import Generate, Score
 
 Send = Callable[[bytes, object], None]
@@ -40,7 +40,7 @@ class Scheduler:
         self,
         engine: Engine,
         kv: KVCache,
-        requests: Requests,
+        requests: JobFactory,
         *,
         max_sequences: int,
         chunk: int,
@@ -56,10 +56,10 @@ class Scheduler:
         self._max_sequences = max_sequences
         self._send = send
         self._congested = congested
-        self._waiting = WaitingRoom()
+        self._waiting = FairQueue()
         self._running: list[Job] = []  # by their latest admission, the oldest first
         self._live: dict[tuple[bytes, int], Job] = {}  # all of both, by client and request
-        self._conversations = Conversations(kv)
+        self._conversations = PrefixCache(kv)
         self._admissions = itertools.count()
         self._turns = itertools.count()
         self._last_turn: dict[bytes, int] = {}  # of running clients: when one last had a prefill chunk
@@ -243,7 +243,7 @@ class Scheduler:
         pieces = [job.piece(chunk) for job in jobs]
         try:
             answers = self.engine.step(pieces, phase)
-        except RunFailed as e:
+        except ShardFailed as e:
             self._find_the_one(jobs, phase, str(e))
             return
         failed: dict[Job, str] = {}

@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 
 from pipeline.backbone.backbone import Backbone
-from pipeline.backbone.batch import Slice
+from pipeline.backbone.batch import TokenSpan
 from pipeline.backbone.disk_cache import BackboneCache
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
 from pipeline.backbone.materialize import start_moving
-from pipeline.backbone.step_input import Piece
+from pipeline.backbone.step_input import StepInput
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.open import open_model
-from pipeline.coordinator_config import Briefed
+from pipeline.coordinator_config import CoordinatorConfig
 from pipeline.device import Device, open_device
 from pipeline.engine.engine import DeviceMemory, Engine
 from pipeline.errors import PeerLost
@@ -31,8 +31,8 @@ from pipeline.experts.copy_thread import start_copy_thread
 from pipeline.experts.expert_cache import ExpertCache
 from pipeline.experts.fetch_link import FetchLink
 from pipeline.experts.host_pool import HostPool
-from pipeline.experts.inline_pool import OwnCores
-from pipeline.experts.peers import Deaths, PeerSocket, Tell
+from pipeline.experts.inline_pool import InlineExpertPool
+from pipeline.experts.peers import ChildServerSocket, ExitEvents, Tell
 from pipeline.experts.tile_mover import TileMover
 from pipeline.experts.worker_pool import WorkerPool
 from pipeline.memory.limits import (
@@ -46,9 +46,9 @@ from pipeline.memory.limits import (
 from pipeline.models.registry import model_spec
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Policy, PolicyRequest
-from pipeline.scheduling.requests import Requests
+from pipeline.scheduling.job_factory import JobFactory
 from pipeline.scheduling.scheduler import Scheduler, Send
-from pipeline.serving.policy_inputs import Knowledge
+from pipeline.serving.policy_inputs import PolicyInputs
 from pipeline.text.generation_defaults import sampling_defaults
 from pipeline.text.tokenizer import Tokenizer, eos_ids
 from pipeline.traces.recorder import recorder_of
@@ -76,10 +76,10 @@ class Assembly:
     @full_memory_in_one_line()
     def __init__(
         self,
-        told: Briefed,
+        told: CoordinatorConfig,
         send: Send,
         congested: Callable[[bytes], bool],
-        deaths: Deaths,
+        deaths: ExitEvents,
         tell: Tell,
     ) -> None:
         """`deaths`: of workers and prefetcher, as the supervisor sees them; `tell` sends to the supervisor.
@@ -93,11 +93,11 @@ class Assembly:
         self.source = source = open_model(told.model)
         spec = model_spec(source.config)
         self.context = choose_context(config.context, spec)
-        self._knowledge = Knowledge(told, source, self.context)
+        self._knowledge = PolicyInputs(told, source, self.context)
         self.device: Device = open_device(config.device)
         self._closing.callback(self.device.close)
         # Bound before anything slow, so that the peers find it.
-        self._peers: dict[str, PeerSocket] = {}
+        self._peers: dict[str, ChildServerSocket] = {}
         rows = max(config.chunk or CHUNK_MAX, config.max_sequences)
         workers = None
         if told.workers:
@@ -119,7 +119,7 @@ class Assembly:
             cache.finish()
         pool: HostPool
         if workers is None:
-            pool = OwnCores(self.store, self.device.team, config.host_slowdown)
+            pool = InlineExpertPool(self.store, self.device.team, config.host_slowdown)
         else:
             pool = WorkerPool(workers, self._control, told.workers, layout.shape.hidden)
         pool.wait_ready(PEER_LIMIT)  # they make themselves ready, while this process reads the tokenizer
@@ -142,7 +142,7 @@ class Assembly:
         self._first = PolicyRequest(config.policy or "all-host", config.policy_options)
         self.notes.extend(self.set_policy(self._first))
         self.notes.append(f"context: {self.context} tokens; the KV cache holds {kv.budget}")
-        requests = Requests(
+        requests = JobFactory(
             self.tokenizer,
             eos_ids(told.model) if self.tokenizer is None else self.tokenizer.eos_ids,
             vocabulary=spec.vocabulary,
@@ -237,9 +237,9 @@ class Assembly:
         """Release everything, in reverse order."""
         self._closing.close()
 
-    def _bind(self, socket: str, role: str, largest: int = 0) -> PeerSocket:
+    def _bind(self, socket: str, role: str, largest: int = 0) -> ChildServerSocket:
         told = self.told
-        peers = PeerSocket(
+        peers = ChildServerSocket(
             told.runtime,
             socket,
             role,
@@ -288,14 +288,14 @@ class Assembly:
         while len(seconds) < 3 and sum(seconds) < TRIAL_SECONDS:
             sequence = kv.allocate(count)
             started = time.perf_counter()
-            self.engine.step([Piece(Slice(sequence, tokens), "none")], "prefill")
+            self.engine.step([StepInput(TokenSpan(sequence, tokens), "none")], "prefill")
             seconds.append(time.perf_counter() - started)
             kv.release(sequence)
         wanted = count * CHUNK_SECONDS / min(seconds)
         return int(min(max(2 ** int(np.log2(wanted)), 16), CHUNK_MAX, self.context))
 
 
-def backbone_cache(told: Briefed, source: ModelSource) -> BackboneCache | None:
+def backbone_cache(told: CoordinatorConfig, source: ModelSource) -> BackboneCache | None:
     """Where a quantized backbone is kept; None where quantizing it again costs nothing."""
     name = told.config.backbone_dtype
     if not isinstance(FORMATS[name], BlockFormat) or not source.worth_keeping(name):

@@ -14,7 +14,7 @@ from typing import Any
 
 from pipeline.assets import model_dir
 from pipeline.calibration.file import calibration_path, save
-from pipeline.calibration.measure import BOUND, Findings, Workshop, calibrate
+from pipeline.calibration.measure import BOUND, CalibrationContext, Findings, calibrate
 from pipeline.calibration.summary import summary
 from pipeline.errors import PipelineError, RequestError, UsageError
 from pipeline.models.shapes import short_name
@@ -75,7 +75,7 @@ class Calibrations:
         given = _tokens(assembly, message)
         tokens = given[: message.tokens]
         told, scheduler, engine = assembly.told, assembly.scheduler, assembly.engine
-        shop = Workshop(
+        shop = CalibrationContext(
             engine,
             assembly.store,
             scheduler.kv,

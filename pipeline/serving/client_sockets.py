@@ -16,7 +16,7 @@ import zmq
 import zmq.asyncio
 
 from pipeline.config import EngineConfig
-from pipeline.rate_limit import Budget, SparseLog
+from pipeline.rate_limit import RateLimiter, SparseLog
 from protocol.checks import DEFAULT
 from protocol.keys import ENGINE_FILE, EngineKeys, binary_key, keys_folder, read_engine_keys
 from protocol.sockets import bind_router
@@ -73,7 +73,7 @@ class ClientSocket:
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self.refusals = Budget(STRANGERS_ANSWERED)  # that are said to peers who are no clients
+        self.refusals = RateLimiter(STRANGERS_ANSWERED)  # that are said to peers who are no clients
         _allow_many_connections()
 
     async def receive(self) -> tuple[bytes, list[bytes]]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import zmq
 
-from pipeline.rate_limit import Budget, SparseLog
+from pipeline.rate_limit import RateLimiter, SparseLog
 from pipeline.serving.client_sockets import ClientSocket, Listening
 from pipeline.serving.outbox import Outbox, frames_of
 from protocol.codec import decode
@@ -49,7 +49,7 @@ class Client:
     def __init__(self, outbox: Outbox) -> None:
         self.outbox = outbox
         self.heard = time.monotonic()
-        self.refusals = Budget(REFUSED_LIMIT)
+        self.refusals = RateLimiter(REFUSED_LIMIT)
         self.sender: asyncio.Task[None] | None = None
 
 

@@ -13,7 +13,7 @@ LIMIT = 4096  # calls of one client that may wait
 SIZE_LIMIT = 64 << 20  # bytes of what they hold
 
 
-class Calls(Generic[Target]):
+class EngineInbox(Generic[Target]):
     """Functions to be called with the target."""
 
     def __init__(self) -> None:

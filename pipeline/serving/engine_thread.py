@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pipeline.coordinator_config import Briefed
+from pipeline.coordinator_config import CoordinatorConfig
 from pipeline.errors import PipelineError, UsageError
-from pipeline.experts.peers import Deaths
+from pipeline.experts.peers import ExitEvents
 from pipeline.serving.assembly import Assembly
 from pipeline.serving.calibration_service import Calibrations
 from pipeline.serving.clients import Clients
-from pipeline.serving.engine_inbox import Calls
+from pipeline.serving.engine_inbox import EngineInbox
 from shm.errors import NotEnoughMemory, ShmError
 from workers.cuda import CudaError
 
@@ -37,11 +37,11 @@ class EngineThread:
 
     def __init__(
         self,
-        told: Briefed,
+        told: CoordinatorConfig,
         loop: asyncio.AbstractEventLoop,
         clients: Clients,
         *,
-        deaths: Deaths,
+        deaths: ExitEvents,
         on_ready: Callable[[Assembly], None],
         on_failure: Callable[[str, bool], None],
         tell: Callable[[object], None],
@@ -55,7 +55,7 @@ class EngineThread:
         self._on_failure = on_failure
         self._deaths, self._tell = deaths, tell
         self._assembly: Assembly | None = None
-        self._calls: Calls[Assembly] = Calls()
+        self._calls: EngineInbox[Assembly] = EngineInbox()
         self.calibrations = Calibrations(self.send, self._attend)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 

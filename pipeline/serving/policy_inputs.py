@@ -7,7 +7,7 @@ import logging
 from pipeline.calibration.cost_probe import costs_for
 from pipeline.calibration.file import calibration_path, load
 from pipeline.checkpoint.model_source import ModelSource
-from pipeline.coordinator_config import Briefed
+from pipeline.coordinator_config import CoordinatorConfig
 from pipeline.engine.engine import Engine
 from pipeline.errors import CalibrationError
 from pipeline.policies.calibration import Calibration
@@ -17,10 +17,10 @@ from pipeline.policies.view import Policy
 log = logging.getLogger(__name__)
 
 
-class Knowledge:
+class PolicyInputs:
     """Of one engine; looked for when a policy is set."""
 
-    def __init__(self, told: Briefed, source: ModelSource, context: int) -> None:
+    def __init__(self, told: CoordinatorConfig, source: ModelSource, context: int) -> None:
         """`context`: tokens that a sequence may have."""
         self.costs: Costs | None = None  # once a policy has needed them
         self._told = told

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeline.policies.view import FloatArray
+from pipeline.arrays import FloatArray
 
 
 def log_softmax(logits: FloatArray) -> FloatArray:

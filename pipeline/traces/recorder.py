@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pipeline.arrays import Phase
 from pipeline.engine.observer import Seen
 from pipeline.errors import TraceError
-from pipeline.policies.view import Phase, Routing
+from pipeline.policies.view import Routing
 from pipeline.traces.header import Header
 from pipeline.traces.reader import Trace
 from pipeline.traces.steps import LayerTrace, TracedStep, encode_step, halves
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.model_source import ModelSource
-    from pipeline.coordinator_config import Briefed
+    from pipeline.coordinator_config import CoordinatorConfig
     from pipeline.engine.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ class Recorder:
             self._fd = None
 
 
-def recorder_of(told: Briefed, source: ModelSource, engine: Engine, path: Path) -> Recorder:
+def recorder_of(told: CoordinatorConfig, source: ModelSource, engine: Engine, path: Path) -> Recorder:
     """Of an engine; the successor of one that died goes on with its file. Raises TraceError."""
     header = Header(
         str(told.model),

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.arrays import Phase
 from pipeline.errors import TraceError
-from pipeline.policies.view import Phase, Routing
+from pipeline.policies.view import Routing
 from pipeline.traces.header import Header
 
 Halves = NDArray[np.float16]

@@ -9,9 +9,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.calibration.collector import Checker, Learner, Needs
+from pipeline.arrays import FloatArray, Phase
+from pipeline.calibration.collector import Needs, TrainPass, ValidationPass
 from pipeline.engine.observer import Observer, Seen
-from pipeline.policies.view import FloatArray, Gated, ModelShape, Phase, Routing, Signals
+from pipeline.policies.view import Gated, ModelShape, Routing, Signals
 
 HIDDEN = 5
 
@@ -91,7 +92,7 @@ def texts(steps: list[Step], sequences: int) -> list[list[tuple[Phase, FloatArra
 @settings(max_examples=40, deadline=None)
 def test_what_is_learnt(world: World, sequences: int, every: int) -> None:
     steps, shape = world.steps(sequences), world.shape
-    learner = Learner(shape, HIDDEN, every)
+    learner = TrainPass(shape, HIDDEN, every)
     for step in steps:
         world.show(step, learner)
     read = texts(steps, sequences)
@@ -128,7 +129,7 @@ def test_what_is_checked(world: World, sequences: int, gated: bool) -> None:
     steps, shape = world.steps(sequences), world.shape
     residuals = world.random.standard_normal((shape.layers - 1, shape.experts)).astype(np.float32)
     first = world.random.standard_normal((shape.experts, HIDDEN)).astype(np.float32) if gated else None
-    checker = Checker(shape, world.route, residuals, first)
+    checker = ValidationPass(shape, world.route, residuals, first)
     for step in steps:
         world.show(step, checker)
     predictors = ("raw", "residual", "first")

@@ -17,7 +17,7 @@ import pytest
 
 from launch.chaos.injector import DELAY_SECONDS, Injector
 from launch.chaos.plan import Chaos
-from launch.chaos.processes import Grip, usage
+from launch.chaos.processes import PidHandle, usage
 from launch.stress.chaos import ChaosRun
 from protocol.errors import EngineGone
 
@@ -173,11 +173,11 @@ async def test_an_engine_that_goes_ends_it(tmp_path: Path) -> None:
 
 def test_a_grip_holds_one_process(pool: Pool) -> None:
     child = pool.children[0]
-    assert Grip.take(child.pid, "worker", os.getppid()) is None
-    assert Grip.take(child.pid, "prefetcher", os.getpid()) is None
-    assert Grip.take(child.pid, "nobody", os.getpid()) is None
-    assert Grip.take(-5, "worker", os.getpid()) is None
-    grip = Grip.take(child.pid, "worker", os.getpid())
+    assert PidHandle.take(child.pid, "worker", os.getppid()) is None
+    assert PidHandle.take(child.pid, "prefetcher", os.getpid()) is None
+    assert PidHandle.take(child.pid, "nobody", os.getpid()) is None
+    assert PidHandle.take(-5, "worker", os.getpid()) is None
+    grip = PidHandle.take(child.pid, "worker", os.getpid())
     assert grip is not None
     assert grip.alive
     assert grip.send(signal.SIGKILL)
@@ -185,7 +185,7 @@ def test_a_grip_holds_one_process(pool: Pool) -> None:
     assert not grip.alive
     assert not grip.send(signal.SIGKILL)
     grip.close()
-    assert Grip.take(child.pid, "worker", os.getpid()) is None
+    assert PidHandle.take(child.pid, "worker", os.getpid()) is None
 
 
 def test_what_processes_use(pool: Pool) -> None:

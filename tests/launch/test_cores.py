@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import two_threads_a_core, write
 
-from launch.processes.cores import MOST_WORKERS, Cores, Seat, Thread, read_threads
+from launch.processes.cores import MOST_WORKERS, Cores, CpuSet, Thread, read_threads
 from launch.processes.supervisor import Supervisor
 from pipeline.config import EngineConfig
 from protocol.client import Client
@@ -33,7 +33,7 @@ def only(threads: tuple[Thread, ...], usable: Collection[int]) -> tuple[Thread, 
     return tuple(thread for thread in threads if thread.number in usable)
 
 
-def sets(seats: tuple[Seat, ...]) -> list[set[int]]:
+def sets(seats: tuple[CpuSet, ...]) -> list[set[int]]:
     return [set(seat.cores) for seat in seats]
 
 
@@ -105,9 +105,9 @@ def test_more_workers_than_threads_share() -> None:
 def test_each_worker_has_its_cores_on_one_node() -> None:
     cores = Cores(machine(2, 4))
     assert cores.nodes == (0, 1)
-    assert cores.seats(2) == (Seat((0, 1, 2, 3), 0), Seat((4, 5, 6, 7), 1))
+    assert cores.seats(2) == (CpuSet((0, 1, 2, 3), 0), CpuSet((4, 5, 6, 7), 1))
     assert [seat.node for seat in cores.seats(3)] == [0, 0, 1]
-    assert cores.seats(1) == (Seat(tuple(range(8)), None),)
+    assert cores.seats(1) == (CpuSet(tuple(range(8)), None),)
     uneven = Cores(only(machine(2, 4), {0, 1, 2, 3, 6}))
     assert Counter(seat.node for seat in uneven.seats(5)) == {0: 4, 1: 1}
     assert Counter(seat.node for seat in uneven.seats(3)) == {0: 2, 1: 1}
@@ -117,7 +117,7 @@ def test_a_quota_s_cores_are_taken_from_all_nodes() -> None:
     cores = Cores(machine(2, 4, threads=2), quota=4.5)
     assert cores.default_workers() == 4
     assert [seat.cores for seat in cores.seats(4)] == [(0,), (1,), (4,), (5,)]
-    assert Cores(machine(1, 4), quota=0.5).seats(1) == (Seat((0,), 0),)
+    assert Cores(machine(1, 4), quota=0.5).seats(1) == (CpuSet((0,), 0),)
     assert sets(cores.seats(8)) == [{0}, {1}, {0}, {1}, {4}, {5}, {4}, {5}]
 
 
@@ -140,12 +140,12 @@ def test_topology_is_read_from_sysfs(tmp_path: Path) -> None:
     )
     found = read_threads({1, 2, 3}, tmp_path)
     assert found == (Thread(3, (1,), 1), Thread(3, (1,), 3))
-    assert Cores(found).seats(1) == (Seat((1,), 3),)
+    assert Cores(found).seats(1) == (CpuSet((1,), 3),)
 
 
 def test_where_sysfs_tells_nothing_each_thread_is_a_core(tmp_path: Path) -> None:
     threads = read_threads({2, 5}, tmp_path)
-    assert Cores(threads).seats(2) == (Seat((2,), 0), Seat((5,), 0))
+    assert Cores(threads).seats(2) == (CpuSet((2,), 0), CpuSet((5,), 0))
 
 
 @pytest.mark.parametrize("usable", [None, 1])

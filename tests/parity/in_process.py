@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipeline.backbone.backbone import Backbone
-from pipeline.backbone.batch import Slice
+from pipeline.backbone.batch import TokenSpan
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.source import Checkpoint
@@ -66,12 +66,12 @@ class InProcess:
         kv.serve(len(tokens))
         rows = []
         for count in chunks:
-            rows.append(self._step(Slice(kv, tokens[kv.length : kv.length + count])))
+            rows.append(self._step(TokenSpan(kv, tokens[kv.length : kv.length + count])))
             kv.advance(count)
         return torch.log_softmax(torch.cat(rows), -1).numpy()
 
     @torch.inference_mode()
-    def _step(self, piece: Slice) -> Tensor:
+    def _step(self, piece: TokenSpan) -> Tensor:
         backbone = self._backbone
         batch = backbone.batch([piece])
         h = backbone.embed(batch)

@@ -13,7 +13,7 @@ from pool_scene import Scene
 
 from launch.processes.supervisor import Supervisor
 from pipeline.config import EngineConfig
-from pipeline.experts.peers import Deaths
+from pipeline.experts.peers import ExitEvents
 from protocol.client import Client
 
 # Tiles of 32 channels: 3 an expert, 24 in all. Four sequences of the whole context (256) fill the KV cache.
@@ -47,8 +47,8 @@ def runtime(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def deaths() -> Deaths:
-    return Deaths()
+def deaths() -> ExitEvents:
+    return ExitEvents()
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def make_peer(runtime):
 
 @pytest.fixture
 def pool_scene(runtime: Path) -> Iterator[Scene]:
-    deaths, said = Deaths(), []
+    deaths, said = ExitEvents(), []
     with (
         control_segment(3) as control,
         peer_socket(runtime, "w", "worker", PRINT, deaths, said) as socket,

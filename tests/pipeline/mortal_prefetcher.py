@@ -12,7 +12,7 @@ from moving_parts import LIMIT, Parts, control_segment, peer_of, peer_socket
 
 from pipeline.device import open_device
 from pipeline.experts.fetch_link import FetchLink
-from pipeline.experts.peers import Deaths, PeerSocket
+from pipeline.experts.peers import ChildServerSocket, ExitEvents
 from protocol.messages import CancelFetch, Shutdown, WorkerDied
 from shm.layout import Bytes
 from shm.store import Store
@@ -85,7 +85,7 @@ class _MortalLoop(CopyLoop):
 class Lives:
     """One life after the other, and none at first."""
 
-    def __init__(self, runtime: Path, store: Store, peers: PeerSocket, deaths: Deaths) -> None:
+    def __init__(self, runtime: Path, store: Store, peers: ChildServerSocket, deaths: ExitEvents) -> None:
         self._runtime, self._store, self._peers, self._deaths = runtime, store, peers, deaths
         self._lock = threading.Lock()
         self._next = 0
@@ -160,7 +160,7 @@ class Lives:
 def mortal_parts(runtime: Path, store: Store, slots: int) -> Iterator[tuple[Parts, Lives]]:
     """A slab of `slots` slots beside a store, and a prefetcher's lives."""
     runtime.chmod(0o700)
-    deaths = Deaths()
+    deaths = ExitEvents()
     with ExitStack() as stack:
         device = open_device("cpu")
         control = stack.enter_context(control_segment(1))

@@ -15,7 +15,7 @@ import numpy as np
 from pipeline.device import Device, SlabMemory, open_device
 from pipeline.experts.expert_cache import ExpertCache
 from pipeline.experts.fetch_link import FetchLink
-from pipeline.experts.peers import Deaths, PeerSocket
+from pipeline.experts.peers import ChildServerSocket, ExitEvents
 from pipeline.experts.tile_mover import TileMover
 from protocol.messages import Shutdown
 from protocol.sockets import Identity
@@ -24,8 +24,8 @@ from shm.layout import ExpertShape
 from shm.manifest import StoreManifest
 from shm.segment import unlink
 from shm.store import Store, StoreBuilder, store_name
+from workers.child_endpoint import ChildEndpoint
 from workers.copiers import paced
-from workers.peer import Peer
 from workers.prefetcher import CopyLoop
 
 SLOTS = 24
@@ -106,12 +106,12 @@ def peer_socket(
     socket: str,
     role: str,
     fingerprint: str,
-    deaths: Deaths | None = None,
+    deaths: ExitEvents | None = None,
     said: list[object] | None = None,
-) -> Iterator[PeerSocket]:
+) -> Iterator[ChildServerSocket]:
     """`deaths`: as the supervisor reports them; `said`: what it is told."""
     tell = ([] if said is None else said).append
-    peers = PeerSocket(runtime, socket, role, fingerprint, KEY, deaths or Deaths(), tell)
+    peers = ChildServerSocket(runtime, socket, role, fingerprint, KEY, deaths or ExitEvents(), tell)
     try:
         yield peers
     finally:
@@ -120,11 +120,11 @@ def peer_socket(
 
 def peer_of(
     runtime: Path, role: str, socket: str, fingerprint: str, index: int = 0, incarnation: int = 0
-) -> Peer:
-    """The other end of a PeerSocket; used by the thread that makes it."""
+) -> ChildEndpoint:
+    """The other end of a ChildServerSocket; used by the thread that makes it."""
     who = {"role": role, "index": index, "incarnation": incarnation}
     told = {"runtime": str(runtime), "fingerprint": fingerprint, "identity": Identity(**who).prove(KEY)}
-    return Peer(who | told, socket, supervised=False)
+    return ChildEndpoint(who | told, socket, supervised=False)
 
 
 def no_tick() -> None:
@@ -132,7 +132,7 @@ def no_tick() -> None:
 
 
 @contextmanager
-def copying(parts: Parts, runtime: Path, peers: PeerSocket, link_gbps: float | None) -> Iterator[None]:
+def copying(parts: Parts, runtime: Path, peers: ChildServerSocket, link_gbps: float | None) -> Iterator[None]:
     """The prefetcher's loop in a thread, until Shutdown."""
     fingerprint = parts.store.fingerprint
 

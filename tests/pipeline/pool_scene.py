@@ -11,21 +11,22 @@ import numpy as np
 from moving_parts import peer_of
 from peer_words import LIMIT, PRINT
 
-from pipeline.experts.peers import Deaths, PeerSocket
-from pipeline.experts.runs import Run, Workers
+from pipeline.coordinator_config import WorkerCores
+from pipeline.experts.host_shards import HostShard
+from pipeline.experts.peers import ChildServerSocket, ExitEvents
 from pipeline.experts.worker_pool import Ticket, WorkerPool
 from protocol.messages import Partial, Work, WorkerDied, WorkerUp
 from shm.control import ControlSegment
-from workers.peer import Peer
+from workers.child_endpoint import ChildEndpoint
 
 HIDDEN = 4
 X = np.ones((1, HIDDEN), np.float32)
 QUIET = 0.15  # seconds in which nothing comes
 
 
-def run_of(tile: int) -> Run:
+def run_of(tile: int) -> HostShard:
     """A run of one tile of expert 0, by which a test knows it."""
-    return Run(
+    return HostShard(
         np.array([[0, tile, tile + 1]], np.int32),
         np.array([0, 1], np.int32),
         np.zeros(1, np.int32),
@@ -44,7 +45,7 @@ class Worker:
     def __init__(self, scene: Scene, index: int, incarnation: int) -> None:
         self.index, self.incarnation = index, incarnation
         self._scene = scene
-        self.peer: Peer = peer_of(scene.runtime, "worker", "w", PRINT, index, incarnation)
+        self.peer: ChildEndpoint = peer_of(scene.runtime, "worker", "w", PRINT, index, incarnation)
         self.peer.announce()
 
     def got(self, count: int = 1) -> list[Work]:
@@ -89,7 +90,9 @@ class Worker:
 class Scene:
     """A pool, and the supervisor's part: who comes and who dies."""
 
-    def __init__(self, runtime: Path, socket: PeerSocket, control: ControlSegment, deaths: Deaths) -> None:
+    def __init__(
+        self, runtime: Path, socket: ChildServerSocket, control: ControlSegment, deaths: ExitEvents
+    ) -> None:
         self.runtime, self.control, self.deaths = runtime, control, deaths
         self.said: list[object] = []
         self.alive: list[Worker] = []
@@ -98,7 +101,7 @@ class Scene:
 
     def begin(self, workers: int, awake: bool = True) -> list[Worker]:
         """A pool of so many, all up."""
-        self.pool = WorkerPool(self._socket, self.control, Workers.alike(workers), HIDDEN)
+        self.pool = WorkerPool(self._socket, self.control, WorkerCores.alike(workers), HIDDEN)
         made = [self.worker(index) for index in range(workers)]
         self.pool.wait_ready(LIMIT)
         for worker in made if awake else ():
@@ -121,4 +124,4 @@ class Scene:
             self.pool.update(5)
 
     def submit(self, *tiles: int) -> Ticket:
-        return self.pool.submit_runs(0, [run_of(tile) for tile in tiles], X)
+        return self.pool.submit_shards(0, [run_of(tile) for tile in tiles], X)

@@ -13,26 +13,15 @@ from moving_parts import attached_again
 from thread_engine import engine_in_threads
 from torch import Tensor
 
-from pipeline.backbone.batch import Slice
+from pipeline.arrays import IntArray, Phase
+from pipeline.backbone.batch import TokenSpan
 from pipeline.backbone.kv_cache import KVCache
-from pipeline.backbone.step_input import Piece
+from pipeline.backbone.step_input import StepInput
 from pipeline.engine.engine import Engine
 from pipeline.engine.observer import Seen
-from pipeline.errors import RunFailed
+from pipeline.errors import ShardFailed
 from pipeline.policies.presets import make_policy
-from pipeline.policies.view import (
-    Ahead,
-    Gated,
-    IntArray,
-    Phase,
-    Plan,
-    Policy,
-    PolicyRequest,
-    Routing,
-    Signals,
-    Target,
-    View,
-)
+from pipeline.policies.view import Ahead, Gated, Plan, Policy, PolicyRequest, Routing, Signals, Target, View
 from shm.store import Store
 from workers.kernels.reference import ReferenceKernel
 
@@ -107,15 +96,15 @@ def scene(
         yield engine, store, kv
 
 
-def prefilled(engine: Engine, kv: KVCache, room: int = 16) -> Slice:
+def prefilled(engine: Engine, kv: KVCache, room: int = 16) -> TokenSpan:
     """A sequence whose next token is TOKEN."""
     engine.set_policy(make_policy(PolicyRequest("all-host"), 0), None)
     sequence = kv.allocate(room)
-    engine.step([Piece(Slice(sequence, PROMPT), "none")], "prefill")
-    return Slice(sequence, [TOKEN])
+    engine.step([StepInput(TokenSpan(sequence, PROMPT), "none")], "prefill")
+    return TokenSpan(sequence, [TOKEN])
 
 
-def by_hand(engine: Engine, store: Store, new: Slice, cut: int, stale: bool) -> np.ndarray:
+def by_hand(engine: Engine, store: Store, new: TokenSpan, cut: int, stale: bool) -> np.ndarray:
     """The step's logits [vocabulary], from the backbone's parts and the reference kernel."""
     model, kernel = engine.backbone, ReferenceKernel(store.layout)
     row = torch.zeros(1, dtype=torch.int64)
@@ -152,7 +141,7 @@ def test_the_host_computes_from_the_layer_before_and_the_device_from_its_own(sce
     engine.set_policy(SecondLayerAhead(cut, early), None)
     engine.observers.append(notes)
     before = engine.accounting.snapshot()["decode"]["fidelity"]
-    (logits,) = engine.step([Piece(new, "last")], "decode")
+    (logits,) = engine.step([StepInput(new, "last")], "decode")
     after = engine.accounting.snapshot()["decode"]["fidelity"]
     engine.observers.clear()
     np.testing.assert_allclose(logits[0], expected, rtol=2e-4, atol=2e-5)
@@ -177,18 +166,18 @@ def test_a_layer_that_cannot_be_computed_leaves_nothing_of_the_next(scene) -> No
 
     def failing(ticket: object) -> object:
         result(ticket)
-        raise RunFailed("no")
+        raise ShardFailed("no")
 
     engine.pool.result = failing  # type: ignore[method-assign]
     engine.pool.abandon = lambda ticket: (abandoned.append(ticket), abandon(ticket))  # type: ignore
     try:
-        with pytest.raises(RunFailed):
-            engine.step([Piece(new, "last")], "decode")
+        with pytest.raises(ShardFailed):
+            engine.step([StepInput(new, "last")], "decode")
     finally:
         del engine.pool.result, engine.pool.abandon
     assert len(abandoned) == 1
     assert new.kv.length == len(PROMPT)
-    (logits,) = engine.step([Piece(new, "last")], "decode")
+    (logits,) = engine.step([StepInput(new, "last")], "decode")
     assert np.isfinite(logits).all()
 
 
@@ -214,7 +203,7 @@ def test_predictions_are_fetched_and_counted(scene) -> None:
     engine.set_policy(OneTarget(), None)
     before = engine.accounting.snapshot()["decode"]
     for token in range(20, 30):
-        engine.step([Piece(Slice(new.kv, [token]), "none")], "decode")
+        engine.step([StepInput(TokenSpan(new.kv, [token]), "none")], "decode")
     engine.memory.mover.settle()
     after = engine.accounting.snapshot()["decode"]
     kinds = ("predicted", "useful", "wasted")
@@ -252,7 +241,7 @@ def test_prediction_that_does_not_pay_is_told_to_rest(scene) -> None:
     policy = Wasteful()
     engine.set_policy(policy, None)
     for _ in range(240):
-        engine.step([Piece(Slice(new.kv, [TOKEN]), "none")], "decode")
+        engine.step([StepInput(TokenSpan(new.kv, [TOKEN]), "none")], "decode")
         if not policy.asked[-1]:
             break
     assert not engine.prefetch.on
@@ -267,6 +256,6 @@ def test_a_new_policy_is_judged_by_its_own_predictions(scene) -> None:
     policy = Wasteful()
     engine.set_policy(policy, None)
     while engine.prefetch.on:
-        engine.step([Piece(Slice(new.kv, [TOKEN]), "none")], "decode")
+        engine.step([StepInput(TokenSpan(new.kv, [TOKEN]), "none")], "decode")
     brought = int(engine.prefetch.says.partition(": of ")[2].split()[0])
     assert brought <= 3 * len(policy.asked)

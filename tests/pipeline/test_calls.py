@@ -7,10 +7,10 @@ import threading
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.serving.engine_inbox import LIMIT, Calls
+from pipeline.serving.engine_inbox import LIMIT, EngineInbox
 
 
-def drained(calls: Calls[list[str]]) -> list[str]:
+def drained(calls: EngineInbox[list[str]]) -> list[str]:
     made: list[str] = []
     while (call := calls.get(0.0)) is not None:
         call(made)
@@ -18,7 +18,7 @@ def drained(calls: Calls[list[str]]) -> list[str]:
 
 
 def test_a_flood_waits_behind_itself() -> None:
-    calls: Calls[list[str]] = Calls()
+    calls: EngineInbox[list[str]] = EngineInbox()
     for i in range(4):
         calls.put(b"a", lambda made, i=i: made.append(f"a{i}"))
     calls.put(b"b", lambda made: made.append("b0"))
@@ -28,7 +28,7 @@ def test_a_flood_waits_behind_itself() -> None:
 
 @given(st.text("abc", max_size=40))
 def test_each_client_s_calls_come_once_and_in_order(clients: str) -> None:
-    calls: Calls[list[str]] = Calls()
+    calls: EngineInbox[list[str]] = EngineInbox()
     for number, client in enumerate(clients):
         calls.put(client.encode(), lambda made, word=f"{client}{number}": made.append(word))
     made = drained(calls)
@@ -39,7 +39,7 @@ def test_each_client_s_calls_come_once_and_in_order(clients: str) -> None:
 
 
 def test_only_the_client_that_sends_too_much_is_refused() -> None:
-    calls: Calls[list[str]] = Calls()
+    calls: EngineInbox[list[str]] = EngineInbox()
     for _ in range(LIMIT):
         assert calls.put(b"a", lambda made: made.append("a"))
     assert not calls.put(b"a", lambda made: made.append("refused"))
@@ -51,7 +51,7 @@ def test_only_the_client_that_sends_too_much_is_refused() -> None:
 
 
 def test_the_end_comes_at_once_whatever_waits() -> None:
-    calls: Calls[list[str]] = Calls()
+    calls: EngineInbox[list[str]] = EngineInbox()
     ended = threading.Event()
 
     def wait() -> None:

@@ -10,7 +10,7 @@ from test_models import GOOD
 
 from pipeline.backbone.kv_cache import KVCache, SequenceKV
 from pipeline.models.registry import model_spec
-from pipeline.scheduling.prefix_cache import Conversations, common_prefix
+from pipeline.scheduling.prefix_cache import PrefixCache, common_prefix
 
 BUDGET = 100
 ids = st.lists(st.integers(0, 2), max_size=12)
@@ -28,7 +28,7 @@ def computed(kv: KVCache, tokens: int, room: int) -> SequenceKV:
 
 
 def test_the_next_turn_starts_from_what_both_have_in_common(kv) -> None:
-    kept = Conversations(kv)
+    kept = PrefixCache(kv)
     sequence = computed(kv, 5, 20)
     kept.keep((b"a", "x"), [1, 2, 3, 4, 5, 6], sequence)
     assert (len(kept), kept.tokens, kv.used) == (1, 20, 20)
@@ -41,7 +41,7 @@ def test_the_next_turn_starts_from_what_both_have_in_common(kv) -> None:
 
 
 def test_the_last_token_of_a_prompt_is_computed_always(kv) -> None:
-    kept = Conversations(kv)
+    kept = PrefixCache(kv)
     kept.keep((b"a", "x"), [1, 2, 3], computed(kv, 3, 8))
     found = kept.take((b"a", "x"), [1, 2, 3])
     assert found is not None
@@ -49,14 +49,14 @@ def test_the_last_token_of_a_prompt_is_computed_always(kv) -> None:
 
 
 def test_nothing_in_common_frees_it(kv) -> None:
-    kept = Conversations(kv)
+    kept = PrefixCache(kv)
     kept.keep((b"a", "x"), [1, 2], computed(kv, 2, 8))
     assert kept.take((b"a", "x"), [2, 2]) is None
     assert (len(kept), kv.used) == (0, 0)
 
 
 def test_the_least_recently_used_goes_first_and_none_in_vain(kv) -> None:
-    kept = Conversations(kv)
+    kept = PrefixCache(kv)
     for name in "abc":
         kept.keep((b"c", name), [1, 2], computed(kv, 2, 20))
     again = kept.take((b"c", "a"), [1, 2, 3])
@@ -74,7 +74,7 @@ def test_the_least_recently_used_goes_first_and_none_in_vain(kv) -> None:
 
 
 def test_a_client_takes_its_conversations_with_it(kv) -> None:
-    kept = Conversations(kv)
+    kept = PrefixCache(kv)
     for client in (b"a", b"b"):
         for name in ("x", "y"):
             kept.keep((client, name), [1], computed(kv, 1, 10))

@@ -15,9 +15,8 @@ from pipeline.calibration import cost_cache, cost_probe
 from pipeline.calibration.cost_cache import FOLDER, Record, Setting, find, keep, measured_here
 from pipeline.calibration.cost_probe import costs_for
 from pipeline.config import SettledConfig
-from pipeline.coordinator_config import Briefed
+from pipeline.coordinator_config import CoordinatorConfig, WorkerCores
 from pipeline.errors import PolicyError
-from pipeline.experts.runs import Workers
 from pipeline.policies.costs import Costs
 
 COSTS = Costs((1, 4), (1e-3, 2e-3), (1e-4, 2e-4), 5e-3, 1e-4, (1e-3, 1e-3))
@@ -118,8 +117,8 @@ def test_a_second_start_does_not_measure_again(
     config = SettledConfig()
     with engine_in_threads(tiny_model, tmp_path) as (engine, memory):
 
-        def told(config: SettledConfig) -> Briefed:
-            return Briefed(
+        def told(config: SettledConfig) -> CoordinatorConfig:
+            return CoordinatorConfig(
                 engine="e",
                 runtime=tmp_path,
                 incarnation=0,
@@ -129,7 +128,7 @@ def test_a_second_start_does_not_measure_again(
                 fingerprint="a" * 64,
                 model=tiny_model,
                 cache=cache,
-                workers=Workers.alike(1),
+                workers=WorkerCores.alike(1),
                 prefetcher="process",
                 slab=True,
                 config=config,

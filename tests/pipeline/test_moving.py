@@ -14,7 +14,7 @@ import torch
 from benchmarks.random_checkpoint import write
 from pipeline.backbone import embedding as table
 from pipeline.backbone.backbone import Backbone
-from pipeline.backbone.batch import Slice
+from pipeline.backbone.batch import TokenSpan
 from pipeline.backbone.disk_cache import NAME, BackboneCache
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
@@ -76,7 +76,7 @@ def answer(backbone: Backbone) -> np.ndarray:
     """Logits of a prompt, without the routed experts."""
     kv = KVCache(backbone.spec, backbone.dtype, torch.device("cpu"), 64).allocate(len(TOKENS))
     kv.serve(len(TOKENS))
-    batch = backbone.batch([Slice(kv, TOKENS)])
+    batch = backbone.batch([TokenSpan(kv, TOKENS)])
     h = backbone.embed(batch)
     for layer in range(len(backbone.spec.moe_layers)):
         h = backbone.attention(layer, h, batch)

@@ -14,7 +14,7 @@ from moving_parts import peer_socket
 from peer_words import LIMIT, PRINT, death, received
 
 from pipeline.errors import PeerLost
-from pipeline.experts.peers import PeerSocket
+from pipeline.experts.peers import ChildServerSocket
 from protocol.codec import encode
 from protocol.messages import (
     VERSION,
@@ -32,7 +32,7 @@ FLOOD = 20_000  # messages of a stranger
 
 
 @pytest.fixture
-def workers(runtime, deaths, said) -> Iterator[PeerSocket]:
+def workers(runtime, deaths, said) -> Iterator[ChildServerSocket]:
     with peer_socket(runtime, "w", "worker", PRINT, deaths, said) as socket:
         yield socket
 
@@ -53,7 +53,7 @@ def stranger(runtime) -> Iterator:
     context.term()
 
 
-def drain(socket: PeerSocket, seconds: float = 0.3) -> list[object]:
+def drain(socket: ChildServerSocket, seconds: float = 0.3) -> list[object]:
     """What comes within a while."""
     until = time.monotonic() + seconds
     messages = []
@@ -62,7 +62,7 @@ def drain(socket: PeerSocket, seconds: float = 0.3) -> list[object]:
     return messages
 
 
-def until(socket: PeerSocket, count: int) -> list[tuple[int, object]]:
+def until(socket: ChildServerSocket, count: int) -> list[tuple[int, object]]:
     """The next so many messages."""
     deadline = time.monotonic() + LIMIT
     messages: list[tuple[int, object]] = []

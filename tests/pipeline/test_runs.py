@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.experts.runs import ROWS_PER_READ, Run, Workers, cut_into_runs
+from pipeline.coordinator_config import WorkerCores
+from pipeline.experts.host_shards import ROWS_PER_READ, HostShard, cut_into_shards
 from pipeline.experts.shares import HostShare
 from shm.numa import node_of
 
@@ -34,12 +35,12 @@ def shares(draw: st.DrawFn, batch: int = ROWS) -> HostShare:
 
 
 @st.composite
-def crews(draw: st.DrawFn) -> Workers:
+def crews(draw: st.DrawFn) -> WorkerCores:
     cores = draw(st.lists(st.integers(1, 8), min_size=1, max_size=6))
-    return Workers(tuple(cores), draw(st.integers(1, len(cores))))
+    return WorkerCores(tuple(cores), draw(st.integers(1, len(cores))))
 
 
-def tiles_of(run: Run) -> list[tuple[int, int]]:
+def tiles_of(run: HostShard) -> list[tuple[int, int]]:
     return [(expert, tile) for expert, lo, hi in run.items.tolist() for tile in range(lo, hi)]
 
 
@@ -56,7 +57,7 @@ def cost(share: HostShare, tiles: list[tuple[int, int]]) -> int:
 @settings(max_examples=150, deadline=None)
 @given(shares(), st.integers(1, 9))
 def test_decode_cuts_the_tiles_in_order_into_consecutive_runs_of_equal_cost(share, workers) -> None:
-    runs = cut_into_runs(share, Workers.alike(workers), "decode", ROWS)
+    runs = cut_into_shards(share, WorkerCores.alike(workers), "decode", ROWS)
     assert len(runs) <= workers
     assert all(len(run.items) for run in runs)
     assert [tile for run in runs for tile in tiles_of(run)] == all_tiles(share)
@@ -71,7 +72,7 @@ def test_decode_cuts_the_tiles_in_order_into_consecutive_runs_of_equal_cost(shar
 @settings(max_examples=150, deadline=None)
 @given(shares(), st.integers(1, 9))
 def test_prefill_gives_out_whole_experts(share, workers) -> None:
-    runs = cut_into_runs(share, Workers.alike(workers), "prefill", ROWS)
+    runs = cut_into_shards(share, WorkerCores.alike(workers), "prefill", ROWS)
     assert len(runs) == min(workers, len(share.experts))  # nobody idles while another has two
     items = sorted(item for run in runs for item in map(tuple, run.items.tolist()))
     given = zip(share.experts.tolist(), share.lo.tolist(), share.hi.tolist(), strict=True)
@@ -88,15 +89,15 @@ def test_prefill_gives_out_whole_experts(share, workers) -> None:
 def test_workers_that_are_all_as_wide_are_cut_for_as_if_they_had_one_core(
     share, workers, cores, phase
 ) -> None:
-    narrow = cut_into_runs(share, Workers.alike(workers), phase, ROWS)
-    wide = cut_into_runs(share, Workers((cores,) * workers), phase, ROWS)
+    narrow = cut_into_shards(share, WorkerCores.alike(workers), phase, ROWS)
+    wide = cut_into_shards(share, WorkerCores((cores,) * workers), phase, ROWS)
     assert [run.items.tolist() for run in wide] == [run.items.tolist() for run in narrow]
 
 
 @settings(max_examples=150, deadline=None)
 @given(shares(), crews())
 def test_in_decode_each_worker_s_part_is_that_of_its_cores_in_the_order_of_the_nodes(share, workers) -> None:
-    runs = cut_into_runs(share, workers, "decode", ROWS)
+    runs = cut_into_shards(share, workers, "decode", ROWS)
     tiles = [tile for run in runs for tile in tiles_of(run)]
     order = all_tiles(share)
     if workers.nodes > 1:
@@ -118,7 +119,7 @@ def test_with_as_many_cores_on_each_node_workers_read_their_own_node_s_tiles(bat
     lo = np.array([0, 2, 0, 4], np.int32)
     rows, weights = [np.arange(batch, dtype=np.int32)] * 4, [np.ones(batch, np.float32)] * 4
     share = HostShare(np.array([1, 4, 5, 7], np.int32), lo, np.full(4, 8, np.int32), rows, weights)
-    runs = cut_into_runs(share, Workers((2, 2, 4), 2), "decode", batch)
+    runs = cut_into_shards(share, WorkerCores((2, 2, 4), 2), "decode", batch)
     assert [{node_of(*tile, 2) for tile in tiles_of(run)} for run in runs] == [{0}, {0}, {1}]
     assert [len(tiles_of(run)) for run in runs] == [6, 7, 13]
 
@@ -128,7 +129,7 @@ def test_tiles_beyond_a_node_s_cores_fall_to_its_neighbour() -> None:
     rows, weights = [np.zeros(1, np.int32)] * 8, [np.ones(1, np.float32)] * 8
     experts, lo = np.arange(0, 16, 2, dtype=np.int32), np.zeros(8, np.int32)
     share = HostShare(experts, lo, lo + 1, rows, weights)
-    runs = cut_into_runs(share, Workers((1, 1), 2), "decode", 1)
+    runs = cut_into_shards(share, WorkerCores((1, 1), 2), "decode", 1)
     assert [len(tiles_of(run)) for run in runs] == [4, 4]
 
 
@@ -147,7 +148,7 @@ def test_the_runs_add_up_to_the_weighted_sum(data, batch, workers, phase, seed) 
                 expected[row] += weight * factor[expert, tile] * x[row]
 
     total = np.zeros_like(x)
-    for run in cut_into_runs(share, workers, phase, batch):
+    for run in cut_into_shards(share, workers, phase, batch):
         sent = x[run.kept]
         assert sorted(set(run.rows.tolist())) == list(range(len(sent)))  # no row that no item uses
         y = np.zeros_like(sent)
@@ -162,7 +163,7 @@ def test_the_runs_add_up_to_the_weighted_sum(data, batch, workers, phase, seed) 
 @settings(max_examples=50, deadline=None)
 @given(shares(), crews(), st.sampled_from(["decode", "prefill"]))
 def test_the_same_share_gives_the_same_runs_in_the_wire_s_types(share, workers, phase) -> None:
-    first, again = (cut_into_runs(share, workers, phase, ROWS) for _ in range(2))
+    first, again = (cut_into_shards(share, workers, phase, ROWS) for _ in range(2))
     for a, b in zip(first, again, strict=True):
         for name in ("items", "offsets", "rows", "weights", "kept"):
             assert getattr(a, name).dtype == {"weights": "f4", "kept": "i8"}.get(name, "i4")
@@ -172,4 +173,5 @@ def test_the_same_share_gives_the_same_runs_in_the_wire_s_types(share, workers, 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_nothing_to_do_is_no_run(phase) -> None:
     nothing = np.zeros(0, np.int32)
-    assert cut_into_runs(HostShare(nothing, nothing, nothing, [], []), Workers.alike(3), phase, ROWS) == []
+    share = HostShare(nothing, nothing, nothing, [], [])
+    assert cut_into_shards(share, WorkerCores.alike(3), phase, ROWS) == []

@@ -14,7 +14,7 @@ from pipeline.backbone.kv_cache import KVCache
 from pipeline.errors import RequestError
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
-from pipeline.scheduling.requests import Requests
+from pipeline.scheduling.job_factory import JobFactory
 from pipeline.scheduling.scheduler import Scheduler
 from protocol.messages import ChatMessage, Done, Generate, Queued, Score, Token
 
@@ -34,7 +34,7 @@ class Harness:
         self.scheduler = Scheduler(
             engine,
             KVCache(spec, torch.float32, device, budget),
-            Requests(None, frozenset({2}), vocabulary=spec.vocabulary, context=context, seed=0),
+            JobFactory(None, frozenset({2}), vocabulary=spec.vocabulary, context=context, seed=0),
             max_sequences=slots,
             chunk=8,
             send=lambda client, message: self.sent.append((client, message)),

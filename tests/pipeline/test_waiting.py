@@ -9,7 +9,7 @@ from itertools import count
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.scheduling.wait_queue import WaitingRoom
+from pipeline.scheduling.fair_queue import FairQueue
 
 ARRIVALS = count()
 
@@ -23,9 +23,9 @@ class Waiting:
     admission: int = -1
 
 
-def room_of(clients: str) -> tuple[WaitingRoom, list[Waiting]]:
-    """Requests in the order of arrival, a letter for each one's client."""
-    room, jobs = WaitingRoom(), [Waiting(letter.encode()) for letter in clients]
+def room_of(clients: str) -> tuple[FairQueue, list[Waiting]]:
+    """JobFactory in the order of arrival, a letter for each one's client."""
+    room, jobs = FairQueue(), [Waiting(letter.encode()) for letter in clients]
     for job in jobs:
         room.add(job)
     return room, jobs

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from pool_scene import HIDDEN, QUIET, X, tile_of
 
-from pipeline.errors import PeerLost, RunFailed
+from pipeline.errors import PeerLost, ShardFailed
 from protocol.messages import Abandon, Partial, WorkerDied, WorkerUp, WorkFailed
 
 CANCELS = [1e8, -1e8, 1.0]  # in float32 their sum depends on the order: 1 in this one, 0 in others
@@ -46,7 +46,7 @@ def test_a_refused_work_fails_its_ticket_and_what_is_left_of_it_is_abandoned(poo
     refused, later = first.got(2)
     abandoned, kept = second.got(2)
     first.peer.send(WorkFailed(refused.seq, 0, "no layer 9"))
-    with pytest.raises(RunFailed, match="no layer 9"):
+    with pytest.raises(ShardFailed, match="no layer 9"):
         pool_scene.pool.result(ticket)
     assert list(second.peer.receive(wait=True)) == [Abandon(abandoned.seq)]
     assert first.quiet()

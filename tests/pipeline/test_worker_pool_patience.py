@@ -10,8 +10,8 @@ import pytest
 from peer_words import LIMIT
 from pool_scene import HIDDEN, QUIET, Scene, Worker, X, run_of, tile_of
 
-from pipeline.errors import PeerLost, RunFailed
-from pipeline.experts.runs import Workers
+from pipeline.coordinator_config import WorkerCores
+from pipeline.errors import PeerLost, ShardFailed
 from pipeline.experts.worker_pool import Ticket, WorkerPool
 from protocol.messages import Hung, Work
 
@@ -32,7 +32,7 @@ def test_a_work_that_crashes_two_workers_fails_and_only_that(pool_scene) -> None
     assert not poisoned.failure
     second.die(over=again, crashed=True)
     pool_scene.until(lambda: bool(poisoned.failure))
-    with pytest.raises(RunFailed, match="ended 2 workers"):
+    with pytest.raises(ShardFailed, match="ended 2 workers"):
         pool_scene.pool.result(poisoned)
     third = pool_scene.worker(0, 1)
     wake, left = third.got(2)
@@ -72,7 +72,7 @@ def test_kills_by_others_are_not_held_against_a_work_until_they_are_many(pool_sc
     ticket, work, worker = kill_repeatedly(pool_scene, [False] * 7)
     assert not ticket.failure
     worker.die(over=work)
-    with pytest.raises(RunFailed, match="ended 8 workers"):
+    with pytest.raises(ShardFailed, match="ended 8 workers"):
         pool_scene.pool.result(ticket)
     assert pool_scene.worker(0, 99).got(1)[0].items.size == 0  # the pool goes on, and the Work is gone
     assert pool_scene.alive[-1].quiet()
@@ -189,9 +189,9 @@ def test_time_that_the_engine_itself_stood_still_is_not_held_against_a_worker(po
 def test_many_rows_and_the_first_work_may_take_longer(pool_scene) -> None:
     _, second = pool_scene.begin(2, awake=False)
     second.wake()
-    pool_scene.pool.submit_runs(0, [run_of(0), run_of(1)], X)
+    pool_scene.pool.submit_shards(0, [run_of(0), run_of(1)], X)
     wide = replace(run_of(2), kept=np.arange(500))
-    pool_scene.pool.submit_runs(0, [wide], np.ones((500, HIDDEN), np.float32))
+    pool_scene.pool.submit_shards(0, [wide], np.ones((500, HIDDEN), np.float32))
     pool_scene.go_on(0.6)
     assert hung(pool_scene) == []  # one imports what it computes with, the other computes many rows
     pool_scene.until(lambda: len(hung(pool_scene)) == 2)
@@ -199,7 +199,7 @@ def test_many_rows_and_the_first_work_may_take_longer(pool_scene) -> None:
 
 
 def test_workers_that_do_not_all_come_are_lost(pool_scene) -> None:
-    pool_scene.pool = WorkerPool(pool_scene._socket, pool_scene.control, Workers.alike(2), HIDDEN)
+    pool_scene.pool = WorkerPool(pool_scene._socket, pool_scene.control, WorkerCores.alike(2), HIDDEN)
     pool_scene.worker(1)
     with pytest.raises(PeerLost, match="1 of 2 workers were ready"):
         pool_scene.pool.wait_ready(0.3)

@@ -13,8 +13,8 @@ from moving_parts import LIMIT, Parts, control_segment, moving_parts, peer_of, p
 from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.open import open_model
+from pipeline.coordinator_config import WorkerCores
 from pipeline.engine.engine import DeviceMemory, Engine
-from pipeline.experts.runs import Workers
 from pipeline.experts.worker_pool import WorkerPool
 from pipeline.models.registry import expert_shape, model_spec
 from protocol.messages import Shutdown
@@ -53,7 +53,7 @@ def engine_in_threads(
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
-        pool = WorkerPool(socket, control, Workers.alike(1), store.layout.shape.hidden)
+        pool = WorkerPool(socket, control, WorkerCores.alike(1), store.layout.shape.hidden)
         pool.wait_ready(LIMIT)
         memory = DeviceMemory(parts.mover(capacity=6, staging=4), parts.slab)
         spec = model_spec(source.config)

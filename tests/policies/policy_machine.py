@@ -8,21 +8,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from hypothesis import strategies as st
 
+from pipeline.arrays import FloatArray, IntArray
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
-from pipeline.policies.view import (
-    Ahead,
-    FloatArray,
-    Gated,
-    IntArray,
-    ModelShape,
-    Plan,
-    Policy,
-    Routing,
-    Signals,
-    Target,
-    View,
-)
+from pipeline.policies.view import Ahead, Gated, ModelShape, Plan, Policy, Routing, Signals, Target, View
 
 COSTS = Costs(rows=(1, 4, 16), host=(1.0, 2.0, 7.0), device=(0.1, 0.1, 0.3), link=1.6, round_trip=0.1)
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_machine import COSTS, capacities, make_routing, make_view, shapes
 
+from pipeline.arrays import IntArray
 from pipeline.errors import PolicyError
 from pipeline.policies.assignments import (
     ASSIGNMENTS,
@@ -26,7 +27,7 @@ from pipeline.policies.assignments import (
 )
 from pipeline.policies.composed import Assignment
 from pipeline.policies.costs import Costs
-from pipeline.policies.view import IntArray, ModelShape, Routing, View
+from pipeline.policies.view import ModelShape, Routing, View
 
 
 def every_assignment() -> list[Assignment]:

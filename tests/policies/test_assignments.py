@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_machine import COSTS, Machine, capacities, make_routing, make_view, shapes
 
+from pipeline.arrays import IntArray
 from pipeline.policies.presets import make_policy
-from pipeline.policies.view import IntArray, ModelShape, Policy, PolicyRequest, View
+from pipeline.policies.view import ModelShape, Policy, PolicyRequest, View
 
 
 def policy(name: str, **options: str) -> Policy:

@@ -12,19 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_machine import make_calibration, make_routing, make_view, softmax_router
 
+from pipeline.arrays import FloatArray, IntArray
 from pipeline.policies.daop import degrade, swaps
 from pipeline.policies.presets import make_policy
-from pipeline.policies.view import (
-    FloatArray,
-    IntArray,
-    ModelShape,
-    Policy,
-    PolicyRequest,
-    Routing,
-    Signals,
-    Target,
-    View,
-)
+from pipeline.policies.view import ModelShape, Policy, PolicyRequest, Routing, Signals, Target, View
 
 SHAPE = ModelShape(layers=6, experts=8, tiles=2, top_k=2)
 

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_machine import make_view
 
+from pipeline.arrays import FloatArray
 from pipeline.errors import PolicyError
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.gates import AdaptiveGate, OwnGate
-from pipeline.policies.view import FloatArray, ModelShape, Routing, Signals, View
+from pipeline.policies.view import ModelShape, Routing, Signals, View
 
 
 def calibration(sensitivity: list[float] | None, threshold: float | None) -> Calibration:

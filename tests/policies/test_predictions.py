@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from policy_machine import make_calibration, make_view
 
+from pipeline.arrays import FloatArray
 from pipeline.policies.predictions import Lookahead, NextGate, Residual, likeliest
-from pipeline.policies.view import FloatArray, ModelShape, Routing, Signals, View
+from pipeline.policies.view import ModelShape, Routing, Signals, View
 
 SHAPE = ModelShape(layers=4, experts=6, tiles=2, top_k=2)
 

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_machine import Machine, capacities, make_calibration, make_view, shapes
 
+from pipeline.arrays import Phase
 from pipeline.errors import PolicyError
 from pipeline.policies.options import Real, Whole
 from pipeline.policies.presets import PARTS, PRESETS, make_policy
-from pipeline.policies.view import ModelShape, Phase, Policy, PolicyRequest
+from pipeline.policies.view import ModelShape, Policy, PolicyRequest
 
 VARIANTS = [
     *(PolicyRequest(name) for name in PRESETS),

@@ -7,20 +7,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from trace_files import told_steps
 
+from pipeline.arrays import IntArray
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
-from pipeline.policies.view import (
-    Ahead,
-    Gated,
-    IntArray,
-    Plan,
-    Policy,
-    PolicyRequest,
-    Routing,
-    Signals,
-    Target,
-    View,
-)
+from pipeline.policies.view import Ahead, Gated, Plan, Policy, PolicyRequest, Routing, Signals, Target, View
 from pipeline.replay.machine import Replay
 from pipeline.replay.outcome import Outcome
 from pipeline.traces.header import Header

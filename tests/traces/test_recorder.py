@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from trace_files import equal, make_header
 
+from pipeline.arrays import Phase
 from pipeline.engine.observer import Seen
 from pipeline.errors import TraceError
-from pipeline.policies.view import Gated, ModelShape, Phase, Routing, Signals
+from pipeline.policies.view import Gated, ModelShape, Routing, Signals
 from pipeline.traces.header import Header
 from pipeline.traces.reader import Trace
 from pipeline.traces.recorder import Recorder

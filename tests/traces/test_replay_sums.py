@@ -11,20 +11,10 @@ from hypothesis import strategies as st
 from replay_scene import COSTS, Scripted, preset, run
 from trace_files import drawn_steps, make_header, told_steps
 
+from pipeline.arrays import IntArray
 from pipeline.errors import PlanError, TraceError
 from pipeline.policies.presets import PRESETS
-from pipeline.policies.view import (
-    Ahead,
-    Gated,
-    IntArray,
-    ModelShape,
-    Plan,
-    Policy,
-    Routing,
-    Signals,
-    Target,
-    View,
-)
+from pipeline.policies.view import Ahead, Gated, ModelShape, Plan, Policy, Routing, Signals, Target, View
 from pipeline.replay.machine import Replay
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from pipeline.arrays import FloatArray, Phase
 from pipeline.models.routing import Router, Softmax
-from pipeline.policies.view import FloatArray, ModelShape, Phase, Routing
+from pipeline.policies.view import ModelShape, Routing
 from pipeline.traces.header import Header
 from pipeline.traces.steps import LayerTrace, TracedStep, encode_step, halves
 

@@ -25,7 +25,7 @@ POLL_LIMIT_MS = 1000  # no wait is longer, so that a lost wake-up costs a second
 log = logging.getLogger(__name__)
 
 
-class Peer:
+class ChildEndpoint:
     """One child's two sockets. Not thread-safe: used by the thread that made it."""
 
     def __init__(self, config: dict[str, Any], work_socket: str, supervised: bool = True) -> None:

@@ -16,8 +16,9 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.arrays import FloatArray, IntArray, Phase
+from pipeline.coordinator_config import WorkerCores
 from pipeline.experts.shares import HostShare
-from pipeline.policies.view import FloatArray, IntArray, Phase
 from shm.numa import node_of
 
 # The rows whose products take as long as reading a tile's weights once: measured on experts of 14336 x 4096,
@@ -26,7 +27,7 @@ ROWS_PER_READ = 5
 
 
 @dataclass(frozen=True)
-class Run:
+class HostShard:
     """One worker's part, in Work's terms; `kept` are the batch's rows that x holds, in order."""
 
     items: IntArray  # [n, 3]
@@ -36,29 +37,13 @@ class Run:
     kept: NDArray[np.intp]
 
 
-@dataclass(frozen=True)
-class Workers:
-    """Those that runs are cut for, in the order of their NUMA nodes: how many cores each computes on, and
-    the number of nodes, 1 also where that order means nothing."""
-
-    cores: tuple[int, ...]
-    nodes: int = 1
-
-    @classmethod
-    def alike(cls, number: int) -> Workers:
-        return cls((1,) * number)
-
-    def __len__(self) -> int:
-        return len(self.cores)
-
-
-def empty_run() -> Run:
+def empty_shard() -> HostShard:
     """A run of nothing, for an x of one row: it wakes a worker, or measures the way to it and back."""
     none, items = np.zeros(0, np.int32), np.zeros((0, 3), np.int32)
-    return Run(items, np.zeros(1, np.int32), none, np.zeros(0, np.float32), np.zeros(1, np.intp))
+    return HostShard(items, np.zeros(1, np.int32), none, np.zeros(0, np.float32), np.zeros(1, np.intp))
 
 
-def cut_into_runs(share: HostShare, workers: Workers, phase: Phase, batch_rows: int) -> list[Run]:
+def cut_into_shards(share: HostShare, workers: WorkerCores, phase: Phase, batch_rows: int) -> list[HostShard]:
     """At most one run for each worker, its cost in proportion to its cores. In decode the tiles in (node,
     expert, tile) order are cut into consecutive runs; in prefill whole experts are given out, the most
     expensive first."""
@@ -72,7 +57,7 @@ def cut_into_runs(share: HostShare, workers: Workers, phase: Phase, batch_rows: 
 Part = list[tuple[int, int, int]]  # index into the share, tile lo, tile hi
 
 
-def _consecutive(share: HostShare, costs: list[int], workers: Workers) -> list[Part]:
+def _consecutive(share: HostShare, costs: list[int], workers: WorkerCores) -> list[Part]:
     """A tile belongs to the run in which its middle lies. Plain integers: at decode there are a few experts,
     and this is on every layer's way."""
     total = sum(
@@ -112,7 +97,7 @@ def _stretches(share: HostShare, nodes: int) -> Part:
     return [stretch for stretches in of_node for stretch in stretches]
 
 
-def _by_expert(share: HostShare, costs: list[int], workers: Workers) -> list[Part]:
+def _by_expert(share: HostShare, costs: list[int], workers: WorkerCores) -> list[Part]:
     totals = [cost * tiles for cost, tiles in zip(costs, (share.hi - share.lo).tolist(), strict=True)]
     loads = [0] * len(workers)
     chosen: list[list[int]] = [[] for _ in loads]
@@ -124,7 +109,7 @@ def _by_expert(share: HostShare, costs: list[int], workers: Workers) -> list[Par
     return [[(i, int(share.lo[i]), int(share.hi[i])) for i in sorted(part)] for part in chosen]
 
 
-def _run(share: HostShare, part: Part, batch_rows: int) -> Run:
+def _run(share: HostShare, part: Part, batch_rows: int) -> HostShard:
     experts = share.experts.tolist()
     offsets = [0]
     for i, _, _ in part:
@@ -136,7 +121,7 @@ def _run(share: HostShare, part: Part, batch_rows: int) -> Run:
         used[rows] = True
         kept = np.flatnonzero(used)
         rows = (np.cumsum(used, dtype=np.int32) - np.int32(1))[rows]
-    return Run(
+    return HostShard(
         items=np.array([(experts[i], lo, hi) for i, lo, hi in part], np.int32),
         offsets=np.array(offsets, np.int32),
         rows=rows,

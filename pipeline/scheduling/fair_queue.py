@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from pipeline.scheduling.jobs import Job
 
 
-class WaitingRoom:
+class FairQueue:
     """The jobs that wait."""
 
     def __init__(self) -> None:

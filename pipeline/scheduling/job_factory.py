@@ -17,7 +17,7 @@ from protocol.messages import Generate, Score
 NAME_LIMIT = 256  # characters of a conversation's name, which is kept
 
 
-class Requests:
+class JobFactory:
     """Makes jobs. Whatever can never be served is refused with RequestError, one line."""
 
     def __init__(

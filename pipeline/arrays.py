@@ -1,0 +1,12 @@
+"""Array types that every room uses, and the two phases of a request."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float32]
+Phase = Literal["prefill", "decode"]
