@@ -133,8 +133,8 @@ class Engine:
     @torch.inference_mode()
     def step(self, pieces: Sequence[StepInput], phase: Phase) -> list[FloatArray]:
         """Run the tokens of `pieces` through the model. Returns the wanted logits of each, float32 [n,
-        vocabulary], and leaves the sequences' KV advanced. Raises ShardFailed where the workers cannot compute
-        the step: the sequences are then as they were."""
+        vocabulary], and leaves the KV of the sequences advanced. Raises ShardFailed where the workers cannot
+        compute the step: the sequences are then as they were."""
         model, device = self.backbone, self.device
         counters = self.accounting.phases[phase]
         if self.memory is not None:
