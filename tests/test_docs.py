@@ -1,0 +1,30 @@
+"""The documentation names files, links and commands that exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from launch.command_line.options import parse
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
+PATH = re.compile(r"`((?:launch|pipeline|workers|shm|protocol|tests|benchmarks|docs)/[\w./-]*)`")
+LINK = re.compile(r"\]\(([^)#:]+)\)")
+COMMAND = re.compile(r"^python launch\.py(.*?)(?: {2,}.*)?$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_files_and_links_exist(page: Path) -> None:
+    text = page.read_text()
+    named = {ROOT / path for path in PATH.findall(text)} | {page.parent / link for link in LINK.findall(text)}
+    assert not [str(path.relative_to(ROOT)) for path in named if not path.exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_shown_commands_are_understood(page: Path) -> None:
+    for words in COMMAND.findall(page.read_text()):
+        parse(shlex.split(words))
