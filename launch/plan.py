@@ -20,7 +20,7 @@ from pipeline.memory.needs import Needs, needs
 from pipeline.memory.plan import AUTOMATIC, GOOD_CONTEXT, Machine, Plan, Pool, choose, smallest
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Policy, PolicyRequest
-from shm.segment import SHM_FOLDER, available_memory, free_shm_bytes, gigabytes
+from shm.segment import SHM_FOLDER, available_memory, byte_size, free_shm_bytes
 
 OPTIONS = {
     "format": "--format",
@@ -94,7 +94,7 @@ def make_plan(model: Path, now: Situation) -> tuple[Plan, list[str]]:
 def told(plan: Plan, machine: Machine) -> list[str]:
     """What goes where, a line for each kind of memory. /dev/shm is no memory of its own."""
     return [
-        f"{pool.name}: {parts(pool, plan)}; there are {gigabytes(pool.there)}"
+        f"{pool.name}: {parts(pool, plan)}; there are {byte_size(pool.there)}"
         for pool in plan.pools(machine)
         if pool.name != SHM_FOLDER
     ]
@@ -142,14 +142,14 @@ def remedy(source: ModelSource, now: Situation, least: Plan, pool: Pool) -> str:
         if plan is not None:
             there = replace(now, config=config).smallest(plan.needs)
             takes = next(p.needed for p in there.pools(now.machine) if p.name == pool.name)
-            ways.append(f"use {_options(plan, now.config, config)} (at least {gigabytes(takes)})")
+            ways.append(f"use {_options(plan, now.config, config)} (at least {byte_size(takes)})")
             break
     if pool.name == SHM_FOLDER and sum(other.short > 0 for other in least.pools(now.machine)) == 1:
         ways.append(f"enlarge it: {_enlarge(pool)}")
     if not ways:
         end = now.smallest(every_format(source, now.config, AUTOMATIC)[-1])
         if now.config.format is not None and end.needs.format != now.config.format:
-            needed = gigabytes(worst(end, now.machine).needed)
+            needed = byte_size(worst(end, now.machine).needed)
             ways.append(f"even {end.needs.format} would need {needed}")
         ways.append("close other programs, use a smaller model or a machine with more memory")
     return "; ".join(ways)
@@ -165,19 +165,19 @@ def parts(pool: Pool, plan: Plan, rest: bool = False) -> str:
     needs, words = plan.needs, []
     for part, size in pool.parts.items():
         if part == "experts" and needs.present:
-            new = f"experts {gigabytes(size)}" if size else "no experts"
-            words.append(f"{new} ({gigabytes(needs.present)} in {needs.format} are there already)")
+            new = f"experts {byte_size(size)}" if size else "no experts"
+            words.append(f"{new} ({byte_size(needs.present)} in {needs.format} are there already)")
         elif part == "experts":
-            words.append(f"experts {gigabytes(size)} ({needs.format})")
+            words.append(f"experts {byte_size(size)} ({needs.format})")
         elif part == "left free":
-            words += [f"{gigabytes(size)} left free"] if rest else []
+            words += [f"{byte_size(size)} left free"] if rest else []
         elif size:
-            words.append(f"{part} {gigabytes(size)}" + f" ({plan.kv_tokens} tokens)" * (part == "KV cache"))
+            words.append(f"{part} {byte_size(size)}" + f" ({plan.kv_tokens} tokens)" * (part == "KV cache"))
     return ", ".join(words)
 
 
 def _needs(pool: Pool) -> str:
-    return f"{gigabytes(pool.needed)} of {pool.name} where there are {gigabytes(pool.there)}"
+    return f"{byte_size(pool.needed)} of {pool.name} where there are {byte_size(pool.there)}"
 
 
 def _with_larger_shm(plan: Plan, now: Situation, better: Sequence[Needs]) -> list[str]:

@@ -41,7 +41,7 @@ from shm.errors import NotEnoughMemory, SegmentMissing, ShmError, StoreDamaged, 
 from shm.layout import format_named
 from shm.locks import build_lock, remove_unused, sweep
 from shm.manifest import StoreManifest, store_bytes
-from shm.segment import check_space, gigabytes, unlink
+from shm.segment import byte_size, check_space, unlink
 from shm.store import Store, StoreBuilder, store_name
 
 ROLE = "loader"
@@ -247,7 +247,7 @@ def main(config: dict[str, Any]) -> int:
             log.exception("loading failed")
             return _fail(control, f"loading failed: {type(e).__name__}: {e}", usage=False)
         else:
-            log.debug(f"{gigabytes(loading.size)} in {time.monotonic() - started:.2f} s; {loading.origin}")
+            log.debug(f"{byte_size(loading.size)} in {time.monotonic() - started:.2f} s; {loading.origin}")
             control.send(
                 Ready(
                     version=VERSION,

@@ -22,7 +22,7 @@ from shm.disk_cache import UNFINISHED, remove_empty, store_path
 from shm.file_locks import try_lock
 from shm.layout import Bytes
 from shm.manifest import READY, StoreManifest, data_offset, pack_head, store_bytes
-from shm.segment import gigabytes
+from shm.segment import byte_size
 from shm.store import Store
 
 PIECE = 1 << 24  # bytes of one write
@@ -46,7 +46,7 @@ class CacheWriter:
         try:
             free = shutil.disk_usage(self._path.parent).free
             if free < self._size:
-                what = f"{gigabytes(self._size)} are needed, {gigabytes(free)} are free"
+                what = f"{byte_size(self._size)} are needed, {byte_size(free)} are free"
                 raise OSError(errno.ENOSPC, what, str(self._path.parent))
         except BaseException:
             self._remove()

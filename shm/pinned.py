@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass
 
 from shm.layout import Bytes
-from shm.segment import gigabytes
+from shm.segment import byte_size
 
 CHUNK = 1 << 28  # bytes for one call: where the limit ends, all whole chunks below it stay locked
 SMALLEST = 1 << 20
@@ -28,9 +28,9 @@ class LockReport:
 
     def __str__(self) -> str:
         if not self.reason:
-            return f"{gigabytes(self.total_bytes)} locked in memory"
+            return f"{byte_size(self.total_bytes)} locked in memory"
         return (
-            f"{gigabytes(self.locked_bytes)} of {gigabytes(self.total_bytes)} locked in memory "
+            f"{byte_size(self.locked_bytes)} of {byte_size(self.total_bytes)} locked in memory "
             f"({self.reason}); raise the limit with `ulimit -l unlimited`"
         )
 

@@ -90,7 +90,7 @@ class Segment:
             _give_up(memory)
             if e.errno == errno.EFBIG:
                 raise NotEnoughMemory(
-                    f"a segment of {gigabytes(size)} is larger than a file may be here: raise ulimit -f"
+                    f"a segment of {byte_size(size)} is larger than a file may be here: raise ulimit -f"
                 ) from None
             if e.errno not in (errno.ENOSPC, errno.ENOMEM):
                 raise
@@ -173,23 +173,26 @@ def check_space(needed: int, reserve: int) -> None:
     shm, memory = free_shm_bytes(), available_memory()
     if needed > memory - reserve:
         raise NotEnoughMemory(
-            f"{gigabytes(needed)} of shared memory are needed, but of the {gigabytes(memory)} of memory that "
-            f"are available {gigabytes(reserve)} must stay free for the rest: use a smaller --format, a "
+            f"{byte_size(needed)} of shared memory are needed, but of the {byte_size(memory)} of memory that "
+            f"are available {byte_size(reserve)} must stay free for the rest: use a smaller --format, a "
             "smaller model, or close other programs"
         )
     if needed > shm:
         raise NotEnoughMemory(_too_small(needed, shm))
 
 
-def gigabytes(count: int) -> str:
-    """A byte count for a person: "25.13 GB", or "31.5 MB" below a gigabyte."""
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+def byte_size(count: float) -> str:
+    """A byte count for a person: "25.13 GB", "31.5 MB", "4.0 kB", "12 B"."""
+    for limit, unit, digits in ((1e9, "GB", 2), (1e6, "MB", 1), (1e3, "kB", 1)):
+        if count >= limit:
+            return f"{count / limit:.{digits}f} {unit}"
+    return f"{count:.0f} B"
 
 
 def _too_small(needed: int, free: int) -> str:
     status = os.statvfs(SHM_FOLDER)
     enough = status.f_blocks * status.f_frsize - free + needed
     return (
-        f"{gigabytes(needed)} of shared memory are needed, but {SHM_FOLDER} has {gigabytes(free)} free: "
+        f"{byte_size(needed)} of shared memory are needed, but {SHM_FOLDER} has {byte_size(free)} free: "
         f"use a smaller --format, or enlarge it: mount -o remount,size={enough // 2**20 + 64}m {SHM_FOLDER}"
     )

@@ -26,7 +26,7 @@ from launch.errors import Disturbed
 from launch.processes.cores import Cores
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
-from launch.terminal.run_progress import counted
+from launch.terminal.progress import ProgressCounter
 from pipeline.config import EngineConfig
 from pipeline.policies.view import PolicyRequest
 from protocol.client import Client
@@ -74,14 +74,14 @@ async def bench(options: Options, interrupts: Interrupts) -> int:
 async def _run(client: Client, plan: BenchPlan, changes: list[PolicyChanged]) -> list[Entry]:
     """What was measured of each policy; those that cannot run here are marked and have no runs."""
     entries = [Entry(request) for request in plan.policies]
-    with counted("bench: prompts", len(entries) * (1 + plan.rounds)) as bar:
+    with ProgressCounter("bench: prompts", len(entries) * (1 + plan.rounds)) as bar:
         *prompts, other = await make_prompts(client, plan.batch + 1, plan.prompt_len, plan.seed)
         for turn in range(1 + plan.rounds):
             for entry in (entries[index] for index in plan.order(turn)):
                 if entry.left_out:
                     continue
                 name = entry.request.name
-                bar.name(f"bench: round {turn}, {name}" if turn else f"bench: warm-up, {name}")
+                bar.start_stage(f"bench: round {turn}, {name}" if turn else f"bench: warm-up, {name}")
                 try:
                     changed = await client.set_policy(name, entry.request.options)
                 except RequestFailed as e:
@@ -110,11 +110,11 @@ async def _judge(
     if not approximate or not plan.ppl_tokens:
         return
     exact = next((entry.request for entry in entries if entry.exact), PolicyRequest(EXACT))
-    with counted("bench: held-out text", 1 + len(approximate)) as bar:
+    with ProgressCounter("bench: held-out text", 1 + len(approximate)) as bar:
         texts = await Texts.make(client, plan.ppl_tokens, plan.prompt_len, plan.seed)
 
         async def perplexity(request: PolicyRequest) -> float:
-            bar.name(f"bench: perplexity, {request.name}")
+            bar.start_stage(f"bench: perplexity, {request.name}")
             await client.set_policy(request.name, request.options)
             await settle(client, texts.ids[-1][:SETTLE_PROMPT], SETTLE_NEW)
             found = await texts.perplexity(client)

@@ -22,7 +22,7 @@ from launch.errors import LaunchError, WrongUsage
 from launch.processes.runtime import cache_root
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
-from launch.terminal.run_progress import counted
+from launch.terminal.progress import ProgressCounter
 from pipeline.calibration.cost_cache import measured_here
 from pipeline.calibration.file import NAME, load
 from pipeline.config import DEFAULT_CACHE
@@ -62,7 +62,7 @@ async def replay(options: Options, interrupts: Interrupts) -> int:
     for request in requests:
         with runs.guarded(request):
             runs.machines.append((request, begin(request)))
-    with counted("replay: steps", sum(overview.steps.values())) as bar:
+    with ProgressCounter("replay: steps", sum(overview.steps.values())) as bar:
         for step in trace.steps():
             for request, machine in list(runs.machines):
                 with runs.guarded(request):

@@ -12,7 +12,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from launch.bench.why import policy_name, short
+from launch.bench.why import policy_name
+from launch.terminal.format import three_digits
 from pipeline.assets import model_dir
 from pipeline.models.shapes import short_name
 from pipeline.policies.costs import Costs
@@ -145,7 +146,7 @@ class Report:
         return ("MB", 1e6) if most >= 1e6 else ("kB", 1e3)
 
     def _bytes(self, phase: PhaseOutcome, tiles: int) -> str:
-        return short(tiles * self.header.tile_bytes / max(phase.rows, 1) / self._unit[1])
+        return three_digits(tiles * self.header.tile_bytes / max(phase.rows, 1) / self._unit[1])
 
     def _footnotes(self) -> list[Text]:
         header, seen, shape = self.header, self.overview, self.header.shape
@@ -195,7 +196,7 @@ def _table(terminal: bool) -> Table:
 
 
 def _speed(phase: PhaseOutcome) -> str:
-    return short(phase.tok_s) if phase.seconds else "-"
+    return three_digits(phase.tok_s) if phase.seconds else "-"
 
 
 def _times(phase: PhaseOutcome, first: PhaseOutcome) -> str:

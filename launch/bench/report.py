@@ -14,8 +14,9 @@ from rich.text import Text
 
 from launch.bench.perplexity import Perplexity
 from launch.bench.run import Run
-from launch.bench.why import legend, policy_name, profile_to_map, short, why_table
+from launch.bench.why import legend, policy_name, profile_to_map, why_table
 from launch.phase_profile import PhaseProfile, added
+from launch.terminal.format import three_digits
 from pipeline.assets import model_dir
 from pipeline.models.shapes import short_name
 from pipeline.policies.view import PolicyRequest
@@ -163,15 +164,15 @@ def _table(report: Report, terminal: bool) -> Table:
             _cell([1e3 * seconds for seconds in entry.figures("first_token_s")]),
             _cell(entry.figures("decode_tok_s"), "bold"),
             *(Text(f"{ratio:.2f}", style="bold") for ratio in decode),
-            short(median(entry.figures("moved_bytes_per_token")) / 1e6),
+            three_digits(median(entry.figures("moved_bytes_per_token")) / 1e6),
             f"{median(entry.figures('host_share')):.0%}",
         )
     return table
 
 
 def _cell(values: list[float], style: str = "") -> Text:
-    cell = Text(short(median(values)), style=style)
-    return cell.append(f"\n{short(min(values))}-{short(max(values))}", style="dim not bold")
+    cell = Text(three_digits(median(values)), style=style)
+    return cell.append(f"\n{three_digits(min(values))}-{three_digits(max(values))}", style="dim not bold")
 
 
 def _cache(config: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.phase_profile import PhaseProfile
+from launch.terminal.format import three_digits
 from pipeline.policies.view import PolicyRequest
 
 if TYPE_CHECKING:
@@ -100,15 +101,6 @@ def policy_name(request: PolicyRequest, exact: bool) -> Text:
     return name
 
 
-def short(value: float) -> str:
-    """Three digits, four before the point."""
-    if value == 0:
-        return "0"
-    if abs(value) >= 1e4:
-        return f"{value / 1e3:.3g}k"
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
-
-
 def _fidelity(entry: Entry, profile: PhaseProfile) -> Text:
     """The name, and below it the shares of the routed weight that were not computed as the routers said."""
     name = Text(entry.request.name, style="bold")
@@ -130,4 +122,4 @@ def _percent(share: float | None) -> str:
 
 
 def _megabytes(size: float) -> str:
-    return "<0.01" if 0 < size < 1e4 else short(size / 1e6)
+    return "<0.01" if 0 < size < 1e4 else three_digits(size / 1e6)

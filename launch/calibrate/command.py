@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from launch.calibrate.figures import check_folder, draw
-from launch.calibrate.stages import stages
 from launch.calibrate.table import render
 from launch.command_line.checks import check_request, read_ids, read_text
 from launch.command_line.options import Options
@@ -19,12 +18,13 @@ from launch.errors import WrongUsage
 from launch.processes.runtime import cache_root
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
+from launch.terminal.progress import ProgressDisplay
 from pipeline.assets import model_dir
 from pipeline.calibration.file import calibration_path, read
 from pipeline.calibration.summary import summary
 from pipeline.checkpoint.open import open_model
 from pipeline.policies.calibration import Calibration
-from protocol.messages import Calibrate
+from protocol.messages import Calibrate, Calibrating
 
 CHARACTERS = 16  # of a text are enough for a token
 
@@ -58,8 +58,12 @@ async def _calibrate(options: Options, interrupts: Interrupts) -> tuple[Path, di
     async with patient(_with_costs(options), interrupts) as client:
         if "text" in asked and not client.welcome.has_tokenizer:
             raise WrongUsage("--text: this model has no tokenizer; give --tokens")
-        with stages() as show_stage:
-            done = await client.calibrate(tokens=most, on_progress=show_stage, **asked)
+        with ProgressDisplay("items") as display:
+
+            def show_progress(progress: Calibrating) -> None:
+                display.update(f"calibrate: {progress.stage}", progress.done, progress.total)
+
+            done = await client.calibrate(tokens=most, on_progress=show_progress, **asked)
     return Path(done.path), done.summary | {"cut": cut or done.summary["left_out"] > 0}
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from launch.doctor.finding import Finding
 from launch.doctor.models import Reads
 from launch.doctor.trials import TrialFailed, trial
-from shm.segment import SHM_FOLDER, free_shm_bytes, gigabytes
+from shm.segment import SHM_FOLDER, byte_size, free_shm_bytes
 
 TOPIC = "speed"
 CHILD = "launch.doctor.reader"
@@ -104,7 +104,7 @@ def _buffer(size: int) -> Iterator[int]:
             closing.callback(os.close, fd)
             os.posix_fallocate(fd, 0, size)
         except OSError as e:
-            raise TrialFailed(f"no buffer of {gigabytes(size)}: {e.strerror}") from e
+            raise TrialFailed(f"no buffer of {byte_size(size)}: {e.strerror}") from e
         yield fd
 
 
@@ -135,12 +135,12 @@ def explain(found: Bandwidth, embedded: Reads, example: Reads, cache: int | None
     each = f"one core reads {found.one / 1e9:.1f} GB/s"
     both = f", {found.cores} together {found.all / 1e9:.1f} GB/s" if found.cores > 1 else ""
     bound = (
-        f"a token of {example.name} reads {gigabytes(example.token)} of experts: "
+        f"a token of {example.name} reads {byte_size(example.token)} of experts: "
         f"at most {found.all / example.token:.2g} tokens/s with all-host"
     )
-    here = f"; the embedded model's {gigabytes(embedded.token)}: at most {found.all / embedded.token:,.0f}"
+    here = f"; the embedded model's {byte_size(embedded.token)}: at most {found.all / embedded.token:,.0f}"
     if cache is not None and embedded.store <= cache:
-        here += f", and it may pass that, because all its experts ({gigabytes(embedded.store)}) fit the cache"
+        here += f", and it may pass that, because all its experts ({byte_size(embedded.store)}) fit the cache"
     findings = [Finding(TOPIC, "ok", each + both, bound + here)]
     if found.one_huge is not None and found.one_huge > GAIN * found.one:
         findings.append(

@@ -16,7 +16,7 @@ from launch.doctor.models import Reads
 from launch.doctor.software import installed
 from launch.doctor.trials import TrialFailed, trial
 from shm.kernel_files import contents, entries
-from shm.segment import gigabytes
+from shm.segment import byte_size
 
 TOPIC = "gpu"
 CHILD = "launch.doctor.gpu_child"
@@ -98,7 +98,7 @@ def _devices(seen: dict[str, Any]) -> list[Finding]:
         Finding(
             TOPIC,
             "ok",
-            f"{device['name']}, {gigabytes(device['bytes'])}, {gigabytes(device['free'])} free",
+            f"{device['name']}, {byte_size(device['bytes'])}, {byte_size(device['free'])} free",
             "attention and shared parts live there, and as many experts as --expert-cache says"
             if i == 0
             else "an engine uses the first GPU alone",
@@ -137,7 +137,7 @@ async def _ipc(wsl: bool) -> Finding:
 
 def _link(rate: float, example: Reads) -> Finding:
     means = (
-        f"where every expert of a token is fetched ({gigabytes(example.token)} of {example.name}), "
+        f"where every expert of a token is fetched ({byte_size(example.token)} of {example.name}), "
         f"at most {rate / example.token:.2g} tokens/s"
     )
     return Finding(TOPIC, "ok", f"host to device: {rate / 1e9:.1f} GB/s from page-locked memory", means)

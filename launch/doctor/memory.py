@@ -7,7 +7,7 @@ from pathlib import Path
 from launch.doctor.finding import Finding, chosen
 from pipeline.memory.plan import FREE_BYTES
 from shm.kernel_files import contents
-from shm.segment import gigabytes
+from shm.segment import byte_size
 
 TOPIC = "memory"
 CAP_IPC_LOCK = 1 << 14
@@ -55,19 +55,19 @@ def _amount(info: dict[str, int], needed: int, group_limit: int | None) -> list[
     total, available = info.get("MemTotal"), info.get("MemAvailable")
     if not total or available is None:
         return [Finding(TOPIC, "note", "memory: unknown", "a model that does not fit will be seen late")]
-    size = f"{gigabytes(total)}, {gigabytes(available)} available"
+    size = f"{byte_size(total)}, {byte_size(available)} available"
     if available < needed + FREE_BYTES:
-        means = f"{gigabytes(needed + FREE_BYTES)} are needed even for the embedded model"
+        means = f"{byte_size(needed + FREE_BYTES)} are needed even for the embedded model"
         return [Finding(TOPIC, "problem", size, means, "close other programs", prevents=True)]
     most = min(available, group_limit or available) - FREE_BYTES
-    room = f"experts of up to {gigabytes(max(most, 0))} fit; {gigabytes(FREE_BYTES)} are left for the rest"
+    room = f"experts of up to {byte_size(max(most, 0))} fit; {byte_size(FREE_BYTES)} are left for the rest"
     found = [Finding(TOPIC, "ok", size, room)]
     if group_limit is not None and group_limit < total:
         found.append(
             Finding(
                 TOPIC,
                 "note",
-                f"the control group allows {gigabytes(group_limit)}",
+                f"the control group allows {byte_size(group_limit)}",
                 "experts in shared memory count; beyond the limit the kernel kills a process of the engine",
                 "choose a model that fits, or raise the limit (`docker run --memory`, MemoryMax)",
             )
@@ -83,7 +83,7 @@ def _swap(info: dict[str, int]) -> list[Finding]:
         return [Finding(TOPIC, "ok", "no swap", "experts stay in memory; what does not fit fails at once")]
     used = total - info.get("SwapFree", total)
     means = "experts that are not locked can be swapped out when memory runs short, and then cost seconds"
-    return [Finding(TOPIC, "ok", f"swap: {gigabytes(total)}, {gigabytes(used)} used", means)]
+    return [Finding(TOPIC, "ok", f"swap: {byte_size(total)}, {byte_size(used)} used", means)]
 
 
 def _locking(lockable: int | None, total: int) -> Finding:
@@ -92,7 +92,7 @@ def _locking(lockable: int | None, total: int) -> Finding:
     return Finding(
         TOPIC,
         "note",
-        f"{gigabytes(lockable)} can be locked (memlock limit)",
+        f"{byte_size(lockable)} can be locked (memlock limit)",
         "larger models work as well, but what is not locked can be swapped out",
         "ulimit -l unlimited\n"
         "or for good, in /etc/security/limits.conf: `* - memlock unlimited`, then log in again\n"
@@ -113,7 +113,7 @@ def _pages(root: Path, info: dict[str, int]) -> list[Finding]:
         found = [Finding(TOPIC, "ok", "no transparent huge pages", "experts lie in small pages")]
     reserved, free = info.get("HugePages_Total", 0), info.get("HugePages_Free", 0)
     if reserved:
-        size = gigabytes(reserved * info.get("Hugepagesize", 2 << 20))
+        size = byte_size(reserved * info.get("Hugepagesize", 2 << 20))
         found.append(
             Finding(
                 TOPIC,

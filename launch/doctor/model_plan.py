@@ -34,7 +34,7 @@ from pipeline.models.registry import expert_shape, model_spec
 from pipeline.models.spec import ModelSpec
 from shm import cgroup
 from shm.layout import format_named
-from shm.segment import SHM_FOLDER, gigabytes
+from shm.segment import SHM_FOLDER, byte_size
 
 
 async def show_plan(options: Options) -> int:
@@ -86,7 +86,7 @@ def _rendered(
     console.print(_layers(model_spec(source.config)))
     console.print(f"with --device {now.config.device} --policy {now.config.policy}")
     if (limit := cgroup.limits().memory) is not None:
-        console.print(f"the control group allows {gigabytes(limit)} of memory, with what is used already")
+        console.print(f"the control group allows {byte_size(limit)} of memory, with what is used already")
     console.print()
     console.print(_table(now, rows, chosen))
     console.print()

@@ -14,7 +14,7 @@ from protocol.errors import ProtocolError
 from protocol.sockets import ipc_endpoint, runtime_root
 from shm.errors import ShmError
 from shm.locks import sweep as sweep_stores
-from shm.segment import gigabytes
+from shm.segment import byte_size
 
 TOPIC = "places"
 LONGEST = "x" * 32  # an engine's name
@@ -71,7 +71,7 @@ def store_findings(folder: Path = SHM) -> list[Finding]:
         return []  # removed meanwhile; or no such folder, which has a finding of its own
     if not stores:
         return []
-    size = gigabytes(sum(size for _, size in stores))
+    size = byte_size(sum(size for _, size in stores))
     count = f"{len(stores)} store{'s' if len(stores) > 1 else ''} of experts in {folder}, {size}"
     means = "used by running engines or kept by --keep-store: the next start of that model finds it there"
     return [Finding(TOPIC, "ok", count, means)]
@@ -91,7 +91,7 @@ def cache_finding(folder: Path) -> Finding:
         return Finding(TOPIC, "note", f"cache {folder}: {e.strerror}", means, do)
     used = sum(size for size in map(_size, folder.glob("*/*")))
     free = shutil.disk_usage(folder).free
-    return Finding(TOPIC, "ok", f"cache {folder}: {gigabytes(used)}, disk has {gigabytes(free)} free", means)
+    return Finding(TOPIC, "ok", f"cache {folder}: {byte_size(used)}, disk has {byte_size(free)} free", means)
 
 
 def _size(path: Path) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from launch.doctor.finding import Finding
 from shm.kernel_files import contents
-from shm.segment import SHM_FOLDER, gigabytes
+from shm.segment import SHM_FOLDER, byte_size
 
 TOPIC = "shared memory"
 SMALL = 1 << 28  # bytes; containers have 64 MB unless they are told otherwise, and no real model fits that
@@ -48,19 +48,19 @@ def _unusable(why: str, do: str) -> Finding:
 
 def room(total: int, free: int, needed: int, memory: int) -> Finding:
     """What fits /dev/shm, all in bytes."""
-    found = f"{SHM_FOLDER}: {gigabytes(total)}, {gigabytes(free)} free"
+    found = f"{SHM_FOLDER}: {byte_size(total)}, {byte_size(free)} free"
     half = max(memory // 2 // 2**20, 1024)
     enlarge = (
         f"sudo mount -o remount,size={half}m {SHM_FOLDER}\n"
         f"of a container, from outside: `docker run --shm-size={half}m` (or `--ipc=host`)"
     )
     if free < needed:
-        means = f"even the embedded model's experts need {gigabytes(needed)}"
+        means = f"even the embedded model's experts need {byte_size(needed)}"
         return Finding(TOPIC, "problem", found, means, enlarge, prevents=True)
     if total < SMALL:
         means = "the embedded model's experts fit, no larger model's do: this is a container's default"
         return Finding(TOPIC, "problem", found, means, enlarge)
-    means = f"experts of up to {gigabytes(free)} fit; the embedded model's are {gigabytes(needed)}"
+    means = f"experts of up to {byte_size(free)} fit; the embedded model's are {byte_size(needed)}"
     if total < memory // 3:
         return Finding(TOPIC, "note", found, means + "; the memory would hold more", enlarge)
     return Finding(TOPIC, "ok", found, means)

@@ -31,7 +31,7 @@ from launch.processes.group import ProcessGroup
 from launch.processes.monitor import ProcessMonitor, ProcessSlot
 from launch.processes.runtime import EngineInfo, RuntimeDir, cache_root, segments, sweep
 from launch.processes.task_guard import TaskGuard
-from launch.terminal.load_progress import LoadingBar
+from launch.terminal.progress import ProgressDisplay
 from pipeline.assets import model_dir
 from pipeline.config import EngineConfig
 from pipeline.errors import ModelError
@@ -69,7 +69,7 @@ class Supervisor:
         self._progress: ControlSegment | None = None
         self._keeper: ProcessMonitor | None = None
         self._lease: StoreLease | None = None
-        self._bar = LoadingBar()
+        self._progress_display = ProgressDisplay("bytes", "store: ")
         self._guard = TaskGuard()
 
     @property
@@ -159,7 +159,7 @@ class Supervisor:
                 await asyncio.wait((self._loaded,), timeout=1.0)
                 if time.monotonic() - crew.heard > LOADER_SILENCE:
                     raise StartFailed(f"the loader was silent for {LOADER_SILENCE:.0f} s and was stopped")
-            self._bar.close()
+            self._progress_display.close()
             fingerprint = self._loaded.result().fingerprint
             try:
                 self._lease = StoreLease.acquire(fingerprint, runtime_root())
@@ -207,7 +207,7 @@ class Supervisor:
             case Ready():
                 self._greet(child, message)
             case Progress():
-                self._bar.update(message)
+                self._progress_display.update(message.stage, message.done, message.total)
             case Needed(role="prefetcher") if self._keeper is not None and not self._keeper.has("prefetcher"):
                 self._guard.keep(self._keeper.begin_late(self._post_prefetcher(self._keeper)))
             case SetPolicy():
@@ -226,7 +226,7 @@ class Supervisor:
             self._loaded.exception()  # seen, also where nobody waits for it any more
 
     def _greet(self, child: Child, ready: Ready) -> None:
-        self._bar.close()
+        self._progress_display.close()
         first = child.identity.incarnation == 0 or child.identity.role == "loader"
         topic = "store" if ready.role == "loader" else title(child.identity)
         for note in ready.notes if first else ():
@@ -260,7 +260,7 @@ class Supervisor:
 
     async def _stop(self) -> None:
         try:
-            self._bar.close()
+            self._progress_display.close()
             if self._keeper is not None:
                 self._keeper.stop()
             if self._crew is not None:

@@ -29,7 +29,7 @@ from launch.stress.script import Entry, read_script
 from launch.stress.table import show_report
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json
-from launch.terminal.run_progress import counted
+from launch.terminal.progress import ProgressCounter
 from protocol.client import Client
 from protocol.keys import Address
 from protocol.messages import Welcome
@@ -87,10 +87,10 @@ async def _run(run: Run, where: Address, client: Client, entries: list[Entry], c
         ]
         if chaos is not None:  # connected clients are no growth of the engine's
             run.chaos = await ChaosRun.begin(client.stats, runtime_of(where), chaos)
-        with counted("stress: under load", sum(entry.requests for entry in entries)) as counter:
+        with ProgressCounter("stress: under load", sum(entry.requests for entry in entries)) as counter:
 
             def ended(outcome: Outcome) -> None:
-                counter.count(bad=outcome.end in (End.FAILED, End.GONE, End.LOST))
+                counter.count(failed=outcome.end in (End.FAILED, End.GONE, End.LOST))
 
             async with run.chaos.injector if run.chaos else nullcontext():
                 await run_load(clients, entries, run.load, ended)
@@ -98,13 +98,13 @@ async def _run(run: Run, where: Address, client: Client, entries: list[Entry], c
         if run.chaos:
             await run.chaos.recover()
         outcomes = run.load.all
-        with counted(
+        with ProgressCounter(
             "stress: each alone", sum(alone(outcome) is not None for outcome in outcomes)
         ) as counter:
 
             def compared(finding: Finding) -> None:
                 run.findings.append(finding)
-                counter.count(bad=finding.verdict is Verdict.MISMATCH)
+                counter.count(failed=finding.verdict is Verdict.MISMATCH)
 
             await compare_all(client, outcomes, run.bound, compared)
         await count_strays(clients, run.load)

@@ -16,7 +16,7 @@ from pipeline.device.base import SPARE_BYTES, Device, Fence, SlabMemory
 from pipeline.errors import UsageError
 from protocol.messages import AttachSlab
 from shm.layout import StoreLayout
-from shm.segment import SHM_FOLDER, available_memory, free_shm_bytes, gigabytes, unlink
+from shm.segment import SHM_FOLDER, available_memory, byte_size, free_shm_bytes, unlink
 from shm.slab import Slab
 from shm.store import Store
 from workers.copiers import ShmCopier
@@ -102,9 +102,9 @@ class CpuDevice(Device):
         shm, memory = free_shm_bytes(), available_memory()
         if slab > shm or slab + kv + weights + SPARE_BYTES > memory:
             raise UsageError(
-                f"the slab needs {gigabytes(slab)} of shared memory, the KV cache {gigabytes(kv)} and the"
-                f" rest {gigabytes(weights + SPARE_BYTES)}, but {SHM_FOLDER} has {gigabytes(shm)} and the"
-                f" machine {gigabytes(memory)} free: use a smaller --expert-cache or --context"
+                f"the slab needs {byte_size(slab)} of shared memory, the KV cache {byte_size(kv)} and the"
+                f" rest {byte_size(weights + SPARE_BYTES)}, but {SHM_FOLDER} has {byte_size(shm)} and the"
+                f" machine {byte_size(memory)} free: use a smaller --expert-cache or --context"
             )
 
     def open_slab(self, name: str, slots: int, slot_bytes: int) -> SlabMemory:

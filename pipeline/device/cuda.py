@@ -18,7 +18,7 @@ from pipeline.device.base import SPARE_BYTES, Device, Fence, SlabMemory
 from pipeline.errors import UsageError
 from protocol.messages import AttachSlab
 from shm.layout import StoreLayout
-from shm.segment import gigabytes
+from shm.segment import byte_size
 from shm.store import Store
 from workers.copiers import CudaCopier
 from workers.cuda import call, ipc_handle
@@ -124,8 +124,8 @@ class CudaDevice(Device):
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         if slab + kv + weights + SPARE_BYTES > free:
             raise UsageError(
-                f"the slab needs {gigabytes(slab)}, the KV cache {gigabytes(kv)} and the rest"
-                f" {gigabytes(weights + SPARE_BYTES)} of device memory, but {gigabytes(free)} are free:"
+                f"the slab needs {byte_size(slab)}, the KV cache {byte_size(kv)} and the rest"
+                f" {byte_size(weights + SPARE_BYTES)} of device memory, but {byte_size(free)} are free:"
                 " use a smaller --expert-cache or --context"
             )
 

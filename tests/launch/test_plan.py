@@ -261,5 +261,5 @@ def test_a_start_tells_its_plan_in_one_line(tiny_model: Path) -> None:
         code, _, err = engine.end()
     assert code == 0, err
     (line,) = re.findall(r"^\[tandem\] memory: .*$", err, re.M)
-    assert re.search(r"experts [\d.]+ MB \(bf16\), KV cache [\d.]+ MB \(1024 tokens\), backbone", line)
+    assert re.search(r"experts [\d.]+ kB \(bf16\), KV cache [\d.]+ kB \(1024 tokens\), backbone", line)
     assert "--format" not in err

@@ -1,44 +1,86 @@
-"""The lines about a load where there is no terminal."""
+"""Progress displays: log lines where stderr is no terminal, and the bars of a terminal."""
 
 from __future__ import annotations
 
+import io
 import logging
+import re
+import sys
 import time
+from typing import Literal
 
 import pytest
 
-from launch.terminal import load_progress as progress
-from launch.terminal.load_progress import LoadingBar
-from protocol.messages import Progress
+from launch.terminal import progress
+from launch.terminal.progress import ProgressCounter, ProgressDisplay
 
 MB = 10**6
 
 
-def test_a_rate_is_that_of_the_stage(
+def test_lines_give_the_rate_of_the_stage(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="tandem")
-    begun = now = time.monotonic()
+    began = now = time.monotonic()
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
-    bar = LoadingBar()
-    heard = [
+    display = ProgressDisplay("bytes", "store: ")
+    updates = [
         (0.0, "allocating", 0),
         (1.0, "allocating", 50),
-        (10.0, "encoding", 0),  # a slow stage before it says nothing of this one
+        (10.0, "encoding", 0),  # the rate of the slow stage before does not count
         (12.0, "encoding", 40),
         (16.0, "encoding", 120),
         (17.0, "encoding", 130),
         (21.0, "encoding", 200),
-        (21.5, "writing", 100),  # by another stage done already
+        (21.5, "writing", 100),  # done by the stage before
         (27.0, "writing", 155),
     ]
-    for second, stage, done in heard:
-        now = begun + second
-        bar.update(Progress(stage, done * MB, 200 * MB))
-    said = [record.message for record in caplog.records]
-    assert said == [
+    for second, stage, done in updates:
+        now = began + second
+        display.update(stage, done * MB, 200 * MB)
+    lines = [record.message for record in caplog.records]
+    assert lines == [
         "store: encoding, 0 of 200 MB",
         "store: encoding, 120 of 200 MB, 20 MB/s, 4 s left",
         "store: encoding, 200 of 200 MB, 18 MB/s, 0 s left",
         "store: writing, 155 of 200 MB, 10 MB/s, 4 s left",
     ]
+
+
+def test_lines_of_a_counter_give_items_and_failures(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="tandem")
+    now = time.monotonic()
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    with ProgressCounter("stress: under load", 10) as counter:
+        counter.count()
+        now += progress.LINE_INTERVAL
+        counter.count(failed=True)
+        counter.drop(3)
+        counter.start_stage("stress: each alone")
+        now += progress.LINE_INTERVAL
+        counter.count()
+    assert [record.message for record in caplog.records] == [
+        "stress: under load, 2 of 10 done, 1 bad",
+        "stress: each alone, 3 of 7 done, 1 bad",
+    ]
+
+
+@pytest.mark.parametrize("unit", ["bytes", "items"])
+def test_a_bar_fits_80_columns(monkeypatch: pytest.MonkeyPatch, unit: Literal["bytes", "items"]) -> None:
+    class FakeTerminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stderr", FakeTerminal())
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")  # a wider terminal, which would show what is cut off at 80
+    with ProgressDisplay(unit) as display:
+        display.update("verifying the cache", 0, 432_100 * MB)
+        display.update("verifying the cache", 123_400 * MB, 432_100 * MB)
+        time.sleep(0.2)  # a bar is drawn ten times a second
+    drawn = re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", sys.stderr.getvalue())
+    lines = [line.rstrip() for line in re.split(r"[\r\n]+", drawn) if "verifying the cache" in line]
+    assert lines
+    assert max(map(len, lines)) <= 80

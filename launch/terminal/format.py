@@ -1,0 +1,27 @@
+"""Numbers as the commands print them. Byte counts are formatted by `shm.segment.byte_size`."""
+
+from __future__ import annotations
+
+MISSING = "-"  # where a figure was not measured, or is a share of nothing
+
+
+def percent(share: float | None, digits: int = 0) -> str:
+    """A share of 1 as "37%". 0% and 100% are exact: a share that only rounds to them is "<1%" or ">99%"."""
+    if share is None:
+        return MISSING
+    least = 10.0**-digits  # percent
+    value = 100 * share
+    if 0 < value < least / 2:
+        return f"<{least:g}%"
+    if 100 - least / 2 <= value < 100:
+        return f">{100 - least:g}%"
+    return f"{value:.{digits}f}%"
+
+
+def three_digits(value: float) -> str:
+    """A measured figure for a narrow column: 0, 0.123, 12.3, 1234, 12.3k."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 1e4:
+        return f"{value / 1e3:.3g}k"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
