@@ -135,6 +135,10 @@ def _command(options: Options) -> Command:
         from launch.keys import keys
 
         return keys
+    if name == "cache":
+        from launch.cache.command import cache
+
+        return cache
     if name == "doctor":
         from launch.doctor.command import doctor
 

@@ -35,8 +35,9 @@ from pipeline.text.tokenizer import Tokenizer
 from protocol.codec import decode, encode
 from protocol.messages import VERSION, Failed, Progress, Ready, Shutdown
 from protocol.sockets import connect_dealer, ipc_endpoint
+from shm.cache_record import CacheRecord, note_use
 from shm.cache_writer import CacheWriter, write_cache
-from shm.disk_cache import CachedStore, sweep_cache
+from shm.disk_cache import CachedStore, store_path, sweep_cache
 from shm.errors import NotEnoughMemory, SegmentMissing, ShmError, StoreDamaged, StoreInvalid, UnknownFormat
 from shm.layout import format_named
 from shm.locks import build_lock, remove_unused, sweep
@@ -122,6 +123,8 @@ class Loading:
                 origin, read, cached = "cache", 0, self.size
             else:
                 origin, read, cached = self.source.kind, self._from_source(), 0
+        if (path := store_path(self.cache_folder, self.fingerprint)).exists():
+            note_use(path.parent, CacheRecord("store", self.source.name, self.manifest.format))
         self.origin = (
             f"source {origin}: {read} bytes read from the checkpoint, {cached} bytes read from the cache"
         )

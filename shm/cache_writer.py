@@ -18,7 +18,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
-from shm.disk_cache import UNFINISHED, remove_empty, store_path
+from shm.cache_record import remove_empty
+from shm.disk_cache import UNFINISHED, store_path
 from shm.file_locks import try_lock
 from shm.layout import Bytes
 from shm.manifest import READY, StoreManifest, data_offset, pack_head, store_bytes

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+from shm.cache_record import remove_empty
 from shm.checksums import damaged_layers, name_layers
 from shm.errors import StoreDamaged, StoreInvalid
 from shm.file_locks import try_lock
@@ -159,9 +160,3 @@ def _size_of_own(descriptor: int) -> int:
 def store_path(folder: Path, fingerprint: str) -> Path:
     """Where a store's file is, or would be."""
     return folder / fingerprint / STORE_FILE
-
-
-def remove_empty(folder: Path) -> None:
-    """Remove a folder that has nothing in it."""
-    with contextlib.suppress(OSError):  # an older store may still be in it
-        folder.rmdir()

@@ -29,6 +29,7 @@ import contextlib
 import fcntl
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -42,6 +43,7 @@ BUILD_ROOT = "/tmp/tandem-{uid}"  # nothing of the environment: all of a user's 
 KEEP = b"keep"
 KEY = re.compile(r"[0-9a-f]{16}")  # of a fingerprint, in the names of its files
 USE_WAIT_SECONDS = 10.0  # others hold the exclusive lock only while they unlink
+LOCK_TRIES, LOCK_PAUSE = 10, 0.02  # seconds; the sweep of another start holds a store's locks for a moment
 BUILD_WAIT_SECONDS = 3600.0  # another engine may be reading hundreds of gigabytes
 
 
@@ -79,6 +81,7 @@ class StoreLease:
                 Store.attach(name, fingerprint).close()
             except StoreInvalid as e:
                 raise SegmentMissing(str(e)) from None
+            os.utime(segment)
             undo.pop_all()
         return cls(name, path, descriptor, segment)
 
@@ -88,6 +91,7 @@ class StoreLease:
         try:
             if keep:
                 os.pwrite(self._descriptor, KEEP, 0)
+            os.utime(self._segment)  # when it was last used, for who lists kept stores
             os.close(self._segment)
             return _remove_if_unused(self._descriptor, self._path, self._name)
         finally:
@@ -129,6 +133,34 @@ def sweep(root: Path) -> list[str]:
     return removed
 
 
+@contextlib.contextmanager
+def unused_store(fingerprint: str) -> Iterator[bool]:
+    """Whether no engine builds or uses a store; if so, none builds or loads it before the end of the block.
+    The first 16 digits of a fingerprint are enough."""
+    for _ in range(LOCK_TRIES):
+        build = _claim_unused(fingerprint)
+        if build is not None:
+            break
+        time.sleep(LOCK_PAUSE)
+    else:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        _build_path(fingerprint).unlink(missing_ok=True)
+        os.close(build)
+
+
+def remove_kept(fingerprint: str, root: Path) -> bool:
+    """Remove a store that an engine has left in shared memory; False where an engine builds or uses it."""
+    with unused_store(fingerprint) as unused:
+        if not unused or not remove_unused(store_name(fingerprint)):
+            return False
+        _use_path(root, fingerprint).unlink(missing_ok=True)
+        return True
+
+
 def remove_unused(name: str) -> bool:
     """Remove a store, unless somebody uses it, for the holder of its build lock; says whether it is gone."""
     segment = _lock_segment(name, fcntl.LOCK_EX)
@@ -137,6 +169,22 @@ def remove_unused(name: str) -> bool:
     unlink(name)
     os.close(segment)
     return True
+
+
+def _claim_unused(fingerprint: str) -> int | None:
+    """The build lock of a store that no engine uses; None of any other."""
+    path, name = _build_path(fingerprint), store_name(fingerprint)
+    build = try_lock(path, fcntl.LOCK_EX)
+    if build is None:
+        return None
+    segment = _lock_segment(name, fcntl.LOCK_EX)
+    if segment is not None:
+        os.close(segment)
+    elif _segment_path(name).exists():
+        path.unlink(missing_ok=True)
+        os.close(build)
+        return None
+    return build
 
 
 def _known_keys(root: Path) -> list[str]:

@@ -14,7 +14,16 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
-from launch.command_line.values import above, absolute, at_least, between, model_path, not_empty, token_ids
+from launch.command_line.values import (
+    above,
+    absolute,
+    at_least,
+    between,
+    model_path,
+    not_empty,
+    size,
+    token_ids,
+)
 from launch.errors import WrongUsage
 from pipeline.calibration.windows import LEAST_TOKENS
 from pipeline.config import (
@@ -29,11 +38,8 @@ from pipeline.config import (
 from pipeline.models.shapes import PREFIX, SHAPES
 from protocol.messages import Calibrate, Sampling
 
+MAX_DAYS = 1e6
 LOG_LEVELS = ("debug", "info", "warning", "error")
-# Subcommands that the command line promises and that no code is behind yet.
-NOT_YET = {
-    "cache": "remove folders under ~/.cache/tandem by hand",
-}
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -47,12 +53,6 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, **settings)
-        self.not_yet = ""  # what to use instead of a subcommand that is not there yet
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        if self.not_yet:
-            raise WrongUsage(f"{self.prog.split()[-1]} is not there yet; {self.not_yet}")
-        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         message = " ".join(message.split())
@@ -153,8 +153,16 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
     _add_json(doctor)
     of_model = "with --model: would it fit, and with which options? Nothing is loaded"
     _add_sizes(doctor.add_argument_group("a model", of_model).add_argument)
-    for name, instead in NOT_YET.items():
-        subparsers.add_parser(name, help="not there yet").not_yet = instead
+
+    cache = subparsers.add_parser("cache", help="list and prune what is kept on disk")
+    cache.add_argument("--prune", action="store_true", help="remove what --older-than or --to says")
+    old = "what was last used more than DAYS days ago"
+    cache.add_argument("--older-than", type=between(0.0, MAX_DAYS), metavar="DAYS", help=old)
+    to = "the least recently used, until the rest takes no more than SIZE on disk (500MB, 20GB)"
+    cache.add_argument("--to", type=size, metavar="SIZE", help=to)
+    cache.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    cache.add_argument("--log-level", choices=LOG_LEVELS, help="(info)")
+    _add_json(cache)
     return parser, dict(subparsers.choices)
 
 

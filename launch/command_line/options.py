@@ -32,7 +32,11 @@ MEANT_FOR_REQUESTS: dict[str | None, set[str]] = {
     "bench": {"policy", "set"},
 }
 # Commands that start no engine, and all that they take.
-ALONE = {"keys": {"out", "log_level"}, "doctor": {"json", "log_level"} | SIZES}
+ALONE = {
+    "keys": {"out", "log_level"},
+    "doctor": {"json", "log_level"} | SIZES,
+    "cache": {"prune", "older_than", "to", "dry_run", "json", "log_level"},
+}
 # All that a replay takes, which starts no engine either.
 REPLAY = {"replay", "costs", "policy", "set", "expert_cache", "seed", "json", "log_level"}
 DRAWING = {"report", "model", "json", "log_level"}  # all that calibrate takes where it reads no text
@@ -128,6 +132,8 @@ def parse(arguments: list[str]) -> Options:
         raise WrongUsage("--prefill belongs to --stepwise; give both or neither")
     if command == "calibrate":
         _check_calibrate(written)
+    if command == "cache":
+        _check_cache(written)
     for option in sorted(written.keys() - ALONE.get(command or "", written.keys())):
         raise WrongUsage(f"{_spelt(option)} does not belong to {command}")
     if "replay" in written:
@@ -165,6 +171,14 @@ def _check_calibrate(written: dict[str, Any]) -> None:
         )
     for option in sorted(written.keys() - DRAWING):
         raise WrongUsage(f"{_spelt(option)} says how a text is read: give --text F or --tokens F.json too")
+
+
+def _check_cache(written: dict[str, Any]) -> None:
+    if "prune" in written and not written.keys() & {"older_than", "to"}:
+        raise WrongUsage("--prune: say what is to go: --older-than DAYS, --to SIZE, or both")
+    for option in ("older_than", "to", "dry_run"):
+        if option in written and "prune" not in written:
+            raise WrongUsage(f"{_spelt(option)} belongs to --prune; give both or neither")
 
 
 def _unknown(word: str, command: str | None, parser: Parser, commands: dict[str, Parser]) -> str:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.models.shapes import is_shape
+
+SIZE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def at_least(low: int) -> Callable[[str], int]:
@@ -56,6 +59,14 @@ def above(low: float, high: float = math.inf) -> Callable[[str], float]:
         return value
 
     return number
+
+
+def size(text: str) -> int:
+    """Bytes, with or without a unit: 500MB, 1.5GB, 0."""
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([kMGT]?)B?", text, re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size like 500MB or 1.5GB")
+    return int(float(match[1]) * SIZE_UNITS[match[2].upper()])
 
 
 def model_path(text: str) -> Path:

@@ -3,6 +3,7 @@
     $XDG_RUNTIME_DIR/tandem/<name>/     or /tmp/tandem-<uid>/<name>/, all 0700
         lock            flocked exclusively by the supervisor as long as it lives
         engine.json     written when the engine is ready: name, pid, model, policy, endpoint, version
+        cache.json      names of the folders of the disk cache that the engine uses
         control.sock    children -> supervisor
         client.sock     clients -> coordinator; work.sock, fetch.sock: its own children
 
@@ -20,7 +21,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -87,11 +88,18 @@ class RuntimeDir:
 
     def publish(self, info: EngineInfo) -> None:
         """Write engine.json, whole or not at all."""
-        temporary = self.path / "engine.json.new"
+        self._write("engine.json", asdict(info))
+
+    def reserve_cache(self, fingerprints: Sequence[str]) -> None:
+        """Keep these folders of the disk cache from being pruned until `remove`."""
+        self._write("cache.json", list(fingerprints))
+
+    def _write(self, name: str, data: object) -> None:
+        temporary = self.path / f"{name}.new"
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(fd, "w", encoding="utf-8") as f:
-            json.dump(asdict(info), f)
-        temporary.rename(self.path / "engine.json")
+            json.dump(data, f)
+        temporary.rename(self.path / name)
 
     def remove(self) -> None:
         """Remove the engine's segments and the directory, then let go of the lock. Idempotent."""
@@ -115,6 +123,21 @@ def running_engines() -> list[EngineInfo]:
             # another version's may hold more
             found.append(EngineInfo(**{field.name: told[field.name] for field in fields(EngineInfo)}))
     return found
+
+
+def reserved_cache() -> dict[str, str]:
+    """Folders of the disk cache that engines of this user use, which run or are being started: fingerprint ->
+    name of the engine."""
+    reserved: dict[str, str] = {}
+    for path in _engine_dirs():
+        lock = _try_lock(path)
+        if lock is not None:
+            os.close(lock)
+            continue
+        with suppress(OSError, ValueError, TypeError):  # it has just begun, or is gone meanwhile
+            folders = json.loads((path / "cache.json").read_text("utf-8"))
+            reserved |= {str(folder): path.name for folder in folders}
+    return reserved
 
 
 def find_engine(name: str | None) -> EngineInfo:

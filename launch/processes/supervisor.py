@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
+from launch.cache.full_disk import cache_use, full_disk_line
 from launch.command_line.checks import without_effect
 from launch.errors import StartFailed
 from launch.plan import make_plan, situation
@@ -120,6 +121,10 @@ class Supervisor:
             log.warning(f"note: {line}")
 
         self._runtime = RuntimeDir.claim(self.name)
+        use = await asyncio.to_thread(cache_use, self.model, config, plan.needs, cache_root())
+        self._runtime.reserve_cache(use.fingerprints)
+        if line := full_disk_line(cache_root(), use.missing):
+            log.warning(f"warning: {line}")
         self._channel = Control(self._runtime.endpoint("control.sock"))
         self._crew = crew = ProcessGroup(self._channel, self._guard)
         crew.on_message, crew.on_end = self._heard, self._ended

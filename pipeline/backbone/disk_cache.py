@@ -20,6 +20,8 @@ from pathlib import Path
 
 import msgpack
 
+from pipeline.checkpoint.model_source import ModelSource
+from shm.cache_record import CacheRecord, note_use
 from shm.file_locks import try_lock
 from shm.huge import map_file
 from shm.layout import Bytes
@@ -36,13 +38,21 @@ log = logging.getLogger(__name__)
 Entries = dict[str, tuple[int, int, int]]
 
 
+def backbone_fingerprint(source: ModelSource, dtype: str) -> str:
+    """Of a model's matrices in this format: the name of their folder."""
+    return source.fingerprint(f"backbone {dtype}", 0)
+
+
 class BackboneCache:
     """One model's matrices in one format. `take` and `keep` may be called by any thread."""
 
-    def __init__(self, folder: Path, fingerprint: str) -> None:
+    def __init__(self, folder: Path, fingerprint: str, record: CacheRecord | None = None) -> None:
         """`fingerprint`: 64 hex digits that change whenever the matrices' bytes would."""
         self._path = folder / fingerprint / NAME
+        self._record = record
         self._descriptor, self._entries = _opened(self._path)
+        if self._descriptor is not None:
+            self._note_use()
         self._lock = threading.Lock()
         self._new: Entries = {}
         self._end = 0  # of what is written
@@ -103,6 +113,10 @@ class BackboneCache:
         os.ftruncate(descriptor, 0)
         return descriptor
 
+    def _note_use(self) -> None:
+        if self._record is not None:
+            note_use(self._path.parent, self._record)
+
     def _close(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
@@ -114,6 +128,7 @@ class BackboneCache:
                 index = msgpack.packb({"version": VERSION, "matrices": self._new})
                 os.pwrite(self._file, index + len(index).to_bytes(8, "little"), self._end)
                 unfinished.replace(self._path)
+                self._note_use()
         except OSError as e:
             self._failed = True
             log.warning(f"the backbone could not be kept on disk, the next start quantizes it again: {e}")

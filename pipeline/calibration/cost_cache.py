@@ -99,7 +99,11 @@ def find(cache: Path, setting: Setting) -> Record | None:
     """What was measured with exactly this; None where nothing was."""
     path = cache / FOLDER / setting.name
     record = _read(path)
-    return record if record is not None and record.setting == setting else None
+    if record is None or record.setting != setting:
+        return None
+    with suppress(OSError):  # a disk that cannot be written: its time of last use is not kept
+        os.utime(path)
+    return record
 
 
 def keep(cache: Path, record: Record) -> None:
@@ -131,12 +135,10 @@ def measured_here(cache: Path) -> list[tuple[Path, Record]]:
     return sorted(found, key=lambda item: -item[1].measured)
 
 
-def _read(path: Path) -> Record | None:
-    """A file of this user's that nobody else may have written; what is no such file is removed."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-    except OSError:
-        return None
+def read(path: Path) -> Record:
+    """A record of a file that only this user can have written. Raises OSError where it cannot be opened,
+    ValueError where it holds no such record."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     try:
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(descriptor)
@@ -146,7 +148,17 @@ def _read(path: Path) -> Record | None:
         if len(raw) > MAX_FILE_BYTES:
             raise ValueError("it is too large")
         return Record.from_json(json.loads(raw))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, PolicyError) as e:
+    except (OSError, TypeError, KeyError, AttributeError, RecursionError, PolicyError) as e:
+        raise ValueError(str(e)) from e
+
+
+def _read(path: Path) -> Record | None:
+    """The record of a file; a file that holds none is removed."""
+    try:
+        return read(path)
+    except OSError:
+        return None
+    except ValueError as e:
         log.warning(f"{path} is not used, its costs are measured anew: {' '.join(str(e).split())[:100]}")
         with suppress(OSError):
             path.unlink()

@@ -29,6 +29,7 @@ from pipeline.calibration.summary import describe
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.errors import CalibrationError
 from pipeline.policies.calibration import Calibration
+from shm.cache_record import CacheRecord, note_use
 
 NAME, READABLE = "calibration.safetensors", "calibration.txt"
 VERSION = 1
@@ -60,12 +61,15 @@ def save(path: Path, calibration: Calibration, about: dict[str, Any]) -> None:
     path.parent.chmod(0o700)
     _write(path.with_name(READABLE), describe(calibration, about).encode())
     _write(path, save_tensors(tensors, {KEY: json.dumps(facts)}))
+    note_use(path.parent, _record(about))
 
 
 def load(path: Path) -> Calibration:
     """A calibration whose sizes fit each other. Raises CalibrationError, one line that names the file, where
     it is missing, damaged, another model's or of another version."""
-    return read(path)[0]
+    calibration, about = read(path)
+    note_use(path.parent, _record(about))
+    return calibration
 
 
 def read(path: Path) -> tuple[Calibration, dict[str, Any]]:
@@ -89,6 +93,10 @@ def read(path: Path) -> tuple[Calibration, dict[str, Any]]:
         return _checked(tensors, threshold), about
     except ValueError as e:
         raise _unusable(path, str(e)) from None
+
+
+def _record(about: dict[str, Any]) -> CacheRecord:
+    return CacheRecord("calibration", str(about.get("model", "")), "")
 
 
 def _checksum(facts: dict[str, Any], tensors: dict[str, Array]) -> int:

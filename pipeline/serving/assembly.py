@@ -16,7 +16,7 @@ import numpy as np
 
 from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.batch import TokenSpan
-from pipeline.backbone.disk_cache import BackboneCache
+from pipeline.backbone.disk_cache import BackboneCache, backbone_fingerprint
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
 from pipeline.backbone.materialize import start_moving
@@ -53,6 +53,7 @@ from pipeline.text.generation_defaults import sampling_defaults
 from pipeline.text.tokenizer import Tokenizer, eos_ids
 from pipeline.traces.recorder import recorder_of
 from protocol.messages import Needed
+from shm.cache_record import CacheRecord
 from shm.control import ControlSegment
 from shm.layout import FORMATS, BlockFormat, StoreLayout
 from shm.pinned import lock_pages
@@ -300,4 +301,5 @@ def backbone_cache(told: CoordinatorConfig, source: ModelSource) -> BackboneCach
     name = told.config.backbone_dtype
     if not isinstance(FORMATS[name], BlockFormat) or not source.worth_keeping(name):
         return None
-    return BackboneCache(told.cache, source.fingerprint(f"backbone {name}", 0))
+    record = CacheRecord("backbone", source.name, name)
+    return BackboneCache(told.cache, backbone_fingerprint(source, name), record)

@@ -57,7 +57,11 @@ def test_what_is_read_is_what_was_written(path: Path, calibration: Calibration, 
     assert told == said
     for field in fields(Calibration):
         assert same(getattr(found, field.name), getattr(calibration, field.name)), field.name
-    assert sorted(p.name for p in path.parent.iterdir()) == ["calibration.safetensors", "calibration.txt"]
+    assert sorted(p.name for p in path.parent.iterdir()) == [
+        "about.json",
+        "calibration.safetensors",
+        "calibration.txt",
+    ]
 
 
 def test_both_files_are_this_users_alone(path: Path) -> None:

@@ -243,4 +243,4 @@ def test_what_killed_loaders_left_on_disk_is_removed_whatever_is_loaded(supervis
     assert source(outcome) == "source attached"
     assert [str(half) in outcome.lines[0], str(own) in outcome.lines[1]] == [True, True]
     assert [path.name for path in supervisor.cache.iterdir()] == [loaded]
-    assert [path.name for path in (supervisor.cache / loaded).iterdir()] == ["store.bin"]
+    assert sorted(path.name for path in (supervisor.cache / loaded).iterdir()) == ["about.json", "store.bin"]

@@ -78,7 +78,7 @@ def test_too_little_room_is_found_before_anything_is_written(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=200_000))
-    with pytest.raises(OSError, match=r"0\.2 MB are free"):
+    with pytest.raises(OSError, match=r"200\.0 kB are free"):
         CacheWriter(tmp_path, manifest)
     assert list(tmp_path.iterdir()) == []
 

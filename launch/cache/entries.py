@@ -1,0 +1,187 @@
+"""What lies in the disk cache, and the stores that were left in shared memory. Nothing is changed here.
+
+    <cache folder>/<fingerprint>/   store.bin | backbone.bin | calibration.safetensors, calibration.txt
+                                    about.json: `shm/cache_record.py`; *.tmp and .NAME.PID: being written
+    <cache folder>/costs/*.json     measured costs; .new-*: being written
+    /dev/shm/tandem-store-*         stores, in use or left by --keep-store
+
+Everything else in the cache folder is unknown, and nothing of this program.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.processes.runtime import SHM, reserved_cache
+from pipeline.assets import model_dir
+from pipeline.backbone import disk_cache as backbone_cache
+from pipeline.calibration import cost_cache
+from pipeline.calibration import file as calibration_file
+from pipeline.models.shapes import short_name
+from shm.cache_record import RECORD, last_use, read_record
+from shm.disk_cache import FINGERPRINT, STORE_FILE, UNFINISHED, CachedStore
+from shm.errors import ShmError
+from shm.locks import unused_store
+from shm.store import STORE_PREFIX, Store
+
+UNKNOWN = "unknown"
+KINDS = {STORE_FILE: "store", backbone_cache.NAME: "backbone", calibration_file.NAME: "calibration"}
+LOCKED = (UNFINISHED, backbone_cache.UNFINISHED)  # their writers hold a lock on them
+WRITING_SECONDS = 60.0  # a small file that has no lock may be written for so long
+KEPT_STORE = re.compile(rf"{STORE_PREFIX[1:]}([0-9a-f]{{16}})-{os.geteuid()}")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One thing that can be removed, or that is unknown. `in_use`: by what, empty where by nothing."""
+
+    kind: str  # store, backbone, calibration, costs, unfinished, kept store; or unknown
+    path: Path  # its file, or what is unknown
+    size: int  # bytes, with the files that belong to it
+    last_use: float  # seconds since the epoch
+    model: str = UNKNOWN
+    format: str = ""
+    in_use: str = ""
+
+    @property
+    def on_disk(self) -> bool:
+        return self.kind != "kept store"
+
+    @property
+    def fingerprint(self) -> str:
+        """Of a store, a backbone or a calibration; of a kept store its first 16 digits."""
+        kept = KEPT_STORE.fullmatch(self.path.name)
+        return kept[1] if kept else self.path.parent.name
+
+
+def scan(folder: Path) -> list[Entry]:
+    """All that is there, the least recently used first. What vanishes meanwhile is left out."""
+    reserved = reserved_cache()
+    found: list[Entry] = []
+    for path in _children(folder):
+        with suppress(FileNotFoundError):
+            if path.is_symlink() or not path.is_dir():
+                found.append(_unknown(path))
+            elif path.name == cost_cache.FOLDER:
+                found += [_costs(entry) for entry in _children(path)]
+            elif FINGERPRINT.fullmatch(path.name):
+                found += _fingerprint_folder(path, reserved.get(path.name, ""))
+            else:
+                found.append(_unknown(path))
+    for path in _children(SHM):
+        if KEPT_STORE.fullmatch(path.name):
+            with suppress(FileNotFoundError):
+                found.append(_kept_store(path, reserved))
+    return sorted(found, key=lambda entry: entry.last_use)
+
+
+def store_in_use(fingerprint: str) -> str:
+    """What uses a store in shared memory, or builds or reads it."""
+    with unused_store(fingerprint) as unused:
+        return "" if unused else "an engine"
+
+
+def writer_of(path: Path) -> str:
+    """What writes an unfinished file; empty for what a killed process left."""
+    if path.name in LOCKED:
+        with suppress(FileNotFoundError):
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return "its writer"
+            finally:
+                os.close(descriptor)
+    elif time.time() - path.lstat().st_mtime < WRITING_SECONDS:
+        return "its writer"
+    return ""
+
+
+def _children(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:  # missing, or of another user
+        return []
+
+
+def _fingerprint_folder(folder: Path, engine: str) -> Iterator[Entry]:
+    record, used = read_record(folder), last_use(folder)
+    for path in _children(folder):
+        kind = KINDS.get(path.name)
+        if path.name in (RECORD, calibration_file.READABLE):
+            continue
+        if path.name in LOCKED or re.fullmatch(r"\.calibration\..*\.[0-9]+", path.name):
+            yield Entry("unfinished", path, *_size_and_time(path), in_use=writer_of(path))
+        elif kind is None or path.is_symlink() or not path.is_file():
+            yield _unknown(path)
+        else:
+            model, format = ("", "") if record is None else (record.model, record.format)
+            if kind == "store" and not model:
+                model, format = _of_cached_store(folder)
+            in_use = f"engine {engine}" if engine else ""
+            if kind == "store" and not in_use:
+                in_use = store_in_use(folder.name)
+            size, written = _size_and_time(path)
+            if kind == "calibration":
+                with suppress(FileNotFoundError):
+                    size += _size_and_time(path.with_name(calibration_file.READABLE))[0]
+            yield Entry(kind, path, size, used or written, _short(model), format, in_use)
+
+
+def _of_cached_store(folder: Path) -> tuple[str, str]:
+    """Model and format of a store's file, which says them itself; empty where it is damaged."""
+    with suppress(ShmError):
+        store = CachedStore.open(folder.parent, folder.name)
+        if store is not None:
+            with store:
+                return store.manifest.source, store.manifest.format
+    return "", ""
+
+
+def _costs(path: Path) -> Entry:
+    size, used = _size_and_time(path)
+    if path.name.startswith(".new-"):
+        return Entry("unfinished", path, size, used, in_use=writer_of(path))
+    try:
+        record = cost_cache.read(path)
+    except (OSError, ValueError):
+        return _unknown(path)
+    return Entry("costs", path, size, used, _short(record.model), record.setting.format)
+
+
+def _kept_store(path: Path, reserved: dict[str, str]) -> Entry:
+    size, used = _size_and_time(path)
+    fingerprint = path.name.removeprefix(STORE_PREFIX[1:]).split("-")[0]
+    in_use = store_in_use(fingerprint)
+    engines = [f"engine {name}" for folder, name in reserved.items() if folder.startswith(fingerprint)]
+    try:
+        with Store.attach(f"/{path.name}") as store:
+            model, format = store.manifest.source, store.manifest.format
+    except ShmError:
+        model, format = "", ""
+    return Entry("kept store", path, size, used, _short(model), format, in_use and (engines or [in_use])[0])
+
+
+def _unknown(path: Path) -> Entry:
+    size, used = _size_and_time(path)
+    if path.is_dir() and not path.is_symlink():
+        size = sum(_size_and_time(Path(top, name))[0] for top, _, names in os.walk(path) for name in names)
+    return Entry(UNKNOWN, path, size, used)
+
+
+def _size_and_time(path: Path) -> tuple[int, float]:
+    status = path.lstat()
+    return status.st_size, status.st_mtime
+
+
+def _short(model: str) -> str:
+    if model == str(model_dir()):
+        return "the embedded model"
+    return short_name(model) if model else UNKNOWN

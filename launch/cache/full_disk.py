@@ -1,0 +1,63 @@
+"""What a start says where the disk has no space for what it would keep: which entries could go, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.cache.entries import scan
+from launch.cache.prune import select
+from launch.cache.report import describe, free_bytes
+from pipeline.backbone import disk_cache as backbone_cache
+from pipeline.calibration.file import calibration_path
+from pipeline.checkpoint.open import open_model
+from pipeline.config import SettledConfig
+from pipeline.memory.needs import Needs
+from pipeline.models.registry import expert_shape
+from shm.disk_cache import store_path
+from shm.layout import FORMATS, BlockFormat, format_named
+from shm.segment import byte_size
+
+MOST_NAMED = 3  # entries
+
+
+@dataclass(frozen=True)
+class CacheUse:
+    """The folders of the disk cache that an engine uses, and the bytes that it would write there."""
+
+    fingerprints: tuple[str, ...]
+    missing: int
+
+
+def cache_use(model: Path, config: SettledConfig, needs: Needs, folder: Path) -> CacheUse:
+    """Raises ModelError, UsageError."""
+    source = open_model(model)
+    shape = expert_shape(source.config, config.tile, format_named(config.format))
+    store = source.fingerprint(config.format, shape.tile)
+    backbone = backbone_cache.backbone_fingerprint(source, config.backbone_dtype)
+    calibration = calibration_path(folder, source).parent.name
+    missing = 0
+    if source.worth_keeping(config.format) and not store_path(folder, store).exists():
+        missing += needs.store
+    quantized = isinstance(FORMATS[config.backbone_dtype], BlockFormat) and config.device == "cpu"
+    written = quantized and source.worth_keeping(config.backbone_dtype)
+    if written and not (folder / backbone / backbone_cache.NAME).exists():
+        missing += needs.backbone
+    return CacheUse((store, backbone, calibration), missing)
+
+
+def full_disk_line(folder: Path, missing: int) -> str:
+    """One line where so many bytes do not fit the disk, else nothing."""
+    free = free_bytes(folder)
+    if missing <= free:
+        return ""
+    line = f"the disk of {folder} has {byte_size(free)} free, and {byte_size(missing)} would be kept there: "
+    entries = [entry for entry in scan(folder) if entry.on_disk]
+    target = max(sum(entry.size for entry in entries) - (missing - free), 0)
+    selection = select(entries, None, target)
+    if not selection.remove:
+        return line + "nothing there can be removed, and the next start will be as slow as this one"
+    large = sorted(selection.remove, key=lambda entry: -entry.size)[:MOST_NAMED]
+    more = len(selection.remove) - len(large)
+    names = "; ".join(describe(entry) for entry in large) + f" and {more} more" * bool(more)
+    return line + f"`python launch.py cache --prune --to {target // 10**6}MB` would remove {names}"

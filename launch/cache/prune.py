@@ -1,0 +1,68 @@
+"""Which entries of the cache to remove, and removing them. Nothing that is in use or unknown is removed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from launch.cache.entries import UNKNOWN, Entry, writer_of
+from launch.processes.runtime import reserved_cache
+from pipeline.calibration import file as calibration_file
+from protocol.sockets import runtime_root
+from shm.cache_record import remove_empty
+from shm.locks import remove_kept, unused_store
+
+DAY = 86400.0
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a prune removes, and what it would have removed if that were not in use."""
+
+    remove: tuple[Entry, ...]
+    in_use: tuple[Entry, ...]
+
+
+def select(entries: Sequence[Entry], older_than: float | None, to_size: int | None) -> Selection:
+    """`entries`: the least recently used first. `older_than`: days since the last use. `to_size`: bytes that
+    the cache may take on disk at most; stores in shared memory do not count for it."""
+    remove: list[Entry] = []
+    in_use: list[Entry] = []
+    total = sum(entry.size for entry in entries if entry.on_disk)
+    now = time.time()
+    for entry in entries:
+        old = older_than is not None and now - entry.last_use > older_than * DAY
+        too_much = to_size is not None and entry.on_disk and total > to_size
+        if entry.kind == UNKNOWN or not (old or too_much):
+            continue
+        if entry.in_use:
+            in_use.append(entry)
+            continue
+        remove.append(entry)
+        total -= entry.size * entry.on_disk
+    return Selection(tuple(remove), tuple(in_use))
+
+
+def remove(entry: Entry) -> bool:
+    """Remove an entry; False where it has been taken into use meanwhile. Raises OSError, ShmError."""
+    match entry.kind:
+        case "kept store":
+            return remove_kept(entry.fingerprint, runtime_root())
+        case "store":
+            with unused_store(entry.fingerprint) as unused:
+                return unused and _unlink(entry)
+        case "unfinished":
+            if writer_of(entry.path):
+                return False
+    return _unlink(entry)
+
+
+def _unlink(entry: Entry) -> bool:
+    if entry.fingerprint in reserved_cache():
+        return False
+    entry.path.unlink(missing_ok=True)
+    if entry.kind == "calibration":
+        entry.path.with_name(calibration_file.READABLE).unlink(missing_ok=True)
+    remove_empty(entry.path.parent)
+    return True

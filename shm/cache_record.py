@@ -1,0 +1,72 @@
+"""What a folder of the disk cache holds and when it was last used: `<cache folder>/<fingerprint>/about.json`.
+
+The files beside it need not name the model that they were made for. The record's modification time is the
+time of the last use: each reader and writer of the files sets it, because many disks do not keep times of
+access. Folders made by older versions have no record before their next use. Nothing here fails a start.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+RECORD = "about.json"
+MAX_RECORD = 1 << 16  # bytes
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CacheRecord:
+    """`kind`: store, backbone or calibration; `model`: its path, or its name where it has none; `format`: of
+    the numbers, empty where there is none."""
+
+    kind: str
+    model: str
+    format: str
+
+
+def note_use(folder: Path, record: CacheRecord) -> None:
+    """Say that the files in `folder` have just been used; the record is written where it is missing."""
+    path = folder / RECORD
+    try:
+        if read_record(folder) == record:
+            os.utime(path)
+            return
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            json.dump(asdict(record), file)
+    except OSError as e:
+        log.debug(f"no use was noted in {folder}: {e.strerror}")
+
+
+def read_record(folder: Path) -> CacheRecord | None:
+    """The record of a folder; None where it has none, or a damaged one."""
+    try:
+        fd = os.open(folder / RECORD, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+        with os.fdopen(fd, "rb") as file:
+            found = json.loads(file.read(MAX_RECORD))
+        return CacheRecord(str(found["kind"]), str(found["model"]), str(found["format"]))
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def last_use(folder: Path) -> float | None:
+    """Seconds since the epoch; None where the folder has no record."""
+    try:
+        return (folder / RECORD).lstat().st_mtime
+    except OSError:
+        return None
+
+
+def remove_empty(folder: Path) -> None:
+    """Remove a folder that holds nothing, or nothing but its record."""
+    try:
+        if os.listdir(folder) == [RECORD]:
+            (folder / RECORD).unlink()
+        folder.rmdir()
+    except OSError as e:
+        log.debug(f"{folder} stays: {e.strerror}")

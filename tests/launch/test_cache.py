@@ -1,0 +1,363 @@
+"""`launch.py cache`: what is listed, what is pruned, and that nothing in use or unknown is removed."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import LAUNCH, store_of
+
+from launch.cache.entries import Entry, scan
+from launch.cache.full_disk import full_disk_line
+from launch.cache.prune import DAY, remove, select
+from launch.cache.report import table
+from launch.command_line.options import parse
+from launch.errors import WrongUsage
+from launch.processes.runtime import cache_root
+from pipeline.calibration import cost_cache
+from pipeline.config import EngineConfig
+from pipeline.policies.costs import Costs
+from shm.cache_record import RECORD, CacheRecord, note_use
+
+STORE, BACKBONE = "5" * 64, "b" * 64
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own, empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cache_root().mkdir()
+    return cache_root()
+
+
+def run_cache(*arguments: str) -> tuple[int, str]:
+    done = subprocess.run([sys.executable, LAUNCH, "cache", *arguments], capture_output=True, text=True)
+    assert done.stderr == ""
+    return done.returncode, done.stdout
+
+
+def run_json(*arguments: str) -> dict[str, Any]:
+    code, out = run_cache(*arguments, "--json")
+    assert code == 0
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def make_file(path: Path, size: int, days: float) -> Path:
+    """A file that was last used so many days ago, with a record if it lies in a fingerprint's folder."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(bytes(size))
+    kind = {"store.bin": "store", "backbone.bin": "backbone"}.get(path.name)
+    if kind is not None:
+        note_use(path.parent, CacheRecord(kind, "/models/mixtral", "int4"))
+    then = time.time() - days * DAY
+    for each in path.parent.iterdir() if kind else (path,):
+        os.utime(each, (then, then))
+    return path
+
+
+def kinds(entries: list[dict[str, Any]]) -> list[str]:
+    return [entry["kind"] for entry in entries]
+
+
+def disk(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Without stores in shared memory, which other tests may have."""
+    return [entry for entry in found["entries"] if entry["kind"] != "kept store"]
+
+
+# --- selection ----------------------------------------------------------------------------------------------
+
+
+def entry(name: str, size: int, days: float, **fields: Any) -> Entry:
+    return Entry("store", Path(f"/c/{name}/store.bin"), size, time.time() - days * DAY, **fields)
+
+
+def test_age_selects_what_was_not_used_for_longer() -> None:
+    old, new = entry("old", 10, 31), entry("new", 10, 29)
+    assert select([old, new], 30, None).remove == (old,)
+    assert select([old, new], 32, None).remove == ()
+
+
+def test_size_selects_the_least_recently_used_until_the_rest_fits() -> None:
+    entries = [entry("a", 10, 9), entry("b", 20, 8), entry("c", 30, 7)]
+    for size, count in ((60, 0), (59, 1), (50, 1), (49, 2), (30, 2), (29, 3), (0, 3)):
+        assert select(entries, None, size).remove == tuple(entries[:count])
+
+
+def test_age_and_size_together_select_what_either_does() -> None:
+    entries = [entry("a", 10, 40), entry("b", 20, 8), entry("c", 30, 7)]
+    assert select(entries, 30, 60).remove == (entries[0],)
+    assert select(entries, 30, 30).remove == tuple(entries[:2])
+
+
+def test_entries_in_use_are_passed_over_and_named() -> None:
+    used, free = entry("used", 10, 9, in_use="engine e1"), entry("free", 20, 1)
+    selection = select([used, free], None, 10)
+    assert selection.remove == (free,)
+    assert selection.in_use == (used,)
+
+
+def test_unknown_files_count_and_are_never_selected() -> None:
+    unknown = replace(entry("x", 100, 99), kind="unknown")
+    known = entry("a", 10, 1)
+    assert select([unknown, known], 0, 50).remove == (known,)
+
+
+def test_stores_in_memory_are_selected_by_age_alone() -> None:
+    kept = replace(entry("x", 100, 9), kind="kept store")
+    assert select([kept], None, 0).remove == ()
+    assert select([kept], 8, 0).remove == (kept,)
+
+
+# --- files --------------------------------------------------------------------------------------------------
+
+
+def test_list_names_kind_model_format_size_and_last_use(folder: Path) -> None:
+    make_file(folder / STORE / "store.bin", 3_100_000, 40)
+    make_file(folder / BACKBONE / "backbone.bin", 25_000, 2)
+    found = disk(run_json())
+    assert [(e["kind"], e["model"], e["format"], e["bytes"]) for e in found] == [
+        ("store", "mixtral", "int4", 3_100_000),
+        ("backbone", "mixtral", "int4", 25_000),
+    ]
+    assert [round((time.time() - e["last_use"]) / DAY) for e in found] == [40, 2]
+    code, out = run_cache()
+    assert code == 0
+    assert [line.split() for line in out.splitlines() if line.startswith(("store", "backbone"))] == [
+        ["store", "mixtral", "int4", "40", "days", "ago", "3.1", "MB"],
+        ["backbone", "mixtral", "int4", "2", "days", "ago", "25.0", "kB"],
+    ]
+    assert f"{folder}: 3.1 MB in 2 entries, " in out
+    assert "\x1b" not in out
+
+
+def test_an_old_folder_without_a_record_has_an_unknown_model(folder: Path) -> None:
+    make_file(folder / BACKBONE / "backbone.bin", 10, 5)
+    (folder / BACKBONE / RECORD).unlink()
+    (found,) = disk(run_json())
+    assert (found["kind"], found["model"]) == ("backbone", "unknown")
+    assert run_json("--prune", "--to", "0")["removed"][0]["model"] == "unknown"
+    assert os.listdir(folder) == []
+
+
+def test_unknown_files_are_listed_and_stay(folder: Path) -> None:
+    files = [folder / "notes.txt", folder / STORE / "mine.txt", folder / "costs" / "x.json"]
+    for path in (*files, folder / "thesis" / "chapter.tex"):
+        make_file(path, 100, 400)
+    (folder / "link").symlink_to(files[0])
+    found = disk(run_json("--prune", "--older-than", "300", "--to", "0"))
+    assert sorted(e["path"] for e in found) == sorted(map(str, (*files, folder / "thesis", folder / "link")))
+    assert set(kinds(found)) == {"unknown"}
+    assert all(path.exists() for path in files)
+    assert "unknown files were not made by Tandem, and are never removed" in run_cache()[1]
+
+
+def test_costs_are_listed_with_their_model_and_their_use_is_noted(folder: Path) -> None:
+    setting = cost_cache.Setting("cpu", 2, "cpu", STORE, "int8", "bf16", (1, 1), "k", "process", "")
+    costs = Costs(rows=(1,), host=(1e-3,), device=(1e-3,), link=1e-3, round_trip=1e-4)
+    cost_cache.keep(folder, cost_cache.Record(setting, "/models/olmoe", 3, 100, time.time(), 0.1, costs))
+    path = folder / cost_cache.FOLDER / setting.name
+    os.utime(path, (0, 0))
+    (found,) = scan(folder)[:1]
+    assert (found.kind, found.model, found.format, found.last_use) == ("costs", "olmoe", "int8", 0.0)
+    assert cost_cache.find(folder, setting) is not None
+    assert path.stat().st_mtime > time.time() - 60
+
+
+def test_dry_run_says_the_same_and_removes_nothing(folder: Path) -> None:
+    store = make_file(folder / STORE / "store.bin", 1000, 40)
+    options = ("--prune", "--older-than", "30")
+    code, out = run_cache(*options, "--dry-run")
+    assert code == 0
+    assert "would remove: store of mixtral in int4, 1.0 kB, used 40 days ago\n" in out
+    assert store.exists()
+    assert run_cache(*options)[1] == out.replace("would remove", "removed")
+    assert not store.parent.exists()
+
+
+@pytest.mark.parametrize("name", ["store.tmp", "backbone.tmp"])
+def test_an_unfinished_file_is_removed_once_its_writer_is_gone(folder: Path, name: str) -> None:
+    path = make_file(folder / STORE / name, 1000, 3)
+    with path.open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        found = run_json("--prune", "--to", "0")
+        assert kinds(found["kept_in_use"]) == ["unfinished"]
+        assert found["kept_in_use"][0]["in_use"] == "its writer"
+    assert kinds(run_json("--prune", "--to", "0")["removed"]) == ["unfinished"]
+    assert not path.parent.exists()
+
+
+def test_a_size_that_cannot_be_reached_is_said(folder: Path) -> None:
+    make_file(folder / "notes.txt", 5000, 1)
+    code, out = run_cache("--prune", "--to", "2kB")
+    assert code == 0
+    assert "that is more than --to 2.0 kB: the rest is in use or unknown" in out
+
+
+def test_a_file_that_cannot_be_removed_is_one_line_and_exit_1(folder: Path) -> None:
+    make_file(folder / BACKBONE / "backbone.bin", 10, 1)
+    program = (
+        "import pathlib, sys; from launch.cli import main\n"
+        "unlink = pathlib.Path.unlink\n"
+        "def refuse(self, missing_ok=False):\n"
+        "    if self.name == 'backbone.bin': raise PermissionError(1, 'Operation not permitted')\n"
+        "    unlink(self, missing_ok)\n"
+        "pathlib.Path.unlink = refuse\n"
+        "sys.exit(main(['cache', '--prune', '--to', '0']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(LAUNCH).parent
+    )
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert "backbone.bin could not be removed" in done.stderr
+    assert "removed 0 of" in done.stdout
+
+
+def test_table_fits_80_columns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    name = "a-rather-long-organisation/Some-Mixture-8x22B-Instruct-v0.1"
+    entries = [entry("a", 123_450_000_000, 400, model=name, format="int4", in_use="engine e123456")]
+    text = table(folder, entries)
+    assert "\x1b" in text
+    plain = "".join(text.split("\x1b[")[i].partition("m")[2] for i in range(1, text.count("\x1b[") + 1))
+    assert "123.45 GB" in plain
+    assert "400 days ago" in plain
+
+
+# --- the command line ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prune"], "--prune: say what is to go: --older-than DAYS, --to SIZE, or both"),
+        (["--prune", "--to", "5XB"], "--to: '5XB' is not a size like 500MB or 1.5GB"),
+        (["--prune", "--to", "-5"], "--to: '-5' is not a size like 500MB or 1.5GB"),
+        (["--prune", "--to", "9" * 400], "is not a size"),
+        (["--prune", "--older-than", "-1"], "--older-than: must be between 0 and 1e+06, not -1"),
+        (["--prune", "--older-than", "soon"], "'soon' is not a number"),
+        (["--to", "5GB"], "--to belongs to --prune"),
+        (["--older-than", "5"], "--older-than belongs to --prune"),
+        (["--dry-run"], "--dry-run belongs to --prune"),
+        (["--model", "x"], "--model does not belong to cache"),
+    ],
+)
+def test_wrong_usage_is_one_line(arguments: list[str], message: str) -> None:
+    with pytest.raises(WrongUsage) as raised:
+        parse(["cache", *arguments])
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("0", 0), ("123", 123), ("5kB", 5000), ("500MB", 5 * 10**8), ("1.5GB", 15 * 10**8), ("2t", 2 * 10**12)],
+)
+def test_sizes_are_decimal(text: str, size: int) -> None:
+    assert parse(["cache", "--prune", "--to", text]).written["to"] == size
+
+
+# --- engines ------------------------------------------------------------------------------------------------
+
+
+async def test_an_engine_keeps_its_files_and_notes_their_use(
+    folder: Path, tiny_model: Path, start_engine: Any
+) -> None:
+    config = EngineConfig(
+        model=tiny_model, device="cpu", format="int8", backbone_dtype="int8", workers=1, name="cachetest"
+    )
+    async with start_engine(config):
+        pass
+    first = disk(run_json())
+    model = tiny_model.name
+    assert sorted((e["kind"], e["model"], e["format"]) for e in first) == [
+        ("backbone", model, "int8"),
+        ("store", model, "int8"),
+    ]
+    assert not any(e["in_use"] for e in first)
+    for found in first:
+        os.utime(os.path.join(os.path.dirname(found["path"]), RECORD), (0, 0))
+    async with start_engine(config):
+        found = run_json("--prune", "--to", "0")
+        assert sorted(kinds(found["kept_in_use"])) == ["backbone", "store"]
+        assert {e["in_use"] for e in found["kept_in_use"]} == {"engine cachetest"}
+        assert found["removed"] == []
+        used = [e["last_use"] for e in found["kept_in_use"]]
+        assert time.time() - min(used) < 60, "reading did not note the use"
+        (store,) = (e for e in scan(folder) if e.path == store_of(tiny_model, "int8"))
+        assert (store.kind, store.model, store.in_use) == ("kept store", model, "engine cachetest")
+        assert remove(replace(store, in_use="")) is False
+        code, out = run_cache("--prune", "--to", "0")
+        assert code == 0
+        assert out.count(": in use by engine cachetest\n") == 2
+    removed = run_json("--prune", "--to", "0")["removed"]
+    assert sorted(kinds(removed)) == ["backbone", "store"]
+    assert os.listdir(folder) == []
+
+
+async def test_a_kept_store_is_listed_and_removed(folder: Path, tiny_model: Path, start_engine: Any) -> None:
+    config = EngineConfig(model=tiny_model, device="cpu", format="f32", workers=1, keep_store=True)
+    async with start_engine(config):
+        pass
+    assert disk(run_json()) == []  # float32 of float32 is not kept on disk
+    path = store_of(tiny_model, "f32")
+    (kept,) = (e for e in run_json()["entries"] if e["path"] == str(path))
+    assert (kept["kind"], kept["model"], kept["format"]) == ("kept store", tiny_model.name, "f32")
+    assert kept["in_use"] is None
+    # Not by the command: it would remove other stores that were kept on this machine, too.
+    (entry,) = (e for e in scan(folder) if e.path == path)
+    assert select([entry], 0, None).remove == (entry,)
+    assert entry.size == kept["bytes"] > 0
+    assert remove(entry)
+    assert path not in [e.path for e in scan(folder)]
+
+
+# --- a full disk --------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_names_what_could_go_and_the_command(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_file(folder / STORE / "store.bin", 30_000_000, 40)
+    make_file(folder / BACKBONE / "backbone.bin", 20_000_000, 2)
+    usage = shutil.disk_usage(folder)._replace(free=10_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    assert full_disk_line(folder, 10_000_000) == ""
+    line = full_disk_line(folder, 25_000_000)
+    assert line == (
+        f"the disk of {folder} has 10.0 MB free, and 25.0 MB would be kept there: `python launch.py cache"
+        " --prune --to 35MB` would remove store of mixtral in int4, 30.0 MB, used 40 days ago"
+    )
+    options = parse(line.partition("launch.py ")[2].partition("`")[0].split())
+    chosen = select([e for e in scan(folder) if e.on_disk], None, options.written["to"]).remove
+    assert sum(e.size for e in chosen) >= 25_000_000 - 10_000_000
+    assert "nothing there can be removed" in full_disk_line(folder / "none", 25_000_000)
+
+
+async def test_a_start_on_a_full_disk_warns_in_one_line(
+    folder: Path,
+    tiny_model: Path,
+    start_engine: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    make_file(folder / BACKBONE / "backbone.bin", 20_000_000, 2)
+    usage = shutil.disk_usage(folder)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    config = EngineConfig(model=tiny_model, device="cpu", format="int8", workers=1)
+    async with start_engine(config):
+        pass
+    (line,) = (record.message for record in caplog.records if "would be kept there" in record.message)
+    assert "cache --prune --to" in line
+    assert "backbone of mixtral in int4, 20.0 MB, used 2 days ago" in line
