@@ -64,9 +64,7 @@ def costs_for(engine: Engine, told: CoordinatorConfig, context: int) -> Costs:
     load = os.getloadavg()[0]
     costs = measure_costs(engine, context)
     sizes = engine.shape.tiles, engine.layout.tile_bytes
-    cost_cache.keep(
-        told.cache, cost_cache.Record(setting, str(told.model), *sizes, time.time(), load, costs)
-    )
+    cost_cache.keep(told.cache, cost_cache.Record(setting, str(told.model), *sizes, time.time(), load, costs))
     return costs
 
 
@@ -211,7 +209,7 @@ class _Probe:
         for _ in self._memory.mover.stream(layer, [Missing(expert, 0, self._engine.shape.tiles)], left):
             pass
         if left:
-            raise PolicyError("the prefetcher died while costs were measured; set the policy again")
+            raise PolicyError("the prefetcher exited while costs were measured; set the policy again")
         return time.perf_counter() - started
 
     def _activations(self, rows: int) -> torch.Tensor:

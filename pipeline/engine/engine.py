@@ -110,7 +110,7 @@ class Engine:
         if self.memory is not None:
             every = np.ndindex(placement.shape)
             self.memory.mover.retarget(Target(i, e, int(placement[i, e])) for i, e in every)
-            if not self.memory.mover.settle():
+            if not self.memory.mover.wait_idle():
                 return *policy.notes(view), "the prefetcher is away: experts are placed when it is back"
         return policy.notes(view)
 
@@ -128,7 +128,7 @@ class Engine:
         """Take in who has come and who has died, whether the next layer needs them or not."""
         self.pool.update(0)
         if self.memory is not None:
-            self.memory.mover.keep_up()
+            self.memory.mover.poll_prefetcher()
 
     @torch.inference_mode()
     def step(self, pieces: Sequence[StepInput], phase: Phase) -> list[FloatArray]:
@@ -189,7 +189,7 @@ class Engine:
         clock.mark("read")
 
         if self.memory is not None:
-            self.memory.mover.take_in()  # so that the plan sees what has landed meanwhile
+            self.memory.mover.collect_landings()  # so that the plan sees what has landed meanwhile
         signals = Signals(None if early is not None else read.pop(0), dict(zip(probes, read, strict=True)))
         gated = policy.gate(layer, signals, view) if early is None else early.ahead.gated
         plan = policy.plan(layer, gated.routing, view) if early is None else Plan(early.ahead.cut)
@@ -209,7 +209,7 @@ class Engine:
 
         if (coming := policy.predict(layer, signals, gated, view)) and self.memory is not None:
             self.memory.mover.retarget(coming, predicted=True)
-            self.memory.mover.order_lacking()  # the layer is divided by what was resident then
+            self.memory.mover.fetch_missing()  # the layer is divided by what was resident then
         clock.mark("plan")
 
         if not device.on_host:
@@ -227,7 +227,7 @@ class Engine:
             late = split.handed_over(left)
             tickets.append((late, pool.submit(layer, late, x_host, view.phase)))
         for share, ticket in tickets:
-            if ticket.runs:
+            if ticket.shards:
                 partial = device.from_host(pool.result(ticket))
                 clock.mark("wait")
                 y = _sum(y, partial)

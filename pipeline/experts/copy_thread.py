@@ -1,4 +1,4 @@
-"""The prefetcher as a thread of the coordinator: the same loop and messages, no process of its own."""
+"""The prefetcher as a thread of the coordinator: the same loop and messages as the process."""
 
 from __future__ import annotations
 
@@ -21,27 +21,34 @@ JOIN_LIMIT = 5.0  # seconds for the thread to end
 
 
 def start_copy_thread(
-    told: CoordinatorConfig, store: Store, copier: Copier, socket: ChildServerSocket
+    config: CoordinatorConfig, store: Store, copier: Copier, socket: ChildServerSocket
 ) -> Callable[[], None]:
-    """Start it; it announces itself to `socket`. Returns what ends it."""
+    """Start the thread, which announces itself to `socket`. Returns the function that ends it."""
 
-    def _no_tick() -> None:
-        """Nobody watches a thread: it cannot hang alone."""
+    def no_tick() -> None:
+        """A thread has no progress counter: it cannot hang without the coordinator."""
 
     def copy() -> None:
-        name = Identity("prefetcher", 0, told.incarnation)
-        who = asdict(name) | {"identity": name.prove(told.key)}
-        where = {"runtime": str(told.runtime), "fingerprint": told.fingerprint}
-        peer = ChildEndpoint(who | where, "fetch.sock", supervised=False)
-        loop = CopyLoop(peer, store, told.config.link_gbps, _no_tick)
+        identity = Identity("prefetcher", 0, config.incarnation)
+        endpoint = ChildEndpoint(
+            {
+                **asdict(identity),
+                "identity": identity.prove(config.key),
+                "runtime": str(config.runtime),
+                "fingerprint": config.fingerprint,
+            },
+            "fetch.sock",
+            supervised=False,
+        )
+        loop = CopyLoop(endpoint, store, config.config.link_gbps, no_tick)
         loop.attach(copier)
-        peer.announce()
+        endpoint.announce()
         try:
             loop.run()
         except (CudaError, ShmError) as e:
             socket.give_up(f"the prefetcher failed: {e}")
         finally:
-            peer.close()
+            endpoint.close()
 
     def stop() -> None:
         socket.send(0, Shutdown())

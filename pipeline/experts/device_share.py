@@ -1,5 +1,5 @@
-"""The device's share of a layer: resident tiles are computed while the missing ones are on their way, and
-those as they land."""
+"""The device's share of a layer: resident tiles are computed while the missing ones are fetched, and those as
+they land."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def run_on_device(
     counters: PhaseCounters,
     clock: StepClock,
 ) -> tuple[Tensor, list[Missing]]:
-    """The weighted sum of the shares, float32 [R, H]; and what of them is missing because there is no
-    prefetcher. Resident tiles are an expert's first, so each expert sums its tiles in tile order, and then
-    experts are added in theirs: the bits depend on the cuts and not on what happened to be resident."""
-    left: list[Missing] = []
+    """The weighted sum of the shares, float32 [R, H], and the tiles that could not be fetched because the
+    prefetcher exited. Each expert sums its tiles in tile order (resident ones are its first), then experts
+    are added in theirs: the bits depend on the cuts and not on the residency."""
+    unfetched: list[Missing] = []
     for share in shares:
         if share.resident:
             mover.used(layer, share.expert)
     missing = [Missing(s.expert, s.resident, s.cut) for s in shares if s.resident < s.cut]
-    landing = mover.stream(layer, missing, left)
+    landing = mover.stream(layer, missing, unfetched)
     inputs = kernel.activations(x)
     y = torch.zeros_like(x)
     rows = {s.expert: torch.from_numpy(s.rows.astype(np.int64)).to(x.device) for s in shares}
@@ -60,4 +60,4 @@ def run_on_device(
             weights = torch.from_numpy(share.weights[:, None]).to(x.device)
             y.index_add_(0, rows[share.expert], sums[share.expert] * weights)
     clock.mark("device")
-    return y, left
+    return y, unfetched

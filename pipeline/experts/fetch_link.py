@@ -1,26 +1,27 @@
-"""Orders to the prefetcher and their landings: the coordinator's end of one socket.
+"""The coordinator's link to its prefetcher: fetch orders and their landings.
 
-The prefetcher may be gone for a while: then the link is not `up`, and what was ordered is final where it
-stood.
+While the prefetcher is being restarted the link is not `up`; the orders of the prefetcher that exited are
+final, with the tiles that had landed by then.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from pipeline.experts.peers import ChildServerSocket, Watch
+from pipeline.experts.peers import ChildServerSocket
+from pipeline.experts.progress import ProgressWatch
 from protocol.messages import AttachSlab, CancelFetch, Fetch, Fetched, Ready, SlabAttached, WorkerDied
 from shm.control import ControlLine
 
 DEMANDED, PREDICTED, PLACED = 0, 1, 2  # urgency; smaller overtakes
-STALL_LIMIT = 3.0  # seconds without a tile after which the prefetcher hangs
-ATTACH_LIMIT = 60.0  # the same while it maps the slab and locks the store's pages
+STALL_LIMIT = 3.0  # seconds without a tile after which a prefetcher with orders is hung
+ATTACH_LIMIT = 60.0  # the same while it maps the slab and page-locks the store
 
 
 @dataclass
 class Order:
-    """A Fetch and what is known of it."""
+    """A Fetch and its progress."""
 
     id: int
     layer: int
@@ -29,51 +30,67 @@ class Order:
     slots: list[int]
     urgency: int
     landed: int = 0  # tiles [lo, lo + landed) are in their slots
-    final: bool = False
+    final: bool = False  # no other tile will land
     cancelled: bool = False
-    seconds: float = field(default=0.0)
 
 
 class FetchLink:
-    """Sends orders and keeps their state up to date. Used by the engine's thread alone."""
+    """Sends orders and tracks their progress. Used by the engine's thread alone."""
 
-    def __init__(self, socket: ChildServerSocket, slab: AttachSlab | None, line: ControlLine | None) -> None:
-        """`slab`: what each prefetcher that comes is to map; None: it has it already. `line`: where it counts
-        its progress; None: it is a thread of this process."""
-        self.up = False
+    def __init__(
+        self,
+        socket: ChildServerSocket,
+        slab: AttachSlab | None,
+        line: ControlLine | None,
+        *,
+        stall_limit: float = STALL_LIMIT,
+        attach_limit: float = ATTACH_LIMIT,
+    ) -> None:
+        """`slab`: what every new prefetcher has to map; None: it is a thread that has the slab. `line`: its
+        progress counter; None: it is a thread of this process. Limits are seconds without progress."""
         self.notes: tuple[str, ...] = ()  # of the latest prefetcher
         self._socket = socket
         self._slab = slab
         self._line = line
+        self._stall_limit = stall_limit
+        self._attach_limit = attach_limit
         self._attaching = False
         self._next = 0
         self._orders: dict[int, Order] = {}
-        self._watch = Watch()
+        self._watch = ProgressWatch()
+
+    @property
+    def up(self) -> bool:
+        """A prefetcher has mapped the slab and takes orders."""
+        return self._socket.is_up(0)
 
     def wait_up(self, limit: float) -> bool:
-        """Wait until there is a prefetcher that has mapped the slab; False after `limit` seconds."""
+        """Wait until the link is up; False after `limit` seconds."""
         deadline = time.monotonic() + limit
         while not self.up and time.monotonic() < deadline:
             self.update(100)
         return self.up
 
     def order(self, layer: int, expert: int, lo: int, slots: list[int], urgency: int) -> Order:
-        """Ask for tiles [lo, lo + len(slots)) of an expert. The link must be up."""
-        order = Order(self._next, layer, expert, lo, slots, urgency)
+        """Order tiles [lo, lo + len(slots)) of an expert. While the link is not up the order is final at
+        once: a prefetcher that has not mapped the slab must not get it."""
+        order = Order(self._next, layer, expert, lo, slots, urgency, final=not self.up)
         self._next += 1
+        if order.final:
+            return order
         self._orders[order.id] = order
         self._socket.send(0, Fetch(order.id, layer, expert, lo, tuple(slots), urgency))
         return order
 
     def cancel(self, order: Order) -> None:
-        """Ask to truncate an order; it stays open until it is final."""
+        """Ask the prefetcher to truncate an order; it stays open until it is final."""
         if not (order.cancelled or order.final):
             order.cancelled = True
             self._socket.send(0, CancelFetch(order.id))
 
     def update(self, wait_ms: int) -> None:
-        """Take in what has come; wait at most `wait_ms` for something. Orders of a prefetcher that has died
-        become final."""
+        """Apply the messages that are here; wait at most `wait_ms` for the first. When the prefetcher exits,
+        all its orders become final."""
         messages = self._socket.receive(wait_ms)
         for _, message in messages:
             match message:
@@ -83,39 +100,39 @@ class FetchLink:
                     self._attaching = True
                     self._socket.send(0, self._slab)
                 case Ready():
-                    self._begin()
+                    self._attached(message.incarnation)
                 case SlabAttached():
                     self.notes = message.notes
-                    self._begin()
+                    self._attached(message.incarnation)
                 case WorkerDied():
-                    self.up = self._attaching = False
-                    self._watch.rest()
+                    self._attaching = False
+                    self._watch.reset()
                     for order in self._orders.values():
                         order.final = True
                     self._orders.clear()
         if not messages and (wait_ms or self._attaching):
-            self._look_whether_it_hangs()
+            self._check_progress()
 
     def wait(self, order: Order, landed: int) -> None:
-        """Return when `landed` tiles of the order are there, or it is final."""
+        """Return when `landed` tiles of the order are in their slots, or it is final."""
         while order.landed < landed and not order.final:
             self.update(50)
 
     def _landed(self, order: Order, report: Fetched) -> None:
         if not order.landed <= report.landed <= len(order.slots):
-            self._socket.hung(0)  # it does not know what it does; its successor will
+            self._socket.report_hung(0)  # its reports contradict each other: have it replaced
             return
-        order.landed, order.final, order.seconds = report.landed, report.final, report.seconds
+        order.landed, order.final = report.landed, report.final
         if order.final:
             del self._orders[order.id]
 
-    def _begin(self) -> None:
-        self.up, self._attaching = True, False
-        self._watch.rest()
-        self._socket.up(0)
+    def _attached(self, incarnation: int) -> None:
+        self._attaching = False
+        self._watch.reset()
+        self._socket.mark_up(0, incarnation)
 
-    def _look_whether_it_hangs(self) -> None:
+    def _check_progress(self) -> None:
         if self._line is None or not (self._orders or self._attaching):
-            self._watch.rest()
-        elif self._watch.stalled(self._line.ticks) > (STALL_LIMIT if self.up else ATTACH_LIMIT):
-            self._socket.hung(0)
+            self._watch.reset()
+        elif self._watch.stalled(self._line.ticks) > (self._stall_limit if self.up else self._attach_limit):
+            self._socket.report_hung(0)

@@ -1,5 +1,5 @@
-"""The host's side of a layer, as the engine sees it: processes of their own (`worker_pool.py`) or the
-coordinator itself (`own_cores.py`)."""
+"""The host's side of a layer, as the engine uses it: worker processes (`worker_pool.py`) or the coordinator
+itself (`inline_pool.py`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipeline.arrays import FloatArray, Phase
 from pipeline.experts.host_shards import HostShard
 from pipeline.experts.shares import HostShare
 
-Ticket = Any  # a pool's own: has `runs`, without which there is no result, and `busy`, seconds of computing
+Ticket = Any  # a pool's own: has `shards`, without which there is no result, and `busy`, seconds of computing
 
 
 class HostPool(Protocol):
@@ -24,14 +24,15 @@ class HostPool(Protocol):
     def submit(self, layer: int, share: HostShare, x: FloatArray, phase: Phase) -> Ticket:
         """Begin a share and return at once. x: float32 [R, H], unchanged until `result`."""
 
-    def submit_shards(self, layer: int, runs: Sequence[HostShard], x: FloatArray) -> Ticket:
-        """The same for runs, at most one for each worker."""
+    def submit_shards(self, layer: int, shards: Sequence[HostShard], x: FloatArray) -> Ticket:
+        """The same for shards, at most one for each worker."""
 
     def result(self, ticket: Ticket) -> FloatArray:
-        """The sum of the ticket's runs: float32 [R, H]. Raises ShardFailed, PeerLost."""
+        """The sum of the ticket's shards: float32 [R, H]. Raises ShardFailed, PeerLost."""
 
     def abandon(self, ticket: Ticket) -> None:
-        """Nobody will ask for its result."""
+        """The ticket's result will not be asked for."""
 
     def update(self, wait_ms: int) -> bool:
-        """Take in what has come, and who came or died; True if there was anything."""
+        """Process the messages that are here, starts and exits of workers among them; True if there were
+        any."""

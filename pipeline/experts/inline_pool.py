@@ -1,7 +1,7 @@
-"""The host's share computed in the coordinator itself, by the threads of its device: `--workers 0`.
+"""The host's share computed by the coordinator itself, with its device's threads: `--workers 0`.
 
-Nothing is sent and nobody is woken, which on a machine without a GPU is what a small layer costs most. The
-price: a crash of what computes experts is the coordinator's own, and the whole engine begins anew after it.
+No message is sent and no process is woken, which on a machine without a GPU is most of what a small layer
+costs. The price: a crash of a host kernel is the coordinator's own, and the whole engine is restarted.
 """
 
 from __future__ import annotations
@@ -21,17 +21,24 @@ from shm.store import Store
 from workers.host_experts import HostExperts
 from workers.kernels.native import Team
 
-ALONE = WorkerCores.alike(1)
+ONE_WORKER = WorkerCores.alike(1)
 
 
 @dataclass
-class OwnTicket:
-    """A layer's host share that will be computed when its result is asked for."""
+class InlineTicket:
+    """A layer's host share that is computed when its result is asked for: a `host_pool.Ticket`."""
 
+    pool: InlineExpertPool
     layer: int
-    runs: Sequence[HostShard]
+    shards: Sequence[HostShard]
     x: FloatArray
     busy: float = 0.0
+
+    def result(self) -> FloatArray:
+        return self.pool.result(self)
+
+    def abandon(self) -> None:
+        """Nothing was started."""
 
 
 class InlineExpertPool:
@@ -40,37 +47,38 @@ class InlineExpertPool:
     workers = 0
 
     def __init__(self, store: Store, team: Team | None, slowdown: float) -> None:
-        """`slowdown` > 1 waits after each share, to stand in for a slower host."""
+        """`slowdown` > 1 waits after each share, to emulate a slower host."""
         self._experts = HostExperts(store, team, None)
         self._slowdown = slowdown
 
     def wait_ready(self, limit: float) -> None:
-        """Have what computing takes."""
+        """Load the kernels."""
         self._experts.prepare()
 
-    def submit(self, layer: int, share: HostShare, x: FloatArray, phase: Phase) -> OwnTicket:
+    def submit(self, layer: int, share: HostShare, x: FloatArray, phase: Phase) -> InlineTicket:
         """x: float32 [R, H], unchanged until `result`."""
-        return self.submit_shards(layer, cut_into_shards(share, ALONE, phase, len(x)), x)
+        return self.submit_shards(layer, cut_into_shards(share, ONE_WORKER, phase, len(x)), x)
 
-    def submit_shards(self, layer: int, runs: Sequence[HostShard], x: FloatArray) -> OwnTicket:
-        return OwnTicket(layer, runs, x)
+    def submit_shards(self, layer: int, shards: Sequence[HostShard], x: FloatArray) -> InlineTicket:
+        return InlineTicket(self, layer, shards, x)
 
-    def result(self, ticket: OwnTicket) -> FloatArray:
-        """The sum of the runs: float32 [R, H]."""
+    def result(self, ticket: InlineTicket) -> FloatArray:
+        """The sum of the shards: float32 [R, H]."""
         started = time.perf_counter()
         y = np.zeros(ticket.x.shape, np.float32)
-        for run in ticket.runs:
-            work = Work(0, ticket.layer, run.items, run.offsets, run.rows, run.weights, ticket.x[run.kept])
-            y[run.kept] += self._experts.run(work)
+        for shard in ticket.shards:
+            x = ticket.x[shard.kept]
+            work = Work(0, ticket.layer, shard.items, shard.offsets, shard.rows, shard.weights, x)
+            y[shard.kept] += self._experts.run(work)
         ticket.busy = time.perf_counter() - started
         if self._slowdown > 1:
             time.sleep(ticket.busy * (self._slowdown - 1))
             ticket.busy *= self._slowdown
         return y
 
-    def abandon(self, ticket: OwnTicket) -> None:
-        """Nothing of it has begun."""
+    def abandon(self, ticket: InlineTicket) -> None:
+        """Nothing was started."""
 
     def update(self, wait_ms: int) -> bool:
-        """Nobody comes and nobody dies."""
+        """No messages: it has no processes."""
         return False

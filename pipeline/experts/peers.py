@@ -1,13 +1,14 @@
-"""The coordinator's end of a socket to its workers or its prefetcher: who is there, messages both ways.
+"""The coordinator's end of a socket to its workers or to its prefetcher: child states, messages both ways.
 
-A peer is known by its index; behind an index only its newest life is heard, and what a dead one still had
-under way is dropped. That a peer came or died is told in order among its messages, as its Ready and as
-WorkerDied. Used by the engine's thread alone, but for `give_up` and `stats`.
+A child is known by its index. Of each index only the newest incarnation is heard; messages of earlier ones
+are dropped. A child's arrival and its exit are delivered in order among its messages, as its Ready and as
+WorkerDied. Used by the engine's thread alone, but for `give_up` and the two statistics.
 """
 
 from __future__ import annotations
 
 import logging
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,7 +19,6 @@ from typing import Any
 import zmq
 
 from pipeline.errors import PeerLost
-from pipeline.experts.recovery import Recovery
 from pipeline.rate_limit import SparseLog
 from protocol.checks import DEFAULT
 from protocol.codec import decode, encode
@@ -28,45 +28,45 @@ from protocol.sockets import Identity, bind_router, ipc_endpoint, parse_identity
 
 log = logging.getLogger(__name__)
 
-SEND_LIMIT = 30.0  # seconds for a peer whose queue is full to take something
-SLICE_MS = 10  # of a wait, between two looks at who has died
+SEND_LIMIT = 30.0  # seconds for a child whose queue is full to take a message
+SLICE_MS = 10  # of a wait, between two looks at the exit events
 COPY_BELOW = 65536  # bytes; copying less is cheaper than tracking the buffer
-TAKE_SECONDS = 0.001  # for what is here, so that a flood of strangers' messages is no endless loop
-RECEIVE_HWM = 64  # messages of one peer that may wait to be read: a stranger's too
-STALL_SLICE = 0.1  # seconds without progress that one look may find: we may have stood still ourselves
+DRAIN_SECONDS = 0.001  # for what has arrived, so that a flood of foreign messages is no endless loop
+RECEIVE_HWM = 64  # messages of one sender that may wait to be read
+RECOVERIES = 256  # of the latest ones, in the statistics
 
-Tell = Callable[[object], None]
+SendToSupervisor = Callable[[object], None]
 
 
 @dataclass
 class ChildState:
-    """A peer's present life."""
+    """A child's present incarnation."""
 
     name: bytes
     incarnation: int
     pid: int
-    up: bool = False  # it does its work
-    hung: bool = False  # its end was asked for
+    up: bool = False  # it has answered: it does its work
+    hung: bool = False  # reported to the supervisor, which kills it
 
 
 class ExitEvents:
-    """What the supervisor saw die, by role. From any thread."""
+    """Exits that the supervisor reported, by role. May be used from any thread."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, deque[WorkerDied]] = {"worker": deque(), "prefetcher": deque()}
+        self._exits: dict[str, deque[WorkerDied]] = {"worker": deque(), "prefetcher": deque()}
 
-    def put(self, death: WorkerDied) -> None:
-        """Note a death; one of another role is nobody's."""
-        if death.role in self._seen:
-            self._seen[death.role].append(death)
+    def put(self, exit: WorkerDied) -> None:
+        """Add an exit; those of other roles are dropped."""
+        if exit.role in self._exits:
+            self._exits[exit.role].append(exit)
 
     def of(self, role: str) -> deque[WorkerDied]:
-        """Those of a role that were not yet taken, the oldest first."""
-        return self._seen[role]
+        """A role's exits that were not yet taken, the oldest first."""
+        return self._exits[role]
 
 
 class ChildServerSocket:
-    """A bound ROUTER for all peers of one role."""
+    """A bound ROUTER for all children of one role."""
 
     def __init__(
         self,
@@ -75,13 +75,13 @@ class ChildServerSocket:
         role: str,
         fingerprint: str,
         key: bytes,
-        deaths: ExitEvents,
-        tell: Tell,
+        exits: ExitEvents,
+        to_supervisor: SendToSupervisor,
         *,
         largest: int = 0,
     ) -> None:
-        """`key`: the engine's, which proves who its children are; `tell` sends to the supervisor; `largest`:
-        bytes of the largest array that a peer sends."""
+        """`key`: the engine's, with which children prove their identity; `largest`: bytes of the largest
+        array that a child sends."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = bind_router(
             self._context,
@@ -92,69 +92,81 @@ class ChildServerSocket:
         self.role = role
         self._fingerprint = fingerprint
         self._key = key
-        self._deaths = deaths.of(role)
-        self._tell = tell
-        self._live: dict[int, ChildState] = {}
+        self._exits = exits.of(role)
+        self._to_supervisor = to_supervisor
+        self._children: dict[int, ChildState] = {}
         self._given_up = ""
         self._log = SparseLog(log)
-        self._proven: dict[bytes, Identity] = {}  # those who live, by name: a proof is looked at once
-        self._early: list[tuple[int, object]] = []  # what came while a send had to wait
-        self.recovery = Recovery()
+        self._proven: dict[bytes, Identity] = {}  # of running children, by name: each proof is checked once
+        self._early: list[tuple[int, object]] = []  # received while a send or `wait_ready` waited
+        self._exit_count = 0
+        self._exited_at: dict[int, float] = {}  # by index, until the successor is up
+        self._ready_seconds: deque[float] = deque(maxlen=RECOVERIES)
+        self._up_seconds: deque[float] = deque(maxlen=RECOVERIES)
         self.malformed = 0
-        self.behind = False  # there is more to take in
+        self.behind = False  # messages are left that the last `receive` had no time for
 
     @property
-    def live(self) -> list[int]:
-        """The indices of the peers that are there."""
-        return list(self._live)
+    def running(self) -> list[int]:
+        """The indices of the children that have announced themselves and have not exited."""
+        return list(self._children)
+
+    def is_up(self, index: int) -> bool:
+        """The child runs and was marked up."""
+        child = self._children.get(index)
+        return child is not None and child.up
 
     def wait_ready(self, count: int, limit: float) -> None:
-        """Wait for `count` peers to announce themselves; what they say meanwhile is received later. Raises
+        """Wait until `count` children have announced themselves; their messages are received later. Raises
         PeerLost after `limit` seconds."""
         deadline = time.monotonic() + limit
-        while len(self._live) < count:
+        while len(self._children) < count:
             if time.monotonic() > deadline:
-                raise PeerLost(f"{len(self._live)} of {count} {self.role}s were ready after {limit:.0f} s")
+                raise PeerLost(
+                    f"{len(self._children)} of {count} {self.role}s were ready after {limit:.0f} s"
+                )
             self._early.extend(self._take(100))
 
     def give_up(self, reason: str) -> None:
-        """No peer will answer any more: every wait from now on raises PeerLost with this reason. From any
-        thread."""
+        """End all waiting: every wait from now on raises PeerLost with this reason. From any thread."""
         self._given_up = reason
 
-    def up(self, index: int) -> None:
-        """This peer does its work from now on."""
-        life = self._live[index]
-        if not life.up:
-            life.up = True
-            self.recovery.whole(index)
-            self._tell(WorkerUp(self.role, index, life.incarnation))
+    def mark_up(self, index: int, incarnation: int) -> None:
+        """This incarnation does its work from now on. Ignored where it has exited meanwhile."""
+        child = self._children.get(index)
+        if child is None or child.up or child.incarnation != incarnation:
+            return
+        child.up = True
+        exited = self._exited_at.pop(index, None)
+        if exited is not None:
+            self._up_seconds.append(time.monotonic() - exited)
+        self._to_supervisor(WorkerUp(self.role, index, incarnation))
 
-    def hung(self, index: int) -> None:
-        """This peer has work and makes no progress: have it killed."""
-        life = self._live.get(index)
-        if life is not None and not life.hung:
-            life.hung = True
-            self._tell(Hung(self.role, index, life.incarnation))
+    def report_hung(self, index: int) -> None:
+        """This child has work and makes no progress: the supervisor is to kill it."""
+        child = self._children.get(index)
+        if child is not None and not child.hung:
+            child.hung = True
+            self._to_supervisor(Hung(self.role, index, child.incarnation))
 
     def send(self, index: int, message: object) -> None:
-        """Send to a peer. Large tensors are not copied: they must not change until its answer. To one that is
-        dying or dead nothing is sent: its death is received, or was. Raises PeerLost where a living one takes
-        no message for too long."""
-        life = self._live.get(index)
-        if life is None:
+        """Send to a child. Large tensors are not copied: they must not change until its answer. A message to
+        a child that has exited is dropped: its exit is delivered, or was. Raises PeerLost where a running
+        child takes no message for too long."""
+        child = self._children.get(index)
+        if child is None:
             return
         frames = encode(message)
         small = sum(map(len, frames)) < COPY_BELOW
         deadline = time.monotonic() + SEND_LIMIT
         while True:
             try:
-                self._socket.send_multipart([life.name, *frames], zmq.NOBLOCK, copy=small)
+                self._socket.send_multipart([child.name, *frames], zmq.NOBLOCK, copy=small)
                 return
             except zmq.Again:
-                # It may wait for us to take what it sends, so take it.
+                # The child may be waiting for this socket to take what it sends.
                 self._early.extend(self._take(10))
-                if self._live.get(index) is not life:
+                if self._children.get(index) is not child:
                     return
                 if time.monotonic() > deadline:
                     raise PeerLost(f"{self.role} {index} took no message for {SEND_LIMIT:.0f} s") from None
@@ -165,35 +177,45 @@ class ChildServerSocket:
 
     def receive(self, wait_ms: int) -> list[tuple[int, object]]:
         """Messages that are here, as (index, message); waits at most `wait_ms` for the first. Among them are
-        the Ready of who has come and the WorkerDied of who is gone. Raises PeerLost when all were given
-        up."""
+        the Ready of each new child and the WorkerDied of each that exited. Raises PeerLost after
+        `give_up`."""
         early, self._early = self._early, []
         return early + self._take(0 if early else wait_ms)
 
     def stats(self) -> list[dict[str, Any]]:
-        """Who is there, for a person. From any thread."""
+        """The running children. From any thread."""
         return [
-            {"role": self.role, "index": i, "incarnation": life.incarnation, "pid": life.pid, "up": life.up}
-            for i, life in sorted(list(self._live.items()))
+            {"role": self.role, "index": i, "incarnation": c.incarnation, "pid": c.pid, "up": c.up}
+            for i, c in sorted(list(self._children.items()))
         ]
+
+    def recovery_stats(self) -> dict[str, Any]:
+        """The number of exits, and the median seconds from an exit until the successor had announced itself
+        (`ready_s`) and did its work (`whole_s`); None where no child was replaced. From any thread."""
+        ready, up = list(self._ready_seconds), list(self._up_seconds)
+        return {
+            "deaths": self._exit_count,
+            "ready_s": statistics.median(ready) if ready else None,
+            "whole_s": statistics.median(up) if up else None,
+        }
 
     def _take(self, wait_ms: int) -> list[tuple[int, object]]:
         messages: list[tuple[int, object]] = []
         while True:
             slice_ms = min(wait_ms, SLICE_MS)
-            here = self._socket.poll(slice_ms)
+            arrived = self._socket.poll(slice_ms)
             if self._given_up:
                 raise PeerLost(self._given_up)
-            while self._deaths:
-                self._bury(self._deaths.popleft(), messages)
-            if here:
+            while self._exits:
+                self._on_exit(self._exits.popleft(), messages)
+            if arrived:
                 self._drain(messages)
             wait_ms -= slice_ms
             if messages or wait_ms <= 0:
                 return messages
 
     def _drain(self, messages: list[tuple[int, object]]) -> None:
-        until = time.perf_counter() + TAKE_SECONDS
+        until = time.perf_counter() + DRAIN_SECONDS
         self.behind = True
         while time.perf_counter() < until:
             try:
@@ -202,68 +224,50 @@ class ChildServerSocket:
                 self.behind = False
                 return
             try:
-                peer = self._proven.get(sender) or parse_identity(sender, self._key)
+                identity = self._proven.get(sender) or parse_identity(sender, self._key)
                 message = decode(frames)
             except MalformedMessage as e:
-                self._complain(str(e))
+                self._reject(str(e))
                 continue
-            life = self._live.get(peer.index)
-            if peer.role != self.role:
-                self._complain(f"a {peer.role} speaks as a {self.role}")
+            child = self._children.get(identity.index)
+            if identity.role != self.role:
+                self._reject(f"a {identity.role} sends on the socket of {self.role}s")
             elif isinstance(message, Ready):
-                self._welcome(sender, peer, message, messages)
-            elif life is not None and life.incarnation == peer.incarnation:
-                messages.append((peer.index, message))
+                self._on_ready(sender, identity, message, messages)
+            elif child is not None and child.incarnation == identity.incarnation:
+                messages.append((identity.index, message))
 
-    def _complain(self, text: str) -> None:
+    def _reject(self, reason: str) -> None:
         self.malformed += 1
-        self._log.warning(f"dropped a malformed message on the {self.role} socket: {text}")
+        self._log.warning(f"dropped a malformed message on the {self.role} socket: {reason}")
 
-    def _welcome(self, name: bytes, peer: Identity, ready: Ready, messages: list[tuple[int, object]]) -> None:
+    def _on_ready(
+        self, name: bytes, identity: Identity, ready: Ready, messages: list[tuple[int, object]]
+    ) -> None:
+        index, incarnation = identity.index, identity.incarnation
         if ready.version != VERSION or ready.fingerprint != self._fingerprint:
-            self._complain(f"{peer.role} {peer.index} has another version or store")
+            self._reject(f"{self.role} {index} has another version or store")
             return
-        known = self._live.get(peer.index)
-        if known is not None and known.incarnation >= peer.incarnation:
-            return  # said twice, or by a former life
-        if known is not None:  # its successor came before the news of its death
-            self._bury(WorkerDied(peer.role, peer.index, known.incarnation, False, -1), messages)
-        self._live[peer.index] = ChildState(name, peer.incarnation, ready.pid)
-        self._proven[name] = peer
-        self.recovery.ready(peer.index)
-        messages.append((peer.index, ready))
+        known = self._children.get(index)
+        if known is not None and known.incarnation >= incarnation:
+            return  # a second Ready, or one of an earlier incarnation
+        if known is not None:  # the successor announced itself before the supervisor reported the exit
+            self._on_exit(WorkerDied(self.role, index, known.incarnation, False, -1), messages)
+        self._children[index] = ChildState(name, incarnation, ready.pid)
+        self._proven[name] = identity
+        if index in self._exited_at:
+            self._ready_seconds.append(time.monotonic() - self._exited_at[index])
+        messages.append((index, ready))
 
-    def _bury(self, death: WorkerDied, messages: list[tuple[int, object]]) -> None:
-        life = self._live.get(death.index)
-        if life is not None and life.incarnation == death.incarnation:
-            del self._live[death.index]
-            del self._proven[life.name]
-            self.recovery.died(death.index)
-            messages.append((death.index, death))
+    def _on_exit(self, exit: WorkerDied, messages: list[tuple[int, object]]) -> None:
+        child = self._children.get(exit.index)
+        if child is not None and child.incarnation == exit.incarnation:
+            del self._children[exit.index]
+            del self._proven[child.name]
+            self._exit_count += 1
+            self._exited_at[exit.index] = time.monotonic()
+            messages.append((exit.index, exit))
 
     def close(self) -> None:
         self._socket.close()
         self._context.term()
-
-
-class Watch:
-    """Whether a peer that has work makes progress. Time in which we did not look does not count."""
-
-    def __init__(self) -> None:
-        self._ticks = -1
-        self._still = 0.0
-        self._looked = 0.0
-
-    def stalled(self, ticks: int) -> float:
-        """Seconds without progress, as far as they were seen; `ticks` is the peer's counter now."""
-        now = time.monotonic()
-        if ticks != self._ticks:
-            self._ticks, self._still = ticks, 0.0
-        else:
-            self._still += min(now - self._looked, STALL_SLICE)
-        self._looked = now
-        return self._still
-
-    def rest(self) -> None:
-        """It has no work: nothing is expected of it."""
-        self._ticks = -1

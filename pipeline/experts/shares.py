@@ -1,4 +1,4 @@
-"""A layer's work divided between host and device, from its routing, its cuts and what is resident."""
+"""A layer's work divided between host and device, by its routing, its cuts and its residency."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.policies.view import Routing
 
 @dataclass(frozen=True)
 class Missing:
-    """Tiles [lo, hi) of an expert that the device is to compute and has not got."""
+    """Tiles [lo, hi) of an expert that the device has to compute and that are not resident."""
 
     expert: int
     lo: int
@@ -24,7 +24,7 @@ class Missing:
 
 @dataclass(frozen=True)
 class HostShare:
-    """The experts with host tiles: their tiles [lo, hi), the rows that use them, those rows' weights."""
+    """The experts with host tiles: their tiles [lo, hi), the rows that use them and those rows' weights."""
 
     experts: IntArray  # [m], ascending
     lo: IntArray  # [m]
@@ -34,7 +34,7 @@ class HostShare:
 
     @property
     def total(self) -> int:
-        """Tiles that the host computes."""
+        """Number of tiles that the host computes."""
         return int(self.hi.sum() - self.lo.sum())
 
 
@@ -51,14 +51,14 @@ class DeviceShare:
 
 @dataclass(frozen=True)
 class Split:
-    """Who computes what in one layer."""
+    """One layer's work for host and device."""
 
     workload: IntArray  # [E] rows routed to each expert
     host: HostShare
     device: list[DeviceShare]  # experts ascending
 
     def handed_over(self, missing: Iterable[Missing]) -> HostShare:
-        """The host's share of what the device was to compute and cannot get."""
+        """The host's share of tiles that were the device's and cannot be fetched."""
         shares = {share.expert: share for share in self.device}
         items = sorted(missing, key=lambda item: (item.expert, item.lo))
         return HostShare(
@@ -71,8 +71,8 @@ class Split:
 
 
 def split_layer(routing: Routing, cut: IntArray, residency: IntArray, tiles: int) -> Split:
-    """cut, residency: int32 [E], of this layer. For each active expert the device computes tiles [0, cut),
-    the host [cut, tiles). Raises PlanError for a cut outside 0..tiles."""
+    """cut, residency: int32 [E], of this layer. Of each active expert the device computes tiles [0, cut), the
+    host [cut, tiles). Raises PlanError for a cut outside 0..tiles."""
     if len(routing.experts) == 1:
         return _split_row(routing, cut, residency, tiles)
     chosen = routing.experts.ravel()
@@ -83,9 +83,10 @@ def split_layer(routing: Routing, cut: IntArray, residency: IntArray, tiles: int
     weights = weights[order]
     workload = np.bincount(chosen[order], minlength=len(residency)).astype(np.int32)
     active = np.flatnonzero(workload).astype(np.int32)
-    right = cut.shape == workload.shape
-    cuts = cut[active] if right else cut
-    if not right or (cuts < 0).any() or (cuts > tiles).any():
+    if cut.shape != workload.shape:
+        raise _wrong_cuts(residency, tiles)
+    cuts = cut[active]
+    if (cuts < 0).any() or (cuts > tiles).any():
         raise _wrong_cuts(residency, tiles)
     on_host = cuts < tiles
     lo = cuts[on_host]
@@ -103,8 +104,8 @@ def split_layer(routing: Routing, cut: IntArray, residency: IntArray, tiles: int
 
 
 def _split_row(routing: Routing, cut: IntArray, residency: IntArray, tiles: int) -> Split:
-    """`split_layer` of a single row, in plain numbers: at decode this is on every layer's way, and the caches
-    hold nothing but weights then."""
+    """`split_layer` of a single row, in plain numbers: decode does this in every layer, with processor caches
+    that hold nothing but weights."""
     if cut.shape != residency.shape:
         raise _wrong_cuts(residency, tiles)
     row, workload = np.zeros(1, np.int32), np.zeros(len(residency), np.int32)

@@ -1,9 +1,9 @@
-"""Moves tiles to the device: keeps residency at the policy's targets, streams what a step demands.
+"""Moves tiles to the device: keeps residency at the policy's targets, and streams what a step demands.
 
-The only user of the expert cache's slots and of the fetch link, so the rules that tie the two live here: an
-expert has at most one order under way; a demanded expert's background order is truncated first, and what it
-has brought is used; tiles land in order, so what is resident is always a prefix. While there is no prefetcher
-nothing is ordered, and what was demanded is handed back.
+It is the only user of the expert cache's slots and of the fetch link, so the rules that connect the two are
+here. An expert has at most one background order. When the expert is demanded, that order is truncated first,
+and the tiles that it brought are used. Tiles land in order, so what is resident is always a prefix. While the
+prefetcher is being restarted nothing is ordered, and demanded tiles are handed back.
 """
 
 from __future__ import annotations
@@ -19,215 +19,229 @@ from pipeline.experts.fetch_link import DEMANDED, PLACED, PREDICTED, FetchLink, 
 from pipeline.experts.shares import Missing
 from pipeline.policies.view import Target
 
-BACKGROUND = 64  # orders under way at most: more would only fill the prefetcher's socket
-COME_LIMIT = 10.0  # seconds for a new prefetcher, where one is waited for
+BACKGROUND = 64  # background orders at most: more would only fill the prefetcher's socket
+RESTART_LIMIT = 10.0  # seconds that `wait_idle` waits for a new prefetcher
+
+Key = tuple[int, int]  # layer, expert
 
 
 @dataclass
 class _Prediction:
-    """An expert that is kept because it was predicted, and not used yet."""
+    """An expert's residency that was predicted and not used yet."""
 
-    counters: PhaseCounters  # of the phase that predicted it: what comes of it is booked there
-    tiles: int = 0  # that this brought
+    counters: PhaseCounters  # of the phase that predicted it: its tiles are counted there
+    unused: int = 0  # resident tiles that it brought
+
+
+@dataclass
+class _BackgroundOrder:
+    """An order without a demand."""
+
+    order: Order
+    prediction: _Prediction | None  # the prediction that it was sent for, also if that was dropped since
+    booked: int = 0  # landed tiles that the cache and the counters know of
 
 
 class TileMover:
     """Used by the engine's thread alone."""
 
-    def __init__(self, cache: ExpertCache, link: FetchLink, device: Device) -> None:
+    def __init__(
+        self, cache: ExpertCache, link: FetchLink, device: Device, *, restart_limit: float = RESTART_LIMIT
+    ) -> None:
         self.cache = cache
         self._link = link
         self._device = device
-        self._background: dict[tuple[int, int], Order] = {}
-        self._taken_in: dict[int, int] = {}  # order id -> tiles of it that the cache knows of
-        self._booked_to: dict[int, PhaseCounters] = {}  # order id of a prediction -> as in `_Prediction`
-        self._predicted: dict[tuple[int, int], _Prediction] = {}
-        self.counters = PhaseCounters(len(cache.residency))  # of the phase that runs
-        self.demanded = 0  # tiles
+        self._restart_limit = restart_limit
+        self._background: dict[Key, _BackgroundOrder] = {}
+        self._predicted: dict[Key, _Prediction] = {}
+        self.counters = PhaseCounters(len(cache.residency))  # of the present phase
+        self.demanded = 0  # tiles that landed on demand
         self.placed = 0  # tiles that landed in the background
 
+    @property
+    def idle(self) -> bool:
+        """No background order is under way."""
+        return not self._background
+
     def retarget(self, targets: Iterable[Target], predicted: bool = False) -> None:
-        """Keep these experts at these residencies from now on: shrink at once, grow by what is demanded
-        and, from the next `update` on, in the background. What is `predicted` overtakes what is not."""
+        """Keep these experts at these residencies from now on: evict at once; grow by demanded tiles and,
+        from the next `update` on, in the background. Predicted targets are fetched before others."""
         changes = tuple(targets)
         if not changes:
             return
-        kept = {(c.layer, c.expert): int(self.cache.residency[c.layer, c.expert]) for c in changes}
+        resident = {(c.layer, c.expert): int(self.cache.residency[c.layer, c.expert]) for c in changes}
         self.cache.set_targets(changes)
         for change in changes:
             key = (change.layer, change.expert)
-            order = self._background.get(key)
-            if order is not None and order.lo + len(order.slots) > change.tiles:
-                self._link.cancel(order)
-            if predicted and change.tiles > kept[key]:
+            entry = self._background.get(key)
+            if entry is not None and entry.order.lo + len(entry.order.slots) > change.tiles:
+                self._link.cancel(entry.order)
+            if predicted and change.tiles > resident[key]:
                 self._predicted.setdefault(key, _Prediction(self.counters))
-            elif key in self._predicted and change.tiles < kept[key]:
-                self._forget(key, kept[key] - change.tiles)
-            elif change.tiles == 0:
-                self._predicted.pop(key, None)
+            elif key in self._predicted:
+                self._evicted(key, max(0, resident[key] - change.tiles))
 
-    def keep_up(self) -> None:
-        """See whether the prefetcher came or went, also where nothing is under way; then `update`."""
+    def poll_prefetcher(self) -> None:
+        """Notice the prefetcher's start or exit, also while no order is under way; then `update`."""
         self._link.update(0)
         self.update()
 
-    def update(self, wait_ms: int = 0) -> None:
-        """Take in landings and order what is still lacking."""
-        self.take_in(wait_ms)
-        self.order_lacking()
+    def update(self) -> None:
+        """Book landings and order what is still below target."""
+        self.collect_landings()
+        self.fetch_missing()
 
-    def order_lacking(self) -> None:
-        """Order what is below its target and not under way. Residency stays what it is."""
-        if not self._link.up:
+    def fetch_missing(self) -> None:
+        """Order tiles below target that are not under way: predicted ones first. Residency does not
+        change."""
+        if not self.cache.missing or not self._link.up:
             return
         for key in list(self._predicted):
-            if not self._order_background(key, PREDICTED):
+            if not self._order_background(key, self._predicted[key]):
                 return
-        for layer, expert in self.cache.lacking().tolist():
-            if not self._order_background((layer, expert), PLACED):
+        for layer, expert in self.cache.below_target().tolist():
+            if not self._order_background((layer, expert), None):
                 return
 
-    def take_in(self, wait_ms: int = 0) -> None:
-        """Take in what has landed in the background."""
+    def collect_landings(self) -> None:
+        """Book what has landed in the background."""
         if self._background:
-            self._link.update(wait_ms)
-            for key, order in list(self._background.items()):
-                self._book(order)
-                if order.final:
+            self._link.update(0)
+            for key, entry in list(self._background.items()):
+                self._book(entry)
+                if entry.order.final:
                     del self._background[key]
 
     def used(self, layer: int, expert: int) -> None:
-        """The device computes with what is resident of an expert."""
+        """The device computes with an expert's resident tiles."""
         key = (layer, expert)
         if key in self._predicted:
             prediction = self._predicted[key]
-            prediction.counters.useful_tiles += prediction.tiles
-            prediction.tiles = 0
-            if self.cache.residency[key] == self.cache.target[key]:  # nothing of it is still to come
+            prediction.counters.useful_tiles += prediction.unused
+            prediction.unused = 0
+            if self.cache.residency[key] == self.cache.target[key]:  # no other tile of it will land
                 del self._predicted[key]
 
-    @property
-    def moving(self) -> bool:
-        """Something is under way in the background."""
-        return bool(self._background)
-
-    def settle(self) -> bool:
-        """Wait until residency equals the targets; False where no prefetcher comes: the rest lands when one
-        does."""
-        while self.cache.lacking().size or self._background:
+    def wait_idle(self) -> bool:
+        """Wait until residency equals the targets; False where no prefetcher starts within the limit: the
+        rest lands once one runs."""
+        while self.cache.missing or self._background:
             self.update()
-            for order in list(self._background.values())[:1]:
-                self._link.wait(order, order.landed + 1)
-            if not (self._link.up or self._link.wait_up(COME_LIMIT)):
+            for entry in list(self._background.values())[:1]:
+                self._link.wait(entry.order, entry.order.landed + 1)
+            if not (self._link.up or self._link.wait_up(self._restart_limit)):
                 return False
-        self.cache.audit()
+        self.cache.audit(idle=True)
         return True
 
     def stream(
-        self, layer: int, missing: Iterable[Missing], left: list[Missing]
+        self, layer: int, missing: Iterable[Missing], unfetched: list[Missing]
     ) -> Iterator[tuple[int, int]]:
-        """Fetch tiles on demand: the first orders leave now, and the result yields (expert, slot) for each
-        tile, in the order given, once it has landed; first those that were under way and have landed by now.
-        A slot whose tile the target does not keep may be read until the next one is asked for. What will not
-        come, because there is no prefetcher, is put in `left`; of an expert these are its last tiles."""
+        """Fetch tiles on demand. The first orders are sent now. The result yields (expert, slot) for each
+        tile once it has landed, in the order given, but first those that a background order had brought. A
+        slot that the target does not keep may be read until the next one is asked for. Tiles that cannot
+        come, because the prefetcher exited, are appended to `unfetched`: always the last tiles of their
+        expert."""
         wanted = deque(missing)
         running = deque(self._adopt(layer, wanted))
         self._demand(layer, wanted, running)
-        return self._landings(layer, wanted, running, left)
+        return self._landings(layer, wanted, running, unfetched)
 
     def _landings(
-        self, layer: int, wanted: deque[Missing], running: deque[Order], left: list[Missing]
+        self, layer: int, wanted: deque[Missing], running: deque[Order], unfetched: list[Missing]
     ) -> Iterator[tuple[int, int]]:
         while running:
             order = running.popleft()
-            for index in range(len(order.slots)):
+            for index, slot in enumerate(order.slots):
                 self._link.wait(order, index + 1)
-                if order.landed <= index:  # the prefetcher died over it
-                    for slot in order.slots[index:]:
-                        self.cache.pass_through(slot)
-                    left.append(Missing(order.expert, order.lo + index, order.lo + len(order.slots)))
+                if order.landed <= index:  # the prefetcher exited before this tile
+                    for unwritten in order.slots[index:]:
+                        self.cache.release_loading(unwritten)
+                    unfetched.append(Missing(order.expert, order.lo + index, order.lo + len(order.slots)))
                     break
-                slot, tile = order.slots[index], order.lo + index
                 self.demanded += 1
-                kept = self.cache.land(layer, order.expert, tile, slot)
-                yield order.expert, slot
-                if not kept:
-                    self.cache.pass_through(slot)
+                if self.cache.land(layer, order.expert, order.lo + index, slot):
+                    yield order.expert, slot
+                else:
+                    self.cache.begin_use(slot)
+                    yield order.expert, slot
+                    self.cache.end_use(slot)
                     self._demand(layer, wanted, running)
             if not running:
                 self._demand(layer, wanted, running)
-        left.extend(wanted)
+        unfetched.extend(wanted)
 
     def _adopt(self, layer: int, wanted: deque[Missing]) -> Iterator[Order]:
-        """End the background orders of experts that are about to be demanded. What they have brought since
-        the plan was made is the first of what is demanded; the rest leaves `wanted` by so much."""
+        """End the background orders of demanded experts. Their tiles that landed since the plan was made are
+        the first of the demanded ones, and leave `wanted`."""
         for index, item in enumerate(list(wanted)):
             key = (layer, item.expert)
             if self._predicted.pop(key, None) is not None:
                 self.counters.late_tiles += item.hi - item.lo
-            order = self._background.pop(key, None)
-            if order is None:
+            entry = self._background.pop(key, None)
+            if entry is None:
                 continue
-            self._link.cancel(order)
-            while not order.final:
-                self._link.wait(order, len(order.slots))
-            known = self._taken_in.pop(order.id, 0)
-            counters = self._booked_to.pop(order.id, self.counters)
-            came = order.landed - known
-            use = min(came, item.hi - item.lo) if item.lo == order.lo + known else 0
-            if order.urgency == PREDICTED:
-                counters.predicted_tiles += came - use
-                counters.wasted_tiles += came - use
-            for slot in order.slots[known + use :]:
-                self.cache.pass_through(slot)
-            slots = order.slots[known : known + use]
+            order, booked = entry.order, entry.booked
+            self._finish(order)
+            landed = order.landed - booked
+            use = min(landed, item.hi - item.lo) if item.lo == order.lo + booked else 0
+            if entry.prediction is not None:
+                entry.prediction.counters.predicted_tiles += landed - use
+                entry.prediction.counters.wasted_tiles += landed - use
+            for slot in order.slots[booked + use :]:
+                self.cache.release_loading(slot)
             wanted[index] = Missing(item.expert, item.lo + use, item.hi)
-            if slots:
+            if use:
+                slots = order.slots[booked : booked + use]
                 yield Order(order.id, layer, item.expert, item.lo, slots, DEMANDED, use, final=True)
         for item in [item for item in wanted if item.lo == item.hi]:
             wanted.remove(item)
 
     def _demand(self, layer: int, wanted: deque[Missing], running: deque[Order]) -> None:
-        """Order as much of what is wanted as there are slots. With no order running there always are."""
+        """Order as many wanted tiles as there are free slots."""
         while wanted and self._link.up:
             item = wanted[0]
             order = self._order(layer, item.expert, item.lo, item.hi - item.lo, DEMANDED)
             if order is None:
-                if not running:
-                    self._make_room()
-                    continue
-                return
+                if running:
+                    return
+                self._stop_background_order()
+                continue
             running.append(order)
             wanted.popleft()
             if item.lo + len(order.slots) < item.hi:
                 wanted.appendleft(Missing(item.expert, item.lo + len(order.slots), item.hi))
 
-    def _make_room(self) -> None:
-        """Every slot is kept or being loaded in the background: wait for one of those orders to end."""
-        key, order = next(iter(self._background.items()))
+    def _stop_background_order(self) -> None:
+        """Truncate a background order: each slot that is not READY is loading for one of them."""
+        key, entry = next(iter(self._background.items()))
+        self._finish(entry.order)
+        self._book(entry)
+        del self._background[key]
+
+    def _finish(self, order: Order) -> None:
+        """Cancel an order and wait until the prefetcher has acknowledged that."""
         self._link.cancel(order)
         while not order.final:
             self._link.wait(order, len(order.slots))
-        self._book(order)
-        del self._background[key]
 
-    def _order_background(self, key: tuple[int, int], urgency: int) -> bool:
-        """Order what an expert lacks, unless that is under way; False where no more can be ordered."""
+    def _order_background(self, key: Key, prediction: _Prediction | None) -> bool:
+        """Order an expert's tiles below target, unless an order of it is under way; False where the limit of
+        orders or of slots is reached."""
         lo = int(self.cache.residency[key])
         count = int(self.cache.target[key]) - lo
         if count <= 0 or key in self._background:
             return True
         if len(self._background) == BACKGROUND:
             return False
-        order = self._order(*key, lo, count, urgency)
-        if order is not None:
-            self._background[key] = order
-            if urgency == PREDICTED:
-                self._booked_to[order.id] = self._predicted[key].counters
-        return order is not None
+        order = self._order(*key, lo, count, PLACED if prediction is None else PREDICTED)
+        if order is None:
+            return False
+        self._background[key] = _BackgroundOrder(order, prediction)
+        return True
 
     def _order(self, layer: int, expert: int, lo: int, count: int, urgency: int) -> Order | None:
-        """Order up to `count` tiles, as many as there are free slots; None where there is none."""
+        """Order up to `count` tiles, as many as there are free slots; None where there are none."""
         taken = self.cache.take(count)
         if not taken:
             return None
@@ -235,34 +249,38 @@ class TileMover:
             self._device.wait(fence)
         return self._link.order(layer, expert, lo, [slot for slot, _ in taken], urgency)
 
-    def _book(self, order: Order) -> None:
-        """Book a background order's new landings, and give back what a final one did not write."""
-        known = self._taken_in.get(order.id, 0)
-        predicted = order.urgency == PREDICTED
-        prediction = self._predicted.get((order.layer, order.expert)) if predicted else None
-        # a prediction that was dropped meanwhile is still booked to the phase that made it
-        counters = self._booked_to.get(order.id, self.counters) if prediction is None else prediction.counters
-        for index in range(known, order.landed):
+    def _book(self, entry: _BackgroundOrder) -> None:
+        """Book a background order's new landings, and release what a final one did not write."""
+        order = entry.order
+        # The expert's present prediction: the order's own, or one made since that was dropped.
+        present = self._predicted.get((order.layer, order.expert))
+        for index in range(entry.booked, order.landed):
             self.placed += 1
-            counters.predicted_tiles += predicted
             slot = order.slots[index]
-            if not self.cache.land(order.layer, order.expert, order.lo + index, slot):
-                self.cache.pass_through(slot)
-                counters.wasted_tiles += predicted
-            elif prediction is not None:
-                prediction.tiles += 1
-        self._taken_in[order.id] = order.landed
+            kept = self.cache.land(order.layer, order.expert, order.lo + index, slot)
+            if not kept:
+                self.cache.release_loading(slot)
+            if entry.prediction is None:
+                continue
+            if kept and present is not None:
+                present.counters.predicted_tiles += 1
+                present.unused += 1
+            elif not kept:
+                counters = (present or entry.prediction).counters
+                counters.predicted_tiles += 1
+                counters.wasted_tiles += 1
+            # else the prediction was dropped, and a target that is none keeps the tile
+        entry.booked = order.landed
         if order.final:
             for slot in order.slots[order.landed :]:
-                self.cache.pass_through(slot)
-            del self._taken_in[order.id]
-            self._booked_to.pop(order.id, None)
+                self.cache.release_loading(slot)
 
-    def _forget(self, key: tuple[int, int], tiles: int) -> None:
-        """So many tiles of an expert were dropped, those that prediction brought last among them."""
+    def _evicted(self, key: Key, tiles: int) -> None:
+        """The last `tiles` resident tiles of a predicted expert were evicted: prediction brought the last
+        ones."""
         prediction = self._predicted[key]
-        lost = min(prediction.tiles, tiles)
-        prediction.counters.wasted_tiles += lost
-        prediction.tiles -= lost
+        wasted = min(prediction.unused, tiles)
+        prediction.counters.wasted_tiles += wasted
+        prediction.unused -= wasted
         if self.cache.target[key] == 0:
             del self._predicted[key]

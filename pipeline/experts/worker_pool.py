@@ -1,9 +1,12 @@
-"""The pool of expert workers: submits a layer's host share, collects the partial sums, whoever dies.
+"""The pool of expert workers: submits a layer's host share, collects the partial sums, survives worker exits.
 
-A run is cut for one of W workers and usually computed by that one. Where it died, is being replaced, or has
-not yet imported what it computes with, another computes it: which one changes nothing in the result. A Work
-that was being computed when a worker crashed is tried once more; if that one crashes too, the Work is given
-up, and not the pool.
+A shard is cut for one of W workers and usually computed by that one. While that worker is being restarted, or
+has not yet imported its kernels, another computes the shard: the result is the same bits. A Work that was
+being computed when a worker crashed is tried once more; if that worker crashes too, the Work fails its
+request, and not the pool.
+
+A worker that makes no progress is first *suspect*: an idle worker gets the same Works (the pool hedges), and
+the suspect gets no new ones until it answers. After the whole limit it is reported as hung and killed.
 """
 
 from __future__ import annotations
@@ -18,231 +21,256 @@ from pipeline.arrays import FloatArray, Phase
 from pipeline.coordinator_config import WorkerCores
 from pipeline.errors import PeerLost, ShardFailed
 from pipeline.experts.host_shards import HostShard, cut_into_shards, empty_shard
-from pipeline.experts.peers import ChildServerSocket, Watch
+from pipeline.experts.peers import ChildServerSocket
+from pipeline.experts.progress import ProgressWatch
 from pipeline.experts.shares import HostShare
 from protocol.messages import Abandon, Partial, Ready, Work, WorkerDied, WorkFailed
 from shm.control import ControlSegment
 
-ANSWER_LIMIT = 120.0  # seconds without any answer, and any worker, after which the engine is given up
-STALL_LIMIT = 3.0  # seconds without a tile after which a worker hangs
-STALL_LIMIT_ROW = 0.02  # and for each row of what it computes: a tile of many rows takes longer
-DOUBT = 1 / 6  # of that time, after which an idle worker is given the same work: whoever is first
-WAKE_LIMIT = 60.0  # the same until its first answer: importing torch is no progress that is counted
-CRASHES = 2  # of workers over one Work, by their own doing
-KILLS = 8  # of workers over one Work, whoever did it: perhaps the system, whose memory it exhausts
+HEDGE_AFTER = 1 / 6  # of a worker's stall limit, after which an idle worker gets the same Works
+MAX_CRASHES = 2  # of workers over one Work, by their own fault
+MAX_EXITS = 8  # of workers over one Work, by any cause: perhaps the system killed them, out of memory
+
+
+@dataclass(frozen=True)
+class SilenceLimits:
+    """Seconds without a sign of progress that the pool accepts."""
+
+    stall: float = 3.0  # without a tile: the worker is hung
+    stall_row: float = 0.02  # and so much more for each row that it computes
+    first_answer: float = 60.0  # instead of these, until its first answer: imports count no progress
+    pool: float = 120.0  # without a message from any worker: the engine is given up
 
 
 @dataclass
-class Ticket:
-    """A layer's host share under way."""
+class WorkerTicket:
+    """A layer's submitted host share: a `host_pool.Ticket`."""
 
+    pool: WorkerPool
     rows: int
     hidden: int
-    runs: dict[int, HostShard] = field(default_factory=dict)  # by seq, in run order
+    shards: dict[int, HostShard] = field(default_factory=dict)  # by seq, in shard order
     partials: dict[int, FloatArray] = field(default_factory=dict)
-    busy: float = 0.0  # seconds, the longest of the workers
+    busy: float = 0.0  # seconds of computing, of the slowest worker
     failure: str = ""  # why it will never be complete
 
     @property
     def complete(self) -> bool:
-        return len(self.partials) == len(self.runs)
+        return len(self.partials) == len(self.shards)
+
+    def result(self) -> FloatArray:
+        return self.pool.result(self)
+
+    def abandon(self) -> None:
+        self.pool.abandon(self)
 
 
 @dataclass
 class _Order:
-    """A Work that has not been answered."""
+    """A Work without an answer."""
 
     work: Work
-    ticket: Ticket
-    home: int  # the worker that its run was cut for
-    wakes: bool = False  # it only wakes that worker, and nobody waits for it
+    ticket: WorkerTicket
+    home: int  # the worker that its shard was cut for
+    warm_up: bool = False  # a new worker's first Work: it belongs to no request
     crashes: int = 0
-    kills: int = 0
+    exits: int = 0
 
 
 @dataclass
 class _Worker:
-    """A living worker."""
+    """A running worker."""
 
-    up: bool = False  # it has answered once
-    doubted: bool = False  # it makes no progress: others are given what it has, and it nothing more
-    orders: dict[int, _Order] = field(default_factory=dict)  # by seq, as they were sent
-    watch: Watch = field(default_factory=Watch)
+    suspect: bool = False  # no progress for a while: the pool hedges its Works and sends it no others
+    orders: dict[int, _Order] = field(default_factory=dict)  # by seq, in sending order
+    watch: ProgressWatch = field(default_factory=ProgressWatch)
 
 
 class WorkerPool:
     """Used by the engine's thread alone."""
 
     def __init__(
-        self, socket: ChildServerSocket, control: ControlSegment, workers: WorkerCores, hidden: int
+        self,
+        socket: ChildServerSocket,
+        control: ControlSegment,
+        workers: WorkerCores,
+        hidden: int,
+        limits: SilenceLimits | None = None,
     ) -> None:
-        """`workers`: whom shares are cut for, all of them expected. `control`: where they count their
-        progress."""
+        """`workers`: shards are cut for these, all of them expected. `control`: their progress counters."""
         self.workers = len(workers)
-        self._cut_for = workers
+        self._cores = workers
         self._socket = socket
         self._lines = [control.line("worker", index) for index in range(self.workers)]
         self._hidden = hidden
+        self._limits = limits or SilenceLimits()
         self._next = 0
-        self._team: dict[int, _Worker] = {}  # those that live, by index
-        self._homeless: list[_Order] = []  # nobody lives to do them
+        self._running: dict[int, _Worker] = {}  # by index
+        self._unassigned: list[_Order] = []  # while no worker runs
 
     def wait_ready(self, limit: float) -> None:
-        """Wait for all workers to announce themselves. Raises PeerLost. They make themselves ready to compute
-        (with its first Work, where that takes torch) while the caller goes on."""
+        """Wait until all workers have announced themselves. Raises PeerLost. They import their kernels (with
+        the first Work, where that takes torch) while the caller goes on."""
         self._socket.wait_ready(self.workers, limit)
         self.update(0)
 
-    def submit(self, layer: int, share: HostShare, x: FloatArray, phase: Phase) -> Ticket:
-        """Send the share's runs and return at once. x: float32 [R, H], unchanged until `result`."""
-        return self.submit_shards(layer, cut_into_shards(share, self._cut_for, phase, len(x)), x)
+    def submit(self, layer: int, share: HostShare, x: FloatArray, phase: Phase) -> WorkerTicket:
+        """Send the share's shards and return at once. x: float32 [R, H], unchanged until `result`."""
+        return self.submit_shards(layer, cut_into_shards(share, self._cores, phase, len(x)), x)
 
-    def submit_shards(self, layer: int, runs: Sequence[HostShard], x: FloatArray) -> Ticket:
-        """Send runs, at most one for each worker."""
-        ticket = Ticket(*x.shape)
-        for home, run in enumerate(runs):
-            kept = x if len(run.kept) == len(x) else x[run.kept]
-            work = self._work(layer, run, kept)
-            ticket.runs[work.seq] = run
-            self._give(_Order(work, ticket, home))
+    def submit_shards(self, layer: int, shards: Sequence[HostShard], x: FloatArray) -> WorkerTicket:
+        """Send shards, at most one for each worker."""
+        ticket = WorkerTicket(self, *x.shape)
+        for home, shard in enumerate(shards):
+            kept = x if len(shard.kept) == len(x) else x[shard.kept]
+            work = self._work(layer, shard, kept)
+            ticket.shards[work.seq] = shard
+            self._assign(_Order(work, ticket, home))
         return ticket
 
-    def result(self, ticket: Ticket) -> FloatArray:
+    def result(self, ticket: WorkerTicket) -> FloatArray:
         """The sum of the ticket's partials: float32 [R, H], added in shard order. Raises ShardFailed where a
-        shard cannot be computed, PeerLost where the engine is to end."""
-        deadline = time.monotonic() + ANSWER_LIMIT
+        shard cannot be computed, PeerLost where the engine has to end."""
+        limit = self._limits.pool
+        deadline = time.monotonic() + limit
         while not ticket.complete:
             if ticket.failure:
                 self.abandon(ticket)
                 raise ShardFailed(ticket.failure)
             if self.update(50):
-                deadline = time.monotonic() + ANSWER_LIMIT
+                deadline = time.monotonic() + limit
             elif time.monotonic() > deadline:
-                raise PeerLost(f"no worker has come or answered for {ANSWER_LIMIT:.0f} s")
+                raise PeerLost(f"no worker has started or answered for {limit:.0f} s")
         y = np.zeros((ticket.rows, ticket.hidden), np.float32)
-        for seq, run in ticket.runs.items():
-            y[run.kept] += ticket.partials[seq]
+        for seq, shard in ticket.shards.items():
+            y[shard.kept] += ticket.partials[seq]
         return y
 
-    def abandon(self, ticket: Ticket) -> None:
-        """Nobody waits for what is left of it."""
-        for index, worker in self._team.items():
+    def abandon(self, ticket: WorkerTicket) -> None:
+        """Its result will not be asked for: drop the Works that have no answer."""
+        for index, worker in self._running.items():
             for seq in [seq for seq, order in worker.orders.items() if order.ticket is ticket]:
                 del worker.orders[seq]
                 self._socket.send(index, Abandon(seq))
-        self._homeless = [order for order in self._homeless if order.ticket is not ticket]
+        self._unassigned = [order for order in self._unassigned if order.ticket is not ticket]
 
     def update(self, wait_ms: int) -> bool:
-        """Take in what has come, and who came or died; True if there was anything. A partial nobody waits for
-        is dropped."""
+        """Process the messages that are here, starts and exits of workers among them; True if there were any.
+        Waits at most `wait_ms` for the first."""
         messages = self._socket.receive(wait_ms)
         for index, message in messages:
             match message:
                 case Partial():
-                    self._answered(index, message)
+                    self._on_partial(index, message)
                 case WorkFailed():
-                    order = self._team[index].orders.pop(message.seq, None)
+                    self._clear_suspicion(self._running[index])
+                    order = self._running[index].orders.pop(message.seq, None)
                     if order is not None:
                         order.ticket.failure = f"a worker refused its work: {message.text}"
                 case Ready():
-                    self._came(index)
+                    self._on_ready(index)
                 case WorkerDied():
-                    self._died(index, message)
+                    self._on_exit(index, message)
         if not messages:
-            self._look_for_hung()
+            self._check_progress()
         return bool(messages)
 
-    # --- who does what -----------------------------------------------------------------------------------
+    # --- assignment --------------------------------------------------------------------------------------
 
-    def _give(self, order: _Order) -> None:
-        """Have a worker do it: the one it was cut for, if that one is as ready as any; else the least busy of
-        those that are."""
-        able = self._able() or list(self._team)
+    def _assign(self, order: _Order) -> None:
+        """Send an order to the worker that it was cut for, if that one is able or no other is; else to the
+        able worker with the fewest orders."""
+        able = self._able() or list(self._running)
         if not able:
-            self._homeless.append(order)
+            self._unassigned.append(order)
             return
         chosen = order.home
         if chosen not in able:
-            chosen = min(able, key=lambda index: (len(self._team[index].orders), index))
-        self._hand(order, chosen)
+            chosen = min(able, key=lambda index: (len(self._running[index].orders), index))
+        self._send(order, chosen)
 
-    def _hand(self, order: _Order, index: int) -> None:
-        self._team[index].orders[order.work.seq] = order
+    def _send(self, order: _Order, index: int) -> None:
+        self._running[index].orders[order.work.seq] = order
         self._socket.send(index, order.work)
 
     def _able(self) -> list[int]:
-        """The workers that do what they are given, as far as is known."""
-        return [index for index, worker in self._team.items() if worker.up and not worker.doubted]
+        """The workers that have answered before and are not suspect."""
+        return [i for i, worker in self._running.items() if self._socket.is_up(i) and not worker.suspect]
 
-    def _is_done(self, order: _Order) -> bool:
-        """Nobody more is needed for it: there is an answer, or a worker that will give one."""
+    def _covered(self, order: _Order) -> bool:
+        """The order is answered, or an able worker has it."""
         seq = order.work.seq
-        return seq in order.ticket.partials or any(seq in self._team[i].orders for i in self._able())
+        return seq in order.ticket.partials or any(seq in self._running[i].orders for i in self._able())
 
-    def _came(self, index: int) -> None:
-        """A worker announced itself: wake it, and give it what nobody else can do."""
-        worker = self._team[index] = _Worker()
-        wake = self._work(0, empty_shard(), np.zeros((1, self._hidden), np.float32))
-        worker.orders[wake.seq] = _Order(wake, Ticket(1, self._hidden), index, wakes=True)
-        self._socket.send(index, wake)
-        homeless, self._homeless = self._homeless, []
-        for order in homeless:
-            self._give(order)
+    def _work(self, layer: int, shard: HostShard, x: FloatArray) -> Work:
+        self._next += 1
+        return Work(self._next, layer, shard.items, shard.offsets, shard.rows, shard.weights, x)
 
-    def _answered(self, index: int, partial: Partial) -> None:
-        worker = self._team[index]
-        worker.doubted = False
-        worker.watch.rest()  # an answer is progress
-        if not worker.up:
-            worker.up = True
-            self._socket.up(index)
+    # --- messages ----------------------------------------------------------------------------------------
+
+    def _on_ready(self, index: int) -> None:
+        """Warm a new worker up, and send it the orders that no other worker could take."""
+        worker = self._running[index] = _Worker()
+        warm_up = self._work(0, empty_shard(), np.zeros((1, self._hidden), np.float32))
+        worker.orders[warm_up.seq] = _Order(warm_up, WorkerTicket(self, 1, self._hidden), index, warm_up=True)
+        self._socket.send(index, warm_up)
+        unassigned, self._unassigned = self._unassigned, []
+        for order in unassigned:
+            self._assign(order)
+
+    def _on_partial(self, index: int, partial: Partial) -> None:
+        worker = self._running[index]
+        self._clear_suspicion(worker)
+        self._socket.mark_up(index, partial.incarnation)
         order = worker.orders.pop(partial.seq, None)
         if order is None or partial.seq in order.ticket.partials:
-            return
+            return  # abandoned, or a hedged Work's second answer
         if partial.y.shape != order.work.x.shape:
             order.ticket.failure = f"a worker answered {order.work.x.shape} rows with {partial.y.shape}"
         else:
             order.ticket.partials[partial.seq] = partial.y
             order.ticket.busy = max(order.ticket.busy, partial.busy)
 
-    def _died(self, index: int, death: WorkerDied) -> None:
-        """Give its orders to others, unless the one it was computing has done harm enough."""
-        worker = self._team.pop(index)
+    def _on_exit(self, index: int, exited: WorkerDied) -> None:
+        """Send the worker's orders to others; fail the one that it was computing, if that ended too many."""
+        worker = self._running.pop(index)
         for seq, order in worker.orders.items():
-            if order.wakes:
+            if order.warm_up:
                 continue
-            if seq == death.seq:
-                order.kills += 1
-                order.crashes += death.crashed
-            if order.crashes >= CRASHES or order.kills >= KILLS:
-                order.ticket.failure = (
-                    f"what this request needs has ended {order.kills} workers that tried to compute it"
-                )
-            elif not self._is_done(order):
-                self._give(order)
+            if seq == exited.seq:
+                order.exits += 1
+                order.crashes += exited.crashed
+            if order.crashes >= MAX_CRASHES or order.exits >= MAX_EXITS:
+                order.ticket.failure = f"computing this request ended {order.exits} workers"
+            elif not self._covered(order):
+                self._assign(order)
 
-    def _look_for_hung(self) -> None:
-        for index, worker in self._team.items():
+    # --- silent workers ----------------------------------------------------------------------------------
+
+    def _check_progress(self) -> None:
+        limits = self._limits
+        for index, worker in self._running.items():
             if not worker.orders:
-                worker.doubted = False
-                worker.watch.rest()
+                self._clear_suspicion(worker)
                 continue
             rows = max(len(order.work.x) for order in worker.orders.values())
-            limit = STALL_LIMIT + rows * STALL_LIMIT_ROW if worker.up else WAKE_LIMIT
+            up = self._socket.is_up(index)
+            limit = limits.stall + rows * limits.stall_row if up else limits.first_answer
             stalled = worker.watch.stalled(self._lines[index].ticks)
             if stalled > limit:
-                self._socket.hung(index)
-            elif stalled > limit * DOUBT and worker.up:
-                self._ask_another(worker)
+                self._socket.report_hung(index)
+            elif stalled > limit * HEDGE_AFTER and up:
+                self._hedge(worker)
 
-    def _ask_another(self, slow: _Worker) -> None:
-        """Before a worker is given up, have an idle one do what it has: it changes nothing in the result."""
-        slow.doubted = True
+    def _hedge(self, slow: _Worker) -> None:
+        """Have idle workers compute what a suspect has; the first answer counts."""
+        slow.suspect = True
         for order in slow.orders.values():
-            idle = [index for index in self._able() if not self._team[index].orders]
-            if idle and not self._is_done(order):
-                self._hand(order, min(idle))
+            idle = [index for index in self._able() if not self._running[index].orders]
+            if idle and not self._covered(order):
+                self._send(order, min(idle))
 
-    def _work(self, layer: int, run: HostShard, x: FloatArray) -> Work:
-        self._next += 1
-        return Work(self._next, layer, run.items, run.offsets, run.rows, run.weights, x)
+    @staticmethod
+    def _clear_suspicion(worker: _Worker) -> None:
+        worker.suspect = False
+        worker.watch.reset()

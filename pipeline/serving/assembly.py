@@ -32,7 +32,7 @@ from pipeline.experts.expert_cache import ExpertCache
 from pipeline.experts.fetch_link import FetchLink
 from pipeline.experts.host_pool import HostPool
 from pipeline.experts.inline_pool import InlineExpertPool
-from pipeline.experts.peers import ChildServerSocket, ExitEvents, Tell
+from pipeline.experts.peers import ChildServerSocket, ExitEvents, SendToSupervisor
 from pipeline.experts.tile_mover import TileMover
 from pipeline.experts.worker_pool import WorkerPool
 from pipeline.memory.limits import (
@@ -81,7 +81,7 @@ class Assembly:
         send: Send,
         congested: Callable[[bytes], bool],
         deaths: ExitEvents,
-        tell: Tell,
+        tell: SendToSupervisor,
     ) -> None:
         """`deaths`: of workers and prefetcher, as the supervisor sees them; `tell` sends to the supervisor.
         Raises UsageError, ShmError, PeerLost or CudaError, each one line."""
@@ -202,7 +202,7 @@ class Assembly:
             "tiles_per_expert": engine.shape.tiles,
             "tile_bytes": engine.layout.tile_bytes,
             "peers": [peer for socket in list(self._peers.values()) for peer in socket.stats()],
-            "recovery": {role: socket.recovery.stats() for role, socket in list(self._peers.items())},
+            "recovery": {role: socket.recovery_stats() for role, socket in list(self._peers.items())},
             "malformed": {role: socket.malformed for role, socket in list(self._peers.items())},
         }
         if self._knowledge.costs is not None:
@@ -224,9 +224,9 @@ class Assembly:
         moving = False
         if self.engine.memory is not None:
             mover = self.engine.memory.mover
-            moving = mover.moving
+            moving = not mover.idle
             if not moving:
-                mover.cache.audit()
+                mover.cache.audit(idle=True)
         return moving or any(socket.behind for socket in self._peers.values())
 
     def give_up(self, reason: str) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from moving_parts import control_segment, peer_of, peer_socket
-from peer_words import PRINT
-from pool_scene import Scene
+from child_messages import PRINT
+from mover_parts import child_endpoint, child_socket, control_segment
+from pool_harness import PoolHarness
 
 from launch.processes.supervisor import Supervisor
 from pipeline.config import EngineConfig
@@ -47,40 +47,38 @@ def runtime(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def deaths() -> ExitEvents:
+def exits() -> ExitEvents:
     return ExitEvents()
 
 
 @pytest.fixture
-def said() -> list[object]:
-    """What the supervisor was told."""
+def reports() -> list[object]:
+    """The messages to the supervisor."""
     return []
 
 
 @pytest.fixture
-def make_peer(runtime):
-    """`make_peer(index, incarnation)`: a peer that has announced itself, and answers as the test says."""
+def make_child(runtime):
+    """`make_child(index, incarnation)`: a child's endpoint that has announced itself."""
     made = []
 
     def make(index=0, incarnation=0, fingerprint=PRINT, role="worker", socket="w"):
-        made.append(peer_of(runtime, role, socket, fingerprint, index, incarnation))
+        made.append(child_endpoint(runtime, role, socket, fingerprint, index, incarnation))
         made[-1].announce()
         return made[-1]
 
     yield make
-    for peer in made:
-        peer.close()
+    for endpoint in made:
+        endpoint.close()
 
 
 @pytest.fixture
-def pool_scene(runtime: Path) -> Iterator[Scene]:
-    deaths, said = ExitEvents(), []
+def harness(runtime: Path, exits: ExitEvents, reports: list[object]) -> Iterator[PoolHarness]:
     with (
         control_segment(3) as control,
-        peer_socket(runtime, "w", "worker", PRINT, deaths, said) as socket,
+        child_socket(runtime, "w", "worker", PRINT, exits, reports) as socket,
     ):
-        scene = Scene(runtime, socket, control, deaths)
-        scene.said = said
-        yield scene
-        for worker in scene.alive:
-            worker.peer.close()
+        harness = PoolHarness(runtime, socket, control, exits, reports)
+        yield harness
+        for worker in harness.running:
+            worker.endpoint.close()

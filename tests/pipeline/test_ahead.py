@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from moving_parts import attached_again
+from mover_parts import attached_again
 from thread_engine import engine_in_threads
 from torch import Tensor
 
@@ -204,7 +204,7 @@ def test_predictions_are_fetched_and_counted(scene) -> None:
     before = engine.accounting.snapshot()["decode"]
     for token in range(20, 30):
         engine.step([StepInput(TokenSpan(new.kv, [token]), "none")], "decode")
-    engine.memory.mover.settle()
+    engine.memory.mover.wait_idle()
     after = engine.accounting.snapshot()["decode"]
     kinds = ("predicted", "useful", "wasted")
     counted = {kind: after[f"{kind}_tiles"] - before[f"{kind}_tiles"] for kind in kinds}

@@ -1,4 +1,5 @@
-"""Costs that were measured are found again, by exactly what they were measured with; nothing else is used."""
+"""Measured costs are found again, by exactly the setting that they were measured with; no other file is
+used."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def path_of(cache: Path, setting: Setting = SETTING) -> Path:
     return cache / FOLDER / setting.name
 
 
-def test_what_was_kept_is_found_and_private(tmp_path: Path) -> None:
+def test_kept_costs_are_found_and_private(tmp_path: Path) -> None:
     assert find(tmp_path, SETTING) is None
     keep(tmp_path, replace(RECORD, load=9.0))
     keep(tmp_path, RECORD)
@@ -40,7 +41,7 @@ def test_what_was_kept_is_found_and_private(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Setting)])
-def test_another_setting_has_costs_of_its_own(tmp_path: Path, name: str) -> None:
+def test_each_setting_has_its_own_costs(tmp_path: Path, name: str) -> None:
     other = {"cores": CORES + 1, "workers": (2,)}.get(name, "other")
     keep(tmp_path, RECORD)
     assert find(tmp_path, replace(SETTING, **{name: other})) is None
@@ -76,7 +77,7 @@ def changed(change: Callable[[dict], object]) -> Callable[[Path], None]:
         changed(lambda data: data["costs"].pop("host")),
     ],
 )
-def test_a_damaged_file_is_nothing(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+def test_damaged_file_is_ignored_and_replaced(tmp_path: Path, damage: Callable[[Path], object]) -> None:
     keep(tmp_path, RECORD)
     damage(path_of(tmp_path))
     assert find(tmp_path, SETTING) is None
@@ -84,7 +85,7 @@ def test_a_damaged_file_is_nothing(tmp_path: Path, damage: Callable[[Path], obje
     assert find(tmp_path, SETTING) == RECORD
 
 
-def test_a_link_is_not_followed(tmp_path: Path) -> None:
+def test_symbolic_link_is_not_followed(tmp_path: Path) -> None:
     keep(tmp_path, RECORD)
     elsewhere = tmp_path / "elsewhere.json"
     path_of(tmp_path).rename(elsewhere)
@@ -93,7 +94,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     assert elsewhere.exists()
 
 
-def test_where_nothing_can_be_kept_a_line_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unwritable_folder_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / FOLDER).write_text("in the way")
     keep(tmp_path, RECORD)
     assert "costs could not be kept" in caplog.text
@@ -101,7 +102,7 @@ def test_where_nothing_can_be_kept_a_line_says_so(tmp_path: Path, caplog: pytest
     assert measured_here(tmp_path) == []
 
 
-def test_this_machine_s_costs_the_newest_first(tmp_path: Path) -> None:
+def test_costs_of_this_machine_are_listed_newest_first(tmp_path: Path) -> None:
     new = replace(RECORD, setting=replace(SETTING, format="int4"), measured=2e9)
     for record in (RECORD, new, replace(RECORD, setting=replace(SETTING, cores=CORES + 1))):
         keep(tmp_path, record)
@@ -109,7 +110,7 @@ def test_this_machine_s_costs_the_newest_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
-def test_a_second_start_does_not_measure_again(
+def test_second_start_does_not_measure_again(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cost_probe, "BUDGET", 0.1)
@@ -117,7 +118,7 @@ def test_a_second_start_does_not_measure_again(
     config = SettledConfig()
     with engine_in_threads(tiny_model, tmp_path) as (engine, memory):
 
-        def told(config: SettledConfig) -> CoordinatorConfig:
+        def coordinator(config: SettledConfig) -> CoordinatorConfig:
             return CoordinatorConfig(
                 engine="e",
                 runtime=tmp_path,
@@ -134,25 +135,25 @@ def test_a_second_start_does_not_measure_again(
                 config=config,
             )
 
-        first = costs_for(engine, told(config), CONTEXT)
+        first = costs_for(engine, coordinator(config), CONTEXT)
         moved = memory.mover.demanded
-        assert costs_for(engine, told(config), CONTEXT) == first
-        assert memory.mover.demanded == moved  # nothing was tried
+        assert costs_for(engine, coordinator(config), CONTEXT) == first
+        assert memory.mover.demanded == moved  # no fetch was timed
         ((path, record),) = measured_here(cache)
         assert record.costs == first
         assert (record.tiles, record.tile_bytes) == (engine.shape.tiles, engine.layout.tile_bytes)
         path.write_text("damaged")
-        again = costs_for(engine, told(config), CONTEXT)
+        again = costs_for(engine, coordinator(config), CONTEXT)
         assert memory.mover.demanded > moved
         assert measured_here(cache)[0][1].costs == again
 
-        costs_for(engine, told(replace(config, link_gbps=1.0)), CONTEXT)
+        costs_for(engine, coordinator(replace(config, link_gbps=1.0)), CONTEXT)
         assert len(measured_here(cache)) == 2
         file = tmp_path / "costs.json"
         file.write_text(json.dumps(replace(COSTS, per="expert").to_json()))
         moved = memory.mover.demanded
-        given = costs_for(engine, told(replace(config, costs=file)), CONTEXT)
+        given = costs_for(engine, coordinator(replace(config, costs=file)), CONTEXT)
         assert given == replace(COSTS, per="expert").for_tiles(engine.shape.tiles)
         assert memory.mover.demanded == moved
         with pytest.raises(PolicyError, match=r"no\.json"):
-            costs_for(engine, told(replace(config, costs=tmp_path / "no.json")), CONTEXT)
+            costs_for(engine, coordinator(replace(config, costs=tmp_path / "no.json")), CONTEXT)

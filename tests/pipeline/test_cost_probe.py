@@ -1,4 +1,4 @@
-"""Measured costs are costs, and measuring leaves the engine as it was. No time is asserted."""
+"""Measured costs are plausible, and measuring leaves the engine as it was. No time is asserted."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mortal_prefetcher import Lives, mortal_parts
-from moving_parts import Parts
+from failing_prefetcher import FailingPrefetcher, failing_parts
+from mover_parts import MoverParts
 from thread_engine import engine_in_threads
 
 from pipeline.calibration.cost_probe import ROWS, measure_costs
@@ -23,12 +23,12 @@ from shm.store import Store
 def test_measured_costs(tiny_model, tmp_path, monkeypatch) -> None:
     with engine_in_threads(tiny_model, tmp_path) as (engine, memory):
         memory.mover.retarget([Target(0, 1, 3), Target(1, 0, 1)])
-        memory.mover.settle()
+        memory.mover.wait_idle()
         slots = {key: list(memory.mover.cache.slots_of(*key)) for key in ((0, 1), (1, 0))}
         costs = measure_costs(engine)
         monkeypatch.setattr("pipeline.calibration.cost_probe.BUDGET", 0.1)
         assert min(measure_costs(engine, context=10).other) > 0  # shorter than the grid's largest chunk
-        memory.mover.settle()
+        memory.mover.wait_idle()
         assert {key: memory.mover.cache.slots_of(*key) for key in slots} == slots
         assert memory.mover.cache.residency.sum() == 4
         assert memory.mover.demanded > 0
@@ -43,23 +43,23 @@ def test_measured_costs(tiny_model, tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
-def test_a_prefetcher_that_dies_meanwhile(tiny_model, tmp_path, monkeypatch) -> None:
-    """A link that brings nothing would be a quick one."""
+def test_prefetcher_exit_while_costs_are_measured_is_an_error(tiny_model, tmp_path, monkeypatch) -> None:
+    """A link that lands nothing would look like a fast one."""
     monkeypatch.setattr("pipeline.calibration.cost_probe.BUDGET", 0.1)
-    known: list[Lives] = []
+    known: list[FailingPrefetcher] = []
 
     @contextmanager
-    def mortal(folder: Path, store: Store, slots: int) -> Iterator[Parts]:
-        with mortal_parts(folder, store, slots) as (parts, lives):
-            known.append(lives)
+    def failing(folder: Path, store: Store, slots: int) -> Iterator[MoverParts]:
+        with failing_parts(folder, store, slots) as (parts, prefetcher):
+            known.append(prefetcher)
             yield parts
 
-    with engine_in_threads(tiny_model, tmp_path, mortal) as (engine, memory):
+    with engine_in_threads(tiny_model, tmp_path, failing) as (engine, memory):
         for tiles in (1, 3):
-            known[0].doom(tiles, heir=False)
-            with pytest.raises(PolicyError, match="died while costs were measured"):
+            known[0].exit_after(tiles, restarted=False)
+            with pytest.raises(PolicyError, match="exited while costs were measured"):
                 measure_costs(engine)
-            known[0].begin()
-            memory.mover.retarget([Target(0, 1, tiles)])  # settled once there is a prefetcher
-            assert memory.mover.settle()
+            known[0].start()
+            memory.mover.retarget([Target(0, 1, tiles)])
+            assert memory.mover.wait_idle()
         assert min(measure_costs(engine).host) > 0

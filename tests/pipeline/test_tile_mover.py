@@ -1,5 +1,5 @@
-"""The tile mover with all that it stands on: whatever is asked in whatever order, each slot it names holds
-exactly the tile it says, and in the end residency is the target."""
+"""The tile mover on a real link and slab: after any order of calls each READY slot holds exactly its tile,
+and in the end residency equals the targets."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from moving_parts import SLOTS, Parts, moving_parts, random_store
+from mover_parts import SLOTS, MoverParts, mover_parts, random_store
 
 from pipeline.counters import PhaseCounters
 from pipeline.errors import PlanError
+from pipeline.experts.expert_cache import IN_USE, READY
 from pipeline.experts.shares import Missing
 from pipeline.experts.tile_mover import TileMover
 from pipeline.policies.view import Target
@@ -24,7 +25,7 @@ from shm.store import Store
 SHAPE = ExpertShape(layers=2, experts=3, hidden=32, intermediate=38, tile=8)  # 5 tiles of 3072 bytes
 TILES = SHAPE.tiles
 EVERY = [(layer, expert) for layer in range(SHAPE.layers) for expert in range(SHAPE.experts)]
-PACES = {"full speed": None, "a slow link": 0.006}  # GB/s: half a millisecond a tile
+PACES = {"unlimited link": None, "slow link": 0.006}  # GB/s: half a millisecond a tile
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +35,13 @@ def store() -> Iterator[Store]:
 
 
 @pytest.fixture(scope="module", params=PACES.values(), ids=PACES.keys())
-def parts(request, store, tmp_path_factory) -> Iterator[Parts]:
-    with moving_parts(tmp_path_factory.mktemp("move"), store, SLOTS, request.param) as parts:
+def parts(request, store, tmp_path_factory) -> Iterator[MoverParts]:
+    with mover_parts(tmp_path_factory.mktemp("move"), store, SLOTS, request.param) as parts:
         yield parts
 
 
-def check_slots(parts: Parts, mover: TileMover) -> None:
-    """The books are right and every READY slot holds its tile."""
+def check_slots(parts: MoverParts, mover: TileMover) -> None:
+    """The cache is consistent and every READY slot holds its tile."""
     mover.cache.audit()
     for layer, expert in EVERY:
         slots = mover.cache.slots_of(layer, expert)
@@ -49,26 +50,27 @@ def check_slots(parts: Parts, mover: TileMover) -> None:
             assert parts.holds(slot, layer, expert, tile)
 
 
-def demand(parts: Parts, mover: TileMover, layer: int, wanted: list[Missing]) -> None:
-    """Stream, and check each tile when it is yielded: an expert's come in their order."""
+def demand(parts: MoverParts, mover: TileMover, layer: int, wanted: list[Missing]) -> None:
+    """Stream, and check each tile when it is yielded: an expert's tiles land in order."""
     due = {item.expert: list(range(item.lo, item.hi)) for item in wanted}
-    left: list[Missing] = []
-    for expert, slot in mover.stream(layer, wanted, left):
+    unfetched: list[Missing] = []
+    for expert, slot in mover.stream(layer, wanted, unfetched):
         assert parts.holds(slot, layer, expert, due[expert].pop(0))
+        assert mover.cache.state(slot) in (READY, IN_USE)
         check_slots(parts, mover)
     assert not any(due.values())
-    assert left == []
+    assert unfetched == []
 
 
-def settle(parts: Parts, mover: TileMover) -> None:
-    mover.settle()
+def wait_idle(parts: MoverParts, mover: TileMover) -> None:
+    assert mover.wait_idle()
     assert np.array_equal(mover.cache.residency, mover.cache.target)
     assert mover.cache.free == mover.cache.slots - mover.cache.target.sum()
     check_slots(parts, mover)
 
 
 def missing(mover: TileMover, layer: int, cuts: list[int]) -> list[Missing]:
-    """What the device lacks for these cuts, as the engine asks for it."""
+    """The tiles that are not resident for these cuts, as the engine demands them."""
     residency = mover.cache.residency[layer].tolist()
     return [Missing(e, r, p) for e, (r, p) in enumerate(zip(residency, cuts, strict=True)) if r < p]
 
@@ -83,7 +85,7 @@ RETARGET = st.lists(
 )
 PREDICT = st.builds(Predicted, RETARGET)
 DEMAND = st.tuples(st.integers(0, 1), st.lists(st.integers(0, TILES), min_size=3, max_size=3))
-UPDATE = st.sampled_from(["update", "update", "settle", "phase"])
+UPDATE = st.sampled_from(["update", "update", "wait_idle", "phase"])
 FULL = [Target(layer, expert, 3) for layer, expert in EVERY]
 NONE = [Target(layer, expert, 0) for layer, expert in EVERY]
 
@@ -108,8 +110,8 @@ def test_any_order_of_calls(parts, capacity, staging, orders) -> None:
             case "phase":
                 now, other = other, now
                 mover.counters = now
-            case "settle":
-                settle(parts, mover)
+            case "wait_idle":
+                wait_idle(parts, mover)
             case tuple((layer, cuts)):
                 wanted = missing(mover, layer, cuts)
                 for expert, cut in enumerate(cuts):
@@ -126,31 +128,31 @@ def test_any_order_of_calls(parts, capacity, staging, orders) -> None:
                 except PlanError:  # more than the capacity
                     assert np.array_equal(mover.cache.target, before)
         check_slots(parts, mover)
-    settle(parts, mover)
-    mover.retarget(NONE)  # nothing of this example is under way in the next
-    settle(parts, mover)
+    wait_idle(parts, mover)
+    mover.retarget(NONE)  # the next example begins with an idle prefetcher
+    wait_idle(parts, mover)
     for counted in (now, other):
         assert counted.predicted_tiles == counted.useful_tiles + counted.wasted_tiles
 
 
-def test_what_comes_of_a_prediction_counts_where_it_was_made(parts) -> None:
+def test_prediction_counts_in_the_phase_that_made_it(parts) -> None:
     mover = parts.mover(2 * TILES, 1)
     before, after = mover.counters, PhaseCounters(SHAPE.layers)
     mover.retarget([Target(0, 0, TILES), Target(0, 1, TILES)], predicted=True)
     mover.counters = after
-    settle(parts, mover)
+    wait_idle(parts, mover)
     mover.used(0, 0)
     mover.retarget([Target(0, 1, 0)])
     assert (before.predicted_tiles, before.useful_tiles, before.wasted_tiles) == (2 * TILES, TILES, TILES)
     assert (after.predicted_tiles, after.useful_tiles, after.wasted_tiles) == (0, 0, 0)
-    settle(parts, mover)
+    wait_idle(parts, mover)
 
 
-def test_what_prediction_brought_is_of_use_or_wasted(parts) -> None:
-    """Of three predicted experts one is used, one dropped, and one demanded before it was ordered."""
+def test_predicted_tiles_are_useful_wasted_or_late(parts) -> None:
+    """Of three predicted experts one is used, one evicted, and one demanded before it was ordered."""
     mover = parts.mover(3 * TILES, 3)
     mover.retarget([Target(0, 0, TILES), Target(0, 1, TILES)], predicted=True)
-    settle(parts, mover)
+    wait_idle(parts, mover)
     mover.retarget([Target(1, 2, TILES)], predicted=True)
     mover.used(0, 0)
     mover.used(0, 0)
@@ -159,64 +161,64 @@ def test_what_prediction_brought_is_of_use_or_wasted(parts) -> None:
     counted = mover.counters
     assert (counted.predicted_tiles, counted.useful_tiles, counted.wasted_tiles) == (2 * TILES, TILES, TILES)
     assert counted.late_tiles == TILES
-    settle(parts, mover)
+    wait_idle(parts, mover)
 
 
-def test_a_dropped_prediction_counts_where_it_was_made(parts) -> None:
-    """What of it was under way lands in another phase, and is no more of use."""
+def test_dropped_prediction_counts_in_the_phase_that_made_it(parts) -> None:
+    """Its tiles land in another phase, and are wasted."""
     mover = parts.mover(3 * TILES, 3)
     before, after = mover.counters, PhaseCounters(SHAPE.layers)
     mover.retarget([Target(0, expert, TILES) for expert in range(3)], predicted=True)
-    mover.order_lacking()
+    mover.fetch_missing()
     mover.counters = after
     mover.retarget([Target(0, expert, 0) for expert in range(3)])
-    settle(parts, mover)
+    wait_idle(parts, mover)
     assert before.predicted_tiles == before.wasted_tiles
     assert after.predicted_tiles == after.wasted_tiles == 0
 
 
-def test_a_cache_of_nothing_streams_through_one_slot(parts) -> None:
+def test_empty_cache_streams_through_one_slot(parts) -> None:
     mover = parts.mover(0, 1)
     for _ in range(2):
         demand(parts, mover, 1, missing(mover, 1, [TILES] * 3))
     assert mover.demanded == 2 * 3 * TILES
     assert mover.placed == 0
-    settle(parts, mover)
+    wait_idle(parts, mover)
 
 
-def test_a_demand_that_the_target_wants_stays(parts) -> None:
-    """Placed by the step's own fetch; nothing is fetched a second time."""
+def test_demanded_tiles_within_the_target_stay_resident(parts) -> None:
+    """They are not fetched a second time in the background."""
     mover = parts.mover(TILES + 2, 2)
     mover.retarget([Target(0, 1, TILES), Target(0, 2, 2)])
     demand(parts, mover, 0, missing(mover, 0, [1, TILES, 3]))
     assert mover.cache.residency[0].tolist() == [0, TILES, 2]
-    settle(parts, mover)
+    wait_idle(parts, mover)
     assert (mover.demanded, mover.placed) == (1 + TILES + 3, 0)
 
 
-def test_a_demand_for_what_is_being_placed(parts) -> None:
-    """Its background order has left; the demand takes its place, and the residency still comes."""
+def test_demand_for_tiles_with_a_background_order(parts) -> None:
+    """The demand replaces the background order, and the residency still reaches its target."""
     mover = parts.mover(15, 3)
     mover.retarget([Target(1, expert, TILES) for expert in range(3)])
     mover.update()
     demand(parts, mover, 1, missing(mover, 1, [0, TILES, 2]))
-    settle(parts, mover)
+    wait_idle(parts, mover)
     assert mover.cache.residency[1].tolist() == [TILES] * 3
 
 
-def test_a_target_that_shrinks_truncates_what_is_under_way(parts) -> None:
+def test_shrunk_target_truncates_the_background_order(parts) -> None:
     mover = parts.mover(10, 2)
     mover.retarget([Target(0, 0, TILES), Target(1, 2, TILES)])
     mover.update()
     mover.retarget([Target(0, 0, 1), Target(1, 2, 0)])
-    settle(parts, mover)
+    wait_idle(parts, mover)
     mover.retarget([Target(0, 0, TILES)])
-    settle(parts, mover)
+    wait_idle(parts, mover)
 
 
-def test_a_demand_finds_a_slot_while_all_are_being_placed(parts) -> None:
-    """Orders that were cancelled and not yet acknowledged hold all slots but one, a new order has that one:
-    one of them has to make room."""
+def test_demand_truncates_a_background_order_for_its_slots(parts) -> None:
+    """Cancelled orders that were not yet acknowledged hold all slots but one, and a new order has that
+    one."""
     mover = parts.mover(15, 1)
     mover.retarget([Target(0, expert, TILES) for expert in range(3)])
     mover.update()
@@ -224,5 +226,5 @@ def test_a_demand_finds_a_slot_while_all_are_being_placed(parts) -> None:
     assert mover.cache.free == 1
     mover.update()
     demand(parts, mover, 1, missing(mover, 1, [0, TILES, TILES]))
-    settle(parts, mover)
+    wait_idle(parts, mover)
     assert mover.cache.residency.tolist() == [[0, 0, 0], [TILES, 0, 0]]

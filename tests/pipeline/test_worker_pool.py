@@ -1,175 +1,192 @@
-"""The worker pool: sums in run order, and the same bits when workers die and come back. Each worker is the
-test's, and does as it says."""
+"""The worker pool: partial sums are added in shard order, and the bits are the same when workers exit and are
+restarted. The workers are driven by the test."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from pool_scene import HIDDEN, QUIET, X, tile_of
+from pool_harness import HIDDEN, QUIET, PoolHarness, X, tile_of
 
 from pipeline.errors import PeerLost, ShardFailed
+from pipeline.experts.worker_pool import SilenceLimits
 from protocol.messages import Abandon, Partial, WorkerDied, WorkerUp, WorkFailed
 
-CANCELS = [1e8, -1e8, 1.0]  # in float32 their sum depends on the order: 1 in this one, 0 in others
+CANCELS = [1e8, -1e8, 1.0]  # their float32 sum depends on the order: 1 in this one, 0 in others
 
 
 # --- results --------------------------------------------------------------------------------------------
 
 
-def test_partials_are_added_in_run_order_whoever_answers_first(pool_scene) -> None:
-    workers = pool_scene.begin(3)
-    ticket = pool_scene.submit(0, 1, 2)
-    works = [worker.got()[0] for worker in workers]
+def test_partials_are_added_in_shard_order_not_in_arrival_order(harness: PoolHarness) -> None:
+    workers = harness.start(3)
+    ticket = harness.submit(0, 1, 2)
+    works = [worker.take()[0] for worker in workers]
     assert [tile_of(work) for work in works] == [0, 1, 2]
     for i in (2, 0, 1):
         workers[i].answer(works[i], CANCELS[i])
-        pool_scene.go_on(0.02)
-    assert pool_scene.pool.result(ticket).tolist() == [[1.0] * HIDDEN]
+        harness.update_for(0.02)
+    assert ticket.result().tolist() == [[1.0] * HIDDEN]
     assert ticket.busy == pytest.approx(0.1)
 
 
-def test_a_partial_that_nobody_waits_for_is_dropped(pool_scene) -> None:
-    (worker,) = pool_scene.begin(1)
-    ticket = pool_scene.submit(0)
-    (work,) = worker.got()
-    worker.peer.send(Partial(work.seq + 99, 0, 0.0, 5 * X))
+def test_unexpected_partials_are_dropped(harness: PoolHarness) -> None:
+    (worker,) = harness.start(1)
+    ticket = harness.submit(0)
+    (work,) = worker.take()
+    worker.endpoint.send(Partial(work.seq + 99, 0, 0.0, 5 * X))
     worker.answer(work, 2.0)
     worker.answer(work, 3.0)  # a second answer changes nothing
-    assert pool_scene.pool.result(ticket).tolist() == [[2.0] * HIDDEN]
-    pool_scene.go_on(QUIET)
-    assert pool_scene.pool.result(ticket).tolist() == [[2.0] * HIDDEN]
+    assert ticket.result().tolist() == [[2.0] * HIDDEN]
+    harness.update_for(QUIET)
+    assert ticket.result().tolist() == [[2.0] * HIDDEN]
 
 
-def test_a_refused_work_fails_its_ticket_and_what_is_left_of_it_is_abandoned(pool_scene) -> None:
-    first, second = pool_scene.begin(2)
-    ticket, other = pool_scene.submit(0, 1), pool_scene.submit(2, 3)
-    refused, later = first.got(2)
-    abandoned, kept = second.got(2)
-    first.peer.send(WorkFailed(refused.seq, 0, "no layer 9"))
+def test_refused_work_fails_its_ticket_and_abandons_the_rest(harness: PoolHarness) -> None:
+    first, second = harness.start(2)
+    ticket, other = harness.submit(0, 1), harness.submit(2, 3)
+    refused, later = first.take(2)
+    abandoned, kept = second.take(2)
+    first.endpoint.send(WorkFailed(refused.seq, 0, "no layer 9"))
     with pytest.raises(ShardFailed, match="no layer 9"):
-        pool_scene.pool.result(ticket)
-    assert list(second.peer.receive(wait=True)) == [Abandon(abandoned.seq)]
-    assert first.quiet()
+        ticket.result()
+    assert list(second.endpoint.receive(wait=True)) == [Abandon(abandoned.seq)]
+    assert first.messages() == []
     first.answer(later, 1.0)
-    second.answer(abandoned, 7.0)  # it was too late to skip it
+    second.answer(abandoned, 7.0)  # it had begun before the Abandon arrived
     second.answer(kept, 1.0)
-    assert pool_scene.pool.result(other).tolist() == [[2.0] * HIDDEN]
+    assert other.result().tolist() == [[2.0] * HIDDEN]
 
 
-# --- deaths ---------------------------------------------------------------------------------------------
+# --- exits ----------------------------------------------------------------------------------------------
 
 
-def test_a_dead_workers_runs_go_to_another_and_the_bits_are_the_same(pool_scene) -> None:
-    workers = pool_scene.begin(3)
-    ticket = pool_scene.submit(0, 1, 2)
-    works = [worker.got()[0] for worker in workers]
+def test_exited_workers_shards_go_to_another_with_the_same_bits(harness: PoolHarness) -> None:
+    workers = harness.start(3)
+    ticket = harness.submit(0, 1, 2)
+    works = [worker.take()[0] for worker in workers]
     workers[0].answer(works[0], CANCELS[0])
-    workers[1].die(over=works[1])
+    workers[1].exit(over=works[1])
     workers[2].answer(works[2], CANCELS[2])
-    (again,) = workers[0].got()  # both are idle: the first of them
+    (again,) = workers[0].take()  # both are idle: the first of them
     assert (again.seq, tile_of(again)) == (works[1].seq, 1)
     np.testing.assert_array_equal(again.x, works[1].x)
     workers[0].answer(again, CANCELS[1])
-    assert pool_scene.pool.result(ticket).tolist() == [[1.0] * HIDDEN]
-    assert workers[2].quiet()
+    assert ticket.result().tolist() == [[1.0] * HIDDEN]
+    assert workers[2].messages() == []
 
 
-def test_what_was_answered_before_a_death_is_not_done_again(pool_scene) -> None:
-    first, second = pool_scene.begin(2)
-    ticket = pool_scene.submit(0, 1)
-    (work,), (other,) = first.got(), second.got()
+def test_work_answered_before_the_exit_is_not_repeated(harness: PoolHarness) -> None:
+    first, second = harness.start(2)
+    ticket = harness.submit(0, 1)
+    (work,), (other,) = first.take(), second.take()
     first.answer(work, 1.0)
-    pool_scene.go_on(QUIET)
-    first.die()
-    assert second.quiet()
+    harness.update_for(QUIET)
+    first.exit()
+    assert second.messages() == []
     second.answer(other, 2.0)
-    assert pool_scene.pool.result(ticket).tolist() == [[3.0] * HIDDEN]
+    assert ticket.result().tolist() == [[3.0] * HIDDEN]
 
 
-@pytest.mark.parametrize("news", [True, False], ids=["the news first", "the successor first"])
-def test_late_partials_of_a_dead_life_are_dropped(pool_scene, news) -> None:
-    (worker,) = pool_scene.begin(1)
-    ticket = pool_scene.submit(0)
-    (work,) = worker.got()
-    if news:
-        pool_scene.deaths.put(WorkerDied("worker", 0, 0, False, work.seq))
-    successor = pool_scene.worker(0, 1)
-    wake, again = successor.got(2)
-    assert (len(wake.items), again.seq) == (0, work.seq)
+@pytest.mark.parametrize("exit_first", [True, False], ids=["exit event first", "successor first"])
+def test_late_partials_of_an_earlier_incarnation_are_dropped(harness: PoolHarness, exit_first: bool) -> None:
+    (worker,) = harness.start(1)
+    ticket = harness.submit(0)
+    (work,) = worker.take()
+    if exit_first:
+        harness.exits.put(WorkerDied("worker", 0, 0, False, work.seq))
+    successor = harness.worker(0, 1)
+    warm_up, again = successor.take(2)
+    assert (len(warm_up.items), again.seq) == (0, work.seq)
     worker.answer(work, 13.0)
-    pool_scene.go_on(QUIET)
+    harness.update_for(QUIET)
     assert not ticket.complete
-    if not news:
-        pool_scene.deaths.put(WorkerDied("worker", 0, 0, False, work.seq))
-        pool_scene.go_on(QUIET)
+    if not exit_first:
+        harness.exits.put(WorkerDied("worker", 0, 0, False, work.seq))
+        harness.update_for(QUIET)
     successor.answer(again, 2.0)
-    assert pool_scene.pool.result(ticket).tolist() == [[2.0] * HIDDEN]
-    assert successor.quiet()  # it was not sent twice
+    assert ticket.result().tolist() == [[2.0] * HIDDEN]
+    assert successor.messages() == []  # it was not sent twice
 
 
-def test_the_last_worker_dies_and_work_waits_for_its_successor(pool_scene) -> None:
-    (worker,) = pool_scene.begin(1)
-    before = pool_scene.submit(0)
-    (work,) = worker.got()
-    worker.die(over=work)
-    pool_scene.go_on(QUIET)
-    meanwhile = pool_scene.submit(1)
-    pool_scene.go_on(QUIET)
-    successor = pool_scene.worker(0, 1)
-    wake, first, second = successor.got(3)
-    assert (len(wake.items), tile_of(first), tile_of(second)) == (0, 0, 1)
-    successor.answer(wake)
+def test_first_answer_received_together_with_the_exit(harness: PoolHarness) -> None:
+    """While a send or a start waits, a worker's first answer and its exit are both received and then
+    delivered one after the other: the answer must not mark the successor as up, nor fail."""
+    (worker,) = harness.start(1, warm=False)
+    (warm_up,) = worker.take()
+    worker.answer(warm_up)
+    with pytest.raises(PeerLost, match="1 of 2"):
+        harness.socket.wait_ready(2, 0.2)  # receives the answer
+    worker.exit()
+    successor = harness.worker(0, 1)
+    with pytest.raises(PeerLost, match="of 2"):
+        harness.socket.wait_ready(2, 0.2)  # receives the exit and the successor's Ready
+    successor.take()
+    harness.update_for(QUIET)
+    assert not harness.socket.is_up(0)
+    assert harness.reports == []
+
+
+def test_unassigned_work_waits_for_the_only_workers_successor(harness: PoolHarness) -> None:
+    (worker,) = harness.start(1)
+    before = harness.submit(0)
+    (work,) = worker.take()
+    worker.exit(over=work)
+    harness.update_for(QUIET)
+    meanwhile = harness.submit(1)
+    harness.update_for(QUIET)
+    successor = harness.worker(0, 1)
+    warm_up, first, second = successor.take(3)
+    assert (len(warm_up.items), tile_of(first), tile_of(second)) == (0, 0, 1)
+    successor.answer(warm_up)
     successor.answer(first, 1.0)
     successor.answer(second, 2.0)
-    assert pool_scene.pool.result(before).tolist() == [[1.0] * HIDDEN]
-    assert pool_scene.pool.result(meanwhile).tolist() == [[2.0] * HIDDEN]
-    assert pool_scene.said == [WorkerUp("worker", 0, 0), WorkerUp("worker", 0, 1)]
+    assert before.result().tolist() == [[1.0] * HIDDEN]
+    assert meanwhile.result().tolist() == [[2.0] * HIDDEN]
+    assert harness.reports == [WorkerUp("worker", 0, 0), WorkerUp("worker", 0, 1)]
 
 
-def test_without_any_worker_a_wait_ends_at_last(pool_scene, monkeypatch) -> None:
-    monkeypatch.setattr("pipeline.experts.worker_pool.ANSWER_LIMIT", 0.3)
-    (worker,) = pool_scene.begin(1)
-    ticket = pool_scene.submit(0)
-    worker.got()
-    worker.die()
-    pool_scene.go_on(0.05)
-    with pytest.raises(PeerLost, match="no worker has come"):
-        pool_scene.pool.result(ticket)
+def test_wait_without_any_worker_ends_after_the_pools_limit(harness: PoolHarness) -> None:
+    (worker,) = harness.start(1, limits=SilenceLimits(pool=0.3))
+    ticket = harness.submit(0)
+    worker.take()
+    worker.exit()
+    harness.update_for(0.05)
+    with pytest.raises(PeerLost, match="no worker has started"):
+        ticket.result()
 
 
-def test_a_worker_that_is_not_up_gets_nothing_while_another_is(pool_scene) -> None:
-    first, second = pool_scene.begin(2)
-    second.die()
-    successor = pool_scene.worker(1, 1)
-    (wake,) = successor.got()
-    ticket = pool_scene.submit(0, 1)
-    works = first.got(2)
+def test_worker_that_is_not_up_gets_no_work_while_another_is(harness: PoolHarness) -> None:
+    first, second = harness.start(2)
+    second.exit()
+    successor = harness.worker(1, 1)
+    (warm_up,) = successor.take()
+    ticket = harness.submit(0, 1)
+    works = first.take(2)
     assert [tile_of(work) for work in works] == [0, 1]
-    assert successor.quiet()
-    successor.answer(wake)
-    pool_scene.go_on(QUIET)
+    assert successor.messages() == []
+    successor.answer(warm_up)
+    harness.update_for(QUIET)
     for work in works:
         first.answer(work, 1.0)
-    assert pool_scene.pool.result(ticket).tolist() == [[2.0] * HIDDEN]
-    pool_scene.submit(2, 3)
-    assert (tile_of(first.got()[0]), tile_of(successor.got()[0])) == (2, 3)
+    assert ticket.result().tolist() == [[2.0] * HIDDEN]
+    harness.submit(2, 3)
+    assert (tile_of(first.take()[0]), tile_of(successor.take()[0])) == (2, 3)
 
 
-def test_nobody_is_up_yet_at_the_start_and_all_are_given_work(pool_scene) -> None:
-    workers = pool_scene.begin(2, awake=False)
-    pool_scene.submit(0, 1)
+def test_all_workers_get_work_while_none_is_up_yet(harness: PoolHarness) -> None:
+    workers = harness.start(2, warm=False)
+    harness.submit(0, 1)
     for index, worker in enumerate(workers):
-        wake, work = worker.got(2)
-        assert (len(wake.items), tile_of(work)) == (0, index)
+        warm_up, work = worker.take(2)
+        assert (len(warm_up.items), tile_of(work)) == (0, index)
 
 
-def test_the_works_of_a_dead_one_are_shared_by_the_others(pool_scene) -> None:
-    workers = pool_scene.begin(3)
+def test_orders_of_an_exited_worker_go_to_the_least_busy(harness: PoolHarness) -> None:
+    workers = harness.start(3)
     for tile in range(4):
-        pool_scene.submit(9, tile)  # two runs: worker 1 gets four of them
-    busy, idle = workers[0].got(4), workers[2]
-    assert len(busy) == 4
-    workers[1].got(4)
-    workers[1].die()
-    assert sorted(tile_of(work) for work in idle.got(4)) == [0, 1, 2, 3]
-    assert workers[0].quiet()
+        harness.submit(9, tile)  # two shards: worker 1 gets four of them
+    assert len(workers[0].take(4)) == 4
+    workers[1].take(4)
+    workers[1].exit()
+    assert sorted(tile_of(work) for work in workers[2].take(4)) == [0, 1, 2, 3]
+    assert workers[0].messages() == []

@@ -8,7 +8,15 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import torch
-from moving_parts import LIMIT, Parts, control_segment, moving_parts, peer_of, peer_socket, random_store
+from mover_parts import (
+    LIMIT,
+    MoverParts,
+    child_endpoint,
+    child_socket,
+    control_segment,
+    mover_parts,
+    random_store,
+)
 
 from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.linear import Precision
@@ -25,14 +33,16 @@ from workers.expert_worker import serve
 CONTEXT = 256
 
 
-def unlimited(folder: Path, store: Store, slots: int) -> AbstractContextManager[Parts]:
+def unlimited(folder: Path, store: Store, slots: int) -> AbstractContextManager[MoverParts]:
     """A link at full speed."""
-    return moving_parts(folder, store, slots, None)
+    return mover_parts(folder, store, slots, None)
 
 
 @contextmanager
 def engine_in_threads(
-    model: Path, folder: Path, moving: Callable[[Path, Store, int], AbstractContextManager[Parts]] = unlimited
+    model: Path,
+    folder: Path,
+    moving: Callable[[Path, Store, int], AbstractContextManager[MoverParts]] = unlimited,
 ) -> Iterator[tuple[Engine, DeviceMemory]]:
     """With random experts and room for 6 of their 24 tiles, which `moving` moves."""
     torch_threads = torch.get_num_threads()  # which the worker, being a thread, sets for all of us
@@ -41,12 +51,12 @@ def engine_in_threads(
         shape = expert_shape(source.config, 32, format_named("bf16"))
         store = stack.enter_context(random_store(shape, "thread_engine"))
         parts = stack.enter_context(moving(folder, store, 10))
-        socket = stack.enter_context(peer_socket(folder, "work.sock", "worker", store.fingerprint))
+        socket = stack.enter_context(child_socket(folder, "work.sock", "worker", store.fingerprint))
 
         control = stack.enter_context(control_segment(1))
 
         def work() -> None:
-            peer = peer_of(folder, "worker", "work.sock", store.fingerprint)
+            peer = child_endpoint(folder, "worker", "work.sock", store.fingerprint)
             peer.announce()
             serve(peer, store, control.line("worker", 0), team=None, slowdown=1.0)
             peer.close()

@@ -1,4 +1,4 @@
-"""A real store, a real slab and the real prefetcher loop in a thread, over real sockets: what moves tiles."""
+"""The parts of a tile mover: a store, a slab and the prefetcher's loop in a thread, over real sockets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -29,21 +29,21 @@ from workers.copiers import paced
 from workers.prefetcher import CopyLoop
 
 SLOTS = 24
-LIMIT = 10.0  # seconds for a thread to say or do something
+LIMIT = 10.0  # seconds for a thread to react
 _CONTROLS = itertools.count()
-KEY = b"k" * 32  # the engine's, that its children prove themselves with
+KEY = b"k" * 32  # the engine's, with which children prove their identity
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Everything below the tile mover."""
+class MoverParts:
+    """Everything that a tile mover uses."""
 
     store: Store
     slab: SlabMemory
     device: Device
     link: FetchLink
 
-    def mover(self, capacity: int, staging: int) -> TileMover:
+    def mover(self, capacity: int, staging: int, **limits: float) -> TileMover:
         """A new cache and mover on the first slots of the slab."""
         s = self.store.layout.shape
         slots = capacity + staging
@@ -52,6 +52,7 @@ class Parts:
             ExpertCache(s.layers, s.experts, s.tiles, capacity, slots, self.device.fence),
             self.link,
             self.device,
+            **limits,
         )
 
     def holds(self, slot: int, layer: int, expert: int, tile: int) -> bool:
@@ -79,7 +80,7 @@ def random_store(shape: ExpertShape, source: str) -> Iterator[Store]:
 
 @contextmanager
 def attached_again(source: str) -> Iterator[Store]:
-    """The store of this source that somebody in this process made."""
+    """Another attachment to the store that this process made of this source."""
     with Store.attach(store_name(_fingerprint(source)), _fingerprint(source), writable=True) as store:
         yield store
 
@@ -90,7 +91,7 @@ def _fingerprint(source: str) -> str:
 
 @contextmanager
 def control_segment(workers: int) -> Iterator[ControlSegment]:
-    """Where so many workers and the prefetcher count their progress; removed at the end."""
+    """Progress counters of so many workers and the prefetcher; removed at the end."""
     name = f"/tandem-tests{os.getpid()}-control-{next(_CONTROLS)}"
     control = ControlSegment.create(name, workers)
     try:
@@ -101,48 +102,51 @@ def control_segment(workers: int) -> Iterator[ControlSegment]:
 
 
 @contextmanager
-def peer_socket(
+def child_socket(
     runtime: Path,
     socket: str,
     role: str,
     fingerprint: str,
-    deaths: ExitEvents | None = None,
-    said: list[object] | None = None,
+    exits: ExitEvents | None = None,
+    reports: list[object] | None = None,
 ) -> Iterator[ChildServerSocket]:
-    """`deaths`: as the supervisor reports them; `said`: what it is told."""
-    tell = ([] if said is None else said).append
-    peers = ChildServerSocket(runtime, socket, role, fingerprint, KEY, deaths or ExitEvents(), tell)
+    """`exits`: from the supervisor; `reports`: collects the messages to it."""
+    report = ([] if reports is None else reports).append
+    server = ChildServerSocket(runtime, socket, role, fingerprint, KEY, exits or ExitEvents(), report)
     try:
-        yield peers
+        yield server
     finally:
-        peers.close()
+        server.close()
 
 
-def peer_of(
+def child_endpoint(
     runtime: Path, role: str, socket: str, fingerprint: str, index: int = 0, incarnation: int = 0
 ) -> ChildEndpoint:
-    """The other end of a ChildServerSocket; used by the thread that makes it."""
-    who = {"role": role, "index": index, "incarnation": incarnation}
-    told = {"runtime": str(runtime), "fingerprint": fingerprint, "identity": Identity(**who).prove(KEY)}
-    return ChildEndpoint(who | told, socket, supervised=False)
+    """The child's end of a ChildServerSocket; used by the thread that makes it."""
+    identity = Identity(role, index, incarnation)
+    config = {**asdict(identity), "identity": identity.prove(KEY)}
+    config |= {"runtime": str(runtime), "fingerprint": fingerprint}
+    return ChildEndpoint(config, socket, supervised=False)
 
 
 def no_tick() -> None:
-    """Nobody watches a thread."""
+    """A thread has no progress counter."""
 
 
 @contextmanager
-def copying(parts: Parts, runtime: Path, peers: ChildServerSocket, link_gbps: float | None) -> Iterator[None]:
+def copying(
+    parts: MoverParts, runtime: Path, socket: ChildServerSocket, link_gbps: float | None
+) -> Iterator[None]:
     """The prefetcher's loop in a thread, until Shutdown."""
     fingerprint = parts.store.fingerprint
 
     def copy() -> None:
-        peer = peer_of(runtime, "prefetcher", "fetch.sock", fingerprint)
-        loop = CopyLoop(peer, parts.store, link_gbps, no_tick)
+        endpoint = child_endpoint(runtime, "prefetcher", "fetch.sock", fingerprint)
+        loop = CopyLoop(endpoint, parts.store, link_gbps, no_tick)
         loop.attach(paced(parts.slab.local_copier(parts.store), link_gbps, no_tick))
-        peer.announce()
+        endpoint.announce()
         loop.run()
-        peer.close()
+        endpoint.close()
 
     thread = threading.Thread(target=copy, name="prefetcher", daemon=True)
     thread.start()
@@ -150,13 +154,13 @@ def copying(parts: Parts, runtime: Path, peers: ChildServerSocket, link_gbps: fl
         assert parts.link.wait_up(LIMIT)
         yield
     finally:
-        peers.send(0, Shutdown())
+        socket.send(0, Shutdown())
         thread.join(LIMIT)
         assert not thread.is_alive()
 
 
 @contextmanager
-def moving_parts(runtime: Path, store: Store, slots: int, link_gbps: float | None) -> Iterator[Parts]:
+def mover_parts(runtime: Path, store: Store, slots: int, link_gbps: float | None) -> Iterator[MoverParts]:
     """A slab of `slots` slots beside a store, and a prefetcher at `link_gbps` or at full speed."""
     runtime.chmod(0o700)
     with ExitStack() as stack:
@@ -164,7 +168,7 @@ def moving_parts(runtime: Path, store: Store, slots: int, link_gbps: float | Non
         name = f"/tandem-tests{os.getpid()}-slab-{runtime.name}"
         slab = device.open_slab(name, slots, store.layout.tile_bytes)
         stack.callback(slab.close)
-        peers = stack.enter_context(peer_socket(runtime, "fetch.sock", "prefetcher", store.fingerprint))
-        parts = Parts(store, slab, device, FetchLink(peers, None, None))
-        stack.enter_context(copying(parts, runtime, peers, link_gbps))
+        socket = stack.enter_context(child_socket(runtime, "fetch.sock", "prefetcher", store.fingerprint))
+        parts = MoverParts(store, slab, device, FetchLink(socket, None, None))
+        stack.enter_context(copying(parts, runtime, socket, link_gbps))
         yield parts

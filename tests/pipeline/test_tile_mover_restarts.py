@@ -1,16 +1,17 @@
-"""The tile mover while its prefetcher dies and comes back: whatever was under way, the cache's books are
-right, each slot it names holds exactly the tile it says, and what cannot come is handed back."""
+"""The tile mover while its prefetcher exits and is restarted: the cache stays consistent, each READY slot
+holds exactly its tile, and tiles that cannot be fetched are handed back."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from failing_prefetcher import FailingPrefetcher, failing_parts
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from mortal_prefetcher import Lives, mortal_parts
-from moving_parts import LIMIT, SLOTS, Parts, random_store
+from mover_parts import LIMIT, SLOTS, MoverParts, random_store
 
 from pipeline.errors import PlanError
 from pipeline.experts.shares import Missing
@@ -28,24 +29,24 @@ NONE = [Target(layer, expert, 0) for layer, expert in EVERY]
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[Store]:
-    with random_store(SHAPE, "test_prefetcher_lives") as store:
+    with random_store(SHAPE, "test_tile_mover_restarts") as store:
         yield store
 
 
 @pytest.fixture
-def scene(store, tmp_path) -> Iterator[tuple[Parts, Lives]]:
-    with mortal_parts(tmp_path, store, SLOTS) as scene:
+def scene(store, tmp_path) -> Iterator[tuple[MoverParts, FailingPrefetcher]]:
+    with failing_parts(tmp_path, store, SLOTS) as scene:
         yield scene
 
 
 @pytest.fixture(scope="module")
-def shared_scene(store, tmp_path_factory) -> Iterator[tuple[Parts, Lives]]:
-    with mortal_parts(tmp_path_factory.mktemp("lives"), store, SLOTS) as scene:
+def shared_scene(store, tmp_path_factory) -> Iterator[tuple[MoverParts, FailingPrefetcher]]:
+    with failing_parts(tmp_path_factory.mktemp("restarts"), store, SLOTS) as scene:
         yield scene
 
 
-def check_slots(parts: Parts, mover: TileMover) -> None:
-    """The books are right and every READY slot holds its tile: residency is a prefix."""
+def check_slots(parts: MoverParts, mover: TileMover) -> None:
+    """The cache is consistent and every READY slot holds its tile: residency is a prefix."""
     mover.cache.audit()
     for layer, expert in EVERY:
         slots = mover.cache.slots_of(layer, expert)
@@ -55,30 +56,32 @@ def check_slots(parts: Parts, mover: TileMover) -> None:
 
 
 def missing(mover: TileMover, layer: int, cuts: list[int]) -> list[Missing]:
-    """What the device lacks for these cuts, as the engine asks for it."""
+    """The tiles that are not resident for these cuts, as the engine demands them."""
     residency = mover.cache.residency[layer].tolist()
     return [Missing(e, r, p) for e, (r, p) in enumerate(zip(residency, cuts, strict=True)) if r < p]
 
 
-def demand(parts: Parts, mover: TileMover, layer: int, wanted: list[Missing]) -> list[Missing]:
-    """Stream, and check each tile when it is yielded; what was handed back. Together they are all that was
-    wanted, each tile once, and of each expert the last ones are those handed back."""
+def demand(parts: MoverParts, mover: TileMover, layer: int, wanted: list[Missing]) -> list[Missing]:
+    """Stream, and check each tile when it is yielded. Returns the tiles that were handed back: together with
+    the others each wanted tile once, and the last ones of their expert."""
     due = {item.expert: item.lo for item in wanted}
-    left: list[Missing] = []
-    for expert, slot in mover.stream(layer, wanted, left):
+    unfetched: list[Missing] = []
+    for expert, slot in mover.stream(layer, wanted, unfetched):
         assert parts.holds(slot, layer, expert, due[expert])
         due[expert] += 1
         check_slots(parts, mover)
-    for item in sorted(left, key=lambda item: (item.expert, item.lo)):
+    for item in sorted(unfetched, key=lambda item: (item.expert, item.lo)):
         assert item.lo == due[item.expert] < item.hi
         due[item.expert] = item.hi
     assert due == {item.expert: item.hi for item in wanted}
-    return left
+    return unfetched
 
 
-def settle(parts: Parts, lives: Lives, mover: TileMover) -> None:
-    lives.begin()  # somebody is there, or will be
-    mover.settle()
+def wait_idle(parts: MoverParts, prefetcher: FailingPrefetcher, mover: TileMover) -> None:
+    prefetcher.start()
+    deadline = time.monotonic() + LIMIT
+    while not mover.wait_idle():  # a new incarnation may take longer than the mover's limit
+        assert time.monotonic() < deadline
     assert np.array_equal(mover.cache.residency, mover.cache.target)
     assert mover.cache.free == mover.cache.slots - mover.cache.target.sum()
     check_slots(parts, mover)
@@ -88,36 +91,36 @@ RETARGET = st.lists(
     st.builds(Target, st.integers(0, 1), st.integers(0, 2), st.integers(0, TILES)), min_size=1, max_size=6
 )
 DEMAND = st.tuples(st.integers(0, 1), st.lists(st.integers(0, TILES), min_size=3, max_size=3))
-CALLS = st.sampled_from(["update", "update", "settle", "kill", "begin"])
-DOOM = st.tuples(st.integers(0, 12), st.booleans())
+CALLS = st.sampled_from(["update", "update", "wait_idle", "kill", "start"])
+EXIT_AFTER = st.tuples(st.integers(0, 12), st.booleans())
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@example(capacity=18, staging=1, calls=[(2, False), FULL, "update", (0, [5, 5, 5]), "begin", (1, [5, 5, 5])])
+@example(capacity=18, staging=1, calls=[(2, False), FULL, "update", (0, [5, 5, 5]), "start", (1, [5, 5, 5])])
 @example(capacity=0, staging=2, calls=[(3, True), (0, [5, 5, 5]), (1, [5, 5, 5])])
-@example(capacity=15, staging=1, calls=[FULL[:5], "update", "kill", (1, [5, 5, 5]), "settle"])
+@example(capacity=15, staging=1, calls=[FULL[:5], "update", "kill", (1, [5, 5, 5]), "wait_idle"])
 @given(
     capacity=st.integers(0, 20),
     staging=st.integers(1, 4),
-    calls=st.lists(st.one_of(RETARGET, DEMAND, CALLS, DOOM), max_size=14),
+    calls=st.lists(st.one_of(RETARGET, DEMAND, CALLS, EXIT_AFTER), max_size=14),
 )
-def test_any_order_of_calls_and_deaths(shared_scene, capacity, staging, calls) -> None:
-    parts, lives = shared_scene
-    lives.begin()
+def test_any_order_of_calls_and_exits(shared_scene, capacity, staging, calls) -> None:
+    parts, prefetcher = shared_scene
+    prefetcher.start()
     assert parts.link.wait_up(LIMIT)
     mover = parts.mover(capacity, staging)
     for call in calls:
         match call:
             case "update":
                 mover.update()
-            case "settle":
-                settle(parts, lives, mover)
+            case "wait_idle":
+                wait_idle(parts, prefetcher, mover)
             case "kill":
-                lives.kill()
-            case "begin":
-                lives.begin()
-            case tuple((int(tiles), bool(heir))):
-                lives.doom(tiles, heir)
+                prefetcher.kill()
+            case "start":
+                prefetcher.start()
+            case tuple((int(tiles), bool(restarted))):
+                prefetcher.exit_after(tiles, restarted)
             case tuple((layer, list(cuts))):
                 demand(parts, mover, layer, missing(mover, layer, cuts))
             case list(targets):
@@ -127,92 +130,90 @@ def test_any_order_of_calls_and_deaths(shared_scene, capacity, staging, calls) -
                 except PlanError:  # more than the capacity
                     assert np.array_equal(mover.cache.target, before)
         check_slots(parts, mover)
-    settle(parts, lives, mover)
-    mover.retarget(NONE)  # nothing of this example is under way in the next
-    settle(parts, lives, mover)
+    wait_idle(parts, prefetcher, mover)
+    mover.retarget(NONE)  # the next example begins with an idle prefetcher
+    wait_idle(parts, prefetcher, mover)
 
 
-def wait_down(parts: Parts, mover: TileMover) -> None:
+def wait_down(parts: MoverParts, mover: TileMover) -> None:
     while parts.link.up:
         parts.link.update(20)
     mover.update()
 
 
 @pytest.mark.parametrize("tiles", [0, 1, TILES, TILES + 2])
-def test_a_death_in_a_demand_hands_back_what_has_not_come(scene, tiles) -> None:
-    """The tile at hand is half written: it is neither yielded nor kept. What landed just before the death may
-    be heard of or not."""
-    parts, lives = scene
+def test_exit_during_a_demand_hands_back_the_unfetched_tiles(scene, tiles) -> None:
+    """A half-written tile is neither yielded nor kept. Tiles that landed just before the exit may be lost or
+    not."""
+    parts, prefetcher = scene
     mover = parts.mover(2 * TILES, 3)
     mover.retarget([Target(0, 0, TILES), Target(0, 1, TILES)])
-    lives.doom(tiles, heir=False)
-    left = demand(parts, mover, 0, missing(mover, 0, [TILES, TILES, 4]))
-    assert mover.demanded + sum(item.hi - item.lo for item in left) == 2 * TILES + 4
+    prefetcher.exit_after(tiles, restarted=False)
+    unfetched = demand(parts, mover, 0, missing(mover, 0, [TILES, TILES, 4]))
+    assert mover.demanded + sum(item.hi - item.lo for item in unfetched) == 2 * TILES + 4
     assert mover.demanded <= tiles
     assert mover.cache.residency.sum() == mover.demanded
-    settle(parts, lives, mover)
+    wait_idle(parts, prefetcher, mover)
     assert mover.cache.residency[0].tolist() == [TILES, TILES, 0]
 
 
-def test_without_a_prefetcher_nothing_is_ordered_and_all_is_handed_back(scene) -> None:
-    parts, lives = scene
+def test_demand_without_a_prefetcher_is_handed_back(scene) -> None:
+    parts, prefetcher = scene
     mover = parts.mover(2 * TILES, 3)
     mover.retarget([Target(0, 0, 3)])
-    settle(parts, lives, mover)
-    lives.kill()
+    wait_idle(parts, prefetcher, mover)
+    prefetcher.kill()
     wait_down(parts, mover)
     mover.retarget([Target(0, 1, 4)])
     mover.update()
-    assert not mover.moving
+    assert mover.idle
     assert mover.cache.free == mover.cache.slots - 3
     wanted = missing(mover, 0, [TILES, 2, TILES])
     assert demand(parts, mover, 0, wanted) == wanted
-    assert mover.cache.residency[0].tolist() == [3, 0, 0]  # what is there stays of use
-    settle(parts, lives, mover)
+    assert mover.cache.residency[0].tolist() == [3, 0, 0]  # resident tiles stay usable
+    wait_idle(parts, prefetcher, mover)
     assert mover.cache.residency[0].tolist() == [3, 4, 0]
 
 
-def test_background_orders_are_freed_and_asked_for_again(scene) -> None:
-    parts, lives = scene
+def test_background_orders_are_repeated_after_a_restart(scene) -> None:
+    parts, prefetcher = scene
     mover = parts.mover(3 * TILES, 1)
-    lives.doom(TILES + 2, heir=False)
+    prefetcher.exit_after(TILES + 2, restarted=False)
     mover.retarget([Target(1, expert, TILES) for expert in range(3)])
     mover.update()
     wait_down(parts, mover)
-    assert not mover.moving
+    assert mover.idle
     assert mover.cache.free == 1 + 3 * TILES - mover.cache.residency.sum()
     assert mover.cache.residency.sum() <= TILES + 2
     check_slots(parts, mover)
-    lives.begin()
+    prefetcher.start()
     assert parts.link.wait_up(LIMIT)
     mover.update()
-    assert mover.moving
-    settle(parts, lives, mover)
+    assert not mover.idle
+    wait_idle(parts, prefetcher, mover)
     assert mover.demanded == 0
 
 
-def test_settling_waits_for_a_successor_and_not_for_ever(scene, monkeypatch) -> None:
-    monkeypatch.setattr("pipeline.experts.tile_mover.COME_LIMIT", 0.3)
-    parts, lives = scene
-    mover = parts.mover(TILES, 1)
-    lives.doom(2, heir=False)
+def test_wait_idle_gives_up_on_a_restart_after_its_limit(scene) -> None:
+    parts, prefetcher = scene
+    mover = parts.mover(TILES, 1, restart_limit=0.3)
+    prefetcher.exit_after(2, restarted=False)
     mover.retarget([Target(0, 0, TILES)])
-    assert not mover.settle()
+    assert not mover.wait_idle()
     check_slots(parts, mover)
-    monkeypatch.setattr("pipeline.experts.tile_mover.COME_LIMIT", LIMIT)
-    lives.begin()
-    lives.doom(1, heir=True)
-    settle(parts, lives, mover)
+    assert not parts.link.up
+    prefetcher.start()
+    prefetcher.exit_after(1, restarted=True)
+    wait_idle(parts, prefetcher, mover)
 
 
-def test_one_that_never_lands_a_tile_is_outlived(scene) -> None:
-    """Several deaths over the very first tile, each with an heir: settling goes on."""
-    parts, lives = scene
+def test_wait_idle_survives_repeated_exits_over_the_first_tile(scene) -> None:
+    parts, prefetcher = scene
     mover = parts.mover(TILES, 1)
     mover.retarget([Target(0, 0, TILES)])
     for _ in range(4):
-        lives.doom(0, heir=True)
+        prefetcher.exit_after(0, restarted=True)
         demand(parts, mover, 0, missing(mover, 0, [TILES, 0, 0]))
-        lives.begin()
+        prefetcher.start()
         assert parts.link.wait_up(LIMIT)
-    settle(parts, lives, mover)
+    wait_idle(parts, prefetcher, mover)

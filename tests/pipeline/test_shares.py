@@ -1,4 +1,4 @@
-"""A layer's work divided: the cut says who computes, the residency says what is there already."""
+"""A layer's work divided between host and device: by its cuts, and by its residency."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def pairs_of(rows: np.ndarray, weights: np.ndarray) -> list[tuple[int, float]]:
 
 @settings(max_examples=200, deadline=None)
 @given(routings(), COUNTS, COUNTS)
-def test_every_active_expert_is_divided_at_its_cut(routing, cut, residency) -> None:
+def test_each_active_expert_is_divided_at_its_cut(routing, cut, residency) -> None:
     split = split_layer(routing, cut, residency, TILES)
     every = range(EXPERTS)
-    users = {  # expert -> (row, weight) of those that use it, counted by hand
+    users = {  # expert -> (row, weight) of the rows that use it
         e: [
             (row, float(w))
             for row in range(len(routing.experts))
@@ -49,10 +49,10 @@ def test_every_active_expert_is_divided_at_its_cut(routing, cut, residency) -> N
 
     host = split.host
     pairs = [pairs_of(rows, weights) for rows, weights in zip(host.rows, host.weights, strict=True)]
-    there = list(zip(host.experts.tolist(), host.lo.tolist(), pairs, strict=True))
-    assert there == [(e, cut[e], users[e]) for e in every if users[e] and cut[e] < TILES]
+    on_host = list(zip(host.experts.tolist(), host.lo.tolist(), pairs, strict=True))
+    assert on_host == [(e, cut[e], users[e]) for e in every if users[e] and cut[e] < TILES]
     assert set(host.hi.tolist()) <= {TILES}
-    assert host.total == sum(TILES - lo for _, lo, _ in there)
+    assert host.total == sum(TILES - lo for _, lo, _ in on_host)
 
     device = [(s.expert, s.resident, s.cut, pairs_of(s.rows, s.weights)) for s in split.device]
     expected = [(e, min(cut[e], residency[e]), cut[e], users[e]) for e in every if users[e] and cut[e]]
@@ -62,15 +62,15 @@ def test_every_active_expert_is_divided_at_its_cut(routing, cut, residency) -> N
 @pytest.mark.parametrize(
     ("resident", "cut", "device", "host"),  # device: resident, cut; host: its first tile
     [
-        (3, 2, (2, 2), 2),  # 0 < p < r: tile 2 is there, and still the host's
+        (3, 2, (2, 2), 2),  # 0 < p < r: tile 2 is resident, and still the host's
         (1, 3, (1, 3), 3),  # r < p < n: tiles 1 and 2 are fetched
         (0, 4, (0, 4), None),  # on demand
-        (4, 4, (4, 4), None),  # all there
-        (4, 0, None, 0),  # all there, and none used
+        (4, 4, (4, 4), None),  # all resident
+        (4, 0, None, 0),  # all resident, none used
         (2, 2, (2, 2), 2),
     ],
 )
-def test_residency_and_cut(resident, cut, device, host) -> None:
+def test_device_share_has_resident_and_missing_tiles(resident, cut, device, host) -> None:
     one = Routing(np.array([[1]], np.int32), np.array([[1.0]], np.float32))
     split = split_layer(one, np.full(EXPERTS, cut, np.int32), np.full(EXPERTS, resident, np.int32), TILES)
     assert [(s.resident, s.cut) for s in split.device] == ([device] if device else [])
@@ -78,7 +78,7 @@ def test_residency_and_cut(resident, cut, device, host) -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, TILES + 1])
-def test_a_cut_out_of_range_is_a_plan_error_for_an_active_expert_only(wrong) -> None:
+def test_cut_out_of_range_is_a_plan_error_for_active_experts_only(wrong) -> None:
     routing = Routing(np.array([[2, 3]], np.int32), np.array([[1.0, 0.0]], np.float32))
     residency = np.zeros(EXPERTS, np.int32)
     for expert in range(EXPERTS):
@@ -87,7 +87,7 @@ def test_a_cut_out_of_range_is_a_plan_error_for_an_active_expert_only(wrong) -> 
         if expert == 2:
             with pytest.raises(PlanError, match=r"0\.\.4"):
                 split_layer(routing, cut, residency, TILES)
-        else:  # nobody routes to it, or with weight 0
+        else:  # no row routes to it, or with weight 0
             assert split_layer(routing, cut, residency, TILES).host.experts.tolist() == [2]
 
 

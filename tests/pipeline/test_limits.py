@@ -1,4 +1,4 @@
-"""Room for slab and KV cache: checked before it is taken, and said in one line where it is missing."""
+"""Memory for the slab and the KV cache is checked before it is allocated, and an error is one line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.memory.limits import CHUNK_MAX, STAGING_TILES, cache_tiles, full_m
 TERABYTE = 10**12
 
 
-def test_a_slab_or_kv_cache_without_room_is_refused_with_the_numbers() -> None:
+def test_slab_or_kv_cache_beyond_the_free_memory_is_refused_with_numbers() -> None:
     device = open_device("cpu")
     device.check_room(1000, 1000, 1000)
     with pytest.raises(UsageError, match=r"slab needs 500000\.00 GB.* free: .*--expert-cache"):
@@ -26,7 +26,7 @@ def test_a_slab_or_kv_cache_without_room_is_refused_with_the_numbers() -> None:
         device.check_room(1000, 1000, 500_000 * TERABYTE // 1000)
 
 
-def test_a_full_device_is_one_line_for_the_user() -> None:
+def test_full_device_memory_is_one_line_for_the_user() -> None:
     text = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8 GiB.\nAnd more."
     with pytest.raises(UsageError) as caught, full_memory_in_one_line():
         raise torch.OutOfMemoryError(text)
@@ -35,20 +35,19 @@ def test_a_full_device_is_one_line_for_the_user() -> None:
     )
 
 
-def test_a_share_of_the_tiles_is_not_one_less_by_rounding() -> None:
+def test_share_of_the_tiles_loses_none_by_rounding() -> None:
     assert [cache_tiles(n / 100, 100) for n in range(101)] == list(range(101))
     assert cache_tiles(0.5, 3) == 1
-    for tiles in (7, 1000, 28_672):  # a share that was chosen is thousandths, and never more than was planned
+    for tiles in (7, 1000, 28_672):  # a planned share is in thousandths, and never exceeds the plan
         assert all(0 <= n * tiles / 1000 - cache_tiles(n / 1000, tiles) < 1 for n in range(1001))
 
 
-def test_a_supervisor_can_use_this_without_torch() -> None:
+def test_memory_plan_imports_no_torch() -> None:
     script = "import sys, pipeline.memory.limits, pipeline.memory.plan; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
 
 
-def test_staging_and_steps_are_those_of_the_engine() -> None:
-    """What is planned with is what is used."""
-    from pipeline import assembly
+def test_engine_allocates_what_the_plan_counts() -> None:
+    from pipeline.serving import assembly
 
     assert (assembly.STAGING_TILES, assembly.CHUNK_MAX) == (STAGING_TILES, CHUNK_MAX)

@@ -1,0 +1,31 @@
+"""Whether a child that has work makes progress."""
+
+from __future__ import annotations
+
+import time
+
+STALL_SLICE = 0.1  # seconds that one look may count: this process may have stood still itself
+
+
+class ProgressWatch:
+    """How long a child that has work made no progress. Time in which the watch was not read does not
+    count."""
+
+    def __init__(self) -> None:
+        self._ticks = -1
+        self._stalled = 0.0
+        self._read_at = 0.0
+
+    def stalled(self, ticks: int) -> float:
+        """Seconds without progress, as far as they were observed; `ticks` is the child's counter now."""
+        now = time.monotonic()
+        if ticks != self._ticks:
+            self._ticks, self._stalled = ticks, 0.0
+        else:
+            self._stalled += min(now - self._read_at, STALL_SLICE)
+        self._read_at = now
+        return self._stalled
+
+    def reset(self) -> None:
+        """The child has no work, or has just answered: begin anew."""
+        self._ticks = -1

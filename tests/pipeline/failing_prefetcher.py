@@ -1,0 +1,175 @@
+"""A prefetcher in a thread that exits when the test says: during a tile, which is then half written, or
+between two. Its exit is reported as the supervisor would, and it is restarted when the test says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from mover_parts import LIMIT, MoverParts, child_endpoint, child_socket, control_segment
+
+from pipeline.device import open_device
+from pipeline.experts.fetch_link import FetchLink
+from pipeline.experts.peers import ChildServerSocket, ExitEvents
+from protocol.messages import CancelFetch, Shutdown, WorkerDied
+from shm.layout import Bytes
+from shm.store import Store
+from workers.copiers import Copier
+from workers.prefetcher import CopyLoop
+
+NEVER = 1 << 30  # tiles
+
+
+class _Exit(BaseException):
+    """Ends an incarnation; no handler of the prefetcher may stop it."""
+
+
+class Incarnation:
+    """One incarnation: the number of tiles that it still copies, and whether it is restarted at once."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.tiles = NEVER
+        self.restarted = False
+        self.thread: threading.Thread
+        self._killed = threading.Event()
+
+    def kill(self) -> None:
+        """Exit at the next tick."""
+        self._killed.set()
+
+    def tick(self) -> None:
+        if self._killed.is_set():
+            raise _Exit
+
+    def may_copy(self) -> bool:
+        """Whether one more tile is copied as a whole."""
+        self.tiles -= 1
+        return self.tiles >= 0
+
+
+class _FailingCopier:
+    """A copier that exits with its incarnation; the last tile is half written."""
+
+    def __init__(self, inner: Copier, incarnation: Incarnation) -> None:
+        self.depth, self.notes = inner.depth, inner.notes
+        self._inner, self._incarnation = inner, incarnation
+
+    def start(self, tile: Bytes, slot: int) -> None:
+        if self._incarnation.may_copy():
+            self._inner.start(tile, slot)
+            return
+        half = tile.copy()
+        half[len(tile) // 2 :] ^= 0xFF
+        self._inner.start(half, slot)
+        raise _Exit
+
+    def finish(self) -> None:
+        self._inner.finish()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _FailingLoop(CopyLoop):
+    """The prefetcher's loop with failing copiers."""
+
+    incarnation: Incarnation
+
+    def attach(self, copier: Copier) -> None:
+        super().attach(_FailingCopier(copier, self.incarnation))
+
+
+class FailingPrefetcher:
+    """Incarnations of the prefetcher, one after the other; none runs at first."""
+
+    def __init__(self, runtime: Path, store: Store, socket: ChildServerSocket, exits: ExitEvents) -> None:
+        self._runtime, self._store, self._socket, self._exits = runtime, store, socket, exits
+        self._lock = threading.Lock()
+        self._next = 0
+        self.present: Incarnation | None = None
+
+    def start(self) -> None:
+        """Start one where none runs; the present one is restarted when it exits."""
+        with self._lock:
+            if self.present is None:
+                self._start()
+            else:
+                self.present.restarted = True
+
+    def exit_after(self, tiles: int, restarted: bool) -> None:
+        """The present incarnation, if one runs, exits over the tile after so many more."""
+        with self._lock:
+            if self.present is not None:
+                self.present.tiles, self.present.restarted = tiles, restarted
+
+    def kill(self) -> None:
+        """The present incarnation exits now and is not restarted."""
+        with self._lock:
+            present = self.present
+            if present is None:
+                return
+            present.restarted = False
+            present.kill()
+        self._socket.send(0, CancelFetch(NEVER))  # so that its loop wakes up
+        present.thread.join(LIMIT)
+        assert not present.thread.is_alive()
+
+    def shut_down(self) -> None:
+        """End the prefetcher in order."""
+        self.start()
+        with self._lock:
+            assert self.present is not None
+            present = self.present
+            present.tiles, present.restarted = NEVER, False
+        while present.number not in [p["incarnation"] for p in self._socket.stats()]:
+            self._socket.receive(50)
+        self._socket.send(0, Shutdown())
+        present.thread.join(LIMIT)
+        assert not present.thread.is_alive()
+
+    def _start(self) -> None:
+        present = self.present = Incarnation(self._next)
+        self._next += 1
+        present.thread = threading.Thread(target=self._run, args=(present,), name="prefetcher", daemon=True)
+        present.thread.start()
+
+    def _run(self, incarnation: Incarnation) -> None:
+        number, print_ = incarnation.number, self._store.fingerprint
+        endpoint = child_endpoint(self._runtime, "prefetcher", "fetch.sock", print_, 0, number)
+        loop = _FailingLoop(endpoint, self._store, None, incarnation.tick)
+        loop.incarnation = incarnation
+        try:
+            endpoint.announce()
+            loop.run()
+        except _Exit:
+            with self._lock:
+                self.present = None
+                self._exits.put(WorkerDied("prefetcher", 0, number, False, -1))
+                if incarnation.restarted:
+                    self._start()
+        finally:
+            endpoint.close()
+
+
+@contextmanager
+def failing_parts(runtime: Path, store: Store, slots: int) -> Iterator[tuple[MoverParts, FailingPrefetcher]]:
+    """A slab of `slots` slots beside a store, and a running prefetcher that can fail."""
+    runtime.chmod(0o700)
+    exits = ExitEvents()
+    with ExitStack() as stack:
+        device = open_device("cpu")
+        control = stack.enter_context(control_segment(1))
+        slab = device.open_slab(f"{control.segment.name}-slab", slots, store.layout.tile_bytes)
+        stack.callback(slab.close)
+        socket = stack.enter_context(
+            child_socket(runtime, "fetch.sock", "prefetcher", store.fingerprint, exits)
+        )
+        link = FetchLink(socket, slab.address(), control.line("prefetcher", 0))
+        prefetcher = FailingPrefetcher(runtime, store, socket, exits)
+        prefetcher.start()
+        assert link.wait_up(LIMIT)
+        stack.callback(prefetcher.shut_down)
+        yield MoverParts(store, slab, device, link), prefetcher

@@ -1,0 +1,129 @@
+"""A worker pool over real sockets, whose workers and supervisor are driven by the test."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from child_messages import LIMIT, PRINT
+from mover_parts import child_endpoint
+
+from pipeline.coordinator_config import WorkerCores
+from pipeline.experts.host_shards import HostShard
+from pipeline.experts.peers import ChildServerSocket, ExitEvents
+from pipeline.experts.worker_pool import SilenceLimits, WorkerPool, WorkerTicket
+from protocol.messages import Partial, Work, WorkerDied, WorkerUp
+from shm.control import ControlSegment
+from workers.child_endpoint import ChildEndpoint
+
+HIDDEN = 4
+X = np.ones((1, HIDDEN), np.float32)
+QUIET = 0.15  # seconds without a message that count as silence
+
+
+def shard_of(tile: int) -> HostShard:
+    """A shard of one tile of expert 0; the tile identifies it in the test."""
+    return HostShard(
+        np.array([[0, tile, tile + 1]], np.int32),
+        np.array([0, 1], np.int32),
+        np.zeros(1, np.int32),
+        np.ones(1, np.float32),
+        np.zeros(1, np.intp),
+    )
+
+
+def tile_of(work: Work) -> int:
+    return int(work.items[0, 1])
+
+
+class Worker:
+    """One incarnation of a worker, which has announced itself."""
+
+    def __init__(self, harness: PoolHarness, index: int, incarnation: int) -> None:
+        self.index, self.incarnation = index, incarnation
+        self._harness = harness
+        self.endpoint: ChildEndpoint = child_endpoint(
+            harness.runtime, "worker", "w", PRINT, index, incarnation
+        )
+        self.endpoint.announce()
+
+    def take(self, count: int = 1) -> list[Work]:
+        """The next `count` Works; the pool is updated meanwhile."""
+        works: list[Work] = []
+        deadline = time.monotonic() + LIMIT
+        while len(works) < count and time.monotonic() < deadline:
+            self._harness.pool.update(5)
+            works += [m for m in self.endpoint.receive(wait=False) if isinstance(m, Work)]
+        assert len(works) == count, f"{len(works)} of {count} Works arrived"
+        return works
+
+    def messages(self) -> list[object]:
+        """The messages that arrive within a while."""
+        self._harness.update_for(QUIET)
+        return list(self.endpoint.receive(wait=False))
+
+    def answer(self, work: Work, value: float = 0.0) -> None:
+        y = np.full((len(work.x), HIDDEN), value, np.float32)
+        self.endpoint.send(Partial(work.seq, self.incarnation, 0.1, y))
+
+    def warm_up(self) -> None:
+        """Answer the first Work, which has no items, and so be up."""
+        (work,) = self.take()
+        assert len(work.items) == 0
+        self.answer(work)
+        up = WorkerUp("worker", self.index, self.incarnation)
+        self._harness.update_until(lambda: up in self._harness.reports)
+
+    def exit(self, over: Work | None = None, crashed: bool = False) -> None:
+        """Exit while computing `over`; the supervisor reports it."""
+        self.endpoint.close()
+        self._harness.running.remove(self)
+        seq = -1 if over is None else over.seq
+        self._harness.exits.put(WorkerDied("worker", self.index, self.incarnation, crashed, seq))
+
+
+class PoolHarness:
+    """A pool, its running workers, and what it reports to the supervisor."""
+
+    def __init__(
+        self,
+        runtime: Path,
+        socket: ChildServerSocket,
+        control: ControlSegment,
+        exits: ExitEvents,
+        reports: list[object],
+    ) -> None:
+        self.runtime, self.socket, self.control = runtime, socket, control
+        self.exits, self.reports = exits, reports
+        self.running: list[Worker] = []
+        self.pool: WorkerPool
+
+    def start(self, workers: int, warm: bool = True, limits: SilenceLimits | None = None) -> list[Worker]:
+        """A pool with all its workers; with `warm` all of them are up."""
+        self.pool = WorkerPool(self.socket, self.control, WorkerCores.alike(workers), HIDDEN, limits)
+        started = [self.worker(index) for index in range(workers)]
+        self.pool.wait_ready(LIMIT)
+        for worker in started if warm else ():
+            worker.warm_up()
+        return started
+
+    def worker(self, index: int = 0, incarnation: int = 0) -> Worker:
+        self.running.append(Worker(self, index, incarnation))
+        return self.running[-1]
+
+    def update_for(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.pool.update(5)
+
+    def update_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + LIMIT
+        while not condition():
+            assert time.monotonic() < deadline
+            self.pool.update(5)
+
+    def submit(self, *tiles: int) -> WorkerTicket:
+        """Submit a shard of each of these tiles, for worker 0, 1, ..."""
+        return self.pool.submit_shards(0, [shard_of(tile) for tile in tiles], X)

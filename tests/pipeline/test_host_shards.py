@@ -1,0 +1,223 @@
+"""Host shards: each host tile is in exactly one, costs fit the workers' cores, and the shards add up to the
+share."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.coordinator_config import WorkerCores
+from pipeline.experts.host_shards import ROWS_PER_READ, HostShard, cut_into_shards
+from pipeline.experts.shares import HostShare
+from shm.numa import node_of
+
+ROWS = 6  # of the batch
+TILES = 7
+SEED = st.integers(0, 2**32 - 1)
+
+
+@st.composite
+def host_shares(draw: st.DrawFn, batch: int = ROWS) -> HostShare:
+    """Some experts with tiles [lo, hi) and some of the batch's rows each."""
+    experts = sorted(draw(st.sets(st.integers(0, 11), max_size=6)))
+    lo = [draw(st.integers(0, TILES - 1)) for _ in experts]
+    hi = [draw(st.integers(first + 1, TILES)) for first in lo]
+    rows = [sorted(draw(st.sets(st.integers(0, batch - 1), min_size=1))) for _ in experts]
+    weights = [draw(st.lists(st.integers(1, 9), min_size=len(r), max_size=len(r))) for r in rows]
+    return HostShare(
+        np.array(experts, np.int32),
+        np.array(lo, np.int32),
+        np.array(hi, np.int32),
+        [np.array(r, np.int32) for r in rows],
+        [np.array(w, np.float32) for w in weights],
+    )
+
+
+@st.composite
+def worker_cores(draw: st.DrawFn) -> WorkerCores:
+    cores = draw(st.lists(st.integers(1, 8), min_size=1, max_size=6))
+    return WorkerCores(tuple(cores), draw(st.integers(1, len(cores))))
+
+
+def tiles_of(shard: HostShard) -> list[tuple[int, int]]:
+    return [(expert, tile) for expert, lo, hi in shard.items.tolist() for tile in range(lo, hi)]
+
+
+def all_tiles(share: HostShare) -> list[tuple[int, int]]:
+    items = zip(share.experts.tolist(), share.lo.tolist(), share.hi.tolist(), strict=True)
+    return [(expert, tile) for expert, lo, hi in items for tile in range(lo, hi)]
+
+
+def cost(share: HostShare, tiles: list[tuple[int, int]]) -> int:
+    rows = dict(zip(share.experts.tolist(), map(len, share.rows), strict=True))
+    return sum(ROWS_PER_READ + rows[expert] for expert, _ in tiles)
+
+
+@settings(max_examples=150, deadline=None)
+@given(host_shares(), st.integers(1, 9))
+def test_decode_cuts_the_tiles_in_order_into_consecutive_shards_of_equal_cost(share, workers) -> None:
+    shards = cut_into_shards(share, WorkerCores.alike(workers), "decode", ROWS)
+    assert len(shards) <= workers
+    assert all(len(shard.items) for shard in shards)
+    assert [tile for shard in shards for tile in tiles_of(shard)] == all_tiles(share)
+    ideal = cost(share, all_tiles(share)) / workers
+    for shard in shards:
+        dearest = max(cost(share, [tile]) for tile in tiles_of(shard))
+        assert cost(share, tiles_of(shard)) <= ideal + dearest
+        experts = shard.items[:, 0].tolist()
+        assert len(experts) == len(set(experts))  # an expert's tiles in a shard are one item
+
+
+@settings(max_examples=150, deadline=None)
+@given(host_shares(), st.integers(1, 9))
+def test_prefill_assigns_whole_experts(share, workers) -> None:
+    shards = cut_into_shards(share, WorkerCores.alike(workers), "prefill", ROWS)
+    assert len(shards) == min(workers, len(share.experts))  # no worker idles while another has two
+    items = sorted(item for shard in shards for item in map(tuple, shard.items.tolist()))
+    given = zip(share.experts.tolist(), share.lo.tolist(), share.hi.tolist(), strict=True)
+    assert items == list(given)
+    loads = [cost(share, tiles_of(shard)) for shard in shards]
+    for shard, load in zip(shards, loads, strict=True):
+        assert shard.items[:, 0].tolist() == sorted(shard.items[:, 0].tolist())
+        last = min(cost(share, [(e, t) for t in range(lo, hi)]) for e, lo, hi in shard.items.tolist())
+        assert load - last <= min(loads)  # assigned to the worker that had the least
+
+
+def by_longest_first(totals: list[int], cores: tuple[int, ...]) -> list[int]:
+    """The worker of each expert, by longest processing time first: the most expensive expert that is left
+    goes to the worker that would finish it first."""
+    loads, left, worker_of = [0] * len(cores), set(range(len(totals))), [0] * len(totals)
+    while left:
+        expert = min(left, key=lambda e: (-totals[e], e))
+        left.remove(expert)
+        ends = [(load + totals[expert]) / width for load, width in zip(loads, cores, strict=True)]
+        worker_of[expert] = ends.index(min(ends))
+        loads[worker_of[expert]] += totals[expert]
+    return worker_of
+
+
+def assigned_in_prefill(share: HostShare, cores: tuple[int, ...]) -> list[list[int]]:
+    """The experts of each shard."""
+    return [
+        shard.items[:, 0].tolist() for shard in cut_into_shards(share, WorkerCores(cores), "prefill", ROWS)
+    ]
+
+
+@settings(max_examples=300, deadline=None)
+@given(host_shares(), st.sampled_from([(1, 4), (4, 1), (1, 1), (2, 3, 1)]))
+def test_prefill_assigns_the_most_expensive_experts_first(share, cores) -> None:
+    """Against a second implementation, by the experts' costs: their tiles and their rows."""
+    experts = share.experts.tolist()
+    tiles = all_tiles(share)
+    totals = [cost(share, [tile for tile in tiles if tile[0] == expert]) for expert in experts]
+    worker_of = by_longest_first(totals, cores)
+    expected = [
+        [e for e, w in zip(experts, worker_of, strict=True) if w == worker] for worker in range(len(cores))
+    ]
+    assert assigned_in_prefill(share, cores) == [part for part in expected if part]
+
+
+def test_prefill_gives_a_wide_worker_the_expensive_experts() -> None:
+    """Four experts of one tile, with 1, 2, 3 and 40 rows, for workers of 1 and 4 cores: costs 6, 7, 8 and
+    45."""
+    rows = [np.arange(count, dtype=np.int32) for count in (1, 2, 3, 40)]
+    weights = [np.ones(len(r), np.float32) for r in rows]
+    lo = np.zeros(4, np.int32)
+    share = HostShare(np.arange(4, dtype=np.int32), lo, lo + 1, rows, weights)
+    shards = cut_into_shards(share, WorkerCores((1, 4)), "prefill", 40)
+    assert [shard.items[:, 0].tolist() for shard in shards] == [[0, 2], [1, 3]]
+
+
+@settings(max_examples=150, deadline=None)
+@given(host_shares(), st.integers(1, 6), st.integers(1, 8), st.sampled_from(["decode", "prefill"]))
+def test_equally_wide_workers_get_the_same_shards_as_workers_of_one_core(
+    share, workers, cores, phase
+) -> None:
+    narrow = cut_into_shards(share, WorkerCores.alike(workers), phase, ROWS)
+    wide = cut_into_shards(share, WorkerCores((cores,) * workers), phase, ROWS)
+    assert [shard.items.tolist() for shard in wide] == [shard.items.tolist() for shard in narrow]
+
+
+@settings(max_examples=150, deadline=None)
+@given(host_shares(), worker_cores())
+def test_decode_cuts_in_node_order_and_in_proportion_to_cores(share, workers) -> None:
+    shards = cut_into_shards(share, workers, "decode", ROWS)
+    tiles = [tile for shard in shards for tile in tiles_of(shard)]
+    order = all_tiles(share)
+    if workers.nodes > 1:
+        order.sort(key=lambda tile: (node_of(*tile, workers.nodes), tile))
+    assert tiles == order
+    whole = cost(share, order)
+    if len(shards) == len(workers):  # every worker has a shard
+        after = 0
+        for shard, cores in zip(shards, workers.cores, strict=True):
+            first, after = after, after + len(tiles_of(shard))
+            # its own tiles and one of a neighbour at either end, half of which may lie on its side
+            dearest = max(cost(share, [tile]) for tile in order[max(first - 1, 0) : after + 1])
+            assert abs(cost(share, tiles_of(shard)) - whole * cores / sum(workers.cores)) <= dearest
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_workers_read_their_own_nodes_tiles_where_nodes_have_equal_cores(batch: int) -> None:
+    """Two nodes, two workers on the first and a wider one on the second; some tiles are resident."""
+    lo = np.array([0, 2, 0, 4], np.int32)
+    rows, weights = [np.arange(batch, dtype=np.int32)] * 4, [np.ones(batch, np.float32)] * 4
+    share = HostShare(np.array([1, 4, 5, 7], np.int32), lo, np.full(4, 8, np.int32), rows, weights)
+    shards = cut_into_shards(share, WorkerCores((2, 2, 4), 2), "decode", batch)
+    assert [{node_of(*tile, 2) for tile in tiles_of(shard)} for shard in shards] == [{0}, {0}, {1}]
+    assert [len(tiles_of(shard)) for shard in shards] == [6, 7, 13]
+
+
+def test_tiles_beyond_a_nodes_cores_go_to_its_neighbour() -> None:
+    """All eight tiles, of as many experts, lie on one of two nodes."""
+    rows, weights = [np.zeros(1, np.int32)] * 8, [np.ones(1, np.float32)] * 8
+    experts, lo = np.arange(0, 16, 2, dtype=np.int32), np.zeros(8, np.int32)
+    share = HostShare(experts, lo, lo + 1, rows, weights)
+    shards = cut_into_shards(share, WorkerCores((1, 1), 2), "decode", 1)
+    assert [len(tiles_of(shard)) for shard in shards] == [4, 4]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.integers(1, ROWS), worker_cores(), st.sampled_from(["decode", "prefill"]), SEED)
+def test_shards_add_up_to_the_weighted_sum(data, batch, workers, phase, seed) -> None:
+    """Each tile multiplies its rows by a number of its own; all in whole numbers, so sums are exact."""
+    share = data.draw(host_shares(batch))
+    rng = np.random.default_rng(seed)
+    x = rng.integers(-9, 9, (batch, 2)).astype(np.float64)
+    factor = rng.integers(-9, 9, (12, TILES)).astype(np.float64)
+    expected = np.zeros_like(x)
+    for i, expert in enumerate(share.experts):
+        for tile in range(share.lo[i], share.hi[i]):
+            for row, weight in zip(share.rows[i], share.weights[i], strict=True):
+                expected[row] += weight * factor[expert, tile] * x[row]
+
+    total = np.zeros_like(x)
+    for shard in cut_into_shards(share, workers, phase, batch):
+        sent = x[shard.kept]
+        assert sorted(set(shard.rows.tolist())) == list(range(len(sent)))  # only rows that an item uses
+        y = np.zeros_like(sent)
+        for i, (expert, lo, hi) in enumerate(shard.items):
+            here = slice(shard.offsets[i], shard.offsets[i + 1])
+            for row, weight in zip(shard.rows[here], shard.weights[here], strict=True):
+                y[row] += weight * factor[expert, lo:hi].sum() * sent[row]
+        total[shard.kept] += y
+    np.testing.assert_array_equal(total, expected)
+
+
+@settings(max_examples=50, deadline=None)
+@given(host_shares(), worker_cores(), st.sampled_from(["decode", "prefill"]))
+def test_same_share_gives_the_same_shards_in_the_wires_types(share, workers, phase) -> None:
+    first, again = (cut_into_shards(share, workers, phase, ROWS) for _ in range(2))
+    for a, b in zip(first, again, strict=True):
+        for name in ("items", "offsets", "rows", "weights", "kept"):
+            assert getattr(a, name).dtype == {"weights": "f4", "kept": "i8"}.get(name, "i4")
+            np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_empty_share_has_no_shards(phase) -> None:
+    nothing = np.zeros(0, np.int32)
+    share = HostShare(nothing, nothing, nothing, [], [])
+    assert cut_into_shards(share, WorkerCores.alike(3), phase, ROWS) == []

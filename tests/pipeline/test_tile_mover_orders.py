@@ -1,0 +1,219 @@
+"""What the tile mover orders, when, and how it counts what lands: on a link whose landings the test
+decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from pipeline.counters import PhaseCounters
+from pipeline.device.cpu import CpuDevice
+from pipeline.experts.expert_cache import ExpertCache
+from pipeline.experts.fetch_link import DEMANDED, PLACED, PREDICTED, Order
+from pipeline.experts.shares import Missing
+from pipeline.experts.tile_mover import TileMover
+from pipeline.policies.view import Target
+
+LAYERS, EXPERTS, TILES = 2, 4, 4
+
+
+class ManualLink:
+    """A fetch link whose orders land when the test says; a wait lands everything that was ordered."""
+
+    up = True
+
+    def __init__(self) -> None:
+        self.sent: list[Order] = []
+        self.check: Callable[[list[int]], None] = lambda slots: None  # called with the slots of each order
+
+    def order(self, layer: int, expert: int, lo: int, slots: list[int], urgency: int) -> Order:
+        self.check(slots)
+        self.sent.append(Order(len(self.sent), layer, expert, lo, slots, urgency))
+        return self.sent[-1]
+
+    def land(self, order: Order, tiles: int) -> None:
+        """So many more tiles of the order land."""
+        order.landed += tiles
+        order.final = order.landed == len(order.slots)
+
+    def cancel(self, order: Order) -> None:
+        """The prefetcher acknowledges at once."""
+        order.cancelled = order.final = True
+
+    def update(self, wait_ms: int) -> None:
+        """Landings are set by the test."""
+
+    def wait(self, order: Order, landed: int) -> None:
+        if not order.final:
+            self.land(order, len(order.slots) - order.landed)
+
+    def expert_orders(self) -> list[tuple[int, int]]:
+        """(expert, urgency) of each order."""
+        return [(order.expert, order.urgency) for order in self.sent]
+
+
+class FencingDevice(CpuDevice):
+    """Records the fences that were waited for."""
+
+    def __init__(self) -> None:
+        self.fences = 0
+        self.waited: set[object] = {None}  # no fence: the slot has had no reader
+
+    def fence(self) -> int:
+        self.fences += 1
+        return self.fences
+
+    def wait(self, fence: object) -> None:
+        self.waited.add(fence)
+
+
+class RecordingCache(ExpertCache):
+    """Knows the fence that each slot was taken with."""
+
+    def take(self, count: int) -> list[tuple[int, object]]:
+        taken = super().take(count)
+        self.taken_with = getattr(self, "taken_with", {}) | dict(taken)
+        return taken
+
+
+def mover_of(capacity: int, staging: int) -> tuple[TileMover, ManualLink, FencingDevice]:
+    link, device = ManualLink(), FencingDevice()
+    cache = RecordingCache(LAYERS, EXPERTS, TILES, capacity, capacity + staging, device.fence)
+    return TileMover(cache, link, device), link, device
+
+
+def stream(mover: TileMover, layer: int, *missing: Missing) -> list[tuple[int, int]]:
+    unfetched: list[Missing] = []
+    streamed = list(mover.stream(layer, missing, unfetched))
+    assert unfetched == []
+    return streamed
+
+
+def held(mover: TileMover) -> int:
+    """Resident tiles that prediction brought and that were neither used nor evicted."""
+    return sum(prediction.unused for prediction in mover._predicted.values())
+
+
+def counted(counters: PhaseCounters) -> tuple[int, int, int]:
+    return counters.predicted_tiles, counters.useful_tiles, counters.wasted_tiles
+
+
+# --- order ----------------------------------------------------------------------------------------------
+
+
+def test_predicted_tiles_are_ordered_before_placed_ones() -> None:
+    mover, link, _ = mover_of(3 * TILES, 1)
+    mover.retarget([Target(0, 0, TILES), Target(0, 1, TILES)])
+    mover.retarget([Target(1, 2, TILES)], predicted=True)
+    mover.fetch_missing()
+    assert link.expert_orders() == [(2, PREDICTED), (0, PLACED), (1, PLACED)]
+
+
+def test_predicted_tiles_get_the_slots_before_placed_ones() -> None:
+    """Where both are waiting and too few slots are free."""
+    mover, link, _ = mover_of(2 * TILES, 1)
+    mover.retarget([Target(0, 0, TILES), Target(0, 1, TILES)])
+    mover.fetch_missing()
+    first, second = link.sent
+    link.land(first, TILES)
+    mover.retarget([Target(0, 0, 0), Target(0, 1, 0)])  # the second order still has its slots
+    mover.retarget([Target(0, 2, TILES)])
+    mover.retarget([Target(0, 3, TILES)], predicted=True)
+    assert second.cancelled
+    mover.update()
+    assert link.expert_orders()[2:] == [(3, PREDICTED), (2, PLACED)]
+
+
+def test_demand_ends_a_background_order_and_uses_its_tiles() -> None:
+    mover, link, _ = mover_of(TILES, 1)
+    mover.retarget([Target(0, 1, TILES)])
+    mover.fetch_missing()
+    (background,) = link.sent
+    link.land(background, 3)
+    streamed = stream(mover, 0, Missing(1, 0, TILES))
+    assert [slot for _, slot in streamed[:3]] == background.slots[:3]
+    assert [(o.lo, len(o.slots), o.urgency) for o in link.sent[1:]] == [(3, 1, DEMANDED)]
+    assert mover.cache.residency[0, 1] == TILES
+
+
+# --- fences ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capacity", [0, TILES])
+def test_slot_is_ordered_only_after_its_last_readers_fence(capacity: int) -> None:
+    """Slots of streamed tiles, evicted tiles and unwritten tiles, on demand and in the background."""
+    mover, link, device = mover_of(capacity, 1)
+    ordered: list[int] = []
+
+    def check(slots: list[int]) -> None:
+        ordered.extend(slots)
+        assert {mover.cache.taken_with[slot] for slot in slots} <= device.waited
+
+    link.check = check
+    for _ in range(2):
+        stream(mover, 0, Missing(0, 0, TILES), Missing(1, 0, TILES))  # streamed
+        if capacity:
+            mover.retarget([Target(1, 2, TILES)])
+            mover.update()
+            link.land(link.sent[-1], 2)
+            mover.retarget([Target(1, 2, 1)])  # cancelled: one tile unwritten, one not wanted
+            mover.update()
+            mover.retarget([Target(1, 2, 0)])  # evicted
+    mover.cache.audit(idle=True)
+    assert len(ordered) > 3 * mover.cache.slots
+    assert len(device.waited) > len(ordered) - mover.cache.slots  # every slot but the first time
+
+
+# --- predictions ----------------------------------------------------------------------------------------
+
+
+def test_landed_tiles_beyond_the_demand_are_wasted() -> None:
+    """Of 4 predicted tiles 3 have landed when [0, 2) is demanded: the third is wasted."""
+    mover, link, _ = mover_of(TILES, 1)
+    mover.retarget([Target(0, 1, TILES)], predicted=True)
+    mover.fetch_missing()
+    link.land(link.sent[0], 3)
+    stream(mover, 0, Missing(1, 0, 2))
+    assert counted(mover.counters) == (1, 0, 1)
+    assert (mover.demanded, mover.counters.late_tiles, held(mover)) == (2, 2, 0)
+
+
+def test_predicted_tiles_are_useful_wasted_or_held() -> None:
+    """3 of 4 predicted tiles have landed and were booked; one is evicted, the others are used."""
+    mover, link, _ = mover_of(TILES, 1)
+    mover.retarget([Target(0, 1, TILES)], predicted=True)
+    mover.fetch_missing()
+    link.land(link.sent[0], 3)
+    mover.collect_landings()
+    assert (counted(mover.counters), held(mover)) == ((3, 0, 0), 3)
+    mover.retarget([Target(0, 1, 2)])
+    assert (counted(mover.counters), held(mover)) == ((3, 0, 1), 2)
+    mover.used(0, 1)
+    assert (counted(mover.counters), held(mover)) == ((3, 2, 1), 0)
+    mover.retarget([Target(0, 1, 0)])
+    assert counted(mover.counters) == (3, 2, 1)
+
+
+def test_landings_of_a_dropped_prediction_are_wasted_in_its_phase() -> None:
+    mover, link, _ = mover_of(TILES, 1)
+    before, after = mover.counters, PhaseCounters(LAYERS)
+    mover.retarget([Target(0, 1, TILES)], predicted=True)
+    mover.fetch_missing()
+    mover.counters = after
+    link.land(link.sent[0], 3)
+    mover.retarget([Target(0, 1, 0)])
+    mover.collect_landings()
+    assert (counted(before), counted(after), mover.placed) == ((3, 0, 3), (0, 0, 0), 3)
+
+
+def test_dropped_predictions_tiles_that_another_target_keeps_are_not_predicted() -> None:
+    mover, link, _ = mover_of(TILES, 1)
+    mover.retarget([Target(0, 1, TILES)], predicted=True)
+    mover.fetch_missing()
+    mover.retarget([Target(0, 1, 0)])
+    mover.retarget([Target(0, 1, TILES)])
+    link.sent[0].landed = 2  # before the prefetcher heard of the cancel
+    mover.collect_landings()
+    assert mover.cache.residency[0, 1] == 2
+    assert (counted(mover.counters), held(mover)) == ((0, 0, 0), 0)

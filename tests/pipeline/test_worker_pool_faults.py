@@ -1,0 +1,214 @@
+"""The worker pool's limits: Works that crash their workers, and workers that make no progress."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from child_messages import LIMIT
+from pool_harness import HIDDEN, QUIET, PoolHarness, Worker, X, shard_of, tile_of
+
+from pipeline.coordinator_config import WorkerCores
+from pipeline.errors import PeerLost, ShardFailed
+from pipeline.experts.worker_pool import HEDGE_AFTER, SilenceLimits, WorkerPool, WorkerTicket
+from protocol.messages import Hung, Work
+
+pytestmark = pytest.mark.alone  # on a busy machine a worker of these tests would be suspected too early
+
+SHORT = SilenceLimits(stall=0.3, stall_row=0.001, first_answer=1.2)  # a worker is hung soon
+HEDGING = SilenceLimits(stall=0.3 / HEDGE_AFTER, stall_row=0.0)  # a worker is suspect soon, and hung later
+
+# --- works that crash their workers ---------------------------------------------------------------------
+
+
+def test_work_that_crashes_two_workers_fails_only_its_request(harness: PoolHarness) -> None:
+    first, second = harness.start(2)
+    poisoned, innocent = harness.submit(7), harness.submit(0, 1)
+    poison, beside = first.take(2)
+    first.exit(over=poison, crashed=True)
+    (other, again, moved) = second.take(3)
+    assert [tile_of(work) for work in (other, again, moved)] == [1, 7, 0]
+    second.answer(other, 1.0)
+    harness.update_for(QUIET)
+    assert not poisoned.failure
+    second.exit(over=again, crashed=True)
+    harness.update_until(lambda: bool(poisoned.failure))
+    with pytest.raises(ShardFailed, match="ended 2 workers"):
+        poisoned.result()
+    third = harness.worker(0, 1)
+    warm_up, left = third.take(2)
+    assert (len(warm_up.items), tile_of(left)) == (0, tile_of(beside))
+    third.answer(warm_up)
+    third.answer(left, 2.0)
+    assert innocent.result().tolist() == [[3.0] * HIDDEN]
+    assert not innocent.failure
+
+
+def test_queued_works_are_not_blamed_for_a_crash(harness: PoolHarness) -> None:
+    (worker,) = harness.start(1)
+    ticket = harness.submit(0)
+    (work,) = worker.take()
+    for incarnation in range(1, 5):
+        worker.exit(crashed=True)  # while it computed nothing
+        worker = harness.worker(0, incarnation)
+        warm_up, work = worker.take(2)
+    worker.answer(warm_up)
+    worker.answer(work, 1.0)
+    assert ticket.result().tolist() == [[1.0] * HIDDEN]
+
+
+def exit_repeatedly(harness: PoolHarness, crashed: list[bool]) -> tuple[WorkerTicket, Work, Worker]:
+    """A Work over which its worker exits so many times: by a crash, or by a SIGKILL from outside."""
+    (worker,) = harness.start(1)
+    ticket = harness.submit(0)
+    (work,) = worker.take()
+    for incarnation, by_itself in enumerate(crashed, start=1):
+        worker.exit(over=work, crashed=by_itself)
+        worker = harness.worker(0, incarnation)
+        _, work = worker.take(2)
+    return ticket, work, worker
+
+
+def test_kills_from_outside_fail_a_work_only_when_they_are_many(harness: PoolHarness) -> None:
+    ticket, work, worker = exit_repeatedly(harness, [False] * 7)
+    assert not ticket.failure
+    worker.exit(over=work)
+    with pytest.raises(ShardFailed, match="ended 8 workers"):
+        ticket.result()
+    successor = harness.worker(0, 99)
+    assert successor.take(1)[0].items.size == 0  # the pool goes on, and the Work is gone
+    assert successor.messages() == []
+
+
+def test_one_crash_among_kills_does_not_fail_a_work(harness: PoolHarness) -> None:
+    ticket, work, worker = exit_repeatedly(harness, [False, True, False, False])
+    worker.answer(work, 1.0)
+    assert ticket.result().tolist() == [[1.0] * HIDDEN]
+
+
+def test_warm_up_is_not_repeated_by_another_worker(harness: PoolHarness) -> None:
+    """It belongs to no request."""
+    first, second = harness.start(2)
+    second.exit()
+    for incarnation in range(1, 4):
+        second = harness.worker(1, incarnation)
+        (warm_up,) = second.take()
+        second.exit(over=warm_up, crashed=True)
+        assert first.messages() == []
+    harness.submit(0, 1)
+    assert [tile_of(work) for work in first.take(2)] == [0, 1]
+
+
+# --- workers without progress ---------------------------------------------------------------------------
+
+
+def hung(harness: PoolHarness) -> list[object]:
+    return [message for message in harness.reports if isinstance(message, Hung)]
+
+
+def test_worker_without_progress_is_reported_once(harness: PoolHarness) -> None:
+    first, second = harness.start(2, limits=SHORT)
+    harness.update_for(0.8)
+    assert hung(harness) == []  # they have nothing to do
+    ticket = harness.submit(0, 1)
+    (work,), (other,) = first.take(), second.take()
+    line, end = harness.control.line("worker", 1), time.monotonic() + LIMIT
+    while not hung(harness) and time.monotonic() < end:
+        line.tick()  # slow, and making progress
+        harness.update_for(0.04)
+    for _ in range(15):
+        line.tick()
+        harness.update_for(0.04)
+    assert hung(harness) == [Hung("worker", 0, 0)]
+    second.answer(other, 1.0)
+    first.exit(over=work, crashed=True)
+    (again,) = second.take()
+    second.answer(again, 2.0)
+    assert ticket.result().tolist() == [[3.0] * HIDDEN]
+    second.exit()
+    successor = harness.worker(0, 1)
+    successor.warm_up()
+    harness.submit(0)
+    successor.take()
+    harness.update_until(lambda: len(hung(harness)) == 2)
+    harness.update_for(0.5)
+    assert hung(harness) == [Hung("worker", 0, 0), Hung("worker", 0, 1)]
+
+
+def test_idle_worker_gets_the_works_of_a_suspect(harness: PoolHarness) -> None:
+    """The first answer counts, and no third worker repeats the Work."""
+    first, second, third = harness.start(3, limits=HEDGING)
+    ticket = harness.submit(0, 1, 2)
+    (work,), (other,), (last,) = first.take(), second.take(), third.take()
+    second.answer(other, 1.0)
+    third.answer(last, 1.0)
+    (again,) = second.take()  # it is idle
+    second.answer(again, 2.0)
+    assert again.seq == work.seq
+    np.testing.assert_array_equal(again.x, work.x)
+    assert ticket.result().tolist() == [[4.0] * HIDDEN]
+    first.answer(work, 9.0)  # too late
+    harness.update_for(QUIET)
+    assert ticket.result().tolist() == [[4.0] * HIDDEN]
+    assert third.messages() == []
+    harness.submit(5)
+    assert tile_of(first.take()[0]) == 5  # it is not suspect any more
+    first.exit(crashed=True)
+    assert tile_of(second.take()[0]) == 5
+
+
+def test_suspect_that_answers_gets_the_next_work_at_once(harness: PoolHarness) -> None:
+    """Also while it has other Works: its answer is progress."""
+    first, second = harness.start(2, limits=HEDGING)
+    slow = [harness.submit(tile) for tile in (0, 1)]  # both for the first worker
+    works = first.take(2)
+    (hedged,) = second.take()  # the first of them, once the first worker is suspect
+    assert hedged.seq == works[0].seq
+    harness.submit(2)
+    assert tile_of(second.take()[0]) == 2  # while it is suspect, the other worker gets what was cut for it
+    first.answer(works[0], 1.0)
+    harness.update_until(lambda: slow[0].complete)
+    harness.submit(3)
+    assert tile_of(first.take()[0]) == 3
+
+
+def test_exit_of_a_suspect_repeats_nothing_that_was_answered(harness: PoolHarness) -> None:
+    first, second = harness.start(2, limits=HEDGING)
+    ticket = harness.submit(0)
+    (work,) = first.take()
+    (again,) = second.take()
+    second.answer(again, 2.0)
+    assert ticket.result().tolist() == [[2.0] * HIDDEN]
+    first.exit(over=work, crashed=True)
+    assert second.messages() == []
+    assert not ticket.failure
+
+
+def test_time_in_which_the_engine_stood_still_does_not_count(harness: PoolHarness) -> None:
+    (worker,) = harness.start(1, limits=SHORT)
+    harness.submit(0)
+    worker.take()
+    time.sleep(0.6)  # a long step elsewhere
+    harness.update_for(0.05)
+    assert hung(harness) == []
+
+
+def test_many_rows_and_the_first_answer_may_take_longer(harness: PoolHarness) -> None:
+    _, second = harness.start(2, warm=False, limits=SHORT)
+    second.warm_up()
+    harness.pool.submit_shards(0, [shard_of(0), shard_of(1)], X)
+    wide = replace(shard_of(2), kept=np.arange(500))
+    harness.pool.submit_shards(0, [wide], np.ones((500, HIDDEN), np.float32))
+    harness.update_for(0.6)
+    assert hung(harness) == []  # one imports its kernels, the other computes many rows
+    harness.update_until(lambda: len(hung(harness)) == 2)
+    assert sorted(message.index for message in hung(harness)) == [0, 1]
+
+
+def test_missing_workers_are_lost_after_the_limit(harness: PoolHarness) -> None:
+    harness.pool = WorkerPool(harness.socket, harness.control, WorkerCores.alike(2), HIDDEN)
+    harness.worker(1)
+    with pytest.raises(PeerLost, match="1 of 2 workers were ready"):
+        harness.pool.wait_ready(0.3)
