@@ -94,7 +94,7 @@ def make_plan(model: Path, now: Situation) -> tuple[Plan, list[str]]:
 def told(plan: Plan, machine: Machine) -> list[str]:
     """What goes where, a line for each kind of memory. /dev/shm is no memory of its own."""
     return [
-        f"{pool.name}: {parts(pool, plan)}; there are {byte_size(pool.there)}"
+        f"{pool.name}: {parts(pool, plan)}; there are {byte_size(pool.free)}"
         for pool in plan.pools(machine)
         if pool.name != SHM_FOLDER
     ]
@@ -157,7 +157,7 @@ def remedy(source: ModelSource, now: Situation, least: Plan, pool: Pool) -> str:
 
 def worst(plan: Plan, machine: Machine) -> Pool:
     """The kind of memory of which most is missing; where none is, the one with the least to spare."""
-    return max(plan.pools(machine), key=lambda pool: pool.needed - pool.there)
+    return max(plan.pools(machine), key=lambda pool: pool.needed - pool.free)
 
 
 def parts(pool: Pool, plan: Plan, rest: bool = False) -> str:
@@ -177,7 +177,7 @@ def parts(pool: Pool, plan: Plan, rest: bool = False) -> str:
 
 
 def _needs(pool: Pool) -> str:
-    return f"{byte_size(pool.needed)} of {pool.name} where there are {byte_size(pool.there)}"
+    return f"{byte_size(pool.needed)} of {pool.name} where there are {byte_size(pool.free)}"
 
 
 def _with_larger_shm(plan: Plan, now: Situation, better: Sequence[Needs]) -> list[str]:

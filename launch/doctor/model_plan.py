@@ -125,7 +125,7 @@ def _table(now: Situation, rows: Sequence[Plan], chosen: Plan | None) -> Table:
         sums = [
             Text(_gb(pool.needed), style="red" if pool.short else "green", justify="right") for pool in pools
         ]
-        table.add_row(pools[0].name, _gb(pools[0].there), *sums)
+        table.add_row(pools[0].name, _gb(pools[0].free), *sums)
         for part in () if pools[0].name == SHM_FOLDER else pools[0].parts:
             if any(pool.parts[part] for pool in pools):
                 table.add_row(f"  {part}", "", *(_gb(pool.parts[part]) for pool in pools))
@@ -167,7 +167,7 @@ def _report(
                 "store_bytes": plan.needs.store,
                 "in_memory_already_bytes": plan.needs.present,
                 "memory": [
-                    {"name": p.name, "there": p.there, "needed": p.needed, "parts": dict(p.parts)}
+                    {"name": p.name, "there": p.free, "needed": p.needed, "parts": dict(p.parts)}
                     for p in plan.pools(now.machine)
                 ],
             }

@@ -9,8 +9,8 @@ __all__ = ["Device", "SlabMemory", "open_device"]
 
 
 def open_device(name: str) -> Device:
-    """The device `cpu`, `cuda`, or with `auto` the best there is. Raises UsageError where cuda is asked for
-    and not there."""
+    """The device `cpu` or `cuda`; `auto`: cuda where torch sees such a device. Raises UsageError for a cuda
+    that torch does not see."""
     import torch
 
     if name == "auto":

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from workers.copiers import Copier
     from workers.kernels.native import Library, Team
 
-SPARE_BYTES = 500_000_000  # beside slab and KV cache: what a step and the libraries allocate
+SPARE_BYTES = 500_000_000  # beside slab and KV cache, for the allocations of a step and of the libraries
+SLOT_ALIGNMENT = 256  # bytes, of a slot in GPU memory: as cudaMalloc aligns, and enough for vector loads
 Fence = Any  # what `Device.fence` returns; None where the device computes synchronously
 
 
@@ -43,11 +44,11 @@ class SlabMemory(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free the memory. Nothing may use it any more."""
+        """Free the memory. No kernel and no copier may use it any more."""
 
 
 class DeviceKernel(Protocol):
-    """Computes tiles that lie in the slab."""
+    """Computes tiles in the slab."""
 
     def activations(self, x: Tensor) -> Any:
         """Hidden states float32 [R, H] in the form that `run` reads; once per layer."""
@@ -63,7 +64,7 @@ class Device(ABC):
     name: str
     torch_device: torch.device
     on_host: bool  # it computes on the workers' cores
-    # Of a device that computes with the host's kernels, where any were compiled: they, and their threads.
+    # The host's kernels and their threads, on a device that uses them and where they were compiled.
     library: Library | None = None
     team: Team | None = None
 
@@ -77,8 +78,8 @@ class Device(ABC):
 
     @abstractmethod
     def prepare(self, multiply_adds: int) -> None:
-        """A step begins whose products have at most this many multiply-adds each. What the device sets up
-        for it depends on this number alone, so that equal steps give equal bits."""
+        """Set up for a step whose products have at most this many multiply-adds each. The setup depends on
+        this number alone, so that equal steps give equal bits."""
 
     @abstractmethod
     def to_host(self, *tensors: Tensor) -> tuple[NDArray[np.float32], ...]:
@@ -91,16 +92,16 @@ class Device(ABC):
 
     @abstractmethod
     def fence(self) -> Fence:
-        """A mark behind everything that was started so far."""
+        """A mark behind all work that was started so far."""
 
     @abstractmethod
     def wait(self, fence: Fence) -> None:
-        """Return when everything before the mark has completed."""
+        """Return when all work before the mark has completed."""
 
     @abstractmethod
-    def check_room(self, slab: int, kv: int, weights: int) -> None:
-        """Raise UsageError, with the numbers, unless a slab, a KV cache and weights still to come of this
-        many bytes, and SPARE_BYTES, fit what is free now."""
+    def check_memory(self, slab: int, kv: int, weights: int) -> None:
+        """Raise UsageError, with the numbers, unless a slab, a KV cache and pending weights of this many
+        bytes, and SPARE_BYTES, fit the free memory."""
 
     @abstractmethod
     def open_slab(self, name: str, slots: int, slot_bytes: int) -> SlabMemory:
@@ -108,7 +109,7 @@ class Device(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End what the device started. Nothing may be computed any more."""
+        """End the device's threads. It must not be used any more."""
 
     @abstractmethod
     def describe(self) -> str:

@@ -1,7 +1,5 @@
-"""Device `cpu`: the backbone on the host's own cores, the slab a shared-memory segment.
-
-With it every process, protocol, policy and fault is exercised on a machine without a GPU.
-"""
+"""Device `cpu`: the backbone on the host's cores, the slab in a shared-memory segment. Every process,
+protocol, policy and fault can be exercised with it on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -23,8 +21,8 @@ from workers.copiers import ShmCopier
 from workers.kernels.host import Activations, HostKernel
 from workers.kernels.native import Team, best
 
-# Multiply-adds from which a product gains by being shared between cores. Below it, waking another thread
-# (they do not spin: the workers need the cores) costs more than it computes.
+# Multiply-adds from which a product is faster on all cores. Below it, waking other threads costs more than
+# they compute; they do not spin, because the workers need the cores.
 WORTH_SHARING = 1 << 22
 
 
@@ -53,7 +51,7 @@ class CpuSlab(SlabMemory):
 
 
 class CpuKernel:
-    """The kernel of the expert workers, for tensors."""
+    """The expert workers' kernel, for tensors."""
 
     def __init__(self, layout: StoreLayout, team: Team | None) -> None:
         self._kernel = HostKernel(layout, team)
@@ -66,7 +64,7 @@ class CpuKernel:
 
 
 class CpuDevice(Device):
-    """Computes synchronously: a fence is nothing."""
+    """Computes synchronously, so its fences are None."""
 
     name = "cpu"
     torch_device = torch.device("cpu")
@@ -81,7 +79,7 @@ class CpuDevice(Device):
         return CpuKernel(layout, self.team)
 
     def check_quantized(self) -> None:
-        """It can."""
+        """The host's kernels compute quantized backbones."""
 
     def prepare(self, multiply_adds: int) -> None:
         torch.set_num_threads(self._all_threads if multiply_adds >= WORTH_SHARING else 1)
@@ -96,9 +94,9 @@ class CpuDevice(Device):
         return None
 
     def wait(self, fence: Fence) -> None:
-        """Nothing is ever under way."""
+        """All work has completed."""
 
-    def check_room(self, slab: int, kv: int, weights: int) -> None:
+    def check_memory(self, slab: int, kv: int, weights: int) -> None:
         shm, memory = free_shm_bytes(), available_memory()
         if slab > shm or slab + kv + weights + SPARE_BYTES > memory:
             raise UsageError(

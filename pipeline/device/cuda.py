@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.device.base import SPARE_BYTES, Device, Fence, SlabMemory
+from pipeline.device.base import SLOT_ALIGNMENT, SPARE_BYTES, Device, Fence, SlabMemory
 from pipeline.errors import UsageError
 from protocol.messages import AttachSlab
 from shm.layout import StoreLayout
@@ -24,8 +24,7 @@ from workers.copiers import CudaCopier
 from workers.cuda import call, ipc_handle
 from workers.kernels.reference import ReferenceKernel
 
-SLOT_ALIGNMENT = 256  # what cudaMalloc aligns to, and all that vector loads ask for
-BLOCK = 1 << 21  # cudaMalloc cuts smaller pieces out of a shared block, and IPC exports whole blocks
+BLOCK = 1 << 21  # cudaMalloc places smaller allocations in a shared block, and IPC exports whole blocks
 
 
 class _Allocation:
@@ -69,8 +68,8 @@ class CudaSlab(SlabMemory):
         self._tensors.clear()
         if not self._exported:
             call("cudaFree", self._address)
-        # Otherwise another process may still map it, and what freeing it then does is undefined. Whoever
-        # exports a slab keeps it until the process ends, and the driver frees it.
+        # Otherwise another process may still map it, and freeing it is undefined then: this process keeps an
+        # exported slab until it exits, and the driver frees it.
 
 
 class CudaDevice(Device):
@@ -81,7 +80,7 @@ class CudaDevice(Device):
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
-        self._landing = torch.empty(0, dtype=torch.float32, pin_memory=True)
+        self._pinned = torch.empty(0, dtype=torch.float32, pin_memory=True)
 
     def expert_kernel(self, layout: StoreLayout) -> ReferenceKernel:
         return ReferenceKernel(layout)
@@ -93,25 +92,25 @@ class CudaDevice(Device):
         )
 
     def prepare(self, multiply_adds: int) -> None:
-        """A GPU needs no preparation."""
+        """A GPU needs no setup."""
 
     def to_host(self, *tensors: Tensor) -> tuple[NDArray[np.float32], ...]:
         joined = torch.cat([t.reshape(len(t), -1) for t in tensors], dim=1)
-        if self._landing.numel() < joined.numel():
-            self._landing = torch.empty(joined.numel(), dtype=torch.float32, pin_memory=True)
-        landing = self._landing[: joined.numel()].view(joined.shape)
-        landing.copy_(joined, non_blocking=True)
+        if self._pinned.numel() < joined.numel():
+            self._pinned = torch.empty(joined.numel(), dtype=torch.float32, pin_memory=True)
+        pinned = self._pinned[: joined.numel()].view(joined.shape)
+        pinned.copy_(joined, non_blocking=True)
         torch.cuda.current_stream().synchronize()
-        # A copy, because the landing buffer is used again by the next call.
+        # Copied, because the next call uses the pinned buffer again.
         columns = np.cumsum([t[0].numel() for t in tensors])[:-1]
-        parts = np.split(landing.numpy().copy(), columns, axis=1)
+        parts = np.split(pinned.numpy().copy(), columns, axis=1)
         return tuple(np.ascontiguousarray(p).reshape(t.shape) for p, t in zip(parts, tensors, strict=True))
 
     def from_host(self, array: NDArray[np.float32]) -> Tensor:
         return torch.from_numpy(array).to(self.torch_device, non_blocking=True)
 
     def fence(self) -> Fence:
-        # Blocking: who waits for it sleeps, where it would otherwise spin on a core that workers compute on.
+        # Blocking: a wait sleeps, where it would otherwise spin on a core that workers compute on.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch has no annotation
         event.record()
         return event
@@ -120,7 +119,7 @@ class CudaDevice(Device):
         if fence is not None:
             fence.synchronize()
 
-    def check_room(self, slab: int, kv: int, weights: int) -> None:
+    def check_memory(self, slab: int, kv: int, weights: int) -> None:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         if slab + kv + weights + SPARE_BYTES > free:
             raise UsageError(
@@ -133,7 +132,7 @@ class CudaDevice(Device):
         return CudaSlab(self.torch_device.index, slots, slot_bytes)
 
     def close(self) -> None:
-        """torch ends what it started."""
+        """torch has no threads to end."""
 
     def describe(self) -> str:
         properties = torch.cuda.get_device_properties(self.torch_device)

@@ -1,8 +1,7 @@
-"""How much memory a model takes in one format, from its config and headers alone.
+"""The memory that a model needs in one format, from its config and its file headers alone.
 
-What depends on the model is exact: experts, backbone, KV cache. What the processes need for themselves was
-measured on the CPU (Linux, torch 2.13): memory of their own, without what they share. With a GPU it is an
-estimate.
+Experts, backbone and KV cache are exact. The private memory of the processes was measured on the CPU (Linux,
+torch 2.13); with a GPU it is an estimate.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.config import DEFAULT_CONTEXT, EngineConfig, FormatName
+from pipeline.device.base import SLOT_ALIGNMENT
 from pipeline.memory.limits import CHUNK_MAX
 from pipeline.models.architecture import Want
 from pipeline.models.registry import architecture_of, expert_shape, model_spec
@@ -24,36 +24,35 @@ from shm.manifest import StoreManifest, store_bytes
 from shm.segment import SHM_FOLDER
 from shm.store import store_name
 
-COORDINATOR = {"cpu": 320_000_000, "cuda": 1_500_000_000}  # bytes; 290 MB seen. A CUDA context is large
-WORKER = 80_000_000  # 70 MB seen, with what a wide step takes
+COORDINATOR = {"cpu": 320_000_000, "cuda": 1_500_000_000}  # bytes; measured: 290 MB. A CUDA context is large
+WORKER = 80_000_000  # measured: 70 MB, including a wide step
 PREFETCHER = {"cpu": 50_000_000, "cuda": 500_000_000}
-GPU_CONTEXT = 600_000_000  # GPU memory of a second process; the coordinator's is not counted as free
-HIDDEN_COPIES = 8  # float32 hidden states of a step that are alive together, about
-MASK_BYTES = 5  # of a row and a token that it may see: true or false, and what torch makes of it
-EXPANDED_BYTES = 4 << 27  # of latent attention: four copies of what `pipeline/backbone/attention.py` expands
-SLOT_ALIGNMENT = 256  # of a slot in GPU memory
+GPU_CONTEXT = 600_000_000  # GPU memory of a second process; the coordinator's is not part of the free memory
+HIDDEN_COPIES = 8  # float32 hidden states of a step that exist at once, about
+MASK_BYTES = 5  # for a row and a token that it may attend to: a bool, and torch's float copy of it
+EXPANDED_BYTES = 4 << 27  # of latent attention: four copies of the block that attention.py expands
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Of one model in one format; bytes but where it says otherwise."""
+    """The needs of one model in one format; bytes unless a comment says otherwise."""
 
     format: FormatName
     store: int  # every expert
-    present: int  # of the store, what lies in shared memory already
+    present: int  # of the store, allocated in shared memory already
     slot: int  # a tile on the device
-    tiles: int  # number of all tiles
+    tiles: int  # number of tiles of all experts
     backbone: int
-    position: int  # cosines and sines of a position
-    kv_token: int  # a token of the KV cache
-    processes: int  # of the host, what the processes need for themselves
-    steps: int  # of the device, what a step allocates and the second process's context; on the host it is 0
+    position: int  # cosines and sines of one position
+    kv_token: int  # one token of the KV cache
+    processes: int  # private memory of the processes, on the host
+    steps: int  # on a GPU: a step's allocations and the context of the second process; 0 on the host
     spec: ModelSpec
 
 
 def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Needs:
-    """`config`: with its device and its number of workers. Raises UsageError where the format has no tiles
-    such as --tile asks for, ModelError for a model that is not supported."""
+    """`config`: with its device and its number of workers. Raises UsageError where the format does not have
+    the tiles of --tile, ModelError for a model that is not supported."""
     spec, tile_format = model_spec(source.config), format_named(format)
     shape = expert_shape(source.config, config.tile, tile_format)
     fingerprint = source.fingerprint(format, shape.tile)
@@ -67,7 +66,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     activations += MASK_BYTES * rows * (config.context or min(spec.max_positions, DEFAULT_CONTEXT))
     if isinstance(spec.attention, Latent):
         activations += EXPANDED_BYTES
-    # A weight is read as float32, whatever it is kept as, before there are activations.
+    # Each weight is read as float32, whatever its dtype in memory, before activations are allocated.
     largest = 4 * max(math.prod(want.shape) for want in wants)
     device = "cuda" if cuda else "cpu"
     processes = (
@@ -90,7 +89,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
 
 
 def backbone_wants(source: ModelSource, spec: ModelSpec) -> Iterator[Want]:
-    """Every tensor of the backbone. The layout of a checkpoint changes names and no sizes."""
+    """Every tensor of the backbone. A checkpoint's layout changes their names and not their sizes."""
     architecture = architecture_of(source.config)
     yield from architecture.outer(spec).values()
     for layer in range(spec.layers):
@@ -98,7 +97,7 @@ def backbone_wants(source: ModelSource, spec: ModelSpec) -> Iterator[Want]:
 
 
 def plain_bytes(config: EngineConfig) -> int:
-    """Of a number of the KV cache, and of the backbone where that is not quantized."""
+    """Bytes of one number of the KV cache, and of a backbone that is not quantized."""
     return 4 if config.backbone_dtype == "f32" else 2
 
 
@@ -120,7 +119,7 @@ def backbone_bytes(wants: list[Want], spec: ModelSpec, config: EngineConfig) -> 
 
 
 def _allocated(segment: str) -> int:
-    """Bytes of this user's segment that exist: all of a finished one's, some of one that is being built."""
+    """Allocated bytes of a segment of this user: all of a complete one, a part of one that is being built."""
     with contextlib.suppress(OSError):
         status = os.stat(SHM_FOLDER + segment)
         if status.st_uid == os.geteuid():

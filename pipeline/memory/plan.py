@@ -1,15 +1,16 @@
-"""What goes where before anything is loaded: what a model takes, what there is, and what is chosen of it.
+"""The memory plan, made before anything is loaded: a model's needs, the free memory, and the choices that
+fit.
 
 An engine takes memory from two or three pools:
 
     memory        experts, processes, and FREE_BYTES that stay free for the rest of the machine;
                   without a GPU the slab, the KV cache and the backbone as well
     /dev/shm      experts; without a GPU the slab as well
-    GPU memory    slab, KV cache, backbone, and what a step allocates
+    GPU memory    slab, KV cache, backbone, and the allocations of a step
 
-What a person gave is kept. The rest is chosen: first the most exact format that fits with a context worth
-having, then the longest context, then resident experts (only a GPU has more than DEFAULT_CACHE of them),
-then room for more contexts in the KV cache. Everything here is arithmetic: nothing is measured or allocated.
+Options that were given are kept. The others are chosen: first the most exact format that fits with a context
+of useful length, then the longest context, then resident experts (more than DEFAULT_CACHE of them only on a
+GPU), then KV cache for more contexts. This module only calculates: it measures and allocates nothing.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ from pipeline.config import (
     FormatName,
     SettledConfig,
 )
+from pipeline.device.base import SPARE_BYTES
 from pipeline.memory.limits import STAGING_TILES, cache_tiles, choose_context, kv_budget
 from pipeline.memory.needs import Needs
 
 FREE_BYTES = 2_000_000_000  # left for the rest of the machine
-SPARE_BYTES = 500_000_000  # of GPU memory, for the libraries
-# By decreasing exactness. Checkpoints are in bf16, f16 or f32: bf16 is as exact as experts are ever served.
+# By decreasing exactness. Checkpoints are in bf16, f16 or f32: no format of experts is more exact than bf16.
 AUTOMATIC: tuple[FormatName, ...] = ("bf16", "int8", "int4", "int4-g128")
 GOOD_CONTEXT = 4096  # tokens: for less than that, a less exact format is the better choice
-LEAST_CONTEXT = 1024  # and less is not chosen at all
-CONTEXT_STEP = 64  # the KV cache gives room in blocks of so many
+LEAST_CONTEXT = 1024  # a shorter one is never chosen
+CONTEXT_STEP = 64  # tokens of a block of the KV cache
 CACHE_STEPS = 1000  # a cache that is chosen is a whole number of thousandths
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Bytes that can be had now. `memory`: without swapping and within the control group's limit; `gpu`: None
-    where the device is cpu."""
+    """Bytes that are free now. `memory`: without swapping and within the control group's limit; `gpu`: None
+    for the device cpu."""
 
     memory: int
     shm: int
@@ -50,10 +51,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class Pool:
-    """One kind of memory: what there is of it, and what is needed for what."""
+    """One kind of memory: its free bytes, and the bytes that each part of the engine needs of it."""
 
     name: str
-    there: int
+    free: int
     parts: Mapping[str, int]
 
     @property
@@ -62,14 +63,14 @@ class Pool:
 
     @property
     def short(self) -> int:
-        """Bytes that are missing; 0 where it fits."""
-        return max(0, self.needed - self.there)
+        """Bytes that are missing; 0 where all parts fit."""
+        return max(0, self.needed - self.free)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """An engine's choices and what they take. `slab`: the policy keeps experts on the device from the start;
-    any other makes room for them when a policy is set that does."""
+    """An engine's choices and their memory. `slab`: the first policy keeps experts on the device; otherwise
+    the slab is allocated when a later policy needs it."""
 
     needs: Needs
     slab: bool
@@ -78,7 +79,7 @@ class Plan:
     expert_cache: float
 
     def pools(self, machine: Machine) -> tuple[Pool, ...]:
-        """What is needed beside what there is. Experts in shared memory already need nothing more."""
+        """Needed and free bytes of each pool. Experts that are in shared memory already need no others."""
         needs = self.needs
         new = needs.store - needs.present
         tiles = cache_tiles(self.expert_cache, needs.tiles) + STAGING_TILES if self.slab else 0
@@ -104,21 +105,21 @@ class Plan:
         return not any(pool.short for pool in self.pools(machine))
 
     def beside_store(self, machine: Machine) -> int:
-        """Bytes of memory that the store must leave free. The processes' own are no part of it: some of them
-        run while it is checked, and what is chosen may fill all that there is."""
+        """Bytes of memory that the store must leave free. Without those of the processes: some of them run
+        while the loader checks this, and the plan may fill all of the free memory."""
         memory = self.pools(machine)[0]
         return memory.needed - memory.parts["experts"] - memory.parts["processes"]
 
     def settled(self, config: EngineConfig) -> SettledConfig:
-        """The configuration with these choices."""
+        """The configuration with this plan's choices."""
         given = {field.name: getattr(config, field.name) for field in fields(config)}
         chosen = {name: getattr(self, name) for name in ("context", "kv_tokens", "expert_cache")}
         return SettledConfig(**(given | chosen | {"format": self.needs.format}))
 
 
 def smallest(needs: Needs, asked: EngineConfig, slab: bool, least: int = LEAST_CONTEXT) -> Plan:
-    """What this format takes at least, with `least` tokens of context if the model and --kv-tokens allow
-    so many. Raises UsageError for a context beyond the model's, or more than --kv-tokens."""
+    """The smallest plan for this format, with `least` tokens of context if the model and --kv-tokens allow so
+    many. Raises UsageError for a context beyond the model's or beyond --kv-tokens."""
     most = choose_context(asked.context, needs.spec)
     context = most if asked.context is not None else min(least, most, asked.kv_tokens or most)
     kv = context if asked.kv_tokens is None else kv_budget(asked.kv_tokens, context)
@@ -128,13 +129,13 @@ def smallest(needs: Needs, asked: EngineConfig, slab: bool, least: int = LEAST_C
 def plan_format(
     needs: Needs, asked: EngineConfig, machine: Machine, slab: bool, least: int = LEAST_CONTEXT
 ) -> Plan | None:
-    """The best plan for this format; None where the smallest does not fit. Raises as `smallest`."""
+    """The best plan for this format; None where even the smallest does not fit. Raises like `smallest`."""
     plan = smallest(needs, asked, slab, least)
     if not plan.fits(machine):
         return None
 
     def grow(plan: Plan, high: int, step: int, to: Callable[[int], Plan]) -> Plan:
-        """`to` of the largest multiple of `step`, or of `high` itself, with which it fits; else the plan."""
+        """The plan `to(n)` of the largest n that fits: `high`, or a multiple of `step`; else the plan."""
         if to(high).fits(machine):
             return to(high)
         fitting, beyond = 0, ceil(high / step)
@@ -144,34 +145,34 @@ def plan_format(
         grown = to(fitting * step)
         return grown if fitting and _size(grown) > _size(plan) else plan
 
-    def longer(tokens: int) -> Plan:
+    def longer_context(tokens: int) -> Plan:
         return replace(plan, context=tokens, kv_tokens=max(tokens, asked.kv_tokens or 0))
 
-    def roomier(tokens: int) -> Plan:
+    def more_contexts(tokens: int) -> Plan:
         return replace(plan, kv_tokens=max(tokens, plan.context))
 
-    def fuller(steps: int) -> Plan:
+    def larger_cache(steps: int) -> Plan:
         return replace(plan, expert_cache=steps / CACHE_STEPS)
 
     if asked.context is None:
         most = choose_context(None, needs.spec)
-        plan = grow(plan, min(most, asked.kv_tokens or most), CONTEXT_STEP, longer)
+        plan = grow(plan, min(most, asked.kv_tokens or most), CONTEXT_STEP, longer_context)
     usual = floor(DEFAULT_CACHE * CACHE_STEPS)
     if asked.expert_cache is None and slab:
-        plan = grow(plan, usual, 1, fuller)
+        plan = grow(plan, usual, 1, larger_cache)
     if asked.kv_tokens is None:
-        plan = grow(plan, KV_CONTEXTS * plan.context, CONTEXT_STEP, roomier)
+        plan = grow(plan, KV_CONTEXTS * plan.context, CONTEXT_STEP, more_contexts)
     if asked.expert_cache is None and (machine.gpu is not None or not slab):
-        # Without a slab it is for policies that are set later: with what is then left.
+        # Without a slab now: for policies that are set later, with the memory that is left then.
         plan = replace(plan, slab=True)
-        plan = grow(plan, usual if machine.gpu is None else CACHE_STEPS, 1, fuller)
+        plan = grow(plan, usual if machine.gpu is None else CACHE_STEPS, 1, larger_cache)
         plan = replace(plan, slab=slab)
     return plan
 
 
 def choose(every: Sequence[Needs], asked: EngineConfig, machine: Machine, slab: bool) -> Plan | None:
-    """The plan to start with, for one of these formats, the most exact first; None where none fits. Raises
-    UsageError as `smallest`."""
+    """The plan to start with, for the first of these formats (most exact first) that fits; None where none
+    does. Raises UsageError like `smallest`."""
     for least in (GOOD_CONTEXT, LEAST_CONTEXT):
         for needs in every:
             plan = plan_format(needs, asked, machine, slab, least)

@@ -258,7 +258,7 @@ class Assembly:
         told, shape = self.told, layout.shape
         capacity = cache_tiles(told.config.expert_cache, shape.layers * shape.experts * shape.tiles)
         slots = capacity + STAGING_TILES
-        self.device.check_room(slots * layout.tile_bytes, self._kv_bytes, self._backbone.unmoved)
+        self.device.check_memory(slots * layout.tile_bytes, self._kv_bytes, self._backbone.unmoved)
         name = f"{engine_prefix(told.runtime)}slab-{told.incarnation}"
         slab = self.device.open_slab(name, slots, layout.tile_bytes)
         self._closing.callback(slab.close)

@@ -1,4 +1,5 @@
-"""An engine whose first policy keeps nothing on the device: room is made when a later one needs it."""
+"""An engine whose first policy keeps no experts on the device: the slab is allocated when a later policy
+needs it."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ PROMPT = list(range(5, 25))
 
 
 @pytest.mark.parametrize("prefetcher", ["process", "thread"])
-async def test_room_is_made_once_a_policy_needs_it(start_engine, plain_config, prefetcher) -> None:
+async def test_slab_and_prefetcher_start_with_the_first_policy_that_needs_them(
+    start_engine, plain_config, prefetcher
+) -> None:
     async with start_engine(replace(plain_config, prefetcher=prefetcher)) as (supervisor, client):
         runtime = Path(supervisor.endpoint.removeprefix("ipc://")).parent
 
@@ -31,7 +34,7 @@ async def test_room_is_made_once_a_policy_needs_it(start_engine, plain_config, p
         with pytest.raises(RequestFailed, match="did you mean"):
             await client.set_policy("on-deman")
         assert not any("-slab-" in path.name for path in segments(runtime))
-        running = asyncio.create_task(answer())  # it waits for the new policy and goes on
+        running = asyncio.create_task(answer())  # it pauses for the new policy and goes on
         await client.set_policy("on-demand")
         assert (PREFETCHER in supervisor.pids) == (prefetcher == "process")
         assert (await client.stats())["cache"]["capacity_tiles"] > 0

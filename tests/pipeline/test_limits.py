@@ -17,13 +17,13 @@ TERABYTE = 10**12
 
 def test_slab_or_kv_cache_beyond_the_free_memory_is_refused_with_numbers() -> None:
     device = open_device("cpu")
-    device.check_room(1000, 1000, 1000)
+    device.check_memory(1000, 1000, 1000)
     with pytest.raises(UsageError, match=r"slab needs 500000\.00 GB.* free: .*--expert-cache"):
-        device.check_room(500_000 * TERABYTE // 1000, 0, 0)
+        device.check_memory(500_000 * TERABYTE // 1000, 0, 0)
     with pytest.raises(UsageError, match=r"KV cache 500000\.00 GB.* free: .*--context"):
-        device.check_room(1000, 500_000 * TERABYTE // 1000, 0)
+        device.check_memory(1000, 500_000 * TERABYTE // 1000, 0)
     with pytest.raises(UsageError, match=r"rest 500000\.50 GB.* free: "):
-        device.check_room(1000, 1000, 500_000 * TERABYTE // 1000)
+        device.check_memory(1000, 1000, 500_000 * TERABYTE // 1000)
 
 
 def test_full_device_memory_is_one_line_for_the_user() -> None:

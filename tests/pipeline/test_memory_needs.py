@@ -1,4 +1,4 @@
-"""What is planned for a model's backbone and store is what they take."""
+"""Backbone and store have exactly the planned sizes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALLER = {
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("family", ["mixtral-8x7b", "phi-3.5-moe", "qwen1.5-moe-a2.7b", "deepseek-v2"])
-def test_the_backbone_is_as_large_as_was_planned(
+def test_backbone_has_the_planned_size(
     family: str, dtype: BackboneDType, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = SHAPES[family]
@@ -45,7 +45,7 @@ def test_the_backbone_is_as_large_as_was_planned(
     assert planned.backbone == backbone.bytes
 
 
-async def test_a_store_is_as_large_as_was_planned(tiny_model: Path) -> None:
+async def test_store_has_the_planned_size(tiny_model: Path) -> None:
     config = EngineConfig(model=tiny_model, device="cpu", workers=1, name="planned", format="int4")
     before = needs(open_model(tiny_model), config, "int4")
     async with Supervisor(config, log_level="WARNING"):

@@ -1,4 +1,4 @@
-"""The memory plan as arithmetic: it never exceeds what is there, keeps what was asked and wastes nothing."""
+"""The memory plan: it never exceeds the free memory, keeps the given options and leaves nothing unused."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline.checkpoint.open import open_model
 from pipeline.config import DEFAULT_CACHE, DEFAULT_CONTEXT, EngineConfig, SettledConfig
+from pipeline.device.base import SPARE_BYTES
 from pipeline.errors import UsageError
 from pipeline.memory.limits import STAGING_TILES, cache_tiles
 from pipeline.memory.needs import Needs, needs
@@ -21,7 +22,6 @@ from pipeline.memory.plan import (
     FREE_BYTES,
     GOOD_CONTEXT,
     LEAST_CONTEXT,
-    SPARE_BYTES,
     Machine,
     Plan,
     choose,
@@ -48,7 +48,7 @@ def cases(draw: st.DrawFn) -> tuple[tuple[Needs, ...], EngineConfig, Machine, bo
     kv = draw(st.none() | st.integers(4096, 100_000))
     share = draw(st.none() | st.floats(0, 1))
     asked = EngineConfig(context=context, kv_tokens=kv, expert_cache=share)
-    # What one of the formats takes, or a little more or less: that is where plans differ.
+    # The needs of one of the formats, or a little more or less: plans differ there.
     edge, slab = draw(st.sampled_from(needed)), draw(st.booleans())
     near = st.integers(-GB, GB // 2) | st.integers(0, 12 * GB)
     device = edge.backbone + int((share or 0) * edge.tiles + STAGING_TILES) * edge.slot * slab
@@ -61,7 +61,7 @@ def cases(draw: st.DrawFn) -> tuple[tuple[Needs, ...], EngineConfig, Machine, bo
 
 
 def takes(needs: Needs, machine: Machine, slab: bool, context: int, kv: int, share: float) -> bool:
-    """Whether it fits, by the rule as it is written down and none of the plan's code."""
+    """Whether it fits, by a second implementation of the documented rule."""
     tiles = cache_tiles(share, needs.tiles) + STAGING_TILES if slab else 0
     device = tiles * needs.slot + kv * needs.kv_token + needs.backbone + context * needs.position
     new = needs.store - needs.present
@@ -78,7 +78,7 @@ def fits_with(needs: Needs, asked: EngineConfig, machine: Machine, slab: bool, l
 
 
 @given(cases())
-def test_a_plan_fits_keeps_what_was_asked_and_is_the_most_exact_that_does(
+def test_plan_fits_keeps_given_options_and_is_the_most_exact(
     case: tuple[tuple[Needs, ...], EngineConfig, Machine, bool],
 ) -> None:
     needed, asked, machine, slab = case
@@ -90,7 +90,7 @@ def test_a_plan_fits_keeps_what_was_asked_and_is_the_most_exact_that_does(
         return
     assert takes(plan.needs, machine, slab, plan.context, plan.kv_tokens, plan.expert_cache)
     for pool in plan.pools(machine):
-        assert sum(pool.parts.values()) == pool.needed <= pool.there
+        assert sum(pool.parts.values()) == pool.needed <= pool.free
         assert min(pool.parts.values()) >= 0
     assert plan.context in (asked.context or plan.context,)
     assert plan.kv_tokens in (asked.kv_tokens or plan.kv_tokens,)
@@ -105,7 +105,7 @@ def test_a_plan_fits_keeps_what_was_asked_and_is_the_most_exact_that_does(
 
 
 @given(cases())
-def test_what_is_chosen_is_as_much_as_fits(
+def test_plan_uses_the_memory_that_fits(
     case: tuple[tuple[Needs, ...], EngineConfig, Machine, bool],
 ) -> None:
     needed, asked, machine, slab = case
@@ -128,13 +128,13 @@ def test_what_is_chosen_is_as_much_as_fits(
         assert not fits(plan.context, plan.kv_tokens + 64, before)
     if asked.expert_cache is None and slab:
         most = DEFAULT_CACHE if machine.gpu is None else 1.0
-        # Room for more contexts is made only once the usual cache has been had.
+        # The KV cache gets more contexts only once the expert cache has its usual share.
         kv = asked.kv_tokens or (plan.kv_tokens if plan.expert_cache >= DEFAULT_CACHE else plan.context)
         assert plan.expert_cache == most or not fits(plan.context, kv, plan.expert_cache + 0.001)
 
 
 @given(cases())
-def test_a_store_that_is_there_already_needs_no_room(
+def test_store_in_shared_memory_needs_no_more(
     case: tuple[tuple[Needs, ...], EngineConfig, Machine, bool],
 ) -> None:
     needed, asked, machine, slab = case
@@ -147,7 +147,7 @@ def test_a_store_that_is_there_already_needs_no_room(
 
 
 @given(cases())
-def test_the_store_leaves_room_for_the_others(
+def test_store_leaves_memory_for_the_other_parts(
     case: tuple[tuple[Needs, ...], EngineConfig, Machine, bool],
 ) -> None:
     """The loader's own check of the same numbers agrees with the plan."""
@@ -159,7 +159,7 @@ def test_the_store_leaves_room_for_the_others(
         assert plan.beside_store(machine) >= FREE_BYTES + plan.needs.backbone * device
 
 
-def test_settling_changes_nothing_but_the_choices() -> None:
+def test_settled_config_changes_only_the_choices() -> None:
     asked = EngineConfig(workers=3, seed=5, policy_options={"a": "b"}, kv_tokens=9000)
     plan = choose(every("olmoe-1b-7b", False), asked, Machine(40 * GB, 40 * GB), False)
     assert plan is not None
@@ -171,8 +171,8 @@ def test_settling_changes_nothing_but_the_choices() -> None:
     assert SettledConfig.from_map(vars(settled)) == settled
 
 
-def test_machines_that_people_have() -> None:
-    """A few choices that a person would make as well."""
+def test_plans_of_typical_machines() -> None:
+    """Choices that an engineer would make too."""
 
     def chosen(model: str, machine: Machine, slab: bool = False, **asked: Any) -> Plan | None:
         return choose(every(model, machine.gpu is not None), EngineConfig(**asked), machine, slab)
@@ -205,7 +205,7 @@ def test_machines_that_people_have() -> None:
     assert whole.expert_cache == 1.0
 
 
-def test_a_slab_without_a_gpu_takes_shared_memory() -> None:
+def test_slab_without_a_gpu_takes_shared_memory() -> None:
     needed = every("mixtral-8x7b", False)[2]
     plan = choose([needed], EngineConfig(), Machine(80 * GB, needed.store + GB), True)
     assert plan is not None
@@ -213,10 +213,10 @@ def test_a_slab_without_a_gpu_takes_shared_memory() -> None:
     assert GB - needed.slot - needed.tiles * needed.slot // 1000 <= slab <= GB
 
 
-def test_a_short_context_is_worse_than_a_less_exact_format() -> None:
+def test_less_exact_format_is_preferred_to_a_short_context() -> None:
     bf16, int8, int4, smallest_of_all = every("qwen1.5-moe-a2.7b", False)
 
-    def room(needs: Needs, tokens: int) -> Machine:
+    def machine_for(needs: Needs, tokens: int) -> Machine:
         kv = tokens * (needs.kv_token + needs.position)
         memory = needs.store + needs.backbone + needs.processes + FREE_BYTES + kv
         return Machine(memory, memory)
@@ -226,14 +226,14 @@ def test_a_short_context_is_worse_than_a_less_exact_format() -> None:
         (bf16, GOOD_CONTEXT - 64, "int8", 8192),
         (smallest_of_all, 1999, "int4-g128", 1984),
     ):
-        plan = choose((bf16, int8, int4, smallest_of_all), EngineConfig(), room(edge, tokens), False)
+        plan = choose((bf16, int8, int4, smallest_of_all), EngineConfig(), machine_for(edge, tokens), False)
         assert plan is not None
         assert (plan.needs.format, plan.context) == (format, context)
-    least = room(smallest_of_all, LEAST_CONTEXT - 1)
+    least = machine_for(smallest_of_all, LEAST_CONTEXT - 1)
     assert choose((bf16, int8, int4, smallest_of_all), EngineConfig(), least, False) is None
 
 
-def test_contradictions_are_refused() -> None:
+def test_contradictory_options_are_refused() -> None:
     machine, (first, *_) = Machine(200 * GB, 200 * GB), every("olmoe-1b-7b", False)
     with pytest.raises(UsageError, match="--context 5000 is more than the model's 4096"):
         choose([first], EngineConfig(context=5000), machine, False)
@@ -241,4 +241,4 @@ def test_contradictions_are_refused() -> None:
         smallest(first, EngineConfig(context=100, kv_tokens=99), False)
     plan = choose([first], EngineConfig(kv_tokens=99), machine, False)
     assert plan is not None
-    assert (plan.context, plan.kv_tokens) == (99, 99)  # the context is ours to choose
+    assert (plan.context, plan.kv_tokens) == (99, 99)  # the plan chooses the context
