@@ -14,7 +14,7 @@ from typing import Any
 
 from pipeline.counters import fidelity
 
-# What a step spends its time on, and the parts of accounting that it is made of.
+# What a step spends its time on, and the parts of the counters that it is made of.
 CAUSES: dict[str, tuple[str, ...]] = {
     "workers": ("wait",),  # waiting for the host's share
     "link": ("link",),  # waiting for tiles that are being moved

@@ -17,7 +17,7 @@ BackboneDType = Literal["f32", "bf16", "int8", "int4"]
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything a person can ask of one engine. What is None is chosen, by pipeline/memory/plan.py where it
+    """All options of one engine. None means that a value is chosen, by pipeline/memory/plan.py where it
     depends on what fits."""
 
     model: Path | None = None  # a folder, or the path `shape:NAME/LAYERS`; None: the embedded model
@@ -37,7 +37,7 @@ class EngineConfig:
     link_gbps: float | None = None  # emulation: pace of the prefetcher's copies, GB/s (1e9 bytes)
     host_slowdown: float = 1.0  # emulation: factor on the workers' computing time
     costs: Path | None = None  # use these instead of measuring
-    record: Path | None = None  # a new file for the routing of what is run; absolute
+    record: Path | None = None  # a new file for the trace of every step's routing; absolute
     seed: int = 0  # of the preset `random` and of requests that give none
     prefetcher: Literal["process", "thread"] = "process"
     keep_store: bool = False
@@ -47,14 +47,14 @@ class EngineConfig:
 
     @classmethod
     def from_map(cls, plain: dict[str, Any]) -> Self:
-        """The configuration from the map that a child is given: `dataclasses.asdict` with paths as text."""
+        """The configuration from a child's map: `dataclasses.asdict` with paths as text."""
         names = ("model", "costs", "record", "key")
         paths = {name: Path(plain[name]) for name in names if plain[name] is not None}
         return cls(**(plain | paths))
 
     @property
     def emulation(self) -> str:
-        """Names what paces this engine to stand in for another machine; empty where nothing does."""
+        """Describes how this engine is slowed down to stand in for another machine; empty where it is not."""
         paces = []
         if self.link_gbps is not None:
             paces.append(f"link paced to {self.link_gbps:g} GB/s")
@@ -65,8 +65,8 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class SettledConfig(EngineConfig):
-    """A configuration in which nothing is left that memory has to decide: what an engine's processes are
-    given."""
+    """A configuration in which everything that depends on memory is chosen: what an engine's processes
+    get."""
 
     format: FormatName = "bf16"
     expert_cache: float = DEFAULT_CACHE

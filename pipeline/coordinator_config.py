@@ -1,4 +1,4 @@
-"""What the coordinator is told when it starts, as it comes through its lifeline."""
+"""The configuration that the supervisor gives to a coordinator when it starts it."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ class WorkerCores:
 class CoordinatorConfig:
     """One engine, from its coordinator's view."""
 
-    engine: str
+    engine: str  # its name
     runtime: Path
     incarnation: int
-    key: bytes  # proves who this engine's children are
+    key: bytes  # with which the engine's children prove their identity
     control: str  # name of the control segment
     store: str
     fingerprint: str
     model: Path
-    cache: Path  # what is kept on disk between starts
+    cache: Path  # folder of files that are kept between starts
     workers: WorkerCores
     prefetcher: str  # process | thread
-    slab: bool  # the first policy needs one, and the prefetcher is being started
-    config: SettledConfig
+    slab: bool  # the first policy keeps experts on the device, and the prefetcher is being started
+    options: SettledConfig
 
     @classmethod
-    def from_map(cls, told: dict[str, Any]) -> CoordinatorConfig:
+    def from_map(cls, config: dict[str, Any]) -> CoordinatorConfig:
         return cls(
-            engine=told["engine"],
-            runtime=Path(told["runtime"]),
-            incarnation=told["incarnation"],
-            key=told["key"],
-            control=told["control"],
-            store=told["store"],
-            fingerprint=told["fingerprint"],
-            model=Path(told["model"]),
-            cache=Path(told["cache_dir"]),
-            workers=WorkerCores(tuple(told["workers"]), told["nodes"]),
-            prefetcher=told["prefetcher"],
-            slab=told["slab"],
-            config=SettledConfig.from_map(told["config"]),
+            engine=config["engine"],
+            runtime=Path(config["runtime"]),
+            incarnation=config["incarnation"],
+            key=config["key"],
+            control=config["control"],
+            store=config["store"],
+            fingerprint=config["fingerprint"],
+            model=Path(config["model"]),
+            cache=Path(config["cache_dir"]),
+            workers=WorkerCores(tuple(config["workers"]), config["nodes"]),
+            prefetcher=config["prefetcher"],
+            slab=config["slab"],
+            options=SettledConfig.from_map(config["config"]),
         )

@@ -1,5 +1,5 @@
-"""Counters of the engine: where the time of its steps went, what was computed where, what was moved, and what
-an approximation left out."""
+"""Counters of the engine: the time of its steps by part, tiles computed on host and device, tiles fetched,
+and the routed weight that an approximation left out."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 @dataclass
 class Fidelity:
-    """Sums of routed weight: all that the routers said, and how much of it was not computed as they said."""
+    """Sums of routed weight: all that the routers gave, and how much of it was computed otherwise."""
 
     weight: float = 0.0
     skipped: float = 0.0  # of experts that were left out
-    substituted: float = 0.0  # of experts that another took the place of
+    substituted: float = 0.0  # of experts that another expert replaced
     stale: float = 0.0  # computed by the host from the layer before's hidden state
-    predicted: float = 0.0  # said by a prediction; the layer's own router was not run
+    predicted: float = 0.0  # given by a prediction; the layer's own router was not run
 
     def book(self, gated: Gated, cut: IntArray, tiles: int, stale: bool) -> None:
-        """One layer's rows."""
-        said, done = gated.said, gated.routing
-        total = float(said.weights.sum())
+        """Add one layer's rows. `cut` [E]: tiles of each expert computed on the device."""
+        routed, done = gated.said, gated.routing
+        total = float(routed.weights.sum())
         self.weight += total
         if gated.predicted:
             self.predicted += total
-        if done is not said:
+        if done is not routed:
             dropped = done.weights == 0
-            self.skipped += float(said.weights[dropped].sum())
-            self.substituted += float(said.weights[~dropped & (done.experts != said.experts)].sum())
+            self.skipped += float(routed.weights[dropped].sum())
+            self.substituted += float(routed.weights[~dropped & (done.experts != routed.experts)].sum())
         if stale:
             on_host = 1 - cut[done.experts] / tiles
             self.stale += float((done.weights * on_host).sum())
 
 
 def fidelity(exact: bool, counted: dict[str, Any]) -> dict[str, Any]:
-    """What a person is told of an answer: `exact`, and of an approximate one each kind's share of all routed
-    weight, over both phases of a snapshot or a difference of two."""
+    """An answer's fidelity: `exact`, and for an approximate policy each kind's share of all routed weight.
+    `counted`: both phases of a snapshot, or a difference of two."""
     if exact:
         return {"exact": True}
     sums = [phase["fidelity"] for phase in counted.values()]
@@ -57,7 +57,7 @@ def fidelity(exact: bool, counted: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class PhaseCounters:
-    """Sums over the steps of one phase. Tiles are counted once for each (layer, expert, step) they act in."""
+    """Sums over the steps of one phase. A tile counts once for each step in which it is computed."""
 
     layers: int
     steps: int = 0
@@ -65,27 +65,28 @@ class PhaseCounters:
     host_tiles: int = 0
     resident_tiles: int = 0
     fetched_tiles: int = 0
-    predicted_tiles: int = 0  # landed because this phase predicted them
-    useful_tiles: int = 0  # of those, computed with before they were dropped
-    wasted_tiles: int = 0  # of those, dropped before
-    late_tiles: int = 0  # demanded while their prediction was under way
-    host_busy: float = 0.0  # seconds, the longest run of each layer
+    predicted_tiles: int = 0  # landed, fetched for a prediction of this phase
+    useful_tiles: int = 0  # of those, computed before they were evicted
+    wasted_tiles: int = 0  # of those, evicted unused
+    late_tiles: int = 0  # demanded while their predicted fetch was under way
+    host_busy: float = 0.0  # seconds, of each layer's longest shard
     fidelity: Fidelity = field(default_factory=Fidelity)
 
     def __post_init__(self) -> None:
-        self.seconds: NDArray[np.float64] = np.zeros((len(PARTS), self.layers + 1))  # the last: no layer's
-        self.active: NDArray[np.int64] = np.zeros(self.layers, np.int64)  # experts that were used
-        self.hits: NDArray[np.int64] = np.zeros(self.layers, np.int64)  # of them resident as a whole
+        self.seconds: NDArray[np.float64] = np.zeros((len(PARTS), self.layers + 1))  # last: outside layers
+        self.active: NDArray[np.int64] = np.zeros(self.layers, np.int64)  # experts used
+        self.hits: NDArray[np.int64] = np.zeros(self.layers, np.int64)  # of them, wholly resident
 
 
 class StepClock:
-    """Divides a step's time: `mark(part)` books the time since the mark before it. On an asynchronous
-    device a part counts the host's time; the device's own shows where the host waits for it ("read")."""
+    """Divides a step's time: `mark(part)` adds the time since the previous mark to that part. On an
+    asynchronous device a part counts the host's time; the device's own appears where the host waits for it
+    ("read")."""
 
     def __init__(self, counters: PhaseCounters) -> None:
         self._seconds = counters.seconds
         self._last = time.perf_counter()
-        self.layer = 0  # whose time it is
+        self.layer = 0  # to which the time is added
 
     def mark(self, part: Part) -> None:
         now = time.perf_counter()
@@ -96,7 +97,7 @@ class StepClock:
 _INDEX = {part: index for index, part in enumerate(PARTS)}
 
 
-class Accounting:
+class Counters:
     """All counters since the engine started."""
 
     def __init__(self, tile_bytes: int, layers: int) -> None:

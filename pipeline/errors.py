@@ -31,17 +31,18 @@ class TraceError(UsageError):
 
 
 class PlanError(PipelineError):
-    """A policy's answer breaks its contract: a bug in the policy, never the user's fault."""
+    """A policy's plan breaks its contract: a bug in the policy, never the user's fault."""
 
 
 class PeerLost(PipelineError):
-    """The engine waited for a worker or the prefetcher in vain: it did not come, or all were given up."""
+    """A worker or the prefetcher did not announce itself or did not answer in time, or all waits were given
+    up."""
 
 
 class ShardFailed(PipelineError):
-    """A run of a step cannot be computed: it crashed the workers that tried, or a worker refused it. The
+    """A shard of a step cannot be computed: it crashed the workers that tried, or a worker refused it. The
     requests whose rows it has are at fault, or the experts' bytes; the workers are replaced."""
 
 
 class NumberInUse(RequestError):
-    """A request came with the number of one that is being served."""
+    """A request has the number of another request of the same client that is being served."""

@@ -1,4 +1,4 @@
-"""How much of a nuisance is answered, and how much of it is written down."""
+"""Limits on answers and log lines that a misbehaving client can cause."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ import time
 
 
 class RateLimiter:
-    """So many of something in a second, whatever comes."""
+    """Allows `limit` units in each second."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._spent = 0
         self._began = 0.0
 
     def spend(self, cost: int = 1) -> bool:
-        """Count one more, or as much as it costs; whether that is still within the budget."""
+        """Count `cost` units. Whether this second's are still within the limit."""
         now = time.monotonic()
         if now - self._began >= 1.0:
             self._began, self._spent = now, 0
         self._spent += cost
-        return self._spent <= self._most
+        return self._spent <= self._limit
 
 
 class SparseLog:
-    """Warnings of one kind that strangers can cause: a few in a second, the rest as a number."""
+    """Warnings of one kind that a client can cause: `limit` a second are logged, the rest are counted."""
 
-    def __init__(self, log: logging.Logger, most: int = 5) -> None:
+    def __init__(self, log: logging.Logger, limit: int = 5) -> None:
         self._log = log
-        self._budget = RateLimiter(most)
+        self._limiter = RateLimiter(limit)
         self._skipped = 0
 
     def warning(self, text: str, *, failed: bool = False) -> None:
         """`failed`: with the traceback of the exception that is being handled."""
-        if not self._budget.spend():
+        if not self._limiter.spend():
             self._skipped += 1
             return
         more = f" ({self._skipped} more lines like this were left out)" if self._skipped else ""

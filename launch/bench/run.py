@@ -78,7 +78,7 @@ class Run:
     moved_bytes_per_token: float  # in decode, for each new token; background copies count as decode's
     host_share: float  # of the expert tiles of decode, 0..1
     placed_bytes_per_token: float = 0.0  # of those: in the background, and not because they were predicted
-    decode: Tree = field(default_factory=dict)  # the engine's counters of decode, see accounting.py
+    decode: Tree = field(default_factory=dict)  # the engine's counters of decode, see counters.py
 
 
 async def measure(client: Client, prompts: Sequence[Prompt], gen_len: int) -> tuple[Run, list[Done]]:

@@ -39,7 +39,7 @@ def costs_for(engine: Engine, told: CoordinatorConfig, context: int) -> Costs:
     """What policies of this engine plan with: the file that --costs names, else what was measured here before
     with the same machine, model and options, else measured now and kept. `context`: tokens that a sequence
     may have. Raises PolicyError where there is no slab to measure with, or the file cannot be used."""
-    config = told.config
+    config = told.options
     if config.costs is not None:
         return Costs.load(config.costs).for_tiles(engine.shape.tiles)
     device, library = engine.device, engine.device.library

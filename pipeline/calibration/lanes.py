@@ -11,7 +11,7 @@ from pipeline.backbone.kv_cache import KVCache, SequenceKV
 from pipeline.backbone.step_input import StepInput
 from pipeline.calibration.windows import Window
 from pipeline.engine.engine import Engine
-from pipeline.text.logits import log_softmax
+from pipeline.text.sampler import log_softmax
 
 Passed = Callable[[int], None]  # so many more tokens were read; what it raises ends the reading
 

@@ -26,7 +26,7 @@ from pipeline.calibration.lanes import lanes
 from pipeline.calibration.sensitivity import sensitivities
 from pipeline.calibration.threshold import largest_threshold, perturbations
 from pipeline.calibration.windows import LANES, Division, Window
-from pipeline.counters import Accounting
+from pipeline.counters import Counters
 from pipeline.engine.engine import Engine
 from pipeline.engine.observer import Observer
 from pipeline.errors import RequestError, UsageError
@@ -244,13 +244,13 @@ def _next_logits(engine: Engine, residuals: Floats) -> Floats:
 @contextmanager
 def _aside(engine: Engine) -> Iterator[None]:
     """What is counted and recorded of the engine's requests is none of what it computes in the block."""
-    accounting, observers = engine.accounting, engine.observers
-    engine.accounting = Accounting(engine.layout.tile_bytes, engine.shape.layers)
+    counters, observers = engine.counters, engine.observers
+    engine.counters = Counters(engine.layout.tile_bytes, engine.shape.layers)
     engine.observers = []
     try:
         yield
     finally:
-        engine.accounting, engine.observers = accounting, observers
+        engine.counters, engine.observers = counters, observers
 
 
 @contextmanager

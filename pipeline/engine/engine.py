@@ -19,7 +19,7 @@ from torch import Tensor
 from pipeline.arrays import FloatArray, IntArray, Phase
 from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.step_input import StepInput, wanted_rows
-from pipeline.counters import Accounting, PhaseCounters, StepClock
+from pipeline.counters import Counters, PhaseCounters, StepClock
 from pipeline.device import Device, SlabMemory
 from pipeline.engine.observer import Observer, Seen
 from pipeline.engine.probing import Probing, wanted_probes
@@ -74,7 +74,7 @@ class Engine:
         self.pool = pool
         self.memory = memory
         self.shape = ModelShape(s.layers, s.experts, s.tiles, backbone.spec.top_k)
-        self.accounting = Accounting(layout.tile_bytes, s.layers)
+        self.counters = Counters(layout.tile_bytes, s.layers)
         self.observers: list[Observer] = []
         self.prefetch = PrefetchMeter()
         self.policy: Policy
@@ -103,7 +103,7 @@ class Engine:
         except PolicyError:
             self._costs, self._calibration, self._step = before
             raise
-        counted = self.accounting.phases["decode"]
+        counted = self.counters.phases["decode"]
         self.policy = policy
         self.prefetch = PrefetchMeter(counted.predicted_tiles, counted.useful_tiles)
         self._probing = Probing(self.backbone, self.device.torch_device, calibration)
@@ -121,7 +121,7 @@ class Engine:
 
     def forget_trials(self) -> None:
         """Start counting anew: what ran so far were trials, not requests."""
-        self.accounting = Accounting(self.layout.tile_bytes, self.shape.layers)
+        self.counters = Counters(self.layout.tile_bytes, self.shape.layers)
         self._popularity[:] = 0
 
     def keep_up(self) -> None:
@@ -136,7 +136,7 @@ class Engine:
         vocabulary], and leaves the KV of the sequences advanced. Raises ShardFailed where the workers cannot
         compute the step: the sequences are then as they were."""
         model, device = self.backbone, self.device
-        counters = self.accounting.phases[phase]
+        counters = self.counters.phases[phase]
         if self.memory is not None:
             self.memory.mover.counters = counters
         self.keep_up()

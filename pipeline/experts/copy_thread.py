@@ -40,7 +40,7 @@ def start_copy_thread(
             "fetch.sock",
             supervised=False,
         )
-        loop = CopyLoop(endpoint, store, config.config.link_gbps, no_tick)
+        loop = CopyLoop(endpoint, store, config.options.link_gbps, no_tick)
         loop.attach(copier)
         endpoint.announce()
         try:

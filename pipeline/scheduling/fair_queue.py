@@ -1,10 +1,9 @@
-"""Who is served next: requests that wait for room, in an order that is fair to clients.
+"""The queue of requests that wait to be admitted, in an order that is fair to clients.
 
-The next is the oldest request of the client that has the fewest running ones; of several such clients, the
-one that was served longest ago, or never while its present requests wait; and then the one whose request came
-first. A client that floods the engine so delays mostly itself. A request that was served already and had to
-make way comes before its client's others. Used by the engine's thread alone.
-"""
+Next is the oldest request of the client with the fewest running requests. Among several such clients it is
+the one whose last admission is longest ago (or that had none while its present requests wait), then the one
+whose request arrived first. A client that floods the engine so delays mostly itself. A preempted request
+comes before its client's others. Used by the engine's thread alone."""
 
 from __future__ import annotations
 
@@ -17,11 +16,11 @@ from pipeline.scheduling.jobs import Job
 
 
 class FairQueue:
-    """The jobs that wait."""
+    """The waiting jobs."""
 
     def __init__(self) -> None:
         self._by_client: dict[bytes, deque[Job]] = {}
-        self._turns: dict[bytes, int] = {}  # of clients that wait: when one of their requests was admitted
+        self._turns: dict[bytes, int] = {}  # of waiting clients: the turn of their last admission
         self._turn = 0
         self._count = 0
 
@@ -29,7 +28,7 @@ class FairQueue:
         return self._count
 
     def add(self, job: Job) -> None:
-        """A new request, or one that was running and had to make way."""
+        """Queue a new request, or one that was preempted."""
         jobs = self._by_client.setdefault(job.client, deque())
         place = len(jobs)
         if job.admission >= 0:
@@ -38,13 +37,13 @@ class FairQueue:
         self._count += 1
 
     def admit(self, job: Job) -> None:
-        """It does not wait any more, and its client has had its turn."""
+        """Remove a job that begins to run: its client has had its turn."""
         self._turn += 1
         self._turns[job.client] = self._turn
         self.remove(job)
 
     def remove(self, job: Job) -> None:
-        """It has ended."""
+        """Remove a job that has ended."""
         jobs = self._by_client[job.client]
         jobs.remove(job)
         self._count -= 1
@@ -57,7 +56,7 @@ class FairQueue:
         return len(self._by_client.get(client, ()))
 
     def in_order(self, running: Iterable[Job]) -> Iterator[Job]:
-        """All that wait, the next first, as they would be admitted if none of `running` ended."""
+        """All waiting jobs in the order of their admission, if none of `running` ended meanwhile."""
         busy = Counter(job.client for job in running)
         turns = itertools.count(self._turn + 1)
         last = self._turns

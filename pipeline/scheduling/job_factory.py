@@ -1,6 +1,6 @@
-"""From a client's message to a job: what is asked is checked, turned into token ids, and given its sampler.
+"""Makes a job of a client's message: checks it, encodes its text, and creates its sampler.
 
-Knows no engine and no other requests. Used by the engine's thread alone.
+Independent of the engine and of other requests. Used by the engine's thread alone.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pipeline.text.sampler import Sampler, validate
 from pipeline.text.tokenizer import Tokenizer
 from protocol.messages import Generate, Score
 
-NAME_LIMIT = 256  # characters of a conversation's name, which is kept
+NAME_LIMIT = 256  # characters of a conversation's name
 
 
 class JobFactory:
-    """Makes jobs. Whatever can never be served is refused with RequestError, one line."""
+    """Makes jobs. A request that can never be served is refused with RequestError, one line."""
 
     def __init__(
         self, tokenizer: Tokenizer | None, eos: frozenset[int], *, vocabulary: int, context: int, seed: int
     ) -> None:
-        """`context`: tokens of prompt and answer together; `seed`: of requests that give none."""
+        """`context`: tokens of prompt and answer together; `seed`: of the first request without one."""
         self.context = context
         self._tokenizer = tokenizer
         self._eos = eos
@@ -45,8 +45,8 @@ class JobFactory:
             )
         if message.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this model has none")
-        most = min(message.max_tokens, self.context - len(prompt))
-        self._check_resume(message.resume, most)
+        limit = min(message.max_tokens, self.context - len(prompt))
+        self._check_resume(message.resume, limit)
         seed = message.sampling.seed
         seed = next(self._seeds) if seed is None else seed
         return GenerateJob(
@@ -55,16 +55,16 @@ class JobFactory:
             prompt,
             emit,
             resume=message.resume,
-            max_tokens=most,
+            max_tokens=limit,
             sampler=Sampler(message.sampling, seed, drawn=len(message.resume)),
             text=None if self._tokenizer is None else self._tokenizer.stream(message.stop),
             eos=frozenset() if message.ignore_eos else self._eos,
             conversation=message.conversation,
         )
 
-    def _check_resume(self, resume: tuple[int, ...], most: int) -> None:
-        if len(resume) > most:
-            raise RequestError(f"resume has {len(resume)} tokens, the answer can have {most} at most")
+    def _check_resume(self, resume: tuple[int, ...], limit: int) -> None:
+        if len(resume) > limit:
+            raise RequestError(f"resume has {len(resume)} tokens, the answer can have {limit} at most")
         self._check_ids(resume)
 
     def _prompt_of(self, message: Generate) -> list[int]:
@@ -75,7 +75,7 @@ class JobFactory:
             tokenizer = self._need_tokenizer("messages")
             if len(message.messages) > self.context:  # each is a token at least
                 raise RequestError(f"{len(message.messages)} turns do not fit the context of {self.context}")
-            self._may_fit(tokenizer, sum(len(turn.content) for turn in message.messages))
+            self._check_length(tokenizer, sum(len(turn.content) for turn in message.messages))
             return self._checked(tokenizer.render_chat(message.messages))
         return self._ids(message.prompt, message.token_ids)
 
@@ -98,11 +98,11 @@ class JobFactory:
         if given is not None:
             return self._checked(list(given))
         tokenizer, text = self._need_tokenizer("text"), text or ""
-        self._may_fit(tokenizer, len(text))
+        self._check_length(tokenizer, len(text))
         return self._checked(tokenizer.encode(text))
 
-    def _may_fit(self, tokenizer: Tokenizer, characters: int) -> None:
-        """Refuse a text far beyond the context before it is encoded, which everybody would wait for."""
+    def _check_length(self, tokenizer: Tokenizer, characters: int) -> None:
+        """Refuse a text far beyond the context before it is encoded, which would delay every request."""
         least = tokenizer.at_least(characters)
         if least > self.context:
             raise RequestError(

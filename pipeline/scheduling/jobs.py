@@ -1,8 +1,7 @@
-"""What is being served: a Generate or a Score with its state, as pieces for the engine's steps.
+"""A request that is being served: a Generate or a Score with its state, as inputs for the engine's steps.
 
-A job knows its own tokens, its sequence's KV and how to answer its client; when it runs is the scheduler's
-business. Used by the engine's thread alone.
-"""
+A job has its tokens, its sequence's KV and the means to answer its client; the scheduler decides when it
+runs. Used by the engine's thread alone."""
 
 from __future__ import annotations
 
@@ -17,97 +16,100 @@ from pipeline.arrays import FloatArray, Phase
 from pipeline.backbone.batch import TokenSpan
 from pipeline.backbone.kv_cache import SequenceKV
 from pipeline.backbone.step_input import StepInput
-from pipeline.text.logits import log_softmax, two_best
-from pipeline.text.sampler import Sampler
+from pipeline.scheduling.prefix_cache import PrefixKey
+from pipeline.text.sampler import Sampler, log_softmax, two_best
 from pipeline.text.text_stream import TextStream
 from protocol.messages import Done, Queued, Scores, Token
 
-TELL_AGAIN = 10.0  # seconds after which a position that has not changed is told again, as a sign of life
+REPORT_AGAIN = 10.0  # seconds after which an unchanged queue position is sent again, as a heartbeat
 BLOCK_BYTES = 4 << 20  # log-probabilities of one Scores message
 Emit = Callable[[object], None]
 
 
 class Job(ABC):
-    """One request. `kv` is there while it is admitted; `reason` once it has ended."""
+    """One request. `kv` is set while it is admitted, `reason` once it has ended."""
 
-    grows = False  # its tokens become more while it runs, and it can make way and come back
-    conversation: str | None = None
+    grows = False  # it adds tokens while it runs, and it can be preempted
+    prefix_key: PrefixKey | None = None  # of its conversation, whose KV is kept when it ends
 
     def __init__(self, client: bytes, request: int, tokens: list[int], prompt: int, emit: Emit) -> None:
-        """`tokens`: all that are known; the first `prompt` of them are prefilled."""
+        """`tokens`: prompt and answer so far; the first `prompt` of them are prefilled."""
         self.client = client
         self.request = request
         self.tokens = tokens
         self.prompt = prompt
-        self.goal = prompt  # KV tokens at which prefilling is over
+        self.prefill_end = prompt  # KV tokens at which prefilling is over
         self.kv: SequenceKV | None = None
         self.reason: str | None = None
         self.arrival = time.perf_counter()
-        self.admission = -1  # a number that grows from one first admission to the next
-        self.reused = 0  # tokens of the prompt that an earlier request had computed
+        self.admission = -1  # the number of its first admission, in the order of first admissions
+        self.reused = 0  # prompt tokens whose KV an earlier request computed
         self.preemptions = 0
-        self.before: dict[str, Any] = {}  # the engine's counters at the first admission
+        self.counters_before: dict[str, Any] = {}  # the engine's, at the first admission
         self._seconds: dict[Phase, float] = {"prefill": 0.0, "decode": 0.0}
         self._computed: dict[Phase, int] = {"prefill": 0, "decode": 0}
         self._emit = emit
-        self._position = 0  # in the queue, as last told
-        self._told = 0.0  # when that was
+        self._position = 0  # in the queue, as last reported
+        self._reported = 0.0  # when that was
         self._queued = 0.0  # seconds until the first admission
-        self._first: float | None = None
+        self._first_answer: float | None = None
 
     @property
     def prefilling(self) -> bool:
-        return self.filled < self.goal
+        return self.filled < self.prefill_end
 
     @property
     def filled(self) -> int:
-        """Tokens whose KV is there."""
+        """Tokens whose KV is computed."""
         return 0 if self.kv is None else self.kv.length
 
     @property
     @abstractmethod
-    def room(self) -> int:
-        """Tokens of KV that it may need in the end."""
+    def max_kv_tokens(self) -> int:
+        """Tokens of KV that it needs at most."""
 
     @abstractmethod
-    def piece(self, chunk: int) -> StepInput:
-        """What to run next; at most `chunk` tokens of a prefill."""
+    def step_input(self, chunk: int) -> StepInput:
+        """The tokens to run next; at most `chunk` of them while prefilling."""
 
     @abstractmethod
     def accept(self, logits: FloatArray) -> None:
-        """Take the wanted logits [n, vocabulary] of the piece that was just run; may set `reason`."""
+        """Take the wanted logits [n, vocabulary] of the last `step_input`; may set `reason`. Raises
+        PipelineError where they are not finite."""
 
     def admit(self, kv: SequenceKV, number: int, counters: dict[str, Any]) -> None:
-        """It begins with what is in `kv`, or goes on after having made way."""
+        """Begin with the prefix that is in `kv`, or continue after a preemption. `number`: of this admission;
+        `counters`: the engine's, now."""
         self.kv = kv
         kv.serve(len(self.tokens))
         if self.admission < 0:
-            self.admission, self.before, self.reused = number, counters, kv.length
+            self.admission, self.counters_before, self.reused = number, counters, kv.length
             self._queued = time.perf_counter() - self.arrival
 
-    def make_way(self) -> SequenceKV:
-        """Give up what was computed; all known tokens will be prefilled again, and nothing is told twice."""
+    def preempt(self) -> SequenceKV:
+        """Give up the sequence. All tokens so far are prefilled again at the next admission; none is sent
+        twice."""
         assert self.kv is not None
         kv, self.kv = self.kv, None
-        self.goal = len(self.tokens)
+        self.prefill_end = len(self.tokens)
         self.preemptions += 1
         self._position = 0
         return kv
 
-    def tell_position(self, position: int) -> None:
-        """Tell the client where in the queue it is, unless it was told so a moment ago."""
+    def report_position(self, position: int) -> None:
+        """Send the client its position in the queue, where it has changed or was sent long ago."""
         now = time.perf_counter()
-        if position != self._position or now - self._told > TELL_AGAIN:
-            self._position, self._told = position, now
+        if position != self._position or now - self._reported > REPORT_AGAIN:
+            self._position, self._reported = position, now
             self._emit(Queued(self.request, position))
 
-    def book(self, phase: Phase, tokens: int, seconds: float) -> None:
-        """A step with `tokens` of this job's took so long."""
+    def count_step(self, phase: Phase, tokens: int, seconds: float) -> None:
+        """A step with `tokens` tokens of this job took so long."""
         self._computed[phase] += tokens
         self._seconds[phase] += seconds
 
     def finish(self, reason: str, stats: dict[str, Any], error: str = "", text: str = "") -> None:
-        """Send the one terminal message; `text` is what was still held back."""
+        """Send the one terminal message; `text` was held back until now."""
         self.reason = reason
         self._emit(Done(self.request, reason, error, text, {**self._times(), **stats}))
 
@@ -123,24 +125,24 @@ class Job(ABC):
             "decode_s": decode,
             "prefill_tok_s": prefilled / prefill if prefill else 0.0,
             "decode_tok_s": decoded / decode if decode else 0.0,
-            "first_token_s": 0.0 if self._first is None else self._first - self.arrival,
+            "first_token_s": 0.0 if self._first_answer is None else self._first_answer - self.arrival,
             "preemptions": self.preemptions,
         }
 
-    def _slice(self, count: int) -> TokenSpan:
-        """The next tokens whose KV is missing, at most `count`, and within a prefill none behind its end."""
+    def _next_tokens(self, count: int) -> TokenSpan:
+        """The next `count` tokens without KV, fewer at the end of the prefill."""
         assert self.kv is not None
         start = self.kv.length
         end = start + count
-        return TokenSpan(self.kv, self.tokens[start : min(end, self.goal) if self.prefilling else end])
+        return TokenSpan(self.kv, self.tokens[start : min(end, self.prefill_end) if self.prefilling else end])
 
-    def _answered(self) -> None:
-        if self._first is None:
-            self._first = time.perf_counter()
+    def _note_answer(self) -> None:
+        if self._first_answer is None:
+            self._first_answer = time.perf_counter()
 
 
 class GenerateJob(Job):
-    """Samples token after token until a stop string, an end token, or enough of them."""
+    """Samples tokens until a stop string, an end token, or the limit."""
 
     grows = True
 
@@ -158,33 +160,33 @@ class GenerateJob(Job):
         eos: frozenset[int],
         conversation: str | None,
     ) -> None:
-        """`resume`: the answer's first tokens, at most `max_tokens`, which the client has; `sampler` has
-        drawn them, `text` is fresh."""
+        """`resume`: the answer's first tokens, at most `max_tokens`, which the client has already; `sampler`
+        has drawn them, `text` is new."""
         super().__init__(client, request, [*prompt, *resume], len(prompt), emit)
-        self.goal = len(self.tokens)
-        self.conversation = conversation
-        self._most = len(prompt) + max_tokens
+        self.prefill_end = len(self.tokens)
+        self.prefix_key = None if conversation is None else (client, conversation)
+        self._max_tokens = len(prompt) + max_tokens
         self._sampler = sampler
         self._text = text
         if text is not None:
             text.resume(resume)
         self._eos = eos
-        self._end: dict[str, Any] = {}  # of an end token: what its Token message would say
+        self._end: dict[str, Any] = {}  # of an end token, which has no Token message: what that would hold
 
     @property
-    def room(self) -> int:
-        return self._most
+    def max_kv_tokens(self) -> int:
+        return self._max_tokens
 
-    def piece(self, chunk: int) -> StepInput:
-        new = self._slice(chunk if self.prefilling else 1)
+    def step_input(self, chunk: int) -> StepInput:
+        new = self._next_tokens(chunk if self.prefilling else 1)
         return StepInput(new, "last" if self.filled + len(new.tokens) == len(self.tokens) else "none")
 
     def accept(self, logits: FloatArray) -> None:
         if len(logits) == 0:
-            return  # a chunk within the prompt
-        self._answered()
+            return  # the prompt has more chunks
+        self._note_answer()
         self.reason = self._enough()
-        if self.reason is not None:  # all of a resumed answer was there already, but for its end
+        if self.reason is not None:  # the resumed answer was complete but for its Done
             return
         token = self._sampler.next(logits[0], self.tokens)
         margin, runner_up = two_best(logits[0])
@@ -194,16 +196,16 @@ class GenerateJob(Job):
             return
         self.tokens.append(token)
         if self.kv is not None and not self.kv.serve(len(self.tokens)):
-            self.goal = len(self.tokens)  # all of them are to be prefilled again
+            self.prefill_end = len(self.tokens)  # their KV was dropped: prefill them again
         shown = self._text.push(token) if self._text is not None else ""
         self._emit(Token(self.request, len(self.tokens) - self.prompt - 1, token, shown, margin, runner_up))
         self.reason = self._enough()
 
     def _enough(self) -> str | None:
-        """Why no token follows those that are there; None where one does."""
+        """The reason why no more tokens follow; None where more do."""
         if self._text is not None and self._text.stopped:
             return "stop"
-        return "length" if len(self.tokens) == self._most else None
+        return "length" if len(self.tokens) == self._max_tokens else None
 
     def finish(self, reason: str, stats: dict[str, Any], error: str = "", text: str = "") -> None:
         if self._text is not None:
@@ -223,14 +225,14 @@ class ScoreJob(Job):
         self._full = full
 
     @property
-    def room(self) -> int:
+    def max_kv_tokens(self) -> int:
         return len(self.tokens)
 
-    def piece(self, chunk: int) -> StepInput:
-        return StepInput(self._slice(chunk if self.prefilling else 1), "all")
+    def step_input(self, chunk: int) -> StepInput:
+        return StepInput(self._next_tokens(chunk if self.prefilling else 1), "all")
 
     def accept(self, logits: FloatArray) -> None:
-        self._answered()
+        self._note_answer()
         start = self.filled - len(logits)
         rows = max(1, BLOCK_BYTES // logits[:1].nbytes)
         for first in range(0, len(logits), rows):

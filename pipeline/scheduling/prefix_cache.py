@@ -1,8 +1,8 @@
-"""What was computed for conversations and may be needed again: their KV between two turns.
+"""Gives out the KV cache's capacity, and keeps the sequences of conversations in what is free between their
+turns.
 
-It lives in whatever the KV cache has left over: as soon as a request needs that room, the conversation that
-was used least recently goes. Knows no requests and no text, only token ids. Used by the engine's thread.
-"""
+As soon as a request needs the capacity, the least recently used kept sequence is evicted. Handles token ids;
+no requests and no text. Used by the engine's thread alone."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from pipeline.backbone.kv_cache import KVCache, SequenceKV
 
-Key = tuple[bytes, str]  # client, its name for the conversation
+PrefixKey = tuple[bytes, str]  # of a conversation: its client, and the client's name for it
 
 
 @dataclass(frozen=True)
 class _Kept:
-    tokens: list[int]  # of the filled part, one for each
+    tokens: list[int]  # of the filled part
     kv: SequenceKV
 
 
@@ -25,23 +25,46 @@ class PrefixCache:
     """The kept sequences of all clients, the least recently used first."""
 
     def __init__(self, kv: KVCache) -> None:
-        self.tokens = 0  # room that could be had by forgetting all of them
+        self.tokens = 0  # capacity of all kept sequences
         self._kv = kv
-        self._kept: OrderedDict[Key, _Kept] = OrderedDict()
+        self._kept: OrderedDict[PrefixKey, _Kept] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(self, key: Key, tokens: Sequence[int], kv: SequenceKV) -> None:
-        """Keep a sequence whose filled part holds the first `kv.length` of `tokens`, in place of what was
-        kept under this key."""
-        self._drop(key)
+    @property
+    def available(self) -> int:
+        """Tokens of capacity that are free once every kept sequence is evicted."""
+        return self._kv.free + self.tokens
+
+    def allocate(self, capacity: int, key: PrefixKey | None, prompt: Sequence[int]) -> SequenceKV:
+        """A sequence of this capacity, which is `available`: the one kept under `key` with the prefix that it
+        shares with `prompt`, else an empty one."""
+        kept = None if key is None else self.take(key, prompt)
+        if kept is None:
+            self.evict_for(capacity)
+            return self._kv.allocate(capacity)
+        self.evict_for(capacity - kept.capacity)
+        self._kv.resize(kept, capacity)
+        return kept
+
+    def grow(self, kv: SequenceKV, capacity: int) -> bool:
+        """Give a sequence more capacity. False where that is not available."""
+        if not self.evict_for(capacity - kv.capacity):
+            return False
+        self._kv.resize(kv, capacity)
+        return True
+
+    def keep(self, key: PrefixKey, tokens: Sequence[int], kv: SequenceKV) -> None:
+        """Keep a sequence whose filled part holds the first `kv.length` of `tokens`, in place of the one that
+        was kept under this key."""
+        self._evict(key)
         self._kept[key] = _Kept(list(tokens[: kv.length]), kv)
         self.tokens += kv.capacity
 
-    def take(self, key: Key, prompt: Sequence[int]) -> SequenceKV | None:
-        """What was kept under this key, cut to what it has in common with the beginning of `prompt` (all but
-        the last token at most: that one's logits are wanted); None where that is nothing."""
+    def take(self, key: PrefixKey, prompt: Sequence[int]) -> SequenceKV | None:
+        """The sequence kept under this key, truncated to the prefix that it shares with `prompt` without its
+        last token, whose logits are wanted. None where they share nothing."""
         kept = self._remove(key)
         if kept is None:
             return None
@@ -52,26 +75,26 @@ class PrefixCache:
         kept.kv.truncate(common)
         return kept.kv
 
-    def make_room(self, tokens: int) -> bool:
-        """Have this much free in the KV cache, by forgetting conversations if need be, and none where that
-        would not do. False where it does not fit beside what is being served."""
-        if tokens > self._kv.free + self.tokens:
+    def evict_for(self, tokens: int) -> bool:
+        """Evict kept sequences until so many tokens are free. False, and none is evicted, where that is not
+        enough."""
+        if tokens > self.available:
             return False
         while tokens > self._kv.free:
-            self._drop(next(iter(self._kept)))
+            self._evict(next(iter(self._kept)))
         return True
 
     def forget(self, client: bytes) -> None:
-        """A client is gone, and its conversations with it."""
+        """A client has disconnected: evict its conversations."""
         for key in [key for key in self._kept if key[0] == client]:
-            self._drop(key)
+            self._evict(key)
 
-    def _drop(self, key: Key) -> None:
+    def _evict(self, key: PrefixKey) -> None:
         kept = self._remove(key)
         if kept is not None:
             self._kv.release(kept.kv)
 
-    def _remove(self, key: Key) -> _Kept | None:
+    def _remove(self, key: PrefixKey) -> _Kept | None:
         kept = self._kept.pop(key, None)
         if kept is not None:
             self.tokens -= kept.kv.capacity

@@ -1,7 +1,7 @@
-"""Serves Calibrate in the engine's thread: one at a time, and nothing else is computed meanwhile.
+"""Serves Calibrate in the engine's thread: one calibration at a time, and no step of a request meanwhile.
 
-Every moment it stops to attend to what waits for the engine's thread: a request is taken in or cancelled, a
-client that left is forgotten, and a calibration that nobody wants any more ends. Only a whole one is written.
+A calibration drains the inbox every moment: requests are queued or cancelled, clients that disconnected are
+forgotten, and a calibration that is not wanted any more ends. Only a complete one is written.
 """
 
 from __future__ import annotations
@@ -18,42 +18,54 @@ from pipeline.calibration.measure import BOUND, CalibrationContext, Findings, ca
 from pipeline.calibration.summary import summary
 from pipeline.errors import PipelineError, RequestError, UsageError
 from pipeline.models.shapes import short_name
-from pipeline.policies.view import PolicyRequest
-from pipeline.serving.assembly import Assembly
+from pipeline.scheduling.scheduler import Scheduler
+from pipeline.serving.engine_builder import EngineParts
+from pipeline.serving.policy_switch import PolicySwitch
 from protocol.messages import Calibrate, Calibrated, Calibrating, Done
 
-TELL_SECONDS = 0.2  # between two messages about how far it is
+PROGRESS_SECONDS = 0.2  # between two Calibrating messages
 
 
-class _Unwanted(Exception):
-    """The client has cancelled or left, or the engine ends."""
+class _Cancelled(Exception):
+    """The client has cancelled or disconnected, or the engine is stopped."""
 
 
-class Calibrations:
-    """What clients ask of the engine's thread, which calls all of this."""
+class CalibrationService:
+    """Used by the engine's thread alone."""
 
-    def __init__(self, send: Callable[[bytes, object], None], attend: Callable[[Assembly], bool]) -> None:
-        """`attend` does what waits for the engine's thread; False: the engine is to end."""
-        self._send, self._attend = send, attend
+    def __init__(
+        self,
+        parts: EngineParts,
+        policies: PolicySwitch,
+        scheduler: Scheduler,
+        *,
+        send: Callable[[bytes, object], None],
+        drain_inbox: Callable[[], bool],
+    ) -> None:
+        """`drain_inbox` handles the messages that wait; False: the engine is being stopped."""
+        self._parts = parts
+        self._policies = policies
+        self._scheduler = scheduler
+        self._send, self._drain_inbox = send, drain_inbox
         self._current: tuple[bytes, int] | None = None
-        self._unwanted = False
-        self._ending = False  # the engine is
-        self._told = 0.0  # when the client last heard how far it is
+        self._cancelled = False
+        self._stopping = False  # the engine
+        self._reported = 0.0  # when the last Calibrating was sent
 
     @property
     def running(self) -> bool:
         return self._current is not None
 
-    def serve(self, assembly: Assembly, client: bytes, message: Calibrate) -> None:
-        """Calibrate from the first token to the file, and answer. Returns when that is over."""
+    def serve(self, client: bytes, message: Calibrate) -> None:
+        """Calibrate from the first token to the file, and answer."""
         if self.running:
             reason = "the engine is being calibrated already; ask again when that is over"
             self._send(client, Done(message.request, "error", reason, usage=True))
             return
-        self._current, self._unwanted = (client, message.request), False
+        self._current, self._cancelled = (client, message.request), False
         try:
-            answer: object = self._calibrated(assembly, client, message)
-        except _Unwanted:
+            answer: object = self._calibrate(client, message)
+        except _Cancelled:
             answer = Done(message.request, "cancelled")
         except OSError as e:
             answer = Done(message.request, "error", f"the calibration cannot be written: {e}")
@@ -65,81 +77,77 @@ class Calibrations:
 
     def cancel(self, client: bytes, request: int) -> None:
         """End this client's own calibration."""
-        self._unwanted |= self._current == (client, request)
+        self._cancelled |= self._current == (client, request)
 
     def forget(self, client: bytes) -> None:
-        """A client is gone."""
-        self._unwanted |= self._current is not None and self._current[0] == client
+        """A client has disconnected: end its calibration."""
+        self._cancelled |= self._current is not None and self._current[0] == client
 
-    def _calibrated(self, assembly: Assembly, client: bytes, message: Calibrate) -> Calibrated:
-        given = _tokens(assembly, message)
+    def _calibrate(self, client: bytes, message: Calibrate) -> Calibrated:
+        parts, scheduler = self._parts, self._scheduler
+        given = self._tokens(message)
         tokens = given[: message.tokens]
-        told, scheduler, engine = assembly.told, assembly.scheduler, assembly.engine
-        shop = CalibrationContext(
-            engine,
-            assembly.store,
-            scheduler.kv,
+        context = CalibrationContext(
+            parts.engine,
+            parts.store,
+            parts.kv,
             scheduler.chunk,
-            told.config.max_sequences,
-            assembly.context,
-            told.config.seed,
+            parts.config.options.max_sequences,
+            parts.context,
+            parts.config.options.seed,
         )
-        before = assembly.stats()
+        costs = self._policies.inputs.costs
         began = time.perf_counter()
 
-        def tell(stage: str, done: int, total: int) -> None:
+        def report(stage: str, done: int, total: int) -> None:
             now = time.perf_counter()
-            if now - self._told > TELL_SECONDS:
-                self._told = now
+            if now - self._reported > PROGRESS_SECONDS:
+                self._reported = now
                 self._send(client, Calibrating(message.request, stage, done, total))
-            self._ending = not self._attend(assembly)
-            if self._ending or self._unwanted:
-                raise _Unwanted
+            self._stopping = not self._drain_inbox()
+            if self._stopping or self._cancelled:
+                raise _Cancelled
 
         try:
-            calibration, findings = calibrate(shop, tokens, tell)
-            about = _about(assembly, before, findings)
-            about |= {"tokens": len(tokens), "left_out": len(given) - len(tokens)}
+            calibration, findings = calibrate(context, tokens, report)
+            about = self._about(findings) | {"tokens": len(tokens), "left_out": len(given) - len(tokens)}
+            about["costs"] = None if costs is None else costs.to_json()
             about["seconds"]["all"] = time.perf_counter() - began
-            path = calibration_path(told.cache, assembly.source)
+            path = calibration_path(parts.config.cache, parts.source)
             save(path, calibration, about)
         finally:
-            if not self._ending:  # made anew: it may plan with what is known now
-                assembly.set_policy(PolicyRequest(before["policy"], before["policy_options"]))
+            if not self._stopping:
+                self._policies.reset()  # it may use the new calibration
         return Calibrated(message.request, str(path), summary(calibration, about))
 
+    def _tokens(self, message: Calibrate) -> list[int]:
+        """The text's ids. Raises RequestError."""
+        if message.tokens < 1:
+            raise RequestError(f"tokens must be at least 1, it is {message.tokens}")
+        if (message.text is None) == (message.token_ids is None):
+            raise RequestError("give exactly one of text and token_ids")
+        if message.token_ids is not None:
+            vocabulary = self._parts.engine.backbone.spec.vocabulary
+            wrong = [token for token in message.token_ids if not 0 <= token < vocabulary]
+            if wrong:
+                raise RequestError(f"token id {wrong[0]} is outside the vocabulary of {vocabulary}")
+            return list(message.token_ids)
+        if self._parts.tokenizer is None:
+            raise RequestError("a text needs a tokenizer, and this model has none; give token ids")
+        return self._parts.tokenizer.encode(message.text or "")
 
-def _tokens(assembly: Assembly, message: Calibrate) -> list[int]:
-    """The text's. Raises RequestError."""
-    if message.tokens < 1:
-        raise RequestError(f"tokens must be at least 1, it is {message.tokens}")
-    if (message.text is None) == (message.token_ids is None):
-        raise RequestError("give exactly one of text and token_ids")
-    if message.token_ids is not None:
-        vocabulary = assembly.engine.backbone.spec.vocabulary
-        wrong = [token for token in message.token_ids if not 0 <= token < vocabulary]
-        if wrong:
-            raise RequestError(f"token id {wrong[0]} is outside the vocabulary of {vocabulary}")
-        return list(message.token_ids)
-    if assembly.tokenizer is None:
-        raise RequestError("a text needs a tokenizer, and this model has none; give token ids")
-    return assembly.tokenizer.encode(message.text or "")
-
-
-def _about(assembly: Assembly, before: dict[str, Any], findings: Findings) -> dict[str, Any]:
-    """How it was found out."""
-    told = assembly.told
-    config = told.config
-    return {
-        "model": "the embedded model" if told.model == model_dir() else short_name(told.model),
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": f"{platform.node()}: {assembly.device.describe()}",
-        "format": config.format,
-        "backbone_dtype": config.backbone_dtype,
-        "emulation": config.emulation,
-        "experts_of_a_token": assembly.engine.shape.top_k,
-        "loss": findings.losses | {"bound": BOUND} if findings.losses else None,
-        "seconds": findings.seconds,
-        "notes": findings.notes,
-        "costs": before.get("costs"),
-    }
+    def _about(self, findings: Findings) -> dict[str, Any]:
+        """How the calibration was made."""
+        config, options = self._parts.config, self._parts.config.options
+        return {
+            "model": "the embedded model" if config.model == model_dir() else short_name(config.model),
+            "when": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": f"{platform.node()}: {self._parts.device.describe()}",
+            "format": options.format,
+            "backbone_dtype": options.backbone_dtype,
+            "emulation": options.emulation,
+            "experts_of_a_token": self._parts.engine.shape.top_k,
+            "loss": findings.losses | {"bound": BOUND} if findings.losses else None,
+            "seconds": findings.seconds,
+            "notes": findings.notes,
+        }

@@ -1,12 +1,12 @@
-"""The coordinator's clients: who is connected, what waits to be sent to them, who has gone.
+"""The coordinator's client connections: handshake, message dispatch, outgoing queues, disconnects.
 
-Lives in the event loop. A client is known from its Hello until it is silent for too long; each has its
-own queue and its own task, so one that does not read delays nobody else. Whatever anybody sends is answered,
-or counted and dropped: nothing of it ends `serve`.
+Runs in the event loop. A client is connected from its Hello until it is silent for too long. Each has its own
+outgoing queue and task, so a client that does not read delays no other. Every message is answered, or counted
+and dropped: none ends `serve`.
 
-What one may do to the others is bounded. A client that sends too many refused messages in a second, or does
-not read, is cut off: its requests end, and for a while nothing of it is heard. Strangers, who have no
-Welcome, are answered a few times a second, all together, and nothing is remembered of them.
+A client's harm to others is bounded. A client that sends too many refused messages in a second, or does not
+read, is cut off: its requests end, and its messages are dropped for a while. Connections without a Welcome
+share a few answers a second, and leave no state.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from typing import Any
 import zmq
 
 from pipeline.rate_limit import RateLimiter, SparseLog
-from pipeline.serving.client_sockets import ClientSocket, Listening
+from pipeline.serving.client_sockets import ClientSocket, TcpListener
 from pipeline.serving.outbox import Outbox, frames_of
 from protocol.codec import decode
 from protocol.errors import MalformedMessage
-from protocol.messages import VERSION, Error, Heartbeat, Hello, PolicyChanged, Welcome
+from protocol.messages import VERSION, Error, Heartbeat, Hello, Welcome
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT = 0.5  # seconds
-SILENCE_LIMIT = 10.0  # seconds after which a client that says nothing, or takes nothing, is taken for gone
-CONGESTED_BYTES = 64 << 20  # queued for one client, from where on its requests pause
-QUEUE_LIMIT = 32768  # messages queued for one client that goes on asking and does not read
-QUEUED_BYTES = 1 << 30  # for all clients together; beyond, the one that most waits for is cut off
+SILENCE_LIMIT = 10.0  # seconds without a message, or without reading one, that disconnect a client
+CONGESTED_BYTES = 64 << 20  # queued for one client, beyond which its requests pause
+QUEUE_LIMIT = 32768  # messages queued for one client, which sends requests and does not read
+QUEUED_BYTES = 1 << 30  # for all clients together; beyond, the longest queue's client is cut off
 REFUSED_LIMIT = 20  # refused messages of one client in a second
-SHUT_OUT_SECONDS = 10.0  # for which one that was cut off is not heard
-SHUT_OUT_MOST = 256  # of these that are remembered
-LARGEST_HELLO = 8192  # bytes of a stranger's message that is looked at
-COSTLY = 200_000  # bytes of a refused message that count as one more
-MOST_CLIENTS = 512  # on one socket
+SHUT_OUT_SECONDS = 10.0  # for which a client's messages are dropped after it was cut off
+SHUT_OUT_MOST = 256  # clients whose messages are dropped; the oldest is forgotten
+LARGEST_HELLO = 8192  # bytes of a message that is decoded before the Hello
+COSTLY = 200_000  # bytes of a refused message that count as another
+MOST_CLIENTS = 512  # on each socket
 
-_LOCAL, _TCP = b"l", b"t"  # what a client's name begins with; its routing id there is the rest
+_LOCAL, _TCP = b"l", b"t"  # first byte of a client's name, by socket; the rest is its routing id there
 
 
 class Client:
@@ -48,14 +48,14 @@ class Client:
 
     def __init__(self, outbox: Outbox) -> None:
         self.outbox = outbox
-        self.heard = time.monotonic()
+        self.last_message = time.monotonic()
         self.refusals = RateLimiter(REFUSED_LIMIT)
         self.sender: asyncio.Task[None] | None = None
 
 
 class Clients:
-    """The clients' sockets and what hangs on them. `on_message(client, message)` is called for each message
-    of a known client but heartbeats; `on_gone(client)` when one has left. A client's name is opaque."""
+    """All clients of both sockets. `on_message(client, message)` is called for each message of a connected
+    client but heartbeats; `on_gone(client)` when a client has disconnected. A client's name is opaque."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Clients:
         on_message: Callable[[bytes, object], None],
         on_gone: Callable[[bytes], None],
         *,
-        tcp: Listening | None = None,
+        tcp: TcpListener | None = None,
     ) -> None:
         """Raises ProtocolError where an endpoint cannot be bound."""
         self._sockets = {_LOCAL: ClientSocket(endpoint)}
@@ -78,23 +78,23 @@ class Clients:
         self._on_message = on_message
         self._on_gone = on_gone
         self._clients: dict[bytes, Client] = {}
-        self._shut_out: dict[bytes, float] = {}  # until when they are not heard
+        self._shut_out: dict[bytes, float] = {}  # time until which their messages are dropped
         self._group: asyncio.TaskGroup | None = None
         self._log = SparseLog(log)
         self.malformed = 0
         self.cut_offs = 0  # clients that did not read, or sent too much
-        self.unheard = 0  # messages of clients that had been cut off
+        self.unheard = 0  # dropped messages of clients that were cut off
 
     async def serve(self) -> None:
         """Until cancelled."""
         async with asyncio.TaskGroup() as self._group:
-            self._group.create_task(self._beat())
+            self._group.create_task(self._send_heartbeats())
             for mark, socket in self._sockets.items():
-                self._group.create_task(socket.admit())
+                self._group.create_task(socket.authenticate())
                 self._group.create_task(self._listen(mark, socket))
 
     def send(self, client: bytes, message: object) -> None:
-        """Queue a message; one for a client that has gone is dropped."""
+        """Queue a message; it is dropped where the client has disconnected."""
         known = self._clients.get(client)
         if known is None:
             return
@@ -104,17 +104,17 @@ class Clients:
 
     def broadcast(self, message: object, but: bytes) -> None:
         """Send to every client but one."""
-        for client in list(self._clients):  # one that does not read may be cut off by this very message
+        for client in list(self._clients):  # a copy: `send` may cut off a client that does not read
             if client != but:
                 self.send(client, message)
 
     def congested(self, client: bytes) -> bool:
-        """Whether too much waits for this client. May be called from any thread."""
+        """Whether too much is queued for this client. Any thread may call it."""
         known = self._clients.get(client)
         return known is not None and known.outbox.queued_bytes > CONGESTED_BYTES
 
     async def flush(self, limit: float) -> None:
-        """Wait until everything queued was handed to the socket, at most `limit` seconds."""
+        """Wait until all queues are handed to the sockets, at most `limit` seconds."""
         waits = [asyncio.create_task(c.outbox.empty()) for c in self._clients.values()]
         if waits:
             _, late = await asyncio.wait(waits, timeout=limit)
@@ -126,11 +126,11 @@ class Clients:
         for socket in self._sockets.values():
             socket.close()
 
-    def cut_off(self, name: bytes, why: str) -> None:
-        """End the connection of a client that harms the engine, and hear nothing of it for a while."""
-        self._log.warning(f"a client was cut off: {why}")
+    def cut_off(self, name: bytes, reason: str) -> None:
+        """Disconnect a client that harms the engine, and drop its messages for a while."""
+        self._log.warning(f"a client was cut off: {reason}")
         self.cut_offs += 1
-        self._answer(name, Error(-1, f"cut off: {why}"))
+        self._answer(name, Error(-1, f"cut off: {reason}"))
         while len(self._shut_out) >= SHUT_OUT_MOST:
             del self._shut_out[next(iter(self._shut_out))]
         self._shut_out[name] = time.monotonic() + SHUT_OUT_SECONDS
@@ -152,10 +152,10 @@ class Clients:
             try:
                 self._receive(mark + sender, frames)
             except Exception as e:
-                # A mistake of ours, and one client's doing: the others must not pay for it.
+                # A bug of the engine, triggered by one client: the other clients must not suffer.
                 self._log.warning(f"a client's message could not be handled: {e!r}", failed=True)
                 self.cut_off(mark + sender, "the engine failed on its message")
-            # Receiving what is already there does not suspend: without this, one client's flood would
+            # Receiving a message that is here does not suspend: without this, one client's flood would
             # keep every other task from running, the heartbeats too.
             await asyncio.sleep(0)
 
@@ -180,7 +180,7 @@ class Clients:
         elif client is None:
             self.refuse(sender, "say Hello first")
         else:
-            client.heard = time.monotonic()
+            client.last_message = time.monotonic()
             if not isinstance(message, Heartbeat):
                 self._on_message(sender, message)
 
@@ -203,15 +203,15 @@ class Clients:
             client.sender = self._group.create_task(self._pump(sender, client))
             self.send(sender, self._welcome())
 
-    def refuse(self, sender: bytes, why: str, cost: int = 1) -> None:
-        """Say why a message was refused; to somebody who sends such all the time, not each time. `cost`: as
-        many small ones take as long to be refused."""
+    def refuse(self, sender: bytes, reason: str, cost: int = 1) -> None:
+        """Answer a message that is refused, within the sender's limit of refusals. `cost`: the number of
+        small messages that take as long to refuse."""
         client = self._clients.get(sender)
         if client is None:
             if self._sockets[sender[:1]].refusals.spend():
-                self._answer(sender, Error(-1, why))
+                self._answer(sender, Error(-1, reason))
         elif client.refusals.spend(cost):
-            self._answer(sender, Error(-1, why))
+            self._answer(sender, Error(-1, reason))
         else:
             self.cut_off(sender, f"more than {REFUSED_LIMIT} messages in a second had to be refused")
 
@@ -223,7 +223,7 @@ class Clients:
         return until > 0.0
 
     def _answer(self, sender: bytes, message: object) -> None:
-        """Say something at once, past the queue; where that cannot be, they do without."""
+        """Send at once, past the queue; where the socket is full the answer is dropped."""
         try:
             self._sockets[sender[:1]].send(sender[1:], frames_of(message))
         except zmq.ZMQError as e:
@@ -233,23 +233,23 @@ class Clients:
         await client.outbox.pump()
         self._forget(name)
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT)
             now = time.monotonic()
             for name, client in list(self._clients.items()):
-                if now - client.heard > SILENCE_LIMIT:
+                if now - client.last_message > SILENCE_LIMIT:
                     self._forget(name)
-                elif client.outbox.stuck is not None and now - client.outbox.stuck > SILENCE_LIMIT:
+                elif client.outbox.full_since is not None and now - client.outbox.full_since > SILENCE_LIMIT:
                     self.cut_off(name, f"it took nothing for {SILENCE_LIMIT:.0f} s")
                 elif not client.outbox:
                     self.send(name, Heartbeat(now))
-            self._bound_memory()
+            self._limit_queues()
 
-    def _bound_memory(self) -> None:
+    def _limit_queues(self) -> None:
         while sum(client.outbox.queued_bytes for client in self._clients.values()) > QUEUED_BYTES:
-            most = max(self._clients, key=lambda name: self._clients[name].outbox.queued_bytes)
-            self.cut_off(most, "too much waits to be read by it")
+            longest = max(self._clients, key=lambda name: self._clients[name].outbox.queued_bytes)
+            self.cut_off(longest, "too much waits to be read by it")
 
     def _forget(self, name: bytes) -> None:
         client = self._clients.pop(name, None)
@@ -257,8 +257,3 @@ class Clients:
             self._on_gone(name)
             if client.sender is not None and client.sender is not asyncio.current_task():
                 client.sender.cancel()
-
-
-def for_others(changed: PolicyChanged) -> PolicyChanged:
-    """The announcement as it goes to clients that did not ask for the change."""
-    return PolicyChanged(-1, changed.policy, changed.exact, changed.notes)

@@ -1,69 +1,91 @@
-"""What waits for the engine's thread: a queue for each client, taken in turns, so that who asks for much at
-once waits behind itself and not others behind them. Within a client the order is kept. From any thread."""
+"""Client messages that wait for the engine's thread: a queue for each client, served in turn, so that a
+client that sends many waits behind its own messages and delays no other client. The order within a client is
+kept. Thread-safe."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from dataclasses import dataclass
 
-Target = TypeVar("Target")
-LIMIT = 4096  # calls of one client that may wait
-SIZE_LIMIT = 64 << 20  # bytes of what they hold
+from protocol.messages import Calibrate, Cancel, Generate, Score, SetPolicy
+
+LIMIT = 4096  # waiting messages of one client
+SIZE_LIMIT = 64 << 20  # bytes that they hold
+ID_BYTES = 36  # of a number in a tuple
 
 
-class EngineInbox(Generic[Target]):
-    """Functions to be called with the target."""
+@dataclass(frozen=True)
+class ClientGone:
+    """The client has disconnected: its requests end, and its kept KV is released."""
+
+
+EngineMessage = Generate | Score | Calibrate | SetPolicy | Cancel | ClientGone
+
+
+class EngineInbox:
+    """The event loop puts, the engine's thread gets."""
 
     def __init__(self) -> None:
-        # by client, none of them empty: the calls, and how large each is
-        self._queues: OrderedDict[bytes, deque[tuple[Callable[[Target], None], int]]] = OrderedDict()
+        # by client, none of them empty: the messages, each with its size in bytes
+        self._queues: OrderedDict[bytes, deque[tuple[EngineMessage, int]]] = OrderedDict()
         self._sizes: Counter[bytes] = Counter()
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._stopped = False
 
     @property
     def stopped(self) -> bool:
-        """The end was asked for; what waits is still to be ended."""
+        """`stop` was called. Messages may still be waiting."""
         return self._stopped
 
-    def put(
-        self, client: bytes, call: Callable[[Target], None], *, size: int = 0, always: bool = False
-    ) -> bool:
-        """False after `stop`, and where too many of this client wait already, or they would hold too much;
-        `size`: bytes that this one holds; `always`: not then either."""
-        with self._news:
+    def put(self, client: bytes, message: EngineMessage) -> bool:
+        """Queue a message. False after `stop`, and where this client's waiting messages are too many or too
+        large; a ClientGone is taken even then."""
+        size = _held_bytes(message)
+        with self._changed:
             if self._stopped:
                 return False
             queue = self._queues.get(client, deque())
             full = len(queue) >= LIMIT or (queue and self._sizes[client] + size > SIZE_LIMIT)
-            if full and not always:
+            if full and not isinstance(message, ClientGone):
                 return False
-            self._queues.setdefault(client, queue).append((call, size))
+            self._queues.setdefault(client, queue).append((message, size))
             self._sizes[client] += size
-            self._news.notify()
+            self._changed.notify()
         return True
 
-    def get(self, wait: float) -> Callable[[Target], None] | None:
-        """The next client's oldest call; None where none came within `wait` seconds, or the end was asked
-        for and all have been taken."""
-        with self._news:
+    def get(self, wait: float) -> tuple[bytes, EngineMessage] | None:
+        """The next client's oldest message, with the client. None where none arrives within `wait` seconds,
+        and after `stop` once all have been taken."""
+        with self._changed:
             if not self._queues and not self._stopped and wait:
-                self._news.wait(wait)
+                self._changed.wait(wait)
             if not self._queues:
                 return None
             client, queue = self._queues.popitem(last=False)
-            call, size = queue.popleft()
+            message, size = queue.popleft()
             self._sizes[client] -= size
             if queue:
                 self._queues[client] = queue
             else:
                 del self._sizes[client]
-            return call
+            return client, message
 
     def stop(self) -> None:
-        """Ask for the end."""
-        with self._news:
+        """Take no more messages, and wake the engine's thread."""
+        with self._changed:
             self._stopped = True
-            self._news.notify()
+            self._changed.notify()
+
+
+def _held_bytes(message: EngineMessage) -> int:
+    """Bytes that a message holds while it waits, roughly."""
+    match message:
+        case Generate():
+            turns = [turn.content for turn in message.messages or ()]
+            texts = [message.prompt or "", message.conversation or "", *turns, *message.stop]
+            return ID_BYTES * (len(message.resume) + len(message.token_ids or ())) + sum(map(len, texts))
+        case Score() | Calibrate():
+            return ID_BYTES * len(message.token_ids or ()) + len(message.text or "")
+        case _:
+            return 0

@@ -1,4 +1,4 @@
-"""What waits to be sent to one client. Lives in the event loop."""
+"""The messages that wait to be sent to one client. Runs in the event loop."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from protocol.messages import Done, Error
 log = logging.getLogger(__name__)
 
 RETRY = 0.005  # seconds until a full socket is tried again
-SMALL = 4096  # bytes that a message counts as beside its own: 16384 small ones are a congestion
-LONGEST_ERROR = 1000  # characters, whatever of a client's words is quoted in it
+OVERHEAD = 4096  # bytes that a message counts beside its own: 16384 small ones are a congestion
+LONGEST_ERROR = 1000  # characters
 
 Frames = list[bytes | memoryview]
 
 
 class Outbox:
-    """A queue of messages and the sending of it, so that a client that does not read delays nobody else."""
+    """A queue of messages and the task that sends it, so that a client that does not read delays no other."""
 
     def __init__(self, send: Callable[[Frames], None]) -> None:
-        """`send` raises zmq.Again where the client's socket is full, another ZMQError where it has gone."""
+        """`send` raises zmq.Again where the client's socket is full, another ZMQError where it has
+        disconnected."""
         self.queued_bytes = 0
-        self.stuck: float | None = None  # since when its socket has been full
+        self.full_since: float | None = None  # time at which the socket became full
         self._send = send
         self._queue: asyncio.Queue[tuple[Frames, int]] = asyncio.Queue()  # messages and their sizes
 
@@ -40,24 +41,24 @@ class Outbox:
     def put(self, message: object) -> None:
         """Queue a message."""
         frames = frames_of(message)
-        size = SMALL + sum(memoryview(frame).nbytes for frame in frames)
+        size = OVERHEAD + sum(memoryview(frame).nbytes for frame in frames)
         self.queued_bytes += size
         self._queue.put_nowait((frames, size))
 
     async def pump(self) -> None:
-        """Send what is queued, trying again while the socket is full, until the client has gone."""
+        """Send the queue, trying again while the socket is full, until the client has disconnected."""
         while True:
             frames, size = await self._queue.get()
             while True:
                 try:
                     self._send(frames)
                 except zmq.Again:
-                    self.stuck = self.stuck or time.monotonic()
+                    self.full_since = self.full_since or time.monotonic()
                     await asyncio.sleep(RETRY)
                     continue
                 except zmq.ZMQError:
                     return
-                self.stuck = None
+                self.full_since = None
                 break
             self.queued_bytes -= size
             self._queue.task_done()
@@ -68,8 +69,8 @@ class Outbox:
 
 
 def frames_of(message: object) -> Frames:
-    """A message to a client, encoded; where it cannot be, an Error that says so to the same request. Errors
-    quote what a client said, which may be megabytes in each of thousands of answers: they are cut."""
+    """Encode a message to a client; where that fails, an Error for the same request. Errors quote the
+    client's own text, which may be megabytes in each of thousands of answers, so they are cut."""
     if isinstance(message, Error) and len(message.text) > LONGEST_ERROR:
         message = replace(message, text=message.text[:LONGEST_ERROR] + "...")
     elif isinstance(message, Done) and len(message.error) > LONGEST_ERROR:

@@ -18,31 +18,31 @@ log = logging.getLogger(__name__)
 
 
 class PolicyInputs:
-    """Of one engine; looked for when a policy is set."""
+    """Of one engine; read or measured when a policy is set."""
 
-    def __init__(self, told: CoordinatorConfig, source: ModelSource, context: int) -> None:
+    def __init__(self, config: CoordinatorConfig, source: ModelSource, context: int) -> None:
         """`context`: tokens that a sequence may have."""
-        self.costs: Costs | None = None  # once a policy has needed them
-        self._told = told
+        self.costs: Costs | None = None  # None until a policy has needed them
+        self._config = config
         self._context = context
-        self._calibration = calibration_path(told.cache, source)
+        self._calibration_file = calibration_path(config.cache, source)
 
     def costs_for(self, policy: Policy, engine: Engine) -> Costs | None:
-        """Given, known from before, or measured now; None for a policy that plans without them. Raises
-        PolicyError."""
+        """From a file, from an earlier measurement, or measured now; None for a policy that plans without
+        them. Raises PolicyError."""
         if not policy.needs_costs:
             return None
         if self.costs is None:
-            self.costs = costs_for(engine, self._told, self._context)
+            self.costs = costs_for(engine, self._config, self._context)
         return self.costs
 
     def calibration_for(self, policy: Policy) -> Calibration | None:
-        """The model's, where it has been calibrated: also a policy that needs none may make use of it. Raises
-        CalibrationError where the policy needs one and the file cannot be used."""
-        if not self._calibration.exists():
+        """The model's calibration, where there is one: a policy that does not need it may use it all the
+        same. Raises CalibrationError where the policy needs it and the file is unusable."""
+        if not self._calibration_file.exists():
             return None
         try:
-            return load(self._calibration)
+            return load(self._calibration_file)
         except CalibrationError as e:
             if policy.needs_calibration:
                 raise

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.arrays import FloatArray
 from pipeline.errors import PipelineError, RequestError
 from protocol.messages import Sampling
 
@@ -148,3 +149,26 @@ def _nucleus(weights: NDArray[np.float64], top_p: float) -> NDArray[np.int64]:
     kept = places[weights[places] >= limit]
     equal = np.flatnonzero(weights[kept] == limit)
     return np.delete(kept, equal[len(equal) - (len(kept) - count) :])
+
+
+def log_softmax(logits: FloatArray) -> FloatArray:
+    """Natural-log probabilities float32 [n, vocabulary] of logits of that shape."""
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    total = np.log(np.exp(shifted).sum(axis=1, keepdims=True, dtype=np.float64))
+    logprobs: FloatArray = (shifted - total).astype(np.float32)
+    return logprobs
+
+
+def two_best(logits: FloatArray) -> tuple[float, int]:
+    """The margin between the two largest of logits [vocabulary], and the index of the second. A vocabulary of
+    one has no second: -1."""
+    best = int(logits.argmax())
+    rest = [
+        (float(part.max()), start + int(part.argmax()))
+        for start, part in ((0, logits[:best]), (best + 1, logits[best + 1 :]))
+        if len(part)
+    ]
+    if not rest:
+        return 0.0, -1
+    value, place = max(rest, key=lambda found: found[0])
+    return float(logits[best]) - value, place

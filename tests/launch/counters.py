@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.counters import PARTS, Accounting
+from pipeline.counters import PARTS, Counters
 
 TILE = 1_000_000  # bytes
 LAYERS = 3
@@ -16,8 +16,8 @@ SECONDS |= {"link": 0.5, "wait": 0.2, "device": 0.1, "attention": 0.15, "head": 
 def decode(**changed: Any) -> dict[str, Any]:
     """The decode of 10 tokens in 10 steps; `changed`: seconds by part, and counters by name. Layer 0 takes a
     sixth of the time outside the head, layer 1 a third, layer 2 half; hits are none, half, all."""
-    accounting = Accounting(TILE, LAYERS)
-    c = accounting.phases["decode"]
+    counters = Counters(TILE, LAYERS)
+    c = counters.phases["decode"]
     c.steps = c.rows = 10
     c.host_tiles, c.resident_tiles, c.fetched_tiles = 40, 30, 50
     c.predicted_tiles, c.useful_tiles, c.wasted_tiles, c.late_tiles = 20, 12, 6, 5
@@ -35,4 +35,4 @@ def decode(**changed: Any) -> dict[str, Any]:
         elif name not in PARTS:
             assert hasattr(c, name)
             setattr(c, name, value)
-    return accounting.snapshot()["decode"]
+    return counters.snapshot()["decode"]

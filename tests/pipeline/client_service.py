@@ -14,7 +14,7 @@ from typing import Any
 import zmq.asyncio
 from raw_client import RawClient
 
-from pipeline.serving.client_sockets import Listening
+from pipeline.serving.client_sockets import TcpListener
 from pipeline.serving.clients import Clients
 from protocol.client import Client
 from protocol.keys import Address, ClientKeys, new_keys
@@ -44,7 +44,7 @@ class Service:
     def __init__(self, runtime: Path, tcp: str | None) -> None:
         self.local = ipc_endpoint(runtime, "client.sock")
         self.tcp = tcp or ""
-        listening = None if tcp is None else Listening(tcp, ENGINE)
+        listening = None if tcp is None else TcpListener(tcp, ENGINE)
         self.clients = Clients(self.local, lambda: WELCOME, self._on_message, self._on_gone, tcp=listening)
         self.heard: list[tuple[bytes, object]] = []
         self.gone: list[bytes] = []

@@ -140,9 +140,9 @@ def test_the_host_computes_from_the_layer_before_and_the_device_from_its_own(sce
     notes = Notes()
     engine.set_policy(SecondLayerAhead(cut, early), None)
     engine.observers.append(notes)
-    before = engine.accounting.snapshot()["decode"]["fidelity"]
+    before = engine.counters.snapshot()["decode"]["fidelity"]
     (logits,) = engine.step([StepInput(new, "last")], "decode")
-    after = engine.accounting.snapshot()["decode"]["fidelity"]
+    after = engine.counters.snapshot()["decode"]["fidelity"]
     engine.observers.clear()
     np.testing.assert_allclose(logits[0], expected, rtol=2e-4, atol=2e-5)
     assert notes.steps == [("decode", (new.kv.id,))]
@@ -201,11 +201,11 @@ def test_predictions_are_fetched_and_counted(scene) -> None:
     engine, _, kv = scene
     new = prefilled(engine, kv)
     engine.set_policy(OneTarget(), None)
-    before = engine.accounting.snapshot()["decode"]
+    before = engine.counters.snapshot()["decode"]
     for token in range(20, 30):
         engine.step([StepInput(TokenSpan(new.kv, [token]), "none")], "decode")
     engine.memory.mover.wait_idle()
-    after = engine.accounting.snapshot()["decode"]
+    after = engine.counters.snapshot()["decode"]
     kinds = ("predicted", "useful", "wasted")
     counted = {kind: after[f"{kind}_tiles"] - before[f"{kind}_tiles"] for kind in kinds}
     assert counted["predicted"] == counted["useful"] + counted["wasted"]

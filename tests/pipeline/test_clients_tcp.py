@@ -15,7 +15,7 @@ import zmq.asyncio
 from client_service import CLIENT, ENGINE, WELCOME, eventually, free_endpoint, raw, service, works
 
 from pipeline.config import EngineConfig
-from pipeline.serving.client_sockets import Listening
+from pipeline.serving.client_sockets import TcpListener
 from pipeline.serving.clients import Clients
 from protocol.client import Client
 from protocol.codec import encode
@@ -148,7 +148,7 @@ async def test_who_comes_before_the_engine_is_ready_waits(
         lambda: WELCOME,
         lambda *_: None,
         lambda *_: None,
-        tcp=Listening(endpoint, ENGINE),
+        tcp=TcpListener(endpoint, ENGINE),
     )
 
     async def come() -> None:
@@ -191,22 +191,24 @@ async def test_a_flood_of_handshakes_does_not_keep_anybody_out(caplog: pytest.Lo
 def test_an_engine_s_listening_is_what_it_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     endpoint = free_endpoint()
-    assert Listening.asked(EngineConfig()) is None
+    assert TcpListener.configured(EngineConfig()) is None
     with pytest.raises(
         ProtocolError, match=r"there is no key file .*/tandem/keys/engine.key; make keys with"
     ):
-        Listening.asked(EngineConfig(listen=endpoint))
+        TcpListener.configured(EngineConfig(listen=endpoint))
     write_engine_keys(tmp_path / "a.key", ENGINE)
     assert stat.S_IMODE((tmp_path / "a.key").stat().st_mode) == 0o600
-    told = Listening.asked(EngineConfig(listen=endpoint, key=tmp_path / "a.key"))
-    assert told == Listening(endpoint, ENGINE)
+    told = TcpListener.configured(EngineConfig(listen=endpoint, key=tmp_path / "a.key"))
+    assert told == TcpListener(endpoint, ENGINE)
 
 
 async def test_a_port_in_use_leaves_nothing_behind(tmp_path: Path) -> None:
     async with service(tcp=True) as running:
         local = ipc_endpoint(tmp_path, "c.sock")
         with pytest.raises(ProtocolError, match=rf"^cannot bind {running.tcp}: Address already in use$"):
-            Clients(local, lambda: None, lambda *_: None, lambda *_: None, tcp=Listening(running.tcp, ENGINE))
+            Clients(
+                local, lambda: None, lambda *_: None, lambda *_: None, tcp=TcpListener(running.tcp, ENGINE)
+            )
         async with service() as other:  # its own sockets are closed, and this one's are not disturbed
             await works(other.local)
 

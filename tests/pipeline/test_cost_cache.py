@@ -132,7 +132,7 @@ def test_second_start_does_not_measure_again(
                 workers=WorkerCores.alike(1),
                 prefetcher="process",
                 slab=True,
-                config=config,
+                options=config,
             )
 
         first = costs_for(engine, coordinator(config), CONTEXT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeline.counters import Accounting, Fidelity, difference, fidelity
+from pipeline.counters import Counters, Fidelity, difference, fidelity
 from pipeline.policies.view import Gated, Routing
 
 SAID = Routing(np.array([[0, 1], [2, 3]], np.int32), np.array([[0.75, 0.25], [0.5, 0.25]], np.float32))
@@ -41,12 +41,12 @@ def test_stale_is_the_part_that_the_host_computed() -> None:
 
 
 def test_shares_of_an_answer_are_of_both_phases() -> None:
-    accounting = Accounting(10, 2)
-    before = accounting.snapshot()
-    accounting.phases["prefill"].fidelity.book(Gated.as_said(SAID), ON_HOST, 4, False)
+    counters = Counters(10, 2)
+    before = counters.snapshot()
+    counters.phases["prefill"].fidelity.book(Gated.as_said(SAID), ON_HOST, 4, False)
     kept = Routing(SAID.experts, np.array([[1.0, 0.0], [0.5, 0.25]], np.float32))
-    accounting.phases["decode"].fidelity.book(Gated(kept, SAID), ON_HOST, 4, False)
-    counted = difference(accounting.snapshot(), before)
+    counters.phases["decode"].fidelity.book(Gated(kept, SAID), ON_HOST, 4, False)
+    counted = difference(counters.snapshot(), before)
     told = fidelity(False, counted)
     assert told["skipped"] == pytest.approx(0.25 / 3.5)
     assert {told[kind] for kind in ("substituted", "stale", "predicted")} == {0.0}

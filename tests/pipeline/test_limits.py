@@ -48,6 +48,6 @@ def test_memory_plan_imports_no_torch() -> None:
 
 
 def test_engine_allocates_what_the_plan_counts() -> None:
-    from pipeline.serving import assembly
+    from pipeline.serving import device_memory, prefill_chunk
 
-    assert (assembly.STAGING_TILES, assembly.CHUNK_MAX) == (STAGING_TILES, CHUNK_MAX)
+    assert (device_memory.STAGING_TILES, prefill_chunk.CHUNK_MAX) == (STAGING_TILES, CHUNK_MAX)

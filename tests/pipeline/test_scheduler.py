@@ -1,16 +1,17 @@
-"""The scheduler on a real engine, round by round: what only shows from inside."""
+"""The scheduler on a real engine, round by round."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from thread_engine import CONTEXT as LONGEST
 from thread_engine import engine_in_threads
 
 from launch.equality import Verdict, compare
-from pipeline.backbone.kv_cache import KVCache
+from pipeline.backbone.kv_cache import BLOCK, KVCache
 from pipeline.errors import RequestError
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not wri
 
 
 class Harness:
-    """A scheduler whose messages are kept, and whose clients are congested as the test says."""
+    """A scheduler that records its messages; the clients in `slow` are congested."""
 
     def __init__(self, engine, budget: int = 2 * CONTEXT, context: int = CONTEXT, slots: int = 3) -> None:
         self.sent: list[tuple[bytes, object]] = []
@@ -52,7 +53,7 @@ class Harness:
         raise AssertionError("still not idle")
 
     def answer(self, request: int, client: bytes = b"c") -> tuple[list[Token], Done]:
-        """The tokens, in order and each once, and the one end."""
+        """A request's Token messages, in order and each once, and its only Done."""
         tokens = [m for m in self.to(client, Token) if m.request == request]
         assert [m.index for m in tokens] == list(range(len(tokens)))
         (done,) = [m for m in self.to(client, Done) if m.request == request]
@@ -82,7 +83,7 @@ def ask(request: int, prompt: int, count: int, conversation: str | None = None) 
     return Generate(request, token_ids=ids, max_tokens=count, ignore_eos=True, conversation=conversation)
 
 
-def test_who_does_not_read_pauses_and_delays_nobody(harness) -> None:
+def test_congested_client_pauses_and_delays_no_other(harness) -> None:
     harness.slow.add(b"slow")
     harness.scheduler.submit(b"slow", ask(0, 4, 5))
     harness.scheduler.submit(b"fast", ask(0, 4, 5))
@@ -96,21 +97,21 @@ def test_who_does_not_read_pauses_and_delays_nobody(harness) -> None:
     assert harness.to(b"slow", Token)
 
 
-def test_who_is_alone_gets_longer_chunks(harness) -> None:
+def test_request_that_is_alone_has_longer_chunks(harness) -> None:
     harness.scheduler.chunk_alone = 16
     harness.scheduler.submit(b"a", ask(0, 40, 1))
     harness.scheduler.round()
-    harness.scheduler.submit(b"b", ask(0, 40, 20))  # neither has had its first token: 24 of a's are left
+    harness.scheduler.submit(b"b", ask(0, 40, 20))  # neither has its first token: a has 24 to prefill
     for round_ in range(6):  # 3 chunks of 8 each
         assert not harness.to(b"a", Token) or round_ > 3, round_
         harness.scheduler.round()
     assert harness.to(b"a", Done)
     assert not harness.to(b"b", Token)
-    harness.scheduler.round()  # 16 of b's are left, and it is alone
+    harness.scheduler.round()  # b has 16 to prefill, and is alone
     assert harness.to(b"b", Token)
 
 
-def test_a_long_prompt_is_cut_into_chunks_and_decoding_goes_on_beside_it(harness) -> None:
+def test_decoding_continues_beside_a_chunked_prefill(harness) -> None:
     harness.scheduler.submit(b"a", ask(0, 2, 20))
     harness.scheduler.round()
     harness.scheduler.submit(b"b", ask(0, 40, 2))  # 5 chunks of 8
@@ -125,8 +126,8 @@ def test_a_long_prompt_is_cut_into_chunks_and_decoding_goes_on_beside_it(harness
     assert done.stats["engine"]["prefill"]["rows"] == 40
 
 
-def test_clients_take_turns_with_their_prefill(harness) -> None:
-    """One client's two long prompts do not make another's wait for both."""
+def test_clients_take_turns_with_prefill_chunks(harness) -> None:
+    """A prompt does not wait for both long prompts of another client."""
     for i in range(2):
         harness.scheduler.submit(b"a", ask(i, 40, 2))  # 5 chunks each
     harness.scheduler.submit(b"b", ask(0, 8, 2))
@@ -136,8 +137,9 @@ def test_clients_take_turns_with_their_prefill(harness) -> None:
     assert not harness.to(b"a", Token)
 
 
-def test_who_waits_is_told_the_position_and_who_floods_waits_for_others(engine) -> None:
-    """Room for one: of five requests of one client one runs; another client's comes before the other four."""
+def test_waiting_requests_are_sent_their_positions_in_fair_order(engine) -> None:
+    """Capacity for one: of five requests of one client one runs; another client's comes before the other
+    four."""
     harness = Harness(engine, CONTEXT)
     for i in range(5):
         harness.scheduler.submit(b"a", ask(i, 1, 60))
@@ -159,9 +161,9 @@ def test_who_waits_is_told_the_position_and_who_floods_waits_for_others(engine) 
     assert harness.scheduler.kv.used == 0
 
 
-def test_who_makes_way_loses_nothing_and_says_nothing_twice(engine) -> None:
-    """Four answers that need up to 200 tokens each in the end, in a cache of 256: all begin, and those that
-    were admitted last make way, wait, and go on."""
+def test_preempted_request_resumes_with_the_same_tokens(engine) -> None:
+    """Four answers of up to 200 tokens each in a cache of 256: all begin; those admitted last are preempted,
+    wait, and continue. No token is sent twice."""
     asked = [ask(i, 4 + i, 120 + 20 * i) for i in range(4)]
     alone = []
     for message in asked:
@@ -176,14 +178,14 @@ def test_who_makes_way_loses_nothing_and_says_nothing_twice(engine) -> None:
     ends = [harness.answer(i)[1] for i in range(4)]
     assert [done.reason for done in ends] == ["length"] * 4
     assert harness.scheduler.stats()["preemptions"] == sum(d.stats["preemptions"] for d in ends) > 0
-    assert ends[0].stats["preemptions"] == 0  # the oldest always goes on
+    assert ends[0].stats["preemptions"] == 0  # the oldest is never preempted
     for i, reference in enumerate(alone):
         tokens = [token.token for token in harness.answer(i)[0]]
         assert compare(tokens, reference, BOUND).verdict is not Verdict.MISMATCH
     assert harness.scheduler.kv.used == 0
 
 
-def test_the_next_turn_computes_only_what_is_new(harness) -> None:
+def test_next_turn_prefills_only_new_tokens(harness) -> None:
     harness.scheduler.submit(b"c", ask(0, 20, 6, "talk"))
     harness.finish()
     first, done = harness.answer(0)
@@ -207,7 +209,7 @@ def test_the_next_turn_computes_only_what_is_new(harness) -> None:
     assert harness.scheduler.stats()["kv_reused_tokens"] == 25
 
 
-def test_what_is_kept_makes_way_for_who_needs_the_room(harness) -> None:
+def test_kept_conversations_are_evicted_for_new_requests(harness) -> None:
     for i in range(2):
         harness.scheduler.submit(b"c", ask(i, 50, 2, f"talk {i}"))
         harness.finish()
@@ -222,8 +224,8 @@ def test_what_is_kept_makes_way_for_who_needs_the_room(harness) -> None:
     assert harness.scheduler.kv.used == 0
 
 
-def test_a_short_question_after_a_long_one_holds_no_more_than_it_needs(engine) -> None:
-    """Three clients with long conversations begin anew in them, and a fourth needs the room."""
+def test_reused_sequence_shrinks_to_what_its_request_needs(engine) -> None:
+    """Three clients replace their long conversations by short ones, and a fourth needs the capacity."""
     harness = Harness(engine, 3 * LONGEST, LONGEST)
     for client in (b"a", b"b", b"c"):
         harness.scheduler.submit(client, ask(0, 200, 40, "talk"))
@@ -244,11 +246,11 @@ def test_a_short_question_after_a_long_one_holds_no_more_than_it_needs(engine) -
     assert harness.scheduler.kv.used == 0
 
 
-@pytest.mark.parametrize("room", [LONGEST * 8, LONGEST])
-def test_many_long_answers_of_one_client_keep_nobody_out(engine, room) -> None:
-    """Whether slots (three, and one for newcomers) or KV room are all taken: each newcomer begins at once,
-    and what made way for it loses nothing."""
-    harness = Harness(engine, room, LONGEST)
+@pytest.mark.parametrize("budget", [LONGEST * 8, LONGEST])
+def test_many_requests_of_one_client_keep_no_other_out(engine, budget) -> None:
+    """Whether the slots (three, and one for new clients) or the KV cache are taken: a new client's request
+    begins at once, and the request preempted for it is still complete in the end."""
+    harness = Harness(engine, budget, LONGEST)
     for i in range(6):
         harness.scheduler.submit(b"a", ask(i, 4, 120))
     for _ in range(100):
@@ -265,8 +267,8 @@ def test_many_long_answers_of_one_client_keep_nobody_out(engine, room) -> None:
     assert harness.scheduler.kv.used == 0
 
 
-def test_a_newcomer_is_let_in_beside_scores_which_cannot_make_way(engine) -> None:
-    """Two clients have two requests each; one's are Scores, so the other's newest makes way."""
+def test_generate_is_preempted_where_scores_cannot_be(engine) -> None:
+    """Two clients have two requests each; one client's are Scores, so the other's newest is preempted."""
     harness = Harness(engine, LONGEST * 8, LONGEST, slots=4)
     for i in range(2):
         harness.scheduler.submit(b"a", Score(i, token_ids=tuple(range(200)), stepwise=True))
@@ -285,7 +287,7 @@ def test_a_newcomer_is_let_in_beside_scores_which_cannot_make_way(engine) -> Non
 
 
 @pytest.mark.parametrize(
-    ("message", "said"),
+    ("message", "reason"),
     [
         (Generate(0, prompt="text"), "text needs a tokenizer"),
         (Generate(0, messages=(ChatMessage("user", "hi"),)), "messages needs a tokenizer"),
@@ -293,7 +295,47 @@ def test_a_newcomer_is_let_in_beside_scores_which_cannot_make_way(engine) -> Non
         (Score(0, text="text"), "give token ids"),
     ],
 )
-def test_a_model_without_a_tokenizer_takes_ids_alone(harness, message, said) -> None:
-    with pytest.raises(RequestError, match=said):
+def test_model_without_tokenizer_refuses_text(harness, message, reason) -> None:
+    with pytest.raises(RequestError, match=reason):
         harness.scheduler.submit(b"c", message)
     assert harness.scheduler.idle
+
+
+def test_kv_of_a_failed_request_is_not_reused(harness, monkeypatch) -> None:
+    """It may be wrong, as the logits computed with it were not finite."""
+    step = harness.scheduler.engine.step
+    harness.scheduler.submit(b"c", ask(0, 20, 6, "talk"))
+    while len(harness.to(b"c", Token)) < 2:
+        harness.scheduler.round()
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            harness.scheduler.engine,
+            "step",
+            lambda inputs, phase: [np.full_like(rows, np.nan) for rows in step(inputs, phase)],
+        )
+        harness.scheduler.round()
+    done = harness.answer(0)[1]
+    assert (done.reason, done.error) == ("error", "the model's logits are not finite")
+    stats = harness.scheduler.stats()
+    assert (stats["conversations"], stats["kv_tokens_kept"], stats["kv_tokens_used"]) == (0, 0, 0)
+    harness.scheduler.submit(b"c", ask(1, 20, 6, "talk"))
+    harness.finish()
+    done = harness.answer(1)[1]
+    assert (done.reason, done.stats["kv_reused_tokens"]) == ("length", 0)
+
+
+def test_admission_leaves_capacity_for_running_sequences_to_grow(engine) -> None:
+    """A sequence is one token short of its capacity: a request that fits beside it only now waits, instead of
+    being preempted a step later."""
+    harness = Harness(engine, 2 * BLOCK, 2 * BLOCK)
+    harness.scheduler.submit(b"a", ask(0, BLOCK - 4, 40))
+    while len(harness.to(b"a", Token)) < 4:
+        harness.scheduler.round()
+    (job,) = harness.scheduler._running
+    assert (job.filled, job.kv.capacity) == (BLOCK - 1, BLOCK)
+    harness.scheduler.submit(b"b", ask(0, 4, 40))
+    harness.finish()
+    assert harness.scheduler.stats()["preemptions"] == 0
+    for client in (b"a", b"b"):
+        tokens, done = harness.answer(0, client)
+        assert (len(tokens), done.stats["preemptions"]) == (40, 0)

@@ -1,6 +1,6 @@
-"""What the counters say for plans whose work is known, and what costs do to fiddler's plans.
+"""The engine's counters for plans whose work is known, and the effect of costs on fiddler's plans.
 
-One engine without a cache, so that every tile is either the host's or fetched.
+One engine without an expert cache: every tile is computed on the host or fetched.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from oracle import Oracle
 
 from launch.processes.supervisor import Supervisor
-from pipeline.counters import Accounting, StepClock, difference
+from pipeline.counters import Counters, StepClock, difference
 from protocol.client import Client
 from protocol.sockets import ipc_endpoint, runtime_root
 
@@ -34,7 +34,7 @@ LINK_FREE = {"rows": [1, 64], "host": [1.0, 1.0], "device": [0.0, 0.0], "link": 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def no_cache(start_engine, plain_config, tmp_path_factory):
-    """A client of it, and an end token that the model's own answer to PROMPT meets after some others."""
+    """A client, and an end token that the model's answer to PROMPT has after some others."""
     folder = tmp_path_factory.mktemp("m") / "ending"
     shutil.copytree(plain_config.model, folder)
     tokens, _ = Oracle(folder, torch.float32).greedy(PROMPT, NEW)
@@ -42,11 +42,11 @@ async def no_cache(start_engine, plain_config, tmp_path_factory):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, end]}))
     costs = folder / "costs.json"
     costs.write_text(json.dumps(HOST_FREE))
-    name = "accounting"
+    name = "counters"
     config = replace(plain_config, name=name, expert_cache=0.0, model=folder, costs=costs, policy="fiddler")
 
     async def early() -> str:
-        """A client that is there before the engine."""
+        """A client that connects before the engine is ready."""
         async with Client.connect(ipc_endpoint(runtime_root() / name, "client.sock"), timeout=60) as client:
             return client.welcome.policy
 
@@ -56,24 +56,27 @@ async def no_cache(start_engine, plain_config, tmp_path_factory):
         yield client, end
 
 
-async def counted(client: Client, **options) -> dict:
-    answer = client.generate(token_ids=PROMPT, max_tokens=NEW, **{"ignore_eos": True} | options)
-    stats = (await answer.result()).done.stats
-    return stats["engine"]
+async def generated(client: Client) -> dict:
+    """The stats of an answer to PROMPT."""
+    answer = client.generate(token_ids=PROMPT, max_tokens=NEW, ignore_eos=True)
+    return (await answer.result()).done.stats
 
 
-def check_times(phase: dict) -> None:
-    assert all(seconds >= 0 for seconds in phase["seconds"].values())
-    assert phase["host_busy_s"] <= sum(phase["seconds"].values())
+async def counted(client: Client) -> dict:
+    return (await generated(client))["engine"]
+
+
+ALWAYS = {"attention", "read", "plan", "submit", "shared", "combine", "head"}
+PARTS_OF = {"all-host": ALWAYS | {"wait"}, "on-demand": ALWAYS | {"device", "link"}}
 
 
 @on_the_engine
 @pytest.mark.parametrize(("policy", "where"), [("all-host", "host_tiles"), ("on-demand", "fetched_tiles")])
-async def test_every_tile_is_counted_once_where_it_was_computed(no_cache, policy, where) -> None:
+async def test_every_tile_and_second_is_counted_where_it_was_spent(no_cache, policy, where) -> None:
     client, _ = no_cache
     await client.set_policy(policy)
-    engine = await counted(client)
-    decode, prefill = engine["decode"], engine["prefill"]
+    stats = await generated(client)
+    decode, prefill = stats["engine"]["decode"], stats["engine"]["prefill"]
     assert (decode["steps"], decode["rows"]) == (NEW - 1, NEW - 1)  # the first comes from the prefill
     assert (prefill["steps"], prefill["rows"]) == (1, len(PROMPT))
     for phase, least, most in ((decode, STEP * (NEW - 1), STEP * (NEW - 1)), (prefill, STEP, 2 * 4 * 3)):
@@ -81,11 +84,18 @@ async def test_every_tile_is_counted_once_where_it_was_computed(no_cache, policy
         assert least <= places.pop(where) <= most
         assert set(places.values()) == {0}
         assert phase["fetched_bytes"] == phase["fetched_tiles"] * TILE_BYTES
-        check_times(phase)
+    for name, phase in stats["engine"].items():
+        spent = {part for part, seconds in phase["seconds"].items() if seconds > 0}
+        assert spent == PARTS_OF[policy]
+        assert sum(phase["seconds"].values()) <= stats[f"{name}_s"]
+        in_layers = {part: sum(seconds) for part, seconds in phase["layers"]["seconds"].items()}
+        assert in_layers == pytest.approx(phase["seconds"] | {"head": 0.0})
+        assert (phase["host_busy_s"] > 0) == (policy == "all-host")
+        assert phase["host_busy_s"] <= sum(phase["seconds"][part] for part in ("submit", "plan", "wait"))
 
 
 @on_the_engine
-async def test_random_plans_compute_every_tile_once(no_cache) -> None:
+async def test_random_plan_computes_every_tile_once(no_cache) -> None:
     client, _ = no_cache
     await client.set_policy("random", {"seed": "3"})
     decode = (await counted(client))["decode"]
@@ -94,7 +104,7 @@ async def test_random_plans_compute_every_tile_once(no_cache) -> None:
 
 
 @on_the_engine
-async def test_where_the_host_is_free_fiddler_leaves_everything_there(no_cache) -> None:
+async def test_fiddler_computes_all_on_a_host_that_costs_nothing(no_cache) -> None:
     client, _ = no_cache
     await client.set_policy("fiddler")
     engine = await counted(client)
@@ -104,7 +114,7 @@ async def test_where_the_host_is_free_fiddler_leaves_everything_there(no_cache) 
 
 
 @on_the_engine
-async def test_the_end_token_ends_an_answer_unless_it_is_ignored(no_cache) -> None:
+async def test_end_token_ends_an_answer_unless_ignored(no_cache) -> None:
     client, end = no_cache
     await client.set_policy("all-host")
     whole = await client.generate(token_ids=PROMPT, max_tokens=NEW, ignore_eos=True).result()
@@ -115,7 +125,7 @@ async def test_the_end_token_ends_an_answer_unless_it_is_ignored(no_cache) -> No
     assert whole.text.startswith(answer.text)
 
 
-async def test_where_the_link_is_free_fiddler_moves_everything(
+async def test_fiddler_fetches_all_over_a_link_that_costs_nothing(
     start_engine, plain_config, tmp_path: Path
 ) -> None:
     costs = tmp_path / "costs.json"
@@ -135,21 +145,21 @@ async def test_where_the_link_is_free_fiddler_moves_everything(
     assert stats["cache"]["resident_tiles"] == stats["cache"]["capacity_tiles"] == 12
 
 
-def test_the_difference_of_two_snapshots_is_what_happened_between() -> None:
-    accounting = Accounting(tile_bytes=10, layers=2)
-    counters = accounting.phases["decode"]
-    counters.steps, counters.fetched_tiles = 3, 4
-    before = accounting.snapshot()
-    counters.steps, counters.fetched_tiles = 5, 9
-    StepClock(counters).mark("wait")
-    change = difference(accounting.snapshot(), before)
+def test_difference_of_two_snapshots_counts_what_is_between() -> None:
+    counters = Counters(tile_bytes=10, layers=2)
+    decode = counters.phases["decode"]
+    decode.steps, decode.fetched_tiles = 3, 4
+    before = counters.snapshot()
+    decode.steps, decode.fetched_tiles = 5, 9
+    StepClock(decode).mark("wait")
+    change = difference(counters.snapshot(), before)
     assert (change["decode"]["steps"], change["decode"]["fetched_bytes"]) == (2, 50)
     assert change["decode"]["seconds"]["wait"] > 0
     assert change["prefill"] == difference(before, before)["prefill"]
 
 
-async def test_trials_choose_a_chunk_and_are_not_counted(plain_config) -> None:
-    """Without --chunk: the first request finds an engine that has counted nothing."""
+async def test_chunk_trials_are_not_counted(plain_config) -> None:
+    """Without --chunk: an engine has counted nothing before its first request."""
     config = replace(plain_config, name="trials", chunk=None, expert_cache=0.5, policy="on-demand")
     async with (
         Supervisor(config, log_level="WARNING") as supervisor,

@@ -1,0 +1,50 @@
+"""Opens an engine's device memory for experts: the slab, the prefetcher that fills it, and the mover
+between."""
+
+from __future__ import annotations
+
+from pipeline.engine.engine import DeviceMemory
+from pipeline.errors import PeerLost
+from pipeline.experts.copy_thread import start_copy_thread
+from pipeline.experts.expert_cache import ExpertCache
+from pipeline.experts.fetch_link import FetchLink
+from pipeline.experts.tile_mover import TileMover
+from pipeline.memory.limits import STAGING_TILES, cache_tiles
+from pipeline.serving.engine_builder import CHILD_LIMIT, EngineParts
+from protocol.messages import Needed
+from shm.segment import engine_prefix
+from workers.copiers import paced
+
+
+def open_device_memory(parts: EngineParts) -> DeviceMemory:
+    """Memory for the configured share of all expert tiles, and slots to stream through. Raises UsageError
+    where it does not fit, PeerLost where no prefetcher announces itself."""
+    config, device, engine = parts.config, parts.device, parts.engine
+    layout, shape = engine.layout, engine.layout.shape
+    capacity = cache_tiles(config.options.expert_cache, shape.layers * shape.experts * shape.tiles)
+    slots = capacity + STAGING_TILES
+    device.check_room(slots * layout.tile_bytes, parts.kv_bytes, engine.backbone.unmoved)
+    slab = device.open_slab(
+        f"{engine_prefix(config.runtime)}slab-{config.incarnation}", slots, layout.tile_bytes
+    )
+    parts.closing.callback(slab.close)
+
+    in_process = config.prefetcher == "process"
+    if "prefetcher" not in parts.sockets:
+        parts.sockets.bind("prefetcher")
+        if in_process:
+            parts.to_supervisor(Needed("prefetcher"))
+    socket = parts.sockets["prefetcher"]
+    if in_process:
+        link = FetchLink(socket, slab.address(), parts.control.line("prefetcher", 0))
+    else:
+        link = FetchLink(socket, None, None)
+        copier = paced(slab.local_copier(parts.store), config.options.link_gbps, lambda: None)
+        parts.closing.callback(start_copy_thread(config, parts.store, copier, socket))
+    if not link.wait_up(CHILD_LIMIT):
+        raise PeerLost(f"no prefetcher was ready after {CHILD_LIMIT:.0f} s")
+
+    parts.notes.extend(link.notes)
+    parts.notes.append(f"slab: {capacity} tiles and {STAGING_TILES} for streaming")
+    cache = ExpertCache(shape.layers, shape.experts, shape.tiles, capacity, slots, device.fence)
+    return DeviceMemory(TileMover(cache, link, device), slab)

@@ -1,0 +1,167 @@
+"""Serves clients' messages on one engine: takes them from the inbox, and runs rounds of the scheduler
+between.
+
+Used by the engine's thread alone. What it has to say is posted to the event loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from pipeline.backbone.materialize import start_moving
+from pipeline.errors import NumberInUse, UsageError
+from pipeline.policies.view import PolicyRequest
+from pipeline.scheduling.job_factory import JobFactory
+from pipeline.scheduling.scheduler import Scheduler
+from pipeline.serving.calibration_service import CalibrationService
+from pipeline.serving.engine_builder import EngineParts
+from pipeline.serving.engine_events import Post, ToClient, ToOtherClients, ToSupervisor
+from pipeline.serving.engine_inbox import ClientGone, EngineInbox, EngineMessage
+from pipeline.serving.engine_status import EngineStatus
+from pipeline.serving.policy_switch import PolicySwitch
+from pipeline.serving.prefill_chunk import TRIAL_TOKENS, chunk_alone, measure_chunk
+from pipeline.text.tokenizer import eos_ids
+from pipeline.traces.recorder import recorder_of
+from protocol.messages import Calibrate, Cancel, Done, Error, Generate, PolicyChanged, Score, SetPolicy
+from shm.errors import NotEnoughMemory
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT = 0.5  # seconds that an idle engine waits for a message before it checks its children
+MOVING_WAIT = 0.01  # the same while tiles move in the background
+CONGESTED_WAIT = 0.005  # seconds until the next round when every request waits for its client to read
+INBOX_SECONDS = 0.01  # for messages between two rounds: a flood of them must not stop the rounds
+LAST_INBOX_SECONDS = 0.5  # for the messages that wait when the engine is stopped
+
+CALIBRATING = "the engine is being calibrated; set the policy when that is over"
+
+
+class EngineService:
+    """One engine and its requests. `status` may be read by any thread."""
+
+    def __init__(
+        self, parts: EngineParts, inbox: EngineInbox, post: Post, congested: Callable[[bytes], bool]
+    ) -> None:
+        """Sets the configured policy. `congested`: whether a client reads too slowly, so that its requests
+        pause. Raises UsageError or PeerLost."""
+        self._parts = parts
+        self._inbox = inbox
+        self._post = post
+        self._policies = PolicySwitch(parts)
+        options, tokenizer = parts.config.options, parts.tokenizer
+        jobs = JobFactory(
+            tokenizer,
+            eos_ids(parts.config.model) if tokenizer is None else tokenizer.eos_ids,
+            vocabulary=parts.engine.backbone.spec.vocabulary,
+            context=parts.context,
+            seed=options.seed,
+        )
+        self._scheduler = Scheduler(
+            parts.engine,
+            parts.kv,
+            jobs,
+            max_sequences=options.max_sequences,
+            chunk=options.chunk or TRIAL_TOKENS,
+            send=self._send,
+            congested=congested,
+        )
+        self._calibrations = CalibrationService(
+            parts, self._policies, self._scheduler, send=self._send, drain_inbox=self._drain_inbox
+        )
+        self.status = EngineStatus(parts, self._policies, self._scheduler)
+
+    def warm_up(self) -> None:
+        """Before the first request: measure the prefill chunk, open the trace file, and begin to read into
+        memory what the backbone's start left on disk."""
+        parts, scheduler, options = self._parts, self._scheduler, self._parts.config.options
+        if options.chunk is None:
+            scheduler.chunk = measure_chunk(parts.engine, parts.kv, parts.context)
+            scheduler.chunk_alone = chunk_alone(scheduler.chunk, parts.context)
+            parts.engine.forget_trials()
+            self._policies.reset()
+        if options.record is not None:
+            recorder = recorder_of(parts.config, parts.source, parts.engine, options.record)
+            parts.closing.callback(recorder.close)
+            parts.engine.observers.append(recorder)
+        parts.closing.callback(start_moving(parts.engine.backbone))
+        log.debug("prefill: %d tokens a chunk", scheduler.chunk)
+
+    def serve(self) -> None:
+        """Serve until the inbox is stopped; every request then ends as cancelled. An engine that fails ends
+        no request: clients resume them on the restarted engine."""
+        scheduler, idle_wait = self._scheduler, IDLE_WAIT
+        try:
+            while self._drain_inbox(idle_wait if scheduler.idle else 0.0):
+                if scheduler.idle:
+                    idle_wait = MOVING_WAIT if self._on_idle() else IDLE_WAIT
+                elif not scheduler.round():
+                    self._drain_inbox(CONGESTED_WAIT)
+        finally:
+            if self._inbox.stopped:
+                self._drain_inbox(seconds=LAST_INBOX_SECONDS)
+                scheduler.cancel_all()
+
+    def _drain_inbox(self, wait: float = 0.0, seconds: float = INBOX_SECONDS) -> bool:
+        """Handle the waiting messages for up to `seconds`; wait for the first. False: the engine is
+        stopped."""
+        item = self._inbox.get(wait)
+        until = time.perf_counter() + seconds
+        while item is not None:
+            self._handle(*item)
+            item = self._inbox.get(0.0) if time.perf_counter() < until else None
+        return not self._inbox.stopped
+
+    def _handle(self, client: bytes, message: EngineMessage) -> None:
+        match message:
+            case Generate() | Score():
+                self._submit(client, message)
+            case Calibrate():
+                self._calibrations.serve(client, message)
+            case SetPolicy():
+                self._set_policy(client, message)
+            case Cancel():
+                self._calibrations.cancel(client, message.request)
+                self._scheduler.cancel(client, message.request)
+            case ClientGone():
+                self._calibrations.forget(client)
+                self._scheduler.forget(client)
+
+    def _submit(self, client: bytes, message: Generate | Score) -> None:
+        try:
+            self._scheduler.submit(client, message)
+        except NumberInUse as e:  # an Error, because the Done of this number is the other request's
+            self._send(client, Error(message.request, str(e)))
+        except UsageError as e:
+            self._send(client, Done(message.request, "error", str(e), usage=True))
+
+    def _set_policy(self, client: bytes, message: SetPolicy) -> None:
+        if self._calibrations.running:
+            self._send(client, Error(message.request, CALIBRATING))
+            return
+        options = {name: str(value) for name, value in message.options.items()}
+        try:
+            notes = self._policies.set(PolicyRequest(message.policy, options))
+        except (UsageError, NotEnoughMemory) as e:
+            self._send(client, Error(message.request, str(e)))
+            return
+        self._post(ToSupervisor(message))  # a restarted coordinator begins with this policy
+        policy = self._parts.engine.policy
+        self._send(client, PolicyChanged(message.request, policy.name, policy.exact, notes))
+        self._post(ToOtherClients(client, PolicyChanged(-1, policy.name, policy.exact, notes)))
+
+    def _on_idle(self) -> bool:
+        """Between requests: note children that exited or restarted, keep tiles moving, audit the slots. True
+        where more of this waits to be done."""
+        self._parts.engine.keep_up()
+        moving = False
+        memory = self._parts.engine.memory
+        if memory is not None:
+            moving = memory.mover.moving
+            if not moving:
+                memory.mover.cache.audit()
+        return moving or self._parts.sockets.behind
+
+    def _send(self, client: bytes, message: object) -> None:
+        self._post(ToClient(client, message))

@@ -1,0 +1,76 @@
+"""An engine's description and counters for clients. Any thread may read them while the engine computes: each
+value is whole, and two values may be a step apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.scheduling.scheduler import Scheduler
+from pipeline.serving.engine_builder import EngineParts
+from pipeline.serving.policy_switch import PolicySwitch
+from pipeline.text.generation_defaults import sampling_defaults
+from protocol.messages import VERSION, Welcome
+
+
+class EngineStatus:
+    """Of one running engine."""
+
+    def __init__(self, parts: EngineParts, policies: PolicySwitch, scheduler: Scheduler) -> None:
+        """Raises ModelError where the model's sampling settings are damaged."""
+        self._parts = parts
+        self._policies = policies
+        self._scheduler = scheduler
+        self._sampling = sampling_defaults(parts.config.model)
+
+    def welcome(self) -> Welcome:
+        """What a client that connects is told about the engine."""
+        parts = self._parts
+        config, options, tokenizer, policy = (
+            parts.config,
+            parts.config.options,
+            parts.tokenizer,
+            parts.engine.policy,
+        )
+        return Welcome(
+            version=VERSION,
+            engine=config.engine,
+            model=str(config.model),
+            fingerprint=config.fingerprint,
+            device=parts.device.name,
+            policy=policy.name,
+            exact=policy.exact,
+            vocabulary=parts.engine.backbone.spec.vocabulary,
+            context=parts.context,
+            has_tokenizer=tokenizer is not None,
+            has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
+            emulation=options.emulation,
+            sampling=self._sampling,
+            format=options.format,
+            backbone_dtype=options.backbone_dtype,
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """The counters as a JSON-like tree."""
+        engine = self._parts.engine
+        stats: dict[str, Any] = {
+            "policy": engine.policy.name,
+            "policy_options": self._policies.current.options,
+            "emulation": self._parts.config.options.emulation,
+            "scheduler": self._scheduler.stats(),
+            "engine": engine.counters.snapshot(),
+            "prefetch": {"on": engine.prefetch.on, "says": engine.prefetch.says},
+            "tiles_per_expert": engine.shape.tiles,
+            "tile_bytes": engine.layout.tile_bytes,
+            **self._parts.sockets.stats(),
+        }
+        if (costs := self._policies.inputs.costs) is not None:
+            stats["costs"] = costs.to_json()
+        if engine.memory is not None:
+            mover, cache = engine.memory.mover, engine.memory.mover.cache
+            stats["cache"] = {
+                "capacity_tiles": cache.capacity,
+                "resident_tiles": int(cache.residency.sum()),
+                "demanded_tiles": mover.demanded,
+                "placed_tiles": mover.placed,
+            }
+        return stats

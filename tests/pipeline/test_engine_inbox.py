@@ -1,0 +1,87 @@
+"""EngineInbox: in order for each client, in turns between clients, bounded."""
+
+from __future__ import annotations
+
+import threading
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.serving.engine_inbox import LIMIT, SIZE_LIMIT, ClientGone, EngineInbox, EngineMessage
+from protocol.messages import Calibrate, Cancel, Generate, Score
+
+
+def drained(inbox: EngineInbox) -> list[tuple[bytes, EngineMessage]]:
+    items = []
+    while (item := inbox.get(0.0)) is not None:
+        items.append(item)
+    return items
+
+
+def test_flooding_client_waits_behind_its_own_messages() -> None:
+    inbox = EngineInbox()
+    for i in range(4):
+        inbox.put(b"a", Cancel(i))
+    inbox.put(b"b", Cancel(10))
+    inbox.put(b"b", Cancel(11))
+    order = [message.request for _, message in drained(inbox)]
+    assert order == [0, 10, 1, 11, 2, 3]
+
+
+@given(st.text("abc", max_size=40))
+def test_each_message_is_delivered_once_and_in_its_client_s_order(clients: str) -> None:
+    inbox = EngineInbox()
+    for number, client in enumerate(clients):
+        inbox.put(client.encode(), Cancel(number))
+    items = drained(inbox)
+    for client in "abc":
+        sent = [number for number, c in enumerate(clients) if c == client]
+        assert [message.request for name, message in items if name == client.encode()] == sent
+    assert len(items) == len(clients)
+
+
+def test_only_the_flooding_client_is_refused() -> None:
+    inbox = EngineInbox()
+    for i in range(LIMIT):
+        assert inbox.put(b"a", Cancel(i))
+    assert not inbox.put(b"a", Cancel(LIMIT))
+    assert inbox.put(b"a", ClientGone())
+    assert inbox.put(b"b", Cancel(0))
+    items = drained(inbox)
+    assert items[-1] == (b"a", ClientGone())
+    assert [message.request for client, message in items[:-1] if client == b"a"] == list(range(LIMIT))
+    assert [index for index, (client, _) in enumerate(items) if client == b"b"] == [1]
+
+
+def test_large_messages_of_one_client_are_bounded() -> None:
+    """By the bytes of their texts and ids. A single message of any size is taken."""
+    half = "x" * (SIZE_LIMIT // 2)
+    ids = (1,) * (SIZE_LIMIT // 36 // 2 + 1)
+    for large in (Generate(0, prompt=half), Score(0, text=half), Calibrate(0, token_ids=ids)):
+        inbox = EngineInbox()
+        assert inbox.put(b"a", Generate(0, prompt=half + half + "x"))
+        assert not inbox.put(b"a", large)
+        assert inbox.put(b"b", large)
+        drained(inbox)
+        assert inbox.put(b"a", large)  # what was taken out counts no more
+        assert not inbox.put(b"a", Generate(1, resume=ids))
+
+
+def test_stop_wakes_the_waiting_thread() -> None:
+    inbox = EngineInbox()
+    inbox.put(b"a", Cancel(0))
+    assert inbox.get(60.0) == (b"a", Cancel(0))
+    woken = threading.Event()
+
+    def wait() -> None:
+        assert inbox.get(60.0) is None
+        woken.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    inbox.stop()
+    thread.join(10.0)
+    assert woken.is_set()
+    assert not inbox.put(b"a", Cancel(1))
+    assert inbox.get(0.0) is None
+    assert inbox.stopped
