@@ -1,4 +1,4 @@
-"""How a model's makers would sample from it: the sampling settings of its generation_config.json."""
+"""A model's recommended sampling settings, from its generation_config.json."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ DRAWING = ("temperature", "top_k", "top_p", "min_p")  # apply only where the fil
 
 
 def sampling_defaults(model_dir: Path) -> Sampling:
-    """What a chat uses unless the person says otherwise; greedy without the file. Raises ModelError where the
-    file is damaged or its values cannot be."""
+    """The defaults of a chat; greedy without the file. Raises ModelError where the file is damaged or a value
+    is invalid."""
     path = model_dir / "generation_config.json"
     if not path.is_file():
         return Sampling()

@@ -1,4 +1,5 @@
-"""Choosing the next token from one row of logits. Knows nothing of tokenizers, models or batches.
+"""Chooses the next token from one row of logits, and log-probabilities of logits. Independent of tokenizers,
+models and batches.
 
 The filters, their order and their limits are those of transformers' generation: repetition penalty,
 temperature, top-k, top-p, min-p. Ties at top-k's limit are all kept, as there; ties at top-p's limit are
@@ -17,7 +18,7 @@ from pipeline.arrays import FloatArray
 from pipeline.errors import PipelineError, RequestError
 from protocol.messages import Sampling
 
-Scores = NDArray[np.float32] | NDArray[np.float64]  # [V], or of those tokens that are left
+Scores = NDArray[np.float32] | NDArray[np.float64]  # [V], or of the remaining candidates
 
 
 def validate(sampling: Sampling) -> None:
@@ -35,7 +36,7 @@ def validate(sampling: Sampling) -> None:
         ),
     )
     for name, value, good, allowed in checks:
-        # every comparison with NaN is false; infinity is left to refuse
+        # every comparison with NaN is false, infinity needs its own
         if not good or not math.isfinite(value):
             raise RequestError(f"{name} is {value}; it must be {allowed}")
     if sampling.seed is not None and sampling.seed < 0:
@@ -43,12 +44,13 @@ def validate(sampling: Sampling) -> None:
 
 
 class Sampler:
-    """One request's choice of tokens: its settings, its own random numbers, and the ids it has seen."""
+    """Samples one request's tokens: its settings, its random numbers, and its ids for the repetition
+    penalty."""
 
     def __init__(self, sampling: Sampling, seed: int, drawn: int = 0) -> None:
         """`sampling` has passed `validate`. Equal seeds and logits give equal tokens; `seed` is
-        `sampling.seed`, or one that the engine drew where that is None. This one goes on where another of the
-        same seed was after `drawn` tokens."""
+        `sampling.seed`, or the engine's where that is None. Continues behind the first `drawn` tokens of a
+        sampler with the same seed."""
         self._sampling = sampling
         self._random = np.random.default_rng(seed)
         self._random.random(drawn)  # `next` draws one number for each token
@@ -56,8 +58,8 @@ class Sampler:
         self._counted = 0  # leading ids of `previous` that are in _seen
 
     def next(self, logits: NDArray[np.float32], previous: Sequence[int]) -> int:
-        """The next token from `logits` [V] float32, which is not changed. `previous` are the request's ids
-        so far, prompt and answer, each in 0..V-1; it only ever grows from call to call.
+        """The next token from `logits` [V] float32, which is not modified. `previous`: the request's ids
+        so far, prompt and answer, each in 0..V-1; it only grows from call to call.
 
         Raises PipelineError where the logits hold NaN or have no finite maximum.
         """
@@ -75,8 +77,8 @@ class Sampler:
     def candidates(
         self, logits: NDArray[np.float32], previous: Sequence[int]
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """The tokens that can be chosen, ascending, and what their probabilities are proportional to.
-        Only for temperatures above 0; arguments and errors as for `next`."""
+        """The candidate tokens, ascending, and their unnormalized probabilities. Only for temperatures above
+        0; arguments and errors as for `next`."""
         sampling = self._sampling
         scores = self._penalised(logits, previous)
         best = float(scores.max())
@@ -86,7 +88,7 @@ class Sampler:
         if 0 < sampling.top_k < len(scores):
             ids = _largest(scores, sampling.top_k)
             scores = scores[ids]
-        # differences are taken before dividing, so that no temperature overflows the best token
+        # subtract before dividing, so that no temperature overflows the best token
         weights = scores.astype(np.float64)
         with np.errstate(over="ignore", under="ignore"):
             weights -= best
@@ -116,14 +118,14 @@ class Sampler:
 
 
 def _largest(scores: Scores, k: int) -> NDArray[np.int64]:
-    """Places of the k largest scores, ascending, with all that equal the smallest of them."""
+    """Indices of the k largest scores, ascending, with all ties of the smallest."""
     if k >= len(scores):
         return np.arange(len(scores))
     places = None
     groups = max(256, 4 * k)
     if len(scores) >= 2 * groups:
-        # k groups hold a score of at least the k-th largest of the groups' maxima, so no smaller score
-        # is among the k largest; this is many times faster than partitioning a vocabulary
+        # k groups have a score of at least the k-th largest of the groups' maxima, so no smaller score is
+        # among the k largest. Many times faster than partitioning a vocabulary.
         rows = len(scores) // groups
         maxima = scores[: rows * groups].reshape(rows, groups).max(axis=0)
         places = np.flatnonzero(scores >= np.partition(maxima, groups - k)[groups - k])
@@ -133,8 +135,8 @@ def _largest(scores: Scores, k: int) -> NDArray[np.int64]:
 
 
 def _nucleus(weights: NDArray[np.float64], top_p: float) -> NDArray[np.int64]:
-    """Places of the largest weights, ascending, up to and including the one whose sum reaches the share
-    `top_p` of the whole; at least one."""
+    """Indices of the largest weights, ascending, up to and including the one with which their sum reaches the
+    share `top_p` of the total; at least one."""
     goal = top_p * weights.sum()
     size = 256  # sorting a whole vocabulary is slow; a few tokens usually reach the goal
     while True:

@@ -1,12 +1,13 @@
-"""Text from token ids, one at a time: what may be shown now, and nothing that must be taken back.
+"""Incremental detokenization: the text of each new token that no later token can change.
 
-Three questions are answered one after the other. Which text do the ids so far make certain (`BytePieces`,
-`SpacedPieces`)? How much of it could still become a stop string (`StopStrings`)? What is left to show at
-the end (`TextStream.finish`)? All together the shown text is exactly the tokenizer's own decoding of all
-ids without special tokens, cut at the first stop string. The work per token does not grow with the answer.
+Three stages. `ByteDecoder` or `RunDecoder` returns the text that the ids so far make certain; `StopStrings`
+holds back what could still become a stop string; `TextStream.finish` returns the rest at the end. In total
+the text is exactly the tokenizer's own decoding of all ids without special tokens, cut at the first stop
+string. The work for a token does not grow with the answer.
 
-Knows nothing of files and of transformers: `tokenizer.py` hands it the pieces and a decoding function.
-"""
+The `tokenizers` library's DecodeStream is not used: it returns the text of a byte-fallback token at once,
+although the next byte can change it, and it fails on ids whose text changes so. Independent of files and of
+transformers: `tokenizer.py` provides the tokens' bytes or a decoding function."""
 
 from __future__ import annotations
 
@@ -15,19 +16,19 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 
-class Pieces(Protocol):
-    """Turns token ids, special ones left out, into text piece by piece."""
+class TokenDecoder(Protocol):
+    """Turns token ids, without special tokens, into text."""
 
     def push(self, token: int) -> str:
-        """The text that has become certain."""
+        """The text that becomes certain with this token."""
 
     def finish(self) -> str:
-        """The rest, once no token follows."""
+        """The rest of the text, when no token follows."""
 
 
-class BytePieces:
-    """Byte-level vocabularies: every token is bytes, and the text is all of them as UTF-8, where whatever is
-    no UTF-8 shows as U+FFFD. Only an unfinished character at the end is uncertain."""
+class ByteDecoder:
+    """Byte-level vocabularies: every token is bytes, and the text is all of them as UTF-8 with U+FFFD for
+    invalid bytes. Only an incomplete character at the end is uncertain."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes
@@ -40,39 +41,39 @@ class BytePieces:
         return self._decoder.decode(b"", final=True)
 
 
-class SpacedPieces:
-    """Vocabularies whose tokens are text, decoded with their neighbours in view: the first token loses its
-    leading space, and a run of byte tokens is decoded as a whole (as one invalid byte spoils the run, none
-    of it is certain before it ends). Tokens wait until they are certain; they are then decoded behind the
-    last token before them, which stands for all of them."""
+class RunDecoder:
+    """Vocabularies whose tokens are text that depends on its neighbours: the first token loses its leading
+    space, and a run of byte tokens is decoded as a whole (one invalid byte makes all of it invalid, so none
+    of it is certain before it ends). Tokens are decoded once they are certain, behind the last token before
+    them, which stands in for all earlier ones."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], is_byte: Callable[[int], bool]) -> None:
         self._decode = decode
         self._is_byte = is_byte
-        self._before: list[int] = []  # the last token that has been shown, if any
+        self._before: list[int] = []  # the last decoded token, if any
         self._waiting: list[int] = []
 
     def push(self, token: int) -> str:
         self._waiting.append(token)
-        return "" if self._is_byte(token) else self.finish()  # whatever follows cannot change these
+        return "" if self._is_byte(token) else self.finish()  # no later token can change these
 
     def finish(self) -> str:
         if not self._waiting:
             return ""
-        shown = len(self._decode(self._before)) if self._before else 0
-        text = self._decode(self._before + self._waiting)[shown:]
+        start = len(self._decode(self._before)) if self._before else 0
+        text = self._decode(self._before + self._waiting)[start:]
         self._before = self._waiting[-1:]
         self._waiting = []
         return text
 
 
 class StopStrings:
-    """Finds the first stop string that is complete (of several that end together, the longest), however the
-    text is cut into pieces, and holds back what could still become one. One Knuth-Morris-Pratt automaton
-    for each: its state is how much of the stop string the text so far ends with."""
+    """Finds the first complete stop string (the longest of several that end together), wherever the text is
+    split, and holds back text that could still become one. One Knuth-Morris-Pratt automaton for each stop
+    string: its state is the length of the stop string's prefix that the text so far ends with."""
 
     def __init__(self, stop: Sequence[str]) -> None:
-        """`stop`: strings that are not empty."""
+        """`stop`: non-empty strings."""
         self._stop = tuple(stop)
         self._borders = [_borders(text) for text in stop]
         self._states = [0] * len(stop)
@@ -80,7 +81,7 @@ class StopStrings:
         self.found = False
 
     def push(self, text: str) -> str:
-        """What of the text so far is certain to be before any stop string, and has not been returned."""
+        """The text that is certain to be before any stop string, and was not returned yet."""
         if not self._stop:
             return text
         held = self._held + text
@@ -95,12 +96,12 @@ class StopStrings:
         return held[:certain]
 
     def finish(self) -> str:
-        """What was held back and no stop string has claimed."""
+        """The text that was held back and became no stop string."""
         held, self._held = self._held, ""
         return held
 
     def _step(self, character: str) -> int:
-        """Move all automata; the length of the longest stop string that is now complete, or 0."""
+        """Advance all automata. The length of the longest stop string that is now complete, or 0."""
         complete = 0
         for index, (stop, borders) in enumerate(zip(self._stop, self._borders, strict=True)):
             state = self._states[index]
@@ -126,10 +127,10 @@ def _borders(text: str) -> list[int]:
 
 
 class TextStream:
-    """The text of one answer. `stopped` is set once a stop string is complete; nothing is shown after it."""
+    """The text of one answer. `stopped` is set once a stop string is complete; no text follows it."""
 
-    def __init__(self, pieces: Pieces, stop: StopStrings, is_special: Callable[[int], bool]) -> None:
-        self._pieces = pieces
+    def __init__(self, decoder: TokenDecoder, stop: StopStrings, is_special: Callable[[int], bool]) -> None:
+        self._decoder = decoder
         self._stop = stop
         self._is_special = is_special
 
@@ -138,20 +139,20 @@ class TextStream:
         return self._stop.found
 
     def push(self, token: int) -> str:
-        """The text that may be shown once this token is known; often some of it belongs to earlier ones.
-        Special tokens and ids that the tokenizer does not know show nothing."""
+        """The text that becomes certain with this token, which may include text of earlier tokens. Special
+        tokens and ids outside the vocabulary have none."""
         if self.stopped or self._is_special(token):
             return ""
-        return self._stop.push(self._pieces.push(token))
+        return self._stop.push(self._decoder.push(token))
 
     def resume(self, tokens: Sequence[int]) -> None:
-        """Begin behind these tokens, whose text has been shown as far as `push` would have returned it."""
+        """Continue behind these tokens, whose text was returned by the `push` of an earlier stream."""
         for token in tokens:
             self.push(token)
 
     def finish(self) -> str:
-        """The rest of the text. It can complete a stop string; look at `stopped` afterwards."""
+        """The rest of the text. It can complete a stop string, so `stopped` may change."""
         if self.stopped:
             return ""
-        text = self._stop.push(self._pieces.finish())
+        text = self._stop.push(self._decoder.finish())
         return text if self.stopped else text + self._stop.finish()

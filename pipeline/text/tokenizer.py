@@ -1,5 +1,5 @@
-"""A model's tokenizer: text and conversations to ids, ids back to text. Importing this module is cheap; the
-tokenizer library is loaded by `Tokenizer.load`."""
+"""A model's tokenizer: text and conversations to ids, ids to text. Importing this module is cheap;
+`Tokenizer.load` imports the tokenizer library."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ModelError, RequestError
-from pipeline.text.text_stream import BytePieces, Pieces, SpacedPieces, StopStrings, TextStream
+from pipeline.text.text_stream import ByteDecoder, RunDecoder, StopStrings, TextStream, TokenDecoder
 from protocol.messages import ChatMessage
 
-# any one of these means that a directory has a tokenizer; settings alone are none
+# A directory with any of these has a tokenizer; settings alone are none.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -23,14 +23,14 @@ TOKENIZER_FILES = (
     "tiktoken.model",
 )
 MAX_STOP_STRINGS = 16
-QUICK = 65536  # characters that are encoded in less time than a step takes
+QUICK = 65536  # characters that are encoded in less time than a step
 MAX_STOP_CHARACTERS = 512
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 def eos_ids(model_dir: Path) -> frozenset[int]:
-    """The ids that end an answer, from generation_config.json, else config.json; empty where neither names
-    any. Raises ModelError where a file is damaged."""
+    """The ids that end an answer, from generation_config.json, else config.json; empty where neither has any.
+    Raises ModelError where a file is damaged."""
     for name in ("generation_config.json", "config.json"):
         path = model_dir / name
         if not path.is_file():
@@ -50,10 +50,10 @@ def eos_ids(model_dir: Path) -> frozenset[int]:
 
 
 class Tokenizer:
-    """One model's tokenizer. Made by `load`; not changed afterwards."""
+    """One model's tokenizer, made by `load`. Immutable."""
 
     def __init__(self, tokenizer: Any, model_dir: Path) -> None:
-        """`tokenizer`: a transformers tokenizer that the `tokenizers` library backs."""
+        """`tokenizer`: a transformers tokenizer backed by the `tokenizers` library."""
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
         self._special = frozenset(
@@ -73,13 +73,13 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_dir: Path) -> Tokenizer | None:
-        """The tokenizer in a model's directory, or None where there is none. Reads local files only and runs
-        no code from them. Raises ModelError where the files cannot be used."""
+        """The tokenizer of a model's directory, None where it has none. Reads local files only and runs no
+        code from them. Raises ModelError where the files are unusable."""
         if not any((model_dir / name).is_file() for name in TOKENIZER_FILES):
             return None
         try:
             tokenizer = _read(model_dir)
-        except Exception as error:  # damaged files fail in many ways, and each is the directory's fault
+        except Exception as error:  # damaged files raise any exception
             raise ModelError(f"cannot load the tokenizer in {model_dir}: {_one_line(error)}") from error
         if not getattr(tokenizer, "is_fast", False):
             raise ModelError(
@@ -89,22 +89,23 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether there is one for conversations; some models have others, for tools or documents."""
+        """Whether the model has a template for conversations; some have only others, for tools or
+        documents."""
         template = self._tokenizer.chat_template
         return bool(template.get("default") if isinstance(template, dict) else template)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, with the special tokens that the model's tokenizer puts around one (bos, mostly).
-        Raises RequestError where the text is no valid Unicode."""
+        """Ids of a text, with the special tokens that the model's tokenizer adds (bos, mostly). Raises
+        RequestError where the text is not valid Unicode."""
         ids: list[int] = self._tokenizer.encode(_valid(text), verbose=False)
         return ids
 
     def at_least(self, characters: int) -> int:
-        """A number of tokens that no text of so many characters comes below, known without encoding it; 0 for
-        one that is encoded in no time."""
+        """A lower bound on the tokens of a text of so many characters, known without encoding it; 0 where
+        encoding takes no time."""
         if characters <= QUICK:
             return 0
-        return characters // (2 * self._longest)  # twice: a normalizer may write less than it read
+        return characters // (2 * self._longest)  # twice: a normalizer may shorten the text
 
     @cached_property
     def _longest(self) -> int:
@@ -112,13 +113,13 @@ class Tokenizer:
         return max(map(len, self._backend.get_vocab()))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids. Special tokens and unknown ids are left out; what is no UTF-8 shows as U+FFFD."""
+        """Text of ids, without special tokens and unknown ids; invalid UTF-8 becomes U+FFFD."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=True)
         return text
 
     def render_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Ids of a conversation up to where the model's answer begins. Raises RequestError where the model
-        has no chat template, or the template refuses the conversation."""
+        """Ids of a conversation up to the beginning of the model's answer. Raises RequestError where the
+        model has no chat template, or the template refuses the conversation."""
         if not self.has_chat_template:
             raise RequestError("this model has no chat template; send a plain prompt instead")
         if not messages:
@@ -126,17 +127,15 @@ class Tokenizer:
         turns = [{"role": message.role, "content": message.content} for message in messages]
         try:
             text = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-        except (
-            Exception
-        ) as error:  # a template is a program from the model's directory: it may raise anything
+        except Exception as error:  # a template is a program, which may raise anything
             raise RequestError(f"the model's chat template refuses this: {_one_line(error)}") from error
-        # the template has written every special token that belongs there
+        # The template has written the special tokens.
         ids: list[int] = self._tokenizer.encode(_valid(text), add_special_tokens=False, verbose=False)
         return ids
 
     def stream(self, stop: Sequence[str]) -> TextStream:
-        """A new answer's text, ending before the first of the stop strings. Raises RequestError where a stop
-        string is empty or too long, or there are too many."""
+        """A new answer's text, up to the first stop string. Raises RequestError where a stop string is empty
+        or too long, or there are too many."""
         if len(stop) > MAX_STOP_STRINGS:
             raise RequestError(
                 f"{len(stop)} stop strings are too many; at most {MAX_STOP_STRINGS} are allowed"
@@ -146,13 +145,13 @@ class Tokenizer:
                 raise RequestError(
                     f"a stop string has {len(text)} characters; 1 to {MAX_STOP_CHARACTERS} are allowed"
                 )
-        pieces: Pieces = (
-            BytePieces(self._token_bytes) if self._byte_level else SpacedPieces(self.decode, self._is_byte)
+        decoder: TokenDecoder = (
+            ByteDecoder(self._token_bytes) if self._byte_level else RunDecoder(self.decode, self._is_byte)
         )
-        return TextStream(pieces, StopStrings(stop), self._special.__contains__)
+        return TextStream(decoder, StopStrings(stop), self._special.__contains__)
 
     def _token_bytes(self, token: int) -> bytes:
-        """A byte-level token's bytes; an added token that is not written in byte letters is plain text."""
+        """A byte-level token's bytes; an added token that is not spelled in byte letters is plain text."""
         found = self._bytes.get(token)
         if found is None:
             piece = self._backend.id_to_token(token) or ""
@@ -165,14 +164,14 @@ class Tokenizer:
 
     def _is_byte(self, token: int) -> bool:
         piece = self._backend.id_to_token(token)
-        # an unknown id is left out of the text, so it ends no run of byte tokens either
+        # An unknown id has no text, so it ends no run of byte tokens.
         return piece is None or (self._byte_fallback and _BYTE_TOKEN.fullmatch(piece) is not None)
 
 
 def _read(model_dir: Path) -> Any:
-    """tokenizer.json is the whole of a tokenizer, so nothing else decides about one that has it: several of
-    transformers' classes put their own idea of the family in place of what the file says, and AutoTokenizer
-    chooses among them by `model_type`, `tokenizer_class` and `auto_map`. It also takes a second to import."""
+    """tokenizer.json describes a tokenizer completely, so where a model has it, no class is chosen: several
+    of transformers' classes replace parts of the file by the family's defaults, and AutoTokenizer chooses a
+    class by `model_type`, `tokenizer_class` and `auto_map`. It also takes a second to import."""
     if not (model_dir / "tokenizer.json").is_file():
         from transformers import AutoTokenizer
 
@@ -186,8 +185,8 @@ def _read(model_dir: Path) -> Any:
 
 
 def _wants_bos(model_dir: Path) -> bool:
-    """Whether a text begins with bos because the settings say so: the one thing that DeepSeek's
-    tokenizer.json leaves to the class, as transformers up to version 4 had it."""
+    """Whether the settings add bos to every text: DeepSeek's tokenizer.json leaves this, and nothing else, to
+    the class, as transformers up to version 4 did."""
     file = model_dir / "tokenizer_config.json"
     settings = json.loads(file.read_bytes()) if file.is_file() else {}
     name = str(settings.get("tokenizer_class")).removesuffix("Fast")
@@ -195,10 +194,10 @@ def _wants_bos(model_dir: Path) -> bool:
 
 
 def _decoders(backend: Any) -> frozenset[str]:
-    """The kinds of decoder that a tokenizer chains, as its tokenizer.json names them."""
+    """The kinds of decoder in a tokenizer's chain, named as in tokenizer.json."""
     if backend.decoder is None:
         return frozenset()
-    # the state is the decoder's own JSON; the whole tokenizer's holds every token and takes long to write
+    # The decoder's own JSON: the whole tokenizer's holds every token and takes long to write.
     decoder = json.loads(backend.decoder.__getstate__())
     kinds = set()
     pending = [decoder]
@@ -212,8 +211,8 @@ def _decoders(backend: Any) -> frozenset[str]:
 
 
 def _byte_level_letters() -> dict[str, int]:
-    """The letter that stands for each byte in byte-level vocabularies: itself where it is printable in
-    Latin-1, else the next of the letters from U+0100 on."""
+    """The byte of each letter in byte-level vocabularies. A byte's letter is itself where it is printable in
+    Latin-1, else the next letter from U+0100 on."""
     letters = {}
     spare = 0x100
     for byte in range(256):

@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that real models have, each in a model directory of its own."""
+"""Small tokenizers of the kinds that real models have, each in its own model directory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TEMPLATE = (
 
 
 def write_model(folder: Path, backend: Backend, config: dict[str, object]) -> Path:
-    """A model directory's tokenizer files, with a chat template and the ids that end an answer."""
+    """Write a model directory's tokenizer files, with a chat template and end tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     backend.save(str(folder / "tokenizer.json"))
     settings = {
@@ -56,7 +56,7 @@ def byte_level() -> Backend:
             show_progress=False,
         ),
     )
-    # added tokens that are text: of byte letters, of other letters, and with a space
+    # added tokens of plain text: of byte letters, of other letters, and with a space
     backend.add_tokens([AddedToken("<tool>"), AddedToken("日本 go"), AddedToken("Ġé")])
     backend.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]

@@ -1,5 +1,5 @@
-"""Tokenizers as the model families ship them, trained on a few sentences: their kinds, their special tokens
-and their tokenizer_config.json, each in a model directory of its own."""
+"""Tokenizers as the model families publish them, trained on a few sentences: their kinds, special tokens and
+tokenizer_config.json, each in a model directory of its own."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def qwen() -> tuple[Tokenizer, dict[str, Any]]:
 
 
 def deepseek() -> tuple[Tokenizer, dict[str, Any]]:
-    """DeepSeek-V2 and V2-Lite: byte-level, whatever the name of its class says."""
+    """DeepSeek-V2 and V2-Lite: byte-level, although its class is Llama's."""
     backend = Tokenizer(models.BPE())
     backend.normalizer = normalizers.Sequence([])
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -98,7 +98,7 @@ def deepseek() -> tuple[Tokenizer, dict[str, Any]]:
     _train_bytes(backend)
     backend.add_special_tokens([_special("<｜begin▁of▁sentence｜>"), _special("<｜end▁of▁sentence｜>")])
     backend.add_tokens([AddedToken("<｜User｜>", normalized=False)])
-    backend.post_processor = processors.ByteLevel(trim_offsets=False)  # bos is left to the settings
+    backend.post_processor = processors.ByteLevel(trim_offsets=False)  # the settings add bos
     return backend, {
         "tokenizer_class": "LlamaTokenizerFast",
         "add_bos_token": True,
@@ -140,7 +140,7 @@ def olmoe() -> tuple[Tokenizer, dict[str, Any]]:
 
 
 def _pieces() -> Tokenizer:
-    """SentencePiece's kind: pieces of text, and bytes for what has no piece."""
+    """SentencePiece: pieces of text, and byte tokens for text without a piece."""
     trained = Tokenizer(models.BPE())
     trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     trainer = trainers.BpeTrainer(vocab_size=330, limit_alphabet=70, show_progress=False)
@@ -189,7 +189,7 @@ def mixtral() -> tuple[Tokenizer, dict[str, Any]]:
 
 
 def phimoe() -> tuple[Tokenizer, dict[str, Any]]:
-    """Phi-3.5-MoE: its special tokens take the white space behind them."""
+    """Phi-3.5-MoE: its special tokens strip the white space behind them."""
     backend = _pieces()
     backend.add_special_tokens([_special("<unk>"), _special("<s>"), _special("</s>", rstrip=True)])
     names = ("<|endoftext|>", "<|assistant|>", "<|system|>", "<|end|>", "<|user|>")

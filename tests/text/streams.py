@@ -1,4 +1,4 @@
-"""What is asked of every stream of text, and texts to ask it with."""
+"""The check that every TextStream passes, and texts for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNICODE = st.text(st.characters(exclude_categories=["Cs"]), max_size=40) | st.sa
 
 
 def cut(text: str, stop: Sequence[str]) -> str:
-    """The text before the stop string that is complete first, the longest of those that end together."""
+    """The text before the first complete stop string, the longest of those that end together."""
     ends = [
         (place + len(word), -len(word))
         for word in stop
@@ -35,7 +35,7 @@ def check(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> None
     for token in ids:
         text = stream.push(token)
         shown += text
-        assert wanted.startswith(shown), "shown text must never be taken back"
+        assert wanted.startswith(shown), "a later token changed text that was returned"
     shown += stream.finish()
     assert shown == wanted
     assert stream.stopped == any(word in whole for word in stop)

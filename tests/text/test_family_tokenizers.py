@@ -1,5 +1,5 @@
-"""Every family's tokenizer as it is shipped: loaded without a network, read as transformers reads it, and its
-text shown piece by piece without a half character."""
+"""Every family's tokenizer as it is published: loads without a network, encodes as transformers does, and
+streams its text without a half character."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pipeline.errors import ModelError, RequestError
 from pipeline.text.tokenizer import Tokenizer
 from protocol.messages import ChatMessage
 
-# One letter from each kind of trouble: whole bytes, two to four bytes, marks that join what is before them,
-# what NFC changes, spaces of several kinds.
+# A letter of each difficult kind: of one to four bytes, marks that join the letter before them, letters that
+# NFC changes, spaces of several kinds.
 TROUBLE = "ab 1é€日한😀👩\u200d🇩\u0301\u0915\u094d\u212b\ufe0f\n\t\u00a0\u3000▁Ġ"
 WORDS = (
     "the value",
@@ -61,17 +61,17 @@ def loaded(folder: Path) -> Tokenizer:
 
 
 def write_settings(folder: Path, **changed: Any) -> None:
-    """Change entries of tokenizer_config.json; None takes one out."""
+    """Change entries of tokenizer_config.json; None removes an entry."""
     file = folder / "tokenizer_config.json"
     whole = json.loads(file.read_text()) | changed
     file.write_text(json.dumps({name: value for name, value in whole.items() if value is not None}))
 
 
-def test_the_same_as_transformers(family_dir: Path, family: Tokenizer) -> None:
+def test_encodes_as_transformers(family_dir: Path, family: Tokenizer) -> None:
     from transformers import AutoTokenizer
 
     oracle = AutoTokenizer.from_pretrained(str(family_dir))
-    # version 5 leaves out what version 4 put before every text of DeepSeek's, as its settings want it
+    # version 5 does not add DeepSeek's bos, which its settings ask for and version 4 added
     bos = [oracle.bos_token_id] if family_dir.name.startswith("deepseek") else []
     for text in FIXED:
         ids = family.encode(text)
@@ -85,8 +85,7 @@ def test_the_same_as_transformers(family_dir: Path, family: Tokenizer) -> None:
 
 @settings(deadline=None, max_examples=120)
 @given(text=TEXT)
-def test_text_in_pieces(family: Tokenizer, text: str) -> None:
-    """Its pieces are the whole's, and not one shows half a character."""
+def test_streamed_text_has_no_half_character(family: Tokenizer, text: str) -> None:
     ids = family.encode(text)
     check(family, ids, [])
     stream = family.stream([])
@@ -97,8 +96,8 @@ def test_text_in_pieces(family: Tokenizer, text: str) -> None:
 
 @settings(deadline=None, max_examples=120)
 @given(text=TEXT, data=st.data())
-def test_what_a_model_might_say(family: Tokenizer, text: str, data: st.DataObject) -> None:
-    """Halves of characters in the middle, tokens in any order, ids beyond the vocabulary."""
+def test_stream_of_any_ids_is_their_decoding(family: Tokenizer, text: str, data: st.DataObject) -> None:
+    """Half characters in the middle, tokens in any order, ids outside the vocabulary."""
     ids = family.encode(text)
     start = data.draw(st.integers(0, len(ids)))
     ids = ids[start:] + data.draw(st.lists(st.integers(0, 540), max_size=12)) + ids[:start]
@@ -107,8 +106,8 @@ def test_what_a_model_might_say(family: Tokenizer, text: str, data: st.DataObjec
 
 
 @pytest.mark.parametrize("text", ["日本語", "👩‍👩‍👧 x", "naïve 한국어", "a\u0301\u0301b"])
-def test_cut_anywhere_only_the_last_character_waits(family: Tokenizer, text: str) -> None:
-    """However an answer ends, all that it certainly said has been shown."""
+def test_only_an_incomplete_last_character_is_held_back(family: Tokenizer, text: str) -> None:
+    """Wherever an answer ends, all of its certain text was returned."""
     ids = family.encode(text)
     for end in range(len(ids) + 1):
         stream = family.stream([])
@@ -121,8 +120,8 @@ def test_cut_anywhere_only_the_last_character_waits(family: Tokenizer, text: str
     "name", ["LlamaTokenizer", "LlamaTokenizerFast", "Qwen2Tokenizer", "GPTNeoXTokenizer"]
 )
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "deepseek_v2", "phimoe", None, "nobody_knows"])
-def test_the_file_decides_and_not_the_class(tmp_path: Path, name: str, model_type: str | None) -> None:
-    """Other programs write any class into tokenizer_config.json; code beside it never runs."""
+def test_tokenizer_json_overrides_the_class(tmp_path: Path, name: str, model_type: str | None) -> None:
+    """Other programs write any class into tokenizer_config.json. Code in the directory never runs."""
     folder = write_family(tmp_path, "deepseek_v2")
     write_settings(folder, add_bos_token=None)
     expected = loaded(folder).encode("日本 12 <｜User｜>  x")
@@ -133,8 +132,8 @@ def test_the_file_decides_and_not_the_class(tmp_path: Path, name: str, model_typ
     assert loaded(folder).encode("日本 12 <｜User｜>  x") == expected
 
 
-def test_the_beginning_is_added_as_the_settings_say(tmp_path: Path) -> None:
-    """Where tokenizer.json does not say it already; once in any case."""
+def test_bos_is_added_where_the_settings_ask_for_it(tmp_path: Path) -> None:
+    """Where tokenizer.json does not add it already; once in any case."""
     folder = write_family(tmp_path, "deepseek_v2")
     tokenizer = loaded(folder)
     (bos,) = tokenizer.encode("")
@@ -146,8 +145,8 @@ def test_the_beginning_is_added_as_the_settings_say(tmp_path: Path) -> None:
     assert mixtral.encode("") == [1]
 
 
-def test_vocabulary_and_merges_without_tokenizer_json(tmp_path: Path) -> None:
-    """As Qwen's slow tokenizer leaves them."""
+def test_vocabulary_and_merges_replace_tokenizer_json(tmp_path: Path) -> None:
+    """As Qwen's slow tokenizer saves them."""
     folder = write_family(tmp_path, "qwen2_moe")
     whole = loaded(folder)
     model = json.loads((folder / "tokenizer.json").read_text())["model"]
@@ -174,7 +173,7 @@ OTHER = "{{ raise_exception('not this one') }}"
     ],
     ids=["text", "list", "file", "file-first", "folder"],
 )
-def test_where_chat_templates_are(tmp_path: Path, settings: object, files: dict[str, str]) -> None:
+def test_chat_template_is_found(tmp_path: Path, settings: object, files: dict[str, str]) -> None:
     folder = write_family(tmp_path, "qwen2_moe")
     write_settings(folder, chat_template=settings)
     (folder / "additional_chat_templates").mkdir()
@@ -186,7 +185,7 @@ def test_where_chat_templates_are(tmp_path: Path, settings: object, files: dict[
     assert tokenizer.render_chat(ANSWER) == tokenizer.encode(text)
 
 
-def test_templates_of_which_none_is_for_conversations(tmp_path: Path) -> None:
+def test_templates_for_other_purposes_are_not_used(tmp_path: Path) -> None:
     folder = write_family(tmp_path, "qwen2_moe")
     write_settings(folder, chat_template=[{"name": "rag", "template": OTHER}])
     tokenizer = loaded(folder)
@@ -196,7 +195,7 @@ def test_templates_of_which_none_is_for_conversations(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("template", ["{% for %}", "{{ m.x.y }}", "{{ ''.__class__.__mro__ }}", 5])
-def test_a_template_that_does_not_work_is_one_line(tmp_path: Path, template: object) -> None:
+def test_failing_template_is_refused_in_one_line(tmp_path: Path, template: object) -> None:
     folder = write_family(tmp_path, "qwen2_moe")
     write_settings(folder, chat_template=template)
     with pytest.raises(RequestError, match="chat template refuses") as caught:
@@ -204,8 +203,8 @@ def test_a_template_that_does_not_work_is_one_line(tmp_path: Path, template: obj
     assert "\n" not in str(caught.value)
 
 
-def test_the_ends_of_a_turn_and_of_a_text(tmp_path: Path) -> None:
-    """A chat model's generation_config.json names both; the tokenizer has one of them."""
+def test_end_of_turn_and_end_of_text_both_end_an_answer(tmp_path: Path) -> None:
+    """A chat model's generation_config.json has both; its tokenizer has only the first."""
     folder = write_family(tmp_path, "qwen2_moe")
     tokenizer = loaded(folder)
     (end,), (text,) = tokenizer.encode("<|im_end|>"), tokenizer.encode("<|endoftext|>")
@@ -217,7 +216,7 @@ def test_the_ends_of_a_turn_and_of_a_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"added_tokens_decoder": 5}', "\xff"])
-def test_damaged_settings(tmp_path: Path, content: str) -> None:
+def test_damaged_settings_are_refused(tmp_path: Path, content: str) -> None:
     folder = write_family(tmp_path, "mixtral")
     (folder / "tokenizer_config.json").write_text(content, encoding="latin-1")
     with pytest.raises(ModelError, match="cannot load the tokenizer") as caught:

@@ -24,7 +24,7 @@ from protocol.messages import Sampling
         ('{"do_sample": true}', Sampling(temperature=1.0)),
     ],
 )
-def test_what_the_file_recommends(tmp_path: Path, content: str, wanted: Sampling) -> None:
+def test_settings_of_the_file(tmp_path: Path, content: str, wanted: Sampling) -> None:
     (tmp_path / "generation_config.json").write_text(content)
     assert sampling_defaults(tmp_path) == wanted
 
@@ -45,7 +45,7 @@ def test_greedy_without_the_file(tmp_path: Path) -> None:
         '{"do_sample": true, "temperature": true}',
     ],
 )
-def test_a_file_that_cannot_be_is_one_line(tmp_path: Path, content: str) -> None:
+def test_invalid_file_is_refused_in_one_line(tmp_path: Path, content: str) -> None:
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(ModelError) as error:
         sampling_defaults(tmp_path)

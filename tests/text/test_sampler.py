@@ -1,4 +1,4 @@
-"""The sampler against transformers' own processors, and what it draws against its own probabilities."""
+"""Sampler: its probabilities against transformers' processors, its draws against its probabilities."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from protocol.messages import Sampling
 
 def oracle(sampling: Sampling, logits: NDArray[np.float32], previous: list[int]) -> NDArray[np.float64]:
     """Probabilities [V] by transformers' processors, in the order in which its generation applies them. In
-    float64, so that a sum next to a limit does not fall on the other side by rounding."""
+    float64, so that rounding moves no sum across a limit."""
     import torch
     from transformers.generation import logits_process as lp
 
@@ -66,7 +66,9 @@ SAMPLINGS = st.builds(
     spread=st.sampled_from([0.01, 1.0, 4.0, 20.0]),
     seed=st.integers(0, 2**16),
 )
-def test_transformers_agrees(sampling: Sampling, size: int, spread: float, seed: int) -> None:
+def test_probabilities_equal_those_of_transformers(
+    sampling: Sampling, size: int, spread: float, seed: int
+) -> None:
     validate(sampling)
     rng = np.random.default_rng(seed)
     logits = (rng.normal(size=size) * spread).astype(np.float32)
@@ -76,10 +78,10 @@ def test_transformers_agrees(sampling: Sampling, size: int, spread: float, seed:
     previous = rng.integers(0, size, 30).tolist()
     before = logits.copy()
     sampler = Sampler(sampling, 0)
-    for length in (10, 30):  # the history grows between two calls
+    for length in (10, 30):  # the history grows from call to call
         ours = probabilities(sampler, logits, previous[:length])
         theirs = oracle(sampling, logits, previous[:length])
-        # which of several equal logits top-p keeps is not defined there; see the test of ties
+        # transformers does not define which of several equal logits top-p keeps; see the test of ties
         if len(np.unique(logits[np.isfinite(logits)])) == np.isfinite(logits).sum():
             assert np.array_equal(ours > 0, theirs > 0)
             assert np.allclose(ours, theirs, rtol=1e-9, atol=1e-15)
@@ -88,8 +90,8 @@ def test_transformers_agrees(sampling: Sampling, size: int, spread: float, seed:
 
 
 @pytest.mark.parametrize("top_k", [0, 1, 3, 300])
-def test_ties(top_k: int) -> None:
-    """top-k keeps all that equal its last one, as transformers does; top-p the smaller ids."""
+def test_ties_at_a_limit(top_k: int) -> None:
+    """top-k keeps all ties of its last token, as transformers does; top-p those of smaller id."""
     logits = np.array([1, 3, 3, 2, 3, 2, 0] * 500, dtype=np.float32)
     sampling = Sampling(temperature=1.0, top_k=top_k)
     ours = probabilities(Sampler(sampling, 0), logits, [])
@@ -101,9 +103,9 @@ def test_ties(top_k: int) -> None:
     assert np.array_equal(kept, np.flatnonzero(logits == 3)[:1201])
 
 
-def test_greedy() -> None:
+def test_temperature_0_is_greedy() -> None:
     logits = np.array([1, 5, 5, -2], dtype=np.float32)
-    # the filters mean nothing here, and the first of equals wins
+    # filters have no effect, and the first of equal logits is chosen
     assert Sampler(Sampling(top_k=3, top_p=0.1, min_p=0.5), 0).next(logits, [1]) == 1
     sampler = Sampler(Sampling(repetition_penalty=2.0), 0)
     assert sampler.next(logits, []) == 1
@@ -121,8 +123,8 @@ def test_greedy() -> None:
     ],
 )
 def test_draws_follow_the_probabilities(sampling: Sampling) -> None:
-    """A chi-square statistic within six standard deviations of its mean: a sound sampler passes always (the
-    seed is fixed), and one that is off by a few per cent does not."""
+    """A chi-square statistic within six standard deviations of its mean: a correct sampler always passes
+    (the seed is fixed), and a sampler that is wrong by a few per cent fails."""
     rng = np.random.default_rng(0)
     logits = (rng.normal(size=60) * 1.5).astype(np.float32)
     previous = [3, 4, 5]
@@ -138,7 +140,7 @@ def test_draws_follow_the_probabilities(sampling: Sampling) -> None:
     assert abs(statistic - freedom) < 6 * np.sqrt(2 * freedom)
 
 
-def test_seeds() -> None:
+def test_equal_seeds_draw_equal_tokens() -> None:
     logits = np.random.default_rng(0).normal(size=5000).astype(np.float32)
     sampling = Sampling(temperature=1.0, top_p=0.95)
 
@@ -150,12 +152,12 @@ def test_seeds() -> None:
     assert draw(1) != draw(2)
     one, two = Sampler(sampling, 1), Sampler(sampling, 2)
     mixed = [(one.next(logits, []), two.next(logits, [])) for _ in range(50)]
-    # requests that are decoded together do not disturb each other
+    # samplers of requests that are decoded together are independent
     assert mixed == list(zip(draw(1), draw(2), strict=True))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_a_sampler_goes_on_where_another_was(temperature: float) -> None:
+def test_resumed_sampler_continues_as_the_first(temperature: float) -> None:
     random = np.random.default_rng(0)
     rows = random.normal(size=(30, 500)).astype(np.float32)
     sampling = Sampling(temperature=temperature, top_p=0.95, repetition_penalty=1.3)
@@ -172,7 +174,7 @@ def test_a_sampler_goes_on_where_another_was(temperature: float) -> None:
         assert again == tokens
 
 
-def test_extreme_but_allowed() -> None:
+def test_extreme_settings_that_are_allowed() -> None:
     logits = np.array([-1e38, 1e38, 3e38, -np.inf], dtype=np.float32)
     for sampling in (
         Sampling(temperature=1e-300),
@@ -188,7 +190,7 @@ def test_extreme_but_allowed() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_broken_logits_are_never_sampled(temperature: float, bad: float) -> None:
+def test_logits_that_are_not_finite_raise(temperature: float, bad: float) -> None:
     logits = np.array([1, bad, 2], dtype=np.float32)
     for row in (logits, np.full(3, -np.inf, dtype=np.float32)):
         with pytest.raises(PipelineError, match="not finite"):
@@ -211,14 +213,14 @@ def test_broken_logits_are_never_sampled(temperature: float, bad: float) -> None
         (Sampling(seed=-1), "seed is -1"),
     ],
 )
-def test_what_cannot_be_served(sampling: Sampling, words: str) -> None:
+def test_invalid_settings_are_refused(sampling: Sampling, words: str) -> None:
     with pytest.raises(RequestError, match=words) as caught:
         validate(sampling)
     assert "\n" not in str(caught.value)
 
 
-def test_quick() -> None:
-    """The bound is generous, as this machine may be busy; alone it takes about a fifth of it."""
+def test_sampling_is_fast() -> None:
+    """On an idle machine it takes about a fifth of the bound."""
     rng = np.random.default_rng(0)
     logits = (rng.normal(size=32_000) * 3).astype(np.float32)
     sampler = Sampler(Sampling(temperature=0.8, top_k=50, top_p=0.9), 0)
@@ -230,6 +232,6 @@ def test_quick() -> None:
     assert sorted(times)[10] < 400e-6
 
 
-def test_no_torch() -> None:
+def test_import_does_not_import_torch() -> None:
     code = "import sys, pipeline.text.sampler; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

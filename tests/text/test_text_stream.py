@@ -1,4 +1,4 @@
-"""The text shown token by token is exactly the whole decoding, cut at the first stop string."""
+"""TextStream: the text of all tokens is exactly the whole decoding, cut at the first stop string."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from streams import UNICODE, check, cut
 
 from pipeline.errors import RequestError
-from pipeline.text.text_stream import BytePieces, SpacedPieces, StopStrings
+from pipeline.text.text_stream import ByteDecoder, RunDecoder, StopStrings
 from pipeline.text.tokenizer import Tokenizer
 
 
 @settings(deadline=None, max_examples=150)
 @given(text=UNICODE, data=st.data())
-def test_encoded_text(tokenizer: Tokenizer, text: str, data: st.DataObject) -> None:
+def test_stream_of_encoded_text_is_its_decoding(tokenizer: Tokenizer, text: str, data: st.DataObject) -> None:
     ids = tokenizer.encode(text)
     whole = tokenizer.decode(ids)
     places = st.integers(0, max(0, len(whole) - 1))
@@ -35,8 +35,9 @@ def test_encoded_text(tokenizer: Tokenizer, text: str, data: st.DataObject) -> N
 
 @settings(deadline=None, max_examples=250)
 @given(data=st.data())
-def test_random_ids(tokenizer: Tokenizer, data: st.DataObject) -> None:
-    """Also ids of half characters, of broken runs of bytes, special ones, and ones beyond the vocabulary."""
+def test_stream_of_random_ids_is_their_decoding(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    """Including ids of half characters, invalid runs of bytes, special tokens, and ids outside the
+    vocabulary."""
     bytes_and_specials = st.integers(0, 270)
     ids = data.draw(st.lists(bytes_and_specials | st.integers(0, 430), max_size=25))
     whole = tokenizer.decode(ids)
@@ -50,7 +51,7 @@ def test_random_ids(tokenizer: Tokenizer, data: st.DataObject) -> None:
     pieces=st.lists(st.text("ab", max_size=5), max_size=12),
     stop=st.lists(st.text("ab", min_size=1, max_size=6), max_size=4),
 )
-def test_stop_strings_overlapping_each_other(pieces: list[str], stop: list[str]) -> None:
+def test_overlapping_stop_strings_end_at_the_first_complete(pieces: list[str], stop: list[str]) -> None:
     stops = StopStrings(stop)
     text = "".join(pieces)
     shown = ""
@@ -66,15 +67,15 @@ def test_stop_strings_overlapping_each_other(pieces: list[str], stop: list[str])
     assert stops.found == any(word in text for word in stop)
 
 
-def test_added_tokens(tokenizer: Tokenizer) -> None:
-    """They are plain text, also where they hold letters that stand for no byte, or spaces."""
+def test_added_tokens_are_plain_text(tokenizer: Tokenizer) -> None:
+    """Including those with letters that stand for no byte, or spaces."""
     ids = tokenizer.encode("a日本 go<tool>b</s> Ġé 日本 go")
     check(tokenizer, ids, [])
     check(tokenizer, ids, ["go<", "o>b"])
 
 
-def test_text_appears_at_once_where_nothing_can_change_it(tokenizer: Tokenizer) -> None:
-    """Exactness could be had by showing all of it at the end; that would be no stream."""
+def test_certain_text_is_returned_at_once(tokenizer: Tokenizer) -> None:
+    """Returning all of it at the end would be exact too, but no stream."""
     ids = tokenizer.encode("the value goes on and the caller decides")
     stream = tokenizer.stream(["zzz"])
     for count, token in enumerate(ids, start=1):
@@ -86,10 +87,8 @@ def test_text_appears_at_once_where_nothing_can_change_it(tokenizer: Tokenizer) 
 
 @settings(deadline=None, max_examples=100)
 @given(text=UNICODE, data=st.data())
-def test_a_resumed_stream_goes_on_where_the_other_was(
-    tokenizer: Tokenizer, text: str, data: st.DataObject
-) -> None:
-    """At any point, in the middle of a character or of what may be a stop string."""
+def test_resumed_stream_continues_as_the_first(tokenizer: Tokenizer, text: str, data: st.DataObject) -> None:
+    """At any point, including within a character or a possible stop string."""
     ids = tokenizer.encode(text) + data.draw(st.lists(st.integers(0, 430), max_size=8))
     whole = tokenizer.decode(ids)
     places = st.integers(0, max(0, len(whole) - 2))
@@ -106,7 +105,7 @@ def test_a_resumed_stream_goes_on_where_the_other_was(
         assert second.stopped == first.stopped
 
 
-def test_a_character_is_never_shown_by_halves(tokenizer: Tokenizer) -> None:
+def test_no_half_character_is_returned(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("x日本語👩‍👩‍👧‍👦é")
     stream = tokenizer.stream([])
     shown = [stream.push(token) for token in ids]
@@ -115,35 +114,35 @@ def test_a_character_is_never_shown_by_halves(tokenizer: Tokenizer) -> None:
     assert "".join(shown) + stream.finish() == tokenizer.decode(ids)
 
 
-def test_a_broken_byte_spoils_its_run_and_nothing_else() -> None:
-    """The reason why a run of byte tokens waits for its end."""
+def test_run_of_byte_tokens_is_decoded_when_it_ends() -> None:
+    """One invalid byte makes its whole run invalid, and nothing else."""
     calls: list[list[int]] = []
 
     def decode(ids: Sequence[int]) -> str:
         calls.append(list(ids))
         return "".join("?" if token >= 256 else "b" for token in ids)
 
-    pieces = SpacedPieces(decode, lambda token: token < 256)
+    pieces = RunDecoder(decode, lambda token: token < 256)
     assert [pieces.push(token) for token in (1, 2, 3)] == ["", "", ""]
     assert pieces.push(300) == "bbb?"
     assert calls == [[1, 2, 3, 300]]
 
 
-def test_incomplete_bytes_at_the_end_are_one_replacement() -> None:
-    pieces = BytePieces(lambda token: bytes([token]))
+def test_incomplete_character_at_the_end_is_one_replacement() -> None:
+    pieces = ByteDecoder(lambda token: bytes([token]))
     assert [pieces.push(byte) for byte in "a👩".encode()[:-1]] == ["a", "", "", ""]
     assert pieces.finish() == "\ufffd"
     assert pieces.finish() == ""
 
 
-def test_bad_stop_strings(tokenizer: Tokenizer) -> None:
+def test_invalid_stop_strings_are_refused(tokenizer: Tokenizer) -> None:
     for stop in ([""], ["x" * 513], ["x"] * 17):
         with pytest.raises(RequestError, match="allowed"):
             tokenizer.stream(stop)
 
 
 @pytest.mark.parametrize("stop", [[], ["\n\nUser:", "</answer>"]], ids=["plain", "stops"])
-def test_the_work_per_token_does_not_grow(tokenizer: Tokenizer, stop: list[str]) -> None:
+def test_work_per_token_does_not_grow(tokenizer: Tokenizer, stop: list[str]) -> None:
     ids = tokenizer.encode("the value of the generator naïve 日本 " * 40)[1:]
     stream = tokenizer.stream(stop)
     parts = []
@@ -157,7 +156,7 @@ def test_the_work_per_token_does_not_grow(tokenizer: Tokenizer, stop: list[str])
     assert min(parts) < 200e-6
 
 
-def test_hostile_stop_strings_are_quick(tokenizer: Tokenizer) -> None:
+def test_self_similar_stop_strings_are_fast(tokenizer: Tokenizer) -> None:
     """Long, self-similar stop strings over text that almost matches them."""
     stops = StopStrings(["a" * 511 + "b"] * 16)
     start = time.process_time()

@@ -1,4 +1,4 @@
-"""Loading, encoding, chat templates and the ids that end an answer, on model directories."""
+"""Tokenizer: loading, encoding, chat templates and end tokens, on model directories."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pipeline.text.tokenizer import Tokenizer, eos_ids
 from protocol.messages import ChatMessage
 
 
-def test_importing_costs_nothing() -> None:
+def test_import_does_not_import_transformers() -> None:
     code = (
         "import sys, pipeline.text.tokenizer; sys.exit(bool({'transformers', 'torch'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
-def test_a_directory_without_tokenizer(tmp_path: Path) -> None:
+def test_directory_without_tokenizer_loads_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert Tokenizer.load(tmp_path) is None
     assert Tokenizer.load(tmp_path / "missing") is None
@@ -37,16 +37,16 @@ def test_encode_and_decode_are_as_tokenizer_json_says(model_dir: Path, tokenizer
         assert tokenizer.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
 
 
-def test_bos_is_added_as_the_model_says(model_dir: Path, tokenizer: Tokenizer) -> None:
+def test_bos_is_added_where_the_model_configures_it(model_dir: Path, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("the value")
     assert (ids[0] == tokenizer.encode("<s>")[-1]) == ("unigram" not in str(model_dir))
 
 
-def test_chat(tokenizer: Tokenizer) -> None:
+def test_chat_template_is_rendered(tokenizer: Tokenizer) -> None:
     ids = tokenizer.render_chat([ChatMessage("system", "the"), ChatMessage("user", "value?")])
     text = "<s><|system|>the</s><|user|>value?</s><|assistant|>"
     plain = tokenizer.encode(text)
-    # the template writes <s> itself: the tokenizer adds no second one
+    # the template writes <s> itself: the tokenizer adds no second
     assert ids == (plain[1:] if plain[:2] == [plain[0]] * 2 else plain)
 
 
@@ -58,7 +58,7 @@ def test_chat(tokenizer: Tokenizer) -> None:
         ([ChatMessage("user", "\ud800")], "Unicode"),
     ],
 )
-def test_chat_that_the_template_refuses(
+def test_conversation_that_the_template_refuses(
     tokenizer: Tokenizer, messages: list[ChatMessage], words: str
 ) -> None:
     with pytest.raises(RequestError, match=words) as caught:
@@ -66,7 +66,7 @@ def test_chat_that_the_template_refuses(
     assert "\n" not in str(caught.value)
 
 
-def test_no_chat_template(model_dir: Path, tmp_path: Path) -> None:
+def test_model_without_chat_template_refuses_conversations(model_dir: Path, tmp_path: Path) -> None:
     shutil.copytree(model_dir, tmp_path / "model")
     config = tmp_path / "model" / "tokenizer_config.json"
     settings = json.loads(config.read_text())
@@ -79,20 +79,20 @@ def test_no_chat_template(model_dir: Path, tmp_path: Path) -> None:
         tokenizer.render_chat([ChatMessage("user", "x")])
 
 
-def test_invalid_unicode_is_the_requests_fault(tokenizer: Tokenizer) -> None:
+def test_invalid_unicode_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError, match="Unicode at character 2"):
         tokenizer.encode("ab\ud83d")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"version": "1.0"}', "\x00\xff"])
-def test_damaged_files(tmp_path: Path, content: str) -> None:
+def test_damaged_tokenizer_json_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ModelError, match="cannot load the tokenizer") as caught:
         Tokenizer.load(tmp_path)
     assert "\n" not in str(caught.value)
 
 
-def test_an_unknown_tokenizer_class_is_read_from_its_json(model_dir: Path, tmp_path: Path) -> None:
+def test_unknown_tokenizer_class_is_read_from_tokenizer_json(model_dir: Path, tmp_path: Path) -> None:
     shutil.copytree(model_dir, tmp_path / "model")
     config = tmp_path / "model" / "tokenizer_config.json"
     settings = json.loads(config.read_text())
@@ -116,7 +116,7 @@ def test_an_unknown_tokenizer_class_is_read_from_its_json(model_dir: Path, tmp_p
         (None, None, set()),
     ],
 )
-def test_eos_ids(
+def test_eos_ids_of_a_directory(
     tmp_path: Path,
     generation: dict[str, object] | None,
     config: dict[str, object] | None,
@@ -129,13 +129,13 @@ def test_eos_ids(
 
 
 @pytest.mark.parametrize("content", ["{", '{"eos_token_id": "</s>"}', '{"eos_token_id": [1, true]}'])
-def test_damaged_eos_ids(tmp_path: Path, content: str) -> None:
+def test_damaged_eos_ids_are_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(ModelError, match="generation_config"):
         eos_ids(tmp_path)
 
 
-def test_the_tokenizers_own_eos_comes_last(model_dir: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_tokenizer_s_own_eos_is_the_fallback(model_dir: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert tokenizer.eos_ids == {1, 2}
     shutil.copytree(model_dir, tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").unlink()
