@@ -1,12 +1,11 @@
-"""Where one decode step's time goes, part by part, and what share of it is not computing.
+"""The time of a decode step by part, and the share of it that is not computing.
 
     python benchmarks/decode_breakdown.py                                        # the embedded model
     python benchmarks/decode_breakdown.py --model DIR --policy all-host on-demand --cache 0.25
 
-One engine, its policies in turn, each after a warm-up; medians over the repeats. "wait" is the time the
-coordinator waits for the workers; of it "host busy" is what the slowest worker computed, the rest is the
-round trip. Not computing: everything but attention, head, the device's kernels and host busy.
-"""
+One engine, its policies in turn, each after a warm-up; medians over the repeats. "wait" is the time in which
+the coordinator waits for the workers. "host busy" is the slowest worker's computing time within it; the rest
+is the round trip. Not computing: everything but attention, head, the device's kernels and host busy."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
             for repeat in range(arguments.repeats + 1):
                 answer = client.generate(token_ids=prompt, max_tokens=arguments.tokens, ignore_eos=True)
                 done = (await answer.result()).done
-                if repeat:  # the first one warms up
+                if repeat:  # the first run warms up
                     runs.append(done.stats["engine"]["decode"])
             results[policy] = summary(runs)
     return results
@@ -79,7 +78,7 @@ def main() -> None:
     parser.add_argument("--cache", type=float, default=0.25)
     parser.add_argument("--tile", type=int)
     parser.add_argument("--format", default="bf16")
-    parser.add_argument("--backbone-dtype", help="the experts' format, without it")
+    parser.add_argument("--backbone-dtype", help="default: the experts' format")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--prompt", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64)

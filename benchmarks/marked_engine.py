@@ -1,4 +1,4 @@
-"""Engines that are to be killed: their processes are found again, and all that they leave behind."""
+"""Engines for kill tests: finds their processes, and everything on the machine that they have not removed."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ from shm.store import store_name
 
 ROOT = Path(__file__).resolve().parents[1]
 SHM = Path("/dev/shm")
-LIMIT = 300.0  # seconds for whatever an engine does
-SILENT = 8.0  # seconds for a client to start and be answered
-MARK = "SUPERVISOR_KILLS"  # in the environment of an engine's processes, whoever their parent is
+LIMIT = 300.0  # seconds for any step of an engine
+ANSWER_LIMIT = 8.0  # seconds for a client to start and be answered
+MARK = (
+    "SUPERVISOR_KILLS"  # in the environment of an engine's processes, which finds them without their parent
+)
 ASK = "generate --prompt-tokens 5,6,7 --ignore-eos".split()
 
 
 @dataclass
 class Place:
-    """Where engines live that are to be killed, and the model that they run."""
+    """The directories of engines that are killed, and their model."""
 
     folder: Path
     model: Path
@@ -55,7 +57,7 @@ class Place:
         return self.folder / "cache"
 
     def remains(self, name: str) -> list[str]:
-        """What an engine of this name has on the machine, kind by kind."""
+        """Everything that an engine of this name has on the machine, by kind."""
         found = [f"segment {kind}" for kind in _kinds(name)]
         if (SHM / store_name(self.key)[1:]).exists():
             found.append("store")
@@ -67,7 +69,8 @@ class Place:
 
 
 class Engine:
-    """One `launch.py serve` of a place. Its processes bear a mark; none of them outlives the block."""
+    """A `launch.py serve` in a place. Its processes have a mark, and are all killed at the end of the
+    block."""
 
     def __init__(self, place: Place, name: str) -> None:
         self.place, self.name = place, name
@@ -91,31 +94,32 @@ class Engine:
         self._log.close()
 
     def wait_ready(self) -> None:
-        """Raises RuntimeError, with what the engine said, where it does not start."""
+        """Raises RuntimeError, with the engine's log, where it does not start."""
         assert self.process.stdout is not None
         if not self.process.stdout.readline():
             self._log.seek(0)
             raise RuntimeError(f"the engine did not start: {self._log.read()[-2000:]}")
 
     def processes(self) -> list[psutil.Process]:
-        """Those that live, the supervisor among them."""
+        """The running processes, including the supervisor."""
         return list(marked(self._mark))
 
     def doing(self) -> str:
-        """Which children live, for a person: "loader", "coordinator, 2 workers"."""
+        """The running children as text: "loader", "coordinator, 2 workers"."""
         return _roles(self.processes())
 
     def ask(self, tokens: int) -> None:
-        """Have a client ask, and wait until it is being answered: until its first words, or for a while where
-        the model has no tokenizer and its answers have none."""
+        """Start a client, and wait for the first text of its answer, or for a while where the model has no
+        tokenizer."""
         command = [*ASK, "--max-tokens", str(tokens), "--connect", self.name]
         client = self._launch(*command, stdout=subprocess.PIPE, mark="")
         self._clients.append(client)
         assert client.stdout is not None
-        select.select([client.stdout], [], [], SILENT)
+        select.select([client.stdout], [], [], ANSWER_LIMIT)
 
     def kill(self) -> tuple[str, float]:
-        """SIGKILL the supervisor. What was going on, and the seconds until the last process was gone."""
+        """SIGKILL the supervisor. Returns the children that ran, and the seconds until the last process
+        exited."""
         doing = self.doing()
         began = time.monotonic()
         self.process.kill()
@@ -125,11 +129,11 @@ class Engine:
         return doing, time.monotonic() - began
 
     def next_start(self) -> float:
-        """An engine of the same name that starts, answers and ends; the seconds that takes."""
+        """Seconds for an engine of the same name to start, answer and exit."""
         began = time.monotonic()
         command = ["--name", self.name, "--model", str(self.place.model), "--device", "cpu"]
-        with self._launch(*ASK, "--max-tokens", "1", *command, *self.place.options, mark="") as one:
-            if one.wait(LIMIT) != 0:
+        with self._launch(*ASK, "--max-tokens", "1", *command, *self.place.options, mark="") as client:
+            if client.wait(LIMIT) != 0:
                 self._log.seek(0)
                 raise RuntimeError(f"the next start failed: {self._log.read()[-2000:]}")
         return time.monotonic() - began
@@ -143,7 +147,7 @@ class Engine:
             stdout=stdout,
             stderr=self._log,
             text=True,
-            # Under nohup it would ignore this signal, and rightly so.
+            # Under nohup the child would inherit that SIGHUP is ignored.
             preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )
 

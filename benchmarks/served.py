@@ -1,4 +1,4 @@
-"""An engine in processes of its own, for benchmarks that look at its memory from outside."""
+"""An engine in its own processes, for benchmarks that measure its memory from outside."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ START_LIMIT, STOP_LIMIT = 300.0, 30.0  # seconds
 @asynccontextmanager
 async def served(name: str, options: list[str]) -> AsyncIterator[EngineInfo]:
     """`launch.py serve` with these options, for the length of the block; its log goes to stderr. Raises
-    SystemExit where it does not start, or has not ended as it should."""
+    SystemExit where it does not start, or ends with an error."""
     command = (sys.executable, str(LAUNCH), "serve", "--name", name, "--log-level", "warning", *options)
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None

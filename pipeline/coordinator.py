@@ -1,5 +1,5 @@
 """Process entry: the coordinator. uvloop in the main thread serves the clients' sockets and the supervisor's
-messages; the engine lives in a thread of its own, because torch calls block.
+messages; the engine runs in a thread of its own, because torch calls block.
 
 The event loop puts clients' messages into the engine's inbox; the engine posts its answers to the event loop.
 """

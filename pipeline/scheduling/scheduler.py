@@ -168,8 +168,8 @@ class Scheduler:
         self._running.append(job)
 
     def _preempt_heaviest(self, running: Counter[bytes]) -> bool:
-        """Preempt the newest request of the client with most running ones. False where no client has two of
-        which one can be preempted."""
+        """Preempt the newest request of the client with most running requests. False where no client has two
+        and one of them can be preempted."""
         candidates = [job for job in self._running if job.grows and running[job.client] >= 2]
         if not candidates:
             return False

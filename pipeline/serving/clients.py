@@ -192,7 +192,7 @@ class Clients:
             if client.refusals.spend():
                 self.send(sender, self._welcome())
             else:
-                self.cut_off(sender, "it says Hello all the time")
+                self.cut_off(sender, "it repeats its Hello")
         elif sum(name[:1] == sender[:1] for name in self._clients) >= MOST_CLIENTS:
             self.refuse(sender, f"{MOST_CLIENTS} clients are connected already; come back later")
         else:

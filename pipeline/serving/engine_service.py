@@ -1,7 +1,7 @@
 """Serves clients' messages on one engine: takes them from the inbox, and runs rounds of the scheduler
 between.
 
-Used by the engine's thread alone. What it has to say is posted to the event loop.
+Used by the engine's thread alone. Answers are posted to the event loop.
 """
 
 from __future__ import annotations

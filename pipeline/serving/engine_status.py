@@ -13,7 +13,7 @@ from protocol.messages import VERSION, Welcome
 
 
 class EngineStatus:
-    """Of one running engine."""
+    """Reads an engine's parts, policy and scheduler."""
 
     def __init__(self, parts: EngineParts, policies: PolicySwitch, scheduler: Scheduler) -> None:
         """Raises ModelError where the model's sampling settings are damaged."""
@@ -23,14 +23,10 @@ class EngineStatus:
         self._sampling = sampling_defaults(parts.config.model)
 
     def welcome(self) -> Welcome:
-        """What a client that connects is told about the engine."""
+        """The engine's description for a client that connects."""
         parts = self._parts
-        config, options, tokenizer, policy = (
-            parts.config,
-            parts.config.options,
-            parts.tokenizer,
-            parts.engine.policy,
-        )
+        config, options = parts.config, parts.config.options
+        tokenizer, policy = parts.tokenizer, parts.engine.policy
         return Welcome(
             version=VERSION,
             engine=config.engine,

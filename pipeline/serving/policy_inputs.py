@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class PolicyInputs:
-    """Of one engine; read or measured when a policy is set."""
+    """One engine's costs and calibration, read or measured when a policy is set."""
 
     def __init__(self, config: CoordinatorConfig, source: ModelSource, context: int) -> None:
         """`context`: tokens that a sequence may have."""

@@ -1,4 +1,4 @@
-"""The coordinator's clients without an engine behind them: real sockets, and a few canned answers."""
+"""The coordinator's `Clients` without an engine: real sockets, and a few fixed answers."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ LIMIT = 10.0  # seconds
 
 
 class Service:
-    """`Clients` at work. Stats are answered with its counts; SetPolicy by an Error that quotes the policy's
-    name; Generate by a Done whose text is the prompt's; Cancel is a message that cannot be handled."""
+    """Answers Stats with the counts of `Clients`, SetPolicy with an Error that quotes the policy's name,
+    Generate with a Done that cannot be encoded; handling a Cancel raises."""
 
     def __init__(self, runtime: Path, tcp: str | None) -> None:
         self.local = ipc_endpoint(runtime, "client.sock")
@@ -59,7 +59,7 @@ class Service:
             case Generate():
                 self.clients.send(client, Done(message.request, "stop", text=message.prompt + "\ud800"))
             case Cancel():
-                raise ZeroDivisionError("a mistake")
+                raise ZeroDivisionError("a bug")
 
     def _on_gone(self, client: bytes) -> None:
         self.gone.append(client)
@@ -67,7 +67,7 @@ class Service:
 
 @asynccontextmanager
 async def service(tcp: bool = False) -> AsyncIterator[Service]:
-    """Serving for the length of the block, and at its end still."""
+    """Serves for the length of the block, and must still serve at its end."""
     runtime = Path(tempfile.mkdtemp(prefix="tandem-test-"))
     try:
         running = Service(runtime, free_endpoint() if tcp else None)
@@ -90,25 +90,25 @@ def free_endpoint() -> str:
 
 
 async def works(where: str | Address) -> dict[str, Any]:
-    """A client of the library is served; returns the counts."""
+    """Check that a client of the library is served. Returns the counts."""
     async with Client.connect(where, timeout=LIMIT) as client:
         return await client.stats()
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
-    """Wait until it holds."""
+    """Wait until the condition holds."""
     for _ in range(int(LIMIT / 0.01)):
         if condition():
             return
         await asyncio.sleep(0.01)
-    raise AssertionError("it did not come true")
+    raise AssertionError("the condition did not become true")
 
 
 @asynccontextmanager
 async def raw(
     endpoint: str, *, hello: bool = True, identity: bytes = b"", keys: ClientKeys | None = None
 ) -> AsyncIterator[RawClient]:
-    """A client that can send anything; with `hello` welcomed."""
+    """A client that can send anything; with `hello` it has its Welcome."""
     dealer = connect_dealer(zmq.asyncio.Context.instance(), endpoint, identity=identity, keys=keys)
     try:
         client = RawClient(dealer)

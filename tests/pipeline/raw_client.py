@@ -1,4 +1,4 @@
-"""A client that can do what the library's cannot: send anything, and see every message that comes."""
+"""A client that can send anything, and receives every message, which the library's client cannot."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RawClient:
             await self.socket.send_multipart(encode(message))
 
     async def next(self) -> Any:
-        """The next message that is no heartbeat."""
+        """The next message but heartbeats."""
         async with asyncio.timeout(LIMIT):
             while True:
                 message = decode(await self.socket.recv_multipart())
@@ -42,9 +42,9 @@ class RawClient:
         return message
 
     async def until_stats(self) -> tuple[list[Any], dict[str, Any]]:
-        """Everything the engine had to say to earlier messages at once, and its stats. Stats are answered
-        beside the engine's work; a policy that does not exist is refused in the order of requests, so its
-        refusal comes after all that."""
+        """All answers to earlier messages, and the stats. The event loop answers Stats at once; an unknown
+        policy is refused by the engine's thread in the order of messages, so its refusal follows all earlier
+        answers."""
         barrier, request = next(self._barriers), next(self._barriers)
         await self.send(SetPolicy(barrier, "barrier"))
         messages: list[Any] = []
@@ -56,7 +56,7 @@ class RawClient:
         return messages, message.stats
 
     async def to_the_end(self, *requests: int) -> dict[int, list[Any]]:
-        """All messages of these requests, until each has its terminal one, and what comes after it too."""
+        """All messages of these requests until each has its terminal one, and any that follow."""
         found: dict[int, list[Any]] = {request: [] for request in requests}
         while not all(any(isinstance(m, Done | Error) for m in messages) for messages in found.values()):
             message = await self.next()
@@ -68,7 +68,7 @@ class RawClient:
 
 @asynccontextmanager
 async def raw_client(endpoint: str, hello: bool = True) -> AsyncIterator[RawClient]:
-    """Connected, and with `hello` welcomed."""
+    """Connected; with `hello` it has its Welcome."""
     socket = connect_dealer(zmq.asyncio.Context.instance(), endpoint)
     try:
         client = RawClient(socket)
@@ -81,7 +81,7 @@ async def raw_client(endpoint: str, hello: bool = True) -> AsyncIterator[RawClie
 
 
 def one_line(text: str) -> str:
-    """A fault's text as it must be: one line that says something."""
+    """Check an error's text: one line, not empty, no traceback."""
     assert text
     assert "\n" not in text
     assert "Traceback" not in text

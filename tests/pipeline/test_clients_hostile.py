@@ -1,4 +1,4 @@
-"""What a hostile client can do at the clients' socket: be answered, be counted, be cut off; no more."""
+"""Hostile clients are answered, counted and cut off, and harm no other client."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ async def pour(client: RawClient, frames: list[bytes], count: int) -> None:
 
 
 async def everything(client: RawClient, quiet: float = 0.5) -> list[object]:
-    """What comes until nothing has for a while; heartbeats do not count."""
+    """All messages until none has arrived for a while; heartbeats do not count."""
     found = []
     until = time.monotonic() + quiet
-    while (left := until - time.monotonic()) > 0:
-        if await client.socket.poll(int(left * 1000) + 1):
+    while (remaining := until - time.monotonic()) > 0:
+        if await client.socket.poll(int(remaining * 1000) + 1):
             message = decode(await client.socket.recv_multipart())
             if not isinstance(message, Heartbeat):
                 found.append(message)
@@ -56,7 +56,7 @@ def count(running: Service, name: str) -> int:
     [[b""], [b"\x01"], [b"\xff\x03", b"\x80"], [b"x"] * 50, [b"\x03\x03", b"\xdf\xff\xff\xff\xff"]],
     ids=range(5),
 )
-async def test_a_client_that_floods_with_garbage_is_cut_off(
+async def test_client_that_floods_with_malformed_frames_is_cut_off(
     frames: list[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with service() as running, raw(running.local) as hostile, Client.connect(running.local) as other:
@@ -68,13 +68,13 @@ async def test_a_client_that_floods_with_garbage_is_cut_off(
         assert (count(running, "cut_off"), count(running, "malformed")) == (1, REFUSED_LIMIT + 1)
         await eventually(lambda: count(running, "unheard") == 3000 - REFUSED_LIMIT - 1)
         assert len(running.gone) == 1
-        await hostile.send(Hello(VERSION))  # not now
+        await hostile.send(Hello(VERSION))  # still shut out
         assert await everything(hostile) == []
         assert (await other.stats())["connected"] == 1
         assert len([r for r in caplog.records if "cut off" in r.getMessage()]) == 1
 
 
-async def test_a_client_that_was_cut_off_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_client_that_was_cut_off_may_reconnect_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.serving.clients.SHUT_OUT_SECONDS", 0.3)
     async with service() as running, raw(running.local) as hostile:
         await pour(hostile, [b""], 50)
@@ -84,7 +84,7 @@ async def test_a_client_that_was_cut_off_may_come_back(monkeypatch: pytest.Monke
         assert [type(m).__name__ for m in await everything(hostile)] == ["Welcome", "StatsReply"]
 
 
-async def test_a_client_of_the_library_is_told_that_it_was_cut_off() -> None:
+async def test_cut_off_client_of_the_library_has_the_reason() -> None:
     async with service() as running, Client.connect(running.local) as unlucky:
         await unlucky.stats()
         running.clients.cut_off(running.heard[-1][0], "a test")
@@ -92,7 +92,7 @@ async def test_a_client_of_the_library_is_told_that_it_was_cut_off() -> None:
         await works(running.local)
 
 
-async def test_a_mistake_now_and_then_is_answered_each_time() -> None:
+async def test_occasional_malformed_messages_are_answered_each_time() -> None:
     async with service() as running, raw(running.local) as clumsy:
         for _ in range(3):
             await pour(clumsy, [b"\x01"], REFUSED_LIMIT - 1)
@@ -101,7 +101,7 @@ async def test_a_mistake_now_and_then_is_answered_each_time() -> None:
 
 
 @pytest.mark.parametrize("frames", [[b""], encode(Stats(1)), encode(Hello(VERSION + 1))], ids=range(3))
-async def test_strangers_are_answered_a_few_times_a_second_all_together(frames: list[bytes]) -> None:
+async def test_connections_without_welcome_share_a_few_answers_a_second(frames: list[bytes]) -> None:
     async with service() as running, contextlib.AsyncExitStack() as stack:
         strangers = [await stack.enter_async_context(raw(running.local, hello=False)) for _ in range(20)]
         for stranger in strangers:
@@ -109,12 +109,12 @@ async def test_strangers_are_answered_a_few_times_a_second_all_together(frames: 
         answers = [message for stranger in strangers for message in await everything(stranger, quiet=0.1)]
         assert STRANGERS_ANSWERED <= len(answers) <= 3 * STRANGERS_ANSWERED
         assert {(type(a), a.request) for a in answers} == {(Error, -1)}
-        await strangers[0].send(Hello(VERSION))  # who behaves is served all the same
+        await strangers[0].send(Hello(VERSION))  # a correct Hello is still answered
         assert (await strangers[0].next()) == WELCOME
 
 
-async def test_nothing_is_remembered_of_strangers() -> None:
-    """Ten thousand names, each with a mistake: no byte of them stays."""
+async def test_connections_without_welcome_leave_no_state() -> None:
+    """1,700 routing ids, each with a refused message: memory does not grow."""
     async with service() as running:
 
         async def strangers(number: int) -> None:
@@ -138,8 +138,8 @@ async def test_nothing_is_remembered_of_strangers() -> None:
         assert count(running, "connected") == 0
 
 
-async def test_the_names_of_those_cut_off_are_bounded() -> None:
-    """The oldest is forgotten, and heard again."""
+async def test_names_of_cut_off_clients_are_bounded() -> None:
+    """The oldest is forgotten, and may connect again."""
     async with service() as running, raw(running.local) as first:
         await first.send(Stats(1))
         await first.next()
@@ -154,19 +154,19 @@ async def test_the_names_of_those_cut_off_are_bounded() -> None:
         assert await first.next() == WELCOME
 
 
-async def test_hello_a_thousand_times() -> None:
+async def test_client_that_repeats_hello_is_cut_off() -> None:
     async with service() as running, raw(running.local) as hostile, Client.connect(running.local) as other:
         await pour(hostile, encode(Hello(VERSION)), 1000)
         *welcomes, last = await everything(hostile)
         assert len(welcomes) <= REFUSED_LIMIT
         assert set(map(type, welcomes)) <= {type(WELCOME)}
         assert isinstance(last, Error)
-        assert last.text == "cut off: it says Hello all the time"
+        assert last.text == "cut off: it repeats its Hello"
         assert (await other.stats())["connected"] == 1
 
 
-async def test_a_thousand_connections_that_say_hello_and_vanish() -> None:
-    """Meanwhile those who are connected are served, afterwards everybody is."""
+async def test_thousand_connections_that_vanish_after_hello_are_released() -> None:
+    """Connected clients are served meanwhile, and new ones afterwards."""
     process = psutil.Process()
     async with service(tcp=True) as running, Client.connect(running.local) as other:
         descriptors, sent = process.num_fds(), 0
@@ -183,7 +183,7 @@ async def test_a_thousand_connections_that_say_hello_and_vanish() -> None:
                             dealer.setsockopt(zmq.LINGER, 0)
                             await dealer.send_multipart(encode(Hello(VERSION)))
                         await other.stats()
-                        sent += 50  # who vanishes before anybody looked was never there
+                        sent += 50  # some vanish before their Hello is read
                         await eventually(lambda sent=sent: seen() > sent // 2)
         await eventually(lambda: count(running, "connected") == 1)
         await eventually(lambda: process.num_fds() <= descriptors + 8)
@@ -191,7 +191,7 @@ async def test_a_thousand_connections_that_say_hello_and_vanish() -> None:
         await works(Address(running.tcp, CLIENT))
 
 
-async def test_more_clients_than_there_may_be_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_clients_beyond_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.serving.clients.MOST_CLIENTS", 3)
     async with service(tcp=True) as running, contextlib.AsyncExitStack() as stack:
         for _ in range(3):
@@ -200,14 +200,14 @@ async def test_more_clients_than_there_may_be_are_sent_away(monkeypatch: pytest.
             await late.send(Hello(VERSION))
             refusal = await late.expect(Error)
             assert refusal.text == "3 clients are connected already; come back later"
-            await works(running.local)  # it has room of its own
+            await works(running.local)  # each socket has its own limit
             last.socket.close(linger=0)
             await eventually(lambda: count(running, "connected") == 2)
             await late.send(Hello(VERSION))
             assert await late.next() == WELCOME
 
 
-async def test_a_mistake_of_ours_costs_its_own_client_only(caplog: pytest.LogCaptureFixture) -> None:
+async def test_bug_in_message_handling_cuts_off_only_its_client(caplog: pytest.LogCaptureFixture) -> None:
     async with service() as running, raw(running.local) as unlucky, Client.connect(running.local) as other:
         await unlucky.send(Cancel(1))
         assert (await unlucky.expect(Error)).text == "cut off: the engine failed on its message"
@@ -215,7 +215,7 @@ async def test_a_mistake_of_ours_costs_its_own_client_only(caplog: pytest.LogCap
         assert (await other.stats())["cut_off"] == 1
 
 
-async def test_an_answer_that_cannot_be_encoded_ends_its_request() -> None:
+async def test_answer_that_cannot_be_encoded_ends_its_request() -> None:
     async with service() as running, raw(running.local) as client:
         await client.send(Generate(7, prompt="a"))
         answer = await client.expect(Error)
@@ -225,7 +225,7 @@ async def test_an_answer_that_cannot_be_encoded_ends_its_request() -> None:
         assert (await client.next()).request == 8
 
 
-async def test_a_long_name_does_not_come_back_with_every_error() -> None:
+async def test_long_names_are_cut_in_errors() -> None:
     async with service() as running, raw(running.local) as client:
         await client.send(SetPolicy(1, "x" * (DEFAULT.header - 100)))
         answer = await client.expect(Error)
@@ -233,7 +233,7 @@ async def test_a_long_name_does_not_come_back_with_every_error() -> None:
         assert len(answer.text) == LONGEST_ERROR + 3
 
 
-async def test_a_frame_larger_than_any_message_ends_the_connection() -> None:
+async def test_frame_larger_than_any_message_ends_the_connection() -> None:
     async with service(tcp=True) as running:
         for where, keys in ((running.local, None), (running.tcp, CLIENT)):
             async with raw(where, keys=keys) as hostile:
@@ -243,8 +243,8 @@ async def test_a_frame_larger_than_any_message_ends_the_connection() -> None:
         assert count(running, "malformed") == 0
 
 
-async def test_what_waits_to_be_heard_is_bounded() -> None:
-    """While nobody listens, as before the engine is built: the rest has to stay with the sender."""
+async def test_unread_messages_are_bounded() -> None:
+    """While the socket is not read, as before the engine is built: the rest stays with the sender."""
     runtime = await asyncio.to_thread(Path, os.environ["XDG_RUNTIME_DIR"])
     local = ipc_endpoint(runtime, "bounded.sock")
     clients = Clients(local, lambda: WELCOME, lambda *_: None, lambda *_: None)
@@ -265,8 +265,9 @@ async def test_what_waits_to_be_heard_is_bounded() -> None:
 BIG = random.Random(1).randbytes(4 << 20)
 
 
-async def test_all_queues_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who takes nothing and asks on is cut off before the engine's memory is full; the largest goes first."""
+async def test_total_of_all_outboxes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that sends requests and reads nothing is cut off before memory is full, the largest outbox
+    first."""
     monkeypatch.setattr("pipeline.serving.clients.QUEUED_BYTES", 4 << 20)
     async with service() as running, raw(running.local) as deaf, Client.connect(running.local) as other:
         for i in range(3000):
@@ -275,12 +276,12 @@ async def test_all_queues_together_are_bounded(monkeypatch: pytest.MonkeyPatch) 
         assert (await other.stats())["connected"] == 1
 
 
-async def test_log_lines_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+async def test_log_lines_about_clients_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     async with service() as running, contextlib.AsyncExitStack() as stack:
         hostile = [await stack.enter_async_context(raw(running.local)) for _ in range(60)]
-        for one in hostile:
-            await pour(one, [b"\x02"], REFUSED_LIMIT + 1)
+        for client in hostile:
+            await pour(client, [b"\x02"], REFUSED_LIMIT + 1)
         await eventually(lambda: count(running, "cut_off") == 60)
         lines = [r.getMessage() for r in caplog.records if "cut off" in r.getMessage()]
         assert 5 <= len(lines) <= 15

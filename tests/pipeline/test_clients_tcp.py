@@ -1,4 +1,4 @@
-"""Clients over tcp: those whose key is let in are served; nobody else learns anything."""
+"""Clients over tcp: only those with a known key are served; other connections get no information."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from protocol.messages import VERSION, Hello, Stats, StatsReply
 from protocol.sockets import check_tcp, ipc_endpoint
 
 OTHER_ENGINE, OTHER_CLIENT = new_keys()
-WITHOUT_ENTRY = {
+WRONG_KEYS = {
     "another client's keys": ClientKeys(OTHER_CLIENT.public, OTHER_CLIENT.secret, ENGINE.public),
     "another engine's key": ClientKeys(CLIENT.public, CLIENT.secret, OTHER_ENGINE.public),
     "another secret": ClientKeys(CLIENT.public, OTHER_CLIENT.secret, ENGINE.public),
@@ -46,14 +46,14 @@ def frames(flagged: bool) -> bytes:
     return b"".join(bytes([len(part) + 1, more]) + part for more, part in parts)
 
 
-async def test_a_client_with_the_right_keys_is_served() -> None:
+async def test_client_with_known_keys_is_served() -> None:
     async with service(tcp=True) as running:
         counts = await works(Address(running.tcp, CLIENT))
         assert (counts["connected"], counts["refused_keys"]) == (1, 0)
 
 
-@pytest.mark.parametrize("keys", WITHOUT_ENTRY.values(), ids=WITHOUT_ENTRY.keys())
-async def test_wrong_keys_get_silence(keys: ClientKeys, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("keys", WRONG_KEYS.values(), ids=WRONG_KEYS.keys())
+async def test_wrong_keys_get_no_answer(keys: ClientKeys, caplog: pytest.LogCaptureFixture) -> None:
     async with service(tcp=True) as running:
         async with raw(running.tcp, hello=False, keys=keys) as stranger:
             for _ in range(3):
@@ -70,7 +70,7 @@ async def test_wrong_keys_get_silence(keys: ClientKeys, caplog: pytest.LogCaptur
             assert "127.0.0.1 was not let in: its key is not in engine.key" in caplog.text
 
 
-async def test_a_peer_without_encryption_gets_silence() -> None:
+async def test_unencrypted_connection_gets_no_answer() -> None:
     async with service(tcp=True) as running:
         with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as plain:
             plain.setsockopt(zmq.LINGER, 0)
@@ -99,7 +99,7 @@ async def test_a_peer_without_encryption_gets_silence() -> None:
     ],
     ids=range(13),
 )
-async def test_raw_bytes_get_nothing_but_the_greeting(words: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_raw_bytes_get_only_the_greeting(words: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("protocol.sockets.HANDSHAKE_MS", 300)
     async with service(tcp=True) as running:
         reader, writer = await asyncio.open_connection(*check_tcp(running.tcp))
@@ -113,14 +113,14 @@ async def test_raw_bytes_get_nothing_but_the_greeting(words: bytes, monkeypatch:
         writer.close()
         with contextlib.suppress(ConnectionResetError, BrokenPipeError):
             await writer.wait_closed()
-        ours = greeting(b"CURVE", minor=b"\1")
-        assert got[: len(ours)] == ours[: len(got)]
-        assert len(got) <= len(ours) + 12, got  # and ZMTP's short code of what is wrong with a handshake
+        expected = greeting(b"CURVE", minor=b"\1")
+        assert got[: len(expected)] == expected[: len(got)]
+        assert len(got) <= len(expected) + 12, got  # and ZMTP's short error code of a handshake
         assert running.clients.counts()["connected"] == 0
         assert running.heard == []
 
 
-async def test_the_same_routing_id_on_both_sockets_is_two_clients() -> None:
+async def test_same_routing_id_on_both_sockets_is_two_clients() -> None:
     async with service(tcp=True) as running, raw(running.local, identity=b"same") as local:
         async with raw(running.tcp, identity=b"same", keys=CLIENT) as remote:
             assert running.clients.counts()["connected"] == 2
@@ -130,17 +130,17 @@ async def test_the_same_routing_id_on_both_sockets_is_two_clients() -> None:
             assert (await remote.expect(StatsReply)).request == 2
             names = {name for name, _ in running.heard}
             assert len(names) == 2
-        await eventually(lambda: len(running.gone) > 0)  # a heartbeat finds out that it has gone
+        await eventually(lambda: len(running.gone) > 0)  # found by the next heartbeat
         await local.send(Stats(3))
         assert (await local.expect(StatsReply)).request == 3
         (gone,) = running.gone
         assert gone != running.heard[-1][0]
 
 
-async def test_who_comes_before_the_engine_is_ready_waits(
+async def test_clients_wait_until_the_engine_is_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Handshakes that nobody answered in time are begun anew; the old questions do no harm."""
+    """Handshakes that time out are repeated; the authentication requests of the first ones do no harm."""
     monkeypatch.setattr("protocol.sockets.HANDSHAKE_MS", 200)
     endpoint = free_endpoint()
     clients = Clients(
@@ -151,29 +151,29 @@ async def test_who_comes_before_the_engine_is_ready_waits(
         tcp=TcpListener(endpoint, ENGINE),
     )
 
-    async def come() -> None:
+    async def connect() -> None:
         async with Client.connect(Address(endpoint, CLIENT), timeout=10) as client:
             assert client.welcome == WELCOME
 
-    coming = [asyncio.create_task(come()) for _ in range(5)]
+    connecting = [asyncio.create_task(connect()) for _ in range(5)]
     await asyncio.sleep(1.0)
-    assert not any(task.done() for task in coming)
+    assert not any(task.done() for task in connecting)
     serving = asyncio.create_task(clients.serve())
-    await asyncio.gather(*coming)
+    await asyncio.gather(*connecting)
     assert not serving.done()
     serving.cancel()
     await asyncio.wait([serving])
     clients.close()
 
 
-async def test_a_flood_of_handshakes_does_not_keep_anybody_out(caplog: pytest.LogCaptureFixture) -> None:
+async def test_flood_of_handshakes_keeps_no_client_out(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     async with service(tcp=True) as running:
         strangers = ClientKeys(OTHER_CLIENT.public, OTHER_CLIENT.secret, ENGINE.public)
         with contextlib.ExitStack() as stack:
-            for _ in range(300):
+            for i in range(300):
                 stranger = stack.enter_context(socket.create_connection(check_tcp(running.tcp)))
-                stranger.sendall(greeting(b"CURVE")[: 10 + _ % 50])
+                stranger.sendall(greeting(b"CURVE")[: 10 + i % 50])
             with zmq.asyncio.Context() as context:
                 for _ in range(40):
                     dealer = stack.enter_context(context.socket(zmq.DEALER))
@@ -188,7 +188,7 @@ async def test_a_flood_of_handshakes_does_not_keep_anybody_out(caplog: pytest.Lo
         assert 0 < len([r for r in caplog.records if "was not let in" in r.getMessage()]) < 40
 
 
-def test_an_engine_s_listening_is_what_it_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tcp_listener_follows_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     endpoint = free_endpoint()
     assert TcpListener.configured(EngineConfig()) is None
@@ -198,22 +198,24 @@ def test_an_engine_s_listening_is_what_it_was_told(tmp_path: Path, monkeypatch: 
         TcpListener.configured(EngineConfig(listen=endpoint))
     write_engine_keys(tmp_path / "a.key", ENGINE)
     assert stat.S_IMODE((tmp_path / "a.key").stat().st_mode) == 0o600
-    told = TcpListener.configured(EngineConfig(listen=endpoint, key=tmp_path / "a.key"))
-    assert told == TcpListener(endpoint, ENGINE)
+    listener = TcpListener.configured(EngineConfig(listen=endpoint, key=tmp_path / "a.key"))
+    assert listener == TcpListener(endpoint, ENGINE)
 
 
-async def test_a_port_in_use_leaves_nothing_behind(tmp_path: Path) -> None:
+async def test_port_in_use_leaves_no_socket_open(tmp_path: Path) -> None:
     async with service(tcp=True) as running:
         local = ipc_endpoint(tmp_path, "c.sock")
         with pytest.raises(ProtocolError, match=rf"^cannot bind {running.tcp}: Address already in use$"):
             Clients(
                 local, lambda: None, lambda *_: None, lambda *_: None, tcp=TcpListener(running.tcp, ENGINE)
             )
-        async with service() as other:  # its own sockets are closed, and this one's are not disturbed
+        async with (
+            service() as other
+        ):  # the failed instance's sockets are closed, this one's are not affected
             await works(other.local)
 
 
-async def test_a_real_engine_answers_over_tcp(start_engine, plain_config, tmp_path: Path) -> None:
+async def test_engine_answers_over_tcp(start_engine, plain_config, tmp_path: Path) -> None:
     write_engine_keys(tmp_path / "engine.key", ENGINE)
     endpoint = free_endpoint()
     config = EngineConfig(**(vars(plain_config) | {"listen": endpoint, "key": tmp_path / "engine.key"}))
@@ -221,13 +223,15 @@ async def test_a_real_engine_answers_over_tcp(start_engine, plain_config, tmp_pa
         ids = {"token_ids": (5, 6, 7), "max_tokens": 8, "ignore_eos": True}
         async with Client.connect(Address(endpoint, CLIENT), timeout=20) as remote:
             assert remote.welcome == local.welcome
-            # one after the other: together they are another batch, and may differ by rounding
+            # one after the other: a batch of both may differ by rounding
             here, there = [await client.generate(**ids).result() for client in (local, remote)]
             assert len(there.tokens) == 8
             assert here.tokens == there.tokens
             blocks = [block async for block in remote.score(token_ids=range(200), full=True)]
             assert sum(len(block.tokens) for block in blocks) == 200
-            assert (await remote.stats())["clients"]["connected"] >= 2  # that for scores may live on
+            assert (await remote.stats())["clients"][
+                "connected"
+            ] >= 2  # the connection of `score` may still be open
         with pytest.raises(EngineGone):
-            async with Client.connect(Address(endpoint, WITHOUT_ENTRY["another client's keys"]), timeout=1.0):
+            async with Client.connect(Address(endpoint, WRONG_KEYS["another client's keys"]), timeout=1.0):
                 pass

@@ -1,4 +1,5 @@
-"""Many clients at an engine with room for four: all are served, in a fair order, and nothing stays."""
+"""Many clients of an engine whose KV cache holds four requests: all are served, in a fair order, and all is
+released."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ def prompt_of(number: int) -> list[int]:
     return [10 + number + i for i in range(PROMPT)]
 
 
-async def everything_back(client: Client) -> None:
-    """Nothing runs, waits or is kept."""
+async def all_released(client: Client) -> None:
+    """Wait until no request runs or waits, and no KV is used or kept."""
     held = ("running", "waiting", "kv_tokens_used", "kv_tokens_kept", "conversations")
     async with asyncio.timeout(20):
         while True:
@@ -50,7 +51,7 @@ async def everything_back(client: Client) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_two_hundred_requests_of_fifty_clients(small) -> None:
+async def test_two_hundred_requests_of_fifty_clients_are_served_fairly(small) -> None:
     supervisor, first = small
     alone = {}
     for i in range(8):
@@ -82,20 +83,20 @@ async def test_two_hundred_requests_of_fifty_clients(small) -> None:
                     group.create_task(ask(clients[i // 4], i // 4, i % 8))
             assert [client.strays for client in clients] == [0] * 50
         assert Counter(served) == {i: 4 for i in range(50)}, wave
-        # Who came first had its four before others had come; from then on clients take turns.
+        # The first client's four may run before other clients connect; from then on clients take turns.
         assert max(Counter(served[:50]).values()) <= 4
         assert len(set(served[:70])) == 50
         memory.append(coordinator.memory_info().rss)
-    await everything_back(first)
+    await all_released(first)
     assert memory[1] < memory[0] + (16 << 20)
 
 
-async def test_five_hundred_answers_cancelled_at_random_moments(small) -> None:
+async def test_five_hundred_answers_cancelled_at_random_moments_release_all(small) -> None:
     supervisor, first = small
     draw = random.Random(3)
     ends: Counter[str] = Counter()
 
-    async def one_after_the_other(client: Client, waits: list[float]) -> None:
+    async def ask_and_cancel(client: Client, waits: list[float]) -> None:
         for i, wait in enumerate(waits):
             conversation = f"talk {i % 3}" if i % 2 else None
             answer = client.generate(
@@ -112,28 +113,26 @@ async def test_five_hundred_answers_cancelled_at_random_moments(small) -> None:
         async with asyncio.TaskGroup() as group:
             for client in clients:
                 group.create_task(
-                    one_after_the_other(
-                        client, [draw.choice((0, 0.05, 0.2)) * draw.random() for _ in range(50)]
-                    )
+                    ask_and_cancel(client, [draw.choice((0, 0.05, 0.2)) * draw.random() for _ in range(50)])
                 )
-        await asyncio.gather(*(client.stats() for client in clients))  # whatever was under way has come
+        await asyncio.gather(*(client.stats() for client in clients))  # all messages under way have arrived
         assert [client.strays for client in clients] == [0] * 10
     assert sum(ends.values()) == 500
     assert ends["cancelled"] > 50
-    await everything_back(first)
+    await all_released(first)
 
 
-async def test_who_never_reads_is_cut_off_and_nobody_notices(small) -> None:
-    """It lives, it asks for more than any queue takes, and reads nothing of it."""
+async def test_client_that_never_reads_is_cut_off_without_delaying_others(small) -> None:
+    """It sends heartbeats and requests more than any queue holds, and reads nothing."""
     supervisor, first = small
     async with raw_client(supervisor.endpoint) as deaf:
 
-        async def live() -> None:
+        async def send_heartbeats() -> None:
             while True:
                 await deaf.send(Heartbeat())
                 await asyncio.sleep(0.5)
 
-        living = asyncio.create_task(live())
+        heartbeats = asyncio.create_task(send_heartbeats())
         await deaf.send(*(Score(i, token_ids=tuple(range(CONTEXT)), full=True) for i in range(400)))
         others = 0
         async with asyncio.timeout(60):
@@ -143,12 +142,12 @@ async def test_who_never_reads_is_cut_off_and_nobody_notices(small) -> None:
                 others += 1
                 await asyncio.sleep(0.2)
         assert others > 5
-        living.cancel()
-        await everything_back(first)
+        heartbeats.cancel()
+        await all_released(first)
 
 
-async def test_an_answer_without_a_reader_goes_on_behind_a_queue(small) -> None:
-    """Positions come in order and end with the answer."""
+async def test_queue_positions_fall_until_the_answer(small) -> None:
+    """Positions only fall, and end with the answer."""
     supervisor, first = small
     async with raw_client(supervisor.endpoint) as raw:
         await raw.send(
@@ -162,4 +161,4 @@ async def test_an_answer_without_a_reader_goes_on_behind_a_queue(small) -> None:
         positions = [m.position for m in messages if hasattr(m, "position")]
         assert positions == sorted(positions, reverse=True)
     assert any(hasattr(messages[0], "position") for messages in found.values())
-    await everything_back(first)
+    await all_released(first)

@@ -1,9 +1,7 @@
-"""Answers that go on behind their first tokens: the same tokens and texts as without the interruption.
+"""Resumed answers have the same tokens and texts as uninterrupted ones.
 
-In float32. A resumed answer is prefilled where the whole one was decoded, so greedy tokens are held to the
-rule of equality; of the seeded ones the random numbers are the same, and rounding would have to fall on one
-of them to show.
-"""
+In float32. A resumed answer prefills tokens that the whole answer decoded, so greedy tokens may differ at
+near-ties. Seeded answers draw the same random numbers, and a difference by rounding is very unlikely."""
 
 from __future__ import annotations
 
@@ -26,8 +24,8 @@ SHAPED = Sampling(temperature=0.9, top_k=300, top_p=0.98, repetition_penalty=1.4
 
 
 @dataclass(frozen=True)
-class Whole:
-    """An answer as it came."""
+class Answer:
+    """A received answer."""
 
     tokens: list[Token]
     done: Done
@@ -47,34 +45,34 @@ async def raw(engine) -> AsyncIterator[RawClient]:
         yield raw
 
 
-async def answers(raw: RawClient, *asked: Generate) -> list[Whole]:
-    """All asked for at once, so that they are computed in batches of any kind."""
+async def answers(raw: RawClient, *asked: Generate) -> list[Answer]:
+    """All requested at once, so that they are computed in varying batches."""
     await raw.send(*asked)
     came = await raw.to_the_end(*(message.request for message in asked))
     found = []
     for message in asked:
-        told = [m for m in came[message.request] if not isinstance(m, Queued)]
-        assert isinstance(told[-1], Done), told
-        whole = Whole(told[:-1], told[-1])
+        *tokens, done = (m for m in came[message.request] if not isinstance(m, Queued))
+        assert isinstance(done, Done), done
+        whole = Answer(tokens, done)
         first = len(message.resume)
         assert [token.index for token in whole.tokens] == list(range(first, first + len(whole.tokens)))
         found.append(whole)
     return found
 
 
-async def check_all_cuts(raw: RawClient, asked: Generate) -> Whole:
-    """Resume the answer at every point; what is still to come is what came."""
+async def check_all_cuts(raw: RawClient, asked: Generate) -> Answer:
+    """Resume the answer at every point, and compare the rest with the whole answer's."""
     (whole,) = await answers(raw, asked)
     assert "error" not in whole.done.reason
     cuts = range(len(whole.ids) + 1)
     resumed = await answers(raw, *(replace(asked, request=cut, resume=whole.ids[:cut]) for cut in cuts))
     for cut, rest in zip(cuts, resumed, strict=True):
-        left = whole.tokens[cut:]
+        remaining = whole.tokens[cut:]
         if asked.sampling.temperature == 0 and rest.ids != whole.ids[cut:]:
-            assert compare(rest.ids, left, F32_BOUND).verdict is Verdict.NEAR_TIE, cut
+            assert compare(rest.ids, remaining, F32_BOUND).verdict is Verdict.NEAR_TIE, cut
             continue
         assert rest.ids == whole.ids[cut:], cut
-        assert [token.text for token in rest.tokens] == [token.text for token in left]
+        assert [token.text for token in rest.tokens] == [token.text for token in remaining]
         assert (rest.done.reason, rest.done.text) == (whole.done.reason, whole.done.text)
         assert rest.done.stats["prompt_tokens"] == whole.done.stats["prompt_tokens"]
     return whole
@@ -85,14 +83,15 @@ async def check_all_cuts(raw: RawClient, asked: Generate) -> Whole:
     [Sampling(), Sampling(repetition_penalty=1.5), SEEDED, SHAPED],
     ids=["greedy", "penalised", "seeded", "shaped"],
 )
-async def test_a_resumed_answer_is_the_answer(raw, sampling) -> None:
+async def test_resumed_answer_equals_the_whole(raw, sampling) -> None:
     whole = await check_all_cuts(raw, replace(PROMPT, sampling=sampling))
     assert len(whole.ids) == LENGTH
     assert whole.done.reason == "length"
 
 
-async def test_in_the_middle_of_characters(raw) -> None:
-    """Random weights and a high temperature: many tokens are parts of characters, some whole in the end."""
+async def test_resume_within_a_character(raw) -> None:
+    """Random weights and a high temperature: many tokens are parts of characters, some complete in the
+    end."""
     held = 0
     for seed in range(3):
         sampling = Sampling(temperature=3.0, seed=seed)
@@ -101,7 +100,7 @@ async def test_in_the_middle_of_characters(raw) -> None:
     assert held > 0
 
 
-async def test_stop_strings_are_found_across_the_cut(raw) -> None:
+async def test_stop_string_is_found_across_the_cut(raw) -> None:
     (whole,) = await answers(raw, replace(PROMPT, sampling=SEEDED))
     text = whole.text
     for start in (3, len(text) // 2, len(text) - 6):
@@ -110,13 +109,13 @@ async def test_stop_strings_are_found_across_the_cut(raw) -> None:
         stopped = await check_all_cuts(raw, asked)
         assert stopped.done.reason == "stop"
         assert stopped.text == text[: text.index(stop[0])]
-    # what may become a stop string is held back to the end, and comes with it
+    # text that may become a stop string is held back until the Done
     asked = replace(PROMPT, sampling=SEEDED, stop=(text[-3:] + "and more",))
     assert (await check_all_cuts(raw, asked)).text == text
 
 
-async def test_end_tokens_end_it_again(raw) -> None:
-    """The one that ended it was never told, so it is drawn once more."""
+async def test_end_token_ends_a_resumed_answer(raw) -> None:
+    """The end token has no Token message, so it is drawn once more."""
     asked = [  # a penalty below 1 makes what is in the prompt likelier: the end token
         Generate(i, token_ids=(5, 2), max_tokens=12, sampling=Sampling(1.5, repetition_penalty=0.3, seed=i))
         for i in range(18)
@@ -126,7 +125,7 @@ async def test_end_tokens_end_it_again(raw) -> None:
     assert (await check_all_cuts(raw, ended[0])).done.reason == "stop"
 
 
-async def test_a_conversation_goes_on(raw) -> None:
+async def test_resumed_answer_reuses_its_conversation(raw) -> None:
     chat = Generate(
         0, messages=(ChatMessage("user", "Hi"),), max_tokens=8, ignore_eos=True, conversation="talk"
     )
@@ -135,14 +134,14 @@ async def test_a_conversation_goes_on(raw) -> None:
     assert rest.ids == whole.ids[5:]
     known = rest.done.stats["prompt_tokens"]
     assert known == whole.done.stats["prompt_tokens"]
-    assert rest.done.stats["kv_reused_tokens"] == known + 4  # of what the first had computed
+    assert rest.done.stats["kv_reused_tokens"] == known + 4  # KV that the first request computed
     turn = ChatMessage("assistant", whole.text)
     more = replace(chat, request=2, messages=(*chat.messages, turn, ChatMessage("user", "And?")))
     (after,) = await answers(raw, more)
     assert after.done.stats["kv_reused_tokens"] >= known
 
 
-async def test_up_to_the_end_of_the_context(engine, raw) -> None:
+async def test_resume_up_to_the_end_of_the_context(engine, raw) -> None:
     context = engine[1].welcome.context
     asked = Generate(0, token_ids=(5,) * (context - 6), max_tokens=100, ignore_eos=True)
     whole = await check_all_cuts(raw, asked)
@@ -150,14 +149,14 @@ async def test_up_to_the_end_of_the_context(engine, raw) -> None:
 
 
 @pytest.mark.parametrize(
-    ("resume", "said"),
+    ("resume", "reason"),
     [
         ((5,) * (LENGTH + 1), f"resume has {LENGTH + 1} tokens, the answer can have {LENGTH} at most"),
         ((5, 4096), "token id 4096 is outside the vocabulary of 4096"),
         ((-1,), "token id -1 is outside the vocabulary of 4096"),
     ],
 )
-async def test_what_cannot_be_resumed_is_said_in_a_line(raw, resume, said) -> None:
+async def test_invalid_resume_is_refused_in_one_line(raw, resume, reason) -> None:
     await raw.send(replace(PROMPT, resume=resume))
-    (told,) = (await raw.to_the_end(0))[0]
-    assert one_line(told.text if isinstance(told, Error) else told.error) == said
+    (refusal,) = (await raw.to_the_end(0))[0]
+    assert one_line(refusal.text if isinstance(refusal, Error) else refusal.error) == reason

@@ -1,4 +1,4 @@
-"""Requests in a running engine: cancelled, together, repeated, queued, abandoned; and what ends an answer."""
+"""Requests in a running engine: cancelled, batched, repeated, queued, abandoned; and the ends of answers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LONG = tuple(range(100, 300))  # 200 tokens, 7 chunks
 
 
 async def alone(client: Client, prompt: tuple[int, ...], count: int) -> tuple[list[int], np.ndarray]:
-    """The greedy answer with nothing else running, and the log-probabilities [count, V] behind it."""
+    """The greedy answer with nothing else running, and its log-probabilities [count, V]."""
     answer = await client.generate(token_ids=prompt, max_tokens=count, ignore_eos=True).result()
     tokens = list(answer.tokens)
     blocks = [b.logprobs async for b in client.score(token_ids=[*prompt, *tokens[:-1]], full=True)]
@@ -46,7 +46,7 @@ async def alone(client: Client, prompt: tuple[int, ...], count: int) -> tuple[li
 
 
 async def idle(client: Client, seconds: float = 10.0) -> dict:
-    """The stats once nothing runs any more, with all of the KV cache free."""
+    """The stats once no request runs or waits, with all of the KV cache free."""
     deadline = time.monotonic() + seconds
     while True:
         stats = await client.stats()
@@ -59,13 +59,13 @@ async def idle(client: Client, seconds: float = 10.0) -> dict:
 
 
 def same_answer(tokens: list, reference: list) -> bool:
-    """Two answers, as the Token messages that came, by the rule of equality."""
+    """Whether two answers, as Token messages, are equal up to near-ties."""
     return compare([t.token for t in tokens], reference, BOUND).verdict is not Verdict.MISMATCH
 
 
 def check_request(messages: list, kind: type = Token) -> Done:
-    """Perhaps positions in the queue, any number of one kind in order, then exactly one terminal message,
-    then nothing."""
+    """Any queue positions, any number of messages of one kind in order, exactly one terminal message, no
+    more."""
     *before, done = itertools.dropwhile(lambda m: isinstance(m, Queued), messages)
     assert isinstance(done, Done)
     assert all(type(m) is kind for m in before), messages
@@ -75,7 +75,7 @@ def check_request(messages: list, kind: type = Token) -> Done:
 
 
 @pytest.mark.parametrize("wait", [0, 0.002, 0.01, 0.03, 0.08, 0.2])
-async def test_cancelled_at_any_moment(engine, wait) -> None:
+async def test_request_is_cancelled_at_any_moment(engine, wait) -> None:
     """Eight requests of which six can run: the Cancel meets some in prefill, some in decode, some waiting."""
     async with raw_client(engine[1]._endpoint) as raw:
         await raw.send(*(Generate(i, token_ids=LONG, max_tokens=50, ignore_eos=True) for i in range(8)))
@@ -86,12 +86,12 @@ async def test_cancelled_at_any_moment(engine, wait) -> None:
         for i in range(9):
             assert check_request(found[i], Scores if i == 8 else Token).reason in ("cancelled", "length")
         assert check_request(found[7]).reason == "cancelled"
-        await raw.send(*(Cancel(i) for i in range(9)))  # long over
+        await raw.send(*(Cancel(i) for i in range(9)))  # all have ended
         assert (await raw.until_stats())[0] == []
     await idle(engine[1])
 
 
-async def test_only_its_owner_cancels(engine) -> None:
+async def test_only_its_own_client_cancels_a_request(engine) -> None:
     async with raw_client(engine[1]._endpoint) as owner, raw_client(engine[1]._endpoint) as other:
         await owner.send(Generate(0, token_ids=(5, 6), max_tokens=40, ignore_eos=True))
         await other.send(Cancel(0))
@@ -99,7 +99,7 @@ async def test_only_its_owner_cancels(engine) -> None:
         assert check_request((await owner.to_the_end(0))[0]).reason == "length"
 
 
-async def test_clients_together_get_what_each_gets_alone(engine) -> None:
+async def test_batched_answers_equal_those_computed_alone(engine) -> None:
     client = engine[1]
     expected = [await alone(client, prompt, 24) for prompt in PROMPTS]
 
@@ -114,10 +114,10 @@ async def test_clients_together_get_what_each_gets_alone(engine) -> None:
     for tokens, (reference, logprobs) in zip(answers, expected, strict=True):
         assert near_tie_or_equal(tokens, reference, logprobs, BOUND)
     decode = (await idle(client))["engine"]["decode"]
-    assert decode["rows"] > decode["steps"]  # some steps did serve several
+    assert decode["rows"] > decode["steps"]  # some steps had several sequences
 
 
-async def test_a_seed_repeats_an_answer(engine) -> None:
+async def test_seed_repeats_an_answer(engine) -> None:
     async def sample(seed: int | None) -> tuple[int, ...]:
         sampling = Sampling(temperature=1.0, top_p=0.95, seed=seed)
         answer = engine[1].generate(token_ids=PROMPTS[0], max_tokens=24, sampling=sampling, ignore_eos=True)
@@ -125,18 +125,18 @@ async def test_a_seed_repeats_an_answer(engine) -> None:
 
     assert await sample(7) == await sample(7)
     assert await sample(7) != await sample(8)
-    assert await sample(None) != await sample(None)  # the engine draws another each time
+    assert await sample(None) != await sample(None)  # the engine chooses a new seed each time
 
 
-async def test_the_policy_changes_under_a_running_answer(engine) -> None:
-    """Every preset, announced to the other client; its answers go on and stay what they are alone."""
+async def test_policy_changes_during_an_answer(engine) -> None:
+    """To every exact preset, each announced to the other client; the answer equals one computed alone."""
     client = engine[1]
     tokens, logprobs = await alone(client, PROMPTS[1], 150)
     async with raw_client(client._endpoint) as raw, raw_client(client._endpoint) as boss:
         await raw.send(Generate(0, token_ids=PROMPTS[1], max_tokens=150, ignore_eos=True))
         found: dict[int, list] = {-1: [], 0: [await raw.expect(Token)]}
         made = [make_policy(PolicyRequest(name), 0) for name in PRESETS]
-        # the others would measure for two seconds, lack a calibration or answer something else
+        # the others measure costs for two seconds, need a calibration or are approximate
         names = [p.name for p in made if p.exact and not (p.needs_costs or p.needs_calibration)]
         for request, name in enumerate([*names, "all-host"]):
             await boss.send(SetPolicy(request, name))
@@ -157,8 +157,8 @@ async def test_the_policy_changes_under_a_running_answer(engine) -> None:
         assert engine_part["resident_tiles"] + engine_part["fetched_tiles"]
 
 
-async def test_a_client_that_vanishes_frees_what_it_held(engine) -> None:
-    """Forty answers of 200 tokens are not computed for nobody."""
+async def test_requests_of_a_disconnected_client_are_released(engine) -> None:
+    """Its forty answers of 200 tokens are not computed to the end."""
     before = (await idle(engine[1]))["engine"]["decode"]["rows"]
     async with raw_client(engine[1]._endpoint) as raw:
         many = (Generate(i, token_ids=(5, 6, 7), max_tokens=200, ignore_eos=True) for i in range(40))
@@ -168,11 +168,11 @@ async def test_a_client_that_vanishes_frees_what_it_held(engine) -> None:
         assert (await engine[1].stats())["scheduler"]["kv_tokens_used"] > 0
     after = (await idle(engine[1]))["engine"]["decode"]["rows"]
     assert after - before < 40 * 200 / 2
-    await asyncio.sleep(1.0)  # a heartbeat later the other tests' clients are forgotten too
+    await asyncio.sleep(1.0)  # a heartbeat later the other tests' clients are disconnected too
     assert (await engine[1].stats())["clients"]["connected"] == 1
 
 
-async def test_more_than_fit_wait_their_turn(engine) -> None:
+async def test_requests_beyond_the_kv_cache_wait(engine) -> None:
     """Eight requests that need 250 tokens of the KV cache's 1024 each, with small ones in between."""
     async with raw_client(engine[1]._endpoint) as raw:
         large = [Generate(i, token_ids=LONG, max_tokens=50, ignore_eos=True) for i in range(8)]
@@ -202,8 +202,9 @@ async def say(client: Client, turns: list[ChatMessage], conversation: str | None
     return tokens, answer.done
 
 
-async def test_the_second_turn_computes_only_what_is_new(engine) -> None:
-    """It equals a fresh run of the whole conversation; another client's of the same name is its own."""
+async def test_second_turn_prefills_only_new_tokens(engine) -> None:
+    """It equals a fresh prefill of the whole conversation. Names of conversations are separate for each
+    client."""
     turns = [ChatMessage("user", "What is a list?")]
     async with Client.connect(engine[1]._endpoint) as client:
         tokens, first = await say(client, turns, "x")
@@ -225,11 +226,11 @@ async def test_the_second_turn_computes_only_what_is_new(engine) -> None:
     async with asyncio.timeout(10):
         while True:
             if not (await engine[1].stats())["scheduler"]["kv_tokens_kept"]:
-                return  # they went with their clients
+                return  # released with their clients
             await asyncio.sleep(0.05)
 
 
-async def test_an_answer_ends_at_a_stop_string_and_at_the_context(engine) -> None:
+async def test_answer_ends_at_a_stop_string_and_at_the_context(engine) -> None:
     client = engine[1]
     whole = await client.generate(token_ids=PROMPTS[0], max_tokens=60, ignore_eos=True).result()
     assert whole.done.reason == "length"
@@ -246,7 +247,7 @@ async def test_an_answer_ends_at_a_stop_string_and_at_the_context(engine) -> Non
     assert (len(last.tokens), last.done.reason) == (1, "length")
 
 
-async def test_text_and_conversations_are_prompts_too(engine) -> None:
+async def test_text_and_conversations_are_prompts(engine) -> None:
     client = engine[1]
     for given in ({"prompt": "def add(a, b):"}, {"messages": (ChatMessage("user", "What is a list?"),)}):
         result = await client.generate(max_tokens=5, ignore_eos=True, **given).result()

@@ -1,4 +1,4 @@
-"""What a client may get wrong: exactly one answer with one clear line, and the engine goes on."""
+"""Invalid requests: exactly one answer of one clear line, and the engine continues."""
 
 from __future__ import annotations
 
@@ -94,37 +94,37 @@ async def works(endpoint: str) -> None:
         assert len(result.tokens) == 2
 
 
-@pytest.mark.parametrize(("message", "said"), REFUSED.values(), ids=REFUSED.keys())
-async def test_a_request_that_cannot_be_served(engine, message, said) -> None:
+@pytest.mark.parametrize(("message", "reason"), REFUSED.values(), ids=REFUSED.keys())
+async def test_invalid_request_is_refused_in_one_line(engine, message, reason) -> None:
     async with raw_client(engine[1]._endpoint) as raw:
         await raw.send(message)
         ((answer,), stats) = await raw.until_stats()
         assert (type(answer), answer.request, answer.reason) == (Done, 0, "error")
-        assert said in one_line(answer.error)
+        assert reason in one_line(answer.error)
         assert (stats["scheduler"]["running"], stats["scheduler"]["waiting"]) == (0, 0)
         await raw.send(Generate(0, token_ids=IDS, max_tokens=1))  # the number is free again
         assert len((await raw.to_the_end(0))[0]) == 2
 
 
 @pytest.mark.parametrize(("name", "value"), BAD_SAMPLING.items())
-async def test_sampling_that_cannot_be(engine, name, value) -> None:
+async def test_invalid_sampling_is_refused(engine, name, value) -> None:
     with pytest.raises(RequestFailed, match=name) as caught:
         await engine[1].generate(token_ids=IDS, sampling=Sampling(**{name: value})).result()
     one_line(str(caught.value))
 
 
-@pytest.mark.parametrize(("message", "said"), POLICIES.values(), ids=POLICIES.keys())
-async def test_a_policy_that_cannot_be_had(engine, message, said) -> None:
+@pytest.mark.parametrize(("message", "reason"), POLICIES.values(), ids=POLICIES.keys())
+async def test_invalid_policy_is_refused(engine, message, reason) -> None:
     async with raw_client(engine[1]._endpoint) as raw:
         await raw.send(message)
         (answer,), stats = await raw.until_stats()
         assert (type(answer), answer.request) == (Error, 0)
-        assert said in one_line(answer.text)
+        assert reason in one_line(answer.text)
         assert stats["policy"] == "all-host"
 
 
-async def test_a_number_that_is_in_use(engine) -> None:
-    """The second request is refused, the first goes on."""
+async def test_request_number_in_use_is_refused(engine) -> None:
+    """The second request is refused, the first continues."""
     async with raw_client(engine[1]._endpoint) as raw:
         first = Generate(3, token_ids=IDS, max_tokens=20, ignore_eos=True)
         await raw.send(first, Generate(3, token_ids=(9,)), Score(3, token_ids=IDS))
@@ -136,7 +136,7 @@ async def test_a_number_that_is_in_use(engine) -> None:
         refusals = [m.text for m in messages if isinstance(m, Error)]
         assert refusals == ["request 3 is already being served"] * 2
         assert [m.index for m in messages if isinstance(m, Token)] == list(range(20))
-        async with raw_client(engine[1]._endpoint) as other:  # numbers are each client's own
+        async with raw_client(engine[1]._endpoint) as other:  # numbers are separate for each client
             await raw.send(first)
             await other.send(first)
             for client in (raw, other):
@@ -162,7 +162,7 @@ async def test_a_number_that_is_in_use(engine) -> None:
     ids=range(11),
 )
 @pytest.mark.parametrize("known", [True, False], ids=["a client", "a stranger"])
-async def test_frames_that_are_no_message(engine, frames, known) -> None:
+async def test_malformed_frames_are_answered_and_counted(engine, frames, known) -> None:
     endpoint = engine[1]._endpoint
     before = (await engine[1].stats())["clients"]["malformed"]
     async with raw_client(endpoint, hello=known) as raw:
@@ -177,7 +177,7 @@ async def test_frames_that_are_no_message(engine, frames, known) -> None:
     await works(endpoint)
 
 
-async def test_another_version(engine) -> None:
+async def test_hello_of_another_version_is_refused(engine) -> None:
     async with raw_client(engine[1]._endpoint, hello=False) as raw:
         await raw.send(Hello(VERSION + 1))
         answer = await raw.expect(Error)
@@ -185,7 +185,7 @@ async def test_another_version(engine) -> None:
             -1,
             f"this engine speaks version {VERSION}, not {VERSION + 1}",
         )
-        await raw.send(Stats(1))  # no client yet
+        await raw.send(Stats(1))  # before the Hello
         assert (await raw.expect(Error)).text == "say Hello first"
         first, *rest = encode(Hello(VERSION + 1))
         await raw.socket.send_multipart([bytes(first)[:1] + bytes([VERSION + 1]), *rest])
@@ -194,7 +194,7 @@ async def test_another_version(engine) -> None:
         await raw.expect(Welcome)
 
 
-async def test_messages_that_are_not_a_client_s(engine) -> None:
+async def test_messages_between_processes_are_refused_from_a_client(engine) -> None:
     arrays = engine_messages()
     async with raw_client(engine[1]._endpoint) as raw:
         await raw.send(*arrays)
@@ -214,7 +214,7 @@ def engine_messages() -> list[object]:
     return [work, ready, Partial(0, 0, 0.0, x), Token(1, 0, 0, ""), PolicyChanged(1, "all-host", True)]
 
 
-async def test_a_text_far_beyond_the_context_is_refused_without_encoding_it(engine) -> None:
+async def test_text_far_beyond_the_context_is_refused_unencoded(engine) -> None:
     async with Client.connect(engine[1]._endpoint) as client:
         for given in ({"prompt": "x" * 4_000_000}, {"messages": [ChatMessage("user", "x " * 2_000_000)]}):
             with pytest.raises(RequestFailed, match=r"4000000 char.* at least .* the context is 256"):
@@ -231,8 +231,8 @@ async def test_a_text_far_beyond_the_context_is_refused_without_encoding_it(engi
     [Stats(1), SetPolicy(1, "all-host"), Generate(1, token_ids=IDS), None],
     ids=["stats", "policy", "generate", "malformed"],
 )
-async def test_a_flood_of_one_client_does_not_silence_the_engine_for_others(engine, flood) -> None:
-    """For three seconds, longer than a client takes silence for death."""
+async def test_flooding_client_does_not_stall_other_clients(engine, flood) -> None:
+    """For three seconds, longer than the silence after which a client takes its engine for dead."""
     async with raw_client(engine[1]._endpoint) as raw, Client.connect(engine[1]._endpoint) as other:
 
         async def pour() -> None:
@@ -254,9 +254,8 @@ async def test_a_flood_of_one_client_does_not_silence_the_engine_for_others(engi
     await works(engine[1]._endpoint)
 
 
-async def test_every_request_is_told_its_end_when_the_engine_ends(tiny_model) -> None:
-    """Those that run, and those that the engine's thread has not yet looked at; who comes later may find
-    nobody."""
+async def test_every_request_ends_as_cancelled_at_shutdown(tiny_model) -> None:
+    """Running requests, and those still in the engine's inbox."""
     slow = EngineConfig(model=tiny_model, device="cpu", workers=1, host_slowdown=300.0, chunk=8)
     asked = {"token_ids": IDS, "max_tokens": 200, "ignore_eos": True}
     async with contextlib.AsyncExitStack() as engine:
