@@ -30,8 +30,8 @@ from pipeline.serving.engine_events import (
     ToSupervisor,
 )
 from pipeline.serving.engine_inbox import ClientGone
+from pipeline.serving.engine_service import EngineThread
 from pipeline.serving.engine_status import EngineStatus
-from pipeline.serving.engine_thread import EngineThread
 from protocol.codec import decode, encode
 from protocol.connection import HEARTBEAT_SECONDS
 from protocol.errors import MalformedMessage, ProtocolError
@@ -100,15 +100,8 @@ class Coordinator:
     async def run(self) -> int:
         """Until Shutdown or a failure. Returns the exit code."""
         self._engine.start()
-        tasks = [
-            asyncio.create_task(coroutine)
-            for coroutine in (
-                self._receive_from_supervisor(),
-                self._serve_clients(),
-                self._send_heartbeats(),
-                self._stopping.wait(),
-            )
-        ]
+        serving = (self._receive_from_supervisor(), self._serve_clients(), self._send_heartbeats())
+        tasks = [asyncio.create_task(coroutine) for coroutine in (*serving, self._stopping.wait())]
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             if (error := task.exception()) is not None:
@@ -142,18 +135,9 @@ class Coordinator:
             case EngineReady(status, notes):
                 self._status = status
                 self._ready.set()
-                config = self._config
-                self._send_to_supervisor(
-                    Ready(
-                        VERSION,
-                        "coordinator",
-                        0,
-                        config.incarnation,
-                        os.getpid(),
-                        config.fingerprint,
-                        notes,
-                    )
-                )
+                number, store = self._config.incarnation, self._config.fingerprint
+                ready = Ready(VERSION, "coordinator", 0, number, os.getpid(), store, notes)
+                self._send_to_supervisor(ready)
             case EngineFailed(reason, usage):
                 self._exit_code = 2 if usage else 1
                 self._stopping.set()

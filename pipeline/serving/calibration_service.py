@@ -19,7 +19,7 @@ from pipeline.calibration.summary import summary
 from pipeline.errors import PipelineError, RequestError, UsageError
 from pipeline.models.shapes import short_name
 from pipeline.scheduling.scheduler import Scheduler
-from pipeline.serving.engine_builder import EngineParts
+from pipeline.serving.engine_parts import EngineParts
 from pipeline.serving.policy_switch import PolicySwitch
 from protocol.messages import Calibrate, Calibrated, Calibrating, Done
 

@@ -10,7 +10,7 @@ from pipeline.experts.expert_cache import ExpertCache
 from pipeline.experts.fetch_link import FetchLink
 from pipeline.experts.tile_mover import TileMover
 from pipeline.memory.limits import STAGING_TILES, cache_tiles
-from pipeline.serving.engine_builder import CHILD_LIMIT, EngineParts
+from pipeline.serving.engine_parts import CHILD_LIMIT, EngineParts
 from protocol.messages import Needed
 from shm.segment import engine_prefix
 from workers.copiers import paced
@@ -31,7 +31,7 @@ def open_device_memory(parts: EngineParts) -> DeviceMemory:
 
     in_process = config.prefetcher == "process"
     if "prefetcher" not in parts.sockets:
-        parts.sockets.bind("prefetcher")
+        parts.bind_socket("prefetcher")
         if in_process:
             parts.to_supervisor(Needed("prefetcher"))
     socket = parts.sockets["prefetcher"]

@@ -1,31 +1,43 @@
-"""Serves clients' messages on one engine: takes them from the inbox, and runs rounds of the scheduler
-between.
+"""The engine's thread: builds the engine, then takes clients' messages from the inbox and runs rounds of the
+scheduler between. Answers are posted to the event loop.
 
-Used by the engine's thread alone. Answers are posted to the event loop.
-"""
+`EngineService` is used by the engine's thread alone, `EngineThread` by the event loop, which starts and stops
+it."""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from pipeline.backbone.materialize import start_moving
-from pipeline.errors import NumberInUse, UsageError
+from pipeline.coordinator_config import CoordinatorConfig
+from pipeline.errors import NumberInUse, PipelineError, UsageError
+from pipeline.experts.peers import ExitEvents
 from pipeline.policies.view import PolicyRequest
 from pipeline.scheduling.job_factory import JobFactory
 from pipeline.scheduling.scheduler import Scheduler
 from pipeline.serving.calibration_service import CalibrationService
-from pipeline.serving.engine_builder import EngineParts
-from pipeline.serving.engine_events import Post, ToClient, ToOtherClients, ToSupervisor
+from pipeline.serving.engine_events import (
+    EngineFailed,
+    EngineReady,
+    Post,
+    ToClient,
+    ToOtherClients,
+    ToSupervisor,
+)
 from pipeline.serving.engine_inbox import ClientGone, EngineInbox, EngineMessage
+from pipeline.serving.engine_parts import EngineParts
 from pipeline.serving.engine_status import EngineStatus
 from pipeline.serving.policy_switch import PolicySwitch
 from pipeline.serving.prefill_chunk import TRIAL_TOKENS, chunk_alone, measure_chunk
 from pipeline.text.tokenizer import eos_ids
 from pipeline.traces.recorder import recorder_of
 from protocol.messages import Calibrate, Cancel, Done, Error, Generate, PolicyChanged, Score, SetPolicy
-from shm.errors import NotEnoughMemory
+from shm.errors import NotEnoughMemory, ShmError
+from workers.cuda import CudaError
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +46,8 @@ MOVING_WAIT = 0.01  # the same while tiles move in the background
 CONGESTED_WAIT = 0.005  # seconds until the next round when every request waits for its client to read
 INBOX_SECONDS = 0.01  # for messages between two rounds: a flood of them must not stop the rounds
 LAST_INBOX_SECONDS = 0.5  # for the messages that wait when the engine is stopped
+JOIN_LIMIT = 2.0  # seconds for the thread to end its step
+GIVE_UP_LIMIT = 1.0  # seconds for it to end once its waits for children were given up
 
 CALIBRATING = "the engine is being calibrated; set the policy when that is over"
 
@@ -161,7 +175,65 @@ class EngineService:
             moving = memory.mover.moving
             if not moving:
                 memory.mover.cache.audit()
-        return moving or self._parts.sockets.behind
+        return moving or any(socket.behind for socket in self._parts.sockets.values())
 
     def _send(self, client: bytes, message: object) -> None:
         self._post(ToClient(client, message))
+
+
+class EngineThread:
+    """Started by `start`, ended by `stop` and `join`, all called by the event loop's thread."""
+
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        post: Post,
+        *,
+        exit_events: ExitEvents,
+        congested: Callable[[bytes], bool],
+    ) -> None:
+        """`post` and `congested` are called in the engine's thread."""
+        self.inbox = EngineInbox()
+        self._config = config
+        self._post = post
+        self._exit_events = exit_events
+        self._congested = congested
+        self._parts: EngineParts | None = None  # once the engine is built
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the round that is running; `join` waits for it."""
+        self.inbox.stop()
+
+    def join(self) -> None:
+        """Wait for the thread's end. A step that waits for a child that does not answer is given up."""
+        self._thread.join(JOIN_LIMIT)
+        if self._thread.is_alive() and self._parts is not None:
+            for socket in list(self._parts.sockets.values()):
+                socket.give_up("the engine was stopped while a step waited")
+            self._thread.join(GIVE_UP_LIMIT)
+
+    def _run(self) -> None:
+        """In the engine's thread."""
+        try:
+            with ExitStack() as closing:
+                self._serve(closing)
+        except (PipelineError, ShmError, CudaError) as e:
+            self._post(EngineFailed(str(e), isinstance(e, UsageError | NotEnoughMemory)))
+        except Exception as e:
+            log.exception("the engine failed")
+            self._post(EngineFailed(f"the engine failed: {type(e).__name__}: {e}", False))
+
+    def _serve(self, closing: ExitStack) -> None:
+        def to_supervisor(message: object) -> None:
+            self._post(ToSupervisor(message))
+
+        parts = EngineParts(self._config, self._exit_events, to_supervisor, closing)
+        service = EngineService(parts, self.inbox, self._post, self._congested)
+        self._parts = parts
+        self._post(EngineReady(service.status, tuple(parts.notes)))
+        service.warm_up()
+        service.serve()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.scheduling.scheduler import Scheduler
-from pipeline.serving.engine_builder import EngineParts
+from pipeline.serving.engine_parts import EngineParts
 from pipeline.serving.policy_switch import PolicySwitch
 from pipeline.text.generation_defaults import sampling_defaults
 from protocol.messages import VERSION, Welcome
@@ -48,6 +48,7 @@ class EngineStatus:
     def stats(self) -> dict[str, Any]:
         """The counters as a JSON-like tree."""
         engine = self._parts.engine
+        sockets = dict(self._parts.sockets)  # a copy: the engine's thread may add the prefetcher's
         stats: dict[str, Any] = {
             "policy": engine.policy.name,
             "policy_options": self._policies.current.options,
@@ -57,7 +58,9 @@ class EngineStatus:
             "prefetch": {"on": engine.prefetch.on, "says": engine.prefetch.says},
             "tiles_per_expert": engine.shape.tiles,
             "tile_bytes": engine.layout.tile_bytes,
-            **self._parts.sockets.stats(),
+            "peers": [child for socket in sockets.values() for child in socket.stats()],
+            "recovery": {role: socket.recovery.stats() for role, socket in sockets.items()},
+            "malformed": {role: socket.malformed for role, socket in sockets.items()},
         }
         if (costs := self._policies.inputs.costs) is not None:
             stats["costs"] = costs.to_json()

@@ -1,13 +1,22 @@
-"""Changes an engine's policy. Used by the engine's thread alone."""
+"""Changes an engine's policy, and collects what it plans with: costs and the model's calibration. Used by the
+engine's thread alone."""
 
 from __future__ import annotations
 
+import logging
+
+from pipeline.calibration.cost_probe import costs_for
+from pipeline.calibration.file import calibration_path, load
+from pipeline.errors import CalibrationError
 from pipeline.memory.limits import full_memory_in_one_line
+from pipeline.policies.calibration import Calibration
+from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Policy, PolicyRequest
 from pipeline.serving.device_memory import open_device_memory
-from pipeline.serving.engine_builder import EngineParts
-from pipeline.serving.policy_inputs import PolicyInputs
+from pipeline.serving.engine_parts import EngineParts
+
+log = logging.getLogger(__name__)
 
 
 class PolicySwitch:
@@ -17,7 +26,7 @@ class PolicySwitch:
     def __init__(self, parts: EngineParts) -> None:
         """Sets the configured policy; errors as in `set`."""
         self._parts = parts
-        self.inputs = PolicyInputs(parts.config, parts.source, parts.context)
+        self.inputs = PolicyInputs(parts)
         options = parts.config.options
         self.current = PolicyRequest(options.policy or "all-host", options.policy_options)
         parts.notes.extend(self.set(self.current))
@@ -31,8 +40,8 @@ class PolicySwitch:
         policy: Policy = make_policy(request, self._parts.config.options.seed)
         if policy.uses_device and engine.memory is None:
             engine.memory = open_device_memory(self._parts)
-        costs = self.inputs.costs_for(policy, engine)
-        notes = engine.set_policy(policy, costs, self.inputs.calibration_for(policy))
+        costs, calibration = self.inputs.costs_for(policy), self.inputs.calibration_for(policy)
+        notes = engine.set_policy(policy, costs, calibration)
         self.current = request
         return notes
 
@@ -40,3 +49,34 @@ class PolicySwitch:
         """Make the policy in use anew: it has learnt nothing from earlier steps, and plans with what is known
         now."""
         self.set(self.current)
+
+
+class PolicyInputs:
+    """One engine's costs and calibration, read or measured when a policy is set."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self.costs: Costs | None = None  # None until a policy has needed them
+        self._parts = parts
+        self._calibration_file = calibration_path(parts.config.cache, parts.source)
+
+    def costs_for(self, policy: Policy) -> Costs | None:
+        """From a file, from an earlier measurement, or measured now; None for a policy that plans without
+        them. Raises PolicyError."""
+        if not policy.needs_costs:
+            return None
+        if self.costs is None:
+            self.costs = costs_for(self._parts.engine, self._parts.config, self._parts.context)
+        return self.costs
+
+    def calibration_for(self, policy: Policy) -> Calibration | None:
+        """The model's calibration, where there is one: a policy that does not need it may use it all the
+        same. Raises CalibrationError where the policy needs it and the file is unusable."""
+        if not self._calibration_file.exists():
+            return None
+        try:
+            return load(self._calibration_file)
+        except CalibrationError as e:
+            if policy.needs_calibration:
+                raise
+            log.warning("%s", e)
+            return None

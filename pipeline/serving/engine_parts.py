@@ -1,0 +1,116 @@
+"""Builds an engine inside the coordinator: model, device, sockets, store, backbone, expert pool, KV cache.
+
+Device memory for experts is opened by the first policy that needs it (`device_memory.py`).
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+from pipeline.backbone.backbone import Backbone
+from pipeline.backbone.disk_cache import BackboneCache
+from pipeline.backbone.kv_cache import KVCache
+from pipeline.backbone.linear import Precision
+from pipeline.checkpoint.open import open_model
+from pipeline.coordinator_config import CoordinatorConfig
+from pipeline.device import open_device
+from pipeline.engine.engine import Engine
+from pipeline.experts.host_pool import HostPool
+from pipeline.experts.inline_pool import InlineExpertPool
+from pipeline.experts.peers import ChildServerSocket, ExitEvents, Tell
+from pipeline.experts.worker_pool import WorkerPool
+from pipeline.memory.limits import CHUNK_MAX, choose_context, full_memory_in_one_line, kv_budget
+from pipeline.models.registry import model_spec
+from pipeline.models.spec import ModelSpec
+from pipeline.text.tokenizer import Tokenizer
+from shm.control import ControlSegment
+from shm.layout import FORMATS, BlockFormat
+from shm.pinned import lock_pages
+from shm.store import Store
+from workers.kernels.native import VARIANTS, best
+
+CHILD_LIMIT = 60.0  # seconds for workers and prefetcher to announce themselves
+SOCKET_FILES = {"worker": "work.sock", "prefetcher": "fetch.sock"}
+
+
+class EngineParts:
+    """An engine and what it was built from. `notes`: lines about it for a person. Used by the engine's
+    thread."""
+
+    @full_memory_in_one_line()
+    def __init__(
+        self, config: CoordinatorConfig, exit_events: ExitEvents, to_supervisor: Tell, closing: ExitStack
+    ) -> None:
+        """`exit_events`: of workers and prefetcher, as the supervisor reports them; `closing` releases what
+        is built. Raises UsageError, ShmError, PeerLost or CudaError, each one line."""
+        self.config = config
+        self.to_supervisor = to_supervisor
+        self.closing = closing
+        self.sockets: dict[str, ChildServerSocket] = {}  # to the children, by role
+        self._exit_events = exit_events
+        options = config.options
+        self.source = open_model(config.model)
+        spec = model_spec(self.source.config)
+        self.context = choose_context(options.context, spec)  # tokens of prompt and answer together
+        self.device = device = open_device(options.device)
+        closing.callback(device.close)
+        # Bound before anything slow, so that the children find them.
+        if config.workers:
+            rows = max(options.chunk or CHUNK_MAX, options.max_sequences)
+            self.bind_socket("worker", largest=4 * rows * spec.hidden)
+        if config.slab:
+            self.bind_socket("prefetcher")
+        self.control = ControlSegment.attach(config.control)
+        closing.callback(self.control.close)
+        self.store = Store.attach(config.store, config.fingerprint, writable=True)
+        closing.callback(self.store.close)
+        with ThreadPoolExecutor(1, "locking") as beside:
+            locked = beside.submit(lock_pages, self.store.segment.array)
+            backbone = self._load_backbone(spec)
+        pool = self._open_pool()  # workers load their kernels while this process reads the tokenizer
+        self.tokenizer = Tokenizer.load(config.model)
+        held = kv_budget(options.kv_tokens, self.context)
+        self.kv = KVCache(spec, backbone.dtype, device.torch_device, held)
+        self.kv_bytes = held * spec.kv_numbers_per_token * backbone.dtype.itemsize  # of a full KV cache
+        layout = self.store.layout
+        self.engine = Engine(backbone, layout, device, pool, None)
+        library = best()
+        missing = "torch; none were compiled: see launch.py doctor"
+        self.notes = [
+            f"store: {locked.result()}",
+            f"backbone: {backbone.bytes / 1e6:.1f} MB {options.backbone_dtype} on {device.describe()}",
+            f"kernels: {missing if library is None else VARIANTS[library.variant]}",
+            f"experts: {layout.shape.layers} x {layout.shape.experts}, {layout.shape.tiles} tiles of"
+            f" {layout.tile_bytes / 1e6:.2f} MB each",
+            f"context: {self.context} tokens; the KV cache holds {held}",
+        ]
+
+    def bind_socket(self, role: str, largest: int = 0) -> None:
+        """Open the socket to the children of a role. `largest`: bytes of the largest array that they send."""
+        config, file = self.config, SOCKET_FILES[role]
+        identity = (config.runtime, file, role, config.fingerprint, config.key)
+        socket = ChildServerSocket(*identity, self._exit_events, self.to_supervisor, largest=largest)
+        self.closing.callback(socket.close)
+        self.sockets[role] = socket
+
+    def _load_backbone(self, spec: ModelSpec) -> Backbone:
+        """From the checkpoint, or from this machine's disk cache where quantizing it again would take
+        long."""
+        dtype, cache = self.config.options.backbone_dtype, None
+        if isinstance(FORMATS[dtype], BlockFormat) and self.source.worth_keeping(dtype):
+            cache = BackboneCache(self.config.cache, self.source.fingerprint(f"backbone {dtype}", 0))
+        backbone = Backbone(self.source, spec, Precision(dtype, self.device, cache), self.context)
+        if cache is not None:
+            cache.finish()
+        return backbone
+
+    def _open_pool(self) -> HostPool:
+        config, store = self.config, self.store
+        pool: HostPool
+        if config.workers:
+            pool = WorkerPool(self.sockets["worker"], self.control, config.workers, store.layout.shape.hidden)
+        else:
+            pool = InlineExpertPool(store, self.device.team, config.options.host_slowdown)
+        pool.wait_ready(CHILD_LIMIT)
+        return pool
