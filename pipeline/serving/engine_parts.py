@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 from pipeline.backbone.backbone import Backbone
-from pipeline.backbone.disk_cache import BackboneCache
+from pipeline.backbone.disk_cache import BackboneCache, backbone_fingerprint
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.open import open_model
@@ -18,12 +18,13 @@ from pipeline.device import open_device
 from pipeline.engine.engine import Engine
 from pipeline.experts.host_pool import HostPool
 from pipeline.experts.inline_pool import InlineExpertPool
-from pipeline.experts.peers import ChildServerSocket, ExitEvents, Tell
+from pipeline.experts.peers import ChildServerSocket, ExitEvents, SendToSupervisor
 from pipeline.experts.worker_pool import WorkerPool
 from pipeline.memory.limits import CHUNK_MAX, choose_context, full_memory_in_one_line, kv_budget
 from pipeline.models.registry import model_spec
 from pipeline.models.spec import ModelSpec
 from pipeline.text.tokenizer import Tokenizer
+from shm.cache_record import CacheRecord
 from shm.control import ControlSegment
 from shm.layout import FORMATS, BlockFormat
 from shm.pinned import lock_pages
@@ -40,7 +41,11 @@ class EngineParts:
 
     @full_memory_in_one_line()
     def __init__(
-        self, config: CoordinatorConfig, exit_events: ExitEvents, to_supervisor: Tell, closing: ExitStack
+        self,
+        config: CoordinatorConfig,
+        exit_events: ExitEvents,
+        to_supervisor: SendToSupervisor,
+        closing: ExitStack,
     ) -> None:
         """`exit_events`: of workers and prefetcher, as the supervisor reports them; `closing` releases what
         is built. Raises UsageError, ShmError, PeerLost or CudaError, each one line."""
@@ -99,7 +104,8 @@ class EngineParts:
         long."""
         dtype, cache = self.config.options.backbone_dtype, None
         if isinstance(FORMATS[dtype], BlockFormat) and self.source.worth_keeping(dtype):
-            cache = BackboneCache(self.config.cache, self.source.fingerprint(f"backbone {dtype}", 0))
+            record = CacheRecord("backbone", self.source.name, dtype)
+            cache = BackboneCache(self.config.cache, backbone_fingerprint(self.source, dtype), record)
         backbone = Backbone(self.source, spec, Precision(dtype, self.device, cache), self.context)
         if cache is not None:
             cache.finish()

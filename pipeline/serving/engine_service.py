@@ -172,9 +172,9 @@ class EngineService:
         moving = False
         memory = self._parts.engine.memory
         if memory is not None:
-            moving = memory.mover.moving
+            moving = not memory.mover.idle
             if not moving:
-                memory.mover.cache.audit()
+                memory.mover.cache.audit(idle=True)
         return moving or any(socket.behind for socket in self._parts.sockets.values())
 
     def _send(self, client: bytes, message: object) -> None:

@@ -59,7 +59,7 @@ class EngineStatus:
             "tiles_per_expert": engine.shape.tiles,
             "tile_bytes": engine.layout.tile_bytes,
             "peers": [child for socket in sockets.values() for child in socket.stats()],
-            "recovery": {role: socket.recovery.stats() for role, socket in sockets.items()},
+            "recovery": {role: socket.recovery_stats() for role, socket in sockets.items()},
             "malformed": {role: socket.malformed for role, socket in sockets.items()},
         }
         if (costs := self._policies.inputs.costs) is not None:
