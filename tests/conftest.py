@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fork_server import SETTINGS, ForkServer
 from leaks import leaks, segments
 from safetensors.numpy import save_file
 from turns import Turns, alone
@@ -49,6 +50,12 @@ PLACE = _place()
 
 os.environ["XDG_RUNTIME_DIR"] = str(PLACE)
 os.environ["XDG_CACHE_HOME"] = str(PLACE / "cache")
+
+# Torch in this process shares the cores with engines: its idle threads must not spin. Read on import.
+os.environ |= SETTINGS
+
+FORK_SERVER = ForkServer()
+FORK_SERVER.install()
 
 EngineFactory = Callable[[EngineConfig], AbstractAsyncContextManager[tuple[Supervisor, Client]]]
 
@@ -154,11 +161,11 @@ def pytest_runtest_protocol(
     turns = item.config.stash.get(_TURNS, None)
     if turns is None:
         return (yield)
-    turns.take(item)
+    turns.take(alone(item))
     try:
         return (yield)
     finally:
-        turns.give(item, nextitem)
+        turns.give(keep=alone(item) and alone(nextitem))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -177,6 +184,9 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 
 @pytest.hookimpl(trylast=True)  # when the other processes, if there are any, have ended
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (turns := session.config.stash.get(_TURNS, None)) is not None:
+        turns.give()
+    FORK_SERVER.close()
     before = session.config.stash.get(_SEGMENTS, None)
     deadline = time.monotonic() + SETTLE_SECONDS
     while (found := leaks(PLACE, before)) and time.monotonic() < deadline:

@@ -1,5 +1,5 @@
-"""Tests that need the machine, or what all of a user's programs share, to themselves, among tests that run in
-several processes."""
+"""Exclusive tests among tests that run in several processes: those marked `alone` measure, or touch what all
+of a user's engines share."""
 
 from __future__ import annotations
 
@@ -11,36 +11,37 @@ import pytest
 
 from shm.file_locks import wait_lock
 
-LIMIT = 3600.0  # seconds; consecutive tests take minutes, on a busy machine many
+LIMIT = 3600.0  # seconds; consecutive exclusive tests take minutes, on a busy machine many
 
 
 class Turns:
-    """The turn of one of several processes. All may have one at once, except while a test marked `alone` has
-    it. Consecutive tests with that mark share a turn."""
+    """One process's lock on the machine: shared during ordinary tests, exclusive during tests marked `alone`.
+    Consecutive exclusive tests keep the lock."""
 
     def __init__(self, folder: Path) -> None:
-        """The same folder for all processes."""
-        self._gate, self._room = folder / "gate.lock", folder / "room.lock"
+        """`folder`: the same for all processes of the session."""
+        self._gate, self._machine = folder / "gate.lock", folder / "machine.lock"
         self._held: int | None = None
 
-    def take(self, item: pytest.Item) -> None:
-        """Wait until this test may run. Raises ShmError after the limit."""
+    def take(self, exclusive: bool) -> None:
+        """Wait until the next test may run. Raises ShmError after the limit."""
         if self._held is not None:
             return
-        # Who waits for the room holds the gate, so that the others' next tests cannot pass it by for ever.
+        # A process that waits for the machine holds the gate, so that the others' next tests queue behind it.
         gate = wait_lock(self._gate, fcntl.LOCK_EX, LIMIT, None)
         try:
-            self._held = wait_lock(self._room, fcntl.LOCK_EX if alone(item) else fcntl.LOCK_SH, LIMIT, None)
+            self._held = wait_lock(self._machine, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH, LIMIT, None)
         finally:
             os.close(gate)
 
-    def give(self, item: pytest.Item, following: pytest.Item | None) -> None:
-        """The test has ended."""
-        if self._held is None or (alone(item) and following is not None and alone(following)):
-            return
-        os.close(self._held)
-        self._held = None
+    def give(self, keep: bool = False) -> None:
+        """Release the lock after a test, or `keep` it for an exclusive test that follows an exclusive one. A
+        session releases it when it stops, whatever was to follow: its process stays until the others have
+        stopped."""
+        if self._held is not None and not keep:
+            os.close(self._held)
+            self._held = None
 
 
-def alone(item: pytest.Item) -> bool:
-    return item.get_closest_marker("alone") is not None
+def alone(item: pytest.Item | None) -> bool:
+    return item is not None and item.get_closest_marker("alone") is not None
