@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
@@ -77,6 +78,14 @@ def start_engine() -> EngineFactory:
             yield supervisor, client
 
     return start
+
+
+@pytest.fixture
+def executed_processes() -> Iterator[None]:
+    """Engines of this test execute a Python for each process, as a user's do: they start more slowly."""
+    FORK_SERVER.remove()
+    yield
+    FORK_SERVER.install()
 
 
 @pytest.fixture(scope="session")
@@ -152,6 +161,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     long test another process has just begun."""
     early = {item.path for item in items if alone(item)}
     items.sort(key=lambda item: item.path not in early)
+
+
+def pytest_collection_finish() -> None:
+    """Torch in this process computes with one thread: tests run in several processes and beside engines, and
+    a product that waits until its second thread gets a core takes up to thirty times as long."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside the test's time limit

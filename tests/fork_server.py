@@ -54,6 +54,7 @@ PR_SET_CHILD_SUBREAPER = 36
 START_LIMIT = 100.0  # seconds; importing takes a few on an idle machine
 ADOPTION_LIMIT = 10.0  # seconds until the kernel has given an orphan to the test process
 MAX_REQUEST = 1 << 20
+COMMAND_BYTES = 1000  # for the command line that a forked process shows
 
 _prctl = ctypes.CDLL(None).prctl
 
@@ -97,9 +98,12 @@ class ForkServer:
         """Start `workers.child` through this server from now on, and everything else as before."""
         asyncio.create_subprocess_exec = self._start  # type: ignore[assignment]
 
+    def remove(self) -> None:
+        asyncio.create_subprocess_exec = self._exec
+
     def close(self) -> None:
         """End the server; processes that it started go on."""
-        asyncio.create_subprocess_exec = self._exec
+        self.remove()
         if self._socket is not None and self._server is not None:
             self._socket.close()
             self._server.wait(START_LIMIT)
@@ -134,7 +138,7 @@ class ForkServer:
             self._socket.settimeout(START_LIMIT)
             with theirs:
                 self._server = subprocess.Popen(
-                    [sys.executable, "-P", __file__, str(theirs.fileno())],
+                    [sys.executable, "-P", __file__, str(theirs.fileno()), " " * COMMAND_BYTES],
                     stdin=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,
@@ -222,6 +226,15 @@ def _take_over(request: dict[str, Any], lifeline: int) -> None:
     torch = sys.modules["torch"]
     torch.set_num_threads(int(request["environment"]["OMP_NUM_THREADS"]))
     sys.argv = list(request["argv"])
+    _show_command([sys.executable, *ENTRY, *sys.argv[1:]])
+
+
+def _show_command(words: list[str]) -> None:
+    """Overwrite the command line that other processes see, for programs that tell processes apart by it."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5), which counts from 1
+    shown = "".join(f"{word}\0" for word in words).encode()[: end - start]
+    ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
 
 
 if __name__ == "__main__":

@@ -107,6 +107,8 @@ async def ended(client: Client, prompt: list[int]) -> str:
     return str(failure.value)
 
 
+# A forked successor is at work before the store has been cut off for it.
+@pytest.mark.usefixtures("executed_processes")
 @pytest.mark.timeout(300)  # lives of workers, one after the other, on a machine that may be busy
 async def test_only_the_requests_that_need_it_fail(start_engine, tiny_model, prompts) -> None:
     innocent, guilty = prompts.innocent[:2], [prompts.guilty_later[0], prompts.guilty[0]]

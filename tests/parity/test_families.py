@@ -27,8 +27,6 @@ from test_parity import EXACT, scored
 from pipeline.config import EngineConfig
 from workers.kernels.native import best
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 NEW = 14  # tokens of a greedy continuation
 DRAWN = [("random", {"seed": str(seed), "churn": str(seed % 2)}) for seed in (3, 4)]
 

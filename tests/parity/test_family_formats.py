@@ -19,8 +19,6 @@ from test_quantized import Distance, reach
 from launch.equality import rounding_bound
 from pipeline.config import EngineConfig
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 NEW = 14  # tokens of a greedy continuation
 POLICIES = [("all-host", {}), ("random", {"seed": "2", "churn": "1"})]
 MORE = 12  # texts from which a tail is measured: one router's choice that rounding flips makes that of a few

@@ -15,8 +15,6 @@ from family_cases import CASES
 from oracle import Oracle
 from safetensors import safe_open
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ROUNDING = 1e-5
 SEEN = 0.1  # nats that a change must move some log-probability by: a thousand times what engines may differ
 
