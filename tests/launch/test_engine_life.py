@@ -294,6 +294,7 @@ def test_streams_that_are_closed_are_no_harm(arguments: list[str]) -> None:
     assert engines_left() == []
 
 
+@pytest.mark.usefixtures("executed_processes")  # none is ready within the limit
 async def test_a_start_that_takes_too_long_names_the_late(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
+BATCH = 14  # texts
+
 
 class Oracle:
     """One checkpoint in one dtype, on the CPU."""
@@ -20,11 +22,19 @@ class Oracle:
             folder, dtype=dtype, experts_implementation="eager"
         ).eval()
 
-    @torch.no_grad()
     def logprobs(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """[len(tokens), vocabulary] of one pass over them all; row i predicts token i + 1."""
-        logits = self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0].float()
-        return torch.log_softmax(logits, -1).numpy()
+        return self.batch([tokens])[0]
+
+    @torch.no_grad()
+    def batch(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        """`logprobs` of each of several texts of one length, in passes over some of them at once."""
+        rows: list[NDArray[np.float32]] = []
+        for first in range(0, len(texts), BATCH):
+            tokens = torch.tensor([list(tokens) for tokens in texts[first : first + BATCH]])
+            logits = self.model(tokens, use_cache=False).logits.float()
+            rows.extend(torch.log_softmax(logits, -1).numpy())
+        return rows
 
     def greedy(self, prompt: Sequence[int], count: int) -> tuple[list[int], NDArray[np.float32]]:
         """`count` new tokens, and the log-probabilities [count, vocabulary] that they were chosen from; each

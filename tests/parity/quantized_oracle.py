@@ -3,12 +3,12 @@ format's arithmetic says: what is left between it and the engine is the rounding
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from oracle import Oracle
 from torch import Tensor, nn
 from torch.nn import functional
@@ -29,8 +29,8 @@ class QuantizedOracle(Oracle):
         expert_format = FORMATS[experts]
         assert isinstance(expert_format, BlockFormat)
         mlps = [layer.mlp for layer in self.model.model.layers]
-        self._experts = [mlp.experts for mlp in mlps if hasattr(mlp, "experts")]
-        for module in self._experts:
+        self.experts = [mlp.experts for mlp in mlps if hasattr(mlp, "experts")]
+        for module in self.experts:
             replace_experts(module, expert_format)
         if backbone is None:
             return
@@ -41,18 +41,18 @@ class QuantizedOracle(Oracle):
             if name.endswith(("embed_tokens.weight", "kv_b_proj.weight")):
                 weight.data = weight.data.bfloat16().float()  # what is not quantized beside what is
 
-    def with_noise(self, tokens: Sequence[int], relative: float, seed: int) -> NDArray[np.float32]:
-        """`logprobs` where the input of every layer's experts is off by this much, at random: what such small
-        differences grow to on the way through the model."""
+    @contextmanager
+    def noise(self, relative: float, seed: int) -> Iterator[None]:
+        """Shift the input of every layer's experts by this much, at random, to show what it grows to."""
         generator = torch.Generator().manual_seed(seed)
 
         def shift(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             x, *rest = inputs
             return x * (1 + relative * torch.randn(x.shape, generator=generator)), *rest
 
-        hooks = [experts.register_forward_pre_hook(shift) for experts in self._experts]
+        hooks = [experts.register_forward_pre_hook(shift) for experts in self.experts]
         try:
-            return self.logprobs(tokens)
+            yield
         finally:
             for hook in hooks:
                 hook.remove()
@@ -82,6 +82,7 @@ def replace_experts(module: nn.Module, format: BlockFormat) -> None:
             y.index_add_(0, rows, part * weights[rows, places, None])
         return y
 
+    module.decoded = kept
     module.forward = forward
 
 

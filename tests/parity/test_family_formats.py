@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from equality import near_tie_or_equal
@@ -13,15 +12,18 @@ from families import Case, drawn_texts, save, texts
 from family_cases import CASES, place
 from oracle import Oracle
 from quantized_oracle import QuantizedOracle
-from test_parity import scored
-from test_quantized import Distance, reach
+from rounding import Rounding
+from test_parity import scored_passages
+from test_quantized import FACTOR, reach
 
 from launch.equality import rounding_bound
 from pipeline.config import EngineConfig
 
 NEW = 14  # tokens of a greedy continuation
 POLICIES = [("all-host", {}), ("random", {"seed": "2", "churn": "1"})]
-MORE = 12  # texts from which a tail is measured: one router's choice that rounding flips makes that of a few
+DISTRIBUTION = 70  # texts from which rounding is known
+SCORED = 21  # of them, by an engine,
+ALONE = 2  # and of these, while it has nothing else to do
 
 ROUNDED = ("phimoe", "qwen2_moe", "deepseek_v2")  # between them every kind of tensor
 
@@ -41,13 +43,11 @@ FORMATS = {  # of experts and of the rest; no size of a model here is a whole nu
 async def test_bf16_is_as_close_as_transformers_bf16(case: Case, start_engine, tmp_path: Path) -> None:
     save(case, tmp_path)
     oracle, rounded = Oracle(tmp_path, torch.float32), Oracle(tmp_path, torch.bfloat16)
-    few = texts(case)
-    exact = [oracle.logprobs(tokens) for tokens in few]
-    theirs = np.concatenate(
-        [np.abs(rounded.logprobs(tokens) - oracle.logprobs(tokens)) for tokens in drawn_texts(case, MORE)]
-    )
-    bounds = (float(theirs.mean()), float(np.quantile(theirs, 0.999)), float(theirs.max()))
-    continued, chosen_from = oracle.greedy(few[0], NEW)
+    many = drawn_texts(case, DISTRIBUTION)
+    exact = oracle.batch(many)
+    theirs = Rounding.between(rounded.batch(many), exact)
+    prompt = texts(case)[0]
+    continued, chosen_from = oracle.greedy(prompt, NEW)
     config = EngineConfig(
         model=tmp_path, format="bf16", backbone_dtype="bf16", workers=1, tile=24, expert_cache=0.5, chunk=24
     )
@@ -56,14 +56,12 @@ async def test_bf16_is_as_close_as_transformers_bf16(case: Case, start_engine, t
         for policy, options in POLICIES:
             await client.set_policy(policy, options)
             for stepwise in (False, True):
-                ours = [await scored(client, tokens, stepwise) for tokens in few]
-                error = np.abs(np.concatenate(ours) - np.concatenate(exact))
-                found = (float(error.mean()), float(np.quantile(error, 0.999)), float(error.max()))
-                if not all(e <= bound for e, bound in zip(found, bounds, strict=True)):
-                    wrong.append(f"{policy} {stepwise=}: {found}, not {bounds}")
-            answer = client.generate(token_ids=few[0], max_tokens=NEW, ignore_eos=True)
+                ours = await scored_passages(client, many[:SCORED], stepwise, ALONE)
+                if refusal := theirs.refusal(Rounding.between(ours, exact[:SCORED])):
+                    wrong.append(f"{policy} {stepwise=}: {refusal}")
+            answer = client.generate(token_ids=prompt, max_tokens=NEW, ignore_eos=True)
             new = [t.token async for t in answer]
-            if not near_tie_or_equal(new, continued, chosen_from, 2 * bounds[1]):
+            if not near_tie_or_equal(new, continued, chosen_from, 2 * theirs.tails.mean()):
                 wrong.append(f"{policy} generate: {new} instead of {continued}")
     assert not wrong, "\n".join(wrong)
 
@@ -75,13 +73,11 @@ async def test_quantized_equals_transformers_on_the_same_weights(
     save(case, tmp_path)
     experts, backbone = FORMATS[case.family]
     oracle = QuantizedOracle(tmp_path, experts, None if backbone == "f32" else backbone)
-    few = texts(case)
-    expected = [oracle.logprobs(tokens) for tokens in few]
-    allowed = reach(oracle, backbone, few, expected)
-    for pair in batched(drawn_texts(case, MORE), 2):
-        other = reach(oracle, backbone, pair, [oracle.logprobs(tokens) for tokens in pair])
-        allowed = Distance(allowed.mean, max(allowed.tail, other.tail))
-    continued, chosen_from = oracle.greedy(few[0], NEW)
+    many = drawn_texts(case, DISTRIBUTION)
+    expected = oracle.batch(many)
+    allowed = reach(oracle, backbone, many, expected)
+    prompt = texts(case)[0]
+    continued, chosen_from = oracle.greedy(prompt, NEW)
     config = EngineConfig(
         model=tmp_path, format=experts, backbone_dtype=backbone, workers=2, expert_cache=0.5, chunk=24
     )
@@ -90,15 +86,11 @@ async def test_quantized_equals_transformers_on_the_same_weights(
         for policy, options in POLICIES:
             await client.set_policy(policy, options)
             for stepwise in (False, True):
-                found = Distance.between([await scored(client, tokens, stepwise) for tokens in few], expected)
-                if not found.within(allowed):
-                    wrong.append(f"{policy} {stepwise=}: {found}, allowed {allowed}")
-            answer = client.generate(token_ids=few[0], max_tokens=NEW, ignore_eos=True)
+                ours = await scored_passages(client, many[:SCORED], stepwise, ALONE)
+                if refusal := allowed.refusal(Rounding.between(ours, expected[:SCORED]), FACTOR):
+                    wrong.append(f"{policy} {stepwise=}: {refusal}")
+            answer = client.generate(token_ids=prompt, max_tokens=NEW, ignore_eos=True)
             new = [t.token async for t in answer]
             if not near_tie_or_equal(new, continued, chosen_from, rounding_bound(experts, backbone)):
                 wrong.append(f"{policy} generate: {new} instead of {continued}")
     assert not wrong, "\n".join(wrong)
-
-
-def batched(texts: list[tuple[int, ...]], size: int) -> list[list[tuple[int, ...]]]:
-    return [texts[i : i + size] for i in range(0, len(texts), size)]

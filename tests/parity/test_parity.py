@@ -6,7 +6,9 @@ prefill (in several chunks) and stepwise through the decode path.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from equality import near_tie_or_equal
 from exact_presets import sample
 from numpy.typing import NDArray
 from oracle import Oracle
+from rounding import Rounding
 from transformers import AutoTokenizer
 
 from pipeline.assets import heldout, model_dir
@@ -27,6 +30,9 @@ LENGTH = 72  # tokens of each text,
 SHORT = 56  # of those that every preset reads
 CHUNK = 32  # so that a prefill takes several chunks
 NEW = 24  # tokens of a greedy continuation
+DISTRIBUTION = 84  # texts from which transformers' own rounding is known
+TEXTS = 21  # of them, which an engine scores,
+ALONE = 7  # and of these, which it scores while it has nothing else to do
 SEEDS = 3  # of the preset random, other ones with every engine
 
 
@@ -49,8 +55,13 @@ class Reference:
 
 def tokenized(kind: str, count: int = LENGTH) -> tuple[int, ...]:
     """The first tokens of a kind's held-out text."""
+    return _whole(kind)[:count]
+
+
+@cache
+def _whole(kind: str) -> tuple[int, ...]:
     tokenizer = AutoTokenizer.from_pretrained(model_dir())
-    return tuple(tokenizer(heldout()[kind].read_text()[:8000])["input_ids"][:count])
+    return tuple(tokenizer(heldout()[kind].read_text()[:8000])["input_ids"])
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +81,24 @@ async def scored(client: Client, tokens: tuple[int, ...], stepwise: bool) -> NDA
     prefill = len(tokens) // 2 if stepwise else 1
     blocks = client.score(token_ids=tokens, full=True, stepwise=stepwise, prefill=prefill)
     return np.concatenate([block.logprobs async for block in blocks])
+
+
+def passages(count: int) -> list[tuple[int, ...]]:
+    """Texts of LENGTH tokens, of every kind in turn; the first are the same for every count."""
+    kinds = list(heldout())
+    parts = -(-count // len(kinds))
+    whole = {kind: tokenized(kind, parts * LENGTH) for kind in kinds}
+    found = [whole[kind][i * LENGTH : (i + 1) * LENGTH] for i in range(parts) for kind in kinds]
+    return found[:count]
+
+
+async def scored_passages(
+    client: Client, texts: list[tuple[int, ...]], stepwise: bool, alone: int = ALONE
+) -> list[NDArray[np.float32]]:
+    """`scored` of each: the first `alone` one after the other, so that steps are of one token, the others at
+    once."""
+    found = [await scored(client, tokens, stepwise) for tokens in texts[:alone]]
+    return found + await asyncio.gather(*(scored(client, tokens, stepwise) for tokens in texts[alone:]))
 
 
 SETTING_NAMES = ["1-worker", "2-workers", "3-workers", "thread"]
@@ -104,18 +133,13 @@ async def test_every_preset_equals_transformers_in_float32(number, setting, refe
 
 @pytest.mark.timeout(300)
 async def test_bf16_stays_within_what_transformers_bf16_differs_from_float32(start_engine) -> None:
-    """The mean on the same tokens, the 99.9 % quantile and the largest. Where rounding flips a router's
-    choice a whole row of log-probabilities moves, at other tokens in transformers' bf16 than in ours; a few
-    hundred tokens have so few such rows that one decides the quantile: it and the largest are from longer
-    texts."""
-    texts = [tokenized(kind) for kind in heldout()]
+    """As rounding.py says. On an AMD EPYC our mean is 0.017 nats and transformers' 0.027: six standard
+    errors of the difference apart on TEXTS texts."""
+    texts = passages(DISTRIBUTION)
     oracle, rounded = Oracle(model_dir(), torch.float32), Oracle(model_dir(), torch.bfloat16)
-    exact = np.stack([oracle.logprobs(t) for t in texts])
-    theirs = np.abs(np.stack([rounded.logprobs(t) for t in texts]) - exact)
-    mean, near = float(theirs.mean()), float(np.quantile(theirs, 0.999))
-    longer = [tokenized(kind, 512) for kind in heldout()]
-    theirs = np.abs(np.stack([rounded.logprobs(t) - oracle.logprobs(t) for t in longer]))
-    tail, most = float(np.quantile(theirs, 0.999)), float(theirs.max())
+    exact = oracle.batch(texts)
+    theirs = Rounding.between(rounded.batch(texts), exact)
+    near = float(theirs.tails.mean())
     tokens, chosen_from = oracle.greedy(texts[0], NEW)
     config = EngineConfig(
         format="bf16", backbone_dtype="bf16", workers=2, tile=64, expert_cache=0.5, chunk=CHUNK
@@ -125,10 +149,9 @@ async def test_bf16_stays_within_what_transformers_bf16_differs_from_float32(sta
         for policy, options in sample(0, 4):
             await client.set_policy(policy, options)
             for stepwise in (False, True):
-                error = np.abs(np.stack([await scored(client, t, stepwise) for t in texts]) - exact)
-                ours = (float(error.mean()), float(np.quantile(error, 0.999)), float(error.max()))
-                if not all(e <= bound for e, bound in zip(ours, (mean, tail, most), strict=True)):
-                    wrong.append(f"{policy} {options} stepwise={stepwise}: {ours}, not {(mean, tail, most)}")
+                ours = await scored_passages(client, texts[:TEXTS], stepwise)
+                if refusal := theirs.refusal(Rounding.between(ours, exact[:TEXTS])):
+                    wrong.append(f"{policy} {options} stepwise={stepwise}: {refusal}")
             answer = client.generate(token_ids=texts[0], max_tokens=NEW, ignore_eos=True)
             new = [t.token async for t in answer]
             if not near_tie_or_equal(new, tokens, chosen_from, 2 * near):

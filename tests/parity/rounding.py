@@ -1,0 +1,102 @@
+"""How far rounding may take log-probabilities from exact ones, by what it does on this very processor.
+
+Where rounding flips a router's choice, or a code of a quantized activation, all later log-probabilities of
+that text move: at other tokens in one implementation than in another, and on one processor than on another.
+So a text is one sample, and what a few texts of ours reach is compared with the distribution over many texts
+of the oracle's own rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Rows = NDArray[np.float32]
+
+FALSE_ALARM = 1e-7  # for one comparison; a test makes fewer than ten
+TAIL = 0.999  # quantile of a text's distances
+CALM = 0.1  # quantile of the rows' means: a text begins with rows whose codes and routings are the exact ones
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """The distances between two sets of log-probabilities, in nats: the mean of each token's row, and of each
+    text the 99.9 % quantile and the largest."""
+
+    rows: NDArray[np.float64]  # [texts, tokens]
+    tails: NDArray[np.float64]
+    largest: NDArray[np.float64]
+
+    @classmethod
+    def between(cls, ours: Sequence[Rows], exact: Sequence[Rows]) -> Rounding:
+        errors = [np.abs(a - b) for a, b in zip(ours, exact, strict=True)]
+        return cls(
+            np.array([e.mean(1) for e in errors], np.float64),
+            np.array([np.quantile(e, TAIL) for e in errors], np.float64),
+            np.array([e.max() for e in errors], np.float64),
+        )
+
+    def refusal(self, ours: Rounding, factor: float = 1.0) -> str:
+        """What of `ours` is too large to be a sample of this distribution, whose first texts are those of
+        `ours`; "" if nothing is. Too large is
+
+        - the mean of calm rows, which nothing was flipped for, where it exceeds `factor` times this one on
+          the same texts: hundreds of rows are of nearly one size, so that chance has no part in it;
+        - the mean, where it exceeds `factor` times this mean on the same texts; and by more than chance if
+          `factor` is more than 1: where ours rounds less often than the oracle it needs no allowance;
+        - the mean over the texts' tails, where it exceeds this mean by more than chance;
+        - the largest of all, where it exceeds what the largest of as many texts exceeds with probability
+          FALSE_ALARM, by a Gumbel distribution fitted to this one's mean and variance.
+
+        Chance is the standard error of the difference of two means over texts, times the t-distribution's
+        quantile for FALSE_ALARM.
+        """
+        n = len(ours.rows)
+        mean = self.rows[:n].mean()
+        allowed = {
+            "calm rows": factor * np.quantile(self.rows[:n], CALM),
+            "mean": max(factor * mean, mean + chance(self.rows.mean(1), n) * (factor > 1)),
+            "tail": self.tails.mean() + chance(self.tails, n),
+            "largest": gumbel_limit(self.largest, n),
+        }
+        found = {
+            "calm rows": np.quantile(ours.rows, CALM),
+            "mean": ours.rows.mean(),
+            "tail": ours.tails.mean(),
+            "largest": ours.largest.max(),
+        }
+        return ", ".join(
+            f"{name} {value:.4g}, allowed {allowed[name]:.4g}"
+            for name, value in found.items()
+            if not value <= allowed[name]
+        )
+
+
+def chance(samples: NDArray[np.float64], count: int) -> float:
+    """What the mean of `count` more samples exceeds the mean of these by with probability FALSE_ALARM."""
+    error = samples.std(ddof=1) * math.sqrt(1 / count + 1 / len(samples))
+    return float(t_quantile(len(samples) - 1) * error)
+
+
+def t_quantile(freedom: int) -> float:
+    """What the t-distribution exceeds with probability FALSE_ALARM: the normal one's quantile, with the first
+    terms of the expansion in 1 / freedom (Abramowitz and Stegun 26.7.5)."""
+    z = 5.199337582  # of the normal distribution
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
+
+
+def gumbel_limit(samples: NDArray[np.float64], count: int) -> float:
+    """What the largest of `count` more samples exceeds with probability FALSE_ALARM."""
+    scale = samples.std(ddof=1) * math.sqrt(6) / math.pi
+    mode = samples.mean() - np.euler_gamma * scale
+    return float(mode + scale * math.log(count / FALSE_ALARM))
