@@ -12,6 +12,9 @@ READY := $(VENV)/.ready
 run: $(READY)
 	exec $(BIN)/python launch.py
 
+# Processes that tests start import our modules by the hundred: they are compiled once, whatever the environment
+# says about that.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(READY)
 	echo "ruff ..." && $(BIN)/ruff check .
 	echo "mypy ..." && $(BIN)/mypy

@@ -14,7 +14,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,16 +22,30 @@ from typing import Any
 
 import numpy as np
 import pytest
+import turns
 from fork_server import SETTINGS, ForkServer
 from leaks import leaks, segments
 from safetensors.numpy import save_file
-from turns import Turns, alone
 
 from launch.processes.supervisor import Supervisor
 from pipeline.assets import model_dir
 from pipeline.config import EngineConfig
 from protocol.client import Client
 
+TESTS = Path(__file__).parent
+LONGEST = (
+    "parity/test_parity.py",
+    "parity/test_quantized.py",
+    "parity/test_family_formats.py",
+    "launch/test_engine_life.py",
+    "launch/test_stress.py",
+    "launch/test_calibrate.py",
+    "launch/test_hub.py",
+    "parity/test_families.py",
+    "faults/test_coordinator_deaths.py",
+    "faults/test_stress_chaos.py",
+    "pipeline/test_scheduler.py",
+)
 CHUNK = 64  # tokens
 SETTLE_SECONDS = 6.0  # orphans have this long to notice that their parent is gone
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")  # which of several processes this is; "" for the only one
@@ -157,10 +171,17 @@ def write_mixtral(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with tests that want the machine to themselves come first: later they would wait for whatever
-    long test another process has just begun."""
-    early = {item.path for item in items if alone(item)}
-    items.sort(key=lambda item: item.path not in early)
+    """Files with exclusive tests first: later they would wait for whatever long test another process has just
+    begun. Then the longest, so that no process ends with one of them while the others have nothing to do."""
+    exclusive = {item.path for item in items if turns.alone(item)}
+    names = [str(TESTS / name) for name in LONGEST]
+
+    def place(item: pytest.Item) -> int:
+        if item.path in exclusive:
+            return -1
+        return names.index(str(item.path)) if str(item.path) in names else len(names)
+
+    items.sort(key=place)
 
 
 def pytest_collection_finish() -> None:
@@ -170,24 +191,12 @@ def pytest_collection_finish() -> None:
         torch.set_num_threads(1)
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside the test's time limit
-def pytest_runtest_protocol(
-    item: pytest.Item, nextitem: pytest.Item | None
-) -> Generator[None, object, object]:
-    turns = item.config.stash.get(_TURNS, None)
-    if turns is None:
-        return (yield)
-    turns.take(alone(item))
-    try:
-        return (yield)
-    finally:
-        turns.give(keep=alone(item) and alone(nextitem))
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(turns)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    if WORKER:
-        session.config.stash[_TURNS] = Turns(PLACE.parent)
-    else:
+    if not WORKER:
         session.config.stash[_SEGMENTS] = segments()
         session.config.stash[_LEAKS] = []
 
@@ -200,8 +209,6 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 
 @pytest.hookimpl(trylast=True)  # when the other processes, if there are any, have ended
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if (turns := session.config.stash.get(_TURNS, None)) is not None:
-        turns.give()
     FORK_SERVER.close()
     before = session.config.stash.get(_SEGMENTS, None)
     deadline = time.monotonic() + SETTLE_SECONDS
@@ -230,6 +237,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.line(f"tests: {total} ({words}), leaks: {len(found)}")
 
 
-_TURNS = pytest.StashKey[Turns]()
 _SEGMENTS = pytest.StashKey[set[str]]()
 _LEAKS = pytest.StashKey[list[str]]()

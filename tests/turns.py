@@ -1,16 +1,19 @@
-"""Exclusive tests among tests that run in several processes: those marked `alone` measure, or touch what all
-of a user's engines share."""
+"""A pytest plugin for tests that run in several processes: those marked `alone`, which measure, or touch what
+all of a user's engines share, exclude all others."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
 from shm.file_locks import wait_lock
 
+# When this is imported, a test process still has the environment of the process that started it.
+FOLDER = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
 LIMIT = 3600.0  # seconds; consecutive exclusive tests take minutes, on a busy machine many
 
 
@@ -43,5 +46,32 @@ class Turns:
             self._held = None
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside the test's time limit
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    turns = item.config.stash.get(_TURNS, None)
+    if turns is None:
+        return (yield)
+    turns.take(alone(item))
+    try:
+        return (yield)
+    finally:
+        turns.give(keep=alone(item) and alone(nextitem))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        session.config.stash[_TURNS] = Turns(FOLDER)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (turns := session.config.stash.get(_TURNS, None)) is not None:
+        turns.give()
+
+
 def alone(item: pytest.Item | None) -> bool:
     return item is not None and item.get_closest_marker("alone") is not None
+
+
+_TURNS = pytest.StashKey[Turns]()
