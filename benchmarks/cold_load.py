@@ -39,7 +39,7 @@ import zmq
 
 from benchmarks.quantizer_rate import CORES, quantizer_rate
 from benchmarks.random_checkpoint import write
-from pipeline.checkpoint.source import Checkpoint
+from pipeline.checkpoint.hf_checkpoint import Checkpoint
 from pipeline.models.registry import expert_shape
 from pipeline.models.shapes import is_shape, shape_config
 from protocol.codec import decode

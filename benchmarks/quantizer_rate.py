@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from pipeline.checkpoint.pieces import Parts, expert_pieces
+from pipeline.checkpoint.chunks import expert_chunks
 from pipeline.checkpoint.reader import RawTensor
-from pipeline.models.architecture import Part
+from pipeline.models.architecture import ExpertRows, TensorRows
 from shm.layout import BF16, StoreLayout
 
 MATRICES_BYTES = 1 << 28  # of bf16 matrices, encoded again and again
@@ -29,16 +29,16 @@ class Matrices:
         BF16().fill_random(rng, 0, 0, hidden**-0.5, data)
         self._numbers = data.view(np.uint16)
 
-    def parts(self, expert: int) -> Parts:
+    def parts(self, expert: int) -> ExpertRows:
         """Gate, up and down of an expert, each a part that begins at a number of its own."""
         _, wide, hidden = self.shape
         intermediate = wide // 3
         first = expert * wide
         return (
-            Part("matrices", (self.experts * wide, hidden), first, intermediate),
-            Part("matrices", (self.experts * wide, hidden), first + intermediate, intermediate),
+            TensorRows("matrices", (self.experts * wide, hidden), first, intermediate),
+            TensorRows("matrices", (self.experts * wide, hidden), first + intermediate, intermediate),
             # The same bytes with rows of I numbers: they begin at row 2 H of the expert's 3 H.
-            Part(
+            TensorRows(
                 "matrices",
                 (self.experts * 3 * hidden, intermediate),
                 3 * hidden * expert + 2 * hidden,
@@ -46,7 +46,7 @@ class Matrices:
             ),
         )
 
-    def rows(self, part: Part, lo: int, hi: int) -> RawTensor:
+    def rows(self, part: TensorRows, lo: int, hi: int) -> RawTensor:
         bits = self._numbers.reshape(part.shape)[part.first + lo : part.first + hi]
         return RawTensor("BF16", bits.shape, bits)
 
@@ -59,13 +59,13 @@ def quantizer_rate(layout: StoreLayout) -> float:
     with ThreadPoolExecutor(CORES) as pool, ThreadPoolExecutor(1) as downs:
 
         def once() -> None:
-            pieces = [
-                pool.submit(piece)
+            tasks = [
+                pool.submit(chunk)
                 for expert in range(matrices.experts)
-                for piece in expert_pieces(matrices, downs, layout, matrices.parts(expert), room[expert])
+                for chunk in expert_chunks(matrices, downs, layout, matrices.parts(expert), room[expert])
             ]
-            for piece in pieces:
-                piece.result()
+            for task in tasks:
+                task.result()
 
         once()
         start, rounds = time.perf_counter(), 0

@@ -1,6 +1,7 @@
-"""The two kinds of attention, on the device: x -> attention(x), with the sequences' KV.
+"""Grouped-query and multi-head latent attention of one layer, on the device: x -> attention(x).
 
-Positions are turned in float32; products of queries, keys and values are done in the KV cache's dtype.
+Rotary embeddings are applied in float32; products of queries, keys and values are computed in the KV cache's
+dtype. Where every span is a single token and the device computes on the host, `decode_attention.py` does it.
 """
 
 from __future__ import annotations
@@ -13,62 +14,62 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipeline.backbone.batch import Batch
-from pipeline.backbone.decode_attention import OneTokenGrouped, OneTokenLatent
+from pipeline.backbone.decode_attention import GroupedQueryDecode, LatentDecode
 from pipeline.backbone.linear import Precision
 from pipeline.backbone.rope import rotate
 from pipeline.backbone.weights import Weights
 from pipeline.models.spec import GroupedQuery, Latent
 
-LATENT_EPS = 1e-6  # of the norms between a latent's projections, whatever the config says of others
-EXPANDED_BYTES = 1 << 27  # of keys and values of latent attention at a time
+LATENT_EPS = 1e-6  # of the norms of latents; the config's rms_norm_eps does not apply to them
+EXPANDED_BYTES = 1 << 27  # of the keys and values that latent attention expands at a time
 
 
 class Attention(Protocol):
-    """Of one layer."""
+    """The attention block of one layer."""
 
     def __call__(self, layer: int, x: Tensor, batch: Batch) -> Tensor:
-        """x float32 [R, H], normalised: float32 [R, H]; appends to the KV that sequences have of `layer`."""
+        """x float32 [R, H], normalised: float32 [R, H]. Appends to the sequences' KV of `layer`."""
 
 
 class GroupedQueryAttention:
-    """Query heads in groups that share a head of keys and values."""
+    """Groups of query heads share a head of keys and values."""
 
     def __init__(
         self, spec: GroupedQuery, weights: Weights, window: int | None, eps: float, precision: Precision
     ) -> None:
-        """`eps`: of the norms."""
+        """`window`: tokens that each token attends to, itself included; `eps`: of the norms."""
         self._spec, self._window, self._eps = spec, window, eps
         self._dtype = precision.dtype
-        self._qkv = weights.linear("query", "key", "value", followed=True)
+        self._qkv = weights.linear("query", "key", "value", spin=True)
         self._output = weights.linear("output")
         self._norms = None
         if spec.qk_norm:
             self._norms = weights.vector("query_norm"), weights.vector("key_norm")
-        self._one = None
+        self._decode = None
         if precision.device.library is not None:
-            self._one = OneTokenGrouped(
+            self._decode = GroupedQueryDecode(
                 spec, self._norms, window, self._dtype, eps, precision.device, precision.quantized
             )
 
     def __call__(self, layer: int, x: Tensor, batch: Batch) -> Tensor:
         qkv = self._qkv(x)
-        if self._one is not None and batch.single:
-            return self._output(self._one(layer, qkv, batch))
+        if self._decode is not None and batch.single:
+            return self._output(self._decode(layer, qkv, batch))
         s = self._spec
         heads = self._heads(qkv)
-        turned = s.heads + s.kv_heads  # queries and keys
-        qk = rotate(heads[:, :turned], batch.turn).to(self._dtype)
-        q, k, v = qk[:, : s.heads], qk[:, s.heads :], heads[:, turned:].to(self._dtype)
-        parts, start = [], 0
-        for piece, mask in zip(batch.slices, batch.masks[self._window], strict=True):
-            rows = slice(start, start + len(piece.tokens))
+        qk_heads = s.heads + s.kv_heads
+        qk = rotate(heads[:, :qk_heads], batch.cos_sin).to(self._dtype)
+        q, k, v = qk[:, : s.heads], qk[:, s.heads :], heads[:, qk_heads:].to(self._dtype)
+        outputs, start = [], 0
+        for span, mask in zip(batch.spans, batch.masks[self._window], strict=True):
+            rows = slice(start, start + len(span.tokens))
             start = rows.stop
-            keys, values = piece.kv.write(layer, k[rows].transpose(0, 1), v[rows].transpose(0, 1))
-            parts.append(self._attend(q[rows].transpose(0, 1), keys, values, mask))
-        return self._output((parts[0] if len(parts) == 1 else torch.cat(parts)).float())
+            keys, values = span.kv.write(layer, k[rows].transpose(0, 1), v[rows].transpose(0, 1))
+            outputs.append(self._attend(q[rows].transpose(0, 1), keys, values, mask))
+        return self._output(_joined(outputs).float())
 
     def _heads(self, qkv: Tensor) -> Tensor:
-        """Queries, keys and values by heads, [R, heads + 2 kv_heads, width], normalised and clipped."""
+        """Queries, keys and values by head, [R, heads + 2 kv_heads, head_dim], normalised and clipped."""
         s = self._spec
         width = s.head_dim
         if s.qk_norm == "all":
@@ -83,16 +84,17 @@ class GroupedQueryAttention:
         return heads
 
     def _normed(self, which: int, x: Tensor) -> Tensor:
+        """`which`: 0 for queries, 1 for keys."""
         assert self._norms is not None
         weight = self._norms[which]
         return functional.rms_norm(x, weight.shape, weight, self._eps)
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """q [heads, T, width], the last T of the N tokens of keys and values [kv_heads, N, width]; returns
-        [T, heads * width]."""
+        """q [heads, T, head_dim], the last T of the N tokens of keys and values [kv_heads, N, head_dim]:
+        [T, heads * head_dim]."""
         new = q.shape[1]
         if new == 1:
-            # Heads that share keys are rows of one product: repeating the keys takes ten times as long.
+            # Query heads of a group become rows of one product: repeating the keys takes ten times as long.
             q = q.view(self._spec.kv_heads, -1, self._spec.head_dim)
         out = functional.scaled_dot_product_attention(
             q[None], keys[None], values[None], attn_mask=mask, enable_gqa=new > 1
@@ -101,94 +103,110 @@ class GroupedQueryAttention:
 
 
 class LatentAttention:
-    """Keys and values expanded from cached latents. For one new token they are never made: expanding is
-    linear, so its query goes down to the latents instead, and what attention gathers of them is expanded."""
+    """Multi-head latent attention. The cache holds a latent and the shared rotary key of each token.
+
+    For several new tokens, keys and values are expanded from the latents. For one, they never exist: since
+    expansion is linear, the query is projected to the latent space, and the attended latent is expanded.
+    """
 
     def __init__(self, spec: Latent, weights: Weights, precision: Precision) -> None:
         self._spec, self._dtype = spec, precision.dtype
-        # Families with latents turn number 2i with 2i + 1; with the rows in another order it is `rotate`.
-        halves = np.r_[: spec.rotated : 2, 1 : spec.rotated : 2]
+        # Checkpoints rotate number 2i with 2i + 1; `rotate` wants the even ones before the odd ones.
+        halves = np.r_[: spec.rope_dim : 2, 1 : spec.rope_dim : 2]
         latent = np.r_[: spec.rank, spec.rank + halves]
-        head = np.r_[: spec.plain, spec.plain + halves]
+        head = np.r_[: spec.nope_dim, spec.nope_dim + halves]
         query = (np.arange(spec.heads)[:, None] * len(head) + head).ravel()
         first = "query" if spec.query_rank is None else "query_down"
-        rows = {"latent": latent}
+        order = {"latent": latent}
         self._query = None
         if spec.query_rank is None:
-            rows["query"] = query
+            order["query"] = query
         else:
-            self._query = weights.linear("query", rows={"query": query}, followed=True)
+            self._query = weights.linear("query", order={"query": query}, spin=True)
             self._query_norm = weights.vector("query_norm")
-        self._down = weights.linear(first, "latent", rows=rows, followed=True)
-        self._split = [spec.query_rank or spec.heads * spec.width, spec.rank + spec.rotated]
+        self._down = weights.linear(first, "latent", order=order, spin=True)
+        self._split = [spec.query_rank or spec.heads * spec.qk_dim, spec.rank + spec.rope_dim]
         self._latent_norm = weights.vector("latent_norm")
-        self._expansion = weights.dense("expansion").view(spec.heads, spec.plain + spec.value, spec.rank)
+        self._expansion = weights.dense("expansion").view(
+            spec.heads, spec.nope_dim + spec.value_dim, spec.rank
+        )
         self._output = weights.linear("output")
-        self._one = None
+        self._decode = None
         if precision.device.library is not None:
-            norm, expansion = self._latent_norm, self._expansion
-            device, watched = precision.device, precision.quantized
-            self._one = OneTokenLatent(spec, norm, expansion, self._dtype, LATENT_EPS, device, watched)
+            self._decode = LatentDecode(
+                spec,
+                self._latent_norm,
+                self._expansion,
+                self._dtype,
+                LATENT_EPS,
+                precision.device,
+                precision.quantized,
+            )
 
     def __call__(self, layer: int, x: Tensor, batch: Batch) -> Tensor:
         s = self._spec
-        q, together = torch.split(self._down(x), self._split, dim=1)
+        q, latent_and_key = torch.split(self._down(x), self._split, dim=1)
         if self._query is not None:
             q = self._query(functional.rms_norm(q, (q.shape[1],), self._query_norm, LATENT_EPS))
-        if self._one is not None and batch.single:
-            return self._output(self._one(layer, q, together, batch))
-        latent, turning = torch.split(together, [s.rank, s.rotated], dim=1)
+        if self._decode is not None and batch.single:
+            return self._output(self._decode(layer, q, latent_and_key, batch))
+        latent, key_rope = torch.split(latent_and_key, [s.rank, s.rope_dim], dim=1)
         heads = q.reshape(batch.rows, s.heads, -1)
-        plain, turned = heads[..., : s.plain].to(self._dtype), rotate(heads[..., s.plain :], batch.turn)
+        q_nope = heads[..., : s.nope_dim].to(self._dtype)
+        q_rope = rotate(heads[..., s.nope_dim :], batch.cos_sin).to(self._dtype)
         latent = functional.rms_norm(latent, (s.rank,), self._latent_norm, LATENT_EPS)
-        shared = rotate(turning[:, None], batch.turn)[:, 0]
-        new, turned = torch.cat((latent, shared), dim=1).to(self._dtype), turned.to(self._dtype)
-        parts, start = [], 0
-        for piece, mask in zip(batch.slices, batch.masks[None], strict=True):
-            rows = slice(start, start + len(piece.tokens))
+        key_rope = rotate(key_rope[:, None], batch.cos_sin)[:, 0]
+        new = torch.cat((latent, key_rope), dim=1).to(self._dtype)
+        outputs, start = [], 0
+        for span, mask in zip(batch.spans, batch.masks[None], strict=True):
+            rows = slice(start, start + len(span.tokens))
             start = rows.stop
-            (cached,) = piece.kv.write(layer, new[rows][None])
-            attend = self._attend_one if len(piece.tokens) == 1 else self._attend
-            parts.append(attend(plain[rows], turned[rows], cached[0], mask))
-        return self._output((parts[0] if len(parts) == 1 else torch.cat(parts)).float())
+            (cached,) = span.kv.write(layer, new[rows][None])
+            attend = self._attend_one if len(span.tokens) == 1 else self._attend
+            outputs.append(attend(q_nope[rows], q_rope[rows], cached[0], mask))
+        return self._output(_joined(outputs).float())
 
-    def _attend_one(self, plain: Tensor, turned: Tensor, cached: Tensor, mask: Tensor | None) -> Tensor:
-        """The one row's plain [1, heads, plain] and turned [1, heads, rotated] queries, and the cached
-        [N, rank + rotated]: [1, heads * value]."""
+    def _attend_one(self, q_nope: Tensor, q_rope: Tensor, cached: Tensor, mask: Tensor | None) -> Tensor:
+        """q_nope [1, heads, nope_dim], q_rope [1, heads, rope_dim], cached [N, rank + rope_dim]:
+        [1, heads * value_dim]."""
         s = self._spec
-        down = torch.bmm(plain.transpose(0, 1), self._expansion[:, : s.plain])  # [heads, 1, rank]
-        q = torch.cat((down[:, 0], turned[0]), dim=1)
+        down = torch.bmm(q_nope.transpose(0, 1), self._expansion[:, : s.nope_dim])  # [heads, 1, rank]
+        q = torch.cat((down[:, 0], q_rope[0]), dim=1)
         keys, values = cached[None, None], cached[None, None, :, : s.rank]
         out = functional.scaled_dot_product_attention(q[None, None], keys, values, scale=s.scale)
-        gathered = out[0, 0][:, None]  # [heads, 1, rank]
-        return torch.bmm(gathered, self._expansion[:, s.plain :].transpose(1, 2)).view(1, -1)
+        attended = out[0, 0][:, None]  # [heads, 1, rank]
+        return torch.bmm(attended, self._expansion[:, s.nope_dim :].transpose(1, 2)).view(1, -1)
 
-    def _attend(self, plain: Tensor, turned: Tensor, cached: Tensor, mask: Tensor | None) -> Tensor:
-        """As `_attend_one`, for T rows, the last of the N cached: [T, heads * value]. Some heads at a time:
-        what is expanded grows with N, and would be larger than the cache by far."""
+    def _attend(self, q_nope: Tensor, q_rope: Tensor, cached: Tensor, mask: Tensor | None) -> Tensor:
+        """As `_attend_one`, for T rows, the last of the N cached: [T, heads * value_dim]. Heads are expanded
+        a few at a time: all of them together would take far more memory than the cache."""
         s = self._spec
-        token = 2 * s.width * cached.element_size()  # bytes of a head's key and value, expanded
-        some = max(1, EXPANDED_BYTES // (token * len(cached)))
-        parts = [
-            self._attend_heads(slice(lo, lo + some), plain, turned, cached, mask)
-            for lo in range(0, s.heads, some)
+        bytes_per_token = 2 * s.qk_dim * cached.element_size()  # of one head's key and value, expanded
+        step = max(1, EXPANDED_BYTES // (bytes_per_token * len(cached)))
+        outputs = [
+            self._attend_heads(slice(lo, lo + step), q_nope, q_rope, cached, mask)
+            for lo in range(0, s.heads, step)
         ]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).transpose(0, 1).reshape(len(plain), -1)
+        return _joined(outputs).transpose(0, 1).reshape(len(q_nope), -1)
 
     def _attend_heads(
-        self, heads: slice, plain: Tensor, turned: Tensor, cached: Tensor, mask: Tensor | None
+        self, heads: slice, q_nope: Tensor, q_rope: Tensor, cached: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """Of these heads: [number, T, value]."""
+        """The output of n heads, [n, T, value_dim]."""
         s = self._spec
         expansion = self._expansion[heads]
         expanded = functional.linear(cached[:, : s.rank], expansion.reshape(-1, s.rank))
-        both = expanded.view(len(cached), len(expansion), -1).transpose(0, 1)  # [number, N, plain + value]
-        shared = cached[None, :, s.rank :].expand(len(expansion), -1, -1)
-        keys = torch.cat((both[..., : s.plain], shared), dim=2)
-        q = torch.cat((plain[:, heads], turned[:, heads]), dim=2).transpose(0, 1)
-        # Values as wide as keys: only then torch computes block by block and never has all scores at once.
-        values = functional.pad(both[..., s.plain :], (0, max(0, s.width - s.value)))
+        expanded = expanded.view(len(cached), len(expansion), -1).transpose(0, 1)  # [n, N, nope + value]
+        key_rope = cached[None, :, s.rank :].expand(len(expansion), -1, -1)
+        keys = torch.cat((expanded[..., : s.nope_dim], key_rope), dim=2)
+        q = torch.cat((q_nope[:, heads], q_rope[:, heads]), dim=2).transpose(0, 1)
+        # Values padded to the width of keys: only then torch computes block by block, without all scores.
+        values = functional.pad(expanded[..., s.nope_dim :], (0, max(0, s.qk_dim - s.value_dim)))
         out = functional.scaled_dot_product_attention(
             q[None], keys[None], values[None], attn_mask=mask, scale=s.scale
         )
-        return out[0, :, :, : s.value]
+        return out[0, :, :, : s.value_dim]
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

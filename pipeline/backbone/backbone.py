@@ -1,13 +1,12 @@
-"""What the device computes of a model: embeddings, attention, norms, routers, dense blocks, shared experts,
-the head. Not the routed experts.
+"""The part of a model that the device computes: embeddings, attention, norms, routers, dense blocks, shared
+experts and the head. Routed experts are computed elsewhere (`pipeline/experts/`).
 
-The residual stream, norms and router are float32 whatever the weights' dtype; products with weights are
-done in the weights' dtype (`linear.py`), attention in the KV cache's. With float32 weights it is the
-reference arithmetic; with bfloat16 it rounds less often than a model that keeps its residual stream in
-bfloat16.
+The residual stream, norms and routers are float32 whatever the weights' dtype; products with weights are
+computed in the weights' dtype (`linear.py`), attention in the KV cache's. Float32 weights give the reference
+arithmetic; bfloat16 weights round less often than a model that keeps its residual stream in bfloat16.
 
-A layer here is one with routed experts, as for the store and the policies; layers without any are computed
-on the way from one to the next.
+Layer numbers count layers with routed experts only, as in the store and in policies. Dense layers are
+computed together with the layer that follows them.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from torch.nn import functional
 from pipeline.backbone.attention import Attention, GroupedQueryAttention, LatentAttention
 from pipeline.backbone.batch import Batch, TokenSpan
 from pipeline.backbone.decode_attention import HostNorm
-from pipeline.backbone.embedding import Table
-from pipeline.backbone.linear import Biased, DenseLinear, Going, Linear, Precision
+from pipeline.backbone.embedding import Embedding
+from pipeline.backbone.linear import BiasedLinear, DenseLinear, Linear, Precision, Proceed
 from pipeline.backbone.rope import RopeTables
 from pipeline.backbone.weights import Weights
 from pipeline.checkpoint.model_source import ModelSource
@@ -37,11 +36,11 @@ from pipeline.models.spec import GroupedQuery, ModelSpec
 
 log = logging.getLogger(__name__)
 
-READERS = 2  # threads that make layers of what they read: one reads while the other converts
+READERS = 2  # threads that load layers: one reads while the other converts
 
 
 class _Norm:
-    """Of hidden states: RMS norm, or with a bias LayerNorm."""
+    """RMS norm of hidden states; LayerNorm where the checkpoint has a bias."""
 
     def __init__(self, role: str, weights: Weights, eps: float, device: Device) -> None:
         self._weight, self._eps = weights.vector(role), eps
@@ -60,17 +59,18 @@ class _Norm:
 
 @dataclass(frozen=True)
 class _SwiGLU:
-    """A feed-forward block that every row goes through; `gate` [1, H] weights its output row by row."""
+    """A feed-forward block that is applied to every row. `gate` [1, H] scales each row of its output."""
 
     up: Linear  # [2 I, H], gate over up
     down: Linear  # [H, I]
     gate: Tensor | None
 
     @classmethod
-    def of(cls, role: str, weights: Weights) -> _SwiGLU | None:
+    def load(cls, role: str, weights: Weights) -> _SwiGLU | None:
+        """None where the layer has no such block."""
         if f"{role}_up_proj" not in weights:
             return None
-        up = weights.linear(f"{role}_gate_proj", f"{role}_up_proj", followed=True)
+        up = weights.linear(f"{role}_gate_proj", f"{role}_up_proj", spin=True)
         gate = weights.vector(f"{role}_gate") if f"{role}_gate" in weights else None
         return cls(up, weights.linear(f"{role}_down_proj"), gate)
 
@@ -82,7 +82,7 @@ class _SwiGLU:
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer of the decoder; `dense` is None where it has experts and `router` where it has none."""
+    """A decoder layer: either `dense` or, where it has routed experts, `router` is not None."""
 
     index: int
     attention_norm: _Norm
@@ -97,7 +97,7 @@ class _Layer:
 
 
 class Backbone:
-    """One model's weights outside its routed experts, on a device."""
+    """A model's weights outside its routed experts, on a device."""
 
     def __init__(
         self,
@@ -106,49 +106,50 @@ class Backbone:
         precision: Precision,
         context: int,
     ) -> None:
-        """Read the weights. Raises ModelError for tensors that are missing or of another shape."""
+        """Read the weights. `context`: positions that the rotary tables cover. Raises ModelError for tensors
+        that are missing or of another shape."""
         self.spec = spec
         self.dtype = precision.dtype
         self._precision = precision
-        self._moving = threading.Lock()
+        self._materializing = threading.Lock()
         self._device = device = precision.device.torch_device
         architecture = architecture_of(source.config)
         with source.tensors() as tensors, ThreadPoolExecutor(1 + READERS) as pool:
             fused = source.fused
-            # First, for it may import a library that takes a second.
-            width = spec.attention.rotated
+            # Submitted first: it may import transformers, which takes a second.
+            width = spec.attention.rope_dim
             rope = pool.submit(RopeTables, spec.rope, source.config, width, context, device, precision.cache)
-            every = [architecture.layer(spec, i, fused) for i in range(spec.layers)]
-            parts = [Weights(wants, tensors, precision) for wants in every]
-            made = pool.map(self._make_layer, range(spec.layers), parts)
+            specs = [architecture.layer(spec, i, fused) for i in range(spec.layers)]
+            weights = [Weights(layer_specs, tensors, precision) for layer_specs in specs]
+            loading = pool.map(self._load_layer, range(spec.layers), weights)
             outer = Weights(architecture.outer(spec), tensors, precision)
             self._norm = _Norm("norm", outer, spec.norm_eps, precision.device)
-            self._embedding: Tensor | Table
-            self._embedding, self._head = self._make_ends(outer)
-            layers = list(made)
+            self._embedding: Tensor | Embedding
+            self._embedding, self._head = self._load_embedding_and_head(outer)
+            layers = list(loading)
             self._rope = rope.result()
-            self.bytes = sum(weights.bytes for weights in (outer, *parts))
-            matrices = (want for wants in every for want in wants.values() if want.kind == "matrix")
-            self._widest = max(want.shape[0] * want.shape[1] for want in matrices)  # numbers of the largest
+            self.bytes = sum(part.bytes for part in (outer, *weights))
+        matrices = [t for layer_specs in specs for t in layer_specs.values() if t.kind == "matrix"]
+        self._largest_matrix = max(t.shape[0] * t.shape[1] for t in matrices)  # in numbers
         self._layers = [layers[i] for i in spec.moe_layers]
         starts = [0, *(i + 1 for i in spec.moe_layers)]
         ends = [*spec.moe_layers, spec.layers]
-        # Before each layer with experts, and behind the last.
-        self._between = [layers[start:end] for start, end in zip(starts, ends, strict=True)]
+        # The dense layers before each layer with experts, and those after the last.
+        self._dense_runs = [layers[start:end] for start, end in zip(starts, ends, strict=True)]
 
-    def _make_ends(self, outer: Weights) -> tuple[Tensor | Table, Linear]:
-        """The embeddings and the head."""
+    def _load_embedding_and_head(self, outer: Weights) -> tuple[Tensor | Embedding, Linear]:
         if "head" in outer:
-            return outer.table("embedding"), outer.linear("head")
-        # Plain numbers serve as embedding and head both; quantized ones do not.
+            return outer.embedding("embedding"), outer.linear("head")
+        # Tied: a dense matrix serves as both, a quantized head needs dense rows beside it.
+        embedding: Tensor | Embedding
         if self._precision.quantized:
-            table, head = outer.table("embedding"), outer.linear("embedding")
+            embedding, head = outer.embedding("embedding"), outer.linear("embedding")
         else:
-            table = outer.dense("embedding")
-            head = DenseLinear(table)
-        return table, Biased(head, outer.vector("head_bias")) if "head_bias" in outer else head
+            embedding = outer.dense("embedding")
+            head = DenseLinear(embedding)
+        return embedding, BiasedLinear(head, outer.vector("head_bias")) if "head_bias" in outer else head
 
-    def _make_layer(self, index: int, weights: Weights) -> _Layer:
+    def _load_layer(self, index: int, weights: Weights) -> _Layer:
         spec, device = self.spec, self._precision.device
         attention: Attention
         if isinstance(spec.attention, GroupedQuery):
@@ -161,69 +162,73 @@ class Backbone:
             attention_norm=_Norm("attention_norm", weights, spec.norm_eps, device),
             attention=attention,
             mlp_norm=_Norm("mlp_norm", weights, spec.norm_eps, device),
-            dense=_SwiGLU.of("dense", weights),
-            shared=_SwiGLU.of("shared", weights),
+            dense=_SwiGLU.load("dense", weights),
+            shared=_SwiGLU.load("shared", weights),
             router=weights.vector("router") if "router" in weights else None,
         )
 
     @property
-    def unmoved(self) -> int:
-        """Bytes of weights that a start has left in files, and that are going to be in memory."""
-        return sum(weights.bytes for weights in list(self._precision.unmoved))
+    def pending_bytes(self) -> int:
+        """Memory that the weights still in files take once they are materialized."""
+        return sum(weights.bytes for weights in list(self._precision.pending))
 
-    def move(self, going: Going) -> None:
-        """Have in memory what is left in files, one after the other, unless `going` says no meanwhile; for
-        any threads, while steps are computed. What cannot be moved stays there, with a warning."""
-        with self._moving:
-            # The table first: a prompt asks for many rows of it, each of which is a read of its own.
-            for weights in sorted(self._precision.unmoved, key=lambda one: not isinstance(one, Table)):
+    def materialize(self, proceed: Proceed) -> None:
+        """Copy the pending weights into memory, one after the other, unless `proceed` returns False in
+        between. Any thread may call it while steps are computed. Weights whose copy fails stay in their file,
+        with a warning."""
+        with self._materializing:
+            # The embedding first: a prompt needs many of its rows, and each is a separate read.
+            for weights in sorted(self._precision.pending, key=lambda w: not isinstance(w, Embedding)):
                 try:
-                    weights.move(going)
+                    weights.materialize(proceed)
                 except (ModelError, OSError, MemoryError) as e:
                     log.warning(f"a part of the backbone stays in its file: {e}")
-                if not going():
+                if not proceed():
                     return
-                self._precision.unmoved.remove(weights)
+                self._precision.pending.remove(weights)
 
     @property
     def differentiable(self) -> bool:
-        """Whether torch's gradients go through it: quantized matrices are multiplied by the host's kernels.
-        They do for sequences of UnkeptKV."""
+        """Whether torch computes gradients through it (for sequences of TransientKV): not through quantized
+        matrices, which the host's kernels multiply."""
         return not self._precision.quantized
 
     def largest_product(self, rows: int) -> int:
-        """Multiply-adds of the largest product of a layer that torch computes, for this many rows."""
-        heads, width = self.spec.attention.heads, self.spec.attention.width
-        in_attention = rows * rows * heads * width  # were they all one sequence
-        return max(in_attention, 0 if self._precision.quantized else rows * self._widest)
+        """Multiply-adds of the largest product of a layer that torch computes, for `rows` rows."""
+        attention = self.spec.attention
+        in_attention = rows * rows * attention.heads * attention.qk_dim  # if they are all one sequence
+        return max(in_attention, 0 if self._precision.quantized else rows * self._largest_matrix)
 
-    def batch(self, slices: Sequence[TokenSpan]) -> Batch:
-        """Put the slices' rows together, with everything about their positions that all layers share."""
-        tokens = [t for s in slices for t in s.tokens]
-        places = [(range(s.kv.length, s.kv.length + len(s.tokens)), s.kv.long) for s in slices]
-        both = torch.stack((torch.tensor(tokens), self._rope.rows(places))).to(self._device)
+    def batch(self, spans: Sequence[TokenSpan]) -> Batch:
+        """Lay the spans' tokens out as rows, with the rotary factors and masks that all layers share."""
+        tokens = [t for s in spans for t in s.tokens]
+        positions = [(range(s.kv.length, s.kv.length + len(s.tokens)), s.kv.long) for s in spans]
+        # One copy to the device for both.
+        device_tokens, rope_rows = torch.stack((torch.tensor(tokens), self._rope.rows(positions))).to(
+            self._device
+        )
         masks = {
-            window: [self._mask(len(s.tokens), s.kv.length + len(s.tokens), window) for s in slices]
+            window: [self._mask(len(s.tokens), s.kv.length + len(s.tokens), window) for s in spans]
             for window in set(self.spec.windows)
         }
-        return Batch(slices, len(tokens), both[0], self._rope[both[1]], masks)
+        return Batch(spans, len(tokens), device_tokens, self._rope[rope_rows], masks)
 
     def _mask(self, new: int, total: int, window: int | None) -> Tensor | None:
-        """Which of `total` tokens each of the last `new` ones sees: [new, total] bool."""
+        """The tokens that the last `new` of `total` attend to, [new, total] bool; None where it is all."""
         if new == 1 and (window is None or total <= window):
             return None
-        every = torch.arange(total, device=self._device)
-        behind = every[total - new :, None] - every
-        return behind >= 0 if window is None else (behind >= 0) & (behind < window)
+        positions = torch.arange(total, device=self._device)
+        distance = positions[total - new :, None] - positions
+        return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
     def embed(self, batch: Batch) -> Tensor:
         """Hidden states float32 [R, H] of the batch's tokens."""
         return self._embedding[batch.tokens].float()
 
     def attention(self, layer: int, h: Tensor, batch: Batch) -> Tensor:
-        """h + attention(norm(h)), float32 [R, H], behind the dense layers that come first; appends to the
-        sequences' KV."""
-        return self._layers[layer].attend(self._through(self._between[layer], h, batch), batch)
+        """h + attention(norm(h)), float32 [R, H], after the dense layers that precede this one. Appends to
+        the sequences' KV."""
+        return self._layers[layer].attend(self._dense_layers(self._dense_runs[layer], h, batch), batch)
 
     def moe_input(self, layer: int, h: Tensor) -> Tensor:
         """The normalised input of a layer's router and experts, float32 [R, H]."""
@@ -236,20 +241,19 @@ class Backbone:
         return functional.linear(x, router)
 
     def shared_experts(self, layer: int, x: Tensor) -> Tensor | None:
-        """What the experts that every row uses add, float32 [R, H]; None where a model has none."""
+        """The output of the shared experts, float32 [R, H]; None for a model without them."""
         shared = self._layers[layer].shared
         return None if shared is None else shared(x)
 
     def finish(self, h: Tensor, batch: Batch) -> Tensor:
-        """The hidden states behind the last layer of the decoder."""
-        return self._through(self._between[-1], h, batch)
+        """The hidden states after the last layer of the decoder, float32 [R, H]."""
+        return self._dense_layers(self._dense_runs[-1], h, batch)
 
     def head(self, h: Tensor) -> Tensor:
         """Logits float32 [R, vocabulary]."""
         return self._head(self._norm(h))
 
-    def _through(self, layers: Sequence[_Layer], h: Tensor, batch: Batch) -> Tensor:
-        """Layers without routed experts."""
+    def _dense_layers(self, layers: Sequence[_Layer], h: Tensor, batch: Batch) -> Tensor:
         for layer in layers:
             assert layer.dense is not None
             h = layer.attend(h, batch)

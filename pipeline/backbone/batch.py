@@ -1,10 +1,11 @@
-"""The rows of one step."""
+"""The input of one step: new tokens of sequences, laid out as rows, and the rows whose logits are wanted."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from torch import Tensor
 
@@ -20,17 +21,39 @@ class TokenSpan:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """The slices' tokens, one after the other; made by `Backbone.batch`."""
+class StepInput:
+    """A span and the tokens of it whose logits are wanted."""
 
-    slices: Sequence[TokenSpan]
+    span: TokenSpan
+    logits: Literal["none", "last", "all"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens of all spans, span after span, one row each; made by `Backbone.batch`."""
+
+    spans: Sequence[TokenSpan]
     rows: int
     tokens: Tensor  # [R] int64, on the device
-    turn: tuple[Tensor, Tensor]  # cosines and sines [R, 1, width] of the rows' positions
-    # For each sliding window in use: for each slice [T, N] bool, or None where each row sees all N tokens.
+    cos_sin: tuple[Tensor, Tensor]  # rotary cosines and sines of the rows' positions, [R, 1, width] each
+    # By sliding window, for each span [T, N] bool; None where every row attends to all N tokens.
     masks: dict[int | None, list[Tensor | None]]
 
     @cached_property
     def single(self) -> bool:
-        """Whether each sequence has one new token."""
-        return self.rows == len(self.slices)
+        """Whether each span is a single token."""
+        return self.rows == len(self.spans)
+
+
+def logit_rows(inputs: Sequence[StepInput]) -> tuple[list[int], list[int]]:
+    """The rows of the step whose logits are wanted, and how many of them belong to each input."""
+    rows: list[int] = []
+    counts = []
+    start = 0
+    for item in inputs:
+        end = start + len(item.span.tokens)
+        chosen = {"none": range(0), "last": range(end - 1, end), "all": range(start, end)}[item.logits]
+        rows.extend(chosen)
+        counts.append(len(chosen))
+        start = end
+    return rows, counts

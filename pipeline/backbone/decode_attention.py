@@ -1,5 +1,6 @@
-"""Attention of sequences that have one new token each, and norms, by the host's kernels: on a device that
-computes on the host, torch's many small operations take longer than what they compute.
+"""Attention of spans of one token, and RMS norms, by the host's C kernels.
+
+Used where the device computes on the host, where the overhead of torch's small operations exceeds their work.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from workers.kernels.attention import GroupedHeads, LatentHeads, RMSNorm, Turn
 from workers.kernels.matrix import WATCH, WATCHED_ROWS
 
 
-class OneTokenGrouped:
-    """Of one layer."""
+class GroupedQueryDecode:
+    """Grouped-query attention of one layer."""
 
     def __init__(
         self,
@@ -25,14 +26,14 @@ class OneTokenGrouped:
         dtype: torch.dtype,
         eps: float,
         device: Device,
-        watched: bool,
+        spin: bool,
     ) -> None:
-        """`norms`: weights of queries' and keys' norms; `dtype`: of the KV cache; `watched`: the device's
-        team computes the products before and after."""
+        """`norms`: weights of queries' and keys' norms; `dtype`: of the KV cache; `spin`: the device's team
+        also computes the products before and after, so its threads spin in between."""
         assert device.library is not None
-        self._norms = norms  # their memory is read
-        self._numbers = spec.heads * spec.head_dim
-        self._watched = watched
+        self._norms = norms  # kept alive: the kernel reads their memory
+        self._output_width = spec.heads * spec.head_dim
+        self._spin = spin
         query_norm, key_norm = (None, None) if norms is None else (n.data_ptr() for n in norms)
         self._heads = GroupedHeads(
             device.library,
@@ -50,25 +51,25 @@ class OneTokenGrouped:
         )
 
     def __call__(self, layer: int, qkv: Tensor, batch: Batch) -> Tensor:
-        """qkv float32 [R, heads + 2 kv_heads times width]: [R, heads * width]."""
-        out = torch.empty(batch.rows, self._numbers)
-        watch = _watch(self._watched, batch)
-        for row, piece in enumerate(batch.slices):
-            keys, values = piece.kv.layers[layer]
+        """qkv float32 [R, (heads + 2 kv_heads) * head_dim]: [R, heads * head_dim]. Overwrites qkv."""
+        out = torch.empty(batch.rows, self._output_width)
+        spin = _spin_ns(self._spin, batch)
+        for row, span in enumerate(batch.spans):
+            keys, values = span.kv.layers[layer]
             self._heads.one(
                 _row(qkv, row),
-                _turn(batch, row),
+                _cos_sin(batch, row),
                 (keys.data_ptr(), values.data_ptr()),
                 keys.shape[1],
-                piece.kv.length,
+                span.kv.length,
                 _row(out, row),
-                watch,
+                spin,
             )
         return out
 
 
-class OneTokenLatent:
-    """Of one layer."""
+class LatentDecode:
+    """Multi-head latent attention of one layer."""
 
     def __init__(
         self,
@@ -78,22 +79,23 @@ class OneTokenLatent:
         dtype: torch.dtype,
         eps: float,
         device: Device,
-        watched: bool,
+        spin: bool,
     ) -> None:
-        """`norm` [rank] of the latent, `expansion` [heads, plain + value, rank]; the rest as above."""
+        """`norm`: the weight of the latent's norm [rank]; `expansion` [heads, nope_dim + value_dim, rank];
+        the rest as in GroupedQueryDecode."""
         assert device.library is not None
         self._norm, self._expansion = norm, expansion.contiguous()
-        self._numbers = spec.heads * spec.value
-        self._watched = watched
+        self._output_width = spec.heads * spec.value_dim
+        self._spin = spin
         self._heads = LatentHeads(
             device.library,
             device.team,
             bits=8 * dtype.itemsize,
             heads=spec.heads,
             rank=spec.rank,
-            plain=spec.plain,
-            rotated=spec.rotated,
-            value=spec.value,
+            plain=spec.nope_dim,
+            rotated=spec.rope_dim,
+            value=spec.value_dim,
             norm=norm.data_ptr(),
             expansion=self._expansion.data_ptr(),
             eps=eps,
@@ -101,26 +103,26 @@ class OneTokenLatent:
         )
 
     def __call__(self, layer: int, q: Tensor, latent: Tensor, batch: Batch) -> Tensor:
-        """q float32 [R, heads * (plain + rotated)] and latent [R, rank + rotated], in whatever rows:
-        [R, heads * value]."""
-        out = torch.empty(batch.rows, self._numbers)
-        watch = _watch(self._watched, batch)
-        for row, piece in enumerate(batch.slices):
-            (cache,) = piece.kv.layers[layer]
+        """q float32 [R, heads * qk_dim] and latent float32 [R, rank + rope_dim], of any row stride:
+        [R, heads * value_dim]. Overwrites both."""
+        out = torch.empty(batch.rows, self._output_width)
+        spin = _spin_ns(self._spin, batch)
+        for row, span in enumerate(batch.spans):
+            (cache,) = span.kv.layers[layer]
             self._heads.one(
                 _row(q, row),
                 _row(latent, row),
-                _turn(batch, row),
+                _cos_sin(batch, row),
                 cache.data_ptr(),
-                piece.kv.length,
+                span.kv.length,
                 _row(out, row),
-                watch,
+                spin,
             )
         return out
 
 
 class HostNorm:
-    """RMS norm of rows."""
+    """RMS norm of each row."""
 
     def __init__(self, weight: Tensor, eps: float, device: Device) -> None:
         assert device.library is not None
@@ -136,13 +138,14 @@ class HostNorm:
 
 
 def _row(x: Tensor, row: int) -> int:
+    """A row's address."""
     return x.data_ptr() + x.element_size() * row * x.stride(0)
 
 
-def _turn(batch: Batch, row: int) -> Turn:
-    cos, sin = batch.turn
+def _cos_sin(batch: Batch, row: int) -> Turn:
+    cos, sin = batch.cos_sin
     return Turn(_row(cos, row), _row(sin, row))
 
 
-def _watch(watched: bool, batch: Batch) -> int:
-    return WATCH if watched and batch.rows <= WATCHED_ROWS else 0
+def _spin_ns(spin: bool, batch: Batch) -> int:
+    return WATCH if spin and batch.rows <= WATCHED_ROWS else 0

@@ -1,10 +1,10 @@
-"""Quantized matrices of a backbone (and frequencies of its rotary embedding) on disk, made once:
+"""A disk cache of a backbone's quantized matrices and rotary frequencies:
 `<cache folder>/<fingerprint>/backbone.bin`.
 
-The matrices one after the other, each at a multiple of ALIGNMENT, then an index (msgpack: name -> offset,
-bytes, crc32) and its length (8 bytes, little endian). Written under another name and renamed when whole, and
-never changed again. Every matrix is compared with its checksum when it is taken; what does not fit is made
-anew, and nothing here ever fails a start.
+Layout: the matrices one after the other, each at a multiple of ALIGNMENT; an index (msgpack: name -> offset,
+bytes, crc32); the index's length (8 bytes, little endian). The file is written under another name, renamed
+when complete, and never changed afterwards. Every matrix is checked against its checksum when it is taken. A
+matrix that is missing or damaged is quantized again; no error here fails a start.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import contextlib
 import fcntl
 import logging
 import os
-import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,7 +29,7 @@ NAME, UNFINISHED = "backbone.bin", "backbone.tmp"
 VERSION = 3
 MAX_INDEX = 1 << 24
 ALIGNMENT = 64  # a cache line
-READ_BYTES = 1 << 20  # at a time, so that it is summed while it is in the processor's cache
+READ_BYTES = 1 << 20  # at a time, so that the checksum reads it from the processor's cache
 WRITE_BYTES = 1 << 26
 
 log = logging.getLogger(__name__)
@@ -44,53 +43,52 @@ def backbone_fingerprint(source: ModelSource, dtype: str) -> str:
 
 
 class BackboneCache:
-    """One model's matrices in one format. `take` and `keep` may be called by any thread."""
+    """One model's matrices in one format. `take` and `keep` are for any thread."""
 
     def __init__(self, folder: Path, fingerprint: str, record: CacheRecord | None = None) -> None:
         """`fingerprint`: 64 hex digits that change whenever the matrices' bytes would."""
         self._path = folder / fingerprint / NAME
         self._record = record
-        self._descriptor, self._entries = _opened(self._path)
+        self._descriptor, self._entries = _open(self._path)
         if self._descriptor is not None:
             self._note_use()
-        self._lock = threading.Lock()
         self._new: Entries = {}
-        self._end = 0  # of what is written
+        self._end = 0  # file offset of the next matrix
         self._file: int | None = None
-        self._failed = self._descriptor is not None  # a whole file is there: nothing is written
+        self._disabled = self._descriptor is not None  # a complete file exists: nothing is written
         self._writer = ThreadPoolExecutor(1, "backbone cache")
 
     def take(self, name: str, nbytes: int) -> Bytes | None:
-        """A matrix of so many bytes, where the page cache has the file; None where there is none, or one that
-        is damaged or cannot be had so."""
+        """A matrix of `nbytes` bytes as a private mapping of the file; None where it is missing, damaged or
+        cannot be mapped."""
         found = self._entries.get(name)
         if found is None or found[1] != nbytes or self._descriptor is None:
             return None
         offset, _, checksum = found
-        # Read before it is mapped: what a disk cannot give is an error here, and kills who uses a mapping.
+        # Read before it is mapped: a disk error is an exception here, and SIGBUS in a mapping.
         if _checksum(self._descriptor, offset, nbytes) != checksum:
-            with contextlib.suppress(FileNotFoundError):  # by which it was said already
+            with contextlib.suppress(FileNotFoundError):  # another matrix was damaged too, and has warned
                 self._path.unlink()
                 log.warning(f"{self._path} is damaged: it is made again at the next start")
             return None
         try:
             return map_file(self._descriptor, offset, nbytes)
-        except OSError as e:  # too little memory for a mapping that may be written, say
+        except OSError as e:  # for example, too little memory for a writable mapping
             log.warning(f"{self._path} is not used: {e}")
             return None
 
     def keep(self, name: str, data: Bytes) -> None:
-        """Have a matrix, which changes no more, written; returns at once."""
-        if not self._failed:
+        """Queue a matrix for writing; it must not change afterwards."""
+        if not self._disabled:
             self._writer.submit(self._write, name, data)
 
     def finish(self) -> None:
-        """Give the file its name once all is written, in the writing thread; returns at once."""
+        """Queue the rename of the complete file, after which the writer thread ends."""
         self._writer.submit(self._close)
         self._writer.shutdown(wait=False)
 
     def _write(self, name: str, data: Bytes) -> None:
-        if self._failed:
+        if self._disabled:
             return
         try:
             if self._file is None:
@@ -101,11 +99,11 @@ class BackboneCache:
             self._new[name] = (self._end, len(data), zlib.crc32(data.data))
             self._end += -(-done // ALIGNMENT) * ALIGNMENT
         except OSError as e:
-            self._failed = True
+            self._disabled = True
             log.warning(f"the backbone could not be kept on disk, the next start quantizes it again: {e}")
 
     def _begin(self) -> int:
-        """The unfinished file, which is locked. Raises OSError."""
+        """Create and lock the unfinished file. Raises OSError."""
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = try_lock(self._path.with_name(UNFINISHED), fcntl.LOCK_EX)
         if descriptor is None:
@@ -124,24 +122,24 @@ class BackboneCache:
             return
         unfinished = self._path.with_name(UNFINISHED)
         try:
-            if not self._failed:
+            if not self._disabled:
                 index = msgpack.packb({"version": VERSION, "matrices": self._new})
                 os.pwrite(self._file, index + len(index).to_bytes(8, "little"), self._end)
                 unfinished.replace(self._path)
                 self._note_use()
         except OSError as e:
-            self._failed = True
+            self._disabled = True
             log.warning(f"the backbone could not be kept on disk, the next start quantizes it again: {e}")
-        if self._failed:
+        if self._disabled:
             unfinished.unlink(missing_ok=True)
         os.close(self._file)
 
 
 def _checksum(descriptor: int, offset: int, nbytes: int) -> int | None:
-    """Of a part of a file; None where it cannot be read, or ends before."""
-    room, value, done = bytearray(READ_BYTES), 0, 0
+    """The crc32 of a part of a file; None where it cannot be read or is cut short."""
+    buffer, value, done = bytearray(READ_BYTES), 0, 0
     while done < nbytes:
-        part = memoryview(room)[: nbytes - done]
+        part = memoryview(buffer)[: nbytes - done]
         try:
             count = os.preadv(descriptor, [part], offset + done)
         except OSError:
@@ -152,8 +150,8 @@ def _checksum(descriptor: int, offset: int, nbytes: int) -> int | None:
     return value
 
 
-def _opened(path: Path) -> tuple[int | None, Entries]:
-    """A whole file of this user's that nobody else may have written, and its index; else nothing."""
+def _open(path: Path) -> tuple[int | None, Entries]:
+    """A complete file that only this user can write, and its index. An invalid file is removed."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError:

@@ -1,5 +1,7 @@
-"""The table of embeddings: rows by token. A step needs few of them and a start none, so the table may be read
-from the checkpoint later, when nobody waits; until then, rows are read as tokens come."""
+"""Token embeddings that are read from the checkpoint on demand, and copied into memory later.
+
+A step needs few rows and a start none, so an engine is ready before the whole matrix is read.
+"""
 
 from __future__ import annotations
 
@@ -12,56 +14,59 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.reader import RawTensor, TensorReader, to_float32
-from pipeline.models.architecture import Part
+from pipeline.models.architecture import TensorRows
 from shm.huge import private
 
-# Read at a time by `move`: so few that torch converts them in the thread that asks, and starts no others.
-READ_NUMBERS = (1 << 15) - 1
+# Numbers that `materialize` converts at a time: few enough that torch uses the calling thread alone.
+CHUNK_NUMBERS = (1 << 15) - 1
 
 
-class Table:
-    """[rows, width] numbers of a tensor of the checkpoint, whose file is open until all are in memory."""
+class Embedding:
+    """[rows, width] numbers of a checkpoint's tensor. Its file stays open until all rows are in memory."""
 
     def __init__(self, reader: TensorReader, name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
-        """`reader`: this object's own. `dtype`: of the rows that it gives. Raises ModelError where the tensor
-        is missing or of another shape."""
+        """`reader`: owned and closed by this object. `dtype`: of the rows returned. Raises ModelError where
+        the tensor is missing or of another shape."""
         self.bytes = shape[0] * shape[1] * dtype.itemsize
-        self._part = Part(name, shape, 0, shape[0])
+        self._source = TensorRows(name, shape, 0, shape[0])
         self._dtype = dtype
         self._reader = reader
         weakref.finalize(self, reader.close)
-        reader.rows(self._part, 0, 0)  # opens the file: whoever replaces it later does not change this one
-        self._reading = threading.Lock()  # held by who reads single rows, and to close the file
-        self._whole: Tensor | None = None
+        reader.rows(self._source, 0, 0)  # opens the file now, so that replacing it later has no effect
+        self._lock = threading.Lock()  # of reads of single rows against closing the file
+        self._matrix: Tensor | None = None
 
     def __getitem__(self, tokens: Tensor) -> Tensor:
         """int64 [R]: [R, width]. Raises ModelError where the checkpoint's file was changed."""
-        if self._whole is None:
-            with self._reading:
-                if self._whole is None:
+        if self._matrix is None:
+            with self._lock:
+                if self._matrix is None:
                     return self._read(tokens)
-        return self._whole[tokens]
+        return self._matrix[tokens]
 
-    def move(self, going: Callable[[], bool]) -> None:
-        """Have it in memory and the file closed, unless `going` says no meanwhile; by one thread, while
-        others ask for rows. Raises ModelError, and OSError where there is too little memory."""
-        rows, width = self._part.shape
-        step = max(1, READ_NUMBERS // width)
-        whole = torch.from_numpy(private(self.bytes)).view(self._dtype).view(rows, width)
+    def materialize(self, proceed: Callable[[], bool]) -> None:
+        """Read all rows into memory and close the file, unless `proceed` returns False in between. For one
+        thread at a time; other threads may read rows meanwhile. Raises ModelError, and OSError where memory
+        is short."""
+        if self._matrix is not None:
+            return
+        rows, width = self._source.shape
+        step = max(1, CHUNK_NUMBERS // width)
+        matrix = torch.from_numpy(private(self.bytes)).view(self._dtype).view(rows, width)
         for lo in range(0, rows, step):
-            if not going():
+            if not proceed():
                 return
-            raw = self._reader.rows(self._part, lo, min(lo + step, rows))
-            whole[lo : lo + step] = tensor_of(raw)
-        with self._reading:
-            self._whole = whole
+            raw = self._reader.rows(self._source, lo, min(lo + step, rows))
+            matrix[lo : lo + step] = tensor_of(raw)
+        with self._lock:
+            self._matrix = matrix
             self._reader.close()
 
     def _read(self, tokens: Tensor) -> Tensor:
-        unique, places = torch.unique(tokens, return_inverse=True)
-        found = [self._reader.rows(self._part, token, token + 1) for token in unique.tolist()]
+        unique, inverse = torch.unique(tokens, return_inverse=True)
+        found = [self._reader.rows(self._source, token, token + 1) for token in unique.tolist()]
         bits = np.concatenate([raw.bits for raw in found])
-        return tensor_of(RawTensor(found[0].dtype, bits.shape, bits)).to(self._dtype)[places]
+        return tensor_of(RawTensor(found[0].dtype, bits.shape, bits)).to(self._dtype)[inverse]
 
 
 def tensor_of(raw: RawTensor) -> Tensor:

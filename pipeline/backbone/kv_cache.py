@@ -1,7 +1,7 @@
-"""Keys and values of sequences, or what they are made from, within a budget of tokens.
+"""The KV cache: keys and values of sequences, or the latents they are expanded from, in a token budget.
 
-A sequence begins with room for what it is known to need and grows while it is decoded; who has to make way
-when the budget is spent is the scheduler's business. What the budget counts is room, filled or not.
+A sequence starts with the capacity that it is known to need and grows while it is decoded. The budget counts
+capacity, filled or not; the scheduler decides which sequence to preempt when it is spent.
 """
 
 from __future__ import annotations
@@ -14,23 +14,22 @@ from torch import Tensor
 from pipeline.errors import RequestError
 from pipeline.models.spec import ModelSpec
 
-BLOCK = 64  # tokens; room is given in whole blocks
-GROWTH = 1.25  # a sequence that outgrows its room gets this much more, so that it is seldom copied
+BLOCK = 64  # tokens; capacity is allocated in whole blocks
+GROWTH = 1.25  # factor by which a sequence grows, so that it is seldom copied
 
 
 class SequenceKV:
-    """What one sequence has cached; `length` tokens of `capacity` are filled. A layer caches one or more
-    streams of numbers for each token: keys and values, or the latent from which they are expanded. `id` tells
-    it from every other sequence of this process."""
+    """The cached tokens of one sequence; `length` of `capacity` are filled. A layer caches one or more
+    streams of numbers for each token: keys and values, or a latent. `id` is unique in this process."""
 
     _ids = itertools.count()
 
     def __init__(self, layers: list[list[Tensor]], switch: int | None) -> None:
         """`switch`: as in the model's Rope."""
         self.id = next(self._ids)
-        self.layers = layers  # of each layer its streams [heads, capacity, numbers]
+        self.layers = layers  # for each layer its streams [heads, capacity, numbers]
         self.length = 0
-        self.long = False  # filled with the rotary embedding of sequences beyond the switch
+        self.long = False  # which of the two rotary embeddings the cached tokens have, see Rope
         self._switch = switch
 
     @property
@@ -38,33 +37,33 @@ class SequenceKV:
         return self.layers[0][0].shape[1]
 
     def write(self, layer: int, *new: Tensor) -> list[Tensor]:
-        """Append T tokens to one layer (of each stream [heads, T, numbers]); returns the layer's streams up
-        to and with them. `length` moves on only by `advance`, once all layers are written."""
+        """Append T tokens to one layer, [heads, T, numbers] for each stream; returns the layer's streams
+        including them. `length` changes only by `advance`, after all layers are written."""
         end = self.length + new[0].shape[1]
         for stream, tokens in zip(self.layers[layer], new, strict=True):
             stream[:, self.length : end] = tokens
         return [stream[:, :end] for stream in self.layers[layer]]
 
     def advance(self, count: int) -> None:
-        """All layers have been written for `count` more tokens."""
+        """Count `count` more tokens as filled, which all layers have been written for."""
         self.length += count
 
     def truncate(self, length: int) -> None:
-        """Forget all but the first `length` tokens."""
+        """Drop all but the first `length` tokens."""
         self.length = min(self.length, length)
 
-    def serve(self, tokens: int) -> bool:
-        """From now on it is for a sequence that has so many tokens, filled or not. False where what was
-        filled had to be forgotten: on the other side of the switch every token is rotated otherwise."""
+    def select_rope(self, tokens: int) -> bool:
+        """Choose the rotary embedding for a sequence of `tokens` tokens, filled or not. False where that
+        dropped the filled tokens, because they were rotated by the other one."""
         long = self._switch is not None and tokens > self._switch
-        forgets = long != self.long and self.length > 0
+        dropped = long != self.long and self.length > 0
         if long != self.long:
             self.long, self.length = long, 0
-        return not forgets
+        return not dropped
 
     def resize(self, capacity: int) -> None:
-        """Copy to a larger or smaller room that takes what is filled, one stream after the other, so that
-        only one is there twice."""
+        """Copy the filled tokens to streams of another capacity, one by one, so that memory holds only one
+        stream twice."""
         for streams in self.layers:
             for n, old in enumerate(streams):
                 new = old.new_empty((old.shape[0], capacity, old.shape[2]))
@@ -72,21 +71,21 @@ class SequenceKV:
                 streams[n] = new
 
 
-class UnkeptKV(SequenceKV):
-    """Of a sequence that is computed in one step from its first token to its last: what is written is handed
-    on and kept nowhere, so that gradients go through it."""
+class TransientKV(SequenceKV):
+    """For a sequence computed in one step from its first token to its last: `write` returns its arguments and
+    stores nothing, so that torch can compute gradients."""
 
     def __init__(self, tokens: int, switch: int | None) -> None:
-        """For a sequence of 2 tokens or more: attention of single ones reads what is kept."""
+        """`tokens`: at least 2, because decode attention of a single token reads stored ones."""
         super().__init__([], switch)
-        self.serve(tokens)
+        self.select_rope(tokens)
 
     def write(self, layer: int, *new: Tensor) -> list[Tensor]:
         return list(new)
 
 
 class KVCache:
-    """Gives out room for sequences. `budget` tokens in all."""
+    """Allocates sequences; their capacities sum to at most `budget` tokens."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, budget: int) -> None:
         self.budget = budget
@@ -99,7 +98,7 @@ class KVCache:
         return self.budget - self.used
 
     def allocate(self, tokens: int) -> SequenceKV:
-        """Room for a sequence. Raises RequestError where it is not `free`."""
+        """A sequence of this capacity. Raises RequestError where fewer tokens are `free`."""
         self._take(tokens)
 
         def streams() -> list[Tensor]:
@@ -109,13 +108,12 @@ class KVCache:
         return SequenceKV([streams() for _ in range(self._spec.layers)], self._spec.rope.switch)
 
     def resize(self, sequence: SequenceKV, capacity: int) -> None:
-        """Make a sequence's room `capacity` tokens. Raises RequestError where more than is `free` would be
-        needed."""
+        """Change a sequence's capacity. Raises RequestError where it would grow by more than is `free`."""
         self._take(capacity - sequence.capacity)
         sequence.resize(capacity)
 
     def release(self, sequence: SequenceKV) -> None:
-        """The sequence is not needed any more."""
+        """Return a sequence's capacity to the budget."""
         self.used -= sequence.capacity
 
     def _take(self, tokens: int) -> None:
@@ -124,6 +122,6 @@ class KVCache:
         self.used += tokens
 
 
-def room_for(tokens: int, most: int) -> int:
-    """The room to give a sequence of so many tokens that will have `most` at most: whole blocks."""
-    return min(-(-tokens // BLOCK) * BLOCK, most)
+def capacity_for(tokens: int, limit: int) -> int:
+    """`tokens` rounded up to whole blocks, at most `limit`."""
+    return min(-(-tokens // BLOCK) * BLOCK, limit)

@@ -1,4 +1,4 @@
-"""The matrices of a backbone, in whatever form they are kept: x -> x @ W.T."""
+"""Linear layers of the backbone, dense or quantized: x -> x @ W.T."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from shm.layout import FORMATS, Float32
 from workers.kernels.matrix import HostMatrix, quantized
 from workers.kernels.reference import DTYPES
 
-Going = Callable[[], bool]  # whether to go on
+Proceed = Callable[[], bool]  # polled by long copies: False stops them
 
 
-class Movable(Protocol):
-    """Weights that a start has left in a file."""
+class FileBacked(Protocol):
+    """Weights that are used from a file until they are materialized."""
 
     @property
     def bytes(self) -> int:
-        """What they take in memory."""
+        """Their size in memory."""
 
-    def move(self, going: Going) -> None:
-        """Have them in memory, unless `going` says no meanwhile; for any thread, while they are used."""
+    def materialize(self, proceed: Proceed) -> None:
+        """Copy them into memory, unless `proceed` returns False in between. They may be used meanwhile."""
 
 
 class Linear(Protocol):
-    """One matrix [outputs, inputs]."""
+    """A matrix W [outputs, inputs]."""
 
     @property
     def bytes(self) -> int:
@@ -44,7 +44,7 @@ class Linear(Protocol):
 
 
 class DenseLinear:
-    """A matrix of plain numbers; products are done in its dtype."""
+    """A matrix that is not quantized; products are computed in its dtype."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -57,8 +57,8 @@ class DenseLinear:
         return functional.linear(x.to(self.weight.dtype), self.weight).float()
 
 
-class Biased:
-    """A matrix whose products have a bias added."""
+class BiasedLinear:
+    """A matrix and a bias: x @ W.T + b."""
 
     def __init__(self, matrix: Linear, bias: Tensor) -> None:
         """`bias`: float32 [outputs]."""
@@ -74,7 +74,7 @@ class Biased:
 
 
 class QuantizedLinear:
-    """A matrix of a quantized format, through the expert kernels of the host."""
+    """A matrix of a quantized format, multiplied by the host's expert kernels."""
 
     def __init__(self, matrix: HostMatrix) -> None:
         self._matrix = matrix
@@ -88,11 +88,11 @@ class QuantizedLinear:
 
 
 class Precision:
-    """`--backbone-dtype`: how matrices are kept, and the dtype of everything else that is stored."""
+    """`--backbone-dtype`: the format of matrices, and the dtype of everything else that is stored."""
 
     def __init__(self, name: str, device: Device, cache: BackboneCache | None = None) -> None:
-        """`name`: f32, bf16, int8 or int4; `cache`: where quantized matrices are kept between starts. Raises
-        UsageError where the device cannot compute it."""
+        """`name`: f32, bf16, int8 or int4; `cache`: keeps quantized matrices between starts. Raises
+        UsageError where the device cannot compute in this format."""
         format = FORMATS[name]
         self.device = device
         self._format = format if isinstance(format, BlockFormat) else None
@@ -100,18 +100,18 @@ class Precision:
         if self._format is not None:
             device.check_quantized()
         self.dtype = DTYPES.get(name, torch.bfloat16)  # of embeddings and of the KV cache
-        self.unmoved: list[Movable] = []  # used from their files as yet
+        self.pending: list[FileBacked] = []  # weights still used from their files
 
     @property
     def quantized(self) -> bool:
         return self._format is not None
 
     def quantized_linear(
-        self, name: str, shape: tuple[int, int], numbers: Callable[[], Float32], followed: bool
+        self, name: str, shape: tuple[int, int], numbers: Callable[[], Float32], spin: bool
     ) -> Linear:
-        """A matrix [outputs, inputs] in the quantized format, from the cache or from its `numbers`. `name`:
-        what it is called in the checkpoint; `followed`: another product is due soon after one of this. Raises
-        ModelError where it cannot be quantized."""
+        """A quantized matrix [outputs, inputs], from the cache or else from its float32 `numbers`. `name`:
+        the cache's key; `spin`: the next product follows so soon that the team's threads spin until then.
+        Raises ModelError where the numbers cannot be quantized."""
         assert self._format is not None
         data = None if self.cache is None else self.cache.take(name, self._format.matrix_bytes(*shape))
         if data is None:
@@ -121,7 +121,7 @@ class Precision:
                 raise ModelError(f"{name}: {e}") from None
             if self.cache is not None:
                 self.cache.keep(name, data)
-            return QuantizedLinear(HostMatrix(self._format, data, shape, self.device.team, followed))
-        matrix = HostMatrix(self._format, data, shape, self.device.team, followed)
-        self.unmoved.append(matrix)
+            return QuantizedLinear(HostMatrix(self._format, data, shape, self.device.team, spin))
+        matrix = HostMatrix(self._format, data, shape, self.device.team, spin)
+        self.pending.append(matrix)
         return QuantizedLinear(matrix)

@@ -1,4 +1,4 @@
-"""The thread that moves weights which a start left in files into memory, while requests are served."""
+"""The background thread that copies file-backed weights into memory while requests are served."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 from pipeline.backbone.backbone import Backbone
 
-JOIN_LIMIT = 1.0  # seconds for the thread to end; it looks whether to go on every few milliseconds
+JOIN_LIMIT = 1.0  # seconds for the thread to stop; it checks `proceed` every few milliseconds
 
 
-def start_moving(backbone: Backbone) -> Callable[[], None]:
-    """Start it; it ends by itself once everything is moved. Returns what ends it before."""
+def start_materializing(backbone: Backbone) -> Callable[[], None]:
+    """Start the thread, which ends once no weights are pending. Returns a function that stops it earlier."""
     stopping = threading.Event()
 
     def stop() -> None:
@@ -19,7 +19,7 @@ def start_moving(backbone: Backbone) -> Callable[[], None]:
         thread.join(JOIN_LIMIT)
 
     thread = threading.Thread(
-        target=backbone.move, args=(lambda: not stopping.is_set(),), name="moving", daemon=True
+        target=backbone.materialize, args=(lambda: not stopping.is_set(),), name="materialize", daemon=True
     )
     thread.start()
     return stop

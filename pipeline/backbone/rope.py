@@ -1,7 +1,7 @@
-"""Rotary position embedding: the tables of cosines and sines, and the rotation.
+"""Rotary position embedding: tables of cosines and sines, and the rotation.
 
-The frequencies of every kind but the plain one are transformers' own: they are computed by its initialisers
-from its reading of the config.
+Frequencies of the default kind are computed here; those of every other kind come from transformers'
+initialisers and its reading of the config.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from pipeline.models.spec import Rope
 
 
 class RopeTables:
-    """Of all positions of a context, for short sequences and for those beyond the switch."""
+    """Cosines and sines of every position of a context, for short sequences and, where the model has a switch
+    (see Rope), for long ones."""
 
     def __init__(
         self,
@@ -31,39 +32,53 @@ class RopeTables:
         device: torch.device,
         cache: BackboneCache | None,
     ) -> None:
-        """`width`: numbers of a head that are rotated; `cache`: where frequencies are kept between starts,
-        for their library takes longer to import than a kept backbone to read. Raises ModelError where
-        parameters make no sense."""
-        both = [False, True] if rope.switch is not None and context > rope.switch else [False]
-        found = [_kept(rope, config, width, long, cache) for long in both]
-        tables = [_angles(rope, one, width, context, long) for one, long in zip(found, both, strict=True)]
+        """`width`: numbers of a head that are rotated; `cache`: keeps frequencies between starts, since
+        importing transformers takes longer than reading a cached backbone. Raises ModelError for parameters
+        that make no sense."""
+        lengths = [False, True] if rope.switch is not None and context > rope.switch else [False]
+        tables = [_table(rope, config, width, context, long, cache) for long in lengths]
         self._context = context
-        # [context or twice it, 1, width]
+        # [context, 1, width], followed by as many rows for long sequences
         self._cos = torch.cat([cos for cos, _ in tables]).to(device)[:, None]
         self._sin = torch.cat([sin for _, sin in tables]).to(device)[:, None]
 
-    def rows(self, places: Sequence[tuple[range, bool]]) -> Tensor:
-        """Where the tables have the rows of these positions, each range with whether its sequence is beyond
-        the switch: int64 [R]."""
-        return torch.tensor([p + self._context * long for positions, long in places for p in positions])
+    def rows(self, positions: Sequence[tuple[range, bool]]) -> Tensor:
+        """The tables' row numbers for ranges of positions, each with whether its sequence is long:
+        int64 [R]."""
+        return torch.tensor([p + self._context * long for span, long in positions for p in span])
 
     def __getitem__(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [R, 1, width]; the sines carry the signs of the halves."""
+        """Cosines and sines [R, 1, width]; the sines of the first half are negated."""
         return self._cos[rows], self._sin[rows]
 
 
-def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """x float32 [R, heads, width], by cosines and sines of `RopeTables`: number i turns with number
-    i + width / 2."""
-    cos, sin = turn
+def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    """x float32 [R, heads, width], rotated by `RopeTables`' cosines and sines: numbers i and i + width / 2
+    are a pair."""
+    cos, sin = cos_sin
     return x * cos + torch.roll(x, x.shape[-1] // 2, dims=-1) * sin
 
 
-def _kept(
+def _table(
+    rope: Rope, config: Config, width: int, context: int, long: bool, cache: BackboneCache | None
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [context, width]."""
+    frequencies, scale = _cached_frequencies(rope, config, width, long and rope.scales is None, cache)
+    if rope.scales is not None:
+        scale = rope.scales[long]
+    if len(frequencies) != width // 2:
+        raise ModelError(
+            f"config.json: RoPE has {len(frequencies)} factors for {width // 2} pairs of numbers"
+        )
+    angles = torch.arange(context, dtype=torch.float32)[:, None] * frequencies  # [context, width / 2]
+    cos, sin = angles.cos() * scale, angles.sin() * scale
+    return torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)
+
+
+def _cached_frequencies(
     rope: Rope, config: Config, width: int, long: bool, cache: BackboneCache | None
 ) -> tuple[Tensor, float]:
-    """`_frequencies`, from the cache where they are there."""
-    long = long and rope.scales is None
+    """`_frequencies`, from the cache where it has them."""
     if rope.kind == "default" or cache is None:
         return _frequencies(rope, config, width, long)
     name = f"rope {'long' if long else 'short'}"
@@ -76,23 +91,8 @@ def _kept(
     return numbers[:-1], float(numbers[-1])
 
 
-def _angles(
-    rope: Rope, found: tuple[Tensor, float], width: int, context: int, long: bool
-) -> tuple[Tensor, Tensor]:
-    frequencies, scale = found
-    if rope.scales is not None:
-        scale = rope.scales[long]
-    if len(frequencies) != width // 2:
-        raise ModelError(
-            f"config.json: RoPE has {len(frequencies)} factors for {width // 2} pairs of numbers"
-        )
-    angles = torch.arange(context, dtype=torch.float32)[:, None] * frequencies  # [context, width / 2]
-    cos, sin = angles.cos() * scale, angles.sin() * scale
-    return torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)
-
-
 def _frequencies(rope: Rope, config: Config, width: int, long: bool) -> tuple[Tensor, float]:
-    """Of each pair of numbers [width / 2], and the scale of cosines and sines."""
+    """The frequency of each pair of numbers [width / 2], and the scale of cosines and sines."""
     if rope.kind == "default":
         return rope.theta ** -(torch.arange(0, width, 2, dtype=torch.float32) / width), 1.0
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -100,11 +100,11 @@ def _frequencies(rope: Rope, config: Config, width: int, long: bool) -> tuple[Te
 
     length = rope.switch + 1 if long and rope.switch is not None else None
     try:
-        # A copy to its depths: their class writes into what it is given.
-        theirs = CONFIG_MAPPING[config["model_type"]].from_dict(deepcopy(dict(config)))
-        frequencies, scale = ROPE_INIT_FUNCTIONS[rope.kind](theirs, torch.device("cpu"), length)
+        # A deep copy, because `from_dict` modifies its argument.
+        parsed = CONFIG_MAPPING[config["model_type"]].from_dict(deepcopy(dict(config)))
+        frequencies, scale = ROPE_INIT_FUNCTIONS[rope.kind](parsed, torch.device("cpu"), length)
         scale = float(scale)
-    except Exception as e:  # whatever a wrong value leads to in there
+    except Exception as e:  # transformers raises many types for wrong values
         words = " ".join(str(e).split())
         raise ModelError(f"config.json: RoPE of type {rope.kind!r}: {type(e).__name__}: {words}") from None
     return frequencies.float(), scale

@@ -60,7 +60,7 @@ def costs_for(engine: Engine, told: CoordinatorConfig, context: int) -> Costs:
     if known is not None:
         log.debug("costs: as measured before, see %s", setting.name)
         return known.costs
-    engine.backbone.move(lambda: True)  # what is timed is not to compete with it
+    engine.backbone.materialize(lambda: True)  # what is timed is not to compete with it
     load = os.getloadavg()[0]
     costs = measure_costs(engine, context)
     sizes = engine.shape.tiles, engine.layout.tile_bytes

@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from pipeline.backbone.batch import TokenSpan
+from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import KVCache, SequenceKV
-from pipeline.backbone.step_input import StepInput
 from pipeline.calibration.windows import Window
 from pipeline.engine.engine import Engine
 from pipeline.text.sampler import log_softmax
@@ -61,7 +60,7 @@ def lanes(engine: Engine, kv: KVCache, windows: Sequence[Window], chunk: int) ->
     try:
         for window in windows:
             held.append((window, kv.allocate(len(window.tokens))))
-            held[-1][1].serve(len(window.tokens))
+            held[-1][1].select_rope(len(window.tokens))
         yield Lanes(engine, held, chunk)
     finally:
         for _, sequence in held:

@@ -30,7 +30,7 @@ from torch.nn import functional
 
 from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.batch import Batch, TokenSpan
-from pipeline.backbone.kv_cache import UnkeptKV
+from pipeline.backbone.kv_cache import TransientKV
 from pipeline.device.base import Device
 from pipeline.errors import UsageError
 from pipeline.policies.view import Routing
@@ -110,7 +110,7 @@ class _Model:
     def batch(self, windows: Sequence[Sequence[int]]) -> Batch:
         """The windows as sequences of one step."""
         shape, switch = self.store.layout.shape, self.backbone.spec.rope.switch
-        batch = self.backbone.batch([TokenSpan(UnkeptKV(len(w), switch), w) for w in windows])
+        batch = self.backbone.batch([TokenSpan(TransientKV(len(w), switch), w) for w in windows])
         in_tile = batch.rows * 2 * shape.tile * shape.hidden
         self.device.prepare(max(self.backbone.largest_product(batch.rows), in_tile))
         return batch

@@ -1,12 +1,12 @@
-"""The header of one safetensors file, checked before anything is allocated for what it claims.
+"""The header of a safetensors file, checked before anything is allocated for its claims.
 
 A file begins with the header's length (8 bytes, little endian) and the header, a JSON object that gives
 each tensor a dtype, a shape and `data_offsets` [begin, end) relative to the byte after the header. The
 tensors cover the rest of the file exactly, without holes or overlaps.
 
-The safetensors library is not used for reading: its numpy interface has no bfloat16, its errors name
-neither the file nor the remedy, and it maps files, so that one that shrinks while it is read ends the
-process instead of raising an error.
+The safetensors library is not used: its numpy interface has no bfloat16, its errors name neither the file nor
+the remedy, and it maps files, so that a file that shrinks while it is read ends the process instead of
+raising an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, TypeGuard
 from pipeline.errors import ModelError
 
 MAX_HEADER = 100_000_000  # bytes; the format's own limit
-LFS_POINTER = b"version "  # what the text file in place of a large one begins with
+LFS_POINTER = b"version "  # the first bytes of the text file that git-lfs puts in place of a large one
 MAX_DIMENSIONS = 32
 DTYPE_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
@@ -34,7 +34,7 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies: `nbytes` bytes from byte `offset` of `file`, row-major, little endian."""
+    """The location of a tensor: `nbytes` bytes from byte `offset` of `file`, row-major, little endian."""
 
     file: Path
     dtype: str  # safetensors' name: BF16, F16, F32, ...
@@ -55,10 +55,10 @@ class Shard:
 
 
 def read_shard(path: Path) -> Shard:
-    """Read and check a file's header. Raises ModelError, one line, where the file is missing, cut short or
+    """Read and check a file's header. Raises ModelError, one line, for a file that is missing, cut short or
     damaged."""
     try:
-        if path.exists() and not path.is_file():  # a pipe's writer might never come
+        if path.exists() and not path.is_file():  # opening a pipe could block for ever
             raise ModelError(f"{path} is no file: download it again")
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
@@ -119,9 +119,9 @@ def _is_sizes(value: Any) -> TypeGuard[list[int]]:
 
 
 def _check_cover(path: Path, tensors: dict[str, TensorEntry], start: int, size: int) -> None:
-    """The tensors, in order, must cover the file from byte `start` to its end."""
+    """Raises ModelError unless the tensors, in order, cover the file from byte `start` to its end."""
     position = start
-    cut = None  # the first tensor that the file ends before or in
+    cut = None  # the first tensor that is not wholly in the file
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if entry.offset != position:
             what = "overlap" if entry.offset < position else "leave a hole"

@@ -1,7 +1,6 @@
-"""What a Hugging Face checkpoint directory holds, known from its headers alone.
+"""The contents of a Hugging Face checkpoint directory, from its headers alone.
 
-Nothing here reads a weight. Every way in which a directory can be unusable ends in one ModelError that
-names the file and the remedy.
+No weights are read. Every unusable directory raises a ModelError that names the file and the remedy.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ INDEX_FILE = "model.safetensors.index.json"
 MAX_JSON_BYTES = 1 << 28
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 QUANTIZED = ("quantization_config", "compression_config")  # keys of config.json
-# Part of every fingerprint: raised whenever the same weights would become other bytes in the store.
+# Part of every fingerprint; incremented when the same weights would get other bytes in the store.
 ENCODER_VERSION = 2
 
 
 @dataclass(frozen=True)
 class CheckpointIndex:
-    """A complete checkpoint: its config and where each tensor lies."""
+    """A complete checkpoint: its config and the location of each tensor."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -40,12 +39,12 @@ class CheckpointIndex:
 
     @property
     def listing(self) -> Path:
-        """The file that says which tensors there are."""
+        """The file that lists the tensors."""
         return self.shards[0].path if len(self.shards) == 1 else self.folder / INDEX_FILE
 
     @classmethod
     def open(cls, folder: Path) -> CheckpointIndex:
-        """Read config.json and the headers of all shards. Raises ModelError, one line, where the directory
+        """Read config.json and the headers of all shards. Raises ModelError, one line, for a directory that
         is missing, incomplete, damaged, quantized, or without safetensors."""
         if not folder.exists():
             raise ModelError(f"the model directory {folder} does not exist")
@@ -53,9 +52,9 @@ class CheckpointIndex:
             raise ModelError(f"{folder} is not a directory: give a Hugging Face checkpoint directory")
         config = _read_json(folder / CONFIG_FILE)
         _refuse_quantized(folder / CONFIG_FILE, config)
-        # Where both are there, transformers reads the single file, and leaves an old index beside a new one.
-        promised = {} if (folder / SINGLE_FILE).exists() else _weight_map(folder)
-        names = sorted(set(promised.values())) or [_single_file(folder)]
+        # A single file takes precedence, as in transformers, which may leave an old index beside it.
+        listed = {} if (folder / SINGLE_FILE).exists() else _weight_map(folder)
+        names = sorted(set(listed.values())) or [_single_file(folder)]
         missing = [name for name in names if not (folder / name).exists()]
         if missing:
             raise ModelError(
@@ -72,15 +71,15 @@ class CheckpointIndex:
                         f"{entry.file.name}"
                     )
                 tensors[name] = entry
-        for name, file in promised.items():
+        for name, file in listed.items():
             if name not in tensors or tensors[name].file.name != file:
                 raise ModelError(f"{folder} is damaged: {INDEX_FILE} promises {name[:80]!r} in {file}")
         return cls(folder, config, shards, tensors)
 
 
 def fingerprint(index: CheckpointIndex, format_name: str, tile: int) -> str:
-    """64 hex digits that change whenever the store's bytes would: config, headers, sizes and times of the
-    files, format, tile size in channels, encoder. No weight is read."""
+    """64 hex digits that change whenever the store's bytes would: a hash of config, headers, sizes and times
+    of the files, format, tile size in channels, and encoder. Reads no weights."""
     facts = {
         "encoder": ENCODER_VERSION,
         "format": format_name,
@@ -100,7 +99,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     if not isinstance(names, dict) or not names:
         raise ModelError(f"{path} is damaged: it has no weight_map")
     for file in names.values():
-        # The index comes from outside: it may only name files beside it.
+        # The index is untrusted: it may only name files beside it.
         if not isinstance(file, str) or not file.endswith(".safetensors") or Path(file).name != file:
             raise ModelError(f"{path} is damaged: {str(file)[:80]!r} is not a safetensors file beside it")
     return names

@@ -1,8 +1,7 @@
-"""What a model is to everybody who loads one: a config, tensors by name, and experts for a store.
+"""The interface of a model that can be loaded: a config, tensors by name, and experts for a store.
 
-`source.py` has those of a checkpoint's folder, `random_model.py` those of a shape with random weights, and
-`open.py` finds out which of them is meant. Nobody else
-knows the difference.
+`hf_checkpoint.py` implements it for a checkpoint folder, `random_model.py` for a shape with random weights;
+`open.py` chooses one. The rest of the engine sees only this interface.
 """
 
 from __future__ import annotations
@@ -19,45 +18,45 @@ from shm.store import StoreBuilder
 
 
 class Tensors(Protocol):
-    """A model's tensors, for any number of threads."""
+    """A model's tensors outside the routed experts, for any number of threads."""
 
     def float32(self, name: str, shape: tuple[int, ...]) -> Float32:
-        """A tensor's numbers in this shape; the array is the caller's own. Raises ModelError where the model
-        has no such tensor."""
+        """A tensor's numbers; the caller owns the array. Raises ModelError where the tensor is missing or of
+        another shape."""
 
-    def stacked(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> RawTensor:
-        """Tensors (name, shape) with rows of one length, each below the one before it, in their own bits
-        where those are of one kind; the memory is the caller's own. Raises ModelError."""
+    def stacked(self, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> RawTensor:
+        """Tensors (name, shape) with rows of one length, stacked by rows, with unchanged bits where all have
+        one dtype; the caller owns the memory. Raises ModelError as `float32`."""
 
-    def again(self) -> TensorReader | None:
-        """A reader of the same tensors that stays open when this one is closed; None where they lie in no
-        file."""
+    def reopen(self) -> TensorReader | None:
+        """A reader of the same tensors that is closed independently of this one; None where they are not in
+        files."""
 
 
 class ModelSource(ABC):
-    """One model that can be loaded."""
+    """A model that can be loaded."""
 
-    name: str  # for a person: the folder, or shape:NAME/LAYERS
+    name: str  # the folder, or shape:NAME/LAYERS
     config: Config
-    kind: str  # where its weights come from
-    filling: str  # what is done while its store is filled
-    fused: bool  # the layout of its tensors, see architecture.py
+    kind: str  # the origin of its weights, for log lines
+    filling: str  # the stage name of `fill`, for progress displays
+    fused: bool  # the layout of its tensors, see `pipeline/models/architecture.py`
 
     @abstractmethod
     def fingerprint(self, format_name: str, tile: int) -> str:
-        """64 hex digits that change whenever the bytes of the store would, in this format and with tiles of
-        so many channels. No weight is read."""
+        """64 hex digits that change whenever the store's bytes would, in this format with tiles of `tile`
+        channels. Reads no weights."""
 
     @abstractmethod
     def worth_keeping(self, format_name: str) -> bool:
-        """Whether reading its store of this format from the disk is quicker than filling it again."""
+        """Whether reading its store of this format from disk is faster than filling it again."""
 
     @abstractmethod
     def tensors(self) -> AbstractContextManager[Tensors]:
-        """Its tensors outside the routed experts."""
+        """Open its tensors outside the routed experts."""
 
     @abstractmethod
     def fill(self, builder: StoreBuilder, progress: Callable[[int], None]) -> int:
-        """Write every routed expert into a new store, on all cores, and return how many bytes of weights were
-        read for it. `progress` is given the store's bytes written so far, in this thread. Raises ModelError,
-        and whatever `progress` raises."""
+        """Write every routed expert into a new store, on all cores; returns the bytes of weights read.
+        `progress` is called in this thread with the store's bytes written so far. Raises ModelError, and what
+        `progress` raises."""

@@ -1,14 +1,12 @@
-"""A model of a known shape with random weights: as fast or as slow as the real one, and no use for text.
+"""A model of a known shape with random weights: it has the speed of the real model, and meaningless text.
 
-Its experts are drawn straight in the store's format, never as float32 numbers first, on all cores. Every
-piece has a generator of its own, seeded by the shape's name and the piece's place: the same shape has the
-same bytes on every start, whatever the number of cores, and `shape:NAME/4` is the first four layers of
-`shape:NAME`. They do depend on the format and the tile size: a speed can be compared across formats, an
-answer cannot. `--seed` is for sampling and changes nothing here.
+Experts are drawn directly in the store's format, on all cores. Each tile and each block of a tensor has its
+own generator, seeded by the shape's name and its position: a shape has the same bytes on every start and any
+number of cores, and `shape:NAME/4` is the first four layers of `shape:NAME`. The weights depend on the format
+and the tile size, so speeds can be compared across formats, tokens cannot. `--seed` does not change them.
 
-The standard deviation of an expert's weights is 1 / sqrt(H), of the other matrices' 1 / sqrt(inputs), and
-norms' weights are 1, biases 0: hidden states keep a sensible magnitude, and routers choose all experts about
-equally often.
+The standard deviation is 1 / sqrt(H) for experts and 1 / sqrt(inputs) for other matrices; norms are 1, biases
+0. So hidden states keep a sensible magnitude, and routers choose all experts about equally often.
 """
 
 from __future__ import annotations
@@ -30,13 +28,13 @@ from pipeline.models.shapes import shape_config
 from shm.layout import Bytes, Float32, StoreLayout
 from shm.store import StoreBuilder
 
-# Part of every fingerprint: raised whenever the same shape would get other bytes.
+# Part of every fingerprint; incremented when the same shape would get other bytes.
 VERSION = 1
-BLOCK_NUMBERS = 1 << 22  # of a tensor, drawn by one generator: 16 MB of float32
+BLOCK_NUMBERS = 1 << 22  # of a tensor, drawn by one generator: 16 MiB of float32
 
 
-class ShapeModel(ModelSource):
-    """The shape of one name."""
+class RandomModel(ModelSource):
+    """A shape with random weights."""
 
     kind = "random weights"
     filling = "drawing random experts"
@@ -58,7 +56,7 @@ class ShapeModel(ModelSource):
         return hashlib.blake2b(msgpack.packb(facts), digest_size=32).hexdigest()
 
     def worth_keeping(self, format_name: str) -> bool:
-        """Never: drawing it again is about as quick."""
+        """Never: drawing it again is about as fast."""
         return False
 
     @contextmanager
@@ -70,20 +68,20 @@ class ShapeModel(ModelSource):
         layout = builder.layout
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             try:
-                settled: list[Future[None]] = []
+                checksums: list[Future[None]] = []
                 ahead = self._draw_layer(pool, builder, 0)
                 for layer in range(layout.shape.layers):
                     tiles, ahead = ahead, []
-                    if layer + 1 < layout.shape.layers:  # so that no core waits where a layer ends
+                    if layer + 1 < layout.shape.layers:  # submitted early, so that no core waits
                         ahead = self._draw_layer(pool, builder, layer + 1)
                     for n, tile in enumerate(tiles):
                         tile.result()
                         expert = n // layout.shape.tiles
                         progress(layout.offset(layer, expert, n % layout.shape.tiles) + layout.tile_bytes)
                     for expert in range(layout.shape.experts):
-                        settled += [pool.submit(part) for part in builder.settle(layer, expert)]
-                for part in settled:
-                    part.result()
+                        checksums += [pool.submit(task) for task in builder.settle(layer, expert)]
+                for checksum in checksums:
+                    checksum.result()
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
@@ -91,47 +89,47 @@ class ShapeModel(ModelSource):
         return 0
 
     def _draw_layer(self, pool: ThreadPoolExecutor, builder: StoreBuilder, layer: int) -> list[Future[None]]:
-        """The tiles of a layer, in the order of the store."""
+        """Submit the tiles of a layer, in the order of the store."""
         layout = builder.layout
-        drawn = []
+        tiles = []
         for expert in range(layout.shape.experts):
             out = builder.expert(layer, expert)
             out[layout.tile_bytes * layout.shape.tiles :] = 0
             for tile in range(layout.shape.tiles):
-                part = out[tile * layout.tile_bytes : (tile + 1) * layout.tile_bytes]
+                tile_bytes = out[tile * layout.tile_bytes : (tile + 1) * layout.tile_bytes]
                 generator = _generator(self._shape, layer, expert, tile)
-                drawn.append(pool.submit(_draw_tile, generator, layout, tile, part))
-        return drawn
+                tiles.append(pool.submit(_draw_tile, generator, layout, tile, tile_bytes))
+        return tiles
 
 
 class RandomTensors:
-    """The tensors of a shape outside its experts, drawn when asked for. Every name is there."""
+    """The tensors of a shape outside its experts, drawn on each call; every name exists."""
 
     def __init__(self, shape: str, pool: ThreadPoolExecutor) -> None:
         self._shape = shape
         self._pool = pool
 
     def float32(self, name: str, shape: tuple[int, ...]) -> Float32:
-        """Ones for a norm, zeros for a bias; else uniform numbers with mean 0."""
+        """Ones for a norm, zeros for a bias, otherwise uniform numbers with mean 0."""
         if len(shape) == 1:
             return np.full(shape, 0 if name.endswith("bias") else 1, np.float32)
         numbers = np.empty(shape, np.float32)
         flat = numbers.reshape(-1)
         blocks = (flat[start : start + BLOCK_NUMBERS] for start in range(0, flat.size, BLOCK_NUMBERS))
-        reach = math.sqrt(3 / shape[-1])  # a uniform number in -a..a has the standard deviation a / sqrt(3)
+        limit = math.sqrt(3 / shape[-1])  # uniform in -a..a has the standard deviation a / sqrt(3)
         list(
             self._pool.map(
-                lambda block: _draw_numbers(_generator(self._shape, name, block[0]), reach, block[1]),
+                lambda block: _draw_numbers(_generator(self._shape, name, block[0]), limit, block[1]),
                 enumerate(blocks),
             )
         )
         return numbers
 
-    def again(self) -> None:
+    def reopen(self) -> None:
         return None
 
-    def stacked(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> RawTensor:
-        numbers = np.concatenate([self.float32(name, shape) for name, shape in wanted])
+    def stacked(self, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> RawTensor:
+        numbers = np.concatenate([self.float32(name, shape) for name, shape in tensors])
         return RawTensor("F32", numbers.shape, numbers.view(np.uint32))
 
 
@@ -139,19 +137,19 @@ def _draw_tile(generator: np.random.Generator, layout: StoreLayout, tile: int, o
     shape = layout.shape
     layout.format.fill_random(generator, shape.hidden, shape.tile, shape.hidden**-0.5, out)
     used = shape.intermediate - tile * shape.tile
-    if used < shape.tile:  # channels that only fill up the tile stay without effect
+    if used < shape.tile:  # channels that pad the last tile must have no effect
         gate, up, down = layout.format.decode(out, shape.hidden, shape.tile).copy()
         gate[used:] = up[used:] = down[used:] = 0
         layout.format.encode(gate, up, down, out)
 
 
-def _draw_numbers(generator: np.random.Generator, reach: float, out: Float32) -> None:
+def _draw_numbers(generator: np.random.Generator, limit: float, out: Float32) -> None:
     generator.random(dtype=np.float32, out=out)
     out -= np.float32(0.5)
-    out *= np.float32(2 * reach)
+    out *= np.float32(2 * limit)
 
 
-def _generator(*place: str | int) -> np.random.Generator:
-    """The generator of one piece of one shape."""
-    digest = hashlib.blake2b(msgpack.packb(place), digest_size=16).digest()
+def _generator(*position: str | int) -> np.random.Generator:
+    """The generator of one tile or block, seeded by its position."""
+    digest = hashlib.blake2b(msgpack.packb(position), digest_size=16).digest()
     return np.random.Generator(np.random.SFC64(int.from_bytes(digest, "little")))

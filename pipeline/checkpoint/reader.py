@@ -1,7 +1,7 @@
-"""The numbers of a checkpoint's tensors, whole or some of their rows, without torch.
+"""Reads a checkpoint's tensors, whole or by rows, without torch.
 
-Tensors are read into fresh memory (pread), not mapped: a file that shrinks meanwhile is an error here
-and never a SIGBUS, and no more is in memory than the numbers somebody still holds.
+Tensors are read into new memory (pread), not mapped: a file that shrinks in between raises an error instead
+of SIGBUS, and memory holds only arrays that are still referenced.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from numpy.typing import NDArray
 from pipeline.checkpoint.header import TensorEntry
 from pipeline.checkpoint.index import CheckpointIndex
 from pipeline.errors import ModelError
-from pipeline.models.architecture import Part
+from pipeline.models.architecture import TensorRows
 from shm.huge import private
 from shm.layout import Float32
 
 Bits = NDArray[np.uint16 | np.uint32]
 
 BITS: dict[str, type[np.uint16] | type[np.uint32]] = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32}
-READ_BYTES = 1 << 26  # of one pread, so that a pread of gigabytes is never cut short by the kernel
+READ_BYTES = 1 << 26  # of one pread: the kernel cuts short those of 2 GiB and more
 
 
 class RawTensor(NamedTuple):
     """A tensor's bit patterns: uint16 for BF16 and F16, uint32 for F32, in the tensor's shape.
 
-    The array is the caller's own (torch warns about memory that it may not write):
-    `torch.from_numpy(bits).view(torch.bfloat16)`, and the like, copies nothing.
+    The array is writable and owned by the caller, so `torch.from_numpy(bits).view(torch.bfloat16)` neither
+    copies nor warns.
     """
 
     dtype: str  # BF16 | F16 | F32
@@ -42,74 +42,72 @@ class RawTensor(NamedTuple):
 
 
 class TensorReader:
-    """Reads tensors of one checkpoint, in as many threads as want to. `bytes_read` counts the weights' bytes
-    read so far.
+    """Reads tensors of one checkpoint, in any number of threads. `bytes_read` counts the bytes of weights
+    read.
 
-    A context manager; `close`, when no thread reads any more, gives the files back.
+    A context manager; `close` closes the files, once no thread reads any more.
     """
 
     def __init__(self, index: CheckpointIndex) -> None:
         self._index = index
         self._files: dict[str, int] = {}
-        self._lock = threading.Lock()  # of the files and of the count
+        self._lock = threading.Lock()  # guards the files and the count
         self.bytes_read = 0
 
-    def again(self) -> TensorReader:
-        """Another reader of the same checkpoint, with files of its own."""
+    def reopen(self) -> TensorReader:
+        """Another reader of the same checkpoint, with its own files."""
         return TensorReader(self._index)
 
     def raw(self, name: str) -> RawTensor:
-        """A tensor's bits as they are. Raises ModelError where the checkpoint lacks it, where its dtype is
+        """A tensor's unchanged bits. Raises ModelError where the checkpoint lacks it, where its dtype is
         not BF16, F16 or F32, or where its file changed since the index was made."""
         entry = self._entry(name)
         bits = np.empty(entry.shape, dtype=BITS[entry.dtype])
         self._read(entry, 0, bits)
         return RawTensor(entry.dtype, entry.shape, bits)
 
-    def stacked(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> RawTensor:
-        """Tensors (name, shape) with rows of one length, each below the one before it. Raises ModelError as
-        `float32`."""
-        dtypes = {self._entry(name).dtype for name, _ in wanted}
-        shape = (sum(shape[0] for _, shape in wanted), *wanted[0][1][1:])
+    def stacked(self, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> RawTensor:
+        """Tensors (name, shape) with rows of one length, stacked by rows; float32 where their dtypes differ.
+        Raises ModelError as `float32`."""
+        dtypes = {self._entry(name).dtype for name, _ in tensors}
+        shape = (sum(shape[0] for _, shape in tensors), *tensors[0][1][1:])
         if len(dtypes) > 1:
-            numbers = np.concatenate([self.float32(name, shape) for name, shape in wanted])
+            numbers = np.concatenate([self.float32(name, shape) for name, shape in tensors])
             return RawTensor("F32", shape, numbers.view(np.uint32))
         (dtype,) = dtypes
         kind: np.dtype[np.uint16 | np.uint32] = np.dtype(BITS[dtype])
         bits = private(math.prod(shape) * kind.itemsize).view(kind).reshape(shape)
         row = 0
-        for name, shape_of_one in wanted:
+        for name, tensor_shape in tensors:
             entry = self._entry(name)
-            self._check_shape(name, entry.shape, shape_of_one)
-            self._read(entry, 0, bits[row : row + shape_of_one[0]])
-            row += shape_of_one[0]
+            self._check_shape(name, entry.shape, tensor_shape)
+            self._read(entry, 0, bits[row : row + tensor_shape[0]])
+            row += tensor_shape[0]
         return RawTensor(dtype, shape, bits)
 
-    def rows(self, part: Part, lo: int, hi: int) -> RawTensor:
-        """Rows [lo, hi) of a part, counted from its first: [hi - lo, columns]. Nothing else is read. Raises
-        ModelError as `raw`, and where the tensor has another shape; ValueError outside the part."""
-        entry, columns = self._part(part)
+    def rows(self, part: TensorRows, lo: int, hi: int) -> RawTensor:
+        """Rows [lo, hi) of `part`, counted from its first: [hi - lo, columns]. Nothing else is read. Raises
+        ModelError as `raw`, and where the tensor has another shape; ValueError outside of `part`."""
+        entry, columns = self._locate(part)
         if not 0 <= lo <= hi <= part.rows:
             raise ValueError(f"no rows {lo} to {hi} in {part}")
         bits = np.empty((hi - lo, columns), dtype=BITS[entry.dtype])
         self._read(entry, (part.first + lo) * columns * bits.itemsize, bits)
         return RawTensor(entry.dtype, bits.shape, bits)
 
-    def expect(self, part: Part) -> int:
-        """Have the kernel begin to fetch a part from the disk; the part's bytes. Raises as `rows`."""
-        entry, columns = self._part(part)
-        row = columns * BITS[entry.dtype]().itemsize
-        offset = entry.offset + part.first * row
-        os.posix_fadvise(self._open(entry), offset, part.rows * row, os.POSIX_FADV_WILLNEED)
-        return part.rows * row
+    def read_ahead(self, part: TensorRows) -> int:
+        """Have the kernel start reading `part` into the page cache; returns its bytes. Raises as `rows`."""
+        return self._advise(part, os.POSIX_FADV_WILLNEED)
 
-    def forget(self, part: Part) -> None:
-        """Have the kernel drop a part from its page cache: it is not going to be read again. Raises as
-        `rows`."""
-        entry, columns = self._part(part)
+    def drop_pages(self, part: TensorRows) -> None:
+        """Have the kernel drop `part` from the page cache. Raises as `rows`."""
+        self._advise(part, os.POSIX_FADV_DONTNEED)
+
+    def _advise(self, part: TensorRows, advice: int) -> int:
+        entry, columns = self._locate(part)
         row = columns * BITS[entry.dtype]().itemsize
-        offset = entry.offset + part.first * row
-        os.posix_fadvise(self._open(entry), offset, part.rows * row, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(self._open(entry), entry.offset + part.first * row, part.rows * row, advice)
+        return part.rows * row
 
     def float32(self, name: str, shape: tuple[int, ...]) -> Float32:
         """A tensor's numbers; exact for every dtype. Raises ModelError as `raw`, and where the tensor has
@@ -133,8 +131,8 @@ class TensorReader:
             )
         return entry
 
-    def _part(self, part: Part) -> tuple[TensorEntry, int]:
-        """Where its tensor lies, and the numbers of a row."""
+    def _locate(self, part: TensorRows) -> tuple[TensorEntry, int]:
+        """The entry of its tensor, and the numbers of a row."""
         entry = self._entry(part.name)
         if entry.shape != part.shape:
             raise ModelError(
@@ -144,7 +142,7 @@ class TensorReader:
         return entry, part.shape[-1]
 
     def _read(self, entry: TensorEntry, begin: int, out: Bits) -> None:
-        """Fill `out` with a tensor's bytes from byte `begin` of it on."""
+        """Fill `out` with a tensor's bytes from its byte `begin` on."""
         target = out.reshape(-1).view(np.uint8).data
         descriptor = self._open(entry)
         done = 0

@@ -1,4 +1,4 @@
-"""Whether a checkpoint has the tensors that its config.json calls for, known from the headers alone."""
+"""Checks that a checkpoint has the tensors that its config.json requires, from the headers alone."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from pipeline.errors import ModelError
 from pipeline.models.architecture import Architecture
 from pipeline.models.spec import ModelSpec
 
-MOST_NAME = 120  # characters of a tensor's name in a line
+MAX_NAME = 120  # characters of a tensor's name in a message
 
 
 def check_tensors(index: CheckpointIndex, architecture: Architecture, spec: ModelSpec, fused: bool) -> None:
-    """Raises ModelError, one line with the file and the first tensor, where tensors are missing, of another
-    shape or of a dtype that is not read, or where there are some that nothing is known of."""
-    wanted = architecture.tensors(spec, fused)
-    missing = [name for name in wanted if name not in index.tensors]
+    """Raises ModelError, one line with the file and the first tensor, where tensors are missing, unknown, of
+    another shape, or of an unsupported dtype."""
+    required = architecture.tensors(spec, fused)
+    missing = [name for name in required if name not in index.tensors]
     if missing:
         raise ModelError(
             f"{index.listing} lacks the tensor {missing[0]}{_others(missing)}: the download is "
             "incomplete, or config.json is another model's"
         )
-    misshapen = [name for name, shape in wanted.items() if index.tensors[name].shape != shape]
+    misshapen = [name for name, shape in required.items() if index.tensors[name].shape != shape]
     if misshapen:
         name = misshapen[0]
         entry = index.tensors[name]
         raise ModelError(
             f"{entry.file}: the tensor {name} has the shape {list(entry.shape)}; config.json says "
-            f"{list(wanted[name])}{_others(misshapen, 'differ')}"
+            f"{list(required[name])}{_others(misshapen, 'differ')}"
         )
-    unread = [name for name in wanted if index.tensors[name].dtype not in BITS]
+    unread = [name for name in required if index.tensors[name].dtype not in BITS]
     if unread:
         entry = index.tensors[unread[0]]
         raise ModelError(
@@ -37,17 +37,17 @@ def check_tensors(index: CheckpointIndex, architecture: Architecture, spec: Mode
             f"only {', '.join(BITS)} are read{_others(unread, 'have such')}: "
             "download the checkpoint that is not quantized"
         )
-    unexpected = sorted(n for n in index.tensors if n not in wanted and not architecture.optional(n, spec))
+    unexpected = sorted(n for n in index.tensors if n not in required and not architecture.optional(n, spec))
     if unexpected:
         name = unexpected[0]
         raise ModelError(
-            f"{index.tensors[name].file}: the tensor {name[:MOST_NAME]} is not one of a "
+            f"{index.tensors[name].file}: the tensor {name[:MAX_NAME]} is not one of a "
             f"{architecture.model_type} model{_others(unexpected)}: config.json is another model's, or of a "
             "variant that is not supported"
         )
 
 
-def _others(names: list[str], do: str = "") -> str:
-    """What follows the first name where there are more."""
+def _others(names: list[str], verb: str = "") -> str:
+    """The number of names after the first, in parentheses; empty where it is the only one."""
     number = len(names) - 1
-    return f" (and {number} other{'s' * (number > 1)}{f' {do}' if do else ''})" if number else ""
+    return f" (and {number} other{'s' * (number > 1)}{f' {verb}' if verb else ''})" if number else ""

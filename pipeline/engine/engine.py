@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipeline.arrays import FloatArray, IntArray, Phase
 from pipeline.backbone.backbone import Backbone
-from pipeline.backbone.step_input import StepInput, wanted_rows
+from pipeline.backbone.batch import StepInput, logit_rows
 from pipeline.counters import Counters, PhaseCounters, StepClock
 from pipeline.device import Device, SlabMemory
 from pipeline.engine.observer import Observer, Seen
@@ -141,11 +141,11 @@ class Engine:
             self.memory.mover.counters = counters
         self.keep_up()
         clock = StepClock(counters)
-        sequences = tuple(piece.slice.kv.id for piece in pieces for _ in piece.slice.tokens)
+        sequences = tuple(piece.span.kv.id for piece in pieces for _ in piece.span.tokens)
         view = self._view(phase, sequences)
         for observer in self.observers:
             observer.begin(phase, sequences)
-        batch = model.batch([p.slice for p in pieces])
+        batch = model.batch([p.span for p in pieces])
         device.prepare(model.largest_product(batch.rows))
         h = model.embed(batch)
         self._ahead = None
@@ -160,7 +160,7 @@ class Engine:
             raise
         clock.layer = self.shape.layers
         h = model.finish(h, batch)
-        for piece in batch.slices:
+        for piece in batch.spans:
             piece.kv.advance(len(piece.tokens))
         self._step += 1
         counters.steps += 1
@@ -271,7 +271,7 @@ class Engine:
 
     def _head(self, h: Tensor, pieces: Sequence[StepInput]) -> list[FloatArray]:
         """The wanted logits of each piece; rows nobody wants do not go through the head."""
-        wanted, counts = wanted_rows(pieces)
+        wanted, counts = logit_rows(pieces)
         if not wanted:
             return [np.empty((0, self.backbone.spec.vocabulary), np.float32) for _ in pieces]
         rows = h if len(wanted) == len(h) else h[torch.tensor(wanted, device=h.device)]

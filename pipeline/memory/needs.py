@@ -16,7 +16,7 @@ from pipeline.checkpoint.model_source import ModelSource
 from pipeline.config import DEFAULT_CONTEXT, EngineConfig, FormatName
 from pipeline.device.base import SLOT_ALIGNMENT
 from pipeline.memory.limits import CHUNK_MAX
-from pipeline.models.architecture import Want
+from pipeline.models.architecture import TensorSpec
 from pipeline.models.registry import architecture_of, expert_shape, model_spec
 from pipeline.models.spec import Latent, ModelSpec
 from shm.layout import FORMATS, BlockFormat, format_named
@@ -80,7 +80,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
         slot=-(-slot // SLOT_ALIGNMENT) * SLOT_ALIGNMENT if cuda else slot,
         tiles=shape.layers * shape.experts * shape.tiles,
         backbone=backbone_bytes(wants, spec, config),
-        position=8 * spec.attention.rotated * (1 if spec.rope.switch is None else 2),
+        position=8 * spec.attention.rope_dim * (1 if spec.rope.switch is None else 2),
         kv_token=spec.kv_numbers_per_token * plain_bytes(config),
         processes=processes + (largest if cuda else max(largest, activations)),
         steps=activations + second if cuda else 0,
@@ -88,7 +88,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     )
 
 
-def backbone_wants(source: ModelSource, spec: ModelSpec) -> Iterator[Want]:
+def backbone_wants(source: ModelSource, spec: ModelSpec) -> Iterator[TensorSpec]:
     """Every tensor of the backbone. A checkpoint's layout changes their names and not their sizes."""
     architecture = architecture_of(source.config)
     yield from architecture.outer(spec).values()
@@ -101,7 +101,7 @@ def plain_bytes(config: EngineConfig) -> int:
     return 4 if config.backbone_dtype == "f32" else 2
 
 
-def backbone_bytes(wants: list[Want], spec: ModelSpec, config: EngineConfig) -> int:
+def backbone_bytes(wants: list[TensorSpec], spec: ModelSpec, config: EngineConfig) -> int:
     """Bytes of the weights on the device."""
     tile_format = FORMATS[config.backbone_dtype]
     quantized = tile_format if isinstance(tile_format, BlockFormat) and config.device != "cuda" else None

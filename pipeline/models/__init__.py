@@ -1,5 +1,5 @@
-"""Model architectures: one file each says what differs and its checkpoint's tensor names.
+"""Model families: each file holds what distinguishes one family, and the names of its checkpoint's tensors.
 
-`spec.py` and `registry.py` import no torch, so that the loader and the supervisor can ask about a model
-without it; `backbone.py` is the computation all architectures share.
+Nothing here imports torch, so the loader and the supervisor can describe a model without it. The computation
+that all families share is in `pipeline/backbone/`.
 """

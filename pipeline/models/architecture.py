@@ -1,11 +1,10 @@
-"""What a model family's checkpoints are like: tensor names and shapes, and how its config.json reads.
+"""The base class of model families: tensor names and shapes of a checkpoint, and the reading of config.json.
 
-Two layouts of tensors are in use. transformers up to version 4 wrote a tensor for each matrix of an expert;
-version 5 can also write all experts of a layer as two tensors, `gate_up_proj` [E, 2 I, H] (of each expert
-first the rows of gate, then those of up) and `down_proj` [E, H, I], and calls some modules by other names.
-The second is called fused here.
+Checkpoints come in two layouts. transformers up to version 4 wrote one tensor for each matrix of an expert.
+Version 5 can also write the *fused* layout: all experts of a layer in two tensors, `gate_up_proj` [E, 2 I, H]
+(each expert's gate rows, then its up rows) and `down_proj` [E, H, I], with other names for some modules.
 
-A family is a subclass in a file of its own, which says what differs from the names that most families share.
+A family is a subclass in its own file, with only what differs from the names that most families share.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ from typing import ClassVar, Literal, NamedTuple
 from pipeline.models.config_keys import Config
 from pipeline.models.spec import GroupedQuery, Latent, ModelSpec
 
-Kind = Literal["matrix", "table", "dense", "float32"]
+Kind = Literal["matrix", "embedding", "dense", "float32"]
 
 
-class Want(NamedTuple):
-    """A tensor of the backbone. `kind` says how it is kept: a matrix in the backbone's dtype, the table of
-    embeddings and what is dense in it unless that is a quantized one (then in bf16), the rest in float32."""
+class TensorSpec(NamedTuple):
+    """A tensor of the backbone. `kind` decides how it is kept: a matrix in the backbone's format; embedding
+    and dense in the backbone's dtype, or bf16 where the format is quantized; the rest in float32."""
 
     name: str
     shape: tuple[int, ...]
     kind: Kind = "float32"
 
 
-class Part(NamedTuple):
-    """Consecutive rows of a tensor, a row being its last axis: `rows` of them from row `first`."""
+class TensorRows(NamedTuple):
+    """`rows` rows of a tensor from row `first` on; a row is its last axis."""
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor
@@ -38,89 +37,94 @@ class Part(NamedTuple):
     rows: int
 
 
+ExpertRows = tuple[TensorRows, TensorRows, TensorRows]  # gate [I, H], up [I, H], down [H, I]
+
+
 class Architecture(ABC):
     """One model family."""
 
     model_type: ClassVar[str]
-    moe: ClassVar[str] = "mlp"  # what a layer calls its experts and their router
-    router: ClassVar[str] = "gate"
-    fused_router: ClassVar[str] = "gate"  # in the fused layout, where everything is in `mlp`
-    matrices: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")  # of an expert
-    shared: ClassVar[str] = "shared_expert"
+    # Names in the checkpoint. The fused layout always has the module `mlp`.
+    moe_name: ClassVar[str] = "mlp"  # the module of a layer's experts and router
+    router_name: ClassVar[str] = "gate"
+    fused_router_name: ClassVar[str] = "gate"
+    matrix_names: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")  # of an expert
+    shared_name: ClassVar[str] = "shared_expert"
 
     @abstractmethod
     def spec(self, config: Config) -> ModelSpec:
-        """Raises ModelError for a variant that is not supported."""
+        """The model that a config.json describes. Raises ModelError for an unsupported variant."""
 
-    def outer(self, spec: ModelSpec) -> dict[str, Want]:
-        """The tensors outside the layers, by role. `head` is missing where it is the embedding."""
-        table = (spec.vocabulary, spec.hidden)
-        wants = {"embedding": Want("model.embed_tokens.weight", table, "table")}
-        wants |= norm("norm", "model.norm", spec)
+    def outer(self, spec: ModelSpec) -> dict[str, TensorSpec]:
+        """The tensors outside the layers, by role. Tied models have no `head`."""
+        shape = (spec.vocabulary, spec.hidden)
+        tensors = {"embedding": TensorSpec("model.embed_tokens.weight", shape, "embedding")}
+        tensors |= norm("norm", "model.norm", spec)
         if not spec.tied_embeddings:
-            wants["head"] = Want("lm_head.weight", table, "matrix")
+            tensors["head"] = TensorSpec("lm_head.weight", shape, "matrix")
         if spec.head_bias:
-            wants["head_bias"] = Want("lm_head.bias", (spec.vocabulary,))
-        return wants
+            tensors["head_bias"] = TensorSpec("lm_head.bias", (spec.vocabulary,))
+        return tensors
 
-    def layer(self, spec: ModelSpec, layer: int, fused: bool) -> dict[str, Want]:
-        """The tensors of a decoder layer but for its routed experts, by role."""
+    def layer(self, spec: ModelSpec, layer: int, fused: bool) -> dict[str, TensorSpec]:
+        """The tensors of a decoder layer except its routed experts, by role."""
         at = f"model.layers.{layer}"
         attention = spec.attention
-        wants = norm("attention_norm", f"{at}.input_layernorm", spec)
-        wants |= norm("mlp_norm", f"{at}.post_attention_layernorm", spec)
+        tensors = norm("attention_norm", f"{at}.input_layernorm", spec)
+        tensors |= norm("mlp_norm", f"{at}.post_attention_layernorm", spec)
         if isinstance(attention, GroupedQuery):
-            wants |= grouped_query(f"{at}.self_attn", spec.hidden, attention)
+            tensors |= grouped_query(f"{at}.self_attn", spec.hidden, attention)
         else:
-            wants |= latent(f"{at}.self_attn", spec.hidden, attention)
+            tensors |= latent(f"{at}.self_attn", spec.hidden, attention)
         if layer not in spec.moe_layers:
-            return wants | swiglu("dense", f"{at}.mlp", spec.hidden, spec.dense_intermediate)
-        moe, router = ("mlp", self.fused_router) if fused else (self.moe, self.router)
-        wants["router"] = Want(f"{at}.{moe}.{router}.weight", (spec.experts, spec.hidden))
+            return tensors | swiglu("dense", f"{at}.mlp", spec.hidden, spec.dense_intermediate)
+        moe, router = ("mlp", self.fused_router_name) if fused else (self.moe_name, self.router_name)
+        shared = f"{at}.{moe}.{self.shared_name}"
+        tensors["router"] = TensorSpec(f"{at}.{moe}.{router}.weight", (spec.experts, spec.hidden))
         if spec.shared_intermediate:
-            wants |= swiglu("shared", f"{at}.{moe}.{self.shared}", spec.hidden, spec.shared_intermediate)
+            tensors |= swiglu("shared", shared, spec.hidden, spec.shared_intermediate)
         if spec.shared_gate:
-            wants["shared_gate"] = Want(f"{at}.{moe}.{self.shared}_gate.weight", (1, spec.hidden))
-        return wants
+            tensors["shared_gate"] = TensorSpec(f"{shared}_gate.weight", (1, spec.hidden))
+        return tensors
 
-    def expert(self, spec: ModelSpec, layer: int, expert: int, fused: bool) -> tuple[Part, Part, Part]:
-        """Where gate [I, H], up [I, H] and down [H, I] of a decoder layer's expert lie."""
-        wide, high = spec.intermediate, spec.hidden
+    def expert(self, spec: ModelSpec, layer: int, expert: int, fused: bool) -> ExpertRows:
+        """The location of a decoder layer's expert in the checkpoint."""
+        wide, hidden = spec.intermediate, spec.hidden
         if fused:
             gate_up, down = self._fused(layer)
-            both = (spec.experts, 2 * wide, high)
+            gate_up_shape = (spec.experts, 2 * wide, hidden)
             first = 2 * wide * expert
             return (
-                Part(gate_up, both, first, wide),
-                Part(gate_up, both, first + wide, wide),
-                Part(down, (spec.experts, high, wide), high * expert, high),
+                TensorRows(gate_up, gate_up_shape, first, wide),
+                TensorRows(gate_up, gate_up_shape, first + wide, wide),
+                TensorRows(down, (spec.experts, hidden, wide), hidden * expert, hidden),
             )
-        at = f"model.layers.{layer}.{self.moe}.experts.{expert}"
-        gate, up, down = (f"{at}.{name}.weight" for name in self.matrices)
+        at = f"model.layers.{layer}.{self.moe_name}.experts.{expert}"
+        gate, up, down = (f"{at}.{name}.weight" for name in self.matrix_names)
         return (
-            Part(gate, (wide, high), 0, wide),
-            Part(up, (wide, high), 0, wide),
-            Part(down, (high, wide), 0, high),
+            TensorRows(gate, (wide, hidden), 0, wide),
+            TensorRows(up, (wide, hidden), 0, wide),
+            TensorRows(down, (hidden, wide), 0, hidden),
         )
 
     def is_fused(self, names: Container[str], spec: ModelSpec) -> bool:
-        """Which of the two layouts a checkpoint with these tensors has."""
+        """Whether a checkpoint with these tensors has the fused layout."""
         return self._fused(spec.moe_layers[0])[0] in names
 
     def tensors(self, spec: ModelSpec, fused: bool) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor that a checkpoint must have, by name."""
-        wants = [*self.outer(spec).values()]
+        """The shapes of all tensors that a checkpoint must have, by name."""
+        backbone = [*self.outer(spec).values()]
         for layer in range(spec.layers):
-            wants += self.layer(spec, layer, fused).values()
-        found = {want.name: want.shape for want in wants}
+            backbone += self.layer(spec, layer, fused).values()
+        shapes = {tensor.name: tensor.shape for tensor in backbone}
         for layer in spec.moe_layers:
             for expert in range(spec.experts):
-                found |= {part.name: part.shape for part in self.expert(spec, layer, expert, fused)}
-        return found
+                shapes |= {part.name: part.shape for part in self.expert(spec, layer, expert, fused)}
+        return shapes
 
     def optional(self, name: str, spec: ModelSpec) -> bool:
-        """Whether a tensor that is not read may be there: what older versions of transformers saved beside
-        the weights, and a head that is the embedding's copy."""
+        """Whether a checkpoint may have this tensor although it is not read: buffers that older versions of
+        transformers saved, and the copied head of a tied model."""
         return name.endswith(".rotary_emb.inv_freq") or (spec.tied_embeddings and name == "lm_head.weight")
 
     def _fused(self, layer: int) -> tuple[str, str]:
@@ -128,57 +132,58 @@ class Architecture(ABC):
         return f"{at}.gate_up_proj", f"{at}.down_proj"
 
 
-def norm(role: str, name: str, spec: ModelSpec) -> dict[str, Want]:
-    """A norm of hidden states."""
-    wants = {role: Want(f"{name}.weight", (spec.hidden,))}
-    return wants | ({f"{role}_bias": Want(f"{name}.bias", (spec.hidden,))} if spec.layer_norm else {})
+def norm(role: str, name: str, spec: ModelSpec) -> dict[str, TensorSpec]:
+    """A norm of hidden states, with its bias where it is a LayerNorm."""
+    tensors = {role: TensorSpec(f"{name}.weight", (spec.hidden,))}
+    return tensors | ({f"{role}_bias": TensorSpec(f"{name}.bias", (spec.hidden,))} if spec.layer_norm else {})
 
 
-def swiglu(role: str, name: str, hidden: int, intermediate: int) -> dict[str, Want]:
-    """A feed-forward block that every token goes through."""
+def swiglu(role: str, name: str, hidden: int, intermediate: int) -> dict[str, TensorSpec]:
+    """A dense or shared feed-forward block."""
     return {
-        f"{role}_gate_proj": Want(f"{name}.gate_proj.weight", (intermediate, hidden), "matrix"),
-        f"{role}_up_proj": Want(f"{name}.up_proj.weight", (intermediate, hidden), "matrix"),
-        f"{role}_down_proj": Want(f"{name}.down_proj.weight", (hidden, intermediate), "matrix"),
+        f"{role}_gate_proj": TensorSpec(f"{name}.gate_proj.weight", (intermediate, hidden), "matrix"),
+        f"{role}_up_proj": TensorSpec(f"{name}.up_proj.weight", (intermediate, hidden), "matrix"),
+        f"{role}_down_proj": TensorSpec(f"{name}.down_proj.weight", (hidden, intermediate), "matrix"),
     }
 
 
-def grouped_query(name: str, hidden: int, a: GroupedQuery) -> dict[str, Want]:
+def grouped_query(name: str, hidden: int, a: GroupedQuery) -> dict[str, TensorSpec]:
     queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
     outputs = {"query": ("q", queries), "key": ("k", keys), "value": ("v", keys)}
-    wants = {}
+    tensors = {}
     for role, (letter, size) in outputs.items():
-        wants[role] = Want(f"{name}.{letter}_proj.weight", (size, hidden), "matrix")
+        tensors[role] = TensorSpec(f"{name}.{letter}_proj.weight", (size, hidden), "matrix")
         if a.bias:
-            wants[f"{role}_bias"] = Want(f"{name}.{letter}_proj.bias", (size,))
+            tensors[f"{role}_bias"] = TensorSpec(f"{name}.{letter}_proj.bias", (size,))
         if a.qk_norm and role != "value":
             width = a.head_dim if a.qk_norm == "head" else size
-            wants[f"{role}_norm"] = Want(f"{name}.{letter}_norm.weight", (width,))
-    wants["output"] = Want(f"{name}.o_proj.weight", (hidden, queries), "matrix")
+            tensors[f"{role}_norm"] = TensorSpec(f"{name}.{letter}_norm.weight", (width,))
+    tensors["output"] = TensorSpec(f"{name}.o_proj.weight", (hidden, queries), "matrix")
     if a.output_bias:
-        wants["output_bias"] = Want(f"{name}.o_proj.bias", (hidden,))
-    return wants
+        tensors["output_bias"] = TensorSpec(f"{name}.o_proj.bias", (hidden,))
+    return tensors
 
 
-def latent(name: str, hidden: int, a: Latent) -> dict[str, Want]:
-    queries = a.heads * (a.plain + a.rotated)
-    down = a.rank + a.rotated
-    wants = {
-        "latent": Want(f"{name}.kv_a_proj_with_mqa.weight", (down, hidden), "matrix"),
-        "latent_norm": Want(f"{name}.kv_a_layernorm.weight", (a.rank,)),
-        "expansion": Want(f"{name}.kv_b_proj.weight", (a.heads * (a.plain + a.value), a.rank), "dense"),
-        "output": Want(f"{name}.o_proj.weight", (hidden, a.heads * a.value), "matrix"),
+def latent(name: str, hidden: int, a: Latent) -> dict[str, TensorSpec]:
+    queries = a.heads * a.qk_dim
+    down = a.rank + a.rope_dim
+    expanded = a.heads * (a.nope_dim + a.value_dim)
+    tensors = {
+        "latent": TensorSpec(f"{name}.kv_a_proj_with_mqa.weight", (down, hidden), "matrix"),
+        "latent_norm": TensorSpec(f"{name}.kv_a_layernorm.weight", (a.rank,)),
+        "expansion": TensorSpec(f"{name}.kv_b_proj.weight", (expanded, a.rank), "dense"),
+        "output": TensorSpec(f"{name}.o_proj.weight", (hidden, a.heads * a.value_dim), "matrix"),
     }
     if a.query_rank is None:
-        wants["query"] = Want(f"{name}.q_proj.weight", (queries, hidden), "matrix")
+        tensors["query"] = TensorSpec(f"{name}.q_proj.weight", (queries, hidden), "matrix")
     else:
-        wants["query_down"] = Want(f"{name}.q_a_proj.weight", (a.query_rank, hidden), "matrix")
-        wants["query_norm"] = Want(f"{name}.q_a_layernorm.weight", (a.query_rank,))
-        wants["query"] = Want(f"{name}.q_b_proj.weight", (queries, a.query_rank), "matrix")
+        tensors["query_down"] = TensorSpec(f"{name}.q_a_proj.weight", (a.query_rank, hidden), "matrix")
+        tensors["query_norm"] = TensorSpec(f"{name}.q_a_layernorm.weight", (a.query_rank,))
+        tensors["query"] = TensorSpec(f"{name}.q_b_proj.weight", (queries, a.query_rank), "matrix")
     if a.bias:
         biased = {"latent": ("kv_a_proj_with_mqa", down), "output": ("o_proj", hidden)}
         if a.query_rank is not None:
             biased["query_down"] = ("q_a_proj", a.query_rank)
         for role, (module, size) in biased.items():
-            wants[f"{role}_bias"] = Want(f"{name}.{module}.bias", (size,))
-    return wants
+            tensors[f"{role}_bias"] = TensorSpec(f"{name}.{module}.bias", (size,))
+    return tensors

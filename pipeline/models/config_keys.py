@@ -1,7 +1,6 @@
-"""Reading a config.json: every key is required or has its default, and a variant that nobody has implemented
-is refused by name at the start instead of giving wrong text.
+"""Typed reads of config.json: a key is required or has a default; unsupported variants are refused by name.
 
-Each refusal is a ModelError of one line that begins with `config.json:`.
+Every refusal is a ModelError of one line that begins with `config.json:`.
 """
 
 from __future__ import annotations
@@ -16,26 +15,28 @@ Config = Mapping[str, Any]
 
 
 def required(config: Config, key: str, kind: type[int] | type[float]) -> Any:
-    """A number the config must have; an int is accepted for a float."""
+    """A positive number; an int is accepted as a float."""
     value = config.get(key)
     right_kind = isinstance(value, (int, kind)) and not isinstance(value, bool)
-    if not right_kind or value is None or not 0 < value < math.inf:  # JSON may hold NaN and Infinity
+    if not right_kind or value is None or not 0 < value < math.inf:  # JSON may contain NaN and Infinity
         raise ModelError(f"config.json: {key} must be a positive {kind.__name__}, it is {value!r}")
     return value
 
 
-def optional(config: Config, key: str, kind: type[int] | type[float]) -> Any:
-    """A number that may be missing or null, which is None here; otherwise as `required`."""
-    return None if config.get(key) is None else required(config, key, kind)
+def optional(
+    config: Config, key: str, kind: type[int] | type[float], default: int | float | None = None
+) -> Any:
+    """A positive number; `default` where it is missing or null."""
+    return default if config.get(key) is None else required(config, key, kind)
 
 
-def from_zero(config: Config, key: str, default: float) -> float:
-    """A number that may be 0, and `default` where it is missing or null."""
-    return 0.0 if config.get(key) == 0 else float(optional(config, key, float) or default)
+def non_negative(config: Config, key: str, default: float) -> float:
+    """A number from 0 on; `default` where it is missing or null."""
+    return 0.0 if config.get(key) == 0 else float(optional(config, key, float, default))
 
 
 def count(config: Config, key: str, default: int) -> int:
-    """A whole number from 0 on."""
+    """A whole number from 0 on; `default` where it is missing or null."""
     value = config.get(key)
     if value is None:
         return default
@@ -45,7 +46,7 @@ def count(config: Config, key: str, default: int) -> int:
 
 
 def flag(config: Config, key: str, default: bool) -> bool:
-    """True or false."""
+    """True or false; `default` where it is missing or null."""
     value = config.get(key)
     if value is None:
         return default
@@ -55,7 +56,7 @@ def flag(config: Config, key: str, default: bool) -> bool:
 
 
 def expect(config: Config, key: str, allowed: tuple[object, ...]) -> None:
-    """Refuse a variant: `key`, where present, must have one of these values."""
+    """Refuse unsupported variants: `key`, where present, must have one of these values."""
     if key in config and config[key] not in allowed:
         raise ModelError(
             f"config.json: {key} = {config[key]!r} is not supported (only {', '.join(map(repr, allowed))})"

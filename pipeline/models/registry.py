@@ -1,9 +1,10 @@
-"""From a config.json to its architecture, and to the shape of its experts."""
+"""Finds a config.json's model family; makes its ModelSpec and the shape of its experts."""
 
 from __future__ import annotations
 
 from pipeline.errors import ModelError, UsageError
 from pipeline.models.architecture import Architecture
+from pipeline.models.common_config import check_rope
 from pipeline.models.config_keys import Config
 from pipeline.models.deepseek_v2 import DeepseekV2
 from pipeline.models.mixtral import Mixtral
@@ -11,7 +12,6 @@ from pipeline.models.olmoe import Olmoe
 from pipeline.models.phimoe import Phimoe
 from pipeline.models.qwen2_moe import Qwen2Moe
 from pipeline.models.qwen3_moe import Qwen3Moe
-from pipeline.models.reading import check_rope
 from pipeline.models.spec import GroupedQuery, ModelSpec
 from shm.layout import ExpertShape, TileFormat, suitable_tile
 
@@ -20,16 +20,16 @@ ARCHITECTURES: dict[str, Architecture] = {family.model_type: family for family i
 
 
 def architecture_of(config: Config) -> Architecture:
-    """Raises ModelError for an architecture without a class."""
+    """The model family. Raises ModelError for an unknown one."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise ModelError(f"config.json: architecture {kind!r} is not supported; there is {known}")
+        raise ModelError(f"config.json: architecture {kind!r} is not supported (only {known})")
     return ARCHITECTURES[kind]
 
 
 def model_spec(config: Config) -> ModelSpec:
-    """Raises ModelError for an unknown architecture or a variant that is not supported."""
+    """The checked spec. Raises ModelError for an unknown family, or a variant that is not supported."""
     spec = architecture_of(config).spec(config)
     if spec.top_k > spec.experts:
         raise ModelError(f"config.json: {spec.top_k} experts a token, but only {spec.experts} a layer")
@@ -41,15 +41,16 @@ def model_spec(config: Config) -> ModelSpec:
             f"config.json: {attention.heads} heads cannot share {attention.kv_heads} key/value heads"
             f" of {attention.head_dim} numbers"
         )
-    if attention.rotated % 2:
-        raise ModelError(f"config.json: RoPE turns pairs of numbers, and a head has {attention.rotated}")
-    check_rope(config, attention.rotated)
+    if attention.rope_dim % 2:
+        raise ModelError(f"config.json: RoPE rotates pairs of numbers, and a head has {attention.rope_dim}")
+    check_rope(config, attention.rope_dim)
     return spec
 
 
 def expert_shape(config: Config, tile: int | None, tile_format: TileFormat) -> ExpertShape:
-    """The routed experts in tiles of `tile` channels, or of a size that suits them; at most one tile holds
-    them, filled up to what the format can hold. Raises UsageError where the format has no such tiles."""
+    """The shape of the routed experts, in tiles of `tile` channels or of a suitable number. A tile is at most
+    an expert, rounded up to the format's granularity. Raises UsageError where the format has no such tiles.
+    """
     spec = model_spec(config)
     group = tile_format.granularity
     if tile is None:
@@ -64,5 +65,5 @@ def expert_shape(config: Config, tile: int | None, tile_format: TileFormat) -> E
 
 
 def _up(number: int, step: int) -> int:
-    """The first multiple of `step` that is not below."""
+    """Rounded up to a multiple of `step`."""
     return -(-number // step) * step

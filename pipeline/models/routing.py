@@ -1,6 +1,6 @@
-"""A model's own routing: from router logits to experts and weights, on the host.
+"""The routing functions of model families: router logits to experts and weights, on the host.
 
-Of equal scores the expert with the lower index is taken.
+Of equal scores, the expert with the lower index is chosen.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ if TYPE_CHECKING:
 
 
 class Router(ABC):
-    """Which experts a token uses, and with what weights."""
+    """Chooses the experts of each token and their weights."""
 
     @abstractmethod
     def __call__(self, logits: FloatArray) -> Routing:
-        """logits float32 [R, E]; the experts [R, k] and their weights float32 [R, k]."""
+        """logits float32 [R, E]: experts int32 [R, k] and weights float32 [R, k]."""
 
     @abstractmethod
     def differentiable(self, logits: Tensor, routing: Routing) -> Tensor:
-        """The weights of `routing`, which these logits gave, as torch's function of them, [R, k]: the choice
-        of experts is constant, and the gradient of a weight of 0 is 0."""
+        """The weights [R, k] of `routing`, which these logits gave, as a differentiable function of the
+        logits. The choice of experts is constant, and the gradient of a weight of 0 is 0."""
 
 
 @dataclass(frozen=True)
 class Softmax(Router):
-    """The k most probable experts. Their weights are their probabilities, times `scale`.
+    """The k most probable experts, weighted by their probabilities times `scale`.
 
-    With `groups`, experts are in so many groups of neighbours, and only those of the `best_groups` whose most
-    probable expert is most probable can be chosen; if these have fewer than k, others fill up with weight 0.
+    With `groups`, only experts of the `best_groups` groups can be chosen, those with the highest maximum. If
+    they have fewer than k experts, others follow with weight 0.
     """
 
     k: int
-    rescaled: bool  # the weights of a token sum to `scale`
+    rescaled: bool  # whether the weights of a token sum to `scale`
     scale: float = 1.0
     groups: int = 1
     best_groups: int = 1
 
     def __call__(self, logits: FloatArray) -> Routing:
-        scores = logits if self.groups == 1 else self._of_best_groups(logits)
+        scores = logits if self.groups == 1 else self._limit_to_best_groups(logits)
         if len(logits) == 1:
-            return self._of_one(scores[0], logits[0])
+            return self._single_row(scores[0], logits[0])
         experts = _largest(scores, self.k)
         chosen = np.take_along_axis(scores, experts, axis=1)
         weights = np.exp(chosen - chosen[:, :1])
@@ -60,8 +60,8 @@ class Softmax(Router):
             weights *= np.float32(self.scale)
         return Routing(experts, weights)
 
-    def _of_one(self, scores: FloatArray, logits: FloatArray) -> Routing:
-        """One row's routing, bit for bit what it is among others, in two thirds of the time."""
+    def _single_row(self, scores: FloatArray, logits: FloatArray) -> Routing:
+        """The routing of one row, bit-identical to that in a batch, in two thirds of the time."""
         experts = (-scores).argsort(kind="stable")[: self.k].astype(np.int32)
         chosen = scores.take(experts)
         weights: FloatArray = np.exp(chosen - chosen[0])
@@ -78,19 +78,19 @@ class Softmax(Router):
         every = chosen if self.rescaled else logits
         return (chosen - every.logsumexp(dim=1, keepdim=True)).exp() * self.scale
 
-    def _of_best_groups(self, logits: FloatArray) -> FloatArray:
-        """The logits, -inf for experts that cannot be chosen."""
+    def _limit_to_best_groups(self, logits: FloatArray) -> FloatArray:
+        """The logits, with -inf for experts outside the best groups."""
         grouped = logits.reshape(len(logits), self.groups, -1)
         best = _largest(grouped.max(axis=2), self.best_groups)
-        others = np.full((len(logits), self.groups, 1), -np.inf, np.float32)
-        np.put_along_axis(others, best[:, :, None], 0, axis=1)
-        return (grouped + others).reshape(logits.shape)
+        penalty = np.full((len(logits), self.groups, 1), -np.inf, np.float32)
+        np.put_along_axis(penalty, best[:, :, None], 0, axis=1)
+        return (grouped + penalty).reshape(logits.shape)
 
 
 @dataclass(frozen=True)
 class SparseMixer(Router):
-    """Two experts: the best, and the best of the others. Each one's weight is its probability among those
-    whose logits come near its own: whose distance is at most 2 * jitter of the larger magnitude."""
+    """Two experts: the best, and the best of the others. The weight of each is its probability among the
+    experts with nearby logits: those at a distance of at most 2 * jitter of the larger magnitude."""
 
     jitter: float
 
@@ -107,32 +107,32 @@ class SparseMixer(Router):
         first, second = torch.split(_indices(routing, logits), 1, dim=1)
         others = logits.scatter(1, first, -np.inf)
         pairs = ((logits, first), (others, second))
-        return torch.cat([self._share(logits, left, best) for left, best in pairs], dim=1)
+        return torch.cat([self._weight(logits, candidates, best) for candidates, best in pairs], dim=1)
 
-    def _share(self, logits: Tensor, left: Tensor, best: Tensor) -> Tensor:
-        """The weight that `_best` has for an expert [R, 1] of those left."""
-        top = left.gather(1, best)
+    def _weight(self, logits: Tensor, candidates: Tensor, best: Tensor) -> Tensor:
+        """The weight that `_best` computes for the expert `best` [R, 1], in torch."""
+        top = candidates.gather(1, best)
         far = (top - logits) / logits.abs().maximum(top) > 2 * self.jitter
-        return left.masked_fill(far, -np.inf).softmax(dim=1).gather(1, best)
+        return candidates.masked_fill(far, -np.inf).softmax(dim=1).gather(1, best)
 
-    def _best(self, logits: FloatArray, left: FloatArray) -> tuple[IntArray, FloatArray]:
-        """The best expert of those `left` (the others are -inf), and its weight, both [R, 1]."""
-        best = left.argmax(axis=1).astype(np.int32)[:, None]
-        top = np.take_along_axis(left, best, axis=1)
-        with np.errstate(invalid="ignore"):  # where all are 0, none is far
+    def _best(self, logits: FloatArray, candidates: FloatArray) -> tuple[IntArray, FloatArray]:
+        """The best candidate and its weight, both [R, 1]; the logits of experts that are none are -inf."""
+        best = candidates.argmax(axis=1).astype(np.int32)[:, None]
+        top = np.take_along_axis(candidates, best, axis=1)
+        with np.errstate(invalid="ignore"):  # 0 / 0 is not far
             far = (top - logits) / np.maximum(np.abs(logits), top) > 2 * self.jitter
-        near = np.where(far, -np.inf, left)
+        near = np.where(far, -np.inf, candidates)
         weight = 1 / np.exp(near - top).sum(axis=1, keepdims=True)
         return best, weight.astype(np.float32)
 
 
 def _indices(routing: Routing, logits: Tensor) -> Tensor:
-    """The experts as torch wants indices, beside the logits."""
+    """The experts as int64, on the device of the logits."""
     import torch
 
     return torch.from_numpy(routing.experts).to(logits.device, torch.int64)
 
 
 def _largest(scores: FloatArray, k: int) -> IntArray:
-    """Indices [R, k] of each row's k largest numbers, the largest first."""
+    """Indices [R, k] of each row's k largest numbers, in descending order."""
     return np.argsort(-scores, axis=1, kind="stable")[:, :k].astype(np.int32)

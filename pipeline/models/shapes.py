@@ -1,8 +1,8 @@
-"""Shapes of well-known models: what `--model shape:NAME[/LAYERS]` can name.
+"""Shapes of well-known models, for `--model shape:NAME[/LAYERS]`.
 
-A shape is a model's config.json and nothing else. `shape_model.py` draws its weights, so that a model's
-speed can be tried before it is downloaded. Adding one is adding its entry to SHAPES; what a key means is its
-architecture's.
+A shape is a model's config.json alone. `pipeline/checkpoint/random_model.py` draws its weights, so that a
+model's speed can be measured before it is downloaded. To add one, add its entry to SHAPES, with the keys that
+its family reads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipeline.models.config_keys import Config
 PREFIX = "shape:"
 LAYERS = "num_hidden_layers"
 
-# What most of them have in common; a shape says what it has of its own.
+# Keys that the shapes of a family share.
 _MIXTRAL = {
     "model_type": "mixtral",
     "hidden_act": "silu",
@@ -80,7 +80,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 48,
         "max_position_embeddings": 65536,
     },
-    # Without the factors of its rotary embedding, which make it neither faster nor slower.
+    # Without the factors of its rotary embedding, which do not change its speed.
     "phi-3.5-moe": {
         "model_type": "phimoe",
         "hidden_act": "silu",
@@ -209,13 +209,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def is_shape(model: str | Path) -> bool:
-    """Whether `--model` names a shape and not a folder."""
+    """Whether `--model` names a shape instead of a folder."""
     return str(model).startswith(PREFIX)
 
 
 def short_name(model: str | Path) -> str:
-    """What a list of engines calls a model: a folder's own name, a shape's whole one, and of a download in
-    the Hugging Face cache (models--ORG--NAME/snapshots/COMMIT) the name it was asked for by."""
+    """A model's name in lists: of a folder its last component, of a shape the whole name, and of a folder in
+    the Hugging Face cache (models--ORG--NAME/snapshots/COMMIT) ORG/NAME."""
     if is_shape(model):
         return str(model)
     path = Path(model)
@@ -226,8 +226,8 @@ def short_name(model: str | Path) -> str:
 
 
 def shape_config(model: str) -> tuple[str, Config]:
-    """The name and the config of shape:NAME, or of shape:NAME/N: its first N layers. Raises ModelError, one
-    line, where there is no such shape."""
+    """The shape's name and config, from shape:NAME, or shape:NAME/N for its first N layers. Raises
+    ModelError, one line, for an unknown shape."""
     name, slash, layers = model.removeprefix(PREFIX).partition("/")
     if name not in SHAPES:
         raise ModelError(f"{model}: there is no shape {name!r}; there are {', '.join(SHAPES)}")

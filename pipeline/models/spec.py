@@ -1,7 +1,7 @@
-"""What the engine must know of a model, read from its config.json once and checked there.
+"""The description of a model that the rest of the engine uses, read from config.json and checked there.
 
-A spec says what is computed and how large it is; `architecture.py` says where the numbers lie in a
-checkpoint. It is made without torch, so that a command line can be checked before anything is started.
+A spec holds what is computed and its sizes; `architecture.py` holds where the weights lie in a checkpoint.
+Without torch, so that a command line is checked before a process is started.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from pipeline.models.routing import Router
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding: which of transformers' initialisers gives its frequencies."""
+    """Rotary position embedding."""
 
-    kind: str  # default | linear | dynamic | yarn | longrope | llama3
+    kind: str  # of transformers' initialisers: default | linear | dynamic | yarn | longrope | llama3
     theta: float
-    switch: int | None = None  # longrope: with more tokens than this, a sequence has the long factors
-    # Of cosines and sines, in place of what the initialiser says: up to `switch` tokens and with more. The
-    # frequencies are then those of short sequences in both cases.
+    switch: int | None = None  # longrope: sequences of more tokens than this use the long factors
+    # Factors of cosines and sines for short and for long sequences, instead of the initialiser's. Both then
+    # use the short frequencies.
     scales: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
 class GroupedQuery:
-    """Attention whose query heads share fewer key and value heads."""
+    """Grouped-query attention: query heads share fewer key and value heads."""
 
     heads: int
     kv_heads: int
@@ -34,59 +34,59 @@ class GroupedQuery:
     bias: bool = False  # of queries, keys and values
     output_bias: bool = False
     qk_norm: Literal["", "head", "all"] = ""  # RMS norm of queries and keys: of each head, or of all together
-    clip: float | None = None  # queries, keys and values are cut to [-clip, clip]
+    clip: float | None = None  # queries, keys and values are clamped to [-clip, clip]
 
     @property
     def kv_streams(self) -> tuple[tuple[int, int], ...]:
-        """What a layer caches of a token: (heads, numbers) of keys, and of values."""
+        """The streams that a layer caches, (heads, numbers a token) of each: keys and values."""
         return ((self.kv_heads, self.head_dim),) * 2
 
     @property
-    def rotated(self) -> int:
-        """Numbers of a head that carry the position."""
+    def rope_dim(self) -> int:
+        """Numbers of a head that are rotated by position."""
         return self.head_dim
 
     @property
-    def width(self) -> int:
-        """Numbers of a head's query."""
+    def qk_dim(self) -> int:
+        """Numbers of a head's query and of its key."""
         return self.head_dim
 
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention: keys and values are expanded from one short vector a token, which is all
-    that is cached."""
+    """Multi-head latent attention: keys and values are expanded from a latent vector, the only stream that is
+    cached, with the part of the key that is rotated by position."""
 
     heads: int
-    query_rank: int | None  # None: queries are projected in one step
-    rank: int  # numbers of the latent
-    plain: int  # numbers of a head's query and key without position
-    rotated: int  # and with it; all heads share these of the key
-    value: int  # numbers of a head's value
+    query_rank: int | None  # of the queries' own latent; None: queries are projected in one step
+    rank: int  # numbers of the keys' and values' latent
+    nope_dim: int  # numbers of a head's query and key that are not rotated
+    rope_dim: int  # those that are; all heads share these of the key
+    value_dim: int  # numbers of a head's value
     bias: bool  # of the down-projections and of the output
-    scale: float  # of the products of queries and keys
+    scale: float  # factor of the scores
 
     @property
     def kv_streams(self) -> tuple[tuple[int, int], ...]:
-        return ((1, self.rank + self.rotated),)
+        return ((1, self.rank + self.rope_dim),)
 
     @property
-    def width(self) -> int:
-        return self.plain + self.rotated
+    def qk_dim(self) -> int:
+        return self.nope_dim + self.rope_dim
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder of pre-normalised attention and feed-forward blocks, most of them of experts."""
+    """A decoder of pre-normalised attention and feed-forward blocks, dense or of experts."""
 
     layers: int  # of the decoder
-    moe_layers: tuple[int, ...]  # those with routed experts: what the store, the engine and policies count
+    moe_layers: tuple[int, ...]  # those with routed experts; store, engine and policies count these only
     hidden: int  # H
     intermediate: int  # I of one routed expert
     experts: int  # E a layer
     top_k: int  # k
     attention: GroupedQuery | Latent
-    windows: tuple[int | None, ...]  # of each layer: how many tokens back, itself included, a token sees
+    windows: tuple[int | None, ...]  # by layer: tokens that a token attends to, itself included; None: all
     rope: Rope
     router: Router
     vocabulary: int
@@ -96,8 +96,8 @@ class ModelSpec:
     layer_norm: bool = False  # LayerNorm with biases instead of RMS norm
     head_bias: bool = False
     dense_intermediate: int = 0  # I of the layers without experts
-    shared_intermediate: int = 0  # I of all shared experts of a layer together; 0: there are none
-    shared_gate: bool = False  # the shared experts' output is weighted, token by token
+    shared_intermediate: int = 0  # I of all shared experts of a layer together; 0: none
+    shared_gate: bool = False  # a sigmoid gate scales the shared experts' output for each token
 
     @property
     def kv_numbers_per_token(self) -> int:

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from pipeline.arrays import FloatArray, Phase
-from pipeline.backbone.batch import TokenSpan
+from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import SequenceKV
-from pipeline.backbone.step_input import StepInput
 from pipeline.scheduling.prefix_cache import PrefixKey
 from pipeline.text.sampler import Sampler, log_softmax, two_best
 from pipeline.text.text_stream import TextStream
@@ -81,7 +80,7 @@ class Job(ABC):
         """Begin with the prefix that is in `kv`, or continue after a preemption. `number`: of this admission;
         `counters`: the engine's, now."""
         self.kv = kv
-        kv.serve(len(self.tokens))
+        kv.select_rope(len(self.tokens))
         if self.admission < 0:
             self.admission, self.counters_before, self.reused = number, counters, kv.length
             self._queued = time.perf_counter() - self.arrival
@@ -195,7 +194,7 @@ class GenerateJob(Job):
             self._end = {"end": {"token": token, "margin": margin, "runner_up": runner_up}}
             return
         self.tokens.append(token)
-        if self.kv is not None and not self.kv.serve(len(self.tokens)):
+        if self.kv is not None and not self.kv.select_rope(len(self.tokens)):
             self.prefill_end = len(self.tokens)  # their KV was dropped: prefill them again
         shown = self._text.push(token) if self._text is not None else ""
         self._emit(Token(self.request, len(self.tokens) - self.prompt - 1, token, shown, margin, runner_up))

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pipeline.arrays import Phase
-from pipeline.backbone.kv_cache import BLOCK, GROWTH, KVCache, SequenceKV, room_for
+from pipeline.backbone.kv_cache import BLOCK, GROWTH, KVCache, SequenceKV, capacity_for
 from pipeline.counters import difference, fidelity
 from pipeline.engine.engine import Engine
 from pipeline.errors import NumberInUse, PipelineError, RequestError, ShardFailed
@@ -153,7 +153,7 @@ class Scheduler:
     def _allocate(self, job: Job) -> SequenceKV | None:
         """A sequence for the job's tokens and a few more. None where it is not available beside what the
         running sequences may need next."""
-        wanted = room_for(len(job.tokens) + 1, job.max_kv_tokens) if job.grows else job.max_kv_tokens
+        wanted = capacity_for(len(job.tokens) + 1, job.max_kv_tokens) if job.grows else job.max_kv_tokens
         growing = [(j, j.kv.capacity) for j in self._running if j.grows and j.kv is not None]
         soon = sum(min(BLOCK, j.max_kv_tokens - capacity) for j, capacity in growing)
         if wanted + soon > self._prefixes.available:
@@ -182,8 +182,8 @@ class Scheduler:
         Returns those that can take a step."""
         for job in decoding:
             while job.kv is not None and job.filled == job.kv.capacity:
-                ample = room_for(int(job.filled * GROWTH), job.max_kv_tokens)
-                least = room_for(job.filled + 1, job.max_kv_tokens)
+                ample = capacity_for(int(job.filled * GROWTH), job.max_kv_tokens)
+                least = capacity_for(job.filled + 1, job.max_kv_tokens)
                 if not (self._prefixes.grow(job.kv, ample) or self._prefixes.grow(job.kv, least)):
                     self._preempt([j for j in self._running if j.grows][-1])
         return [job for job in decoding if job.kv is not None]
@@ -238,7 +238,7 @@ class Scheduler:
                 failed[job] = str(e)
         seconds = time.perf_counter() - started
         for job, step_input in zip(jobs, inputs, strict=True):
-            job.count_step(phase, len(step_input.slice.tokens), seconds)
+            job.count_step(phase, len(step_input.span.tokens), seconds)
             if job in failed:
                 self._end(job, "error", failed[job])
             elif job.reason is not None:

@@ -23,7 +23,7 @@ def open_device_memory(parts: EngineParts) -> DeviceMemory:
     layout, shape = engine.layout, engine.layout.shape
     capacity = cache_tiles(config.options.expert_cache, shape.layers * shape.experts * shape.tiles)
     slots = capacity + STAGING_TILES
-    device.check_memory(slots * layout.tile_bytes, parts.kv_bytes, engine.backbone.unmoved)
+    device.check_memory(slots * layout.tile_bytes, parts.kv_bytes, engine.backbone.pending_bytes)
     slab = device.open_slab(
         f"{engine_prefix(config.runtime)}slab-{config.incarnation}", slots, layout.tile_bytes
     )

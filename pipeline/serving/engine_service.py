@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from pipeline.backbone.materialize import start_moving
+from pipeline.backbone.materialize import start_materializing
 from pipeline.coordinator_config import CoordinatorConfig
 from pipeline.errors import NumberInUse, PipelineError, UsageError
 from pipeline.experts.peers import ExitEvents
@@ -99,7 +99,7 @@ class EngineService:
             recorder = recorder_of(parts.config, parts.source, parts.engine, options.record)
             parts.closing.callback(recorder.close)
             parts.engine.observers.append(recorder)
-        parts.closing.callback(start_moving(parts.engine.backbone))
+        parts.closing.callback(start_materializing(parts.engine.backbone))
         log.debug("prefill: %d tokens a chunk", scheduler.chunk)
 
     def serve(self) -> None:

@@ -6,9 +6,8 @@ import time
 
 import numpy as np
 
-from pipeline.backbone.batch import TokenSpan
+from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import KVCache
-from pipeline.backbone.step_input import StepInput
 from pipeline.engine.engine import Engine
 from pipeline.memory.limits import CHUNK_MAX
 

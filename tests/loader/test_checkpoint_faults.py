@@ -13,7 +13,7 @@ import torch
 from loader_harness import Supervisor, exists
 from safetensors.torch import load_file, save_file
 
-from pipeline.checkpoint.source import Checkpoint
+from pipeline.checkpoint.hf_checkpoint import Checkpoint
 from pipeline.errors import ModelError
 
 DOWN = "model.layers.1.block_sparse_moe.experts.2.w2.weight"

@@ -6,8 +6,8 @@ import tiny_checkpoint
 import torch
 from filled_store import filled, layout_of, new_store
 
-from pipeline.checkpoint import encode, pieces
-from pipeline.checkpoint.source import Checkpoint
+from pipeline.checkpoint import chunks, encode
+from pipeline.checkpoint.hf_checkpoint import Checkpoint
 from pipeline.models.registry import model_spec
 from shm.layout import FORMATS, StoreLayout
 
@@ -127,11 +127,11 @@ def test_dtypes_and_files_make_no_difference(tmp_path, dtype, format_name, fused
 
 
 @pytest.mark.parametrize("format_name", ["bf16", "f32", "int8"])
-def test_small_pieces_make_no_difference(tmp_path, format_name, monkeypatch):
-    monkeypatch.setattr(pieces, "PIECE_NUMBERS", 1000)  # 16 rows, or 13 channels
-    monkeypatch.setattr(pieces, "STRIP", 5)
-    monkeypatch.setattr(pieces, "TURNED_ROWS", 7)
-    monkeypatch.setattr(encode, "ANNOUNCED_BYTES", 0)
+def test_chunk_size_does_not_change_the_bytes(tmp_path, format_name, monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK_NUMBERS", 1000)  # 16 rows, or 13 channels
+    monkeypatch.setattr(chunks, "STRIP", 5)
+    monkeypatch.setattr(chunks, "TRANSPOSED_ROWS", 7)
+    monkeypatch.setattr(encode, "READ_AHEAD_BYTES", 0)
     tiny_checkpoint.write(tmp_path, expert_tensors(MIXTRAL, True, torch.bfloat16), 1, MIXTRAL, fused=True)
     progress: list[int] = []
     layout = layout_of(MIXTRAL, format_name)

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 import pipeline
 from benchmarks.random_checkpoint import write as write_random
-from pipeline.checkpoint import encode, pieces
+from pipeline.checkpoint import chunks, encode
+from pipeline.checkpoint.hf_checkpoint import Checkpoint
 from pipeline.checkpoint.index import CheckpointIndex
 from pipeline.checkpoint.reader import TensorReader, to_float32
-from pipeline.checkpoint.source import Checkpoint
 from pipeline.errors import ModelError
-from pipeline.models.architecture import Part
+from pipeline.models.architecture import TensorRows
 
 
 @pytest.mark.parametrize("format_name", ["bf16", "int8"])
@@ -42,13 +42,13 @@ def test_a_file_that_shrinks_after_its_header_was_read(tmp_path, format_name):
 
 
 @st.composite
-def parts(draw: st.DrawFn) -> tuple[Part, int, int]:
+def parts(draw: st.DrawFn) -> tuple[TensorRows, int, int]:
     shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)))
     total = int(np.prod(shape[:-1]))
     first = draw(st.integers(0, total))
     rows = draw(st.integers(0, total - first))
     lo = draw(st.integers(0, rows))
-    return Part("it", shape, first, rows), lo, draw(st.integers(lo, rows))
+    return TensorRows("it", shape, first, rows), lo, draw(st.integers(lo, rows))
 
 
 @given(asked=parts(), dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
@@ -61,7 +61,7 @@ def test_rows_of_a_part_are_the_slice_of_the_tensor_and_nothing_else_is_read(tmp
     with TensorReader(CheckpointIndex.open(folder)) as reader:
         raw = reader.rows(part, lo, hi)
         assert reader.bytes_read == (hi - lo) * part.shape[-1] * whole.element_size()
-        assert reader.expect(part) == part.rows * part.shape[-1] * whole.element_size()
+        assert reader.read_ahead(part) == part.rows * part.shape[-1] * whole.element_size()
     read = to_float32(raw.dtype, raw.bits)
     rows = whole.float().numpy().reshape(-1, part.shape[-1])
     np.testing.assert_array_equal(read, rows[part.first + lo : part.first + hi])
@@ -73,9 +73,9 @@ def test_rows_outside_a_part_and_parts_of_another_shape_are_refused(tmp_path):
     with TensorReader(CheckpointIndex.open(tmp_path)) as reader:
         for lo, hi in ((-1, 1), (0, 3), (2, 1)):
             with pytest.raises(ValueError, match="no rows"):
-                reader.rows(Part("it", (4, 3), 1, 2), lo, hi)
+                reader.rows(TensorRows("it", (4, 3), 1, 2), lo, hi)
         with pytest.raises(ModelError, match=r"it has the shape \[4, 3\]; config.json says \[3, 4\]"):
-            reader.rows(Part("it", (3, 4), 0, 1), 0, 1)
+            reader.rows(TensorRows("it", (3, 4), 0, 1), 0, 1)
 
 
 # --- memory -----------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def test_rows_outside_a_part_and_parts_of_another_shape_are_refused(tmp_path):
 MEASURE = """
 import json, sys, threading, uuid
 from pathlib import Path
-from pipeline.checkpoint.source import Checkpoint
+from pipeline.checkpoint.hf_checkpoint import Checkpoint
 from pipeline.models.registry import expert_shape
 from shm.layout import format_named
 from shm.manifest import StoreManifest
@@ -167,4 +167,4 @@ def test_filling_needs_little_memory_of_its_own(large, format_name):
     index = CheckpointIndex.open(large)
     largest = max(entry.nbytes for entry in index.tensors.values())
     cores = len(os.sched_getaffinity(0))
-    assert grown < min(largest, encode.ANNOUNCED_BYTES // 3 + cores * pieces.PIECE_BYTES)
+    assert grown < min(largest, encode.READ_AHEAD_BYTES // 3 + cores * chunks.CHUNK_BYTES)

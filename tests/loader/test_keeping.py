@@ -13,7 +13,7 @@ import torch
 from loader_harness import SECONDS, Supervisor, assert_right, exists
 
 from pipeline import loader
-from pipeline.checkpoint.source import Checkpoint
+from pipeline.checkpoint.hf_checkpoint import Checkpoint
 from protocol.codec import decode
 from shm.cache_writer import write_cache
 from shm.segment import unlink

@@ -16,7 +16,7 @@ from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.batch import TokenSpan
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
-from pipeline.checkpoint.source import Checkpoint
+from pipeline.checkpoint.hf_checkpoint import Checkpoint
 from pipeline.device.cpu import CpuDevice
 from pipeline.models.registry import architecture_of, model_spec
 
@@ -63,7 +63,7 @@ class InProcess:
     def logprobs(self, tokens: Sequence[int], chunks: Sequence[int]) -> NDArray[np.float32]:
         """[len(tokens), vocabulary], computed in steps of so many tokens each."""
         kv = KVCache(self.spec, torch.float32, CPU, len(tokens)).allocate(len(tokens))
-        kv.serve(len(tokens))
+        kv.select_rope(len(tokens))
         rows = []
         for count in chunks:
             rows.append(self._step(TokenSpan(kv, tokens[kv.length : kv.length + count])))

@@ -14,9 +14,8 @@ from thread_engine import engine_in_threads
 from torch import Tensor
 
 from pipeline.arrays import IntArray, Phase
-from pipeline.backbone.batch import TokenSpan
+from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import KVCache
-from pipeline.backbone.step_input import StepInput
 from pipeline.engine.engine import Engine
 from pipeline.engine.observer import Seen
 from pipeline.errors import ShardFailed

@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_models import GOOD
 
-from pipeline.backbone.kv_cache import BLOCK, KVCache, room_for
+from pipeline.backbone.kv_cache import BLOCK, KVCache, capacity_for
 from pipeline.errors import RequestError
 from pipeline.models.registry import model_spec
 
@@ -91,10 +91,10 @@ def test_sequences_do_not_share_room(cache) -> None:
 
 
 def test_room_comes_in_blocks_and_never_more_than_can_be_used() -> None:
-    assert room_for(1, 1000) == BLOCK
-    assert room_for(BLOCK, 1000) == BLOCK
-    assert room_for(BLOCK + 1, 1000) == 2 * BLOCK
-    assert room_for(BLOCK + 1, BLOCK + 5) == BLOCK + 5
+    assert capacity_for(1, 1000) == BLOCK
+    assert capacity_for(BLOCK, 1000) == BLOCK
+    assert capacity_for(BLOCK + 1, 1000) == 2 * BLOCK
+    assert capacity_for(BLOCK + 1, BLOCK + 5) == BLOCK + 5
 
 
 LATENT = {
@@ -122,18 +122,18 @@ def test_beyond_the_switch_of_its_rope_a_sequence_begins_anew() -> None:
     scaling = longrope | {"original_max_position_embeddings": 6}
     spec = model_spec(GOOD | {"rope_scaling": scaling})
     sequence = KVCache(spec, torch.float32, torch.device("cpu"), budget=10).allocate(10)
-    assert sequence.serve(7)  # nothing was filled
+    assert sequence.select_rope(7)  # nothing was filled
     assert sequence.long
-    assert sequence.serve(6)
+    assert sequence.select_rope(6)
     sequence.advance(6)
-    assert sequence.serve(6)
+    assert sequence.select_rope(6)
     assert (sequence.long, sequence.length) == (False, 6)
-    assert not sequence.serve(7)
+    assert not sequence.select_rope(7)
     assert (sequence.long, sequence.length) == (True, 0)
 
 
 def test_without_a_switch_any_length_is_served(cache) -> None:
     sequence = cache.allocate(9)
     sequence.advance(9)
-    assert sequence.serve(1000)
+    assert sequence.select_rope(1000)
     assert (sequence.long, sequence.length) == (False, 9)

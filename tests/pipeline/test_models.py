@@ -109,8 +109,8 @@ def test_the_rotary_base_is_read_from_either_place(change, theta) -> None:
 
 def test_optional_keys() -> None:
     spec = model_spec(GOOD | {"head_dim": 32, "sliding_window": 128, "tie_word_embeddings": True})
-    assert (spec.attention.width, spec.windows, spec.tied_embeddings) == (32, (128, 128), True)
-    assert model_spec(GOOD | {"head_dim": None, "sliding_window": None}).attention.width == 16
+    assert (spec.attention.qk_dim, spec.windows, spec.tied_embeddings) == (32, (128, 128), True)
+    assert model_spec(GOOD | {"head_dim": None, "sliding_window": None}).attention.qk_dim == 16
 
 
 def test_the_context() -> None:

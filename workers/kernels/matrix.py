@@ -39,9 +39,9 @@ class HostMatrix:
     def bytes(self) -> int:
         return len(self._data)
 
-    def move(self, going: Callable[[], bool]) -> None:
-        """Have the bytes in memory of its own, unless `going` says no meanwhile; for any thread."""
-        data = moved(self._data, going)
+    def materialize(self, proceed: Callable[[], bool]) -> None:
+        """Copy the bytes into private memory, unless `proceed` returns False in between; for any thread."""
+        data = moved(self._data, proceed)
         self._data = self._data if data is None else data
 
     def product(self, x: Float32) -> Float32:

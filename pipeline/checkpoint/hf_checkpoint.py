@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint's folder as a model to load."""
+"""A model in a Hugging Face checkpoint folder."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from pathlib import Path
 
 import numpy as np
 
+from pipeline.checkpoint.chunks import SAME_BITS
 from pipeline.checkpoint.encode import encode_experts
 from pipeline.checkpoint.index import CheckpointIndex, fingerprint
 from pipeline.checkpoint.model_source import ModelSource
-from pipeline.checkpoint.pieces import SAME_BITS, Parts
 from pipeline.checkpoint.reader import TensorReader
 from pipeline.checkpoint.tensors import check_tensors
+from pipeline.models.architecture import ExpertRows
 from pipeline.models.registry import architecture_of, model_spec
 from shm.store import StoreBuilder
 
 
 class Checkpoint(ModelSource):
-    """The model in one folder."""
+    """The model in a folder."""
 
     kind = "checkpoint"
     filling = "encoding the experts"
 
     def __init__(self, folder: Path) -> None:
-        """Read config.json and the headers, and compare them. Raises ModelError, one line, for whatever can
-        be known to be wrong without reading a weight."""
+        """Read config.json and the headers, and check one against the other. Raises ModelError, one line, for
+        any error that shows without reading a weight."""
         self._index = CheckpointIndex.open(folder)
         self.name = str(folder)
         self.config = self._index.config
@@ -38,9 +39,9 @@ class Checkpoint(ModelSource):
         return fingerprint(self._index, format_name, tile)
 
     def worth_keeping(self, format_name: str) -> bool:
-        """Not where the store has the checkpoint's own bits: reading them again is about as quick."""
+        """Not where the store has the checkpoint's bits: reading the checkpoint again is about as fast."""
         shape = len(self._spec.moe_layers), self._spec.experts
-        names = {part.name for place in np.ndindex(shape) for part in self._parts(*place)}
+        names = {part.name for place in np.ndindex(shape) for part in self._locate(*place)}
         return any(SAME_BITS.get(self._index.tensors[name].dtype) != format_name for name in names)
 
     def tensors(self) -> TensorReader:
@@ -48,9 +49,9 @@ class Checkpoint(ModelSource):
 
     def fill(self, builder: StoreBuilder, progress: Callable[[int], None]) -> int:
         with TensorReader(self._index) as reader:
-            encode_experts(reader, self._parts, builder, progress)
+            encode_experts(reader, self._locate, builder, progress)
         return reader.bytes_read
 
-    def _parts(self, layer: int, expert: int) -> Parts:
-        """Where an expert of the store lies; the store counts only layers with experts."""
+    def _locate(self, layer: int, expert: int) -> ExpertRows:
+        """An expert's location; `layer` counts only layers with experts, as in the store."""
         return self._architecture.expert(self._spec, self._spec.moe_layers[layer], expert, self.fused)

@@ -1,7 +1,8 @@
-"""A backbone that is used from its files computes the same while it moves into memory, and after."""
+"""A file-backed backbone computes the same before, while and after its weights are copied into memory."""
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Iterator
@@ -12,21 +13,21 @@ import pytest
 import torch
 
 from benchmarks.random_checkpoint import write
-from pipeline.backbone import embedding as table
+from pipeline.backbone import embedding
 from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.batch import TokenSpan
 from pipeline.backbone.disk_cache import NAME, BackboneCache
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
-from pipeline.backbone.materialize import start_moving
-from pipeline.checkpoint.source import Checkpoint
+from pipeline.backbone.materialize import start_materializing
+from pipeline.checkpoint.hf_checkpoint import Checkpoint
 from pipeline.config import BackboneDType, EngineConfig
 from pipeline.device.cpu import CpuDevice
 from pipeline.memory.needs import needs
 from pipeline.models.registry import model_spec
 from workers.kernels.matrix import HostMatrix
 
-LIMIT = 30.0
+LIMIT = 30.0  # seconds
 FINGERPRINT = "cd" * 32
 CONFIG = {
     **{"model_type": "qwen2_moe", "hidden_act": "silu", "hidden_size": 128, "num_hidden_layers": 3},
@@ -46,13 +47,13 @@ def device() -> Iterator[CpuDevice]:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("moving") / "model"
+    folder = tmp_path_factory.mktemp("materialize") / "model"
     write(folder, CONFIG | {"tie_word_embeddings": request.param}, fused=False)
     return folder
 
 
 def backbone_of(model: Path, device: CpuDevice, dtype: BackboneDType, cache: Path | None = None) -> Backbone:
-    """As an engine's start makes it. Where `cache` is given, what is quantized is kept there, or found."""
+    """As at an engine's start; `cache`: the folder of its disk cache."""
     source = Checkpoint(model)
     kept = None if cache is None else BackboneCache(cache, FINGERPRINT)
     backbone = Backbone(source, model_spec(source.config), Precision(dtype, device, kept), 64)
@@ -61,8 +62,8 @@ def backbone_of(model: Path, device: CpuDevice, dtype: BackboneDType, cache: Pat
     return backbone
 
 
-def quantized_before(model: Path, device: CpuDevice, cache: Path) -> Backbone:
-    """A second start's."""
+def from_disk_cache(model: Path, device: CpuDevice, cache: Path) -> Backbone:
+    """As at the second start, whose matrices are mapped from the disk cache."""
     backbone_of(model, device, "int8", cache)
     until = time.monotonic() + LIMIT
     while not (cache / FINGERPRINT / NAME).exists():
@@ -75,7 +76,7 @@ def quantized_before(model: Path, device: CpuDevice, cache: Path) -> Backbone:
 def answer(backbone: Backbone) -> np.ndarray:
     """Logits of a prompt, without the routed experts."""
     kv = KVCache(backbone.spec, backbone.dtype, torch.device("cpu"), 64).allocate(len(TOKENS))
-    kv.serve(len(TOKENS))
+    kv.select_rope(len(TOKENS))
     batch = backbone.batch([TokenSpan(kv, TOKENS)])
     h = backbone.embed(batch)
     for layer in range(len(backbone.spec.moe_layers)):
@@ -87,96 +88,111 @@ def answer(backbone: Backbone) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "int8", "int4"])
-def test_a_checkpoints_backbone_is_as_large_as_was_planned(
-    model: Path, device: CpuDevice, dtype: BackboneDType
-) -> None:
+def test_backbone_takes_the_planned_memory(model: Path, device: CpuDevice, dtype: BackboneDType) -> None:
     backbone = backbone_of(model, device, dtype)
     planned = needs(Checkpoint(model), EngineConfig(device="cpu", backbone_dtype=dtype), "bf16").backbone
     assert backbone.bytes == planned
-    assert backbone.unmoved <= planned
+    assert backbone.pending_bytes <= planned
 
 
-def test_what_was_made_now_is_in_memory_but_for_the_table(model: Path, device: CpuDevice) -> None:
+def test_first_start_has_only_the_embedding_pending(model: Path, device: CpuDevice) -> None:
     tied = model_spec(Checkpoint(model).config).tied_embeddings
     for dtype, expected in (("f32", 0 if tied else 4 * 320 * 128), ("int8", 2 * 320 * 128)):
         backbone = backbone_of(model, device, dtype)
-        assert backbone.unmoved == expected
+        assert backbone.pending_bytes == expected
         before = answer(backbone)
-        backbone.move(lambda: True)
-        assert backbone.unmoved == 0
+        backbone.materialize(lambda: True)
+        assert backbone.pending_bytes == 0
         np.testing.assert_array_equal(answer(backbone), before)
 
 
-def test_what_was_kept_is_used_from_its_file_until_it_has_moved(
+def test_cached_matrices_are_mapped_until_materialized(
     model: Path, device: CpuDevice, tmp_path: Path
 ) -> None:
     wanted = answer(backbone_of(model, device, "int8"))
-    backbone = quantized_before(model, device, tmp_path)
-    assert 2 * 320 * 128 < backbone.unmoved <= backbone.bytes
+    backbone = from_disk_cache(model, device, tmp_path)
+    assert 2 * 320 * 128 < backbone.pending_bytes <= backbone.bytes
     maps = Path("/proc/self/maps")
     assert str(tmp_path) in maps.read_text()
     np.testing.assert_array_equal(answer(backbone), wanted)
-    backbone.move(lambda: True)
-    assert backbone.unmoved == 0
+    backbone.materialize(lambda: True)
+    assert backbone.pending_bytes == 0
     assert str(tmp_path) not in maps.read_text()
     np.testing.assert_array_equal(answer(backbone), wanted)
 
 
-def test_steps_are_computed_while_it_moves_and_several_may_move_it(
+def test_steps_between_any_two_copies_compute_the_same(
     model: Path, device: CpuDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(table, "READ_NUMBERS", 128)
+    """Copying waits at every poll of `proceed` until a step is computed. The first thread is stopped once, in
+    the middle; the second one finishes."""
+    monkeypatch.setattr(embedding, "CHUNK_NUMBERS", 64 * 128)
     wanted = answer(backbone_of(model, device, "int8"))
-    backbone = quantized_before(model, device, tmp_path)
-    seen = set()
+    backbone = from_disk_cache(model, device, tmp_path)
+    everything = backbone.pending_bytes
+    polls: queue.Queue[str] = queue.Queue()
+    verdicts: queue.Queue[bool] = queue.Queue()
 
-    def slowly() -> bool:
-        time.sleep(0.0005)
-        return True
+    def proceed() -> bool:
+        polls.put(threading.current_thread().name)
+        return verdicts.get(timeout=LIMIT)
 
-    movers = [threading.Thread(target=backbone.move, args=(slowly,)) for _ in range(2)]
-    for mover in movers:
-        mover.start()
-    until = time.monotonic() + LIMIT
-    while any(mover.is_alive() for mover in movers):
-        seen.add(backbone.unmoved)
+    threads = [
+        threading.Thread(target=lambda: (backbone.materialize(proceed), polls.put("done")), daemon=True)
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    seen, pollers, done = [], [], 0
+    while done < len(threads):
+        poller = polls.get(timeout=LIMIT)
+        if poller == "done":
+            done += 1
+            continue
+        pollers.append(poller)
+        seen.append(backbone.pending_bytes)
         np.testing.assert_array_equal(answer(backbone), wanted)
-        assert time.monotonic() < until
-    assert backbone.unmoved == 0
-    assert len(seen) > 2
+        verdicts.put(len(pollers) != 12)
+    assert seen[0] == everything
+    assert seen == sorted(seen, reverse=True)
+    assert len(set(seen)) > 5  # one weight after the other, each with a step before and after
+    assert [poller == pollers[0] for poller in pollers] == [i < 12 for i in range(len(pollers))]
+    assert backbone.pending_bytes == 0
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    np.testing.assert_array_equal(answer(backbone), wanted)
 
 
-def test_the_thread_ends_when_it_is_told_to(
+def test_materializing_thread_stops_on_request(
     model: Path, device: CpuDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backbone = quantized_before(model, device, tmp_path)
-    everything = backbone.unmoved
+    backbone = from_disk_cache(model, device, tmp_path)
+    everything = backbone.pending_bytes
     begun = threading.Event()
 
-    def move(self: HostMatrix, going: object) -> None:
-        assert callable(going)
+    def endless(self: HostMatrix, proceed: object) -> None:
+        assert callable(proceed)
         begun.set()
         until = time.monotonic() + LIMIT
-        while going() and time.monotonic() < until:
+        while proceed() and time.monotonic() < until:
             time.sleep(0.01)
 
     with monkeypatch.context() as patched:
-        patched.setattr(HostMatrix, "move", move)
-        stop = start_moving(backbone)
+        patched.setattr(HostMatrix, "materialize", endless)
+        stop = start_materializing(backbone)
         assert begun.wait(LIMIT)
         stop()
-        assert "moving" not in {thread.name for thread in threading.enumerate()}
-    assert 0 < backbone.unmoved < everything  # the table was first
-    start_moving(backbone)()
-    stop = start_moving(backbone)
+        assert "materialize" not in {thread.name for thread in threading.enumerate()}
+    assert 0 < backbone.pending_bytes < everything  # the embedding was first
+    start_materializing(backbone)()
+    stop = start_materializing(backbone)
     until = time.monotonic() + LIMIT
-    while backbone.unmoved:
+    while backbone.pending_bytes:
         assert time.monotonic() < until
         time.sleep(0.01)
     stop()
 
 
-def test_what_cannot_be_moved_stays_and_the_rest_moves(
+def test_a_failed_copy_stays_in_its_file_and_the_rest_is_copied(
     model: Path,
     device: CpuDevice,
     tmp_path: Path,
@@ -184,18 +200,18 @@ def test_what_cannot_be_moved_stays_and_the_rest_moves(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     wanted = answer(backbone_of(model, device, "int8"))
-    backbone = quantized_before(model, device, tmp_path)
-    real, asked = HostMatrix.move, []
+    backbone = from_disk_cache(model, device, tmp_path)
+    real, calls = HostMatrix.materialize, []
 
-    def move(self: HostMatrix, going: object) -> None:
-        asked.append(self)
-        if len(asked) == 2:
+    def second_fails(self: HostMatrix, proceed: object) -> None:
+        calls.append(self)
+        if len(calls) == 2:
             raise OSError(12, "Cannot allocate memory")
-        real(self, going)  # type: ignore[arg-type]
+        real(self, proceed)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(HostMatrix, "move", move)
-    backbone.move(lambda: True)
+    monkeypatch.setattr(HostMatrix, "materialize", second_fails)
+    backbone.materialize(lambda: True)
     assert caplog.text.count("stays in its file: [Errno 12] Cannot allocate memory") == 1
-    assert len(asked) > 5
-    assert backbone.unmoved == 0
+    assert len(calls) > 5
+    assert backbone.pending_bytes == 0
     np.testing.assert_array_equal(answer(backbone), wanted)

@@ -1,4 +1,4 @@
-"""Embeddings: the same rows before they are in memory, while they move there, and after."""
+"""Embeddings have the same rows in the file, while they are copied into memory, and after."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from pipeline.backbone import embedding as module
-from pipeline.backbone.embedding import Table
+from pipeline.backbone.embedding import Embedding
 from pipeline.checkpoint.index import CheckpointIndex
 from pipeline.checkpoint.reader import TensorReader
 from pipeline.errors import ModelError
@@ -26,19 +26,19 @@ TOKENS = torch.tensor([0, 299, 7, 7, 128])
 
 
 def checkpoint(folder: Path, dtype: torch.dtype) -> torch.Tensor:
-    """A file with one tensor in the middle; returns that."""
+    """Write a file with the tensor `it` in the middle; returns that tensor."""
     whole = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
     save_file({"a": torch.ones(5), "it": whole, "z": torch.ones(5)}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({"model_type": "mixtral"}))
     return whole
 
 
-def table_of(folder: Path, dtype: torch.dtype) -> Table:
-    return Table(TensorReader(CheckpointIndex.open(folder)), "it", (ROWS, WIDTH), dtype)
+def embedding_of(folder: Path, dtype: torch.dtype) -> Embedding:
+    return Embedding(TensorReader(CheckpointIndex.open(folder)), "it", (ROWS, WIDTH), dtype)
 
 
 def open_files(folder: Path) -> int:
-    """How many descriptors of this process lead into a folder."""
+    """The number of this process's descriptors of files in a folder."""
     count = 0
     for link in Path("/proc/self/fd").iterdir():
         try:
@@ -50,73 +50,77 @@ def open_files(folder: Path) -> int:
 
 @pytest.mark.parametrize("kept", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("written", [torch.bfloat16, torch.float16, torch.float32])
-def test_rows_are_the_same_from_the_file_and_from_memory(
+def test_rows_are_equal_from_file_and_memory(
     tmp_path: Path, written: torch.dtype, kept: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "READ_NUMBERS", 7 * WIDTH)  # many parts, and a rest
+    monkeypatch.setattr(module, "CHUNK_NUMBERS", 7 * WIDTH)  # many chunks, the last one smaller
     whole = checkpoint(tmp_path, written)
-    table = table_of(tmp_path, kept)
-    assert table.bytes == ROWS * WIDTH * kept.itemsize
+    embedding = embedding_of(tmp_path, kept)
+    assert embedding.bytes == ROWS * WIDTH * kept.itemsize
     wanted = whole.to(kept)
     for _ in range(2):
-        found = table[TOKENS]
+        found = embedding[TOKENS]
         assert found.dtype == kept
         assert torch.equal(found, wanted[TOKENS])
-        table.move(lambda: True)
+        embedding.materialize(lambda: True)
     (tmp_path / "model.safetensors").unlink()  # nothing is read any more
-    assert torch.equal(table[torch.arange(ROWS)], wanted)
+    assert torch.equal(embedding[torch.arange(ROWS)], wanted)
     assert open_files(tmp_path) == 0
 
 
-def test_a_move_that_is_ended_leaves_all_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "READ_NUMBERS", 10 * WIDTH)
+def test_stopped_materialize_leaves_the_file_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK_NUMBERS", 10 * WIDTH)
     whole = checkpoint(tmp_path, torch.bfloat16)
-    table = table_of(tmp_path, torch.bfloat16)
-    left = iter([True, True, False])
-    table.move(lambda: next(left))
-    assert torch.equal(table[TOKENS], whole[TOKENS])
+    embedding = embedding_of(tmp_path, torch.bfloat16)
+    polls = iter([True, True, False])
+    embedding.materialize(lambda: next(polls))
+    assert torch.equal(embedding[TOKENS], whole[TOKENS])
     assert open_files(tmp_path) == 1
-    del table
+    del embedding
     gc.collect()
     assert open_files(tmp_path) == 0
 
 
-def test_rows_are_right_while_the_table_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "READ_NUMBERS", WIDTH)
+def test_rows_are_right_while_another_thread_materializes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CHUNK_NUMBERS", WIDTH)
     whole = checkpoint(tmp_path, torch.bfloat16)
     for _ in range(5):
-        table = table_of(tmp_path, torch.bfloat16)
-        mover = threading.Thread(target=table.move, args=(lambda: True,))
-        mover.start()
+        embedding = embedding_of(tmp_path, torch.bfloat16)
+        thread = threading.Thread(target=embedding.materialize, args=(lambda: True,))
+        thread.start()
         until, after = time.monotonic() + LIMIT, 0
         while after < 10:
-            assert torch.equal(table[TOKENS], whole[TOKENS])
+            assert torch.equal(embedding[TOKENS], whole[TOKENS])
             assert time.monotonic() < until
-            after += not mover.is_alive()
-        mover.join(LIMIT)
+            after += not thread.is_alive()
+        thread.join(LIMIT)
         assert open_files(tmp_path) == 0
 
 
-@pytest.mark.parametrize("use", [lambda table: table[TOKENS], lambda table: table.move(lambda: True)])
-def test_a_file_that_was_cut_is_an_error(tmp_path: Path, use: Callable[[Table], object]) -> None:
+@pytest.mark.parametrize(
+    "use", [lambda embedding: embedding[TOKENS], lambda embedding: embedding.materialize(lambda: True)]
+)
+def test_truncated_file_raises_model_error(tmp_path: Path, use: Callable[[Embedding], object]) -> None:
     checkpoint(tmp_path, torch.bfloat16)
-    table = table_of(tmp_path, torch.bfloat16)
+    embedding = embedding_of(tmp_path, torch.bfloat16)
     os.truncate(tmp_path / "model.safetensors", 2000)
     with pytest.raises(ModelError, match=r"model\.safetensors became shorter while it was read"):
-        use(table)
+        use(embedding)
 
 
-def test_a_file_that_was_replaced_is_read_as_it_was(tmp_path: Path) -> None:
+def test_replaced_file_does_not_change_rows(tmp_path: Path) -> None:
     whole = checkpoint(tmp_path, torch.bfloat16)
-    table = table_of(tmp_path, torch.bfloat16)
+    embedding = embedding_of(tmp_path, torch.bfloat16)
     (tmp_path / "new").write_bytes(bytes((tmp_path / "model.safetensors").stat().st_size))
     (tmp_path / "new").replace(tmp_path / "model.safetensors")
-    for _ in range(2):
-        assert torch.equal(table[TOKENS], whole[TOKENS])
-        table.move(lambda: True)
+    for _ in range(3):  # a second copy would read the new file
+        assert torch.equal(embedding[TOKENS], whole[TOKENS])
+        embedding.materialize(lambda: True)
 
 
-def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
+def test_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
     checkpoint(tmp_path, torch.bfloat16)
     with pytest.raises(ModelError, match=r"it has the shape \[300, 24\]; config.json says \[24, 300\]"):
-        Table(TensorReader(CheckpointIndex.open(tmp_path)), "it", (WIDTH, ROWS), torch.bfloat16)
+        Embedding(TensorReader(CheckpointIndex.open(tmp_path)), "it", (WIDTH, ROWS), torch.bfloat16)

@@ -1,0 +1,201 @@
+"""Divides the encoding of an expert into chunks: some rows of its matrices, read and encoded by one core.
+
+Together the chunks write the same bytes as `StoreLayout.encode_expert`, in a small part of its memory.
+
+A quantized matrix consists of blocks of 16 outputs, so any multiple of 16 rows of gate, up or down can be
+encoded alone; such rows of down have records in every tile. A plain tile has down transposed: its rows are
+columns of the checkpoint's matrix, which is therefore held in memory as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from pipeline.checkpoint.reader import Bits, RawTensor, to_float32
+from pipeline.errors import ModelError
+from pipeline.models.architecture import ExpertRows, TensorRows
+from shm.errors import WeightsUnusable
+from shm.layout import BlockFormat, Bytes, Float32, StoreLayout
+
+CHUNK_NUMBERS = 1 << 19  # of one matrix, about
+STRIP = 64  # columns transposed at a time, of TRANSPOSED_ROWS rows: a block that stays in the cache
+TRANSPOSED_ROWS = 256
+LINE = 32  # 16-bit numbers of a cache line
+SAME_BITS = {"BF16": "bf16", "F32": "f32"}  # dtype -> the format that stores its bits unchanged
+CHUNK_BYTES = 1 << 25  # at most, of memory that a core needs for a chunk, unless 16 rows need more
+
+Chunk = Callable[[], None]  # reads and encodes its rows; for any thread; raises ModelError
+
+
+class Rows(Protocol):
+    """A source of tensor rows: a TensorReader, or memory."""
+
+    def rows(self, part: TensorRows, lo: int, hi: int) -> RawTensor:
+        """See TensorReader.rows; for any thread."""
+
+
+def expert_chunks(
+    reader: Rows, downs: ThreadPoolExecutor, layout: StoreLayout, expert: ExpertRows, out: Bytes
+) -> list[Chunk]:
+    """The chunks of an expert, for any order and any number of threads. `downs` reads the whole `down` matrix
+    where that is needed. out: uint8 [expert_stride]."""
+    out[layout.tile_bytes * layout.shape.tiles :] = 0
+    if isinstance(layout.format, BlockFormat):
+        return _quantized_chunks(reader, layout, layout.format, expert, out)
+    down = downs.submit(reader.rows, expert[2], 0, expert[2].rows)
+    return PlainExpert(reader, layout, expert, down, out).chunks()
+
+
+def _quantized_chunks(
+    reader: Rows, layout: StoreLayout, blocks: BlockFormat, expert: ExpertRows, out: Bytes
+) -> list[Chunk]:
+    shape = layout.shape
+    chunks: list[Chunk] = []
+    for matrix, part in enumerate(expert[:2]):
+        for lo, hi in _ranges(shape.padded, shape.hidden):
+            chunks.append(partial(_encode_wide, reader, layout, blocks, matrix, part, lo, hi, out))
+    for lo, hi in _ranges(shape.hidden, shape.padded):
+        chunks.append(partial(_encode_down, reader, layout, blocks, expert[2], lo, hi, out))
+    return chunks
+
+
+def _ranges(rows: int, columns: int) -> list[tuple[int, int]]:
+    step = max(16, CHUNK_NUMBERS // columns // 16 * 16)
+    return [(lo, min(lo + step, rows)) for lo in range(0, rows, step)]
+
+
+def _encode_wide(
+    reader: Rows,
+    layout: StoreLayout,
+    blocks: BlockFormat,
+    matrix: int,
+    part: TensorRows,
+    lo: int,
+    hi: int,
+    out: Bytes,
+) -> None:
+    """Encode channels [lo, hi) of gate (matrix 0) or up (1); channels from I on are zero."""
+    shape = layout.shape
+    raw = _rows(reader, part, lo, hi)
+    numbers = _padded(to_float32(raw.dtype, raw.bits), hi - lo, shape.hidden)
+    for tile in range(lo // shape.tile, -(-hi // shape.tile)):
+        begin = tile * shape.tile
+        first, last = max(lo, begin), min(hi, begin + shape.tile)
+        start = tile * layout.tile_bytes + matrix * blocks.matrix_bytes(shape.tile, shape.hidden)
+        records = out[
+            start + blocks.matrix_bytes(first - begin, shape.hidden) : start
+            + blocks.matrix_bytes(last - begin, shape.hidden)
+        ]
+        _encode_matrix(blocks, part, numbers[first - lo : last - lo], records)
+
+
+def _encode_down(
+    reader: Rows,
+    layout: StoreLayout,
+    blocks: BlockFormat,
+    part: TensorRows,
+    lo: int,
+    hi: int,
+    out: Bytes,
+) -> None:
+    """Encode outputs [lo, hi) of down, which have records in every tile."""
+    shape = layout.shape
+    raw = _rows(reader, part, lo, hi)
+    numbers = _padded(to_float32(raw.dtype, raw.bits), hi - lo, shape.padded)
+    wide = 2 * blocks.matrix_bytes(shape.tile, shape.hidden)
+    for tile in range(shape.tiles):
+        start = tile * layout.tile_bytes + wide
+        records = out[
+            start + blocks.matrix_bytes(lo, shape.tile) : start + blocks.matrix_bytes(hi, shape.tile)
+        ]
+        _encode_matrix(blocks, part, numbers[:, tile * shape.tile : (tile + 1) * shape.tile], records)
+
+
+def _rows(reader: Rows, part: TensorRows, lo: int, hi: int) -> RawTensor:
+    """Rows [lo, hi) of `part`; rows past its end are left out."""
+    lo = min(lo, part.rows)
+    return reader.rows(part, lo, max(lo, min(hi, part.rows)))
+
+
+def _transposed(bits: Bits) -> Bits:
+    """[H, n] to contiguous [n, H]; of bit patterns, which are narrower than float32."""
+    rows, columns = bits.shape
+    transposed = np.empty((columns, rows), bits.dtype)
+    # An odd number of cache lines from row to row: with a power of two, the numbers of a column evict each
+    # other from the cache, and this takes ten times as long.
+    scratch = np.empty((TRANSPOSED_ROWS, (columns // LINE + 1 | 1) * LINE), bits.dtype)
+    for at in range(0, rows, TRANSPOSED_ROWS):
+        block = scratch[: min(TRANSPOSED_ROWS, rows - at), :columns]
+        block[:] = bits[at : at + TRANSPOSED_ROWS]
+        for lo in range(0, columns, STRIP):
+            transposed[lo : lo + STRIP, at : at + TRANSPOSED_ROWS] = block[:, lo : lo + STRIP].T
+    return transposed
+
+
+def _padded(numbers: Float32, rows: int, columns: int) -> Float32:
+    """Padded with zeros below and to the right to this shape."""
+    if numbers.shape == (rows, columns):
+        return numbers
+    return np.pad(numbers, ((0, rows - numbers.shape[0]), (0, columns - numbers.shape[1])))
+
+
+def _encode_matrix(blocks: BlockFormat, part: TensorRows, numbers: Float32, records: Bytes) -> None:
+    try:
+        blocks.encode_matrix(numbers, records)
+    except WeightsUnusable as e:
+        raise ModelError(f"{e}, in the tensor {part.name}") from None
+
+
+class PlainExpert:
+    """Encodes an expert in a plain format."""
+
+    def __init__(
+        self, reader: Rows, layout: StoreLayout, expert: ExpertRows, down: Future[RawTensor], out: Bytes
+    ) -> None:
+        """down: the whole matrix, being read. out: uint8 [expert_stride]."""
+        self._reader = reader
+        self._layout = layout
+        self._gate, self._up, _ = expert
+        self._down = down
+        self._out = out
+
+    def chunks(self) -> list[Chunk]:
+        shape = self._layout.shape
+        step = max(1, CHUNK_NUMBERS // shape.hidden)
+        return [
+            partial(self._encode, tile, lo, min(lo + step, shape.tile))
+            for tile in range(shape.tiles)
+            for lo in range(0, shape.tile, step)
+        ]
+
+    def _encode(self, tile: int, lo: int, hi: int) -> None:
+        """Encode channels [lo, hi) of a tile, which is three matrices of whole rows. Where the format has the
+        checkpoint's bits, they are copied; else the channels are encoded as a smaller tile, whose matrices
+        are then copied to their places."""
+        shape, tile_format = self._layout.shape, self._layout.format
+        first, count = tile * shape.tile + lo, hi - lo
+        last = max(first, min(first + count, shape.intermediate))
+        start = tile * self._layout.tile_bytes
+        whole = self._out[start : start + self._layout.tile_bytes].reshape(3, shape.tile, -1)
+        down = self._down.result()
+        matrices = (
+            _rows(self._reader, self._gate, first, last),
+            _rows(self._reader, self._up, first, last),
+            RawTensor(down.dtype, (last - first, shape.hidden), _transposed(down.bits[:, first:last])),
+        )
+        if all(SAME_BITS.get(raw.dtype) == tile_format.name for raw in matrices):
+            for target, raw in zip(whole, matrices, strict=True):
+                target[lo : lo + last - first] = raw.bits.view(np.uint8)
+                target[lo + last - first : hi] = 0
+            return
+        scratch = np.empty(tile_format.tile_bytes(shape.hidden, count), np.uint8)
+        gate, up, columns = (
+            _padded(to_float32(raw.dtype, raw.bits), count, shape.hidden) for raw in matrices
+        )
+        tile_format.encode(gate, up, columns, scratch)
+        whole[:, lo:hi] = scratch.reshape(3, count, -1)
