@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from benchmarks.embedded_model.evaluate import windows
 from pipeline.assets import heldout, model_dir
-from pipeline.assets.training.evaluate import windows
 from shm.layout import FORMATS, Bytes, ExpertShape, Float32, Int4, StoreLayout, TileFormat
 from shm.quantize import encode_int4
 from workers.kernels.reference import ReferenceKernel

@@ -1,4 +1,4 @@
-"""What Tandem carries: a model, held-out text, the scripts that made them, and costs that were published."""
+"""Data that is installed with Tandem: the embedded model, held-out text, and published costs."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ _HERE = Path(__file__).parent
 
 
 def model_dir() -> Path:
-    """Folder of the embedded model in Hugging Face layout."""
+    """Folder of the embedded model, in Hugging Face layout."""
     return _HERE / "model"
 
 
 def costs_dir() -> Path:
-    """Folder of the costs files that `--costs` can name without their folder and suffix."""
+    """Folder of the costs files that `--costs` accepts by name."""
     return _HERE / "costs"
 
 
 def heldout() -> dict[str, Path]:
-    """Kind of text -> UTF-8 file that training never saw."""
+    """Kind of text -> UTF-8 file that the embedded model was not trained on."""
     return {path.stem: path for path in sorted((_HERE / "heldout").glob("*.txt"))}

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.embedded_model.evaluate import FIRST, WINDOW
+from benchmarks.embedded_model.model import Model, Shape
 from pipeline.assets import heldout, model_dir
-from pipeline.assets.training.evaluate import FIRST, WINDOW
-from pipeline.assets.training.model import Model, Shape
 
 MEGABYTE = 1_000_000
 

@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline.assets import heldout, model_dir
-from pipeline.assets.training.batches import DIALOGUE_SHARE, read_tokens
-from pipeline.assets.training.bigram import Bigram
-from pipeline.assets.training.card import render
-from pipeline.assets.training.routing import (
+from benchmarks.embedded_model.batches import DIALOGUE_SHARE, read_tokens
+from benchmarks.embedded_model.bigram import Bigram
+from benchmarks.embedded_model.card import render
+from benchmarks.embedded_model.routing import (
     Trace,
     counts,
     jensen_shannon,
@@ -26,7 +25,8 @@ from pipeline.assets.training.routing import (
     total_variation,
     trace,
 )
-from pipeline.assets.training.sources import KINDS, LICENCES
+from benchmarks.embedded_model.sources import KINDS, LICENCES
+from pipeline.assets import heldout, model_dir
 
 WINDOW = 512  # tokens; the first of each window is context only
 PROMPT, CONTINUATION, PROMPTS = 128, 128, 4  # tokens, tokens, and prompts per kind
@@ -167,7 +167,7 @@ def answers(model: Any, chat: Any) -> dict[str, str]:
 
 
 def main() -> None:
-    """Command line: `python -m pipeline.assets.training.evaluate --corpus DIR --run DIR`."""
+    """Command line: `python -m benchmarks.embedded_model.evaluate --corpus DIR --run DIR`."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--run", type=Path, required=True, help="the training run's output, for its run.json")

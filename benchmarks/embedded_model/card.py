@@ -7,8 +7,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pipeline.assets.training.model import Shape
-from pipeline.assets.training.sources import KINDS
+from benchmarks.embedded_model.model import Shape
+from benchmarks.embedded_model.sources import KINDS
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -60,9 +60,10 @@ def _training(card: dict[str, Any]) -> str:
     packages = [row for row in packages if row[2]]
     return f"""## Data
 
-Text of seven kinds from Debian packages, as `corpus.py` extracts it. Whole documents are held out; a
-paragraph that a held-out document contains, or that occurred before, is not in the training text. The time
-did not suffice for all of the text: the last columns say how much there is and how much was trained on.
+Text of seven kinds from Debian packages, as `benchmarks/embedded_model/corpus.py` extracts it. Whole
+documents are held out; a paragraph that a held-out document contains, or that occurred before, is not in the
+training text. The time did not suffice for all of the text: the last columns say how much there is and how
+much was trained on.
 
 {_table(("Kind", "Documents", "Characters", "Tokens", "Trained on"), rows)}
 {_mixture(card)}
@@ -179,6 +180,6 @@ without any other model. It writes text in the manner of its sources; it knows n
 Greedy, in the chat template:
 
 {answers}
-All figures: `card.json`, written by `python -m pipeline.assets.training.evaluate` from the exported bfloat16
+All figures: `card.json`, written by `python -m benchmarks.embedded_model.evaluate` from the exported bfloat16
 weights, computed in float32.
 """)

@@ -16,11 +16,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.optim import AdamW, Muon, Optimizer
 
-from pipeline.assets.training.batches import DIALOGUE_SHARE, Mixture, encode
-from pipeline.assets.training.model import Losses, Model, Shape, export
-from pipeline.assets.training.sources import KINDS
+from benchmarks.embedded_model.batches import DIALOGUE_SHARE, Mixture, encode
+from benchmarks.embedded_model.model import Losses, Model, Shape, export
+from benchmarks.embedded_model.sources import KINDS
+from pipeline.assets import heldout, model_dir
 
-ASSETS = Path(__file__).parent.parent
 BALANCE = Shape.router_aux_loss_coef
 ROUTER_Z = 1e-3
 PIECE = 1024  # tokens that a thread processes at a time
@@ -76,7 +76,7 @@ def optimizers(model: Model, plan: Plan) -> list[Optimizer]:
 @torch.no_grad()
 def heldout_loss(model: Model, tokenizer: Tokenizer, kind: str, rows: int = 24, length: int = 256) -> float:
     """Nats a token over the first rows of `kind`'s held-out text: to watch training by, not for the card."""
-    text = (ASSETS / "heldout" / f"{kind}.txt").read_text(encoding="utf-8")
+    text = heldout()[kind].read_text(encoding="utf-8")
     ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False).ids[: rows * length + 1])
     tokens, targets = ids[:-1].view(rows, length), ids[1:].view(rows, length)
     even = torch.full((model.shape.num_hidden_layers, model.shape.num_local_experts), 0.125)
@@ -95,8 +95,7 @@ class Run:
         self.pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
         self.plan, self.corpus, self.out = plan, corpus, out
         out.mkdir(parents=True, exist_ok=True)
-        tokenizer_file = ASSETS / "model" / "tokenizer.json"
-        self.tokenizer = Tokenizer.from_file(str(tokenizer_file))
+        self.tokenizer = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
         if not all((corpus / f"{kind}.npy").exists() for kind in KINDS):
             encode(corpus, self.tokenizer)
         self.mixture = Mixture(corpus, self.tokenizer, plan.seed)
@@ -108,7 +107,7 @@ class Run:
         self.shares = torch.full((layers, experts), 1 / experts)  # of recent assignments, per layer
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             (out / "model").mkdir(exist_ok=True)
-            shutil.copy(ASSETS / "model" / name, out / "model" / name)
+            shutil.copy(model_dir() / name, out / "model" / name)
 
     def resume(self, earlier: Path, minutes: float) -> None:
         """Go on after `minutes` of the budget from an earlier run's last checkpoint, without its momentum."""
@@ -162,10 +161,10 @@ class Run:
         """Export the weights, log held-out losses, and take over a changed mixture."""
         export(self.model, self.out / "model")
         export(self.model, self.out / "float32", torch.float32)
-        heldout = {kind: round(heldout_loss(self.model, self.tokenizer, kind), 3) for kind in KINDS}
+        losses = {kind: round(heldout_loss(self.model, self.tokenizer, kind), 3) for kind in KINDS}
         passes = {kind: round(stream.passes, 3) for kind, stream in self.mixture.streams.items()}
         mixed = {"weights": self.mixture.weights, "dialogue_share": self.mixture.dialogue_share}
-        self.log(heldout=heldout, passes=passes, **mixed)
+        self.log(heldout=losses, passes=passes, **mixed)
         self.read_mixture()
 
     def read_mixture(self) -> None:
@@ -199,7 +198,7 @@ class Run:
 
 
 def main() -> None:
-    """Command line: `python -m pipeline.assets.training.train --corpus DIR --minutes 80 --out DIR`."""
+    """Command line: `python -m benchmarks.embedded_model.train --corpus DIR --minutes 80 --out DIR`."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)

@@ -1,7 +1,7 @@
 """Training and held-out text of seven kinds from Debian packages.
 
 The packages are fetched with `apt-get download`, unpacked with `dpkg -x` (nothing is installed) and
-turned into plain text.  Whole documents are held out; which ones depends only on their names.
+converted to plain text. Whole documents are held out; their names alone decide which.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from dataclasses import asdict, dataclass
 from multiprocessing import Pool
 from pathlib import Path
 
-from pipeline.assets.training.dialogue import dialogues
-from pipeline.assets.training.extract import html_text, man_text, read_text, tidy
-from pipeline.assets.training.sources import KINDS, LICENCES, PACKAGES, SOURCES, UNWANTED
+from benchmarks.embedded_model.dialogue import dialogues
+from benchmarks.embedded_model.extract import html_text, man_text, read_text, tidy
+from benchmarks.embedded_model.sources import KINDS, LICENCES, PACKAGES, SOURCES, UNWANTED
+from pipeline.assets import model_dir
 
 HELDOUT_CHARS = 60_000  # per kind, about
 HELDOUT_DOCUMENT = (1_500, 14_000)  # characters; several documents make a kind's held-out text
@@ -159,11 +160,11 @@ def load(corpus: Path, kind: str) -> list[str]:
 
 
 def main() -> None:
-    """Command line: `python -m pipeline.assets.training.corpus --cache DIR --out DIR`."""
+    """Command line: `python -m benchmarks.embedded_model.corpus --cache DIR --out DIR`."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--heldout", type=Path, default=Path(__file__).parent.parent / "heldout")
+    parser.add_argument("--heldout", type=Path, default=model_dir().parent / "heldout")
     args = parser.parse_args()
     build(args.cache, args.out, args.heldout)
 

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from pipeline.assets.training.corpus import load
-from pipeline.assets.training.sources import KINDS
+from benchmarks.embedded_model.corpus import load
+from benchmarks.embedded_model.sources import KINDS
 
 BOS, EOS = 0, 1
 IGNORED = -100  # target of a token whose prediction is not trained

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.assets.training.extract import html_text, man_text, read_text, tidy
+from benchmarks.embedded_model.extract import html_text, man_text, read_text, tidy
 
 LONGEST_ANSWER = 420  # characters; an answer ends with the last sentence that fits
 _HTML = "usr/share/doc"

@@ -1,4 +1,4 @@
-"""Parts of the training scripts whose mistakes would not show in a loss curve."""
+"""The parts of `benchmarks/embedded_model` whose mistakes a loss curve would not show."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from benchmarks.embedded_model.batches import IGNORED, Dialogues, Stream
+from benchmarks.embedded_model.bigram import Bigram
+from benchmarks.embedded_model.corpus import Document, split
+from benchmarks.embedded_model.extract import html_text
+from benchmarks.embedded_model.model import Model, Shape
+from benchmarks.embedded_model.routing import counts, jensen_shannon, total_variation
+from benchmarks.embedded_model.tokenizer import VOCABULARY
 from pipeline.assets import model_dir
-from pipeline.assets.training.batches import IGNORED, Dialogues, Stream
-from pipeline.assets.training.bigram import Bigram
-from pipeline.assets.training.corpus import Document, split
-from pipeline.assets.training.extract import html_text
-from pipeline.assets.training.model import Model, Shape
-from pipeline.assets.training.routing import counts, jensen_shannon, total_variation
-from pipeline.assets.training.tokenizer import VOCABULARY
 
 
 def test_html_text_keeps_prose_and_code_and_drops_navigation() -> None:

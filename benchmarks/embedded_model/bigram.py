@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.assets.training.tokenizer import VOCABULARY
+from benchmarks.embedded_model.tokenizer import VOCABULARY
 
 PRIORS = (5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)  # pseudo-counts given to the unigram distribution
 DISCOUNTS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # absolute discounts of Kneser-Ney

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from pipeline.assets.training.corpus import load
-from pipeline.assets.training.sources import KINDS
+from benchmarks.embedded_model.corpus import load
+from benchmarks.embedded_model.sources import KINDS
+from pipeline.assets import model_dir
 
 VOCABULARY = 4096
 CONTEXT = 1024  # tokens
@@ -69,10 +70,10 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def main() -> None:
-    """Command line: `python -m pipeline.assets.training.tokenizer --corpus DIR --out DIR`."""
+    """Command line: `python -m benchmarks.embedded_model.tokenizer --corpus DIR --out DIR`."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--corpus", type=Path, required=True)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "model")
+    parser.add_argument("--out", type=Path, default=model_dir())
     args = parser.parse_args()
     save(train(args.corpus), args.out)
 

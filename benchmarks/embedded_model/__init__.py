@@ -1,0 +1,1 @@
+"""The scripts that made the embedded model in `pipeline/assets/`: corpus, tokenizer, training, evaluation."""

@@ -1,1 +1,0 @@
-"""How the embedded model was made: corpus, tokenizer, trainer and evaluation."""
