@@ -1,21 +1,21 @@
-"""How fast a checkpoint becomes a store, against the disk and the quantizer, each measured alone.
+"""Measures how fast a checkpoint becomes a store, against the disk and the quantizer alone.
 
     python benchmarks/cold_load.py [shape:olmoe-1b-7b/3 | DIR] [--formats int4,int8,bf16] [--fused] [--json]
 
 A shape is first written as a checkpoint of random weights into a folder that is removed at the end. For each
 format, in one run:
 
-- disk: the checkpoint's files read from beginning to end, once their pages have been dropped from the page
-  cache (POSIX_FADV_DONTNEED after fsync). A virtual machine's host may still have them.
-- quantizer: experts' matrices that are in memory as bf16, encoded by all cores in the pieces that suit them
-  best, written to memory that has been used before.
+- disk: the checkpoint's files read from beginning to end, after their pages were dropped from the page cache
+  (POSIX_FADV_DONTNEED after fsync). A virtual machine's host may still have them.
+- quantizer: expert matrices in memory as bf16, encoded by all cores in the loader's chunks, into memory that
+  has been used before.
 - cold load: a loader process with dropped pages and without a cached store, from its start until its store is
-  whole, and until it says Ready, when it has kept the store on disk as well.
+  complete, and until it reports Ready, after writing the disk cache as well.
 
-Disk and quantizer are measured before and after the load, and their means are compared with it. `others` is
-how many cores other programs used during the load: with more than a tenth the figures mean little. All rates
-are in GB/s, of the bytes of the checkpoint's experts. The ratio is that of the loader until Ready, or until
-the store is whole, to the slower of disk and quantizer.
+Disk and quantizer are measured before and after the load and averaged. `others` is the number of cores that
+other programs used during the load: with more than a tenth, the figures mean little. All rates are in GB/s of
+the checkpoint's experts. The ratios are the loader's rate, until the store is complete and until Ready, to
+the slower of disk and quantizer.
 """
 
 from __future__ import annotations
@@ -52,25 +52,25 @@ from workers.lifetime import pack_config
 
 ROOT = Path(__file__).resolve().parents[1]
 CHUNK = 1 << 24  # bytes of one read
-KEEPING = "writing the cache"  # the stage after the last checksum, where the store is kept on disk
+CACHING = "writing the cache"  # the stage after the last checksum
 LIMIT = 600.0  # seconds for one load
 
 
 @dataclass(frozen=True)
 class Load:
-    """One loader's life, in seconds from its start."""
+    """The stages of one load, in seconds from the start of the loader."""
 
-    allocating: float  # when it began to
-    encoding: float
-    whole: float  # the store is
-    ready: float
+    allocating: float  # allocation began
+    encoding: float  # encoding began
+    complete: float  # the store was complete
+    ready: float  # Ready arrived
     nbytes: int  # read from the checkpoint
-    cpu: float  # core-seconds of the loader
-    others: float  # cores that other programs used meanwhile
+    cpu: float  # CPU seconds of the loader
+    others: float  # cores that other programs used during the load
 
 
 def drop(files: list[Path]) -> None:
-    """Have no page of these files in the page cache."""
+    """Drop these files from the page cache."""
     for file in files:
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
@@ -79,7 +79,7 @@ def drop(files: list[Path]) -> None:
 
 
 def disk_rate(files: list[Path]) -> float:
-    """Bytes a second of reading these files from beginning to end, with nothing of them in the page cache."""
+    """Bytes a second of reading these files, dropped from the page cache, from beginning to end."""
     drop(files)
     buffer = bytearray(CHUNK)
     start = time.perf_counter()
@@ -92,7 +92,7 @@ def disk_rate(files: list[Path]) -> float:
 
 
 def cold_load(model: Path, format_name: str, files: list[Path]) -> Load:
-    """Start a loader as the supervisor does, in folders of its own. Raises RuntimeError where it fails."""
+    """Run a loader as the supervisor does, in temporary folders. Raises RuntimeError where it fails."""
     identity = Identity("loader", 0, 1).prove(b"k" * 32)
     with tempfile.TemporaryDirectory(prefix="tandem-cold-load-") as folder, zmq.Context() as context:
         runtime = Path(folder) / "engine"
@@ -134,13 +134,13 @@ def cold_load(model: Path, format_name: str, files: list[Path]) -> Load:
 
 
 def child_cpu() -> float:
-    """Core-seconds of this process's ended children."""
+    """CPU seconds of this process's ended children."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def machine_cpu() -> float:
-    """Core-seconds of all programs."""
+    """CPU seconds of all programs."""
     times = psutil.cpu_times()
     return float(times.user + times.nice + times.system)
 
@@ -158,7 +158,7 @@ def _follow(control: zmq.Socket[bytes], start: float) -> Load:
             return Load(
                 began["allocating"],
                 began[Checkpoint.filling],
-                began.get(KEEPING, now),
+                began.get(CACHING, now),
                 now,
                 nbytes,
                 cpu=0.0,
@@ -166,7 +166,7 @@ def _follow(control: zmq.Socket[bytes], start: float) -> Load:
             )
         elif isinstance(message, Failed):
             raise RuntimeError(message.text)
-    raise RuntimeError(f"the loader said nothing for {LIMIT:.0f} seconds")
+    raise RuntimeError(f"no message from the loader in {LIMIT:.0f} seconds")
 
 
 def measure(model: Path, format_name: str) -> dict[str, Any]:
@@ -188,19 +188,19 @@ def measure(model: Path, format_name: str) -> dict[str, Any]:
         "quantizer": quantizer / 1e9,
         "start_s": load.allocating,
         "allocate_s": load.encoding - load.allocating,
-        "encode_s": load.whole - load.encoding,
-        "keep_s": load.ready - load.whole,
+        "encode_s": load.complete - load.encoding,
+        "keep_s": load.ready - load.complete,
         "ready_s": load.ready,
         "cpu_s": load.cpu,
         "others": load.others,
-        "ratio_whole": load.nbytes / load.whole / slower,
+        "ratio_whole": load.nbytes / load.complete / slower,
         "ratio_ready": load.nbytes / load.ready / slower,
     }
 
 
 @contextmanager
 def checkpoint(model: str, fused: bool) -> Iterator[Path]:
-    """The folder, or a folder with the shape's checkpoint."""
+    """The folder, or for a shape a temporary folder with its checkpoint."""
     if not is_shape(model):
         yield Path(model)
         return

@@ -1,16 +1,17 @@
-"""The whole engine against llama.cpp on the same shapes: decode at batch 1 and 4, a prompt of 512 tokens.
+"""Compares the engine with llama.cpp on the same shapes: decode at batch 1 and 4, and a prompt of 512 tokens.
 
     python benchmarks/llama_cpp.py [--model shape:mixtral-8x7b/4] [--threads 2] [--quick] [--json]
 
-Both have random weights at 4.5 bits each: ours int4 (groups of 64) for experts and backbone, llama.cpp's Q4_0
-for all matrices and the head. Both stay loaded and are measured in turns, one busy at a time, on the same
-cores with as many threads. llama.cpp is the PyPI package, built for this CPU, with its own defaults: it
-rearranges the weights for the CPU as it loads them, so a mapped file would only hold them twice, and it runs
-without mmap. It has a process of its own, where its calls are timed. Ours is a served engine, timed where
-its client gets the tokens: scheduling and transport are in our figures alone.
+Both have random weights of 4.5 bits: ours int4 (groups of 64) for experts and backbone, llama.cpp's Q4_0 for
+all matrices and the head. Both stay loaded and are measured in turns, one at a time, on the same cores with
+the same number of threads. llama.cpp is the PyPI package, built for this CPU, with its defaults; since it
+repacks the weights for the CPU while loading, a mapped file would only hold them twice, so it runs without
+mmap. It runs in its own process, where its calls are timed. Our engine is served, and timed at its client:
+only our figures include scheduling and transport.
 
-The tokens are random on both sides, the prompts the same, and new in every round. A ratio is the median of
-the rounds' ratios. GB/s: weights that a decode step reads, by its time. Options of our engine may follow --.
+Tokens are random; the prompts are the same on both sides and new in every round. A ratio is the median of the
+rounds' ratios. GB/s are the weights that a decode step reads, divided by its time. Options of our engine may
+follow --.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ from pipeline.models.shapes import shape_config
 from pipeline.models.spec import GroupedQuery, ModelSpec
 
 HERE = Path(__file__).parent
-# What llama.cpp calls an architecture, and whether the heads' queries and keys are normalised in it.
+# model_type -> llama.cpp's name of the architecture, and whether it normalises queries and keys by head.
 ARCHITECTURES = {"mixtral": ("llama", False), "qwen3_moe": ("qwen3moe", True)}
 SIZES = ("layers", "hidden", "intermediate", "experts", "top_k", "vocabulary", "max_positions", "norm_eps")
-BITS = 4.5  # of a weight, with its group's scale and zero or its block's scale
-PROMPT = 32  # tokens before those that are decoded
-SPINNING = 0.05  # cores that the idle one may use
+BITS = 4.5  # a weight, with its share of the group's scale and zero or the block's scale
+PROMPT = 32  # tokens before the decoded ones
+IDLE_CORES = 0.05  # that the idle engine may use
 
 
 def write_gguf(python: Path, folder: Path, model: str, spec: ModelSpec, architecture: str) -> Path:
-    """Its random weights, unless they were kept."""
+    """Write llama.cpp's model with random weights, unless the file exists."""
     path = folder / f"{model.removeprefix('shape:').replace('/', '-')}.gguf"
     if not path.exists():
         name, head_norms = ARCHITECTURES[architecture]
@@ -72,7 +73,7 @@ def _grouped(spec: ModelSpec) -> GroupedQuery:
 
 
 def read_bytes(spec: ModelSpec, experts: float) -> float:
-    """Of the weights that a decode step reads: everything but the embedding, `experts` a layer."""
+    """Bytes of weights that a decode step reads: all but the embedding, with `experts` experts a layer."""
     heads = _grouped(spec)
     attention = 2 * spec.hidden * heads.head_dim * (heads.heads + heads.kv_heads)
     expert = 3 * spec.hidden * spec.intermediate
@@ -111,7 +112,7 @@ async def compare(arguments: argparse.Namespace, console: Console) -> dict[str, 
 async def rounds(
     arguments: argparse.Namespace, engines: tuple[Engine, Engine], vocabulary: int, console: Console
 ) -> list[tuple[Task, dict[str, list[dict[str, float]]]]]:
-    """What each said of each task, round by round; the first round warms up. Who begins changes."""
+    """The figures of each task by engine, for each round after a warm-up. The first engine alternates."""
     tasks = [
         Task("decode", 1, PROMPT, arguments.tokens),
         Task("decode", BATCH, PROMPT, arguments.tokens),
@@ -130,13 +131,13 @@ async def rounds(
                     runs[busy.name].append(run)
                     idle.idle.append((idle.cpu_seconds() - used) / (time.perf_counter() - began))
     for engine in engines:
-        if max(engine.idle) > SPINNING:
+        if max(engine.idle) > IDLE_CORES:
             console.print(f"warning: {engine.name} used up to {max(engine.idle):.2f} cores while it was idle")
     return found
 
 
 def result(spec: ModelSpec, task: Task, runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    # llama.cpp does not tell; of random choices it is this many on average.
+    # llama.cpp does not report its experts; random choices give this many on average.
     expected = spec.experts * (1 - (1 - spec.top_k / spec.experts) ** task.batch)
     found: dict[str, Any] = {"what": task.what, "batch": task.batch, "prompt": task.prompt}
     for name, its in runs.items():

@@ -1,11 +1,11 @@
-"""llama.cpp with one model, in a process of its own: computes what each line on stdin says and times it.
+"""Runs llama.cpp with one model: computes and times the request on each line of stdin.
 
     ENV/bin/python -P benchmarks/llama_driver.py '{"model": FILE, "threads": 2, "sequences": 4, ...}'
 
-Runs in the environment of llama.cpp (`llama_environment.py`); with -P, since this folder has a `llama_cpp.py`
-of its own. The first line on stdout says what was loaded. Each line {"prompts": [[id]], "tokens": [[id]]} is
-answered by {"prefill_s", "decode_s"}: the prompts are read one after the other, then in each step all of them
-go on by one given token each. Nothing is kept from line to line.
+Runs in the environment of llama.cpp (`llama_environment.py`); with -P, since this folder also has a
+`llama_cpp.py`. The first line on stdout describes the loaded model. Each line {"prompts": [[id]], "tokens":
+[[id]]} is answered by {"prefill_s", "decode_s"}: the prompts are prefilled one after the other, then each
+step decodes one given token of every sequence. No state is kept between lines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import llama_cpp as lib
 import numpy as np
 
 ERROR = 4  # ggml's log level
-LOADED = "buffer size"  # in the lines of the log that say how the weights are kept
+LOADED = "buffer size"  # marks the log lines that describe the weights in memory
 
 
 class Model:
@@ -29,7 +29,7 @@ class Model:
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.log: list[str] = []
-        self._logger = lib.llama_log_callback(self._logged)  # kept: the library calls it as long as it runs
+        self._logger = lib.llama_log_callback(self._logged)  # kept alive: the library calls it
         lib.llama_log_set(self._logger, None)
         lib.llama_backend_init()
         model = lib.llama_model_default_params()
@@ -57,7 +57,7 @@ class Model:
         self._batch = lib.llama_batch_init(options["batch"], 0, 1)
 
     def run(self, prompts: list[list[int]], tokens: list[list[int]]) -> dict[str, float]:
-        """Seconds of all the prompts, and of all the steps behind them."""
+        """Seconds of all prompts, and of all decode steps."""
         lib.llama_memory_clear(lib.llama_get_memory(self._context), True)
         began = time.perf_counter()
         for sequence, prompt in enumerate(prompts):
@@ -69,8 +69,8 @@ class Model:
         return {"prefill_s": prefilled - began, "decode_s": time.perf_counter() - prefilled}
 
     def _decode(self, entries: list[tuple[int, int, int]], wanted: int) -> list[int]:
-        """Compute (sequence, position, token) rows; the most probable token behind each of the last `wanted`,
-        since choosing one is part of a step."""
+        """Compute (sequence, position, token) rows; returns the most probable next token of each of the last
+        `wanted` rows, because choosing one is part of a step."""
         batch = self._batch
         batch.n_tokens = len(entries)
         for i, (sequence, position, token) in enumerate(entries):
@@ -97,7 +97,7 @@ class Model:
 
 
 def _set(parameters: ctypes.Structure, **values: Any) -> None:
-    """A field that this release does not have would be taken without a word, and without effect."""
+    """Set fields that must exist: ctypes silently accepts others, without effect."""
     known = {field[0] for field in parameters._fields_}
     for name, value in values.items():
         if name not in known:
@@ -107,7 +107,7 @@ def _set(parameters: ctypes.Structure, **values: Any) -> None:
 
 def main() -> None:
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever the library prints is no reply
+    os.dup2(2, 1)  # the library's own output goes to stderr
     model = Model(json.loads(sys.argv[1]))
     loaded = {
         "version": lib.__version__,
@@ -117,8 +117,8 @@ def main() -> None:
     }
     print(json.dumps(loaded), file=replies)
     for line in sys.stdin:
-        asked = json.loads(line)
-        print(json.dumps(model.run(asked["prompts"], asked["tokens"])), file=replies)
+        request = json.loads(line)
+        print(json.dumps(model.run(request["prompts"], request["tokens"])), file=replies)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The two engines that `llama_cpp.py` compares, each in processes of its own, behind one interface."""
+"""The two engines that `llama_cpp.py` compares, each in its own processes, behind one interface."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ Ids = list[list[int]]  # [B][tokens]
 
 @dataclass(frozen=True)
 class Task:
-    """B prompts of P tokens each, and then G new tokens for each."""
+    """`batch` prompts of `prompt` tokens, then `new` tokens for each."""
 
     what: str
     batch: int
     prompt: int
-    new: int  # 0: the time until the prompt's first answer counts
+    new: int  # 0: measure the prefill
 
     def ids(self, random: np.random.Generator, length: int, vocabulary: int) -> Ids:
         return random.integers(5, vocabulary, (self.batch, length)).tolist()
@@ -48,34 +48,34 @@ class Task:
 
 @dataclass
 class Engine(ABC):
-    """One of the two, loaded."""
+    """A loaded engine."""
 
     name: str
     pid: int
     facts: dict[str, Any]
-    idle: list[float] = field(default_factory=list)  # cores it used while the other was measured
+    idle: list[float] = field(default_factory=list)  # cores it used while the other engine was measured
 
     def cpu_seconds(self) -> float:
-        """Of its processes, so far."""
+        """CPU seconds of its processes so far."""
         family = [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]
         return sum(sum(process.cpu_times()[:2]) for process in family)
 
     @abstractmethod
     async def run(self, task: Task, random: np.random.Generator, prompts: Ids) -> dict[str, float]:
-        """`tok_s`, and for our engine more."""
+        """Run a task; returns `tok_s` and figures of the engine's own."""
 
 
 class Llama(Engine):
-    """llama.cpp, through the lines of its driver."""
+    """llama.cpp, through its driver process."""
 
     def __init__(self, process: asyncio.subprocess.Process, facts: dict[str, Any], vocabulary: int) -> None:
         super().__init__(LLAMA, process.pid, facts)
         self._process, self._vocabulary = process, vocabulary
 
     async def run(self, task: Task, random: np.random.Generator, prompts: Ids) -> dict[str, float]:
-        asked = {"prompts": prompts, "tokens": task.ids(random, task.new, self._vocabulary)}
+        request = {"prompts": prompts, "tokens": task.ids(random, task.new, self._vocabulary)}
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asked).encode() + b"\n")
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
         took = await _line(self._process, REPLY_LIMIT)
         if task.new:
             return {"tok_s": task.batch * task.new / took["decode_s"]}
@@ -92,16 +92,18 @@ class Tandem(Engine):
         self._client, self._layers = client, layers
 
     async def run(self, task: Task, random: np.random.Generator, prompts: Ids) -> dict[str, float]:
-        """Also the engine's own figure, and of a decode step on average: experts a layer, and rows (below the
-        batch where some requests began earlier than others; the speed is of the time when all decode)."""
+        """Also returns the engine's own rate, and the mean experts a layer and rows of a decode step. Rows
+        are fewer than the batch where requests start at different times; `tok_s` is of the time when all
+        decode.
+        """
         per_expert = (await self._client.stats())["tiles_per_expert"]
         sent = time.perf_counter()
         answers = [
             self._client.generate(
                 token_ids=prompt,
-                # The first token of an answer is the prefill's.
+                # The first token of an answer belongs to the prefill.
                 max_tokens=task.new + 1,
-                # Random tokens, as llama.cpp is given: else some experts would be chosen again and again.
+                # Random tokens, as for llama.cpp: greedy ones would choose the same experts repeatedly.
                 sampling=Sampling(temperature=1.0, seed=int(random.integers(1 << 31))),
                 ignore_eos=True,
             )
@@ -111,7 +113,7 @@ class Tandem(Engine):
         line = Timeline(sent, task.prompt, tuple(arrivals))
         ends = [answer.done.stats for answer in answers if answer.done is not None]
         if any(end["kv_reused_tokens"] or end["preemptions"] for end in ends):
-            raise SystemExit("the engine did not compute what was asked for; nothing can be compared")
+            raise SystemExit("the engine reused or preempted KV: the figures cannot be compared")
         if not task.new:
             return {"tok_s": line.prefill_tok_s, "engine_tok_s": median(e["prefill_tok_s"] for e in ends)}
         decode = ends[0]["engine"]["decode"]
@@ -132,12 +134,12 @@ async def _line(process: asyncio.subprocess.Process, limit: float) -> dict[str, 
     async with asyncio.timeout(limit):
         if line := await process.stdout.readline():
             return json.loads(line)
-    raise SystemExit("llama.cpp ended; what it said is above")
+    raise SystemExit("llama.cpp exited; see its output above")
 
 
 @asynccontextmanager
 async def llama(python: Path, gguf: Path, threads: int, vocabulary: int) -> AsyncIterator[Llama]:
-    """llama.cpp with this model, for the length of the block. Raises SystemExit where it does not load."""
+    """Run llama.cpp with this model during the block. Raises SystemExit where it does not load."""
     options = {
         "model": str(gguf),
         "threads": threads,
@@ -160,7 +162,7 @@ async def llama(python: Path, gguf: Path, threads: int, vocabulary: int) -> Asyn
 
 @asynccontextmanager
 async def tandem(model: str, layers: int, options: list[str]) -> AsyncIterator[Tandem]:
-    """Our engine, for the length of the block; `options` come after its own."""
+    """Run our engine during the block; `options` follow the defaults."""
     own = ["--model", model, "--device", "cpu", "--policy", "all-host", "--context", str(CONTEXT)]
     own += ["--format", "int4", "--backbone-dtype", "int4"]
     async with (

@@ -1,4 +1,4 @@
-"""The environment that llama.cpp runs in: made where it is missing, built for this machine's CPU."""
+"""Builds the virtual environment of llama.cpp, for this machine's CPU, where it is missing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 PACKAGES = ("gguf", "numpy")
 LLAMA = "llama-cpp-python"
-CMAKE = "-DGGML_NATIVE=ON -DGGML_OPENMP=ON"  # for this very CPU; threads as llama.cpp has them by default
+CMAKE = "-DGGML_NATIVE=ON -DGGML_OPENMP=ON"  # for this CPU; OpenMP threads, llama.cpp's default
 VERSIONS = (
     "import json, importlib.metadata as m, llama_cpp, gguf;"
     f"print(json.dumps({{p: m.version(p) for p in ('{LLAMA}', 'gguf')}}))"
@@ -24,8 +24,8 @@ CHECK_LIMIT = 120.0  # seconds
 
 
 def ready(folder: Path, console: Console) -> tuple[Path, dict[str, str]]:
-    """Its interpreter and the versions in it. An environment that is there is used as it is. Raises
-    SystemExit where it cannot be made."""
+    """The environment's interpreter and package versions; an existing one is used unchanged. Raises
+    SystemExit where it cannot be built."""
     python = folder / "bin" / "python"
     if (versions := _versions(python)) is not None:
         return python, versions
@@ -34,12 +34,12 @@ def ready(folder: Path, console: Console) -> tuple[Path, dict[str, str]]:
     _install(python, console, *PACKAGES)
     _install(python, console, "--no-binary", LLAMA, "-C", f"cmake.args={';'.join(CMAKE.split())}", LLAMA)
     if (versions := _versions(python)) is None:
-        raise SystemExit(f"what was built in {folder} does not start; remove it and try again")
+        raise SystemExit(f"llama.cpp in {folder} does not start; remove the folder and try again")
     return python, versions
 
 
 def _versions(python: Path) -> dict[str, str] | None:
-    """None where something is missing."""
+    """None where the environment is missing or incomplete."""
     if not python.exists():
         return None
     command = [python, "-P", "-c", VERSIONS]
@@ -47,9 +47,9 @@ def _versions(python: Path) -> dict[str, str] | None:
     return json.loads(found.stdout) if found.returncode == 0 else None
 
 
-def _install(python: Path, console: Console, *what: str) -> None:
-    """Install with a bar of the files that are compiled. Raises SystemExit with the last lines of the log."""
-    command = [python, "-m", "pip", "install", "--verbose", "--disable-pip-version-check", *what]
+def _install(python: Path, console: Console, *arguments: str) -> None:
+    """Install, with a bar of the compiled files. Raises SystemExit after the last lines of the log."""
+    command = [python, "-m", "pip", "install", "--verbose", "--disable-pip-version-check", *arguments]
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     last: deque[str] = deque(maxlen=20)
     with (
@@ -57,11 +57,11 @@ def _install(python: Path, console: Console, *what: str) -> None:
         Progress(*columns, console=console) as bar,
     ):
         assert process.stdout is not None
-        task = bar.add_task(what[-1], total=None)
+        task = bar.add_task(arguments[-1], total=None)
         for line in process.stdout:
             last.append(line)
             if step := re.match(r"\s*\[(\d+)/(\d+)\]", line):
                 bar.update(task, completed=int(step[1]), total=int(step[2]))
     if process.returncode:
         sys.stderr.writelines(last)
-        raise SystemExit(f"pip could not install {what[-1]}; its last lines are above")
+        raise SystemExit(f"pip could not install {arguments[-1]}; its last lines are above")

@@ -2,9 +2,9 @@
 
     ENV/bin/python -P benchmarks/llama_model.py '{"architecture": "llama", "layers": 4, ...}' FILE
 
-Runs in the environment of llama.cpp (`llama_environment.py`). The map has a ModelSpec's fields, the name that
-llama.cpp has for the architecture, and "head_norms". One tensor at a time is in memory. There is no tokenizer
-in it; give token ids.
+Runs in the environment of llama.cpp (`llama_environment.py`). The map has a ModelSpec's fields, llama.cpp's
+name of the architecture, and "head_norms". Memory holds one tensor at a time. The file has no tokenizer; use
+token ids.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import gguf
 import numpy as np
 
 BLOCK = 32  # weights of a Q4_0 block: a float16 scale, then 16 bytes of two weights each
-SPREAD = 4.61  # standard deviation of q - 8 where q is 0..15 with equal chances
+SPREAD = 4.61  # standard deviation of q - 8 for q uniform in 0..15
 
 
 @dataclass(frozen=True)
 class Tensor:
     name: str
-    shape: tuple[int, ...]  # the last axis is summed
+    shape: tuple[int, ...]  # the last axis is summed over
     quantized: bool = True
 
     @property
@@ -34,12 +34,12 @@ class Tensor:
         return weights // BLOCK * 18 if self.quantized else weights * 4
 
     def random(self, random: np.random.Generator) -> np.ndarray:
-        """Its bytes: standard deviation 1 / sqrt(columns); vectors, which are norms, are 1."""
+        """Random bytes of standard deviation 1 / sqrt(columns); ones for a vector, which is a norm."""
         scale = self.shape[-1] ** -0.5
         if self.quantized:
             blocks = random.integers(0, 256, (self.nbytes // 18, 18), np.uint8)
-            # The mean of q - 8 is -0.5. With one sign everywhere all hidden states would soon be alike, and
-            # every token would choose the same experts.
+            # The mean of q - 8 is -0.5. With the same sign everywhere, hidden states would become alike, and
+            # all tokens would choose the same experts.
             signs = random.choice(np.array([-1, 1], np.float16), (len(blocks), 1))
             blocks[:, :2] = (signs * np.float16(scale / SPREAD)).view(np.uint8)
             return blocks
@@ -49,7 +49,7 @@ class Tensor:
 
 
 def tensors(shape: dict[str, Any]) -> list[Tensor]:
-    """All of them, as llama.cpp names them."""
+    """All tensors, with llama.cpp's names."""
     hidden, inner, experts = shape["hidden"], shape["intermediate"], shape["experts"]
     queries, keys = shape["heads"] * shape["head_dim"], shape["kv_heads"] * shape["head_dim"]
     found = [Tensor("token_embd.weight", (shape["vocabulary"], hidden))]

@@ -1,10 +1,11 @@
-"""How long a client that is being answered waits for its next token while another's long prompt is prefilled.
+"""Measures the gap between a client's tokens while another client's long prompt is prefilled.
 
     python benchmarks/prefill_gap.py [--tokens 2000] [--runs 5]
 
-The embedded model, told that it takes 4096 tokens, so that a prompt of 2000 fits. For each run: the longest
-gap between two tokens of the answered client during the prefill, the step alone (the median gap before it),
-and the mean round (a chunk and a step) while it lasts. The scheduler promises one chunk between two steps.
+Uses the embedded model with its config changed to 4096 positions, so that a prompt of 2000 tokens fits. For
+each run: the longest gap between two tokens of the decoding client during the prefill, the decode step alone
+(the median gap before it), and the mean round (a chunk and a step) during it. The scheduler guarantees at
+most one chunk between two steps.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def long_model(folder: Path) -> Path:
 
 
 async def gaps_during(client: Client, other: Client, tokens: int) -> tuple[float, float, float, int]:
-    """Seconds: the longest gap while the prompt was prefilled, the median gap before, the mean of a round.
-    And the number of chunks."""
+    """The longest gap during the prefill, the median gap before it and the mean round, in seconds; and the
+    number of chunks."""
     answer = client.generate(token_ids=range(5, 20), max_tokens=1500, ignore_eos=True)
     arrivals: list[float] = []
     started, ended = 0.0, 0.0
@@ -71,7 +72,7 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--runs", type=int, default=5)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         config = EngineConfig(model=long_model(Path(folder)), device="cpu", context=CONTEXT)
         async with (
@@ -80,8 +81,8 @@ async def main() -> None:
             Client.connect(engine.endpoint) as two,
         ):
             print(f"{'longest gap':>12} {'step alone':>12} {'mean round':>12} {'chunks':>7}   ms")
-            for _ in range(asked.runs):
-                gap, step, chunk, chunks = await gaps_during(one, two, asked.tokens)
+            for _ in range(arguments.runs):
+                gap, step, chunk, chunks = await gaps_during(one, two, arguments.tokens)
                 print(f"{gap * 1e3:12.1f} {step * 1e3:12.1f} {chunk * 1e3:12.1f} {chunks:7}")
 
 

@@ -1,10 +1,10 @@
-"""What the experts' formats cost in quality: perplexity on the embedded model's held-out text.
+"""Measures the quality cost of expert formats: perplexity on the embedded model's held-out text.
 
     python benchmarks/quality.py [--windows N] [--formats bf16,int8,...] [--json]
 
-The model runs through transformers in float32, its experts through the reference kernel on the bytes that a
-store would hold, so that rounded weights and rounded activations both count. `int4-rtn` and `int4-g128-rtn`
-round to nearest: what the optimisation of scale and zero is measured against.
+The model runs in transformers in float32, its experts in the reference kernel on the bytes that a store would
+hold, so that rounding of weights and of activations both count. `int4-rtn` and `int4-g128-rtn` round to
+nearest: the baseline of the optimisation of scale and zero.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BATCH = 16  # windows at a time
 
 
 class RoundToNearest(Int4):
-    """int4 without the optimisation."""
+    """int4 without the optimisation of scale and zero."""
 
     def __init__(self, group: int) -> None:
         super().__init__(group)
@@ -47,24 +47,24 @@ MEASURED: dict[str, TileFormat] = FORMATS | {f.name: f for f in (RoundToNearest(
 
 
 class EncodedExperts(torch.nn.Module):
-    """In the place of a layer's experts: their bytes, through the reference kernel."""
+    """Replaces a layer's experts: the reference kernel on their encoded bytes."""
 
     def __init__(self, experts: Any, format: TileFormat) -> None:
-        """experts: transformers' MixtralExperts, of float32 weights."""
+        """experts: transformers' MixtralExperts with float32 weights."""
         super().__init__()
         gate_up, down = (w.detach().numpy() for w in (experts.gate_up_proj, experts.down_proj))
         number, hidden, intermediate = down.shape
         layout = StoreLayout(ExpertShape(1, number, hidden, intermediate, intermediate), format)
         self.kernel = ReferenceKernel(layout)
         self.data: Bytes = np.zeros((number, layout.tile_bytes), np.uint8)
-        room = np.zeros(layout.expert_stride, np.uint8)
+        encoded = np.zeros(layout.expert_stride, np.uint8)
         for expert, out in enumerate(self.data):
             gate, up = np.split(gate_up[expert], 2)
-            layout.encode_expert(gate, up, down[expert], room)
-            out[:] = room[: len(out)]
+            layout.encode_expert(gate, up, down[expert], encoded)
+            out[:] = encoded[: len(out)]
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """x [R, H]; chosen and weights [R, k]"""
+        """x [R, H]; chosen and weights [R, k]: [R, H]."""
         y = torch.zeros_like(x)
         activations = self.kernel.activations(x)
         for expert, data in enumerate(self.data):
@@ -76,7 +76,7 @@ class EncodedExperts(torch.nn.Module):
 
 
 def perplexity(model: Any, tokens: Tensor) -> float:
-    """Of every token but each window's first; tokens [windows, length]."""
+    """Perplexity of every token except each window's first; tokens [windows, length]."""
     total = 0.0
     for rows in tokens.split(BATCH):
         logits = model(input_ids=rows, use_cache=False).logits[:, :-1].flatten(0, 1)
@@ -85,7 +85,7 @@ def perplexity(model: Any, tokens: Tensor) -> float:
 
 
 def measure(formats: list[str], limit: int | None) -> Iterator[dict[str, Any]]:
-    """A row for each format; `limit`: windows of each kind of text."""
+    """One row for each format; `limit`: windows of each kind of text."""
     tokenizer = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
     texts = [windows(tokenizer, path.read_text(encoding="utf-8"))[:limit] for path in heldout().values()]
     tokens = torch.cat(texts)
@@ -109,7 +109,7 @@ def main() -> int:
     formats = arguments.formats.split(",")
     unknown = [name for name in formats if name not in MEASURED]
     if unknown:
-        print(f"unknown format {unknown[0]}; there are {', '.join(MEASURED)}", file=sys.stderr)
+        print(f"unknown format {unknown[0]}; known are {', '.join(MEASURED)}", file=sys.stderr)
         return 2
     rows = []
     with torch.inference_mode():

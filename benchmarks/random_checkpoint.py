@@ -3,8 +3,8 @@
     python benchmarks/random_checkpoint.py DIR shape:mixtral-8x7b/2     # its first 2 layers
     python benchmarks/random_checkpoint.py DIR path/to/config.json --fused
 
-For measuring: speed depends on shapes, not on what the weights say. It has no tokenizer; give token ids.
-Norms are ones, biases are zeros, and a matrix has the standard deviation 1 / sqrt(inputs).
+For measuring: speed depends on shapes, not on weights. There is no tokenizer; use token ids. Norms are ones,
+biases are zeros, and a matrix has the standard deviation 1 / sqrt(inputs).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipeline.models.shapes import LAYERS, is_shape, shape_config
 from shm.layout import BF16, Bytes
 
 SHARD_BYTES = 4 << 30
-CHUNK = 1 << 26  # bytes that are drawn and written at a time: all the memory that is needed
+CHUNK = 1 << 26  # bytes drawn and written at a time, which bounds the memory needed
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -37,8 +37,9 @@ def write(
     fused: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> int:
-    """Write the checkpoint; returns its tensors' bytes. `config`: a config.json's content, Mixtral-8x7B's
-    where none is given; `layers`: of them, the first ones. Raises ModelError for an unsupported config."""
+    """Write the checkpoint; returns the bytes of its tensors. `config`: the content of config.json, by
+    default that of Mixtral-8x7B; `layers`: use only the first ones. Raises ModelError for an unsupported
+    config."""
     config = dict(shape_config("shape:mixtral-8x7b")[1] if config is None else config)
     config |= {"eos_token_id": config.get("eos_token_id", 2)}
     if layers is not None:
@@ -59,17 +60,17 @@ def write(
     return total
 
 
-def _shards(tensors: Shapes, most: int) -> list[Shapes]:
-    """The tensors, distributed in their order; a shard has more than `most` bytes only for one tensor."""
+def _shards(tensors: Shapes, limit: int) -> list[Shapes]:
+    """The tensors in order, split into shards of at most `limit` bytes or a single tensor."""
     shards: list[Shapes] = [{}]
-    room = most
+    free = limit
     for name, shape in tensors.items():
         nbytes = 2 * math.prod(shape)
-        if nbytes > room and shards[-1]:
+        if nbytes > free and shards[-1]:
             shards.append({})
-            room = most
+            free = limit
         shards[-1][name] = shape
-        room -= nbytes
+        free -= nbytes
     return shards
 
 
@@ -89,7 +90,7 @@ def _write_shard(out: BinaryIO, shapes: Shapes, rng: np.random.Generator) -> Non
 
 
 def _numbers(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Iterator[Bytes]:
-    """A tensor's bytes, in order."""
+    """A tensor's bytes, in chunks."""
     count = math.prod(shape)
     if len(shape) == 1:
         one = b"\0\0" if name.endswith("bias") else b"\x80\x3f"  # 0.0, 1.0
@@ -107,7 +108,7 @@ def main() -> None:
     parser.add_argument(
         "model", nargs="?", default="shape:mixtral-8x7b", help="shape:NAME[/N] or a config.json"
     )
-    parser.add_argument("--layers", type=int, help="only so many of the model's layers")
+    parser.add_argument("--layers", type=int, help="only the first N of the model's layers")
     parser.add_argument("--fused", action="store_true", help="all experts of a layer in two tensors")
     parser.add_argument("--shard-bytes", type=int, default=SHARD_BYTES)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,18 +1,17 @@
-"""The loader process: makes sure that the store of a model is in shared memory, says so, and exits.
+"""The loader process: puts a model's store into shared memory, reports Ready, and exits.
 
-It takes the shortest way there is: the segment itself if another engine has it or left it; the cached
-file; the checkpoint, and meanwhile it writes the cached file. No file is kept where it would not be a shorter
-way: a store in the checkpoint's own numbers (bf16 of BF16, f32 of F32) is read from the checkpoint again, and
-the random weights of a shape are drawn again. Looking and building happen under the store's build lock, so
-engines that start together share one store. It imports no torch: on a small model nearly all of its time
-would be that import.
+It uses the fastest source available: the segment of another engine, or one kept from before; the disk cache;
+the checkpoint, while writing the disk cache. A store is not cached on disk where that would not be faster:
+one with the checkpoint's own bits (bf16 of BF16, f32 of F32) is read from the checkpoint again, and random
+weights are drawn again. All of it happens under the store's build lock, so engines that start together share
+one store. The loader imports no torch: on a small model, that import would take nearly all of its time.
 
-What is damaged is made again, with one line that says so, and never while another engine uses it. A cached
-file's checksums are compared whenever it is read; a store in memory, and the cached file beside it, are
-compared when that is asked for (`verify`), because attaching else takes no time at all.
+A damaged store or cached file is made again, with a warning, but never while another engine uses it. A cached
+file's checksums are verified whenever it is read; those of a store in memory, and of the cached file beside
+it, only on request (`verify`), because attaching otherwise takes no time.
 
-A store's first user is the supervisor, not this process: after Ready it takes a StoreLease, and where that
-raises SegmentMissing (the last user of an attached store left just then) it starts the loader again.
+The store's first user is the supervisor: after Ready it takes a StoreLease, and where that raises
+SegmentMissing (the last user of an attached store has just left) it starts the loader again.
 """
 
 from __future__ import annotations
@@ -46,34 +45,34 @@ from shm.segment import byte_size, check_space, unlink
 from shm.store import Store, StoreBuilder, store_name
 
 ROLE = "loader"
-LONG = 1 << 30  # bytes of a store that takes longer to fill than a tokenizer to load
+LARGE_STORE = 1 << 30  # bytes; filling it takes longer than loading a tokenizer
 PROGRESS_SECONDS = 0.1
 T = TypeVar("T")
 log = logging.getLogger(ROLE)
 
 
 class Stopped(Exception):
-    """The supervisor asked this process to end."""
+    """Raised when the supervisor sends Shutdown."""
 
 
 class Control:
-    """The supervisor's socket: progress out, Shutdown in."""
+    """The socket to the supervisor: sends progress, receives Shutdown."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], runtime: Path, identity: bytes) -> None:
         self._socket = connect_dealer(context, ipc_endpoint(runtime, "control.sock"), identity=identity)
-        self._next = 0.0  # monotonic seconds: before then, only a stage's end is reported
+        self._next = 0.0  # monotonic seconds; until then only the end of a stage is reported
 
     def send(self, message: Ready | Failed) -> None:
         self._socket.send_multipart(encode(message))
 
     def stage(self, name: str, total: int) -> Callable[[int], None]:
-        """A callback that reports this stage's bytes, about ten times a second. It raises Stopped."""
+        """A callback that reports the stage's bytes, about ten times a second, and raises Stopped."""
 
         def report(done: int) -> None:
             now = time.monotonic()
             if now >= self._next or done == total:
                 self._next = now + PROGRESS_SECONDS
-                with contextlib.suppress(zmq.Again):  # a report may be lost; a wait for its reader may not be
+                with contextlib.suppress(zmq.Again):  # losing a report is better than blocking
                     self._socket.send_multipart(encode(Progress(name, done, total)), zmq.DONTWAIT)
                 self._check()
 
@@ -89,7 +88,7 @@ class Control:
 
 
 class Loading:
-    """One store on its way into shared memory. `origin` says in the end where its bytes came from."""
+    """Loads one store into shared memory. After `run`, `origin` describes the source of its bytes."""
 
     def __init__(self, config: dict[str, Any], control: Control) -> None:
         """Read the checkpoint's headers. Raises UsageError, UnknownFormat."""
@@ -99,7 +98,7 @@ class Loading:
         self.fingerprint = self.source.fingerprint(config["format"], shape.tile)
         self.manifest = StoreManifest(self.fingerprint, shape, config["format"], self.source.name)
         self.size = store_bytes(self.manifest)
-        self.kept = self.source.worth_keeping(config["format"])  # whether there is to be a cached file
+        self.cached = self.source.worth_keeping(config["format"])  # whether the disk cache is used
         self.name = store_name(self.fingerprint)
         self.root = Path(config["runtime"]).parent
         self.cache_folder = Path(config["cache_dir"])
@@ -110,14 +109,14 @@ class Loading:
         self.notes: tuple[str, ...] = ()
 
     def run(self) -> None:
-        """Have a ready store under `name`. Raises NotEnoughMemory, ModelError, ShmError, Stopped."""
+        """Make a ready store under `name`. Raises NotEnoughMemory, ModelError, ShmError, Stopped."""
         for path in sweep_cache(self.cache_folder):
             log.warning(f"removed the half-written {path}, left by a loader that was killed")
         waiting = self.control.stage("waiting for another engine that loads this model", 1)
         with build_lock(self.fingerprint, self.root, lambda: waiting(0)):
             if self._attached():
                 origin, read, cached = "attached", 0, 0
-                if self.verify and self.kept:
+                if self.verify and self.cached:
                     self._verify_cache()
             elif self._from_cache():
                 origin, read, cached = "cache", 0, self.size
@@ -130,8 +129,8 @@ class Loading:
         )
 
     def _attached(self) -> bool:
-        """Whether a store that can be used is there; what cannot be is removed. Raises ShmError where another
-        engine uses it all the same."""
+        """Whether a usable store exists in memory. A damaged one is removed. Raises ShmError where another
+        engine uses the damaged one."""
         try:
             with Store.attach(self.name, self.fingerprint) as store:
                 if self.verify:
@@ -146,7 +145,7 @@ class Loading:
         return True
 
     def _verify_cache(self) -> None:
-        """Compare the cached file, if there is one, and write it again from memory where it is damaged."""
+        """Verify the cached file, if it exists; where it is damaged, write it again from memory."""
         try:
             cached = CachedStore.open(self.cache_folder, self.fingerprint)
             if cached is not None:
@@ -157,9 +156,9 @@ class Loading:
             self._save()
 
     def _builder(self) -> StoreBuilder:
-        """The new segment, once there is room for it."""
+        """Create the segment, after removing unused ones. Raises NotEnoughMemory."""
         for name in sweep(self.root):
-            log.warning(f"removed the store {name}, which nobody uses")
+            log.warning(f"removed the unused store {name}")
         check_space(self.size, self.reserve)
         allocating = self.control.stage("allocating", self.size)
         builder = StoreBuilder.create(self.name, self.manifest, allocating, self.nodes)
@@ -167,7 +166,8 @@ class Loading:
         return builder
 
     def _from_cache(self) -> bool:
-        if not self.kept:
+        """Fill the store from the disk cache; False where it has no valid file."""
+        if not self.cached:
             return False
         try:
             cached = CachedStore.open(self.cache_folder, self.fingerprint)
@@ -181,9 +181,9 @@ class Loading:
         return True
 
     def _from_source(self) -> int:
-        """The number of the weights' bytes that were read."""
-        if self.size >= LONG:
-            Tokenizer.load(Path(self.source.name))  # which else fails when all the work is done
+        """Fill the store from the model source; returns the bytes of weights read."""
+        if self.size >= LARGE_STORE:
+            Tokenizer.load(Path(self.source.name))  # fails now rather than after minutes of filling
         with self._writer() as writer:
             builder = self._builder()
             if writer is not None:
@@ -191,7 +191,7 @@ class Loading:
             read, manifest = self._fill(builder, self.source.fill, self.source.filling)
             try:
                 if writer is not None:
-                    with _warned():
+                    with _cache_optional():
                         writer.finish(manifest, self.control.stage("writing the cache", self.size))
             except BaseException:
                 unlink(self.name)
@@ -199,16 +199,16 @@ class Loading:
         return read
 
     def _writer(self) -> AbstractContextManager[CacheWriter | None]:
-        """The new cached file, where there is to be one and that is possible."""
-        if self.kept:
-            with _warned():
+        """A writer of the cached file; None where it is not wanted or cannot be created."""
+        if self.cached:
+            with _cache_optional():
                 return CacheWriter(self.cache_folder, self.manifest)
         return nullcontext()
 
     def _fill(
         self, builder: StoreBuilder, fill: Callable[[StoreBuilder, Callable[[int], None]], T], stage: str
     ) -> tuple[T, StoreManifest]:
-        """What `fill` returns, and the manifest of the store, which is ready then."""
+        """Fill the store and mark it ready; returns the result of `fill` and the manifest."""
         try:
             result = fill(builder, self.control.stage(stage, self.manifest.layout.total_bytes))
             manifest = builder.finish()
@@ -218,14 +218,14 @@ class Loading:
         return result, manifest
 
     def _save(self) -> None:
-        """Keep the store in memory on disk, where that is possible."""
-        with _warned(), Store.attach(self.name, self.fingerprint) as store:
+        """Write the cached file from the store in memory."""
+        with _cache_optional(), Store.attach(self.name, self.fingerprint) as store:
             write_cache(self.cache_folder, store, self.control.stage("writing the cache", self.size))
 
 
 @contextmanager
-def _warned() -> Iterator[None]:
-    """A store that cannot be kept on disk is used all the same."""
+def _cache_optional() -> Iterator[None]:
+    """Turn a failure to write the cached file into a warning."""
     try:
         yield
     except OSError as e:
@@ -233,7 +233,7 @@ def _warned() -> Iterator[None]:
 
 
 def main(config: dict[str, Any]) -> int:
-    """The loader's life; the exit code."""
+    """Run the loader; returns the exit code."""
     started = time.monotonic()
     with zmq.Context[zmq.Socket[bytes]]() as context:
         control = Control(context, Path(config["runtime"]), config["identity"])
