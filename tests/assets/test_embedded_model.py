@@ -121,7 +121,7 @@ def test_card_meets_requirements(card: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["german", "python"])
-def test_heldout_loss_is_the_cards(kind: str, model: Any, tokenizer: Any, card: dict[str, Any]) -> None:
+def test_heldout_loss_equals_the_card(kind: str, model: Any, tokenizer: Any, card: dict[str, Any]) -> None:
     text = heldout()[kind].read_text(encoding="utf-8")
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     rows = torch.tensor(ids[: FIRST * WINDOW]).view(FIRST, WINDOW)

@@ -28,7 +28,7 @@ def test_html_text_keeps_prose_and_code_and_drops_navigation() -> None:
     assert html_text(page) == "Title\n\nOne two three.\n\n- Item\n\nif x:\n    y()\n\nEnd\n"
 
 
-def test_heldout_paragraphs_and_repetitions_leave_the_training_text() -> None:
+def test_training_text_lacks_heldout_and_repeated_paragraphs() -> None:
     shared = "This paragraph occurs in more than one document, word for word, and is long enough to count."
     kept = "\n\n".join(f"Paragraph {i} of a training document, which nothing else repeats." for i in range(9))
     heldout = Document("english", "a", "\n\n".join([shared, "x " * 800]))
@@ -42,7 +42,7 @@ def test_heldout_paragraphs_and_repetitions_leave_the_training_text() -> None:
     assert "Paragraph" not in training["french"][0].text
 
 
-def test_a_pass_of_a_stream_meets_every_piece_once() -> None:
+def test_stream_yields_every_piece_once_a_pass() -> None:
     tokens = np.arange(1000, dtype=np.uint16)
     stream = Stream(tokens, np.random.default_rng(5))
     pieces = [stream.take(100) for _ in range(9)]
@@ -51,7 +51,7 @@ def test_a_pass_of_a_stream_meets_every_piece_once() -> None:
     assert all((np.diff(piece) == 1).all() for piece in pieces)
 
 
-def test_only_answers_and_their_end_are_targets(tmp_path: Path) -> None:
+def test_targets_are_answers_and_their_end(tmp_path: Path) -> None:
     path = tmp_path / "dialogues.jsonl"
     sources = ("python-glossary", "postgresql-glossary", "faq", "manual")
     talks = [{"source": source, "questions": ["What is it?"], "answer": "A thing."} for source in sources]
@@ -65,7 +65,7 @@ def test_only_answers_and_their_end_are_targets(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("smoothing", ["interpolated", "kneser_ney"])
-def test_bigram_chances_sum_to_one(smoothing: str) -> None:
+def test_bigram_probabilities_sum_to_one(smoothing: str) -> None:
     stream = np.random.default_rng(2).integers(0, 50, 5000).astype(np.uint16)
     model = Bigram([stream])
     every = np.arange(VOCABULARY)
@@ -75,7 +75,7 @@ def test_bigram_chances_sum_to_one(smoothing: str) -> None:
         assert np.exp(-np.array(nats)).sum() == pytest.approx(1.0, abs=1e-4)
 
 
-def test_measures_of_difference_between_kinds() -> None:
+def test_divergences_between_kinds() -> None:
     chosen = torch.tensor([[[0, 1], [0, 2]]])  # one layer, two tokens
     assert counts(chosen, 4).tolist() == [[2.0, 1.0, 1.0, 0.0]]
     apart = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])  # two kinds, one layer, two experts
@@ -84,7 +84,7 @@ def test_measures_of_difference_between_kinds() -> None:
     assert total_variation(apart[:1].repeat(2, 1, 1)).tolist() == [0.0]
 
 
-def test_every_weight_learns() -> None:
+def test_every_weight_gets_a_gradient() -> None:
     torch.manual_seed(0)
     model = Model(Shape(num_hidden_layers=2))
     tokens = torch.randint(0, VOCABULARY, (4, 65))

@@ -1,4 +1,4 @@
-"""What the loader's tests have in common: a supervisor's side, a small checkpoint."""
+"""Fixtures of the loader's tests: the supervisor's side and a small checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stores that are filled from a checkpoint in the test's own process."""
+"""Fills stores from a checkpoint in the test's own process."""
 
 import uuid
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ from shm.store import Store, StoreBuilder
 
 
 def layout_of(config: dict[str, Any], format_name: str) -> StoreLayout:
-    """With tiles as small as the format lets them be, but not below 64 channels."""
+    """With the smallest tiles of the format that have at least 64 channels."""
     tile_format = format_named(format_name)
     return StoreLayout(expert_shape(config, max(64, tile_format.granularity), tile_format), tile_format)
 
 
 def new_store(model: Checkpoint, layout: StoreLayout) -> StoreBuilder:
-    """All bytes of its experts are 255: each is to be written."""
+    """A store whose expert bytes are all 255, so that bytes left unwritten show."""
     form = layout.format.name
     manifest = StoreManifest(model.fingerprint(form, layout.shape.tile), layout.shape, form, model.name)
     builder = StoreBuilder.create(f"/tandem-test-{uuid.uuid4().hex[:12]}", manifest)
@@ -31,7 +31,7 @@ def new_store(model: Checkpoint, layout: StoreLayout) -> StoreBuilder:
 
 @contextmanager
 def filled(model: Checkpoint, format_name: str, progress: list[int]) -> Iterator[Bytes]:
-    """The bytes of the store that a checkpoint becomes; `progress` gets what is reported meanwhile."""
+    """The bytes of the store filled from a checkpoint; `progress` collects the reported bytes."""
     builder = new_store(model, layout_of(dict(model.config), format_name))
     name = builder.segment.name
     try:

@@ -25,7 +25,7 @@ SECONDS = 30  # no loader of these tests takes longer
 
 @dataclass
 class Outcome:
-    """What one loader said and how it ended."""
+    """The messages, log lines and exit code of a loader."""
 
     code: int
     messages: list[object] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Outcome:
 
     @property
     def stages(self) -> list[str]:
-        """What it was doing, in order."""
+        """The stages it reported, in order."""
         return list(dict.fromkeys(m.stage for m in self.messages if isinstance(m, Progress)))
 
     @property
@@ -49,7 +49,7 @@ class Outcome:
 
 
 class Child:
-    """One running loader and its end of the lifeline. `lines`: its stderr, once it has ended."""
+    """A running loader and the supervisor's end of its lifeline. `lines`: its stderr, after `end`."""
 
     def __init__(self, config: dict) -> None:
         read_end, self.lifeline = os.pipe()
@@ -76,7 +76,7 @@ class Child:
 
 
 class Supervisor:
-    """What the loader needs of one: a runtime directory, a control socket, a cache folder."""
+    """The supervisor's side: a runtime directory, a control socket, a cache folder."""
 
     def __init__(self, folder: Path, context: zmq.Context) -> None:
         self.runtime = folder / "engine"
@@ -84,7 +84,7 @@ class Supervisor:
         self.cache = folder / "cache"
         self.control = bind_router(context, ipc_endpoint(self.runtime, "control.sock"))
         self.incarnation = 0
-        self.fingerprints: set[str] = set()  # of the stores that may have to be removed
+        self.fingerprints: set[str] = set()  # of stores to remove at the end
 
     def config(self, model: Path, **changes: object) -> dict:
         self.incarnation += 1
@@ -97,7 +97,7 @@ class Supervisor:
             "incarnation": self.incarnation,
             "identity": self.identity,
             "model": str(model),
-            "format": "f32",  # of checkpoints in bf16: their stores are kept on disk
+            "format": "f32",  # unlike the checkpoints' bf16, so that stores are cached on disk
             "tile": 32,
             "cache_dir": str(self.cache),
             "reserve_bytes": 0,
@@ -114,7 +114,7 @@ class Supervisor:
         return Child(self.config(model, **changes))
 
     def finish(self, child: Child) -> Outcome:
-        """Collect its messages until it ends."""
+        """Collect its messages until it exits."""
         messages: list[object] = []
         while child.process.poll() is None or self.control.poll(100):
             if self.control.poll(100):
@@ -134,7 +134,7 @@ def exists(fingerprint: str) -> bool:
 
 
 def assert_right(fingerprint: str, tensors: dict[str, torch.Tensor]) -> None:
-    """The store holds the checkpoint's experts."""
+    """Assert that the store holds the checkpoint's experts."""
     with Store.attach(store_name(fingerprint), fingerprint) as store:
         store.verify()
         layout = store.layout

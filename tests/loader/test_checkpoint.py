@@ -1,4 +1,4 @@
-"""Checkpoint directories: good ones read exactly, bad ones get one clear line, hostile headers no memory."""
+"""Valid checkpoints are read exactly; invalid ones raise one clear line; hostile headers allocate nothing."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ from pipeline.checkpoint.index import CheckpointIndex, fingerprint
 from pipeline.checkpoint.reader import TensorReader
 from pipeline.errors import ModelError
 
-# --- good ones ----------------------------------------------------------------------------------------
+# --- valid directories --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -56,7 +56,7 @@ def test_special_values_and_odd_shapes(tmp_path):
             assert read.tobytes() == tensor.float().numpy().tobytes()
 
 
-def test_what_cannot_be_read_is_named(tmp_path):
+def test_unreadable_tensors_are_named(tmp_path):
     tensors = {"counts": torch.zeros(3, dtype=torch.int64), "half": torch.zeros(3, dtype=torch.float16)}
     index = CheckpointIndex.open(tiny_checkpoint.write_exactly(tmp_path, tensors))
     with TensorReader(index) as reader:
@@ -71,7 +71,7 @@ def test_what_cannot_be_read_is_named(tmp_path):
             reader.raw("half")
 
 
-def test_the_fingerprint_changes_with_everything_the_store_depends_on(tmp_path):
+def test_fingerprint_changes_with_every_input_of_the_store(tmp_path):
     folder = tiny_checkpoint.write(tmp_path)
     index = CheckpointIndex.open(folder)
     first = fingerprint(index, "bf16", 32)
@@ -86,11 +86,11 @@ def test_the_fingerprint_changes_with_everything_the_store_depends_on(tmp_path):
     assert len(others) == 5
 
 
-# --- bad directories ----------------------------------------------------------------------------------
+# --- invalid directories -------------------------------------------------------------------------------
 
 
 def refusal(folder: Path) -> str:
-    """The one line that a directory is refused with."""
+    """The line that a directory is refused with."""
     with pytest.raises(ModelError) as caught:
         CheckpointIndex.open(folder)
     text = str(caught.value)
@@ -99,13 +99,13 @@ def refusal(folder: Path) -> str:
     return text
 
 
-def test_a_directory_that_is_missing_or_a_file(tmp_path):
+def test_missing_directory_and_file_are_refused(tmp_path):
     assert "does not exist" in refusal(tmp_path / "nowhere")
     (tmp_path / "model.gguf").touch()
     assert "not a directory" in refusal(tmp_path / "model.gguf")
 
 
-def test_a_config_that_is_missing_or_damaged(tmp_path):
+def test_missing_or_damaged_config_is_refused(tmp_path):
     tiny_checkpoint.write(tmp_path)
     (tmp_path / "config.json").unlink()
     assert "no config.json" in refusal(tmp_path)
@@ -114,7 +114,7 @@ def test_a_config_that_is_missing_or_damaged(tmp_path):
         assert "config.json is damaged" in refusal(tmp_path)
 
 
-def test_weights_that_are_missing_or_of_another_kind(tmp_path):
+def test_missing_weights_and_other_kinds_of_files_are_refused(tmp_path):
     tiny_checkpoint.write(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     assert "no weights" in refusal(tmp_path)
@@ -124,7 +124,7 @@ def test_weights_that_are_missing_or_of_another_kind(tmp_path):
     assert "download is incomplete" in refusal(tmp_path)
 
 
-def test_a_download_that_was_interrupted(tmp_path):
+def test_interrupted_download_is_refused(tmp_path):
     tiny_checkpoint.write(tmp_path, shards=3)
     second = tmp_path / "model-00002-of-00003.safetensors"
     size = second.stat().st_size
@@ -140,7 +140,7 @@ def test_a_download_that_was_interrupted(tmp_path):
     assert second.name in text
 
 
-def test_an_index_that_does_not_fit_its_files(tmp_path):
+def test_index_that_contradicts_its_files_is_refused(tmp_path):
     tiny_checkpoint.write(tmp_path, shards=2)
     path = tmp_path / "model.safetensors.index.json"
     good = json.loads(path.read_text())
@@ -160,7 +160,7 @@ def test_an_index_that_does_not_fit_its_files(tmp_path):
     assert "not valid JSON" in refusal(tmp_path)
 
 
-def test_a_tensor_that_two_files_hold(tmp_path):
+def test_tensor_in_two_files_is_refused(tmp_path):
     tiny_checkpoint.write(tmp_path, shards=2)
     first, second = sorted(tmp_path.glob("*.safetensors"))
     second.write_bytes(first.read_bytes())
@@ -208,7 +208,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_header_is_refused(tmp_path, case):
+def test_hostile_header_is_refused(tmp_path, case):
     arguments, message = HOSTILE[case]
     path = with_header(tmp_path, *arguments)
     with pytest.raises(ModelError) as caught:
@@ -220,14 +220,14 @@ def test_a_hostile_header_is_refused(tmp_path, case):
     assert len(text) < 400
 
 
-def test_a_header_over_the_limit_is_refused_unread(tmp_path):
+def test_header_over_the_limit_is_refused_unread(tmp_path):
     path = with_header(tmp_path, {}, length=200_000_000)
     os.truncate(path, 300_000_000)  # sparse
     with pytest.raises(ModelError, match="would have 200000000 bytes"):
         read_shard(path)
 
 
-def test_a_header_whose_file_has_vanished_or_may_not_be_read(tmp_path):
+def test_missing_file_and_folder_are_refused_as_shards(tmp_path):
     with pytest.raises(ModelError, match="is missing"):
         read_shard(tmp_path / "absent.safetensors")
     with pytest.raises(ModelError, match="is no file"):
@@ -236,7 +236,7 @@ def test_a_header_whose_file_has_vanished_or_may_not_be_read(tmp_path):
 
 @given(place=st.integers(0, 600), change=st.integers(1, 255))
 @settings(deadline=None, max_examples=150)
-def test_a_changed_byte_never_gives_anything_but_a_model_error(tmp_path_factory, place, change):
+def test_changed_byte_raises_model_error_or_nothing(tmp_path_factory, place, change):
     folder = tmp_path_factory.getbasetemp() / "changed"
     folder.mkdir(exist_ok=True)
     path = folder / "x.safetensors"

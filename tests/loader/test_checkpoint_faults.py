@@ -1,5 +1,5 @@
-"""Checkpoints that cannot be loaded: each is refused before anything is allocated, with one line that names
-the file, the tensor where there is one, and what to do."""
+"""Unusable checkpoints are refused before anything is allocated, with one line that names the file, the
+tensor if one is at fault, and the remedy."""
 
 import json
 import os
@@ -37,20 +37,20 @@ Tensors = dict[str, torch.Tensor]
 
 
 def changed(folder: Path, change: Callable[[Tensors], object], shards: int = 1) -> Path:
-    """A checkpoint with another set of tensors."""
+    """A checkpoint whose tensors `change` has modified."""
     tensors = tiny_checkpoint.backbone_tensors(tiny_checkpoint.config()) | tiny_checkpoint.expert_tensors()
     change(tensors)
     return tiny_checkpoint.write_exactly(folder, tensors, shards)
 
 
 def configured(folder: Path, **keys: object) -> Path:
-    """The good checkpoint with other words in its config.json."""
+    """A valid checkpoint with other keys in its config.json."""
     tiny_checkpoint.write(folder)
     (folder / "config.json").write_text(json.dumps(tiny_checkpoint.config() | keys))
     return folder
 
 
-def test_the_checkpoint_that_the_others_are_made_of_is_good(tmp_path):
+def test_unchanged_checkpoint_is_accepted(tmp_path):
     assert not Checkpoint(changed(tmp_path / "one", lambda tensors: None)).fused
     assert not Checkpoint(changed(tmp_path / "three", lambda tensors: None, shards=3)).fused
 
@@ -60,13 +60,13 @@ def test_the_checkpoint_that_the_others_are_made_of_is_good(tmp_path):
 
 @pytest.mark.parametrize("name", [DOWN, QUERY, "lm_head.weight"])
 @pytest.mark.parametrize(("shards", "file"), [(1, SINGLE), (3, INDEX)])
-def test_a_tensor_that_is_missing(tmp_path, name, shards, file):
+def test_missing_tensor_is_named(tmp_path, name, shards, file):
     text = refusal(changed(tmp_path, lambda tensors: tensors.pop(name), shards))
     assert f"{tmp_path / file} lacks the tensor {name}: " in text
     assert "incomplete" in text
 
 
-def test_tensors_that_are_missing_are_counted(tmp_path):
+def test_missing_tensors_are_counted(tmp_path):
     def without_experts(tensors: Tensors) -> None:
         for name in [n for n in tensors if ".experts." in n]:
             del tensors[name]
@@ -75,7 +75,7 @@ def test_tensors_that_are_missing_are_counted(tmp_path):
     assert "model.layers.0.block_sparse_moe.experts.0.w1.weight (and 17 others)" in text
 
 
-def test_half_of_a_fused_checkpoint(tmp_path):
+def test_half_of_a_fused_checkpoint_is_refused(tmp_path):
     settings = tiny_checkpoint.config()
     tensors = tiny_checkpoint.backbone_tensors(settings, fused=True)
     for layer in range(2):
@@ -87,15 +87,15 @@ def test_half_of_a_fused_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("name", [DOWN, QUERY])
 @pytest.mark.parametrize(("shards", "pattern"), [(1, SINGLE), (3, "model-0000?-of-00003.safetensors")])
-def test_a_tensor_of_another_shape(tmp_path, name, shards, pattern):
+def test_tensor_of_another_shape_is_named(tmp_path, name, shards, pattern):
     found = {}
 
-    def turn(tensors: Tensors) -> None:
+    def transpose(tensors: Tensors) -> None:
         found["right"] = list(tensors[name].shape)
         tensors[name] = torch.zeros(found["right"][1] + 1, found["right"][0])
         found["wrong"] = list(tensors[name].shape)
 
-    text = refusal(changed(tmp_path, turn, shards))
+    text = refusal(changed(tmp_path, transpose, shards))
     assert f"the tensor {name} has the shape {found['wrong']}; config.json says {found['right']}" in text
     holder = next(p for p in tmp_path.glob(pattern) if name in load_file(p))
     assert text.startswith(str(holder))
@@ -107,14 +107,14 @@ def test_tensors_of_another_shape_are_counted(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.float64])
-def test_a_dtype_that_is_not_read(tmp_path, dtype):
+def test_unsupported_dtype_is_named(tmp_path, dtype):
     text = refusal(changed(tmp_path, lambda t: t.update({DOWN: t[DOWN].to(dtype)})))
     assert f"{tmp_path / SINGLE}: the tensor {DOWN} has the dtype " in text
     assert "only BF16, F16, F32 are read" in text
     assert "not quantized" in text
 
 
-def test_a_tensor_that_nothing_is_known_of(tmp_path):
+def test_unknown_tensor_is_named(tmp_path):
     name = "model.layers.0.block_sparse_moe.experts.0.w1.weight_scale_inv"
     text = refusal(changed(tmp_path, lambda tensors: tensors.update({name: torch.ones(1)})))
     assert f"{tmp_path / SINGLE}: the tensor {name} is not one of a mixtral model" in text
@@ -123,7 +123,7 @@ def test_a_tensor_that_nothing_is_known_of(tmp_path):
     assert "lm_head.lora_A is not one of a mixtral model (and 1 other)" in text
 
 
-def test_tensors_that_may_be_there_are_ignored(tmp_path):
+def test_optional_tensors_are_ignored(tmp_path):
     more = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8, dtype=torch.float64)}
     Checkpoint(changed(tmp_path / "a", lambda tensors: tensors.update(more)))
     tied = configured(tmp_path / "b", tie_word_embeddings=True)
@@ -134,7 +134,7 @@ def test_tensors_that_may_be_there_are_ignored(tmp_path):
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_a_shard_that_is_cut_short(tmp_path, shards):
+def test_truncated_shard_is_refused(tmp_path, shards):
     changed(tmp_path, lambda tensors: None, shards)
     path = sorted(tmp_path.glob("*.safetensors"))[-1]
     whole = path.stat().st_size
@@ -156,7 +156,7 @@ def header_of(path: Path) -> dict:
 
 
 def with_header(path: Path, header: dict) -> None:
-    """Another header before the same tensors."""
+    """Replace the header before the same tensors."""
     data = path.read_bytes()
     start = 8 + struct.unpack("<Q", data[:8])[0]
     packed = json.dumps(header).encode()
@@ -174,7 +174,7 @@ def with_header(path: Path, header: dict) -> None:
         ({"shape": [100, -64]}, "has no valid shape"),
     ],
 )
-def test_a_header_that_lies_about_sizes(tmp_path, change, words):
+def test_header_with_false_sizes_is_refused(tmp_path, change, words):
     changed(tmp_path, lambda tensors: None)
     header = header_of(tmp_path / SINGLE)
     assert header[DOWN]["data_offsets"] != [0, 12800]
@@ -186,8 +186,8 @@ def test_a_header_that_lies_about_sizes(tmp_path, change, words):
     assert any(repr(name) in text for name in header)
 
 
-def test_a_shape_that_is_consistent_and_not_the_models(tmp_path):
-    """A lie that only the config uncovers: the right number of bytes in another shape."""
+def test_consistent_shape_that_contradicts_the_config_is_refused(tmp_path):
+    """The right number of bytes in another shape: only the config shows the error."""
     changed(tmp_path, lambda tensors: None)
     header = header_of(tmp_path / SINGLE)
     header[DOWN]["shape"] = [100, 64]
@@ -199,12 +199,12 @@ def test_a_shape_that_is_consistent_and_not_the_models(tmp_path):
 def test_other_files_beside_the_checkpoint_are_ignored(tmp_path, shards):
     changed(tmp_path, lambda tensors: None, shards)
     for name in ("consolidated.safetensors", "consolidated.00.pth", "pytorch_model.bin", "model.gguf"):
-        (tmp_path / name).write_bytes(b"nothing that anybody could read")
+        (tmp_path / name).write_bytes(b"not a readable file")
     Checkpoint(tmp_path)
 
 
-def test_where_both_are_there_the_single_file_counts(tmp_path):
-    """As for transformers, which leaves an old index behind when it saves again in one file."""
+def test_single_file_takes_precedence_over_an_index(tmp_path):
+    """As in transformers, which keeps an old index when it saves again in one file."""
     changed(tmp_path, lambda tensors: None, 3)
     whole = tmp_path / "whole"
     changed(whole, lambda tensors: None)
@@ -215,13 +215,13 @@ def test_where_both_are_there_the_single_file_counts(tmp_path):
     Checkpoint(tmp_path)
 
 
-def test_a_pointer_of_git_lfs(tmp_path):
+def test_git_lfs_pointer_is_refused(tmp_path):
     changed(tmp_path, lambda tensors: None)
     (tmp_path / SINGLE).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
     assert "git lfs pull" in refusal(tmp_path)
 
 
-def test_a_pipe_in_place_of_a_shard(tmp_path):
+def test_pipe_instead_of_a_shard_is_refused(tmp_path):
     changed(tmp_path, lambda tensors: None)
     (tmp_path / SINGLE).unlink()
     os.mkfifo(tmp_path / SINGLE)
@@ -229,7 +229,7 @@ def test_a_pipe_in_place_of_a_shard(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["consolidated.safetensors", "adapter_model.safetensors"])
-def test_safetensors_of_another_kind_alone(tmp_path, name):
+def test_safetensors_of_another_kind_are_refused(tmp_path, name):
     changed(tmp_path, lambda tensors: None)
     (tmp_path / SINGLE).rename(tmp_path / name)
     text = refusal(tmp_path)
@@ -255,15 +255,15 @@ def test_gguf_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
-def test_a_quantized_checkpoint(tmp_path, key):
+def test_quantized_checkpoint_is_refused(tmp_path, key):
     text = refusal(configured(tmp_path, **{key: {"quant_method": "fp8"}}))
     assert f"config.json has a {key} (fp8): checkpoints that are quantized already are not read" in text
     assert "--format" in text
     Checkpoint(configured(tmp_path, **{key: None}))
 
 
-def test_one_shard_of_another_checkpoint(tmp_path):
-    """Its header is good, and its tensors are other ones."""
+def test_shard_of_another_checkpoint_is_refused(tmp_path):
+    """Its header is valid, but has other tensors."""
     changed(tmp_path, lambda tensors: None, shards=3)
     path = tmp_path / tiny_checkpoint.shard_name(1, 3)
     save_file({"other": torch.ones(3)}, path)
@@ -280,11 +280,11 @@ def index_of(folder: Path) -> dict[str, str]:
 # --- in the loader ------------------------------------------------------------------------------
 
 
-def test_weights_that_cannot_be_quantized_name_their_tensor(supervisor: Supervisor, tmp_path):
-    def spoil(tensors: Tensors) -> None:
+def test_unquantizable_weights_are_named(supervisor: Supervisor, tmp_path):
+    def insert_nan(tensors: Tensors) -> None:
         tensors[DOWN][3, 5] = float("nan")
 
-    model = changed(tmp_path / "model", spoil)
+    model = changed(tmp_path / "model", insert_nan)
     outcome = supervisor.load(model, format="int4", tile=64)
     assert (outcome.code, outcome.failed.usage) == (2, True)
     assert "not a number" in outcome.failed.text
@@ -293,7 +293,7 @@ def test_weights_that_cannot_be_quantized_name_their_tensor(supervisor: Supervis
 
 
 @pytest.mark.parametrize("fault", [lambda t: t.pop(DOWN), lambda t: t.update({DOWN: t[DOWN].double()})])
-def test_the_loader_refuses_before_it_allocates(supervisor: Supervisor, tmp_path, fault):
+def test_loader_refuses_before_it_allocates(supervisor: Supervisor, tmp_path, fault):
     outcome = supervisor.load(changed(tmp_path / "model", fault))
     assert (outcome.code, outcome.failed.usage) == (2, True)
     assert outcome.stages == []

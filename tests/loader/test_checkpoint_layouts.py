@@ -1,4 +1,4 @@
-"""The same weights in every layout, dtype and number of files become the same store."""
+"""The same weights give the same store in every layout, dtype and number of shards."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from pipeline.checkpoint.hf_checkpoint import Checkpoint
 from pipeline.models.registry import model_spec
 from shm.layout import FORMATS, StoreLayout
 
-# Odd sizes: what is padded in both directions, with tiles of 64 and more channels.
+# Odd sizes: padded in both directions, with tiles of 64 and more channels.
 MIXTRAL = tiny_checkpoint.config() | {"hidden_size": 72, "intermediate_size": 164, "head_dim": 16}
 QWEN2 = {
     "model_type": "qwen2_moe",
@@ -68,7 +68,7 @@ def numbers(config: dict) -> np.ndarray:
 
 
 def expert_tensors(config: dict, fused: bool, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Their names are written out here: the layouts are other people's, not this project's."""
+    """The names are written out, because the layouts are defined by transformers."""
     tensors = {}
     for layer, experts in zip(model_spec(config).moe_layers, numbers(config), strict=True):
         gate, up, down = (torch.from_numpy(experts[:, m]).to(dtype) for m in range(3))
@@ -90,12 +90,12 @@ def expert_tensors(config: dict, fused: bool, dtype: torch.dtype) -> dict[str, t
 
 
 def expected(config: dict, layout: StoreLayout) -> bytes:
-    """The store of these experts, by the layout's own definition."""
+    """The store of these experts, by `StoreLayout.encode_expert`."""
     out = np.full((layout.shape.layers * layout.shape.experts, layout.expert_stride), 255, np.uint8)
     spec = model_spec(config)
     experts = numbers(config).reshape(-1, 3, spec.intermediate, spec.hidden)
-    for (gate, up, down), room in zip(experts, out, strict=True):
-        layout.encode_expert(gate, up, down.T, room)
+    for (gate, up, down), target in zip(experts, out, strict=True):
+        layout.encode_expert(gate, up, down.T, target)
     return out.tobytes()
 
 
@@ -107,7 +107,7 @@ def store_bytes(model: Checkpoint, format_name: str) -> bytes:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("format_name", FORMATS)
 @pytest.mark.parametrize("fused", [False, True], ids=["each", "fused"])
-def test_both_layouts_become_what_the_store_is_defined_to_be(tmp_path, family, format_name, fused):
+def test_both_layouts_give_the_store_of_its_definition(tmp_path, family, format_name, fused):
     config = FAMILIES[family]
     tensors = expert_tensors(config, fused, torch.bfloat16)
     tiny_checkpoint.write(tmp_path, tensors, shards=2, settings=config, fused=fused)
@@ -119,7 +119,7 @@ def test_both_layouts_become_what_the_store_is_defined_to_be(tmp_path, family, f
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("format_name", ["bf16", "f32", "int4"])
 @pytest.mark.parametrize(("fused", "shards"), [(False, 1), (False, 3), (True, 1), (True, 2)])
-def test_dtypes_and_files_make_no_difference(tmp_path, dtype, format_name, fused, shards):
+def test_dtypes_and_shards_do_not_change_the_store(tmp_path, dtype, format_name, fused, shards):
     tiny_checkpoint.write(tmp_path, expert_tensors(MIXTRAL, fused, dtype), shards, MIXTRAL, fused)
     assert store_bytes(Checkpoint(tmp_path), format_name) == expected(
         MIXTRAL, layout_of(MIXTRAL, format_name)
@@ -142,7 +142,7 @@ def test_chunk_size_does_not_change_the_bytes(tmp_path, format_name, monkeypatch
     assert len(progress) > 5 * layout.shape.layers * layout.shape.experts
 
 
-def test_dtypes_may_differ_from_tensor_to_tensor(tmp_path):
+def test_tensors_may_have_different_dtypes(tmp_path):
     tensors = expert_tensors(MIXTRAL, False, torch.bfloat16)
     others = (torch.float32, torch.bfloat16, torch.float16)
     mixed = {name: tensor.to(others[n % 3]) for n, (name, tensor) in enumerate(tensors.items())}
@@ -153,7 +153,7 @@ def test_dtypes_may_differ_from_tensor_to_tensor(tmp_path):
         )
 
 
-def test_the_experts_alone_are_read(tmp_path):
+def test_fill_reads_the_experts_only(tmp_path):
     tensors = expert_tensors(QWEN2, True, torch.bfloat16)
     tiny_checkpoint.write(tmp_path, tensors, settings=QWEN2, fused=True)
     model = Checkpoint(tmp_path)
@@ -164,7 +164,7 @@ def test_the_experts_alone_are_read(tmp_path):
         builder.discard()
 
 
-def test_what_the_progress_raises_ends_the_filling(tmp_path):
+def test_exception_of_progress_ends_fill(tmp_path):
     class Enough(Exception):
         pass
 

@@ -1,5 +1,5 @@
-"""Reading a checkpoint's weights: exactly the rows that are asked for, in little memory, from files that may
-change meanwhile."""
+"""The tensor reader: it reads exactly the requested rows, within its memory bound, and survives files that
+change."""
 
 import ctypes
 import json
@@ -28,7 +28,7 @@ from pipeline.models.architecture import TensorRows
 
 
 @pytest.mark.parametrize("format_name", ["bf16", "int8"])
-def test_a_file_that_shrinks_after_its_header_was_read(tmp_path, format_name):
+def test_file_that_shrinks_after_its_header_was_read_is_an_error(tmp_path, format_name):
     model = Checkpoint(tiny_checkpoint.write(tmp_path))
     os.truncate(tmp_path / "model.safetensors", 60_000)
     with (
@@ -42,7 +42,7 @@ def test_a_file_that_shrinks_after_its_header_was_read(tmp_path, format_name):
 
 
 @st.composite
-def parts(draw: st.DrawFn) -> tuple[TensorRows, int, int]:
+def row_ranges(draw: st.DrawFn) -> tuple[TensorRows, int, int]:
     shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)))
     total = int(np.prod(shape[:-1]))
     first = draw(st.integers(0, total))
@@ -51,9 +51,9 @@ def parts(draw: st.DrawFn) -> tuple[TensorRows, int, int]:
     return TensorRows("it", shape, first, rows), lo, draw(st.integers(lo, rows))
 
 
-@given(asked=parts(), dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+@given(asked=row_ranges(), dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
 @settings(deadline=None, max_examples=60)
-def test_rows_of_a_part_are_the_slice_of_the_tensor_and_nothing_else_is_read(tmp_path_factory, asked, dtype):
+def test_rows_equal_the_slice_of_the_tensor_and_nothing_else_is_read(tmp_path_factory, asked, dtype):
     part, lo, hi = asked
     folder = tmp_path_factory.getbasetemp() / "rows"
     whole = torch.arange(int(np.prod(part.shape)), dtype=torch.float32).reshape(part.shape).to(dtype)
@@ -68,7 +68,7 @@ def test_rows_of_a_part_are_the_slice_of_the_tensor_and_nothing_else_is_read(tmp
     assert read.shape == raw.shape == (hi - lo, part.shape[-1])
 
 
-def test_rows_outside_a_part_and_parts_of_another_shape_are_refused(tmp_path):
+def test_rows_out_of_range_and_other_shapes_are_refused(tmp_path):
     tiny_checkpoint.write_exactly(tmp_path, {"it": torch.ones(4, 3)})
     with TensorReader(CheckpointIndex.open(tmp_path)) as reader:
         for lo, hi in ((-1, 1), (0, 3), (2, 1)):
@@ -80,7 +80,7 @@ def test_rows_outside_a_part_and_parts_of_another_shape_are_refused(tmp_path):
 
 # --- memory -----------------------------------------------------------------------------------------------
 
-# Fills a store and prints how far the process's own memory, without files and shared memory, rose.
+# Fills a store and prints the rise of the process's private memory (without files and shared memory).
 MEASURE = """
 import json, sys, threading, uuid
 from pathlib import Path
@@ -141,13 +141,13 @@ def in_page_cache(path: Path) -> float:
 
 
 @pytest.mark.parametrize("format_name", ["int8", "bf16"])
-def test_experts_that_are_encoded_leave_the_page_cache(large: Path, format_name: str) -> None:
+def test_encoded_experts_leave_the_page_cache(large: Path, format_name: str) -> None:
     (weights,) = (path for path in large.glob("*.safetensors") if path.stat().st_size > 200_000_000)
     with weights.open("rb") as file:
         os.fsync(file.fileno())  # no page is dropped before it is on the disk
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if in_page_cache(weights) > 0.1:
-        pytest.skip("this file system has its files nowhere but in memory")
+        pytest.skip("this file system keeps its files in memory only")
     with TensorReader(CheckpointIndex.open(large)) as reader:
         reader.raw("model.layers.0.mlp.experts.down_proj")
     assert in_page_cache(weights) > 0.1
@@ -157,8 +157,8 @@ def test_experts_that_are_encoded_leave_the_page_cache(large: Path, format_name:
 
 @pytest.mark.alone
 @pytest.mark.parametrize("format_name", ["int8", "bf16"])
-def test_filling_needs_little_memory_of_its_own(large, format_name):
-    """What the docstring of encode.py allows, and less than one of the fused tensors."""
+def test_fill_stays_within_its_memory_bound(large, format_name):
+    """The bound in the docstring of encode.py, which is below the size of a fused tensor."""
     command = [sys.executable, "-c", MEASURE, str(large), format_name]
     root = Path(pipeline.__file__).parent.parent
     ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)

@@ -1,5 +1,5 @@
-"""Stores that are damaged, in memory and on disk: found, explained in one line, made again; never pulled away
-from an engine that uses one."""
+"""Damaged stores, in memory and on disk, are found, reported in one line and made again, but never while an
+engine uses them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shm.locks import StoreLease
 from shm.segment import unlink
 from shm.store import store_name
 
-# Any engine's start may sweep a store that was broken here, and a loader says so when it sweeps one.
+# Any engine's start may sweep a store that was damaged here, and a loader logs what it sweeps.
 pytestmark = pytest.mark.alone
 
 TENSORS = tiny_checkpoint.expert_tensors()
@@ -26,13 +26,13 @@ TENSORS = tiny_checkpoint.expert_tensors()
 
 @pytest.fixture
 def loaded(supervisor: Supervisor, model: Path) -> str:
-    """The fingerprint of a store that is in memory, used by nobody, and on disk."""
+    """The fingerprint of an unused store, in memory and on disk."""
     return supervisor.load(model).ready.fingerprint
 
 
 @contextmanager
 def used(supervisor: Supervisor, fingerprint: str) -> Iterator[None]:
-    """The store is used by another engine."""
+    """Hold the store in use, as another engine does."""
     lease = StoreLease.acquire(fingerprint, supervisor.runtime.parent)
     try:
         yield
@@ -49,7 +49,7 @@ def on_disk(supervisor: Supervisor, fingerprint: str) -> Path:
 
 
 def flip(path: Path, place: int = -9000) -> None:
-    """Change a bit of an expert; by default one of the last layer."""
+    """Flip a bit of an expert, by default of the last layer."""
     with path.open("r+b") as file:
         file.seek(place, os.SEEK_END)
         byte = file.read(1)
@@ -61,16 +61,16 @@ def source(outcome: Outcome) -> str:
     return outcome.ready.notes[0].split(":")[0]
 
 
-def test_what_is_whole_is_attached_and_said_nothing_about(supervisor, model, loaded):
+def test_undamaged_store_is_attached_without_a_warning(supervisor, model, loaded):
     outcome = supervisor.load(model, verify=True)
     assert source(outcome) == "source attached"
     assert outcome.stages == ["verifying the store", "verifying the cache"]
     assert outcome.lines == []
-    with used(supervisor, loaded):  # by another engine, which is no hindrance
+    with used(supervisor, loaded):
         assert source(supervisor.load(model, verify=True)) == "source attached"
 
 
-def test_damage_in_memory_is_found_when_asked_for(supervisor, model, loaded):
+def test_verify_finds_damage_in_memory(supervisor, model, loaded):
     flip(in_memory(loaded))
     assert source(supervisor.load(model)) == "source attached"
     outcome = supervisor.load(model, verify=True)
@@ -80,7 +80,7 @@ def test_damage_in_memory_is_found_when_asked_for(supervisor, model, loaded):
     assert_right(loaded, TENSORS)
 
 
-def test_without_a_cached_file_it_is_made_from_the_checkpoint(supervisor, model, loaded):
+def test_damaged_store_without_cached_file_is_made_from_the_checkpoint(supervisor, model, loaded):
     shutil.rmtree(supervisor.cache)
     flip(in_memory(loaded))
     outcome = supervisor.load(model, verify=True)
@@ -89,7 +89,7 @@ def test_without_a_cached_file_it_is_made_from_the_checkpoint(supervisor, model,
     assert_right(loaded, TENSORS)
 
 
-def test_damage_in_memory_and_on_disk(supervisor, model, loaded):
+def test_store_damaged_in_memory_and_on_disk_is_made_from_the_checkpoint(supervisor, model, loaded):
     good = on_disk(supervisor, loaded).read_bytes()
     flip(in_memory(loaded))
     flip(on_disk(supervisor, loaded))
@@ -101,7 +101,7 @@ def test_damage_in_memory_and_on_disk(supervisor, model, loaded):
     assert on_disk(supervisor, loaded).read_bytes() == good
 
 
-def test_damage_on_disk_alone_is_mended_from_memory(supervisor, model, loaded):
+def test_damaged_cached_file_is_rewritten_from_memory(supervisor, model, loaded):
     path = on_disk(supervisor, loaded)
     good = path.read_bytes()
     for damage in (flip, lambda path: os.truncate(path, 8000), lambda path: path.write_bytes(b"")):
@@ -115,7 +115,7 @@ def test_damage_on_disk_alone_is_mended_from_memory(supervisor, model, loaded):
 
 
 @pytest.mark.parametrize("layers", [[0], [0, 1]])
-def test_a_damaged_store_in_use_is_left_and_the_start_fails(supervisor, model, loaded, layers):
+def test_damaged_store_in_use_is_kept_and_the_start_fails(supervisor, model, loaded, layers):
     if 0 in layers:
         flip(in_memory(loaded), -300_000)
     if 1 in layers:
@@ -153,7 +153,7 @@ BROKEN: dict[str, Callable[[Path], None]] = {
 }
 
 
-def test_a_segment_that_is_no_store_is_found_without_asking(supervisor, model, loaded):
+def test_invalid_segment_is_replaced_without_verify(supervisor, model, loaded):
     for kind, damage in BROKEN.items():
         damage(in_memory(loaded))
         outcome = supervisor.load(model)
@@ -164,7 +164,7 @@ def test_a_segment_that_is_no_store_is_found_without_asking(supervisor, model, l
 
 
 @pytest.mark.parametrize("kind", ["cut to nothing", "garbage"])
-def test_a_segment_that_is_no_store_is_left_to_who_uses_it(supervisor, model, loaded, kind):
+def test_invalid_segment_in_use_is_kept(supervisor, model, loaded, kind):
     lease = StoreLease.acquire(loaded, supervisor.runtime.parent)
     BROKEN[kind](in_memory(loaded))
     outcome = supervisor.load(model)
@@ -173,7 +173,7 @@ def test_a_segment_that_is_no_store_is_left_to_who_uses_it(supervisor, model, lo
     assert "another engine uses it" in outcome.failed.text
     assert exists(loaded)
     lease.release(keep=True)
-    assert not exists(loaded)  # nothing that is worth keeping
+    assert not exists(loaded)  # an invalid store is removed even with keep=True
 
 
 def other_version(path: Path) -> None:
@@ -204,7 +204,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 }
 
 
-def test_a_damaged_cached_file_is_made_again_and_said_so(supervisor, model, loaded):
+def test_damaged_cached_file_is_made_again_with_a_warning(supervisor, model, loaded):
     path = on_disk(supervisor, loaded)
     good = path.read_bytes()
     for kind, damage in DAMAGE.items():
@@ -219,7 +219,7 @@ def test_a_damaged_cached_file_is_made_again_and_said_so(supervisor, model, load
         assert path.stat().st_mode & 0o7777 == 0o600
 
 
-def test_another_models_cached_file_under_this_models_name(supervisor, model, loaded):
+def test_cached_file_of_another_model_is_made_again(supervisor, model, loaded):
     other = supervisor.load(model, tile=16).ready.fingerprint
     for fingerprint in (loaded, other):
         unlink(store_name(fingerprint))
@@ -231,8 +231,8 @@ def test_another_models_cached_file_under_this_models_name(supervisor, model, lo
     assert_right(loaded, TENSORS)
 
 
-def test_what_killed_loaders_left_on_disk_is_removed_whatever_is_loaded(supervisor, model, loaded):
-    """Their models may never be loaded again."""
+def test_unfinished_files_of_killed_loaders_are_removed(supervisor, model, loaded):
+    """Of any model, because theirs may never be loaded again."""
     half = supervisor.cache / ("0" * 64) / "store.tmp"
     half.parent.mkdir()
     half.write_bytes(bytes(5000))

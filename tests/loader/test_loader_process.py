@@ -1,4 +1,4 @@
-"""The loader as the supervisor starts it: where a store comes from, and every way that fails."""
+"""The loader process as the supervisor starts it: the sources of a store, and failures."""
 
 import os
 import time
@@ -19,11 +19,11 @@ from shm.segment import unlink
 from shm.store import Store, store_name
 from workers.lifetime import EXIT_PARENT_GONE
 
-# Any engine's start may sweep what a loader left here, and a loader says so when it sweeps something.
+# Any engine's start may sweep stores of these tests, and a loader logs what it sweeps.
 pytestmark = pytest.mark.alone
 
 
-def test_from_the_checkpoint_then_the_segment_then_the_cache(supervisor, model):
+def test_store_comes_from_checkpoint_then_segment_then_cache(supervisor, model):
     first = supervisor.load(model)
     fingerprint = first.ready.fingerprint
     assert first.ready.version == VERSION
@@ -53,19 +53,19 @@ def test_from_the_checkpoint_then_the_segment_then_the_cache(supervisor, model):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_other_dtypes_and_several_files(supervisor, model, tmp_path, dtype):
+def test_other_dtypes_and_several_shards_load(supervisor, model, tmp_path, dtype):
     tensors = tiny_checkpoint.expert_tensors(dtype)
     sharded = tiny_checkpoint.write(tmp_path / "sharded", tensors, shards=3)
     assert_right(supervisor.load(sharded, format="f32").ready.fingerprint, tensors)
 
 
-def test_the_tile_is_chosen_where_none_is_given(supervisor, model):
+def test_default_tile_is_chosen(supervisor, model):
     fingerprint = supervisor.load(model, tile=None).ready.fingerprint
     with Store.attach(store_name(fingerprint), fingerprint) as store:
         assert store.layout.shape.intermediate == 100
 
 
-def test_two_engines_that_start_together_build_one_store(supervisor, model):
+def test_concurrent_loaders_build_one_store(supervisor, model):
     children = [supervisor.start(model), supervisor.start(model)]
     messages: dict[bytes, list[object]] = {}
     deadline = time.monotonic() + SECONDS
@@ -75,12 +75,12 @@ def test_two_engines_that_start_together_build_one_store(supervisor, model):
             sender, *frames = supervisor.control.recv_multipart()
             messages.setdefault(sender, []).append(decode(frames))
     assert [c.end() for c in children] == [0, 0]
-    supervisor.fingerprints |= {said[-1].fingerprint for said in messages.values()}
-    notes = sorted(said[-1].notes[0].split(":")[0] for said in messages.values())
+    supervisor.fingerprints |= {received[-1].fingerprint for received in messages.values()}
+    notes = sorted(received[-1].notes[0].split(":")[0] for received in messages.values())
     assert notes == ["source attached", "source checkpoint"]
 
 
-def test_a_store_that_a_killed_loader_left_is_made_again(supervisor, model):
+def test_unfinished_store_of_a_killed_loader_is_made_again(supervisor, model):
     fingerprint = supervisor.load(model).ready.fingerprint
     with Store.attach(store_name(fingerprint)) as store:
         manifest = store.manifest
@@ -94,7 +94,7 @@ def test_a_store_that_a_killed_loader_left_is_made_again(supervisor, model):
     assert_right(fingerprint, tiny_checkpoint.expert_tensors())
 
 
-def test_a_cache_that_cannot_be_written_is_a_note(supervisor, model):
+def test_unwritable_cache_is_a_warning(supervisor, model):
     supervisor.cache.write_text("a file where the folder should be")
     outcome = supervisor.load(model)
     assert outcome.ready.notes[0].startswith("source checkpoint")
@@ -102,18 +102,19 @@ def test_a_cache_that_cannot_be_written_is_a_note(supervisor, model):
     assert_right(outcome.ready.fingerprint, tiny_checkpoint.expert_tensors())
 
 
-def test_stores_that_nobody_uses_make_room(supervisor, model):
-    """Another store, whose engine was killed before it took a lease, goes before a new one is created."""
+def test_unused_stores_are_removed_first(supervisor, model):
+    """A store without a lease, as of an engine killed at its start, is removed before a new one is
+    created."""
     stale = supervisor.load(model, tile=16).ready.fingerprint
     outcome = supervisor.load(model)
-    assert "nobody uses" in outcome.lines[0]
+    assert "removed the unused store" in outcome.lines[0]
     assert not exists(stale)
 
 
 # --- failures -----------------------------------------------------------------------------------------
 
 
-def test_too_little_memory_is_the_users_to_change(supervisor, model):
+def test_too_little_memory_is_a_usage_error(supervisor, model):
     outcome = supervisor.load(model, reserve_bytes=1 << 60)
     assert outcome.code == 2
     assert outcome.failed.usage
@@ -144,7 +145,7 @@ def test_bad_models_and_formats_are_one_line(supervisor, model, tmp_path):
 
 
 def wait_for_waiting(supervisor: Supervisor) -> bytes:
-    """The identity of a loader that has said that it waits for another engine."""
+    """The identity of a loader that has reported waiting for another engine."""
     assert supervisor.control.poll(SECONDS * 1000)
     sender, *frames = supervisor.control.recv_multipart()
     message = decode(frames)
@@ -153,7 +154,7 @@ def wait_for_waiting(supervisor: Supervisor) -> bytes:
     return sender
 
 
-def test_shutdown_ends_a_loader_that_waits(supervisor, model):
+def test_shutdown_ends_a_waiting_loader(supervisor, model):
     fingerprint = supervisor.load(model).ready.fingerprint
     with build_lock(fingerprint, supervisor.runtime.parent):
         child = supervisor.start(model)
@@ -162,7 +163,7 @@ def test_shutdown_ends_a_loader_that_waits(supervisor, model):
         assert child.end() == 0
 
 
-def test_a_loader_ends_with_its_supervisor(supervisor, model):
+def test_loader_exits_with_its_supervisor(supervisor, model):
     fingerprint = supervisor.load(model).ready.fingerprint
     with build_lock(fingerprint, supervisor.runtime.parent):
         child = supervisor.start(model)
@@ -172,8 +173,8 @@ def test_a_loader_ends_with_its_supervisor(supervisor, model):
         assert child.end() in (EXIT_PARENT_GONE, -9)
 
 
-def test_an_embedded_sized_model_is_ready_within_a_second_or_so(supervisor, model):
-    """50 MB of experts from the cache, process start included; generous, for a busy machine."""
+def test_model_of_embedded_size_is_ready_within_two_seconds(supervisor, model):
+    """50 MB of experts from the cache, including the start of the process; the best of three."""
     folder = tiny_checkpoint.embedded(model.parent / "embedded")
     built = supervisor.load(folder, tile=None)
     with Store.attach(store_name(built.ready.fingerprint)) as store:

@@ -1,4 +1,4 @@
-"""Writes tiny random checkpoints, Mixtral's unless a config says otherwise."""
+"""Writes tiny random checkpoints, by default of Mixtral's architecture."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -31,7 +31,7 @@ def config() -> dict[str, Any]:
 
 
 def expert_tensors(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    """The routed experts, which is all that the loader reads."""
+    """The routed experts: all that the loader reads."""
     generator = torch.Generator().manual_seed(3)
     tensors = {}
     for layer in range(LAYERS):
@@ -47,7 +47,7 @@ def expert_tensors(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tenso
 
 
 def embedded(folder: Path) -> Path:
-    """A model of the embedded one's size: 12.6 million weights in its experts, all zero."""
+    """A model of the embedded model's size: 12.6 million expert weights, all zero."""
     settings = config() | {
         "hidden_size": 256,
         "intermediate_size": 256,
@@ -65,12 +65,12 @@ def embedded(folder: Path) -> Path:
 
 
 def backbone_tensors(settings: Mapping[str, Any], fused: bool = False) -> dict[str, torch.Tensor]:
-    """Everything else, zeros: nobody computes with it."""
+    """All other tensors, zero, because no test computes with them."""
     architecture, spec = architecture_of(settings), model_spec(settings)
-    wants = [*architecture.outer(spec).values()]
+    backbone = [*architecture.outer(spec).values()]
     for layer in range(spec.layers):
-        wants += architecture.layer(spec, layer, fused).values()
-    return {want.name: torch.zeros(want.shape, dtype=torch.bfloat16) for want in wants}
+        backbone += architecture.layer(spec, layer, fused).values()
+    return {tensor.name: torch.zeros(tensor.shape, dtype=torch.bfloat16) for tensor in backbone}
 
 
 def write(
@@ -92,7 +92,7 @@ def write_exactly(
     shards: int = 1,
     settings: Mapping[str, Any] | None = None,
 ) -> Path:
-    """A directory with these tensors alone; with an index and several files where `shards` > 1."""
+    """A directory with these tensors only, in `shards` files, with an index where there are several."""
     settings = config() if settings is None else settings
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(settings))

@@ -1,9 +1,11 @@
-"""A quantized backbone kept on disk: the same matrices at the next start, and never a reason not to start."""
+"""The disk cache of a quantized backbone: the next start has the same matrices, and no error fails a
+start."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -29,23 +31,27 @@ def file_of(folder: Path) -> Path:
     return folder / FINGERPRINT / NAME
 
 
-def kept(folder: Path) -> Path:
-    """A file with two matrices."""
+def complete_file(folder: Path) -> Path:
+    """Write a file with two matrices."""
     cache = BackboneCache(folder, FINGERPRINT)
     assert cache.take("a", 5000) is None
     cache.keep("a", matrix(1))
     cache.keep("b", matrix(2, 300))
     cache.finish()
     path = file_of(folder)
-    until = time.monotonic() + LIMIT
-    while not path.exists():
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_for(path.exists)
     return path
 
 
-def test_what_was_kept_is_taken(tmp_path: Path) -> None:
-    path = kept(tmp_path)
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_kept_matrices_are_taken_as_mappings(tmp_path: Path) -> None:
+    path = complete_file(tmp_path)
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
     assert not path.with_name(UNFINISHED).exists()
@@ -54,18 +60,18 @@ def test_what_was_kept_is_taken(tmp_path: Path) -> None:
     np.testing.assert_array_equal(first, matrix(1))
     np.testing.assert_array_equal(second, matrix(2, 300))
     own_maps = Path("/proc/self/maps").read_text().splitlines()
-    assert sum(line.endswith(str(path)) for line in own_maps) == 2  # where the page cache has them
-    assert again.take("b", 301) is None  # of another shape
+    assert sum(line.endswith(str(path)) for line in own_maps) == 2  # private mappings of the file
+    assert again.take("b", 301) is None  # another size
     assert again.take("c", 300) is None
-    again.keep("c", matrix(3))  # a whole file is there: it stays as it is
+    again.keep("c", matrix(3))  # ignored: a complete file is never changed
     before = path.read_bytes()
     again.finish()
     assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize("place", ["first", "index", "length", "short", "empty"])
-def test_a_damaged_file_is_made_again(tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture) -> None:
-    path = kept(tmp_path)
+def test_damaged_file_is_made_again(tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = complete_file(tmp_path)
     data = bytearray(path.read_bytes())
     if place == "first":
         data[17] ^= 1
@@ -82,44 +88,38 @@ def test_a_damaged_file_is_made_again(tmp_path: Path, place: str, caplog: pytest
     assert not path.exists()
     assert len(caplog.records) == 1
     found.finish()
-    assert kept(tmp_path).exists()
+    assert complete_file(tmp_path).exists()
 
 
-def test_a_file_that_others_may_write_is_not_used(tmp_path: Path) -> None:
-    path = kept(tmp_path)
+def test_file_writable_by_others_is_not_used(tmp_path: Path) -> None:
+    path = complete_file(tmp_path)
     path.chmod(0o666)
     assert BackboneCache(tmp_path, FINGERPRINT).take("a", 5000) is None
 
 
-def test_one_engine_writes_and_another_goes_without(tmp_path: Path) -> None:
+def test_only_one_engine_writes_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first, second = BackboneCache(tmp_path, FINGERPRINT), BackboneCache(tmp_path, FINGERPRINT)
-    for cache in (first, second):
-        cache.keep("a", matrix(1))
-        time.sleep(0.2)
+    first.keep("a", matrix(1))
+    wait_for(lambda: UNFINISHED in {path.name for path in tmp_path.glob("*/*")})  # which is locked
+    second.keep("a", matrix(1))
     second.finish()
-    time.sleep(0.2)
+    wait_for(lambda: "another engine is writing it" in caplog.text)
     assert not file_of(tmp_path).exists()
     first.finish()
-    until = time.monotonic() + LIMIT
-    while not file_of(tmp_path).exists():
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_for(file_of(tmp_path).exists)
 
 
-def test_a_folder_that_cannot_be_written_fails_nothing(tmp_path: Path, caplog) -> None:
-    (tmp_path / "file").write_text("no folder")
+def test_unwritable_folder_is_a_warning(tmp_path: Path, caplog) -> None:
+    (tmp_path / "file").write_text("not a folder")
     cache = BackboneCache(tmp_path / "file", FINGERPRINT)
     assert cache.take("a", 5000) is None
     cache.keep("a", matrix(1))
     cache.finish()
-    until = time.monotonic() + LIMIT
-    while "could not be kept on disk" not in caplog.text:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_for(lambda: "could not be kept on disk" in caplog.text)
 
 
 def maps_it(engine: Supervisor) -> bool:
-    """Whether the coordinator uses the file's own pages."""
+    """Whether the coordinator maps the file."""
     coordinator = engine.pids[Identity("coordinator", 0, 0)]
     return NAME in Path(f"/proc/{coordinator}/maps").read_text()
 
@@ -128,17 +128,17 @@ async def scores(client: Client) -> np.ndarray:
     return np.concatenate([block.logprobs async for block in client.score(token_ids=TOKENS, full=True)])
 
 
-async def test_the_second_start_has_the_same_backbone(
+async def test_second_start_has_the_same_backbone(
     start_engine, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where no other test has started this model
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # a cache without this model
     config = EngineConfig(model=tiny_model, format="int8", backbone_dtype="int8", workers=0, chunk=16)
     found = []
     for _ in range(2):
         async with start_engine(config) as (engine, client):
             found.append(await scores(client))
             until = time.monotonic() + LIMIT
-            while maps_it(engine):  # it moves into memory
+            while maps_it(engine):  # until it is materialized
                 assert time.monotonic() < until
                 await asyncio.sleep(0.05)
             found.append(await scores(client))
@@ -147,7 +147,7 @@ async def test_the_second_start_has_the_same_backbone(
                 await asyncio.sleep(0.05)
     for again in found[1:]:
         np.testing.assert_array_equal(again, found[0])
-    # A bit of it is another number: the start reads this file and no other.
+    # A flipped bit is detected, which shows that the start reads this file.
     data = bytearray(files[0].read_bytes())
     data[100] ^= 0x40
     files[0].write_bytes(data)

@@ -1,4 +1,4 @@
-"""The KV cache: a budget of tokens, and sequences whose rows stay where they were written."""
+"""The KV cache: its budget of tokens, and sequences that keep their rows when they are resized."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def cache() -> KVCache:
 
 
 def random_rows(counts: tuple[int, ...]) -> list[torch.Tensor]:
-    """For each count [keys and values, layers, kv_heads, count, head_dim]."""
+    """Keys and values [2, layers, kv_heads, count, head_dim] for each count."""
     spec, random = model_spec(GOOD), torch.Generator().manual_seed(0)
     heads, width = spec.attention.kv_streams[0]
     shapes = [(2, spec.layers, heads, count, width) for count in counts]
@@ -30,7 +30,7 @@ def append(sequence, rows: torch.Tensor) -> None:
     sequence.advance(rows.shape[3])
 
 
-def test_the_budget_is_kept(cache) -> None:
+def test_budget_bounds_allocation_and_growth(cache) -> None:
     first, second = cache.allocate(60), cache.allocate(30)
     assert (first.capacity, second.capacity, cache.used, cache.free) == (60, 30, 90, 10)
     with pytest.raises(RequestError, match="11 tokens do not fit the KV cache, 10 are free"):
@@ -48,7 +48,7 @@ def test_the_budget_is_kept(cache) -> None:
     assert cache.used == 0
 
 
-def test_writes_append_and_count_only_once_all_layers_have_them(cache) -> None:
+def test_writes_append_and_count_after_advance(cache) -> None:
     spec = model_spec(GOOD)
     sequence = cache.allocate(5)
     steps = random_rows((3, 1, 1))
@@ -64,14 +64,14 @@ def test_writes_append_and_count_only_once_all_layers_have_them(cache) -> None:
     assert sequence.length == sequence.capacity
 
 
-def test_a_sequence_that_grows_or_is_cut_keeps_its_rows(cache) -> None:
+def test_resized_and_truncated_sequence_keeps_its_rows(cache) -> None:
     first, second, third = random_rows((4, 3, 2))
     sequence = cache.allocate(4)
     append(sequence, first)
     cache.resize(sequence, 8)
     append(sequence, second)
     sequence.truncate(5)
-    sequence.truncate(7)  # what is forgotten does not come back
+    sequence.truncate(7)  # dropped tokens stay dropped
     assert sequence.length == 5
     cache.resize(sequence, 7)
     wanted = torch.cat((first, second[:, :, :, :1], third), dim=3)
@@ -81,7 +81,7 @@ def test_a_sequence_that_grows_or_is_cut_keeps_its_rows(cache) -> None:
         assert torch.equal(values, wanted[1, layer])
 
 
-def test_sequences_do_not_share_room(cache) -> None:
+def test_sequences_do_not_share_memory(cache) -> None:
     a, b = cache.allocate(4), cache.allocate(4)
     ones = torch.ones(2, 4, 16)
     a.write(0, ones, ones)
@@ -90,7 +90,7 @@ def test_sequences_do_not_share_room(cache) -> None:
     assert (b.layers[0][1] == 2).all()
 
 
-def test_room_comes_in_blocks_and_never_more_than_can_be_used() -> None:
+def test_capacity_is_whole_blocks_up_to_the_limit() -> None:
     assert capacity_for(1, 1000) == BLOCK
     assert capacity_for(BLOCK, 1000) == BLOCK
     assert capacity_for(BLOCK + 1, 1000) == 2 * BLOCK
@@ -109,14 +109,14 @@ LATENT = {
 }
 
 
-def test_of_latent_attention_one_short_row_is_cached_for_a_token() -> None:
+def test_latent_attention_caches_one_stream() -> None:
     spec = model_spec(GOOD | LATENT)
     sequence = KVCache(spec, torch.float32, torch.device("cpu"), budget=10).allocate(7)
     assert [[stream.shape for stream in streams] for streams in sequence.layers] == [[(1, 7, 28)]] * 2
     assert spec.kv_numbers_per_token == 2 * 28
 
 
-def test_beyond_the_switch_of_its_rope_a_sequence_begins_anew() -> None:
+def test_crossing_the_rope_switch_drops_the_filled_tokens() -> None:
     factors = [1.0] * 8
     longrope = {"type": "longrope", "short_factor": factors, "long_factor": factors}
     scaling = longrope | {"original_max_position_embeddings": 6}
@@ -132,7 +132,7 @@ def test_beyond_the_switch_of_its_rope_a_sequence_begins_anew() -> None:
     assert (sequence.long, sequence.length) == (True, 0)
 
 
-def test_without_a_switch_any_length_is_served(cache) -> None:
+def test_without_a_rope_switch_nothing_is_dropped(cache) -> None:
     sequence = cache.allocate(9)
     sequence.advance(9)
     assert sequence.select_rope(1000)

@@ -1,4 +1,4 @@
-"""What is read from a config.json: the spec, what is refused and how, the experts' shape, the context."""
+"""Reading config.json: the spec, refused variants, the experts' shape, the context."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def refused(config: dict[str, Any]) -> str:
     return text
 
 
-def test_a_good_config() -> None:
+def test_spec_of_a_valid_config() -> None:
     spec = model_spec(GOOD)
     assert (spec.layers, spec.hidden, spec.experts, spec.top_k) == (2, 64, 4, 2)
     assert spec.moe_layers == (0, 1)
@@ -57,17 +57,17 @@ def test_a_good_config() -> None:
 
 @pytest.mark.parametrize("key", NUMBERS)
 @pytest.mark.parametrize("value", [None, "64", 0, -1, True, [4], float("nan"), float("inf")])
-def test_a_number_that_is_missing_or_none_is_named(key, value) -> None:
+def test_invalid_number_is_named(key, value) -> None:
     assert key in refused(GOOD | {key: value})
 
 
 @pytest.mark.parametrize("key", NUMBERS)
-def test_a_missing_key_is_named(key) -> None:
+def test_missing_key_is_named(key) -> None:
     assert key in refused({name: value for name, value in GOOD.items() if name != key})
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"model_type": "llama"}, "'llama'"),
         ({"model_type": None}, "None"),
@@ -90,8 +90,8 @@ def test_a_missing_key_is_named(key) -> None:
         ({"rope_parameters": "default"}, "rope_parameters"),
     ],
 )
-def test_a_variant_that_is_not_supported_is_named(change, said) -> None:
-    assert said in refused(GOOD | change)
+def test_unsupported_variant_is_named(change, message) -> None:
+    assert message in refused(GOOD | change)
 
 
 @pytest.mark.parametrize(
@@ -103,17 +103,17 @@ def test_a_variant_that_is_not_supported_is_named(change, said) -> None:
         ({"rope_scaling": None, "rope_theta": 2e4}, 2e4),
     ],
 )
-def test_the_rotary_base_is_read_from_either_place(change, theta) -> None:
+def test_rope_theta_is_read_from_either_key(change, theta) -> None:
     assert model_spec(GOOD | change).rope.theta == theta
 
 
-def test_optional_keys() -> None:
+def test_optional_keys_have_defaults() -> None:
     spec = model_spec(GOOD | {"head_dim": 32, "sliding_window": 128, "tie_word_embeddings": True})
     assert (spec.attention.qk_dim, spec.windows, spec.tied_embeddings) == (32, (128, 128), True)
     assert model_spec(GOOD | {"head_dim": None, "sliding_window": None}).attention.qk_dim == 16
 
 
-def test_the_context() -> None:
+def test_context_is_bounded_by_the_models_positions() -> None:
     spec = model_spec(GOOD)
     assert choose_context(None, spec) == 256
     assert choose_context(256, spec) == 256
@@ -125,14 +125,14 @@ def test_the_context() -> None:
 
 def test_tiles_of_known_models() -> None:
     small, large = expert_shape(GOOD, None, BF16), expert_shape(MIXTRAL_8X7B, None, BF16)
-    assert (small.tile, small.tiles) == (96, 1)  # a tile is never more than the expert
+    assert (small.tile, small.tiles) == (96, 1)  # a tile is at most an expert
     assert (large.tile, large.tiles) == (896, 16)
     assert expert_shape(GOOD, 40, BF16).tiles == 3
     assert expert_shape(GOOD, 1000, BF16).tile == 96
 
 
 @given(st.integers(1, 1024), st.integers(1, 30000))
-def test_automatic_tiles_are_large_enough_and_not_too_many(hidden, intermediate) -> None:
+def test_default_tiles_are_large_enough_and_not_too_many(hidden, intermediate) -> None:
     config = GOOD | {"hidden_size": hidden * 8, "intermediate_size": intermediate}
     shape = expert_shape(config, None, BF16)
     assert 1 <= shape.tiles <= REACH * TILES_PER_EXPERT
@@ -166,8 +166,8 @@ def test_tiles_of_quantized_formats() -> None:
         expert_shape(MIXTRAL_8X7B, 100, int4)
 
 
-def test_the_names_of_an_expert_s_tensors() -> None:
-    """Gate, up, down are w1, w3, w2: the order of names is not the order of use."""
+def test_expert_tensor_names() -> None:
+    """Gate, up, down are w1, w3, w2: not the order of the names."""
     parts = architecture_of(GOOD).expert(model_spec(GOOD), 1, 3, fused=False)
     assert [part.name.split(".")[-2] for part in parts] == ["w1", "w3", "w2"]
     assert all(part.name.startswith("model.layers.1.block_sparse_moe.experts.3.") for part in parts)
@@ -178,7 +178,7 @@ def test_the_names_of_an_expert_s_tensors() -> None:
     ]
 
 
-def test_where_a_fused_expert_lies() -> None:
+def test_location_of_a_fused_expert() -> None:
     gate, up, down = architecture_of(GOOD).expert(model_spec(GOOD), 1, 3, fused=True)
     assert (gate.name, gate.shape) == ("model.layers.1.mlp.experts.gate_up_proj", (4, 192, 64))
     assert (gate[1:], up[1:]) == (((4, 192, 64), 3 * 192, 96), ((4, 192, 64), 3 * 192 + 96, 96))
@@ -210,7 +210,7 @@ def test_every_shape_has_a_spec(name) -> None:
         ("olmoe-1b-7b", 6.9),
     ],
 )
-def test_shapes_have_as_many_weights_as_their_makers_say(name, billions) -> None:
+def test_shapes_have_the_published_number_of_weights(name, billions) -> None:
     tensors = architecture_of(SHAPES[name]).tensors(model_spec(SHAPES[name]), fused=False)
     assert sum(map(math.prod, tensors.values())) / 1e9 == pytest.approx(billions, abs=0.06)
 
@@ -222,7 +222,7 @@ QWEN2 = SHAPES["qwen1.5-moe-a2.7b"]
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         (DEEPSEEK | {"topk_method": "noaux_tc"}, "topk_method"),
         (DEEPSEEK | {"norm_topk_prob": True}, "norm_topk_prob"),
@@ -254,17 +254,17 @@ QWEN2 = SHAPES["qwen1.5-moe-a2.7b"]
         (SHAPES["phi-3.5-moe"] | {"rope_scaling": LONGROPE | SCALES}, "64 numbers"),
     ],
 )
-def test_a_family_s_own_variants_are_named(config, said) -> None:
-    assert said in refused(config)
+def test_unsupported_variant_of_a_family_is_named(config, message) -> None:
+    assert message in refused(config)
 
 
-def test_which_layers_have_experts() -> None:
+def test_layers_with_experts() -> None:
     assert model_spec(DEEPSEEK).moe_layers == tuple(range(1, 27))
     every_third = QWEN2 | {"decoder_sparse_step": 3, "mlp_only_layers": [5]}
     assert model_spec(every_third).moe_layers == (2, 8, 11, 14, 17, 20, 23)
 
 
-def test_which_layers_see_a_window() -> None:
+def test_layers_with_a_sliding_window() -> None:
     sliding = QWEN2 | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3}
     assert model_spec(sliding).windows[:5] == (64, None, 64, None, None)
     types = ["full_attention"] * 23 + ["sliding_attention"]

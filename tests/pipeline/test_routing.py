@@ -1,4 +1,4 @@
-"""Each family's own routing equals transformers' router."""
+"""The routing of each family equals transformers' router."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from pipeline.models.routing import Router, Softmax, SparseMixer
 
 
 def routed(router: torch.nn.Module, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Weights and experts [R, k] that a router of transformers takes from these logits: its input is a unit
-    vector for each row, and its matrix holds the logits."""
+    """Weights and experts [R, k] of a transformers router for these logits: its input is a unit vector for
+    each row, and its matrix holds the logits."""
     with torch.no_grad():
         router.weight.copy_(torch.from_numpy(logits.T.copy()))
         _, weights, chosen = router.eval()(torch.eye(len(logits)))
@@ -27,14 +27,14 @@ def routed(router: torch.nn.Module, logits: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def by_transformers(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Mixtral's."""
+    """Weights and experts [R, k] of Mixtral's router."""
     rows, experts = logits.shape
     config = MixtralConfig(hidden_size=rows, num_local_experts=experts, num_experts_per_tok=k)
     return routed(MixtralTopKRouter(config), logits)
 
 
 def equal(router: Router, theirs: torch.nn.Module, logits: np.ndarray) -> None:
-    """The same experts with the same weights, in whatever order; those of weight 0 may be others."""
+    """Assert the same experts with the same weights, in any order; experts of weight 0 may differ."""
     ours = router(logits)
     assert (ours.experts.dtype, ours.weights.dtype) == (np.int32, np.float32)
     weights, chosen = routed(theirs, logits)
@@ -52,14 +52,14 @@ def random_logits(seed: int, rows: int, experts: int, scale: float) -> np.ndarra
 
 @pytest.mark.parametrize("rescaled", [False, True])
 @pytest.mark.parametrize("k", [1, 3, 6])
-def test_probabilities_of_all_experts_as_in_qwen(k, rescaled) -> None:
+def test_softmax_over_all_experts_equals_qwen(k, rescaled) -> None:
     logits = random_logits(k, 100, 6, 2.0)
     config = Qwen2MoeConfig(hidden_size=100, num_experts=6, num_experts_per_tok=k, norm_topk_prob=rescaled)
     equal(Softmax(k, rescaled=rescaled), Qwen2MoeTopKRouter(config), logits)
 
 
 @pytest.mark.parametrize(("groups", "best"), [(1, 1), (4, 1), (4, 3), (6, 2)])
-def test_groups_of_experts_as_in_deepseek(groups, best) -> None:
+def test_group_limited_routing_equals_deepseek(groups, best) -> None:
     logits = random_logits(groups, 100, 12, 2.0)
     config = DeepseekV2Config(
         hidden_size=100,
@@ -73,13 +73,13 @@ def test_groups_of_experts_as_in_deepseek(groups, best) -> None:
     )
     ours = Softmax(4, rescaled=False, scale=2.5, groups=groups, best_groups=best)
     equal(ours, DeepseekV2TopkRouter(config), logits)
-    if groups == 4 and best == 1:  # three experts can be chosen, and a fourth fills up
+    if groups == 4 and best == 1:  # only three experts can be chosen; the fourth has weight 0
         assert (np.count_nonzero(ours(logits).weights, axis=1) == 3).all()
 
 
 @pytest.mark.parametrize("jitter", [0.001, 0.01, 0.3])
 @pytest.mark.parametrize("scale", [0.05, 1.0, 10.0])
-def test_sparsemixer_as_in_phi(jitter, scale) -> None:
+def test_sparsemixer_equals_phi(jitter, scale) -> None:
     logits = random_logits(3, 200, 16, scale)
     config = PhimoeConfig(hidden_size=200, num_local_experts=16, router_jitter_noise=jitter)
     equal(SparseMixer(jitter), PhimoeTopKRouter(config), logits)
@@ -94,7 +94,7 @@ def test_sparsemixer_of_equal_logits(row) -> None:
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
 @pytest.mark.parametrize("scale", [0.01, 1.0, 8.0])
-def test_random_logits_route_as_in_transformers(k, scale) -> None:
+def test_softmax_over_chosen_experts_equals_mixtral(k, scale) -> None:
     logits = (np.random.default_rng(k).standard_normal((200, 8)) * scale).astype(np.float32)
     ours = Softmax(k, rescaled=True)(logits)
     weights, chosen = by_transformers(logits, k)
@@ -108,11 +108,11 @@ FEW_VALUES = arrays(np.float32, (3, 6), elements=st.sampled_from([-1.0, 0.0, 0.5
 
 @settings(max_examples=40, deadline=None)
 @given(FEW_VALUES, st.integers(1, 6))
-def test_of_equal_logits_the_lower_expert_is_taken(logits, k) -> None:
+def test_ties_choose_the_lower_expert(logits, k) -> None:
     ours = Softmax(k, rescaled=True)(logits)
     for row, experts in zip(logits, ours.experts, strict=True):
         assert experts.tolist() == sorted(range(6), key=lambda e: (-row[e], e))[:k]
-    # which of equals transformers takes is not its promise, but their weights are
+    # transformers does not specify its choice between ties, but the weights are equal
     weights, _ = by_transformers(logits, k)
     np.testing.assert_allclose(ours.weights, weights, rtol=2e-6)
 

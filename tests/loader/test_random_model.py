@@ -1,4 +1,4 @@
-"""Shapes with random weights: their names, their configs, the bytes that are drawn, the loader's part."""
+"""Shapes with random weights: their names, their configs, their bytes, and how the loader treats them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TILE = 128  # whole groups of every format; 320 channels are 2.5 tiles
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Another entry in the table."""
+    """Another entry of SHAPES."""
     monkeypatch.setitem(SHAPES, "tiny", TINY)
     return Path("shape:tiny")
 
@@ -81,7 +81,7 @@ def bytes_of(model: Path, format_name: str) -> bytes:
         *((f"shape:mixtral-8x22b/{n}", ["1 to 56"]) for n in (57, "4/4", "1e1", " 4", "٤", "9" * 5000)),
     ],
 )
-def test_a_name_that_is_none_is_answered_with_one_line(name: str, words: list[str]) -> None:
+def test_unknown_shape_name_is_one_line(name: str, words: list[str]) -> None:
     with pytest.raises(ModelError) as failure:
         shape_config(name)
     line = str(failure.value)
@@ -89,7 +89,7 @@ def test_a_name_that_is_none_is_answered_with_one_line(name: str, words: list[st
     assert all(word in line for word in words), line
 
 
-def test_layers_are_what_was_asked_for() -> None:
+def test_shape_has_the_requested_layers() -> None:
     assert open_model(Path("shape:mixtral-8x7b")).config["num_hidden_layers"] == 32
     four = open_model(Path("shape:mixtral-8x7b/4"))
     assert four.config == SHAPES["mixtral-8x7b"] | {"num_hidden_layers": 4}
@@ -99,12 +99,12 @@ def test_layers_are_what_was_asked_for() -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("format_name", FORMATS)
-def test_the_experts_of_known_shapes_need_no_padding(name: str, format_name: str) -> None:
+def test_experts_of_known_shapes_need_no_padding(name: str, format_name: str) -> None:
     shape = expert_shape(SHAPES[name], None, format_named(format_name))
     assert shape.padded == shape.intermediate
 
 
-def test_a_fingerprint_is_of_the_shape_its_layers_the_format_and_the_tile() -> None:
+def test_fingerprint_depends_on_shape_layers_format_and_tile() -> None:
     def fingerprint(name: str, format_name: str = "int4", tile: int = 128) -> str:
         return open_model(Path(f"shape:{name}")).fingerprint(format_name, tile)
 
@@ -128,20 +128,20 @@ def test_short_names() -> None:
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
-def test_the_bytes_are_the_same_whatever_the_number_of_cores(
+def test_bytes_do_not_depend_on_the_number_of_cores(
     format_name: str, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     alone = bytes_of(tiny, format_name)
-    monkeypatch.setattr(os, "cpu_count", lambda: 7)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(7)))
     assert bytes_of(tiny, format_name) == alone
-    # fewer layers are the first ones of all
+    # A shape with fewer layers has the first ones.
     assert alone.startswith(fewer := bytes_of(Path(f"{tiny}/2"), format_name))
     assert len(fewer) == len(alone) * 2 // 3
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
-def test_the_weights_have_a_sensible_scale_and_padding_is_zero(format_name: str, tiny: Path) -> None:
+def test_weights_have_the_documented_scale_and_zero_padding(format_name: str, tiny: Path) -> None:
     progress: list[int] = []
     with drawn(tiny, format_name, progress) as store:
         store.verify()
@@ -154,14 +154,14 @@ def test_the_weights_have_a_sensible_scale_and_padding_is_zero(format_name: str,
             for matrix in numbers:
                 assert abs(matrix[:used].mean()) < 0.002
                 assert matrix[:used].std() == pytest.approx(256**-0.5, rel=0.1)
-            # Of gate and up: then it is no matter what down's are.
+            # Where gate and up are zero, down has no effect.
             assert not numbers[:2, used:].any()
     assert progress == sorted(progress)
     assert progress[-1] == layout.total_bytes
     assert len(progress) >= layout.shape.layers * layout.shape.experts
 
 
-def test_what_the_progress_raises_ends_the_drawing(tiny: Path) -> None:
+def test_exception_of_progress_ends_fill(tiny: Path) -> None:
     class Enough(Exception):
         pass
 
@@ -173,14 +173,14 @@ def test_what_the_progress_raises_ends_the_drawing(tiny: Path) -> None:
         pass
 
 
-def test_the_tensors_of_the_backbone(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backbone_tensors_are_reproducible_and_scaled(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read() -> list[np.ndarray]:
         with open_model(tiny).tensors() as tensors:
-            large = tensors.float32("a", (9000, 512))  # more than one generator's share
+            large = tensors.float32("a", (9000, 512))  # several blocks
             return [large, tensors.float32("b", (300, 512)), tensors.float32("norm", (512,))]
 
     first = read()
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     for one, again in zip(first, read(), strict=True):
         np.testing.assert_array_equal(one, again)
     large, other, norm = first
@@ -195,8 +195,8 @@ def test_the_tensors_of_the_backbone(tiny: Path, monkeypatch: pytest.MonkeyPatch
 # --- the loader ------------------------------------------------------------------------------------------
 
 
-def test_the_loader_draws_a_shape_keeps_no_copy_on_disk_and_finds_it_again(supervisor: Supervisor) -> None:
-    asked = {"format": "int4", "tile": 448}  # a tile nobody chooses: an engine in use has another store
+def test_loader_draws_a_shape_without_caching_it_and_attaches_it_again(supervisor: Supervisor) -> None:
+    asked = {"format": "int4", "tile": 448}  # an unusual tile, so that no running engine has this store
     first = supervisor.load(Path("shape:mixtral-8x7b/1"), **asked)
     assert first.ready.notes[0].startswith("source random weights: 0 bytes")
     assert first.stages == ["allocating", "drawing random experts"]
@@ -208,7 +208,7 @@ def test_the_loader_draws_a_shape_keeps_no_copy_on_disk_and_finds_it_again(super
         assert store.manifest.source == "shape:mixtral-8x7b/1"
 
 
-def test_a_shape_that_does_not_fit_is_refused_before_anything_is_made(supervisor: Supervisor) -> None:
+def test_shape_that_does_not_fit_is_refused_before_allocation(supervisor: Supervisor) -> None:
     model = Path("shape:mixtral-8x22b")
     outcome = supervisor.load(model, format="bf16", tile=None, reserve_bytes=1 << 60)
     assert (outcome.code, outcome.failed.usage) == (2, True)
@@ -219,7 +219,7 @@ def test_a_shape_that_does_not_fit_is_refused_before_anything_is_made(supervisor
 
 
 @pytest.mark.parametrize(("asked", "word"), [({"tile": 100}, "--tile 100"), ({"format": "int3"}, "int3")])
-def test_what_the_format_cannot_do_is_one_line(supervisor: Supervisor, asked: dict, word: str) -> None:
+def test_unsupported_tile_and_format_are_one_line(supervisor: Supervisor, asked: dict, word: str) -> None:
     outcome = supervisor.load(Path("shape:mixtral-8x7b/1"), **({"format": "int4"} | asked))
     assert (outcome.code, outcome.failed.usage) == (2, True)
     assert word in outcome.failed.text

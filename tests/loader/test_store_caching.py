@@ -1,4 +1,4 @@
-"""Which stores the loader keeps on disk, and what becomes of those it cannot keep."""
+"""The loader caches stores on disk where that is faster, and survives a disk that it cannot write."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shm.cache_writer import write_cache
 from shm.segment import unlink
 from shm.store import Store, StoreBuilder, store_name
 
-# Any engine's start may sweep what a loader left here, and a loader says so when it sweeps something.
+# Any engine's start may sweep stores and files of these tests, and a loader logs what it sweeps.
 pytestmark = pytest.mark.alone
 
 
@@ -34,15 +34,15 @@ pytestmark = pytest.mark.alone
         (torch.bfloat16, "int8", True),
     ],
 )
-def test_a_file_that_would_repeat_the_checkpoint_is_not_worth_keeping(
+def test_store_with_the_checkpoints_bits_is_not_worth_keeping(
     tmp_path: Path, dtype: torch.dtype, format_name: str, worth: bool
 ) -> None:
     folder = tiny_checkpoint.write(tmp_path / "model", tiny_checkpoint.expert_tensors(dtype))
     assert Checkpoint(folder).worth_keeping(format_name) is worth
 
 
-def test_one_tensor_of_another_dtype_makes_it_worth_keeping(tmp_path: Path) -> None:
-    """Whatever the dtype of the rest of the model."""
+def test_one_tensor_of_another_dtype_makes_a_store_worth_keeping(tmp_path: Path) -> None:
+    """Even where all others have the format's dtype."""
     tensors = tiny_checkpoint.expert_tensors(torch.float32)
     assert not Checkpoint(tiny_checkpoint.write(tmp_path / "a", tensors)).worth_keeping("f32")
     name = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
@@ -50,12 +50,12 @@ def test_one_tensor_of_another_dtype_makes_it_worth_keeping(tmp_path: Path) -> N
     assert Checkpoint(tiny_checkpoint.write(tmp_path / "b", tensors)).worth_keeping("f32")
 
 
-def test_the_checkpoint_is_read_again_where_that_is_as_quick(supervisor: Supervisor, model: Path) -> None:
+def test_store_not_worth_keeping_is_read_again(supervisor: Supervisor, model: Path) -> None:
     first = supervisor.load(model, format="bf16")
     assert first.stages == ["allocating", "encoding the experts"]
     assert not list(supervisor.cache.glob("*"))
     fingerprint = first.ready.fingerprint
-    with Store.attach(store_name(fingerprint)) as store:  # as a former version did
+    with Store.attach(store_name(fingerprint)) as store:  # as an older version did
         write_cache(supervisor.cache, store, lambda done: None)
     old = supervisor.cache / fingerprint / "store.bin"
     with old.open("r+b") as file:
@@ -71,15 +71,13 @@ def test_the_checkpoint_is_read_again_where_that_is_as_quick(supervisor: Supervi
 
 
 @pytest.mark.parametrize("format_name", ["f32", "int8", "int4"])
-def test_the_kept_file_is_the_store(supervisor: Supervisor, model: Path, format_name: str) -> None:
+def test_cached_file_equals_the_segment(supervisor: Supervisor, model: Path, format_name: str) -> None:
     fingerprint = supervisor.load(model, format=format_name, tile=None).ready.fingerprint
     segment = Path("/dev/shm") / store_name(fingerprint)[1:]
     assert (supervisor.cache / fingerprint / "store.bin").read_bytes() == segment.read_bytes()
 
 
-def test_a_loader_killed_half_way_leaves_nothing_that_is_taken_for_whole(
-    supervisor: Supervisor, tmp_path: Path
-) -> None:
+def test_unfinished_file_of_a_killed_loader_is_not_used(supervisor: Supervisor, tmp_path: Path) -> None:
     model = tiny_checkpoint.embedded(tmp_path / "embedded")
     child = supervisor.start(model, tile=None)
     deadline = time.monotonic() + SECONDS
@@ -102,20 +100,20 @@ def test_a_loader_killed_half_way_leaves_nothing_that_is_taken_for_whole(
 
 @pytest.fixture
 def file_limit() -> Iterator[Callable[[int], None]]:
-    """Has the kernel refuse to write further than so many bytes into any file of this process."""
+    """A function that limits the size of the files that this process may write."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda nbytes: resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_disk_that_is_full_at_the_second_layer_is_a_note(
+def test_full_disk_at_the_second_layer_is_a_warning(
     supervisor: Supervisor,
     model: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     file_limit: Callable[[int], None],
 ) -> None:
-    """In this process: the disk has to become full between the store's allocation and its second layer."""
+    """In this process, to limit the file size between the store's allocation and its second layer."""
     make = loader.Loading._builder
 
     def builder(self: loader.Loading) -> StoreBuilder:
