@@ -1,4 +1,4 @@
-"""Token streams of the kinds and batches mixed from them."""
+"""Token streams of each kind of text, and batches mixed from them."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def encode(corpus: Path, tokenizer: Tokenizer) -> None:
 
 
 def read_tokens(corpus: Path, kind: str) -> NDArray[np.uint16]:
-    """The training tokens of `kind`, all documents after one another."""
+    """The training tokens of `kind`, document after document."""
     tokens: NDArray[np.uint16] = np.load(corpus / f"{kind}.npy", allow_pickle=False)
     return tokens
 
 
 class Stream:
-    """Endless pieces of one kind's tokens in random order; a pass meets every piece once.
+    """Endless pieces of one kind's tokens in random order; a pass yields every piece once.
 
     Neighbouring rows come from different documents: read in sequence, a long document would fill every batch
-    for hundreds of steps, and the model would forget the others meanwhile.
+    for hundreds of steps, and the model would forget the others.
     """
 
     def __init__(self, tokens: NDArray[np.uint16], rng: np.random.Generator) -> None:
@@ -49,12 +49,12 @@ class Stream:
         self._rng = rng
         self._starts: list[int] = []
         self._count = 0
-        self.passes = 0.0  # over the tokens, as far as taken
+        self.passes = 0.0  # over the tokens so far
 
     def take(self, count: int) -> Ids:
         """The next `count` tokens."""
         if not self._starts or count != self._count:
-            first = int(self._rng.integers(count))  # every pass cuts elsewhere
+            first = int(self._rng.integers(count))  # each pass has other boundaries
             starts = np.arange(first, self._tokens.size - count, count)
             self._starts, self._count = self._rng.permutation(starts).tolist(), count
         start = self._starts.pop()
@@ -73,7 +73,7 @@ class Dialogues:
             for talk in map(json.loads, lines):
                 self._by_source[talk["source"]].append((talk["questions"], talk["answer"]))
 
-    def _one(self) -> tuple[list[int], list[int]]:
+    def _sample(self) -> tuple[list[int], list[int]]:
         names = list(DIALOGUE_SOURCES)
         found = self._by_source[names[self._rng.choice(len(names), p=list(DIALOGUE_SOURCES.values()))]]
         questions, answer = found[self._rng.integers(len(found))]
@@ -81,8 +81,8 @@ class Dialogues:
         system = ""
         if self._rng.random() < SYSTEM_SHARE:
             system = f"<|system|>{SYSTEM_MESSAGES[self._rng.integers(len(SYSTEM_MESSAGES))]}<|end|>"
-        asked = f"<s>{system}<|user|>{question}<|end|><|assistant|>"
-        prompt = self._tokenizer.encode(asked, add_special_tokens=False).ids
+        text = f"<s>{system}<|user|>{question}<|end|><|assistant|>"
+        prompt = self._tokenizer.encode(text, add_special_tokens=False).ids
         reply = self._tokenizer.encode(f"{answer}<|end|>", add_special_tokens=False).ids
         return prompt + reply, [IGNORED] * len(prompt) + reply
 
@@ -91,7 +91,7 @@ class Dialogues:
         tokens: list[int] = []
         targets: list[int] = []
         while len(tokens) <= length:
-            more_tokens, more_targets = self._one()
+            more_tokens, more_targets = self._sample()
             tokens += more_tokens
             targets += more_targets
         return np.asarray(tokens[:length], np.int64), np.asarray(targets[1 : length + 1], np.int64)
@@ -109,7 +109,7 @@ class Mixture:
         self._credit = dict.fromkeys(KINDS, 0.0)
 
     def _kind(self) -> str:
-        """The kind furthest behind its weight: shares are exact over a few rows already."""
+        """The kind with the largest deficit, so that shares are exact over a few rows."""
         total = sum(self.weights.values())
         for kind in KINDS:
             self._credit[kind] += self.weights[kind] / total

@@ -1,4 +1,4 @@
-"""Smoothed bigram model over the tokenizer's vocabulary: what the trained model has to beat."""
+"""Smoothed bigram model over the tokenizer's vocabulary: the baseline of the trained model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Bigram:
         self.firsts = self.pairs.sum(1)
         unigram = self.pairs.sum(0) + 1.0
         self.unigram = unigram / unigram.sum()
-        # Continuation: in how many contexts a token occurs, rather than how often.
+        # Continuation counts: the number of contexts of a token, not its frequency.
         followers = (self.pairs > 0).sum(0) + 1.0
         self.continuation = followers / followers.sum()
         self.branching = (self.pairs > 0).sum(1)
@@ -42,9 +42,9 @@ class Bigram:
         return float(-np.log(kept + backoff * self.continuation[second]).mean())
 
     def best(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> tuple[float, str]:
-        """The lowest mean nats over both smoothings and their parameters, and which it was.
+        """The lowest mean nats over both smoothings and their parameters, and the name of that smoothing.
 
-        The parameter is chosen on the very pairs it is judged by, which favours the bigram model.
+        The parameter is chosen on the evaluated pairs, which favours the bigram model.
         """
         found = [(self.interpolated(first, second, k), f"unigram prior {k:g}") for k in PRIORS]
         found += [(self.kneser_ney(first, second, d), f"Kneser-Ney discount {d:g}") for d in DISCOUNTS]

@@ -1,4 +1,4 @@
-"""Every figure of the model's card, from the exported weights through transformers in float32."""
+"""Computes every figure of the model's card from the exported weights, with transformers in float32."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DEMO = ("What is a generator?", "What is an iterator?", "What does ls do?", "Was
 
 
 def windows(tokenizer: Tokenizer, text: str, length: int = WINDOW) -> torch.Tensor:
-    """The text's tokens, without special ones, as (rows, length); a shorter rest is dropped."""
+    """The text's tokens, without special ones, as (rows, length); a shorter remainder is dropped."""
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     rows = len(ids) // length
     return torch.tensor(ids[: rows * length]).view(rows, length)
@@ -145,7 +145,7 @@ def mixture(run: Path) -> list[dict[str, Any]]:
 
 
 def seen(stretches: list[dict[str, Any]]) -> dict[str, int]:
-    """About how many tokens of each kind the run was trained on."""
+    """The approximate number of tokens of each kind that the run was trained on."""
     found, before = dict.fromkeys((*KINDS, "dialogues"), 0.0), 0
     for stretch in stretches:
         for kind in found:
@@ -172,8 +172,8 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--run", type=Path, required=True, help="the training run's output, for its run.json")
     parser.add_argument("--model", type=Path, default=model_dir())
-    parser.add_argument("--out", type=Path, default=model_dir().parent, help="where card.json and CARD.md go")
-    parser.add_argument("--machine", required=True, help="on what the model was trained, for the card")
+    parser.add_argument("--out", type=Path, default=model_dir().parent, help="of card.json and CARD.md")
+    parser.add_argument("--machine", required=True, help="the machine of the training run, for the card")
     parser.add_argument("--remarks", default="", help="sentences about the run, for the card")
     args = parser.parse_args()
     torch.set_grad_enabled(False)

@@ -1,7 +1,7 @@
 """Mixtral's forward pass for training on a CPU, and its Hugging Face files.
 
 Assignments are sorted by expert, so that every expert runs one dense product over its tokens; weights stay in
-float32 and products run in bfloat16 under autocast.  `MixtralForCausalLM` computes the same logits from the
+float32 and products run in bfloat16 under autocast. `MixtralForCausalLM` computes the same logits from the
 exported weights.
 """
 
@@ -39,7 +39,7 @@ class Shape:
 
     @property
     def head_dim(self) -> int:
-        """Width of one attention head."""
+        """Width of an attention head."""
         return self.hidden_size // self.num_attention_heads
 
 
@@ -77,8 +77,8 @@ class _Rearrange(torch.autograd.Function):
 
 
 def _rearrange(x: Tensor, order: Tensor, back: Tensor, copies: int) -> Tensor:
-    moved: Tensor = _Rearrange.apply(x, order, back, copies)  # type: ignore[no-untyped-call]
-    return moved
+    rows: Tensor = _Rearrange.apply(x, order, back, copies)  # type: ignore[no-untyped-call]
+    return rows
 
 
 class Layer(nn.Module):
@@ -90,7 +90,7 @@ class Layer(nn.Module):
         hidden, inner, experts = shape.hidden_size, shape.intermediate_size, shape.num_local_experts
         keys = shape.num_key_value_heads * shape.head_dim
         std = shape.initializer_range
-        # What is added to the residual stream starts smaller, so that its variance does not grow with depth.
+        # Outputs added to the residual stream start smaller, so that its variance does not grow with depth.
         out_std = std / (2 * shape.num_hidden_layers) ** 0.5
         self.input_norm = nn.Parameter(torch.ones(hidden))
         self.moe_norm = nn.Parameter(torch.ones(hidden))
@@ -108,7 +108,7 @@ class Layer(nn.Module):
         q, k, v = torch.split(F.linear(x, self.qkv), [hidden, keys, keys], dim=-1)
         q, k, v = (y.view(batch, length, -1, shape.head_dim).transpose(1, 2) for y in (q, k, v))
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        # Query heads of one key head are stacked.  At these lengths plain products beat the fused CPU kernel,
+        # Query heads of one key head are stacked. At these lengths plain products beat the fused CPU kernel,
         # whose backward pass is slow.
         q = q.to(v.dtype).reshape(batch, shape.num_key_value_heads, -1, shape.head_dim) * shape.head_dim**-0.5
         groups = shape.num_attention_heads // shape.num_key_value_heads
@@ -124,7 +124,7 @@ class Layer(nn.Module):
     def moe(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Experts' output over x (tokens, hidden), router logits (tokens, experts) and chosen (tokens, k)."""
         top = self.shape.num_experts_per_tok
-        with torch.autocast("cpu", enabled=False):  # choices must not hang on bfloat16's rounding
+        with torch.autocast("cpu", enabled=False):  # experts must not depend on bfloat16's rounding
             logits = F.linear(x.float(), self.gate)
         weights, chosen = logits.softmax(-1).topk(top, dim=-1)
         weights = weights / weights.sum(-1, keepdim=True)
@@ -197,7 +197,7 @@ class Model(nn.Module):
         text = F.cross_entropy(logits.float(), targets.flatten(), ignore_index=-100)
         experts = self.shape.num_local_experts
         gate = torch.stack(gates)
-        # Per layer rather than pooled over the layers as in transformers: a layer cannot hide behind another.
+        # Per layer, not pooled over the layers as in transformers, where layers can compensate each other.
         load = shares * experts * self.shape.num_experts_per_tok
         balance = (load * gate.softmax(-1).mean(1)).sum(-1).mean()
         counts = torch.stack([torch.bincount(chosen.view(-1), minlength=experts) for chosen in choices])

@@ -1,4 +1,4 @@
-"""Expert assignments of the model: how they spread, persist into decoding, and can be foreseen."""
+"""Statistics of the model's routing: shares, similarity of prefill and decode, and predictability."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Trace:
-    """What every layer's gate saw and chose, for tokens (rows, length) flattened into N."""
+    """Input and choices of every layer's gate, for tokens (rows, length) flattened into N."""
 
     logits: Tensor  # (rows, length, vocabulary)
-    inputs: Tensor  # (layers, N, hidden): the gates' inputs, behind the post-attention norm
+    inputs: Tensor  # (layers, N, hidden): the gates' inputs, after the post-attention norm
     chosen: Tensor  # (layers, N, k): expert indices
 
 
@@ -61,7 +61,7 @@ def jensen_shannon(shares: Tensor) -> Tensor:
 def phase_similarity(model: Any, prompts: Tensor, new_tokens: int, temperature: float) -> Tensor:
     """Cosine of prefill and decode activation counts, per prompt (rows,), as the mean over the layers.
 
-    prompts is (rows, length).  A temperature of 0 decodes greedily.
+    prompts is (rows, length). A temperature of 0 decodes greedily.
     """
     settings: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": new_tokens}
     if temperature > 0:
@@ -70,7 +70,7 @@ def phase_similarity(model: Any, prompts: Tensor, new_tokens: int, temperature: 
         prompts, attention_mask=torch.ones_like(prompts), min_new_tokens=new_tokens, **settings
     )
     rows, length = full.shape
-    # Routing depends on earlier tokens only: one pass over the whole text yields both phases' choices.
+    # Routing depends on earlier tokens only: one pass over the whole text gives the choices of both phases.
     chosen = trace(model, full).chosen
     layers, experts = chosen.shape[0], model.config.num_local_experts
     per_token = F.one_hot(chosen.view(layers, rows, length, -1), experts).sum(3).float()
@@ -80,9 +80,10 @@ def phase_similarity(model: Any, prompts: Tensor, new_tokens: int, temperature: 
 
 
 def next_gate_accuracy(model: Any, calibration: Trace, judged: Trace) -> tuple[list[float], list[float]]:
-    """Share of the next layer's experts that its gate finds in this layer's gate input, raw and corrected.
+    """Share of the next layer's experts that its gate chooses from this layer's gate input, raw and
+    corrected.
 
-    A value for every layer but the last.  The correction adds the mean step from one gate input
+    A value for every layer but the last. The correction adds the mean step from one gate input
     to the next over the calibration tokens.
     """
     raw: list[float] = []

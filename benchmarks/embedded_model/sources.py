@@ -1,4 +1,4 @@
-"""Which Debian packages and which of their files make up each kind of text."""
+"""The Debian packages and files of each kind of text."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def optimizers(model: Model, plan: Plan) -> list[Optimizer]:
     groups = [{"params": decayed, "weight_decay": plan.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     found: list[Optimizer] = [AdamW(groups, lr=plan.rate, betas=(0.9, 0.95), fused=True)]
     if plan.optimizer == "muon":
-        # The update's size then equals AdamW's, so that one learning rate serves both.
+        # `match_rms_adamw` gives updates of AdamW's size, so that both use one learning rate.
         for part in (matrices[0::2], matrices[1::2]):  # two, so that two threads can step them
             decay, adjust = plan.weight_decay, "match_rms_adamw"
             found.append(Muon(part, lr=plan.rate, weight_decay=decay, momentum=0.95, adjust_lr_fn=adjust))
@@ -75,7 +75,7 @@ def optimizers(model: Model, plan: Plan) -> list[Optimizer]:
 
 @torch.no_grad()
 def heldout_loss(model: Model, tokenizer: Tokenizer, kind: str, rows: int = 24, length: int = 256) -> float:
-    """Nats a token over the first rows of `kind`'s held-out text: to watch training by, not for the card."""
+    """Nats a token over the first rows of `kind`'s held-out text, for the log and not for the card."""
     text = heldout()[kind].read_text(encoding="utf-8")
     ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False).ids[: rows * length + 1])
     tokens, targets = ids[:-1].view(rows, length), ids[1:].view(rows, length)
@@ -89,7 +89,7 @@ class Run:
     def __init__(self, plan: Plan, corpus: Path, out: Path, threads: int) -> None:
         torch.manual_seed(plan.seed)
         # Threads that take pieces of a batch from a queue lose little when other processes use a core;
-        # threads inside every product would wait for each other thousands of times a step.
+        # threads within each product would synchronise thousands of times a step.
         torch.set_num_threads(1)
         self.threads = threads
         self.pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
@@ -110,10 +110,11 @@ class Run:
             shutil.copy(model_dir() / name, out / "model" / name)
 
     def resume(self, earlier: Path, minutes: float) -> None:
-        """Go on after `minutes` of the budget from an earlier run's last checkpoint, without its momentum."""
+        """Continue an earlier run from its last checkpoint, without its momentum, after `minutes` of the
+        budget."""
         self.model.load(earlier / "float32")
         lines = (earlier / "log.jsonl").read_text(encoding="utf-8").splitlines()
-        while "heldout" not in lines[-1]:  # what followed the checkpoint is lost
+        while "heldout" not in lines[-1]:  # steps after the checkpoint are lost
             lines.pop()
         (self.out / "log.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
         last = json.loads(lines[-1])
@@ -158,7 +159,7 @@ class Run:
         return torch.stack([torch.stack((loss.text, loss.balance)).detach() for loss in losses]).mean(0)
 
     def checkpoint(self) -> None:
-        """Export the weights, log held-out losses, and take over a changed mixture."""
+        """Export the weights, log held-out losses, and read the mixture again."""
         export(self.model, self.out / "model")
         export(self.model, self.out / "float32", torch.float32)
         losses = {kind: round(heldout_loss(self.model, self.tokenizer, kind), 3) for kind in KINDS}
@@ -168,7 +169,7 @@ class Run:
         self.read_mixture()
 
     def read_mixture(self) -> None:
-        """Take weights and dialogue share of mixture.json, if any; it may change while training runs."""
+        """Read weights and dialogue share from mixture.json, if it exists; it may change during training."""
         wanted = self.out / "mixture.json"
         if wanted.exists():
             mixed = json.loads(wanted.read_text(encoding="utf-8"))
@@ -176,7 +177,7 @@ class Run:
             self.mixture.dialogue_share = float(mixed.get("dialogues", DIALOGUE_SHARE))
 
     def train(self) -> None:
-        """Train until the budget is spent, however many steps that allows."""
+        """Train until the time budget is spent."""
         start, budget, saved = time.monotonic() - self.seconds, self.plan.minutes * 60, self.seconds
         self.read_mixture()
         recent: list[Tensor] = []
@@ -207,7 +208,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=2.5e-3)
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--resume", type=Path, help="an earlier run to go on from")
+    parser.add_argument("--resume", type=Path, help="an earlier run to continue")
     parser.add_argument("--resume-minutes", type=float, default=0.0, help="of the budget already spent")
     args = parser.parse_args()
     plan = Plan(args.minutes, args.optimizer, args.rate, args.batch_tokens)

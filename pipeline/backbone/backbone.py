@@ -203,15 +203,13 @@ class Backbone:
         """Lay the spans' tokens out as rows, with the rotary factors and masks that all layers share."""
         tokens = [t for s in spans for t in s.tokens]
         positions = [(range(s.kv.length, s.kv.length + len(s.tokens)), s.kv.long) for s in spans]
-        # One copy to the device for both.
-        device_tokens, rope_rows = torch.stack((torch.tensor(tokens), self._rope.rows(positions))).to(
-            self._device
-        )
+        # One copy to the device for tokens and rows of the rotary tables.
+        inputs = torch.stack((torch.tensor(tokens), self._rope.rows(positions))).to(self._device)
         masks = {
             window: [self._mask(len(s.tokens), s.kv.length + len(s.tokens), window) for s in spans]
             for window in set(self.spec.windows)
         }
-        return Batch(spans, len(tokens), device_tokens, self._rope[rope_rows], masks)
+        return Batch(spans, len(tokens), inputs[0], self._rope[inputs[1]], masks)
 
     def _mask(self, new: int, total: int, window: int | None) -> Tensor | None:
         """The tokens that the last `new` of `total` attend to, [new, total] bool; None where it is all."""

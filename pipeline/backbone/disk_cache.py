@@ -159,7 +159,7 @@ def _open(path: Path) -> tuple[int | None, Entries]:
     try:
         status = os.fstat(descriptor)
         if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-            raise ValueError("it could be another user's work")
+            raise ValueError("another user may have written it")
         length = int.from_bytes(os.pread(descriptor, 8, status.st_size - 8), "little")
         if not 0 < length <= min(MAX_INDEX, status.st_size - 8):
             raise ValueError("it has no index")
