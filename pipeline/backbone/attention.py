@@ -127,21 +127,13 @@ class LatentAttention:
         self._down = weights.linear(first, "latent", order=order, spin=True)
         self._split = [spec.query_rank or spec.heads * spec.qk_dim, spec.rank + spec.rope_dim]
         self._latent_norm = weights.vector("latent_norm")
-        self._expansion = weights.dense("expansion").view(
-            spec.heads, spec.nope_dim + spec.value_dim, spec.rank
-        )
+        self._expansion = weights.dense("expansion").view(spec.heads, -1, spec.rank)
         self._output = weights.linear("output")
         self._decode = None
         if precision.device.library is not None:
-            self._decode = LatentDecode(
-                spec,
-                self._latent_norm,
-                self._expansion,
-                self._dtype,
-                LATENT_EPS,
-                precision.device,
-                precision.quantized,
-            )
+            norm, expansion, device = self._latent_norm, self._expansion, precision.device
+            spin = precision.quantized
+            self._decode = LatentDecode(spec, norm, expansion, self._dtype, LATENT_EPS, device, spin)
 
     def __call__(self, layer: int, x: Tensor, batch: Batch) -> Tensor:
         s = self._spec

@@ -99,13 +99,7 @@ class _Layer:
 class Backbone:
     """A model's weights outside its routed experts, on a device."""
 
-    def __init__(
-        self,
-        source: ModelSource,
-        spec: ModelSpec,
-        precision: Precision,
-        context: int,
-    ) -> None:
+    def __init__(self, source: ModelSource, spec: ModelSpec, precision: Precision, context: int) -> None:
         """Read the weights. `context`: positions that the rotary tables cover. Raises ModelError for tensors
         that are missing or of another shape."""
         self.spec = spec

@@ -46,8 +46,8 @@ class Embedding:
 
     def materialize(self, proceed: Callable[[], bool]) -> None:
         """Read all rows into memory and close the file, unless `proceed` returns False in between. For one
-        thread at a time; other threads may read rows meanwhile. Raises ModelError, and OSError where memory
-        is short."""
+        thread at a time; other threads may read rows in the meantime. Raises ModelError, and OSError where
+        memory is short."""
         if self._matrix is not None:
             return
         rows, width = self._source.shape

@@ -29,7 +29,8 @@ class FileBacked(Protocol):
         """Their size in memory."""
 
     def materialize(self, proceed: Proceed) -> None:
-        """Copy them into memory, unless `proceed` returns False in between. They may be used meanwhile."""
+        """Copy them into memory, unless `proceed` returns False in between. They may be used in the
+        meantime."""
 
 
 class Linear(Protocol):

@@ -152,7 +152,7 @@ def _first(folder: Path, *patterns: str) -> str | None:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
-            raise ModelError(f"{path} is too large to be what its name says")
+            raise ModelError(f"{path} is too large for a JSON file of a checkpoint")
         fields = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ModelError(

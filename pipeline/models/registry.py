@@ -15,8 +15,8 @@ from pipeline.models.qwen3_moe import Qwen3Moe
 from pipeline.models.spec import GroupedQuery, ModelSpec
 from shm.layout import ExpertShape, TileFormat, suitable_tile
 
-FAMILIES = (Mixtral(), Phimoe(), Qwen2Moe(), Qwen3Moe(), DeepseekV2(), Olmoe())
-ARCHITECTURES: dict[str, Architecture] = {family.model_type: family for family in FAMILIES}
+FAMILIES: tuple[Architecture, ...] = (Mixtral(), Phimoe(), Qwen2Moe(), Qwen3Moe(), DeepseekV2(), Olmoe())
+ARCHITECTURES = {family.model_type: family for family in FAMILIES}
 
 
 def architecture_of(config: Config) -> Architecture:
