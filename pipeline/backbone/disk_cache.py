@@ -38,7 +38,7 @@ Entries = dict[str, tuple[int, int, int]]
 
 
 def backbone_fingerprint(source: ModelSource, dtype: str) -> str:
-    """Of a model's matrices in this format: the name of their folder."""
+    """The name of the folder of a model's matrices in this format."""
     return source.fingerprint(f"backbone {dtype}", 0)
 
 
