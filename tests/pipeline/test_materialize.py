@@ -162,6 +162,20 @@ def test_steps_between_any_two_copies_compute_the_same(
     np.testing.assert_array_equal(answer(backbone), wanted)
 
 
+def test_steps_that_race_with_copies_compute_the_same(model: Path, device: CpuDevice, tmp_path: Path) -> None:
+    wanted = answer(backbone_of(model, device, "int8"))
+    backbone = from_disk_cache(model, device, tmp_path)
+    threads = [threading.Thread(target=backbone.materialize, args=(lambda: True,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    until, after = time.monotonic() + LIMIT, 0
+    while after < 3:
+        np.testing.assert_array_equal(answer(backbone), wanted)
+        assert time.monotonic() < until
+        after += not any(thread.is_alive() for thread in threads)
+    assert backbone.pending_bytes == 0
+
+
 def test_materializing_thread_stops_on_request(
     model: Path, device: CpuDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
