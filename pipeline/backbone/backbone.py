@@ -133,11 +133,11 @@ class Backbone:
 
     def _load_embedding_and_head(self, outer: Weights) -> tuple[Tensor | Embedding, Linear]:
         if "head" in outer:
-            return outer.embedding("embedding"), outer.linear("head")
+            return outer.embedding(), outer.linear("head")
         # Tied: a dense matrix serves as both, a quantized head needs dense rows beside it.
         embedding: Tensor | Embedding
         if self._precision.quantized:
-            embedding, head = outer.embedding("embedding"), outer.linear("embedding")
+            embedding, head = outer.embedding(), outer.linear("embedding")
         else:
             embedding = outer.dense("embedding")
             head = DenseLinear(embedding)

@@ -42,12 +42,12 @@ class Weights:
         stacked = [(self._specs[role].name, self._specs[role].shape) for role in roles]
         return self._keep(tensor_of(self._tensors.stacked(stacked)), self._precision.dtype)
 
-    def embedding(self, role: str) -> Tensor | Embedding:
-        """A matrix used by single rows: on the host a file-backed `Embedding`, else a tensor."""
-        spec, precision = self._specs[role], self._precision
+    def embedding(self) -> Tensor | Embedding:
+        """The token embeddings: on the host a file-backed `Embedding`, else a tensor."""
+        spec, precision = self._specs["embedding"], self._precision
         reader = self._tensors.reopen() if precision.device.on_host else None
         if reader is None:
-            return self.dense(role)
+            return self.dense("embedding")
         embedding = Embedding(reader, spec.name, (spec.shape[0], spec.shape[1]), precision.dtype)
         precision.pending.append(embedding)
         self.bytes += embedding.bytes

@@ -16,12 +16,12 @@ from typing import ClassVar, Literal, NamedTuple
 from pipeline.models.config_keys import Config
 from pipeline.models.spec import GroupedQuery, Latent, ModelSpec
 
-Kind = Literal["matrix", "embedding", "dense", "float32"]
+Kind = Literal["matrix", "dense", "float32"]
 
 
 class TensorSpec(NamedTuple):
-    """A tensor of the backbone. `kind` decides how it is kept: a matrix in the backbone's format; embedding
-    and dense in the backbone's dtype, or bf16 where the format is quantized; the rest in float32."""
+    """A tensor of the backbone. `kind` decides how it is kept: a matrix in the backbone's format; what is
+    dense in the backbone's dtype, or bf16 where the format is quantized; the rest in float32."""
 
     name: str
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class Architecture(ABC):
     def outer(self, spec: ModelSpec) -> dict[str, TensorSpec]:
         """The tensors outside the layers, by role. Tied models have no `head`."""
         shape = (spec.vocabulary, spec.hidden)
-        tensors = {"embedding": TensorSpec("model.embed_tokens.weight", shape, "embedding")}
+        tensors = {"embedding": TensorSpec("model.embed_tokens.weight", shape, "dense")}
         tensors |= norm("norm", "model.norm", spec)
         if not spec.tied_embeddings:
             tensors["head"] = TensorSpec("lm_head.weight", shape, "matrix")
