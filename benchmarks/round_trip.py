@@ -57,16 +57,16 @@ async def measure(workers: int, hidden: int, repeats: int) -> list[float]:
             runtime, "work.sock", "worker", FINGERPRINT, control.key, ExitEvents(), lambda message: None
         )
         children = []
-        seats = Cores.here().seats(workers)
+        cpu_sets = Cores.here().for_workers(workers)
         try:
             for index in range(workers):
-                told = {"engine": "bench", "runtime": folder, "log_level": "WARNING", "store": store}
-                told |= {"control": progress.segment.name}
-                told |= {"fingerprint": FINGERPRINT, "host_slowdown": 1.0}
-                told["cores"] = list(seats[index].cores)
-                threads = len(seats[index].cores)
+                config = {"engine": "bench", "runtime": folder, "log_level": "WARNING", "store": store}
+                config |= {"control": progress.segment.name}
+                config |= {"fingerprint": FINGERPRINT, "host_slowdown": 1.0}
+                config["cores"] = list(cpu_sets[index].cores)
+                threads = len(cpu_sets[index].cores)
                 child = await spawn(Identity("worker", index, 0), threads, control.key)
-                child.tell(told)
+                child.configure(config)
                 children.append(child)
             return await asyncio.to_thread(_round_trips, socket, progress, workers, hidden, repeats)
         finally:

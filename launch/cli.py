@@ -90,13 +90,13 @@ def _with_model(options: Options) -> Options:
     then a mistyped policy would be a pity."""
     if "model" not in options.written:
         return options
-    from launch.hub.hf_download import settled
+    from launch.hub.hf_download import model_folder
     from pipeline.policies.presets import make_policy
 
     for request in options.policies():
         if request.name:  # a list with a gap is the command's to refuse, with the whole list
             make_policy(request, options.config().seed)
-    model = settled(options.written["model"], download=options.command != "doctor")
+    model = model_folder(options.written["model"], download=options.command != "doctor")
     return replace(options, written=options.written | {"model": model})
 
 

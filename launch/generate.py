@@ -10,7 +10,7 @@ import asyncio
 from typing import Any
 
 from launch.command_line.options import Options
-from launch.connect.reconnect import patient
+from launch.connect.reconnect import reconnecting_client
 from launch.errors import AnswerLost, WrongUsage
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
@@ -21,8 +21,8 @@ from protocol.messages import ChatMessage, Sampling, Token
 
 
 async def generate(options: Options, interrupts: Interrupts) -> int:
-    """Raises WrongUsage, RequestFailed, AnswerLost and what `patient` raises."""
-    async with patient(options, interrupts) as client:
+    """Raises WrongUsage, RequestFailed, AnswerLost and what `reconnecting_client` raises."""
+    async with reconnecting_client(options, interrupts) as client:
         answer = client.generate(**_prompt(options, client), **answer_settings(options, Sampling()))
         tokens: list[Token] = []
         as_json = "json" in options.written

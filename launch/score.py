@@ -12,7 +12,7 @@ import numpy as np
 
 from launch.command_line.checks import check_output, check_request, read_ids, read_text, unfinished
 from launch.command_line.options import Options
-from launch.connect.reconnect import patient
+from launch.connect.reconnect import reconnecting_client
 from launch.errors import OutputFailed, WrongUsage
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
@@ -64,7 +64,7 @@ class Matrix:
 
 
 async def score(options: Options, interrupts: Interrupts) -> int:
-    """Raises WrongUsage, OutputFailed, RequestFailed and what `patient` raises."""
+    """Raises WrongUsage, OutputFailed, RequestFailed and what `reconnecting_client` raises."""
     written = options.written
     out: Path | None = written.get("out")
     if out is not None:
@@ -80,7 +80,7 @@ async def score(options: Options, interrupts: Interrupts) -> int:
         "full": out is not None,
     }
     check_request(written.get("text") or written["tokens"], Score(0, **asked))
-    async with patient(options, interrupts) as client:
+    async with reconnecting_client(options, interrupts) as client:
         if "text" in asked and not client.welcome.has_tokenizer:
             raise WrongUsage("--text: this model has no tokenizer; give --tokens")
         before = await client.stats()

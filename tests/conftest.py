@@ -27,6 +27,7 @@ from fork_server import SETTINGS, ForkServer
 from leaks import leaks, segments
 from safetensors.numpy import save_file
 
+from launch.processes.limits import Limits
 from launch.processes.supervisor import Supervisor
 from pipeline.assets import model_dir
 from pipeline.config import EngineConfig
@@ -72,21 +73,24 @@ os.environ |= SETTINGS
 FORK_SERVER = ForkServer()
 FORK_SERVER.install()
 
-EngineFactory = Callable[[EngineConfig], AbstractAsyncContextManager[tuple[Supervisor, Client]]]
+EngineFactory = Callable[..., AbstractAsyncContextManager[tuple[Supervisor, Client]]]
 
 
 @pytest.fixture(scope="session")
 def start_engine() -> EngineFactory:
-    """`async with start_engine(config) as (supervisor, client)`: a real engine in this process's care. Where
-    the config has none, a name is made and a chunk is given, so that it is not tried for."""
+    """`async with start_engine(config) as (supervisor, client)`: a real engine, supervised by this process.
+    Where the config has none, it gets a name and a chunk, so that none is measured. `limits`: the
+    supervisor's."""
     names = itertools.count()
 
     @asynccontextmanager
-    async def start(config: EngineConfig) -> AsyncIterator[tuple[Supervisor, Client]]:
+    async def start(
+        config: EngineConfig, limits: Limits | None = None
+    ) -> AsyncIterator[tuple[Supervisor, Client]]:
         name = config.name or f"t{os.getpid()}-{next(names)}"
         named = replace(config, name=name, chunk=config.chunk or CHUNK)
         async with (
-            Supervisor(named, log_level="WARNING") as supervisor,
+            Supervisor(named, log_level="WARNING", limits=limits) as supervisor,
             Client.connect(supervisor.endpoint, name="tests") as client,
         ):
             yield supervisor, client

@@ -13,7 +13,7 @@ from launch.calibrate.figures import check_folder, draw
 from launch.calibrate.table import render
 from launch.command_line.checks import check_request, read_ids, read_text
 from launch.command_line.options import Options
-from launch.connect.reconnect import patient
+from launch.connect.reconnect import reconnecting_client
 from launch.errors import WrongUsage
 from launch.processes.runtime import cache_root
 from launch.terminal.interrupts import Interrupts
@@ -30,7 +30,8 @@ CHARACTERS = 16  # of a text are enough for a token
 
 
 async def calibrate(options: Options, interrupts: Interrupts) -> int:
-    """Raises WrongUsage, OutputFailed, CalibrationError, RequestFailed and what `patient` raises."""
+    """Raises WrongUsage, OutputFailed, CalibrationError, RequestFailed, and what `reconnecting_client`
+    raises."""
     written = options.written
     folder: Path | None = written.get("report")
     if folder is not None:
@@ -55,7 +56,7 @@ async def _calibrate(options: Options, interrupts: Interrupts) -> tuple[Path, di
     most = written.get("calibrate_tokens", Calibrate.tokens)
     asked, cut = _asked(written, most)
     check_request(written.get("text") or written["tokens"], Calibrate(0, tokens=most, **asked))
-    async with patient(_with_costs(options), interrupts) as client:
+    async with reconnecting_client(_with_costs(options), interrupts) as client:
         if "text" in asked and not client.welcome.has_tokenizer:
             raise WrongUsage("--text: this model has no tokenizer; give --tokens")
         with ProgressDisplay("items") as display:

@@ -15,7 +15,7 @@ from launch.chat.conversation import Conversation
 from launch.chat.lines import Lines
 from launch.chat.settings import AnswerSettings
 from launch.command_line.options import RANDOM_OPTIONS, Options
-from launch.connect.reconnect import patient
+from launch.connect.reconnect import reconnecting_client
 from launch.generate import answer_settings
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import show
@@ -29,9 +29,9 @@ DUMB_TERMINALS = ("", "dumb", "unknown")
 
 
 async def chat(options: Options, interrupts: Interrupts) -> int:
-    """0 at the end of the input; 1 where an answer of piped input failed. Raises what `patient` raises, and
-    EngineGone."""
-    async with patient(options, interrupts) as client:
+    """0 at the end of the input; 1 where an answer of piped input failed. Raises what
+    `reconnecting_client` raises, and EngineGone."""
+    async with reconnecting_client(options, interrupts) as client:
         settings = _settings(options, client)
         conversation = Conversation(client, settings, options.written.get("system"))
         if sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "") not in DUMB_TERMINALS:

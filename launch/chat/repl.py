@@ -17,7 +17,7 @@ from launch.chat.settings import KEYS, change, shown
 from launch.chat.tables import counters_table, engine_table, help_text, policy_table, settings_table
 from launch.chat.transcript import Transcript, load, save
 from launch.chat.why import why_text
-from launch.connect.reconnect import BACK, WAITING
+from launch.connect.reconnect import ANSWERS, WAITING
 from launch.errors import OutputFailed, WrongUsage
 from launch.terminal.interrupts import Interrupts
 from pipeline.assets import model_dir
@@ -63,7 +63,7 @@ class Repl:
         screen = self._screen
         self._client.on_policy = self._on_policy
         self._client.on_pause = lambda lost: self._aside(WAITING)
-        self._client.on_reconnect = lambda: self._aside(BACK)
+        self._client.on_reconnect = lambda: self._aside(ANSWERS)
         try:
             with screen.quiet(), LogLines(screen), self._interrupts.otherwise(self._hint):
                 self._welcome()

@@ -1,4 +1,4 @@
-"""A client that outlives the engine's coordinator: what was asked goes on as soon as there is another."""
+"""A client that reconnects when the coordinator is restarted, and resumes its requests."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ log = logging.getLogger("tandem")
 
 RETRY_SECONDS = 60.0  # a large model's backbone is read again, and costs are measured
 WAITING = f"the engine does not answer; waiting for it, {RETRY_SECONDS:.0f} s at most"
-BACK = "the engine is back"
+ANSWERS = "the engine answers again"
 
 
 @asynccontextmanager
-async def patient(options: Options, interrupts: Interrupts) -> AsyncIterator[Client]:
-    """That it waits, and no longer, is said on stderr. Raises what `endpoint` and Client.connect raise."""
+async def reconnecting_client(options: Options, interrupts: Interrupts) -> AsyncIterator[Client]:
+    """Lines on stderr say when it begins to wait for the engine and when it goes on. Raises what `endpoint`
+    and Client.connect raise."""
     async with (
         endpoint(options, interrupts) as where,
         Client.connect(where, name=CLIENT, retry=RETRY_SECONDS) as client,
     ):
-        client.on_pause = _waiting
-        client.on_reconnect = _back
+        client.on_pause = _on_pause
+        client.on_reconnect = _on_reconnect
         yield client
 
 
-def _waiting(lost: ProtocolError) -> None:
+def _on_pause(lost: ProtocolError) -> None:
     log.warning(WAITING)
     log.debug("%s", lost)
 
 
-def _back() -> None:
-    log.warning(BACK)
+def _on_reconnect() -> None:
+    log.warning(ANSWERS)

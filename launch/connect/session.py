@@ -16,7 +16,7 @@ from protocol.keys import Address
 
 log = logging.getLogger("tandem")
 
-CLIENT = "launch.py"  # how these clients introduce themselves
+CLIENT = "launch.py"  # the name that these clients send
 
 
 @asynccontextmanager
@@ -28,8 +28,8 @@ async def connected(options: Options, interrupts: Interrupts) -> AsyncIterator[C
 
 @asynccontextmanager
 async def endpoint(options: Options, interrupts: Interrupts) -> AsyncIterator[Address]:
-    """Where the engine that the command line means takes clients. Raises what Supervisor raises, WrongUsage
-    where --connect finds no engine or --key no key."""
+    """The address of the engine that the command line names, or of a new one. Raises what Supervisor raises,
+    WrongUsage where --connect finds no engine or --key no key."""
     if options.remote is not None:
         yield client_address(options.remote, options.written.get("key"))
     elif options.connect:
@@ -41,7 +41,7 @@ async def endpoint(options: Options, interrupts: Interrupts) -> AsyncIterator[Ad
 
 @asynccontextmanager
 async def started(options: Options, interrupts: Interrupts) -> AsyncIterator[Supervisor]:
-    """The engine that the command line asks for, for the length of the block."""
+    """An engine with the options of the command line, for the length of the block."""
     config = options.config()
     check_engine(config)
     supervisor = Supervisor(config, log_level=options.log_level)

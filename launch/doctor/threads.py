@@ -13,7 +13,7 @@ TOPIC = "threads"
 
 def inspect(cores: Cores) -> list[Finding]:
     """For an engine that is started without `--workers`."""
-    seats = cores.seats(cores.default_workers())
+    seats = cores.for_workers(cores.default_workers())
     several = len(cores.nodes) > 1
     found = []
     first = 0

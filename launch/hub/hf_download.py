@@ -1,13 +1,13 @@
 """`--model org/name`: a model of the Hugging Face Hub, from this machine's cache of it or downloaded into it.
 
 The cache is huggingface_hub's own, which other programs share; so are its progress bars and its environment
-variables (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE). A model that is there whole is used as it is: no
-network is needed, and none is asked whether there is something newer. Everything that can be known from a
-few kilobytes is checked before the gigabytes: the architecture, the kind of the weights, the room on disk.
+variables (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE). A model that is complete in the cache is used as
+it is, without the network, even if the Hub has a newer version. Before the gigabytes are downloaded, a few
+kilobytes are, and checked: architecture, format of the weights, free space on the disk.
 
-Files come one after the other, in the main thread: huggingface_hub fetches the parts of a large one at once
-by itself, and an interrupt takes effect at once and removes what is unfinished. Whole files are kept, so
-another start goes on behind them.
+Files are downloaded one after the other in the main thread, and not by snapshot_download: its pool of threads
+ends only when the files under way are complete, so a Ctrl-C would take effect after gigabytes. Within a large
+file huggingface_hub downloads in parallel. Complete files are kept: the next start continues after them.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from launch.errors import DownloadFailed, WrongUsage
-from launch.hub.hf_errors import explained
+from launch.hub.hf_errors import translate
 from pipeline.errors import ModelError
+from shm.segment import byte_size
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelInfo
 
 log = logging.getLogger("tandem")
 
-# What the Hub takes as a name, and which version of it: a branch, a tag, or a commit.
+# A name as the Hub accepts it, and a revision: a branch, a tag, or a commit.
 _PART = r"\w(?:[\w.-]{0,94}\w)?"
 _NAME = re.compile(rf"({_PART}/{_PART})(?:@({_PART}))?", re.ASCII)
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-# All that is read beside the weights. No code among it, and no pickles.
+# Files that are read beside the weights. Neither code nor pickles.
 SMALL = (
     "generation_config.json",
     "tokenizer*.json",
@@ -54,7 +55,7 @@ SMALL = (
     "additional_chat_templates/*.jinja",
 )
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors")
-DEADLINE = 20.0  # seconds in which the Hub has to say what a model consists of
+DEADLINE = 20.0  # seconds for the Hub to list a model's files
 
 
 def is_hub_name(text: str) -> bool:
@@ -64,18 +65,18 @@ def is_hub_name(text: str) -> bool:
     return match is not None and not re.search(r"\.\.|--", text) and not match[1].endswith(".git")
 
 
-def settled(model: Path, download: bool) -> Path:
+def model_folder(model: Path, download: bool) -> Path:
     """What `--model` means: a shape or a path as it is, or the folder of a model of the Hub, which is
-    downloaded where it has to be and `download` allows it. Raises WrongUsage where the Hub has no such model
-    for us or it cannot be run, DownloadFailed where it cannot be had now; KeyboardInterrupt for SIGTERM and
-    SIGHUP too."""
+    downloaded if it is missing and `download` allows it. Raises WrongUsage where the Hub refuses it or it
+    cannot be run, DownloadFailed where it cannot be downloaded now; KeyboardInterrupt for SIGTERM and SIGHUP
+    too."""
     if model.exists() or not is_hub_name(str(model)):
         return model
     return _from_hub(str(model), download)
 
 
 def _from_hub(name: str, download: bool) -> Path:
-    """The folder in the cache. Raises as `settled`."""
+    """The folder in the cache. Raises as `model_folder`."""
     from huggingface_hub import try_to_load_from_cache
 
     match = _NAME.fullmatch(name)
@@ -84,7 +85,7 @@ def _from_hub(name: str, download: bool) -> Path:
     config = try_to_load_from_cache(repository, CONFIG, revision=revision)
     folder = Path(config).parent if isinstance(config, str) else None
     flaw = "" if folder is None else _flaw(folder)
-    if folder is not None and not flaw and _has_text(folder):
+    if folder is not None and not flaw and _has_tokenizer(folder):
         log.info(f"{name}: from {folder}")
         return folder
     if not download:
@@ -105,33 +106,33 @@ def _from_hub(name: str, download: bool) -> Path:
 
 
 def _download(name: str, repository: str, revision: str) -> Path:
-    """The folder with everything that is needed. Every file is of the same commit, whatever happens on the
-    Hub meanwhile."""
+    """The folder with all files that are needed. All are of one commit, even if the model changes on the Hub
+    meanwhile."""
     from huggingface_hub import HfApi, hf_hub_download
 
     _quiet()
-    with explained(name, had=False):
+    with translate(name, answered=False):
         about = HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=DEADLINE)
     commit = about.sha
     sizes = {file.rfilename: file.size or 0 for file in about.siblings or ()}
     _check_kind(name, sizes)
-    with explained(name, had=True):
-        # by the revision's name, so that the cache learns which commit that is
+    with translate(name, answered=True):
+        # by the revision's name, so that the cache records its commit
         folder = Path(hf_hub_download(repository, CONFIG, revision=revision)).parent
     if folder.name != commit:
         raise DownloadFailed(f"{name} is being changed on the Hub at this moment: start again")
     _check_architecture(name, folder / CONFIG)
     weights = [SINGLE]
     if INDEX in sizes:
-        with explained(name, had=True):
+        with translate(name, answered=True):
             weights = _shards(name, Path(hf_hub_download(repository, INDEX, revision=commit)), sizes)
     small = [file for file in sizes if any(_matches(file, pattern) for pattern in SMALL)]
     files = [file for file in (*small, *weights) if not (folder / file).exists()]
-    _check_room(name, about, files, folder)
+    _check_disk(name, about, files, folder)
     for number, file in enumerate(files, start=1):
         if not sys.stderr.isatty():  # on a terminal the library draws a bar
-            log.info(f"{name}: {file} ({number} of {len(files)}), {_size(sizes[file])}")
-        with explained(name, had=True):
+            log.info(f"{name}: {file} ({number} of {len(files)}), {byte_size(sizes[file])}")
+        with translate(name, answered=True):
             hf_hub_download(repository, file, revision=commit)
     log.info(f"{name}: downloaded into {folder}")
     return folder
@@ -143,7 +144,7 @@ def _matches(file: str, pattern: str) -> bool:
 
 
 def _flaw(folder: Path) -> str:
-    """Why a folder of the cache holds no whole checkpoint; "" where it does."""
+    """Why a folder of the cache holds no complete checkpoint; "" where it does."""
     from pipeline.checkpoint.open import open_model
 
     try:
@@ -153,8 +154,8 @@ def _flaw(folder: Path) -> str:
     return ""
 
 
-def _has_text(folder: Path) -> bool:
-    """Whether a tokenizer is there: other programs may have wanted the weights alone."""
+def _has_tokenizer(folder: Path) -> bool:
+    """Whether it has a tokenizer: other programs may have downloaded the weights alone."""
     from pipeline.text.tokenizer import TOKENIZER_FILES
 
     return any((folder / file).exists() for file in TOKENIZER_FILES)
@@ -200,10 +201,10 @@ def _shards(name: str, index: Path, sizes: dict[str, int]) -> list[str]:
     return shards
 
 
-def _check_room(name: str, about: ModelInfo, files: list[str], folder: Path) -> None:
-    """Say what will be downloaded. Raises DownloadFailed where the disk has no room for it."""
+def _check_disk(name: str, about: ModelInfo, files: list[str], folder: Path) -> None:
+    """Log the download's size. Raises DownloadFailed where the disk has too little space for it."""
     cache = folder.parents[2]  # CACHE/models--org--name/snapshots/COMMIT
-    blobs = folder.parents[1] / "blobs"  # files by their hashes: what another commit has brought as well
+    blobs = folder.parents[1] / "blobs"  # files by their hashes, of other commits as well
     need = 0
     for file in about.siblings or ():
         known_as = file.lfs.sha256 if file.lfs is not None else file.blob_id
@@ -212,15 +213,17 @@ def _check_room(name: str, about: ModelInfo, files: list[str], folder: Path) -> 
     free = shutil.disk_usage(cache).free
     if need > free:
         raise DownloadFailed(
-            f"{name}: {_size(need)} have to be downloaded, and the disk of {cache} has {_size(free)} free; "
-            "make room, or set HF_HOME to a folder on a larger disk"
+            f"{name}: {byte_size(need)} have to be downloaded, and the disk of {cache} has {byte_size(free)}"
+            " free; free some space, or set HF_HOME to a folder on a larger disk"
         )
-    log.info(f"{name}: downloading {len(files)} files, {_size(need)}, into {cache} ({_size(free)} free)")
+    log.info(
+        f"{name}: downloading {len(files)} files, {byte_size(need)}, into {cache} ({byte_size(free)} free)"
+    )
 
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM and SIGHUP end a download as Ctrl-C does: with the unfinished file removed."""
+    """SIGTERM and SIGHUP end a download as Ctrl-C does: the unfinished file is removed."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -237,10 +240,6 @@ def _interruptible() -> Iterator[None]:
 
 
 def _quiet() -> None:
-    """The requests themselves are nothing for a person who waits."""
+    """Do not log each HTTP request."""
     for library in ("httpx", "httpx2"):
         logging.getLogger(library).setLevel(logging.WARNING)
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

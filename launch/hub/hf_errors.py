@@ -1,4 +1,4 @@
-"""What keeps a model of the Hub from us, in one line for a person. Knows huggingface_hub's errors."""
+"""Errors of huggingface_hub, translated to one line each."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
 @contextmanager
-def explained(name: str, *, had: bool) -> Iterator[None]:
-    """Raises WrongUsage where the Hub does not give us the model of this name, DownloadFailed for everything
-    else that huggingface_hub raises in the block. `had`: the Hub has answered before."""
+def translate(name: str, *, answered: bool) -> Iterator[None]:
+    """Raises WrongUsage where the Hub refuses this model, DownloadFailed for everything else that
+    huggingface_hub raises in the block. `answered`: the Hub has answered before."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    # httpx's base of all that can go wrong, or httpx2's: as this version of the library has it
+    # the base of httpx's errors, or of httpx2's, whichever this version of the library uses
     transport = cast("type[Exception]", HfHubHTTPError.__bases__[0])
     try:
         yield
     except (OSError, ValueError, transport) as error:
-        raise _in_one_line(name, had, error, transport) from None
+        raise _translated(name, answered, error, transport) from None
 
 
-def _in_one_line(name: str, had: bool, error: Exception, transport: type[Exception]) -> LaunchError:
+def _translated(name: str, answered: bool, error: Exception, transport: type[Exception]) -> LaunchError:
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -38,7 +38,7 @@ def _in_one_line(name: str, had: bool, error: Exception, transport: type[Excepti
     )
 
     hub = urlsplit(constants.ENDPOINT).netloc
-    # When the Hub does not give a file, the library looks whether it is here, and says that it is not.
+    # Where the Hub refuses a file, the library looks for it in the cache, and raises that it is not there.
     while isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
@@ -61,7 +61,7 @@ def _in_one_line(name: str, had: bool, error: Exception, transport: type[Excepti
     reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, ValueError):  # an answer that is no JSON, say
         return DownloadFailed(f"{name}: {hub} does not answer as the Hub does: {reason[:160]}")
-    if had:
+    if answered:
         return DownloadFailed(f"{name}: the download stopped: {reason[:160]}; start again to go on")
     if isinstance(error, transport):
         elsewhere = f"`hf download {name.partition('@')[0]} --local-dir DIR`"

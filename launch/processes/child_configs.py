@@ -1,4 +1,4 @@
-"""What each child is told when it starts: the configuration maps that travel through the lifelines."""
+"""The configuration map of each child, which it receives through its lifeline when it starts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from shm.store import store_name
 
 @dataclass(frozen=True)
 class ChildConfigs:
-    """`config` has its device, policy and workers settled, too. `slab`: the first policy keeps experts on the
-    device, so something that copies them there is needed from the start. `reserve`: bytes of memory that the
-    store must leave free."""
+    """`slab`: the first policy keeps experts on the device, so the prefetcher is needed from the start.
+    `reserve`: bytes of memory that the store must leave free."""
 
     config: SettledConfig
     model: Path
@@ -27,17 +26,17 @@ class ChildConfigs:
     reserve: int
     log_level: str
     cache_dir: Path
-    key: bytes  # the engine's: what its children prove themselves with
+    key: bytes  # the engine's, with which its children prove their identity
 
     @property
     def control_name(self) -> str:
-        """Of the segment in which workers and prefetcher count their progress."""
+        """Of the control segment, in which workers and prefetcher count their progress."""
         return f"{engine_prefix(self.runtime.path)}control-0"
 
     @property
-    def seats(self) -> tuple[CpuSet, ...]:
-        """Where the workers compute."""
-        return self.cores.seats(self.config.workers) if self.config.workers else ()
+    def worker_cores(self) -> tuple[CpuSet, ...]:
+        """The cores of each worker."""
+        return self.cores.for_workers(self.config.workers) if self.config.workers else ()
 
     def for_loader(self) -> dict[str, Any]:
         return self._engine() | {
@@ -52,25 +51,25 @@ class ChildConfigs:
 
     def for_coordinator(self, fingerprint: str) -> dict[str, Any]:
         plain = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self.config).items()}
-        seats = self.seats
-        local = all(seat.node is not None for seat in seats)
+        worker_cores = self.worker_cores
+        local = all(cpus.node is not None for cpus in worker_cores)
         return self._store(fingerprint) | {
             "config": plain,
             "model": str(self.model),
             "cache_dir": str(self.cache_dir),
-            "workers": [len(seat.cores) for seat in seats],
+            "workers": [len(cpus.cores) for cpus in worker_cores],
             "nodes": len(self.cores.nodes) if local else 1,
             "prefetcher": self.config.prefetcher,
             "slab": self.slab,
             "key": self.key,
         }
 
-    def for_worker(self, fingerprint: str, seat: CpuSet) -> dict[str, Any]:
+    def for_worker(self, fingerprint: str, cpus: CpuSet) -> dict[str, Any]:
         slowdown = {"host_slowdown": self.config.host_slowdown}
-        return self._store(fingerprint) | {"cores": list(seat.cores)} | slowdown
+        return self._store(fingerprint) | {"cores": list(cpus.cores)} | slowdown
 
     def for_prefetcher(self, fingerprint: str) -> dict[str, Any]:
-        # It copies on whatever core is idle: bound to one, it would wait for that core's worker.
+        # Bound to a core, it would wait for that core's worker; so it copies on any that is idle.
         return self._store(fingerprint) | {"cores": [], "link_gbps": self.config.link_gbps}
 
     def _store(self, fingerprint: str) -> dict[str, Any]:

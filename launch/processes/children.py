@@ -1,4 +1,4 @@
-"""One child process: how it is started, how it is told from others, how it ends."""
+"""One child process: spawned, configured through its lifeline, ended."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from protocol.sockets import Identity
 from workers.lifetime import pack_config
 
 ROOT = Path(__file__).resolve().parents[2]  # where `-m` finds the packages, from any working directory
-PIPE_ROOM = 65536  # bytes a new pipe takes without a reader: a configuration must fit, or we would block
-STOP_LIMIT = 5.0  # seconds for an orderly end
+PIPE_CAPACITY = 65536  # bytes that a new pipe takes without a reader; a larger configuration would block
+STOP_LIMIT = 5.0  # seconds for an orderly exit
 TERM_LIMIT = 1.0  # seconds between SIGTERM and SIGKILL
 MODULES = {
     "loader": "pipeline.loader",
@@ -29,7 +29,7 @@ MODULES = {
 
 
 def title(identity: Identity) -> str:
-    """For a person: "worker 1", and just "loader" where there is only one."""
+    """As messages name it: "worker 1"; just "loader", of which an engine has only one."""
     return f"{identity.role} {identity.index}" if identity.role == "worker" else identity.role
 
 
@@ -39,17 +39,17 @@ class Child:
 
     identity: Identity
     process: asyncio.subprocess.Process
-    lifeline: int  # the pipe's end that we keep; its closing, however it comes about, ends the child
+    lifeline: int  # our end of a pipe; when it is closed, for whatever reason, the child exits
     key: bytes  # the engine's
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     failed: asyncio.Future[Failed] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    heard: float = 0.0  # when it last said something
-    last_heard: float = 0.0  # the same, when that was last looked at
-    silent_looks: int = 0  # looks in a row that found nothing new
-    stopped_looks: int = 0  # looks in a row that found it stopped
-    up: bool = False  # it does its work, as the coordinator sees it
-    hung: bool = False  # it was ended because it made no progress
-    stopping: bool = False  # its end is expected from now on
+    last_message: float = 0.0  # monotonic seconds; 0 before the first
+    checked_message: float = 0.0  # `last_message` at the last check
+    silent_checks: int = 0  # checks in a row that found no new message
+    stopped_checks: int = 0  # checks in a row that found the process stopped
+    up: bool = False  # the coordinator gives it work
+    hung: bool = False  # it was killed because it made no progress
+    exit_expected: bool = False
 
     @property
     def alive(self) -> bool:
@@ -57,67 +57,77 @@ class Child:
 
     @property
     def is_stopped(self) -> bool:
-        """By SIGSTOP or the like; who is being debugged is not."""
+        """By SIGSTOP or the like; a process under a debugger does not count."""
         try:
             stat = Path(f"/proc/{self.process.pid}/stat").read_text()
         except OSError:
-            return False  # it has ended
+            return False  # it has exited
         return stat.rpartition(")")[2].split()[0] == "T"
 
-    def tell(self, config: dict[str, Any]) -> None:
-        """Tell it, once, what it is to do, and who it is. Raises StartFailed."""
+    def count_check(self) -> None:
+        """Count whether the process is stopped, and whether it has sent anything since the last check."""
+        self.stopped_checks = self.stopped_checks + 1 if self.is_stopped else 0
+        self.silent_checks = self.silent_checks + 1 if self.last_message == self.checked_message else 0
+        self.checked_message = self.last_message
+
+    def configure(self, config: dict[str, Any]) -> None:
+        """Send the configuration, with the child's identity; once. Raises StartFailed."""
         packed = pack_config(config | asdict(self.identity) | {"identity": self.identity.prove(self.key)})
-        if len(packed) > PIPE_ROOM:
-            self.end_now()
+        if len(packed) > PIPE_CAPACITY:
+            self.kill()
             raise StartFailed(
                 f"the {title(self.identity)}'s configuration has {len(packed)} bytes: too many options"
             )
         if self.lifeline >= 0:
-            with suppress(BrokenPipeError):  # it has ended, which is noticed elsewhere
+            with suppress(BrokenPipeError):  # it has exited, which `wait_exit` reports
                 os.write(self.lifeline, packed)
 
-    def end_now(self) -> None:
-        """Nobody needs it any more."""
-        self.stopping = True
-        self.signal(signal.SIGKILL)
+    def kill(self) -> None:
+        self.exit_expected = True
+        self.send_signal(signal.SIGKILL)
 
-    def signal(self, number: signal.Signals) -> None:
+    def kill_hung(self) -> None:
+        """As unexpected as a crash: it is restarted."""
+        self.hung = True
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
             self.process.send_signal(number)
 
-    async def ended(self) -> int:
-        """Wait for the process; its exit code, or minus the signal that ended it."""
+    async def wait_exit(self) -> int:
+        """The exit code, or minus the number of the signal that killed it."""
         code = await self.process.wait()
         if self.lifeline >= 0:
             os.close(self.lifeline)
             self.lifeline = -1
         return code
 
-    async def last_words(self, limit: float) -> None:
-        """Once it has ended by itself: wait a little for the Ready or the Failed that it may have sent."""
-        said = asyncio.ensure_future(self.ready.wait())
+    async def wait_last_message(self, limit: float) -> None:
+        """After an exit that was not by a signal: wait at most `limit` seconds for a Ready or a Failed that
+        may be under way."""
+        ready = asyncio.ensure_future(self.ready.wait())
         try:
-            code = self.process.returncode
-            words = (said, self.failed) if code == 0 else (self.failed,)
-            await asyncio.wait(words, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            messages = (ready, self.failed) if self.process.returncode == 0 else (self.failed,)
+            await asyncio.wait(messages, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            said.cancel()
+            ready.cancel()
 
-    def epitaph(self, code: int) -> str:
-        """One line: how this child ended."""
+    def exit_reason(self, code: int) -> str:
+        """One line."""
         if self.failed.done():
             return self.failed.result().text
         if self.hung:
-            return f"the {title(self.identity)} made no progress and was ended"
+            return f"the {title(self.identity)} made no progress and was killed"
         if code < 0:
             return f"the {title(self.identity)} was killed by {signal.Signals(-code).name}"
-        return f"the {title(self.identity)} ended with exit code {code}"
+        return f"the {title(self.identity)} exited with code {code}"
 
 
 async def spawn(identity: Identity, threads: int, key: bytes) -> Child:
-    """Start a child from the calling thread, which must be the one that lives as long as the engine: the
-    kernel's parent-death signal is tied to it. It imports what it runs and waits to be told what to do.
-    `key`: the engine's, which proves its identity; `threads` bounds what numerical libraries start. Raises
+    """Start a child from the calling thread, which must run as long as the engine does: the kernel ties the
+    parent-death signal to it. The child imports its modules and waits for its configuration. `key`: the
+    engine's, which proves its identity; `threads` bounds the threads of numerical libraries. Raises
     StartFailed where the system refuses another process."""
     for_child, lifeline = os.pipe()
     try:
@@ -129,13 +139,13 @@ async def spawn(identity: Identity, threads: int, key: bytes) -> Child:
             "--lifeline",
             str(for_child),
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=2,  # stdout is for answers only
+            stdout=2,  # stdout is for answers alone
             start_new_session=True,  # the terminal's Ctrl-C is the supervisor's to handle
             pass_fds=(for_child,),
             env=_environment(threads),
         )
     except BaseException as e:
-        os.close(lifeline)  # ends the child, should it have been started already
+        os.close(lifeline)  # the child exits, if it was started already
         if isinstance(e, OSError):
             raise StartFailed(f"the {title(identity)} could not be started: {e.strerror}") from e
         raise
@@ -144,20 +154,20 @@ async def spawn(identity: Identity, threads: int, key: bytes) -> Child:
     return Child(identity, process, lifeline, key)
 
 
-async def end(children: list[Child]) -> None:
-    """See to it that children end which have been told to: after a while by SIGTERM, then by SIGKILL."""
-    for limit, then in ((STOP_LIMIT, signal.SIGTERM), (TERM_LIMIT, signal.SIGKILL)):
-        await wait_ended(children, limit)
+async def terminate(children: list[Child]) -> None:
+    """Wait for children that were asked to exit; send SIGTERM to those that are late, then SIGKILL."""
+    for limit, number in ((STOP_LIMIT, signal.SIGTERM), (TERM_LIMIT, signal.SIGKILL)):
+        await wait_exits(children, limit)
         for child in children:
-            child.signal(then)
+            child.send_signal(number)
 
 
-async def wait_ended(children: list[Child], limit: float) -> None:
-    """Until all have ended, at most `limit` seconds."""
-    ends = [asyncio.ensure_future(child.ended()) for child in children]
-    if ends:
-        _, late = await asyncio.wait(ends, timeout=limit)
-        for waiting in late:
+async def wait_exits(children: list[Child], limit: float) -> None:
+    """Until all have exited, at most `limit` seconds."""
+    exits = [asyncio.ensure_future(child.wait_exit()) for child in children]
+    if exits:
+        _, pending = await asyncio.wait(exits, timeout=limit)
+        for waiting in pending:
             waiting.cancel()
 
 

@@ -1,4 +1,4 @@
-"""The supervisor's end of the control channel: children report here, and are told to end."""
+"""The supervisor's end of the control socket: children report here, and receive Shutdown."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from protocol.sockets import Identity, bind_router, parse_identity
 
 log = logging.getLogger(__name__)
 
-RECEIVE_HWM = 64  # messages of one peer that may wait to be read: a stranger's too
-TURN_SECONDS = 0.002  # of messages in a row
+RECEIVE_HWM = 64  # unread messages of one peer, which may be a stranger
+TURN_SECONDS = 0.002  # of receiving without giving other tasks a turn
 
 
 class Control:
-    """A bound ROUTER; `peer` is what tells one life of one child from another. `key` is the engine's: what
-    its children prove themselves with."""
+    """A bound ROUTER. `key` is the engine's: with it children prove their identity, which names role, index
+    and incarnation."""
 
     def __init__(self, endpoint: str) -> None:
         """Raises ProtocolError where the endpoint cannot be bound."""
@@ -36,7 +36,7 @@ class Control:
         self._turn = 0.0  # when this task's turn in the event loop began
 
     async def receive(self) -> tuple[Identity, object]:
-        """The next message and its sender. What is none is skipped, and of many a few are logged."""
+        """The next message and its sender. Malformed ones are dropped, and a few of them logged."""
         while True:
             name, *frames = await self._frames()
             try:
@@ -45,7 +45,7 @@ class Control:
                 self._log.warning(f"dropped a malformed message on the control socket: {e}")
 
     async def _frames(self) -> list[bytes]:
-        """What is already there is taken at once, but not for so long that a flood keeps every other task
+        """Without waiting where a message is there, but not for so long that a flood keeps every other task
         from running."""
         if time.perf_counter() - self._turn > TURN_SECONDS:
             await asyncio.sleep(0)
@@ -57,15 +57,15 @@ class Control:
             self._turn = time.perf_counter()
             return frames
 
-    async def send(self, peer: Identity, message: object) -> bool:
-        """False where this child never connected, or is gone, or does not read."""
+    async def send(self, child: Identity, message: object) -> bool:
+        """False where this child never connected, has exited, or does not read."""
         try:
-            await self._socket.send_multipart([peer.prove(self.key), *encode(message)], flags=zmq.DONTWAIT)
+            await self._socket.send_multipart([child.prove(self.key), *encode(message)], flags=zmq.DONTWAIT)
         except zmq.ZMQError:
             return False
         return True
 
     def close(self) -> None:
-        """Nothing is awaited: a child that has not been told by now is ended by a signal."""
+        """Without waiting for unsent messages: a child that has no Shutdown by now was sent a signal."""
         self._socket.close(linger=0)
         self._context.term()

@@ -1,15 +1,15 @@
 """Which of the machine's cores the engine's processes compute on.
 
-Reading weights bounds decode, and two hardware threads of one core read no more than one of them: so workers
-take one thread of each core, and both only where more workers are asked for than there are cores. Unless
-told otherwise there is one worker a core: a worker's own threads meet several times within each tile, workers
-only at the end of a layer. Beyond MOST_WORKERS they become wider instead, because each costs the coordinator
-a message and an answer in every layer.
+Decode is bound by reading weights, and two hardware threads of a core read no more than one: so workers take
+one thread of each core, and both only where --workers asks for more workers than there are cores. By default
+there is one worker a core: the threads of one worker synchronize several times within each tile, workers only
+at the end of a layer. Beyond MOST_WORKERS each worker has more cores instead, because each worker costs the
+coordinator a message and an answer in every layer.
 
 Workers share nothing: their sets of cores are disjoint, cover what the process may use, and lie within one
 NUMA node each where there are at least as many workers as nodes. Coordinator and prefetcher are bound to no
-core: the coordinator computes while the workers wait and the other way about, and the prefetcher copies on
-whatever core is idle.
+core: the coordinator computes while the workers wait and the other way round, and the prefetcher copies on
+any idle core.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Thread:
 
 @dataclass(frozen=True)
 class CpuSet:
-    """Where one worker computes: as many threads as `cores`. `node`: the NUMA node they all belong to; None
-    where they belong to several."""
+    """The cores of one worker, by hardware thread. `node`: the NUMA node of all of them; None where they lie
+    on several."""
 
     cores: tuple[int, ...]
     node: int | None
@@ -67,26 +67,27 @@ class Cores:
 
     @property
     def computing(self) -> int:
-        """How many threads compute together without getting into each other's way."""
+        """How many threads can compute at once without sharing a core or exceeding the quota."""
         return len(self._units(1))
 
     def default_workers(self) -> int:
         return min(self.computing, MOST_WORKERS)
 
-    def seats(self, workers: int) -> tuple[CpuSet, ...]:
-        """A seat for each worker, by node. Where there are more workers than threads, some share one."""
+    def for_workers(self, workers: int) -> tuple[CpuSet, ...]:
+        """The cores of each worker, by node. Where there are more workers than threads, some share one."""
         units = self._units(workers)
         nodes = [list(group) for _, group in groupby(units, key=lambda thread: thread.node)]
         if workers < len(nodes):
-            return tuple(_seat(part) for part in _parts(units, workers))
+            return tuple(_cpu_set(part) for part in _parts(units, workers))
         counts = [1] * len(nodes)
-        for _ in range(workers - len(nodes)):  # to where a worker has most cores
+        for _ in range(workers - len(nodes)):  # to the node whose workers have most cores
             counts[max(range(len(nodes)), key=lambda i: len(nodes[i]) / counts[i])] += 1
-        return tuple(_seat(p) for node, count in zip(nodes, counts, strict=True) for p in _parts(node, count))
+        divided = (_parts(node, count) for node, count in zip(nodes, counts, strict=True))
+        return tuple(_cpu_set(part) for parts in divided for part in parts)
 
     def _units(self, workers: int) -> list[Thread]:
-        """What is divided among so many workers, by node and core: of each core one thread, or all where that
-        is too few; no more than the quota lets run all the time, and then as many of each node."""
+        """The threads to divide among so many workers, by node and core: one thread of each core, or all
+        where these are too few; at most the quota, evenly over the nodes."""
         order = sorted(self.threads)
         turns = _turns([(thread.node, thread.core) for thread in order])
         chosen = [thread for turn, thread in zip(turns, order, strict=True) if turn == 0]
@@ -98,8 +99,8 @@ class Cores:
 
 
 def read_threads(usable: Collection[int], root: Path = Path("/")) -> tuple[Thread, ...]:
-    """The usable threads that are online, as sysfs places them; where it tells nothing, each is a core of
-    its own on node 0."""
+    """The usable threads that are online, as sysfs places them; where it has no data, each is a core
+    of its own on node 0."""
     system = root / "sys/devices/system"
     online = parse_cores(contents(system / "cpu/online"))
     node_of = {
@@ -136,6 +137,6 @@ def _parts(units: list[Thread], count: int) -> list[list[Thread]]:
     return [units[len(units) * i // count : len(units) * (i + 1) // count] for i in range(count)]
 
 
-def _seat(threads: list[Thread]) -> CpuSet:
+def _cpu_set(threads: list[Thread]) -> CpuSet:
     nodes = {thread.node for thread in threads}
     return CpuSet(tuple(sorted(t.number for t in threads)), nodes.pop() if len(nodes) == 1 else None)

@@ -1,12 +1,11 @@
-"""The supervisor: starts an engine's processes in order, keeps them at work, stops them, removes what they
-left.
+"""The supervisor of one engine: starts its processes in order, restarts and stops them, removes their files.
 
     async with Supervisor(config) as engine:
-        ...                                     # engine.endpoint takes clients
+        ...                                     # clients connect to engine.endpoint
 
-Within the block the engine is ready. Children that end unexpectedly are replaced (`keeper.py`); should that
-not be possible, the block is cancelled and EngineDied raised from it. Leaving the block stops the children
-in order; `kill` does so at once.
+Within the block the engine is ready. Children that exit unexpectedly are restarted (`monitor.py`); where that
+fails, the block is cancelled and EngineDied is raised from it. At the end of the block the children are
+stopped in order; `kill` does so at once.
 """
 
 from __future__ import annotations
@@ -23,12 +22,13 @@ from types import TracebackType
 from launch.cache.full_disk import cache_use, full_disk_line
 from launch.command_line.checks import without_effect
 from launch.errors import StartFailed
-from launch.plan import make_plan, situation
+from launch.plan import Situation, make_plan, situation
 from launch.processes.child_configs import ChildConfigs
 from launch.processes.children import Child, title
 from launch.processes.control import Control
 from launch.processes.cores import Cores
 from launch.processes.group import ProcessGroup
+from launch.processes.limits import Limits
 from launch.processes.monitor import ProcessMonitor, ProcessSlot
 from launch.processes.runtime import EngineInfo, RuntimeDir, cache_root, segments, sweep
 from launch.processes.task_guard import TaskGuard
@@ -36,6 +36,7 @@ from launch.terminal.progress import ProgressDisplay
 from pipeline.assets import model_dir
 from pipeline.config import EngineConfig
 from pipeline.errors import ModelError
+from pipeline.memory.plan import Plan
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from protocol.messages import VERSION, Needed, Progress, Ready, SetPolicy
@@ -47,36 +48,38 @@ from shm.locks import sweep as sweep_stores
 
 log = logging.getLogger("tandem")
 
-LOADER_SILENCE = 300.0  # seconds without a word; a cold disk may take long for the first bytes
-LOAD_TRIES = 10  # another engine's end may remove the store between our loader's end and our lease
+LOAD_TRIES = 10  # the last engine that uses a store may remove it between the loader's exit and our lease
 
 
 class Supervisor:
     """One engine. Raises from the start of its block: UsageError, WrongUsage, StartFailed, ProtocolError,
-    ShmError; each is one line, and nothing of the engine is left."""
+    ShmError; each is one line, and nothing of the engine stays behind."""
 
-    def __init__(self, config: EngineConfig, *, log_level: str = "INFO") -> None:
+    def __init__(
+        self, config: EngineConfig, *, log_level: str = "INFO", limits: Limits | None = None
+    ) -> None:
         self.config = config
         self.name = config.name or f"e{os.getpid()}"
         self.model: Path = config.model or model_dir()
-        self.endpoint = ""
-        self._fingerprint = ""  # of the store, once there is one
+        self.endpoint = ""  # where clients connect, once the engine is ready
+        self._limits = limits or Limits()
+        self._fingerprint = ""  # of the store, once it is loaded
         self._cores = Cores.here()
-        self._briefing: ChildConfigs
+        self._configs: ChildConfigs
         self._log_level = log_level
         self._runtime: RuntimeDir | None = None
-        self._channel: Control | None = None
-        self._crew: ProcessGroup | None = None
-        self._progress: ControlSegment | None = None
-        self._keeper: ProcessMonitor | None = None
+        self._control: Control | None = None
+        self._group: ProcessGroup | None = None
+        self._control_segment: ControlSegment | None = None
+        self._monitor: ProcessMonitor | None = None
         self._lease: StoreLease | None = None
-        self._progress_display = ProgressDisplay("bytes", "store: ")
+        self._load_progress = ProgressDisplay("bytes", "store: ")
         self._guard = TaskGuard()
 
     @property
     def pids(self) -> dict[Identity, int]:
-        """Process ids of the children that live."""
-        return {} if self._crew is None else self._crew.pids
+        """Process ids of the running children."""
+        return {} if self._group is None else self._group.pids
 
     async def __aenter__(self) -> Supervisor:
         self._guard.enter()
@@ -98,11 +101,11 @@ class Supervisor:
         self._guard.raise_failure(error)
 
     def kill(self) -> None:
-        """End every child now. What they leave is still removed when the block is left."""
-        if self._keeper is not None:
-            self._keeper.stop()
-        if self._crew is not None:
-            self._crew.kill()
+        """Kill every child now. The end of the block still removes their files."""
+        if self._monitor is not None:
+            self._monitor.stop()
+        if self._group is not None:
+            self._group.kill()
 
     # --- start -------------------------------------------------------------------------------------------
 
@@ -119,52 +122,60 @@ class Supervisor:
         self.config = config = plan.settled(now.config)
         for line in without_effect(replace(now.config, format=config.format), now.policy, self.model):
             log.warning(f"note: {line}")
-
         self._runtime = RuntimeDir.claim(self.name)
-        use = await asyncio.to_thread(cache_use, self.model, config, plan.needs, cache_root())
-        self._runtime.reserve_cache(use.fingerprints)
-        if line := full_disk_line(cache_root(), use.missing):
-            log.warning(f"warning: {line}")
-        self._channel = Control(self._runtime.endpoint("control.sock"))
-        self._crew = crew = ProcessGroup(self._channel, self._guard)
-        crew.on_message, crew.on_end = self._heard, self._ended
-        self._briefing = ChildConfigs(
-            config,
-            self.model,
-            self._cores,
-            self._runtime,
-            now.policy.uses_device,
-            plan.beside_store(now.machine),
-            self._log_level,
-            cache_root(),
-            self._channel.key,
-        )
+        await self._reserve_cache(self._runtime, now.config, plan)
+        self._control = Control(self._runtime.endpoint("control.sock"))
+        self._group = group = ProcessGroup(self._control, self._guard)
+        group.on_message, group.on_exit = self._on_message, self._on_exit
+        self._configs = self._child_configs(now, plan, self._runtime, self._control.key)
         log.info(f"model: {self.model}")
         for line in lines:
             log.info(line)
         if emulation := self.config.emulation:
             log.warning(f"emulation: {emulation}")
-        # Importing torch takes longer than finding a store that is there.
-        await crew.prepare(Identity("coordinator", 0, 0), self._cores.computing)
-        await self._load(crew)
-        await self._begin_work(crew)
+        # Spawned before the store is loaded: importing torch takes longer than attaching a store.
+        await group.prepare(Identity("coordinator", 0, 0), self._cores.computing)
+        await self._load(group)
+        await self._start_processes(group)
         self.endpoint = self._runtime.endpoint("client.sock")
         self._publish()
         took = time.monotonic() - began
         log.info(f"engine {self.name} is ready after {took:.1f} s: {config.policy} on {config.device}")
 
-    async def _load(self, crew: ProcessGroup) -> None:
-        """Have the store found or built, and take a share in it."""
+    async def _reserve_cache(self, runtime: RuntimeDir, asked: EngineConfig, plan: Plan) -> None:
+        """Keep `launch.py cache` from pruning the files of this engine; warn where the disk is full."""
+        config = plan.settled(asked)
+        use = await asyncio.to_thread(cache_use, self.model, config, plan.needs, cache_root())
+        runtime.reserve_cache(use.fingerprints)
+        if line := full_disk_line(cache_root(), use.missing):
+            log.warning(f"warning: {line}")
+
+    def _child_configs(self, now: Situation, plan: Plan, runtime: RuntimeDir, key: bytes) -> ChildConfigs:
+        return ChildConfigs(
+            config=plan.settled(now.config),
+            model=self.model,
+            cores=self._cores,
+            runtime=runtime,
+            slab=now.policy.uses_device,
+            reserve=plan.beside_store(now.machine),
+            log_level=self._log_level,
+            cache_dir=cache_root(),
+            key=key,
+        )
+
+    async def _load(self, group: ProcessGroup) -> None:
+        """Run the loader until the store is in shared memory, and take a lease of it."""
+        silence = self._limits.loader_silence
         for incarnation in range(LOAD_TRIES):
             identity = Identity("loader", 0, incarnation)
             self._loaded: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
-            await crew.spawn(identity, self._briefing.for_loader(), self._cores.computing)
-            crew.heard = time.monotonic()
+            await group.start(identity, self._configs.for_loader(), self._cores.computing)
+            group.last_message = time.monotonic()
             while not self._loaded.done():
-                await asyncio.wait((self._loaded,), timeout=1.0)
-                if time.monotonic() - crew.heard > LOADER_SILENCE:
-                    raise StartFailed(f"the loader was silent for {LOADER_SILENCE:.0f} s and was stopped")
-            self._progress_display.close()
+                await asyncio.wait((self._loaded,), timeout=min(1.0, silence))
+                if time.monotonic() - group.last_message > silence:
+                    raise StartFailed(f"the loader was silent for {silence:.0f} s and was stopped")
+            self._load_progress.close()
             fingerprint = self._loaded.result().fingerprint
             try:
                 self._lease = StoreLease.acquire(fingerprint, runtime_root())
@@ -174,88 +185,93 @@ class Supervisor:
             return
         raise StartFailed("other engines removed the store each time it had been loaded; start again")
 
-    async def _begin_work(self, crew: ProcessGroup) -> None:
-        seats = self._briefing.seats
-        own = len({core for seat in seats for core in seat.cores})
-        if len(seats) > own:
-            log.warning(f"warning: {len(seats)} workers share {own} cores; more than one a core is slower")
-        self._progress = ControlSegment.create(self._briefing.control_name, len(seats))
-        self._keeper = keeper = ProcessMonitor(crew, self._guard, self._progress, self._clear_slabs)
+    async def _start_processes(self, group: ProcessGroup) -> None:
+        worker_cores = self._configs.worker_cores
+        count = len(worker_cores)
+        cores = len({core for cpus in worker_cores for core in cpus.cores})
+        if count > cores:
+            log.warning(f"warning: {count} workers share {cores} cores; more than one a core is slower")
+        self._control_segment = ControlSegment.create(self._configs.control_name, count)
+        self._monitor = monitor = ProcessMonitor(
+            group, self._guard, self._control_segment, self._remove_slabs, self._limits
+        )
         threads = self._cores.computing
-        keeper.post("coordinator", 0, lambda: self._briefing.for_coordinator(self._fingerprint), threads)
-        # torch's sums depend on its number of threads, and any worker may redo another's work.
-        threads = min((len(seat.cores) for seat in seats), default=1)
-        for i, seat in enumerate(seats):
-            told = partial(self._briefing.for_worker, self._fingerprint, seat)
-            keeper.post("worker", i, told, threads)
-        if self._briefing.slab and self.config.prefetcher == "process":
-            self._post_prefetcher(keeper)
-        workers = f"{len(seats)} workers" if seats else "which computes experts itself"
-        log.info(f"processes: coordinator, {workers}" + ", prefetcher" * keeper.has("prefetcher"))
-        await keeper.begin()
+        monitor.add_slot("coordinator", 0, lambda: self._configs.for_coordinator(self._fingerprint), threads)
+        # torch's sums depend on its number of threads, and any worker may repeat another's work.
+        threads = min((len(cpus.cores) for cpus in worker_cores), default=1)
+        for index, cpus in enumerate(worker_cores):
+            config = partial(self._configs.for_worker, self._fingerprint, cpus)
+            monitor.add_slot("worker", index, config, threads)
+        if self._configs.slab and self.config.prefetcher == "process":
+            self._add_prefetcher(monitor)
+        workers = f"{count} workers" if count else "which computes experts itself"
+        log.info(f"processes: coordinator, {workers}" + ", prefetcher" * monitor.has("prefetcher"))
+        await monitor.start()
 
-    def _post_prefetcher(self, keeper: ProcessMonitor) -> ProcessSlot:
-        return keeper.post("prefetcher", 0, lambda: self._briefing.for_prefetcher(self._fingerprint), 1)
+    def _add_prefetcher(self, monitor: ProcessMonitor) -> ProcessSlot:
+        return monitor.add_slot("prefetcher", 0, lambda: self._configs.for_prefetcher(self._fingerprint), 1)
 
     def _publish(self) -> None:
-        """Tell other programs of this user how the engine is to be reached."""
+        """Write how other programs of this user find the engine."""
         assert self._runtime is not None
         policy = self.config.policy or ""
         self._runtime.publish(
             EngineInfo(self.name, os.getpid(), str(self.model), policy, self.endpoint, VERSION)
         )
 
-    # --- while it runs -----------------------------------------------------------------------------------
+    # --- children's messages and exits -------------------------------------------------------------------
 
-    def _heard(self, child: Child, message: object) -> None:
+    def _on_message(self, child: Child, message: object) -> None:
         match message:
             case Ready():
-                self._greet(child, message)
+                self._on_ready(child, message)
             case Progress():
-                self._progress_display.update(message.stage, message.done, message.total)
-            case Needed(role="prefetcher") if self._keeper is not None and not self._keeper.has("prefetcher"):
-                self._guard.keep(self._keeper.begin_late(self._post_prefetcher(self._keeper)))
+                self._load_progress.update(message.stage, message.done, message.total)
+            case Needed(role="prefetcher"):
+                if self._monitor is not None and not self._monitor.has("prefetcher"):
+                    slot = self._add_prefetcher(self._monitor)
+                    self._guard.keep(self._monitor.start_late(slot))
             case SetPolicy():
-                self._remember_policy(message)
+                self._on_policy(message)
             case _:
-                if self._keeper is not None:
-                    self._keeper.heard(child, message)
+                if self._monitor is not None:
+                    self._monitor.on_message(child, message)
 
-    def _ended(self, child: Child, code: int) -> None:
+    def _on_exit(self, child: Child, code: int) -> None:
         if child.identity.role != "loader":
-            if self._keeper is not None:
-                self._keeper.ended(child, code)
+            if self._monitor is not None:
+                self._monitor.on_exit(child, code)
         elif not self._loaded.done():
             usage = child.failed.done() and child.failed.result().usage
-            self._loaded.set_exception(StartFailed(child.epitaph(code), usage))
-            self._loaded.exception()  # seen, also where nobody waits for it any more
+            self._loaded.set_exception(StartFailed(child.exit_reason(code), usage))
+            self._loaded.exception()  # retrieved, also where no task waits for it any more
 
-    def _greet(self, child: Child, ready: Ready) -> None:
-        self._progress_display.close()
+    def _on_ready(self, child: Child, ready: Ready) -> None:
+        self._load_progress.close()
         first = child.identity.incarnation == 0 or child.identity.role == "loader"
         topic = "store" if ready.role == "loader" else title(child.identity)
         for note in ready.notes if first else ():
             log.info(f"{topic}: {note}")
         if ready.version != VERSION or self._fingerprint not in ("", ready.fingerprint):
-            which = "version of Tandem" if ready.version != VERSION else "store"
-            self._guard.fail(StartFailed(f"the {title(child.identity)} has another {which}"))
+            other = "version of Tandem" if ready.version != VERSION else "store"
+            self._guard.fail(StartFailed(f"the {title(child.identity)} has another {other}"))
         elif ready.role == "loader":
             if not self._loaded.done():
                 self._loaded.set_result(ready)
-        elif self._keeper is not None:
-            self._keeper.heard(child, ready)
+        elif self._monitor is not None:
+            self._monitor.on_message(child, ready)
 
-    def _remember_policy(self, message: SetPolicy) -> None:
-        """A coordinator that has to begin anew begins with this one."""
+    def _on_policy(self, message: SetPolicy) -> None:
+        """A restarted coordinator begins with the policy that was set last."""
         options = {name: str(value) for name, value in message.options.items()}
-        config = replace(self._briefing.config, policy=message.policy, policy_options=options)
+        config = replace(self._configs.config, policy=message.policy, policy_options=options)
         policy = make_policy(PolicyRequest(message.policy, options), config.seed)
-        self._briefing = replace(self._briefing, config=config, slab=policy.uses_device)
+        self._configs = replace(self._configs, config=config, slab=policy.uses_device)
         self.config = config
         self._publish()
 
-    def _clear_slabs(self) -> None:
-        """Remove what a dead coordinator's device memory was, where that is a segment."""
+    def _remove_slabs(self) -> None:
+        """Remove an exited coordinator's slab, where that is a shared-memory segment."""
         assert self._runtime is not None
         for path in segments(self._runtime.path):
             if "-slab-" in path.name:
@@ -265,26 +281,26 @@ class Supervisor:
 
     async def _stop(self) -> None:
         try:
-            self._progress_display.close()
-            if self._keeper is not None:
-                self._keeper.stop()
-            if self._crew is not None:
-                await self._crew.stop(orderly=bool(self.endpoint))
+            self._load_progress.close()
+            if self._monitor is not None:
+                self._monitor.stop()
+            if self._group is not None:
+                await self._group.stop(orderly=bool(self.endpoint))
         finally:
             self.kill()
             await self._clean_up()
 
     async def _clean_up(self) -> None:
         await self._guard.end_tasks()
-        if self._crew is not None:
-            await self._crew.gone()
-        if self._channel is not None:
-            self._channel.close()
-        if self._progress is not None:
-            self._progress.close()
+        if self._group is not None:
+            await self._group.wait_killed()
+        if self._control is not None:
+            self._control.close()
+        if self._control_segment is not None:
+            self._control_segment.close()
         if self._lease is not None:
             self._lease.release(self.config.keep_store)
         elif self._runtime is not None:
-            sweep_stores(runtime_root())  # what a stopped loader left half built
+            sweep_stores(runtime_root())  # a store that a stopped loader has half built
         if self._runtime is not None:
             self._runtime.remove()

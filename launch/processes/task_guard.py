@@ -22,21 +22,21 @@ class TaskGuard:
         self._cancels = self._body.cancelling() if self._body else 0
 
     def keep(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run something beside the block; an exception of it is the block's failure."""
+        """Run a task beside the block; its exception is the block's failure."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
 
     def fail(self, failure: BaseException) -> None:
-        """End the block; the first failure is the one that counts."""
+        """Cancel the block; of several failures the first is raised."""
         if self.failure is None:
             self.failure = failure
             if self._body is not None:
                 self._body.cancel()
 
     def raise_failure(self, error: BaseException | None) -> None:
-        """Raise the failure, if there is one, unless somebody else has asked for the end as well: they get
-        theirs. `error`: what the block is being left with."""
+        """Raise the failure, if there is one, unless the block was cancelled from outside as well: then that
+        cancellation goes on. `error`: the exception that the block is being left with."""
         if self.failure is None:
             return
         if self._body is not None and self._body.uncancel() > self._cancels:
@@ -44,7 +44,7 @@ class TaskGuard:
         raise self.failure from error
 
     async def end_tasks(self) -> None:
-        """Cancel what still runs beside the block."""
+        """Cancel the tasks that still run beside the block."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

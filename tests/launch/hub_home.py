@@ -15,9 +15,9 @@ NAME = "org/tiny-model"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 INDEX = "model.safetensors.index.json"
 SETTLE = (
-    "import logging, sys; from pathlib import Path; from launch.hub.hf_download import settled;"
+    "import logging, sys; from pathlib import Path; from launch.hub.hf_download import model_folder;"
     "logging.basicConfig(level='INFO', format='[%(name)s] %(message)s');"
-    "print(settled(Path(sys.argv[1]), download=True))"
+    "print(model_folder(Path(sys.argv[1]), download=True))"
 )
 WANTED = {
     "config.json",

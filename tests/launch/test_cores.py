@@ -33,8 +33,8 @@ def only(threads: tuple[Thread, ...], usable: Collection[int]) -> tuple[Thread, 
     return tuple(thread for thread in threads if thread.number in usable)
 
 
-def sets(seats: tuple[CpuSet, ...]) -> list[set[int]]:
-    return [set(seat.cores) for seat in seats]
+def sets(cpu_sets: tuple[CpuSet, ...]) -> list[set[int]]:
+    return [set(cpus.cores) for cpus in cpu_sets]
 
 
 @st.composite
@@ -47,16 +47,16 @@ def any_cores(draw: st.DrawFn) -> Cores:
 @settings(max_examples=300, deadline=None)
 @given(any_cores(), st.integers(1, 80))
 def test_workers_divide_the_cores_among_them(cores: Cores, workers: int) -> None:
-    seats = cores.seats(workers)
-    assert len(seats) == workers
-    used = [core for seat in seats for core in seat.cores]
-    assert all(seat.cores for seat in seats)
+    cpu_sets = cores.for_workers(workers)
+    assert len(cpu_sets) == workers
+    used = [core for cpus in cpu_sets for core in cpus.cores]
+    assert all(cpus.cores for cpus in cpu_sets)
     assert set(used) <= set(cores.numbers)
     node = {thread.number: thread.node for thread in cores.threads}
-    for seat in seats:
-        nodes = {node[core] for core in seat.cores}
-        assert nodes == {seat.node} if seat.node is not None else len(nodes) > 1
-    on = [seat.node for seat in seats if seat.node is not None]
+    for cpus in cpu_sets:
+        nodes = {node[core] for core in cpus.cores}
+        assert nodes == {cpus.node} if cpus.node is not None else len(nodes) > 1
+    on = [cpus.node for cpus in cpu_sets if cpus.node is not None]
     assert on == sorted(on)
     physical = {(thread.node, thread.core) for thread in cores.threads}
     most = len(cores.threads) if cores.quota is None else max(1, int(cores.quota))
@@ -65,9 +65,9 @@ def test_workers_divide_the_cores_among_them(cores: Cores, workers: int) -> None
         core = {thread.number: (thread.node, thread.core) for thread in cores.threads}
         assert len({core[number] for number in used}) == len(used)  # one thread of each
         if workers >= len(cores.nodes):
-            assert all(seat.node is not None for seat in seats)
+            assert all(cpus.node is not None for cpus in cpu_sets)
     elif workers >= min(len(cores.threads), most):
-        assert all(len(seat.cores) == 1 for seat in seats)
+        assert all(len(cpus.cores) == 1 for cpus in cpu_sets)
         assert len(set(used)) == min(len(cores.threads), most)  # all are used before any is shared
 
 
@@ -75,56 +75,56 @@ def test_workers_divide_the_cores_among_them(cores: Cores, workers: int) -> None
 @given(any_cores())
 def test_by_default_nobody_shares(cores: Cores) -> None:
     workers = cores.default_workers()
-    used = [core for seat in cores.seats(workers) for core in seat.cores]
+    used = [core for cpus in cores.for_workers(workers) for core in cpus.cores]
     assert 1 <= workers <= MOST_WORKERS
     assert len(used) == len(set(used)) == cores.computing
     assert cores.quota is None or len(used) <= max(1, cores.quota)
-    assert {seat.node for seat in cores.seats(workers)} <= {*cores.nodes, None}
+    assert {cpus.node for cpus in cores.for_workers(workers)} <= {*cores.nodes, None}
 
 
 def test_two_workers_on_eight_cores_have_four_each() -> None:
     cores = Cores(machine(1, 8))
-    assert sets(cores.seats(2)) == [{0, 1, 2, 3}, {4, 5, 6, 7}]
-    assert sets(cores.seats(3)) == [{0, 1}, {2, 3, 4}, {5, 6, 7}]
+    assert sets(cores.for_workers(2)) == [{0, 1, 2, 3}, {4, 5, 6, 7}]
+    assert sets(cores.for_workers(3)) == [{0, 1}, {2, 3, 4}, {5, 6, 7}]
     assert cores.default_workers() == 8
 
 
 def test_of_a_core_s_two_threads_one_is_used_unless_more_workers_are_asked_for() -> None:
     cores = Cores(machine(1, 4, threads=2))
     assert cores.default_workers() == cores.computing == 4
-    assert sets(cores.seats(4)) == [{0}, {1}, {2}, {3}]
-    assert sets(cores.seats(2)) == [{0, 1}, {2, 3}]
-    assert sorted(core for seat in cores.seats(8) for core in seat.cores) == list(range(8))
-    assert sets(Cores(only(cores.threads, {4, 5, 1})).seats(2)) == [{4}, {1}]  # 1 and 5 are one core
+    assert sets(cores.for_workers(4)) == [{0}, {1}, {2}, {3}]
+    assert sets(cores.for_workers(2)) == [{0, 1}, {2, 3}]
+    assert sorted(core for cpus in cores.for_workers(8) for core in cpus.cores) == list(range(8))
+    assert sets(Cores(only(cores.threads, {4, 5, 1})).for_workers(2)) == [{4}, {1}]  # 1 and 5 are one core
 
 
 def test_more_workers_than_threads_share() -> None:
-    assert sets(Cores(machine(1, 2)).seats(3)) == [{0}, {1}, {0}]
+    assert sets(Cores(machine(1, 2)).for_workers(3)) == [{0}, {1}, {0}]
 
 
 def test_each_worker_has_its_cores_on_one_node() -> None:
     cores = Cores(machine(2, 4))
     assert cores.nodes == (0, 1)
-    assert cores.seats(2) == (CpuSet((0, 1, 2, 3), 0), CpuSet((4, 5, 6, 7), 1))
-    assert [seat.node for seat in cores.seats(3)] == [0, 0, 1]
-    assert cores.seats(1) == (CpuSet(tuple(range(8)), None),)
+    assert cores.for_workers(2) == (CpuSet((0, 1, 2, 3), 0), CpuSet((4, 5, 6, 7), 1))
+    assert [cpus.node for cpus in cores.for_workers(3)] == [0, 0, 1]
+    assert cores.for_workers(1) == (CpuSet(tuple(range(8)), None),)
     uneven = Cores(only(machine(2, 4), {0, 1, 2, 3, 6}))
-    assert Counter(seat.node for seat in uneven.seats(5)) == {0: 4, 1: 1}
-    assert Counter(seat.node for seat in uneven.seats(3)) == {0: 2, 1: 1}
+    assert Counter(cpus.node for cpus in uneven.for_workers(5)) == {0: 4, 1: 1}
+    assert Counter(cpus.node for cpus in uneven.for_workers(3)) == {0: 2, 1: 1}
 
 
 def test_a_quota_s_cores_are_taken_from_all_nodes() -> None:
     cores = Cores(machine(2, 4, threads=2), quota=4.5)
     assert cores.default_workers() == 4
-    assert [seat.cores for seat in cores.seats(4)] == [(0,), (1,), (4,), (5,)]
-    assert Cores(machine(1, 4), quota=0.5).seats(1) == (CpuSet((0,), 0),)
-    assert sets(cores.seats(8)) == [{0}, {1}, {0}, {1}, {4}, {5}, {4}, {5}]
+    assert [cpus.cores for cpus in cores.for_workers(4)] == [(0,), (1,), (4,), (5,)]
+    assert Cores(machine(1, 4), quota=0.5).for_workers(1) == (CpuSet((0,), 0),)
+    assert sets(cores.for_workers(8)) == [{0}, {1}, {0}, {1}, {4}, {5}, {4}, {5}]
 
 
 def test_a_large_machine_has_wider_workers_not_more() -> None:
     cores = Cores(machine(2, 32))
     assert cores.default_workers() == MOST_WORKERS
-    assert {len(seat.cores) for seat in cores.seats(MOST_WORKERS)} == {4}
+    assert {len(cpus.cores) for cpus in cores.for_workers(MOST_WORKERS)} == {4}
 
 
 def test_topology_is_read_from_sysfs(tmp_path: Path) -> None:
@@ -140,12 +140,12 @@ def test_topology_is_read_from_sysfs(tmp_path: Path) -> None:
     )
     found = read_threads({1, 2, 3}, tmp_path)
     assert found == (Thread(3, (1,), 1), Thread(3, (1,), 3))
-    assert Cores(found).seats(1) == (CpuSet((1,), 3),)
+    assert Cores(found).for_workers(1) == (CpuSet((1,), 3),)
 
 
 def test_where_sysfs_tells_nothing_each_thread_is_a_core(tmp_path: Path) -> None:
     threads = read_threads({2, 5}, tmp_path)
-    assert Cores(threads).seats(2) == (CpuSet((2,), 0), CpuSet((5,), 0))
+    assert Cores(threads).for_workers(2) == (CpuSet((2,), 0), CpuSet((5,), 0))
 
 
 @pytest.mark.parametrize("usable", [None, 1])
@@ -175,9 +175,9 @@ def test_an_engine_s_workers_run_on_their_seats(workers: int, tiny_model: Path) 
         engine.process.terminate()
         assert engine.end()[0] == 0
     cores = Cores.here()
-    seats = cores.seats(workers)
-    assert bound == sorted(seat.cores for seat in seats)
-    assert threads == sorted(len(seat.cores) for seat in seats)
+    cpu_sets = cores.for_workers(workers)
+    assert bound == sorted(cpus.cores for cpus in cpu_sets)
+    assert threads == sorted(len(cpus.cores) for cpus in cpu_sets)
     assert free == cores.numbers
 
 

@@ -28,6 +28,7 @@ from engines import (
 )
 
 from launch.errors import StartFailed
+from launch.processes.limits import Limits
 from launch.processes.runtime import sweep
 from launch.processes.supervisor import Supervisor
 from pipeline.config import EngineConfig
@@ -37,7 +38,7 @@ from shm.locks import sweep as sweep_stores
 
 pytestmark = pytest.mark.timeout(300)  # several engines start in a test, on a machine that may be busy
 
-CHILDREN_GONE = 5.0  # seconds that children may outlive a killed supervisor
+CHILDREN_GONE = 5.0  # seconds in which the children of a killed supervisor exit
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def run(*arguments: str) -> tuple[int, str, str]:
         return launched.end()
 
 
-def test_one_engine_serves_every_command_and_ends_on_sigint(arguments: list[str], tmp_path: Path) -> None:
+def test_engine_serves_every_command_and_stops_on_sigint(arguments: list[str], tmp_path: Path) -> None:
     with Launched("serve", "--name", "life", *arguments) as engine:
         name, endpoint = engine.line().split()
         assert name == "life"
@@ -83,7 +84,7 @@ def test_one_engine_serves_every_command_and_ends_on_sigint(arguments: list[str]
         assert json.loads(out)["mean_nll"] == pytest.approx(-chosen.mean(), rel=1e-5)
 
         many = [*"generate --prompt-tokens 5,6 --max-tokens 200 --ignore-eos --connect".split()]
-        with Launched(*many) as generate:  # into a reader that has seen enough
+        with Launched(*many) as generate:  # the reader of its stdout closes it
             assert generate.process.stdout is not None
             generate.process.stdout.read(1)
             generate.process.stdout.close()
@@ -107,7 +108,7 @@ def test_one_engine_serves_every_command_and_ends_on_sigint(arguments: list[str]
     assert own_segments("life") == []
 
 
-def test_piped_chat_answers_each_line_it_can(arguments: list[str]) -> None:
+def test_piped_chat_answers_every_line_that_fits_and_reports_the_others(arguments: list[str]) -> None:
     turns = ["What is a generator?", "", "word " * 500, "And a coroutine?"]
     options = ["--max-tokens", "5", "--ignore-eos", "--context", "128"]
     with Launched(*arguments, *options, stdin=subprocess.PIPE) as chat:
@@ -124,7 +125,7 @@ def test_piped_chat_answers_each_line_it_can(arguments: list[str]) -> None:
     assert engines_left() == []
 
 
-def test_a_child_that_dies_is_replaced_and_the_engine_goes_on(arguments: list[str]) -> None:
+def test_killed_child_is_restarted_and_answers_are_the_same(arguments: list[str]) -> None:
     generate = "generate --prompt-tokens 5,6,7 --max-tokens 4 --ignore-eos --json --connect victim".split()
     with Launched("serve", "--name", "victim", *arguments) as engine:
         engine.line()
@@ -146,15 +147,15 @@ def test_a_child_that_dies_is_replaced_and_the_engine_goes_on(arguments: list[st
         code, _, err = engine.end()
     assert code == 0
     assert "Traceback" not in err
-    told = [line for line in err.splitlines() if "killed by SIGKILL" in line]
-    assert len(told) == 2
-    assert "the worker 0 was killed by SIGKILL; it is being replaced" in told[0]
-    assert "the coordinator was killed by SIGKILL; the engine is being restarted" in told[1]
+    exits = [line for line in err.splitlines() if "killed by SIGKILL" in line]
+    assert len(exits) == 2
+    assert "the worker 0 was killed by SIGKILL; it is being restarted" in exits[0]
+    assert "the coordinator was killed by SIGKILL; the engine is being restarted" in exits[1]
     assert engines_left() == []
     assert own_segments("victim") == []
 
 
-def test_an_engine_whose_coordinator_cannot_live_ends_with_one_message(arguments: list[str]) -> None:
+def test_engine_whose_coordinator_keeps_exiting_stops_with_one_line(arguments: list[str]) -> None:
     with Launched("serve", "--name", "victim", *arguments) as engine:
         engine.line()
         while engine.process.poll() is None:
@@ -173,7 +174,7 @@ def test_an_engine_whose_coordinator_cannot_live_ends_with_one_message(arguments
     assert own_segments("victim") == []
 
 
-def test_sigint_during_the_start_leaves_nothing(arguments: list[str]) -> None:
+def test_sigint_during_the_start_leaves_no_process_and_no_file(arguments: list[str]) -> None:
     with Launched("generate", "--prompt-tokens", "5", "--name", "early", *arguments) as engine:
         assert wait_until(lambda: any(runs(c, "pipeline.coordinator") for c in engine.children()), 30)
         children = engine.children()
@@ -186,7 +187,7 @@ def test_sigint_during_the_start_leaves_nothing(arguments: list[str]) -> None:
     assert engines_left() == []
 
 
-def test_children_of_a_killed_supervisor_end_and_leave_what_can_be_swept(arguments: list[str]) -> None:
+def test_children_of_a_killed_supervisor_exit_and_their_files_are_swept(arguments: list[str]) -> None:
     with Launched("serve", "--name", "orphans", "--policy", "on-demand", *arguments) as engine:
         engine.line()
         children = engine.children()
@@ -202,9 +203,13 @@ def test_children_of_a_killed_supervisor_end_and_leave_what_can_be_swept(argumen
     assert own_segments("orphans") == []
 
 
-def test_two_engines_share_a_store_and_not_their_lives(arguments: list[str], tiny_model: Path) -> None:
+def test_two_engines_share_a_store_and_stop_independently(arguments: list[str], tiny_model: Path) -> None:
+    generate = "generate --prompt-tokens 5 --max-tokens 2 --ignore-eos --json --connect".split()
     with Launched("serve", "--name", "left", *arguments) as left:
         left.line()
+        code, expected, _ = run(*generate)
+        assert code == 0
+        assert len(json.loads(expected)["token_ids"]) == 2
         store = store_of(tiny_model).stat().st_ino
         with Launched("serve", "--name", "right", *arguments) as right:
             right.line()
@@ -216,21 +221,21 @@ def test_two_engines_share_a_store_and_not_their_lives(arguments: list[str], tin
             left.send(signal.SIGTERM)
             assert left.end()[0] == 0
             assert store_of(tiny_model).stat().st_ino == store
-            code, out, _ = run(*"generate --prompt-tokens 5 --max-tokens 2 --json --connect right".split())
+            code, out, _ = run(*generate, "right")
             assert code == 0
-            assert len(json.loads(out)["token_ids"]) <= 2
-            right.child("pipeline.coordinator").suspend()  # it hangs, and would delay an orderly end
+            assert json.loads(out)["token_ids"] == json.loads(expected)["token_ids"]
+            right.child("pipeline.coordinator").suspend()  # it would delay an orderly end
             began = time.monotonic()
             right.send(signal.SIGINT)
             time.sleep(0.2)
             right.send(signal.SIGINT)
             right.end()
-            assert time.monotonic() - began < 5  # an orderly end would wait longer for it alone
+            assert time.monotonic() - began < 5  # an orderly end would wait longer for the coordinator alone
     assert engines_left() == []
     assert not store_of(tiny_model).exists()
 
 
-def test_a_kept_store_is_attached_by_the_next_start(arguments: list[str], tiny_model: Path) -> None:
+def test_kept_store_is_attached_by_the_next_start(arguments: list[str], tiny_model: Path) -> None:
     command = ["generate", "--prompt-tokens", "5", "--max-tokens", "1", *arguments]
     code, _, _ = run(*command, "--keep-store")
     assert code == 0
@@ -241,7 +246,7 @@ def test_a_kept_store_is_attached_by_the_next_start(arguments: list[str], tiny_m
     assert not store_of(tiny_model).exists()
 
 
-def test_a_loader_that_ends_while_the_supervisor_stands_still_has_loaded(
+def test_ready_of_a_loader_that_exited_while_the_supervisor_was_stopped_counts(
     arguments: list[str], tiny_model: Path
 ) -> None:
     with (
@@ -252,7 +257,7 @@ def test_a_loader_that_ends_while_the_supervisor_stands_still_has_loaded(
         assert wait_until(lambda: any(runs(c, "pipeline.loader") for c in launched.children()), 30)
         loader = launched.child("pipeline.loader")
         assert wait_until(lambda: bool(loader.net_connections("unix")), 30)
-        time.sleep(0.5)  # it is connected, and waits for the lock
+        time.sleep(0.5)  # the loader is connected, and waits for the lock
         launched.send(signal.SIGSTOP)
         held.close()
         assert wait_until(lambda: loader.status() == psutil.STATUS_ZOMBIE, 30)
@@ -262,7 +267,7 @@ def test_a_loader_that_ends_while_the_supervisor_stands_still_has_loaded(
     assert engines_left() == []
 
 
-def test_an_answer_that_the_engine_gives_up_is_lost(arguments: list[str], tmp_path: Path) -> None:
+def test_answer_cancelled_by_the_engine_is_one_line_and_exit_1(arguments: list[str], tmp_path: Path) -> None:
     ids, matrix = tmp_path / "ids.json", tmp_path / "scores.npy"
     ids.write_text(json.dumps([5] * 250))
     slow = ("--host-slowdown", "50", "--chunk", "1")
@@ -285,7 +290,7 @@ def test_an_answer_that_the_engine_gives_up_is_lost(arguments: list[str], tmp_pa
     assert list(tmp_path.iterdir()) == [ids]
 
 
-def test_streams_that_are_closed_are_no_harm(arguments: list[str]) -> None:
+def test_command_runs_with_closed_standard_streams(arguments: list[str]) -> None:
     generate = "generate --prompt-tokens 5 --max-tokens 1".split()
     command = shlex.join([sys.executable, LAUNCH, *generate, *arguments])
     for closed in ("<&- >&-", "2>&-"):
@@ -295,18 +300,15 @@ def test_streams_that_are_closed_are_no_harm(arguments: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("executed_processes")  # none is ready within the limit
-async def test_a_start_that_takes_too_long_names_the_late(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("launch.processes.monitor.READY_LIMIT", 0.05)
+async def test_start_over_its_time_limit_names_the_processes_that_are_late(tiny_model: Path) -> None:
     config = EngineConfig(model=tiny_model, name="late", device="cpu", workers=2)
     with pytest.raises(StartFailed, match=r"not ready after 0\.05 s: coordinator, worker 0, worker 1"):
-        async with Supervisor(config):
+        async with Supervisor(config, limits=Limits(ready=0.05)):
             pass
     assert engines_left() == []
 
 
-async def test_a_failed_start_is_the_loaders_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_failed_start_raises_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     supervisor = Supervisor(EngineConfig(model=tmp_path / "nowhere", name="failing", device="cpu"))
     with pytest.raises(StartFailed, match="nowhere") as failure:
         async with supervisor:

@@ -89,7 +89,7 @@ def test_a_damaged_index(home: Home, hub: HubServer, files: dict[str, bytes], in
 def test_no_room_on_the_disk(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
     hub.repositories[NAME] = Repository(files, sizes={SHARDS[0]: 10**17})
     line = home.complaint(code=1)
-    assert "100000000.0 GB" in line
+    assert "100000000.00 GB" in line
     assert "GB free" in line
     assert "HF_HOME" in line
     assert not {*SHARDS} & {*hub.sent()}

@@ -17,7 +17,7 @@ NAME = "reconnect"
 CONNECT = ("--connect", NAME)
 COORDINATOR = "pipeline.coordinator"
 WAITING = "[tandem] the engine does not answer; waiting for it"
-BACK = "[tandem] the engine is back"
+ANSWERS = "[tandem] the engine answers again"
 # In float32, so that rounding shows in no token; slowly enough to be killed in the middle.
 ENGINE = (
     *("--name", NAME, "--format", "f32", "--backbone-dtype", "f32"),
@@ -63,7 +63,7 @@ def test_answers_and_scores_go_on_where_they_were(engine: Launched, tmp_path: Pa
         kill_coordinator(engine)
         code, out, err = launched.end()
         assert (code, whole[0] + out) == (0, whole), err
-        assert err.count(WAITING) == err.count(BACK) == 1
+        assert err.count(WAITING) == err.count(ANSWERS) == 1
         code, out, err = scoring.end()
         assert code == 0, err
         assert json.loads(out)["tokens"] == told["tokens"] == 250
@@ -87,11 +87,11 @@ def test_a_chat_goes_on_where_it_was(engine: Launched, tmp_path: Path) -> None:
         before = len(terminal.screen())
         terminal.until(lambda screen: len(screen) > before + 60)
         kill_coordinator(engine)
-        shown = terminal.until(r"^the engine is back$", LIMIT)
+        shown = terminal.until(r"^the engine answers again$", LIMIT)
         assert shown.count("the engine does not answer; waiting for it") == 1
         shown = terminal.until(lambda screen: len(re.findall("^120 tokens ·", screen, re.M)) == 2, LIMIT)
         first, second = re.findall(r"^> (?:Hi\?|/retry)\n((?s:.+?))^120 tokens ·", shown, re.MULTILINE)
-        told = re.sub(r"\n?^the engine (?:does not|is back).*\n", "", second, flags=re.MULTILINE)
+        told = re.sub(r"\n?^the engine (?:does not|answers).*\n", "", second, flags=re.MULTILINE)
         assert re.sub(r"\s", "", told) == re.sub(r"\s", "", first)
 
         terminal.until(r"\n\n>$")
@@ -101,6 +101,6 @@ def test_a_chat_goes_on_where_it_was(engine: Launched, tmp_path: Path) -> None:
         terminal.keys("C-c")
         terminal.until(r"^> Go on\n(?s:.+)cancelled .*\n\n>$", 4.0)  # with no engine to say it
         terminal.type("half a li")
-        terminal.until("^the engine is back\n> half a li$", LIMIT)  # above what is being typed
+        terminal.until("^the engine answers again\n> half a li$", LIMIT)  # above what is being typed
         terminal.keys("C-c", "C-d")
         assert terminal.end() == (0, True)
