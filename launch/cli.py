@@ -1,8 +1,8 @@
-"""The command line: from its words to an exit code.
+"""The command line: runs a command and returns its exit code.
 
-Exit codes: 0 done, 2 wrong usage or input, 1 anything else, an interrupted answer among it. Whatever goes
-wrong is one line on stderr; stdout holds answers alone. A reader of stdout that has seen enough (`| head`)
-ends the command quietly.
+Exit codes: 0 done, 2 wrong usage or input, 1 any other error, an interrupted answer among them. An error is
+one line on stderr; stdout holds answers alone. A command ends quietly when the reader of its stdout closes
+it (`| head`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command, by default the command line's; returns the exit code."""
+    """Run a command, by default that of the command line; returns the exit code."""
     _open_standard_streams()
     try:
         return _run(parse(sys.argv[1:] if arguments is None else arguments))
@@ -46,13 +46,13 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _complain("interrupted", 1)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered has no reader either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for buffered output, which has no reader either
         return 0
 
 
 def _open_standard_streams() -> None:
-    """Give a standard stream that the caller closed to /dev/null: a socket that got its number would be
-    written to as if it were stdout."""
+    """Open /dev/null in place of a closed standard stream: a socket could get its number, and receive what is
+    written to stdout."""
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(fd)
@@ -86,22 +86,22 @@ def _run(options: Options) -> int:
 
 
 def _with_model(options: Options) -> Options:
-    """The same with the folder of a model that is named as on the Hub. It may take hours to download, and
-    then a mistyped policy would be a pity."""
+    """The same with the folder of a model of the Hub, downloaded if need be. That may take hours, so policies
+    are checked before."""
     if "model" not in options.written:
         return options
     from launch.hub.hf_download import model_folder
     from pipeline.policies.presets import make_policy
 
     for request in options.policies():
-        if request.name:  # a list with a gap is the command's to refuse, with the whole list
+        if request.name:  # the command refuses a list with a gap, with the whole list
             make_policy(request, options.config().seed)
     model = model_folder(options.written["model"], download=options.command != "doctor")
     return replace(options, written=options.written | {"model": model})
 
 
 def _command(options: Options) -> Command:
-    """Each imports what it needs and no more."""
+    """Imports only the module of this command."""
     name = options.command
     if name == "generate":
         from launch.generate import generate

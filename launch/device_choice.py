@@ -1,4 +1,4 @@
-"""What the supervisor needs to know of the machine before any process that knows torch has been started."""
+"""The choice of the device, before any process that imports torch is started."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ PROBE_LIMIT = 120.0  # seconds; a cold import of a CUDA build from a slow disk t
 
 
 def usable_device(asked: DeviceName) -> tuple[DeviceName, int | None]:
-    """The device to use, cpu or cuda, and the bytes that a process which computes there can have of its
-    memory, None of cpu. Raises WrongUsage where cuda cannot be had; where a GPU could be used and this torch
-    cannot, a warning says so."""
+    """The device to use, cpu or cuda, and the bytes of its memory that are free for a process; None of cpu.
+    Raises WrongUsage where cuda was asked for and is not usable; warns where the machine has a GPU that this
+    torch cannot use."""
     if asked == "cpu":
         return "cpu", None
     driver = any(node.exists() for node in DRIVER_NODES)

@@ -3,7 +3,7 @@
 Between plans, batch compositions and worker counts results differ by rounding only. So greedy tokens are
 equal, or their first difference is at a near-tie: where the reference's two best log-probabilities are
 closer than the rounding bound (and ours, but for quantized weights, is the second of them). What follows a
-first difference has another past and is not compared. Numbers alone: knows no engine and no client.
+first difference has another past and is not compared. Works on numbers alone, without an engine or a client.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Choice(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """A Choice that did not come as a message."""
+    """A Choice that is no message."""
 
     token: int
     runner_up: int

@@ -1,4 +1,4 @@
-"""Errors of the launch package, each with when it is raised; their texts are one line for a person."""
+"""Errors of the launch package. Each message is one line."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class WrongUsage(LaunchError):
 
 
 class DownloadFailed(LaunchError):
-    """A model cannot be downloaded now: no network, no room on the disk, a Hub that is down."""
+    """A model cannot be downloaded now: no network, a full disk, the Hub is down."""
 
 
 class StartFailed(LaunchError):
-    """A child could not begin its work, ended early, or took too long; nothing of the engine is left."""
+    """A child failed, exited or was too slow before the engine was ready; nothing of the engine remains."""
 
     def __init__(self, text: str, usage: bool = False) -> None:
         super().__init__(text)
@@ -28,16 +28,16 @@ class StartFailed(LaunchError):
 
 
 class EngineDied(LaunchError):
-    """A child of a running engine ended unexpectedly; the rest has been stopped."""
+    """A child of a running engine exited and could not be restarted; the engine was stopped."""
 
 
 class OutputFailed(LaunchError):
-    """A file could not be written (the disk is full, say); nothing of it is left."""
+    """A file could not be written (a full disk, say); nothing of it remains."""
 
 
 class AnswerLost(LaunchError):
-    """The engine ended an answer that had begun."""
+    """The engine cancelled an answer that had begun."""
 
 
 class Disturbed(LaunchError):
-    """Something else used the engine during a measured run, so its figures say nothing."""
+    """Other clients used the engine during a measured run, which makes its figures useless."""

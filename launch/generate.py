@@ -1,7 +1,7 @@
 """`launch.py generate`: one prompt, one answer, streamed to stdout or as one JSON object.
 
 The prompt is continued as it stands; with --chat it is a turn of a conversation in the model's template.
-A Ctrl-C shows what there is, ends with finish_reason "cancelled" in the JSON object, and exit code 1.
+After a Ctrl-C the answer so far is shown, the JSON object has finish_reason "cancelled", the exit code is 1.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ async def generate(options: Options, interrupts: Interrupts) -> int:
         except asyncio.CancelledError:
             if interrupts.received:
                 _finish(answer, tokens, client, as_json)
-            elif not as_json:  # the engine has died, which is said on a line of its own
+            elif not as_json:  # the engine has exited, for which the supervisor prints a line
                 show("\n")
             raise
         except RequestFailed as e:
@@ -42,14 +42,14 @@ async def generate(options: Options, interrupts: Interrupts) -> int:
                 raise AnswerLost(str(e)) from e
             raise
         _finish(answer, tokens, client, as_json)
-        if answer.done is not None and answer.done.reason == "cancelled":  # not by us: see above
-            raise AnswerLost("the engine gave this answer up; it is shutting down")
+        if answer.done is not None and answer.done.reason == "cancelled":  # by the engine
+            raise AnswerLost("the engine gave up this answer; it is shutting down")
     return 0
 
 
 def answer_settings(options: Options, otherwise: Sampling) -> dict[str, Any]:
-    """The arguments of Client.generate that the command line gives, without the prompt; `otherwise` is how to
-    sample where it does not say."""
+    """The given arguments of Client.generate, without the prompt; `otherwise`: the settings of sampling that
+    are not given."""
     settings = {
         key: options.written[key] for key in ("max_tokens", "stop", "ignore_eos") if key in options.written
     }

@@ -1,4 +1,4 @@
-"""`launch.py keys`: makes the key files that clients over tcp, and the engine that takes them, need."""
+"""`launch.py keys`: makes the key files of an engine and of its clients over tcp."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ ADVICE = """\
     stays here, with the engine: python launch.py serve --listen tcp://ADDRESS:PORT{here}
 {client}
     is for the client: move it to that machine, as ~/.config/tandem/keys/{name} or wherever --key says, mode
-    0600, by a way that nobody else can read (scp, say). There: python launch.py chat --connect tcp://HOST:PORT
-Whoever has a copy of {name} may use the engine.
+    0600, over a private connection (scp, say). There: python launch.py chat --connect tcp://HOST:PORT
+Every program with a copy of {name} can use the engine.
 """
 
 
 async def keys(options: Options, interrupts: Interrupts) -> int:
-    """Raises WrongUsage where there are such files already, or none can be made."""
+    """Raises WrongUsage where the files exist already, or cannot be made."""
     folder: Path = options.written.get("out", keys_folder())
     try:
         engine, client = make_keys(folder)
@@ -43,8 +43,8 @@ async def keys(options: Options, interrupts: Interrupts) -> int:
 
 
 def make_keys(folder: Path) -> tuple[Path, Path]:
-    """Write an engine's and a client's new key file into a folder that is this user's alone, and is made if
-    it is missing. Both or none. Raises ProtocolError, also where one of them is there already."""
+    """Write new key files of an engine and a client, both or none, into a folder that only this user can
+    enter; it is made if it is missing. Raises ProtocolError, also where one of the files exists."""
     for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
         made = private_directory(missing)
         made.chmod(0o700)  # a umask may have taken more away

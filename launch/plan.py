@@ -32,7 +32,7 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class Situation:
-    """What was asked for, with device, policy and workers settled, and the machine that is to do it."""
+    """The configuration, with device, policy and workers decided, and the machine."""
 
     config: EngineConfig
     policy: Policy  # the first
@@ -43,12 +43,12 @@ class Situation:
         return choose(every, config, self.machine, self.policy.uses_device)
 
     def smallest(self, needs: Needs) -> Plan:
-        """The least of it in one format, whether it fits or not."""
+        """The smallest plan in one format, whether it fits or not."""
         return smallest(needs, self.config, self.policy.uses_device)
 
 
 def situation(asked: EngineConfig, workers: int) -> Situation:
-    """Look at the machine, in a second or two where it has a GPU. `workers`: where none were asked for.
+    """Inspect the machine; takes a second or two where it has a GPU. `workers`: the default.
     Raises WrongUsage, PolicyError."""
     device, gpu = usable_device(asked.device)
     name = asked.policy or ("all-host" if device == "cpu" else "fiddler")
@@ -60,15 +60,15 @@ def situation(asked: EngineConfig, workers: int) -> Situation:
 
 
 def formats(asked: EngineConfig) -> tuple[FormatName, ...]:
-    """What may be chosen, the most exact first."""
+    """The formats to choose from, the most exact first."""
     if asked.format is not None:
         return (asked.format,)
-    # The embedded model is for trying things out: its text should not depend on what else is running.
+    # The embedded model is for trials: its text should not depend on the memory that other programs leave.
     return AUTOMATIC[:1] if asked.model is None else AUTOMATIC
 
 
 def every_format(source: ModelSource, asked: EngineConfig, names: Sequence[FormatName]) -> list[Needs]:
-    """What the model takes in each of these formats. One without the tiles that were asked for is left out,
+    """What the model needs in each of these formats. A format without tiles of the given size is left out,
     unless it is the only one. Raises UsageError, ModelError."""
     found = []
     for name in names:
@@ -81,18 +81,18 @@ def every_format(source: ModelSource, asked: EngineConfig, names: Sequence[Forma
 
 
 def make_plan(model: Path, now: Situation) -> tuple[Plan, list[str]]:
-    """The plan to start with, and the lines that tell a person of it. Raises UsageError, one line with the
+    """The plan to start with, and the log lines that describe it. Raises UsageError, one line with the
     numbers and with what would fit, where nothing does; ModelError."""
     source = open_model(model)
     every = every_format(source, now.config, formats(now.config))
     plan = now.plan(now.config, every)
     if plan is None:
         raise UsageError(refusal(source, now, every))
-    return plan, [*told(plan, now.machine), *reasons(plan, now, every)]
+    return plan, [*memory_lines(plan, now.machine), *reasons(plan, now, every)]
 
 
-def told(plan: Plan, machine: Machine) -> list[str]:
-    """What goes where, a line for each kind of memory. /dev/shm is no memory of its own."""
+def memory_lines(plan: Plan, machine: Machine) -> list[str]:
+    """A line for each kind of memory: what it is needed for. /dev/shm is part of the memory."""
     return [
         f"{pool.name}: {parts(pool, plan)}; there are {byte_size(pool.free)}"
         for pool in plan.pools(machine)
@@ -101,7 +101,7 @@ def told(plan: Plan, machine: Machine) -> list[str]:
 
 
 def reasons(plan: Plan, now: Situation, every: Sequence[Needs]) -> list[str]:
-    """A line for each choice that is not the usual one: what was chosen, and why."""
+    """A line for each choice that differs from the default: what was chosen, and why."""
     asked, lines = now.config, []
     names = [needs.format for needs in every]
     if position := names.index(plan.needs.format):
@@ -116,7 +116,7 @@ def reasons(plan: Plan, now: Situation, every: Sequence[Needs]) -> list[str]:
         lines.append(f"--context {plan.context}: {why}")
     elif asked.kv_tokens is None and plan.kv_tokens < KV_CONTEXTS * plan.context:
         contexts = f"{plan.kv_tokens / plan.context:.1f} contexts at once"
-        lines.append(f"--kv-tokens {plan.kv_tokens}: room for {contexts}, more does not fit")
+        lines.append(f"--kv-tokens {plan.kv_tokens}: {contexts}; more does not fit")
     if asked.expert_cache is None and plan.slab and plan.expert_cache != DEFAULT_CACHE:
         what = "all experts fit" if plan.expert_cache == 1 else "more experts do not fit"
         lines.append(f"--expert-cache {plan.expert_cache:g}: {what}")
@@ -124,7 +124,7 @@ def reasons(plan: Plan, now: Situation, every: Sequence[Needs]) -> list[str]:
 
 
 def refusal(source: ModelSource, now: Situation, every: Sequence[Needs]) -> str:
-    """Why the model cannot be started, with the numbers of the smallest way, and what to do."""
+    """Why the model does not fit, with the numbers of the smallest plan, and what to do."""
     plan = now.smallest(every[-1])
     pool = worst(plan, now.machine)
     even = "even " if len(every) > 1 else ""
@@ -135,7 +135,7 @@ def refusal(source: ModelSource, now: Situation, every: Sequence[Needs]) -> str:
 
 
 def remedy(source: ModelSource, now: Situation, least: Plan, pool: Pool) -> str:
-    """What would make it fit. `least`: the smallest plan, which does not; `pool`: what is too small."""
+    """What would make it fit. `least`: the smallest plan, which does not; `pool`: the memory it lacks."""
     ways = []
     for config in _others(now.config):
         plan = now.plan(config, every_format(source, config, formats(config)))
@@ -156,7 +156,7 @@ def remedy(source: ModelSource, now: Situation, least: Plan, pool: Pool) -> str:
 
 
 def worst(plan: Plan, machine: Machine) -> Pool:
-    """The kind of memory of which most is missing; where none is, the one with the least to spare."""
+    """The kind of memory that lacks most; where none is short, the one with the least to spare."""
     return max(plan.pools(machine), key=lambda pool: pool.needed - pool.free)
 
 
@@ -181,7 +181,7 @@ def _needs(pool: Pool) -> str:
 
 
 def _with_larger_shm(plan: Plan, now: Situation, better: Sequence[Needs]) -> list[str]:
-    """What a larger /dev/shm would allow; its size is half of the memory unless somebody says otherwise."""
+    """What a larger /dev/shm would allow; its default size is half of the memory."""
     larger = replace(now, machine=replace(now.machine, shm=now.machine.memory))
     found = larger.plan(now.config, better)
     if found is None:
@@ -197,7 +197,7 @@ def _enlarge(pool: Pool) -> str:
 
 
 def _others(asked: EngineConfig) -> Iterator[EngineConfig]:
-    """The same with less said: one thing, then all of them, then with a smaller backbone as well."""
+    """Configurations with fewer options: without one, without all, then also with a smaller backbone."""
     context: dict[str, None] = {"context": None, "kv_tokens": None}
     everything: dict[str, None] = {"format": None, "expert_cache": None} | context
     for fewer in ({"format": None}, context, {"expert_cache": None}, everything):
@@ -209,7 +209,7 @@ def _others(asked: EngineConfig) -> Iterator[EngineConfig]:
 
 
 def _options(plan: Plan, asked: EngineConfig, other: EngineConfig) -> str:
-    """The options that turn what was asked for into this plan."""
+    """The options that change the given configuration into this plan."""
     settled = plan.settled(other)
     changed = []
     for name, option in OPTIONS.items():

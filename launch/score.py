@@ -1,4 +1,4 @@
-"""`launch.py score`: how probable a model finds a text, and with --out every log-probability."""
+"""`launch.py score`: the perplexity of a text, and with --out every log-probability."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from protocol.messages import F32Matrix, Score
 
 
 class Matrix:
-    """A .npy file of float32 [positions, vocabulary] that grows block by block and is whole or not there:
-    it gets its name when the block is left without an error."""
+    """A .npy file of float32 [positions, vocabulary], written block by block under a temporary name; it gets
+    its own name when the context ends without an error."""
 
     def __init__(self, path: Path, vocabulary: int) -> None:
         self._path = path

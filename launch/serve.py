@@ -1,4 +1,4 @@
-"""`launch.py serve`: an engine for others, until it is told to end."""
+"""`launch.py serve`: an engine for other programs, until a signal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files that the command line carries."""
+"""Files that are installed with the command line."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from pathlib import Path
 
 
 def stress_script() -> Path:
-    """The requests that `launch.py stress` sends where no --script is given."""
+    """The default requests of `launch.py stress`."""
     return Path(__file__).parent / "stress.jsonl"

@@ -1,1 +1,1 @@
-"""The command line: its grammar, what the options mean together, and what is checked before a start."""
+"""The command line: its grammar, the meaning of its options, and the checks before a start."""

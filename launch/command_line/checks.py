@@ -1,4 +1,4 @@
-"""What can be found wrong with a command line's values and files before any process is started."""
+"""Checks of the command line's values and files before any process is started."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MAX_TEXT_BYTES = 64 << 20  # of a text or a list of ids: far more than any conte
 
 
 def check_engine(config: EngineConfig) -> None:
-    """Raises WrongUsage or a UsageError of the pipeline, one line that says what to change."""
+    """Raises WrongUsage or a UsageError of the pipeline: one line that says what to change."""
     if config.policy is not None:
         make_policy(PolicyRequest(config.policy, config.policy_options), config.seed)
     if config.costs is not None:
@@ -48,7 +48,7 @@ def check_engine(config: EngineConfig) -> None:
         check_record(config.record)
     folder = config.model or model_dir()
     source = open_model(folder)
-    eos_ids(folder)  # read here, what is wrong with them is said before experts are encoded for minutes
+    eos_ids(folder)  # before experts are encoded for minutes
     sampling_defaults(folder)
     expert_shape(source.config, config.tile, format_named(config.format or AUTOMATIC[0]))
     if config.listen is not None:
@@ -68,7 +68,7 @@ def check_record(path: Path) -> None:
 
 
 def check_listening(endpoint: str, key: Path) -> None:
-    """Raises WrongUsage unless clients with keys can be taken there now."""
+    """Raises WrongUsage unless an engine with this key file can listen there now."""
     try:
         host, port = check_tcp(endpoint)
         address = "::" if host == "*" else str(ipaddress.ip_address(host))
@@ -110,7 +110,7 @@ def client_address(endpoint: str, key: Path | None) -> Address:
 
 
 def without_effect(config: EngineConfig, policy: Policy, model: Path) -> list[str]:
-    """A line for each option that was given and cannot act as it says: nothing is ignored in silence."""
+    """A line for each given option that has no effect, or not the full one: none is ignored in silence."""
     lines = []
     if not policy.uses_device:
         given = {
@@ -130,7 +130,7 @@ def without_effect(config: EngineConfig, policy: Policy, model: Path) -> list[st
 
 
 def _largest_tile(config: EngineConfig, model: Path) -> float:
-    """Channels of the tile that was asked for; a model that cannot be read is the loader's to report."""
+    """Channels of the largest tile; infinite where the model cannot be read, which the loader reports."""
     try:
         tile_format = format_named(config.format or AUTOMATIC[0])
         return expert_shape(open_model(model).config, config.tile, tile_format).tile
@@ -150,12 +150,12 @@ def check_output(path: Path) -> None:
 
 
 def unfinished(path: Path) -> Path:
-    """Where a file grows until it is whole and gets its name."""
+    """The name of a file until it is complete."""
     return path.with_name(f".{path.name}.{os.getpid()}")
 
 
 def check_request(source: Path, request: object) -> None:
-    """Raises WrongUsage unless what was read from `source` fits a message."""
+    """Raises WrongUsage unless a request with the content of `source` fits a message."""
     try:
         encode(request)
     except MalformedMessage as e:
@@ -185,7 +185,7 @@ def read_ids(path: Path) -> tuple[int, ...]:
 
 
 def read_file(path: Path, largest: int = MAX_TEXT_BYTES) -> bytes:
-    """A file of at most so many bytes. Raises WrongUsage, also for a pipe: its writer might never come."""
+    """A file of at most `largest` bytes. Raises WrongUsage, also for a pipe, which could block for ever."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(fd, "rb") as file:

@@ -1,7 +1,7 @@
-"""The words that the command line may hold, for argparse. What they mean together is `options.py`'s.
+"""The commands and options of the command line, for argparse. `options.py` checks what they mean together.
 
-An option that was not written is absent from argparse's result; common options are taken before and after the
-subcommand.
+An option that was not given is absent from argparse's result. Common options may be given before and after
+the command.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean X or Y?", or "" where nothing is near."""
+    """ "; did you mean X or Y?", or "" where no known word is similar."""
     near = difflib.get_close_matches(word.split("=")[0], list(known), n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors are WrongUsage instead of a dump of the usage."""
+    """Raises WrongUsage for errors, instead of printing the usage."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, **settings)
@@ -81,9 +81,9 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
     _add_common(generate)
     _add_answer(generate)
     prompt = generate.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="T", help="text to continue; as a turn of a chat with --chat")
+    prompt.add_argument("--prompt", metavar="T", help="text to continue; with --chat, the user's message")
     prompt.add_argument("--prompt-tokens", type=token_ids, metavar="1,2,3", help="token ids to continue")
-    generate.add_argument("--chat", action="store_true", help="put the prompt into the chat template")
+    generate.add_argument("--chat", action="store_true", help="use the model's chat template")
     _add_json(generate)
 
     score = subparsers.add_parser("score", help="log-probabilities of a text")
@@ -91,77 +91,106 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
     text = score.add_mutually_exclusive_group(required=True)
     text.add_argument("--text", type=Path, metavar="F", help="UTF-8 file")
     text.add_argument("--tokens", type=Path, metavar="F.json", help="file with a JSON list of token ids")
-    score.add_argument("--out", type=Path, metavar="F.npy", help="all of them, float32 [positions, vocab]")
-    score.add_argument("--stepwise", action="store_true", help="one token at a time, by the decode path")
-    score.add_argument("--prefill", type=at_least(1), metavar="N", help="tokens before the single ones (1)")
+    score.add_argument(
+        "--out", type=Path, metavar="F.npy", help="write all log-probabilities: float32 [positions, vocab]"
+    )
+    score.add_argument(
+        "--stepwise", action="store_true", help="score one token at a time, by the decode path"
+    )
+    score.add_argument(
+        "--prefill", type=at_least(1), metavar="N", help="tokens to prefill before stepping (default 1)"
+    )
     _add_json(score)
 
-    serve = subparsers.add_parser("serve", help="engine only; prints its name and address")
+    serve = subparsers.add_parser("serve", help="start an engine and print its name and address")
     _add_common(serve)
     serve.add_argument(
-        "--listen", metavar="tcp://ADDRESS:PORT", help="take clients that have a key there, too"
+        "--listen", metavar="tcp://ADDRESS:PORT", help="also accept clients that have a key at this address"
     )
 
-    chat = subparsers.add_parser("chat", help="chat with a running engine (--connect: which one)")
+    chat = subparsers.add_parser("chat", help="chat with a running engine (--connect NAME to choose one)")
     _add_common(chat)
     _add_answer(chat)
     _add_chat(chat)
 
-    stress = subparsers.add_parser("stress", help="many clients at once, each answer compared with it alone")
+    stress = subparsers.add_parser(
+        "stress", help="many clients at once; each answer is compared with the same request alone"
+    )
     _add_common(stress)
-    stress.add_argument("--script", type=Path, metavar="F.jsonl", help="requests, one a line (built-in ones)")
-    stress.add_argument("--clients", type=at_least(1), metavar="C", help="connected at once (8)")
-    stress.add_argument("--repeat", type=at_least(1), metavar="N", help="times through the script (1)")
+    stress.add_argument(
+        "--script",
+        type=Path,
+        metavar="F.jsonl",
+        help="requests, one JSON object a line (default: built-in ones)",
+    )
+    stress.add_argument(
+        "--clients", type=at_least(1), metavar="C", help="clients connected at once (default 8)"
+    )
+    stress.add_argument(
+        "--repeat", type=at_least(1), metavar="N", help="repetitions of the script (default 1)"
+    )
     stress.add_argument(
         "--chaos",
         metavar="KINDS",
-        help="do harm meanwhile: kill, stop, delay, corrupt, or several of them with commas between",
+        help="inject faults meanwhile: kill, stop, delay, corrupt, separated by commas",
     )
-    stress.add_argument("--chaos-rate", type=above(0.0), metavar="R", help="harms a second on average (1)")
+    stress.add_argument(
+        "--chaos-rate", type=above(0.0), metavar="R", help="faults a second on average (default 1)"
+    )
     _add_json(stress)
 
-    bench = subparsers.add_parser("bench", help="the same prompts under each of --policy a,b,c")
+    bench = subparsers.add_parser("bench", help="speed of the same prompts under each of --policy a,b,c")
     _add_common(bench)
-    bench.add_argument("--prompt-len", type=at_least(1), metavar="P", help="tokens of a prompt (128)")
-    bench.add_argument("--gen-len", type=at_least(2), metavar="G", help="new tokens of an answer (64)")
-    bench.add_argument("--batch", type=at_least(1), metavar="B", help="requests at once (1)")
-    bench.add_argument("--rounds", type=at_least(1), metavar="N", help="measured runs of each policy (5)")
-    ppl = "held-out tokens on which approximate policies are compared with an exact one (256; 0: none)"
+    bench.add_argument("--prompt-len", type=at_least(1), metavar="P", help="tokens of a prompt (default 128)")
+    bench.add_argument(
+        "--gen-len", type=at_least(2), metavar="G", help="new tokens of an answer (default 64)"
+    )
+    bench.add_argument("--batch", type=at_least(1), metavar="B", help="requests at once (default 1)")
+    bench.add_argument(
+        "--rounds", type=at_least(1), metavar="N", help="measured runs of each policy (default 5)"
+    )
+    ppl = "held-out tokens to compare approximate policies with an exact one (default 256; 0: none)"
     bench.add_argument("--ppl-tokens", type=at_least(0), metavar="N", help=ppl)
-    bench.add_argument("--plot", type=Path, metavar="F.png", help="draw what was found (also .svg, .pdf)")
-    replay = "what the policies would have done with the routing of a recorded run; no engine is started"
+    bench.add_argument("--plot", type=Path, metavar="F.png", help="draw the results (also .svg, .pdf)")
+    replay = "simulate the policies on the recorded routing of --record; no engine is started"
     bench.add_argument("--replay", type=Path, metavar="F", help=replay)
     _add_json(bench)
 
-    calibrate = subparsers.add_parser("calibrate", help="find out about the model what policies plan with")
+    calibrate = subparsers.add_parser(
+        "calibrate", help="measure the model's routing statistics, which policies use"
+    )
     _add_common(calibrate)
-    learnt = calibrate.add_mutually_exclusive_group()
-    learnt.add_argument("--text", type=Path, metavar="F", help="UTF-8 file like what the model is used for")
-    learnt.add_argument("--tokens", type=Path, metavar="F.json", help="file with a JSON list of token ids")
-    most = f"tokens of it that are read at most ({Calibrate.tokens})"
+    source = calibrate.add_mutually_exclusive_group()
+    source.add_argument("--text", type=Path, metavar="F", help="UTF-8 text similar to the model's use")
+    source.add_argument("--tokens", type=Path, metavar="F.json", help="file with a JSON list of token ids")
+    most = f"tokens to read at most (default {Calibrate.tokens})"
     calibrate.add_argument("--calibrate-tokens", type=at_least(LEAST_TOKENS), metavar="N", help=most)
-    report = "draw what was found into this folder; alone: what an earlier calibration found"
+    report = "draw the results into this folder; without a text, those of an earlier calibration"
     calibrate.add_argument("--report", type=Path, metavar="DIR", help=report)
     _add_json(calibrate)
 
-    keys = subparsers.add_parser("keys", help="make the keys for clients over tcp")
-    keys.add_argument("--out", type=Path, metavar="DIR", help="folder for them (~/.config/tandem/keys)")
-    keys.add_argument("--log-level", choices=LOG_LEVELS, help="(info)")
+    keys = subparsers.add_parser("keys", help="make key files for clients over tcp")
+    keys.add_argument("--out", type=Path, metavar="DIR", help="their folder (default ~/.config/tandem/keys)")
+    keys.add_argument("--log-level", choices=LOG_LEVELS, help="(default info)")
 
     doctor = subparsers.add_parser("doctor", help="what this machine can do, and what to change")
-    doctor.add_argument("--log-level", choices=LOG_LEVELS, help="(info)")
+    doctor.add_argument("--log-level", choices=LOG_LEVELS, help="(default info)")
     _add_json(doctor)
-    of_model = "with --model: would it fit, and with which options? Nothing is loaded"
+    of_model = "with --model: whether it fits, and with which options; nothing is loaded"
     _add_sizes(doctor.add_argument_group("a model", of_model).add_argument)
 
     cache = subparsers.add_parser("cache", help="list and prune what is kept on disk")
-    cache.add_argument("--prune", action="store_true", help="remove what --older-than or --to says")
-    old = "what was last used more than DAYS days ago"
+    cache.add_argument(
+        "--prune",
+        action="store_true",
+        help="remove entries that are not in use, by --older-than, --to or both",
+    )
+    old = "those last used more than DAYS days ago"
     cache.add_argument("--older-than", type=between(0.0, MAX_DAYS), metavar="DAYS", help=old)
-    to = "the least recently used, until the rest takes no more than SIZE on disk (500MB, 20GB)"
+    to = "the least recently used, until the rest takes at most SIZE on disk (such as 20GB)"
     cache.add_argument("--to", type=size, metavar="SIZE", help=to)
-    cache.add_argument("--dry-run", action="store_true", help="only say what would be removed")
-    cache.add_argument("--log-level", choices=LOG_LEVELS, help="(info)")
+    cache.add_argument("--dry-run", action="store_true", help="only list what would be removed")
+    cache.add_argument("--log-level", choices=LOG_LEVELS, help="(default info)")
     _add_json(cache)
     return parser, dict(subparsers.choices)
 
@@ -172,86 +201,122 @@ def _add_common(parser: Parser) -> None:
     _add_sizes(add)
     add("--link-gbps", type=above(0.0), metavar="X", help="emulate a link of X GB/s")
     add("--host-slowdown", type=between(1.0, math.inf), metavar="X", help="emulate workers X times slower")
-    costs = "use these costs instead of measuring; daop-table-1 are published ones"
+    costs = "use these costs instead of measuring; daop-table-1: those published for DAOP"
     add("--costs", type=Path, metavar="FILE", help=costs)
-    record = "write the routing of what is run to a new file, for bench --replay"
+    record = "record the routing into a new file, for bench --replay"
     add("--record", type=absolute, metavar="F", help=record)
-    add("--seed", type=at_least(0), metavar="S", help=f"of preset random and sampling ({default.seed})")
-    add("--keep-store", action="store_true", help="keep the experts in shared memory after the end")
-    add("--verify", action="store_true", help="compare the experts with their checksums before they are used")
-    add("--name", metavar="NAME", help="of the engine (e and the process id)")
-    add("--log-level", choices=LOG_LEVELS, help="(info)")
+    add(
+        "--seed",
+        type=at_least(0),
+        metavar="S",
+        help=f"of the preset random and of sampling (default {default.seed})",
+    )
+    add("--keep-store", action="store_true", help="leave the experts in shared memory for the next start")
+    add("--verify", action="store_true", help="compare the experts with their checksums before use")
+    add("--name", metavar="NAME", help="of the engine (default: e and the process id)")
+    add("--log-level", choices=LOG_LEVELS, help="(default info)")
     add(
         "--connect",
         nargs="?",
         const="",
         metavar="NAME",
-        help="use a running engine instead of starting one; tcp://HOST:PORT is one on another machine",
+        help="use a running engine instead of starting one; tcp://HOST:PORT for another machine",
     )
-    add("--key", type=Path, metavar="FILE", help="for tcp: this client's key, or with serve the engine's")
+    add(
+        "--key",
+        type=Path,
+        metavar="FILE",
+        help="for tcp: the client's key file; with serve --listen, the engine's",
+    )
 
 
 def _add_sizes(add: Callable[..., object]) -> None:
-    """What decides how much memory an engine takes."""
+    """The options that determine how much memory an engine takes."""
     default = EngineConfig()
     add(
         "--model",
         type=model_path,
         metavar="DIR",
         help="Hugging Face checkpoint directory, or ORG/NAME, a model of the Hub, which is downloaded once"
-        " (the embedded model); or random weights, to see how fast a"
-        f" model would be: {PREFIX}NAME, or {PREFIX}NAME/N for N of its layers ({', '.join(SHAPES)})",
+        " (default: the embedded model); or random weights in the shape of a known model, to see its speed:"
+        f" {PREFIX}NAME, or {PREFIX}NAME/N for N of its layers ({', '.join(SHAPES)})",
     )
-    add("--policy", metavar="PRESET", help="who computes what (all-host without a GPU, fiddler with one)")
-    add("--set", action="append", metavar="POLICY.OPTION=VALUE", help="an option of the policy; repeatable")
-    add("--device", choices=get_args(DeviceName), help=f"({default.device})")
-    add("--format", choices=get_args(FormatName), help="of the experts (the most exact that fits)")
+    add(
+        "--policy",
+        metavar="PRESET",
+        help="what to compute where (default all-host without a GPU, fiddler with one)",
+    )
+    add(
+        "--set",
+        action="append",
+        metavar="POLICY.OPTION=VALUE",
+        help="set an option of the policy; repeatable",
+    )
+    add("--device", choices=get_args(DeviceName), help=f"(default {default.device})")
+    add(
+        "--format",
+        choices=get_args(FormatName),
+        help="of the experts' weights (default: the most exact that fits)",
+    )
     add(
         "--backbone-dtype",
         choices=get_args(BackboneDType),
-        help=f"of all the rest ({default.backbone_dtype})",
+        help=f"of all other weights (default {default.backbone_dtype})",
     )
     add(
         "--expert-cache",
         type=between(0.0, 1.0),
         metavar="RATIO",
-        help=f"share of all expert tiles on the device ({DEFAULT_CACHE}, on a GPU all that fit)",
+        help=f"share of all expert tiles on the device (default {DEFAULT_CACHE}; on a GPU all that fit)",
     )
-    add("--tile", type=at_least(1), metavar="N", help="channels of a tile (from the experts' shape)")
-    workers = "expert workers, who divide the cores (one for each, at most 16); 0: the coordinator itself"
+    add("--tile", type=at_least(1), metavar="N", help="channels of a tile (default: by the experts' shape)")
+    workers = (
+        "expert workers, which share the cores (default one for each, at most 16); 0: no worker processes"
+    )
     add("--workers", type=at_least(0), metavar="N", help=workers)
     add(
         "--context",
         type=at_least(1),
         metavar="N",
-        help=f"tokens of prompt and answer (the model's, at most {DEFAULT_CONTEXT}, or what fits)",
+        help=f"tokens of prompt and answer (default: the model's, at most {DEFAULT_CONTEXT}, or what fits)",
     )
     add(
         "--kv-tokens",
         type=at_least(1),
         metavar="N",
-        help=f"tokens that the KV cache holds for all requests ({KV_CONTEXTS} contexts, or what fits)",
+        help=f"tokens in the KV cache, of all requests (default {KV_CONTEXTS} contexts, or what fits)",
     )
-    add("--chunk", type=at_least(1), metavar="N", help="prefill tokens of one step (measured at start)")
-    add("--prefetcher", choices=("process", "thread"), help=f"who copies tiles ({default.prefetcher})")
+    add("--chunk", type=at_least(1), metavar="N", help="prefill tokens of one step (default: measured)")
+    add(
+        "--prefetcher",
+        choices=("process", "thread"),
+        help=f"what copies tiles to the device (default {default.prefetcher})",
+    )
 
 
 def _add_answer(parser: Parser) -> None:
     default = Sampling()
     add = parser.add_argument_group("answer").add_argument
-    add("--max-tokens", type=at_least(1), metavar="N", help="new tokens at most (128)")
-    add("--temperature", type=between(0.0, math.inf), metavar="X", help="0 is greedy (0)")
-    add("--top-k", type=at_least(0), metavar="K", help=f"0 is no limit ({default.top_k})")
-    add("--top-p", type=above(0.0, 1.0), metavar="P", help=f"({default.top_p})")
-    add("--min-p", type=between(0.0, 1.0), metavar="P", help=f"({default.min_p})")
-    add("--repetition-penalty", type=above(0.0), metavar="X", help=f"({default.repetition_penalty})")
+    add("--max-tokens", type=at_least(1), metavar="N", help="new tokens at most (default 128)")
+    add(
+        "--temperature",
+        type=between(0.0, math.inf),
+        metavar="X",
+        help="0: greedy (default 0; in a chat the model's)",
+    )
+    add("--top-k", type=at_least(0), metavar="K", help=f"0: no limit (default {default.top_k})")
+    add("--top-p", type=above(0.0, 1.0), metavar="P", help=f"(default {default.top_p})")
+    add("--min-p", type=between(0.0, 1.0), metavar="P", help=f"(default {default.min_p})")
+    add("--repetition-penalty", type=above(0.0), metavar="X", help=f"(default {default.repetition_penalty})")
     add("--stop", action="append", type=not_empty, metavar="T", help="end before this text; repeatable")
-    add("--ignore-eos", action="store_true", help="go on after the model's end of text")
+    add("--ignore-eos", action="store_true", help="continue after the model's end-of-text token")
 
 
 def _add_chat(parser: Parser) -> None:
-    parser.add_argument("--system", type=not_empty, metavar="T", help="what the chat's model is told first")
+    parser.add_argument("--system", type=not_empty, metavar="T", help="system prompt of the chat")
 
 
 def _add_json(parser: Parser) -> None:
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object on stdout, and nothing else there"
+    )

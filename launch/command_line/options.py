@@ -1,7 +1,7 @@
 """The command line's meaning as dataclasses. Starts nothing, reads no file; `grammar.py` knows the words.
 
-Options that were not written are absent. So defaults come from the dataclasses alone, and what would be
-ignored can be refused.
+Options that were not given are absent. So defaults come from the dataclasses alone, and an option that would
+have no effect is refused.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ SIZES = {
     *("model", "policy", "set", "device", "format", "backbone_dtype", "expert_cache", "tile", "workers"),
     *("context", "kv_tokens", "chunk", "prefetcher"),
 }
-# Options of an engine that say something of a request too, by command.
-MEANT_FOR_REQUESTS: dict[str | None, set[str]] = {
+# Options of an engine that also apply to requests, by command.
+REQUEST_OPTIONS: dict[str | None, set[str]] = {
     None: {"seed"},
     "chat": {"seed"},
     "generate": {"seed"},
     "bench": {"policy", "set"},
 }
-# Commands that start no engine, and all that they take.
-ALONE = {
+# Commands that start no engine, and all of their options.
+WITHOUT_ENGINE = {
     "keys": {"out", "log_level"},
     "doctor": {"json", "log_level"} | SIZES,
     "cache": {"prune", "older_than", "to", "dry_run", "json", "log_level"},
 }
-# All that a replay takes, which starts no engine either.
+# All options of a replay, which starts no engine either.
 REPLAY = {"replay", "costs", "policy", "set", "expert_cache", "seed", "json", "log_level"}
-DRAWING = {"report", "model", "json", "log_level"}  # all that calibrate takes where it reads no text
+DRAWING = {"report", "model", "json", "log_level"}  # all options of calibrate without a text
 ANSWER_OPTIONS = SAMPLING_FIELDS - {"seed"} | {"max_tokens", "stop", "ignore_eos"}
 
 
 @dataclass(frozen=True)
 class Options:
-    """A parsed command line: the words that were written, by argparse destination."""
+    """A parsed command line: the given options, by argparse destination."""
 
     command: str | None  # None: chat
     written: dict[str, Any]
@@ -69,19 +69,19 @@ class Options:
         return str(self.written.get("log_level", "info")).upper()
 
     def sampling(self, otherwise: Sampling) -> Sampling:
-        """What was asked for; `otherwise` for the settings that were not."""
+        """The given settings; those of `otherwise` for the rest."""
         return replace(otherwise, **{k: v for k, v in self.written.items() if k in SAMPLING_FIELDS})
 
     def config(self) -> EngineConfig:
-        """The engine that was asked for."""
+        """The configuration of the engine."""
         given = {k: v for k, v in self.written.items() if k in CONFIG_FIELDS}
         if policies := self.policies():
             given |= {"policy": policies[0].name, "policy_options": policies[0].options}
         return EngineConfig(**given)
 
     def policies(self) -> list[PolicyRequest]:
-        """What --policy and --set say, in the order written; more than one for `bench` alone. A --set without
-        a policy's name is for each of them. Raises WrongUsage."""
+        """The policies of --policy and --set in the given order; more than one for `bench` alone. A --set
+        without a policy's name is for each of them. Raises WrongUsage."""
         policy = self.written.get("policy")
         names = [] if policy is None else policy.split(",") if self.command == "bench" else [policy]
         options: dict[str, dict[str, str]] = {name: {} for name in names}
@@ -115,16 +115,16 @@ def parse(arguments: list[str]) -> Options:
         raise WrongUsage(_unknown(unknown[0], command, commands[command] if command else parser, commands))
     if command not in (None, "chat", "generate"):
         for option in sorted(ANSWER_OPTIONS & written.keys()):
-            raise WrongUsage(f"{_spelt(option)} does not belong to {command}")
+            raise WrongUsage(f"{_spelled(option)} does not belong to {command}")
     if command not in (None, "chat") and "system" in written:
         raise WrongUsage(f"--system does not belong to {command}")
     if {"chat", "prompt_tokens"} <= written.keys():
         raise WrongUsage("--chat puts a text into a template; not with --prompt-tokens")
-    # A chat samples as its model recommends, unless it is told otherwise.
+    # A chat samples by default as its model recommends.
     if written.get("temperature", 0 if command == "generate" else None) == 0:
         for option in sorted(RANDOM_OPTIONS & written.keys()):
             raise WrongUsage(
-                f"{_spelt(option)} has no effect on a greedy answer; give a --temperature as well"
+                f"{_spelled(option)} has no effect on a greedy answer; give a --temperature as well"
             )
     if "chaos_rate" in written and "chaos" not in written:
         raise WrongUsage("--chaos-rate belongs to --chaos; give both or neither")
@@ -134,26 +134,26 @@ def parse(arguments: list[str]) -> Options:
         _check_calibrate(written)
     if command == "cache":
         _check_cache(written)
-    for option in sorted(written.keys() - ALONE.get(command or "", written.keys())):
-        raise WrongUsage(f"{_spelt(option)} does not belong to {command}")
+    for option in sorted(written.keys() - WITHOUT_ENGINE.get(command or "", written.keys())):
+        raise WrongUsage(f"{_spelled(option)} does not belong to {command}")
     if "replay" in written:
         for option in sorted(written.keys() - REPLAY):
-            raise WrongUsage(f"{_spelt(option)} does not belong to bench --replay, which starts no engine")
+            raise WrongUsage(f"{_spelled(option)} does not belong to bench --replay, which starts no engine")
     if command == "doctor" and "model" not in written:
         for option in sorted(SIZES & written.keys()):
             raise WrongUsage(
-                f"{_spelt(option)} says something of a model: doctor --model DIR {_spelt(option)} ..."
+                f"{_spelled(option)} is about a model: doctor --model DIR {_spelled(option)} ..."
             )
     options = Options(command, written)
     if "key" in written and "listen" not in written and options.remote is None:
         raise WrongUsage("--key is for tcp: --connect tcp://HOST:PORT, or serve --listen tcp://ADDRESS:PORT")
     if options.connect:
-        # A running engine's seed stays what it is; faults have one of their own.
-        meant = {"seed"} if "chaos" in written else MEANT_FOR_REQUESTS.get(command, set())
-        engine_options = (CONFIG_FIELDS | {"set"}) - meant - {"key"}
+        # A running engine keeps its seed; injected faults have their own.
+        allowed = {"seed"} if "chaos" in written else REQUEST_OPTIONS.get(command, set())
+        engine_options = (CONFIG_FIELDS | {"set"}) - allowed - {"key"}
         for option in sorted(engine_options & written.keys()):
             with_what = "with --connect" if "connect" in written else "in chat, which connects to one"
-            raise WrongUsage(f"{_spelt(option)} does not change a running engine; not {with_what}")
+            raise WrongUsage(f"{_spelled(option)} does not change a running engine; not {with_what}")
         if command == "serve":
             raise WrongUsage("serve starts an engine; it takes no --connect")
     return options
@@ -170,15 +170,15 @@ def _check_calibrate(written: dict[str, Any]) -> None:
             " earlier calibration found"
         )
     for option in sorted(written.keys() - DRAWING):
-        raise WrongUsage(f"{_spelt(option)} says how a text is read: give --text F or --tokens F.json too")
+        raise WrongUsage(f"{_spelled(option)} says how a text is read: give --text F or --tokens F.json too")
 
 
 def _check_cache(written: dict[str, Any]) -> None:
     if "prune" in written and not written.keys() & {"older_than", "to"}:
-        raise WrongUsage("--prune: say what is to go: --older-than DAYS, --to SIZE, or both")
+        raise WrongUsage("--prune: give --older-than DAYS, --to SIZE, or both")
     for option in ("older_than", "to", "dry_run"):
         if option in written and "prune" not in written:
-            raise WrongUsage(f"{_spelt(option)} belongs to --prune; give both or neither")
+            raise WrongUsage(f"{_spelled(option)} belongs to --prune; give both or neither")
 
 
 def _unknown(word: str, command: str | None, parser: Parser, commands: dict[str, Parser]) -> str:
@@ -188,5 +188,5 @@ def _unknown(word: str, command: str | None, parser: Parser, commands: dict[str,
     return f"unknown argument {word!r}{nearest(word, parser.known_options())}"
 
 
-def _spelt(destination: str) -> str:
+def _spelled(destination: str) -> str:
     return "--" + destination.replace("_", "-")

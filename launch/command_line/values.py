@@ -1,4 +1,4 @@
-"""Readers of single values on the command line: each returns the value, or says what is wrong with it."""
+"""Parsers of single values on the command line. Each raises ArgumentTypeError, which says what is wrong."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def size(text: str) -> int:
 
 
 def model_path(text: str) -> Path:
-    """A checkpoint's folder, or a shape as it is written; a folder whose name looks like one is ./NAME."""
+    """A checkpoint's folder, or a shape as it is written; ./NAME is always a folder."""
     path = Path(text)
     return path.absolute() if is_shape(path) and not is_shape(text) else path
 

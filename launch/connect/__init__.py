@@ -1,1 +1,1 @@
-"""A command's client of an engine: its own or a running one, also across the engine's restart."""
+"""A command's client of a new or a running engine, also across a restart of the coordinator."""

@@ -1,1 +1,1 @@
-"""Models of the Hugging Face Hub: the download, and its errors in one line each."""
+"""Models of the Hugging Face Hub: download, and its errors in one line each."""

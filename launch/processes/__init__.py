@@ -1,1 +1,1 @@
-"""The supervisor and what it needs: child processes started, watched, replaced and ended."""
+"""The supervisor: starts, monitors, restarts and stops an engine's processes."""

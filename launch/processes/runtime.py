@@ -1,15 +1,15 @@
-"""Runtime directories: where a running engine keeps its sockets, and which engines there are.
+"""Runtime directories: the sockets and files of running engines, by name.
 
     $XDG_RUNTIME_DIR/tandem/<name>/     or /tmp/tandem-<uid>/<name>/, all 0700
-        lock            flocked exclusively by the supervisor as long as it lives
+        lock            flocked exclusively by the supervisor as long as it runs
         engine.json     written when the engine is ready: name, pid, model, policy, endpoint, version
         cache.json      names of the folders of the disk cache that the engine uses
         control.sock    children -> supervisor
         client.sock     clients -> coordinator; work.sock, fetch.sock: its own children
 
-Who holds the lock owns the directory. A directory whose lock nobody holds is what a killed supervisor
-left behind: the next start removes it, with the engine's own shared-memory segments. It also removes those
-whose directory is gone, as $XDG_RUNTIME_DIR goes at a logout.
+The holder of the lock owns the directory. A directory whose lock is free belonged to a killed supervisor: the
+next start removes it, with the engine's own shared-memory segments. It also removes segments whose directory
+does not exist any more; $XDG_RUNTIME_DIR is removed at a logout.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shm.segment import engine_prefix
 NAME = re.compile(r"[A-Za-z0-9_-]{1,32}")
 SEGMENT = re.compile(r"tandem-([A-Za-z0-9_-]{1,32})-[0-9a-f]{6}-[a-z]+-[0-9]+")
 SHM = Path("/dev/shm")
-LOCK_TRIES = 10  # another process that looks whether the lock is held holds it for a moment itself
+LOCK_TRIES = 10  # another process that tests the lock holds it for a moment
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class RuntimeDir:
 
     @classmethod
     def claim(cls, name: str) -> RuntimeDir:
-        """Create the directory and take its lock. Raises WrongUsage where the name is not one, is taken by a
-        running engine, ProtocolError where the directory would not be private."""
+        """Create the directory and take its lock. Raises WrongUsage where the name is not valid or is that of
+        a running engine, ProtocolError where the directory would not be private."""
         if not NAME.fullmatch(name) or name == "store":  # /tandem-store-* are stores
             raise WrongUsage(
                 f"--name {name!r}: a name has 1 to 32 letters, digits, _ or -, and is not 'store'"
@@ -74,7 +74,7 @@ class RuntimeDir:
             except ProtocolError as e:
                 if not isinstance(e.__cause__, FileNotFoundError):
                     raise
-                continue  # its former owner removed it just now
+                continue  # its previous owner removed it just now
             lock = _try_lock(path, create=True)
             if lock is not None:
                 _remove_contents(path)
@@ -83,7 +83,7 @@ class RuntimeDir:
         raise WrongUsage(f"an engine named {name!r} is running; use --connect {name} or another --name")
 
     def endpoint(self, name: str) -> str:
-        """Of one of the sockets in this directory. Raises ProtocolError where its path is too long."""
+        """Of a socket in this directory. Raises ProtocolError where its path is too long."""
         return ipc_endpoint(self.path, name)
 
     def publish(self, info: EngineInfo) -> None:
@@ -102,10 +102,10 @@ class RuntimeDir:
         temporary.rename(self.path / name)
 
     def remove(self) -> None:
-        """Remove the engine's segments and the directory, then let go of the lock. Idempotent."""
+        """Remove the engine's segments and the directory, then release the lock. Idempotent."""
         if self._lock < 0:
             return
-        _remove_remains(self.path)
+        _remove_all(self.path)
         os.close(self._lock)
         self._lock = -1
 
@@ -118,10 +118,10 @@ def running_engines() -> list[EngineInfo]:
         if lock is not None:
             os.close(lock)
             continue
-        with suppress(OSError, ValueError, KeyError, TypeError):  # not ready yet, or gone meanwhile
-            told = json.loads((path / "engine.json").read_text("utf-8"))
+        with suppress(OSError, ValueError, KeyError, TypeError):  # not ready yet, or stopped meanwhile
+            found_info = json.loads((path / "engine.json").read_text("utf-8"))
             # another version's may hold more
-            found.append(EngineInfo(**{field.name: told[field.name] for field in fields(EngineInfo)}))
+            found.append(EngineInfo(**{field.name: found_info[field.name] for field in fields(EngineInfo)}))
     return found
 
 
@@ -134,15 +134,15 @@ def reserved_cache() -> dict[str, str]:
         if lock is not None:
             os.close(lock)
             continue
-        with suppress(OSError, ValueError, TypeError):  # it has just begun, or is gone meanwhile
+        with suppress(OSError, ValueError, TypeError):  # just started, or stopped meanwhile
             folders = json.loads((path / "cache.json").read_text("utf-8"))
             reserved |= {str(folder): path.name for folder in folders}
     return reserved
 
 
 def find_engine(name: str | None) -> EngineInfo:
-    """The running engine of this name; without a name, the only one. Raises WrongUsage otherwise, and for one
-    of another version."""
+    """The running engine of this name; without a name, the only one. Raises WrongUsage otherwise, and for an
+    engine of another version."""
     engines = running_engines()
     names = ", ".join(e.name for e in engines)
     if name is not None:
@@ -169,19 +169,19 @@ def _of_this_version(engine: EngineInfo) -> EngineInfo:
 
 
 def sweep() -> list[str]:
-    """Remove what killed supervisors left behind; returns the engines' names."""
+    """Remove the files of killed supervisors; returns the engines' names."""
     swept = []
     for path in _engine_dirs():
         lock = _try_lock(path)
         if lock is not None:
-            _remove_remains(path)
+            _remove_all(path)
             os.close(lock)
             swept.append(path.name)
         elif not (path / "lock").exists():
-            with suppress(OSError):  # not empty: none of ours, or claimed just now
+            with suppress(OSError):  # not empty: not an engine's, or claimed just now
                 path.rmdir()
     for name in _without_directory():
-        with suppress(WrongUsage):  # claimed just now, by an engine that removes them itself
+        with suppress(WrongUsage):  # claimed just now by an engine, which removes them itself
             RuntimeDir.claim(name).remove()
             swept.append(name)
     return swept
@@ -197,7 +197,7 @@ def segments(runtime: Path) -> list[Path]:
 
 
 def cache_root() -> Path:
-    """Where stores are kept on disk: $XDG_CACHE_HOME/tandem, usually ~/.cache/tandem."""
+    """The disk cache: $XDG_CACHE_HOME/tandem, usually ~/.cache/tandem."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "tandem"
 
@@ -210,7 +210,7 @@ def _engine_dirs() -> Iterator[Path]:
 
 
 def _try_lock(path: Path, create: bool = False) -> int | None:
-    """The directory's lock, or None where somebody holds it or the directory is on its way out."""
+    """The directory's lock, or None where it is held or the directory is being removed."""
     flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
     try:
         lock = os.open(path / "lock", flags, 0o600)
@@ -221,23 +221,23 @@ def _try_lock(path: Path, create: bool = False) -> int | None:
         if os.fstat(lock).st_ino == os.stat(path / "lock").st_ino:
             return lock
     except (BlockingIOError, FileNotFoundError):
-        pass  # held, or unlinked between opening and locking: not ours either way
+        pass  # held, or unlinked between opening and locking
     os.close(lock)
     return None
 
 
 def _without_directory() -> list[str]:
-    """Names of engines of this place that have segments and no directory. A living engine's directory is made
-    before its segments and removed after them."""
+    """Names of engines that have segments and no directory here. A running engine's directory is made before
+    its segments and removed after them."""
     names = {found[1] for path in SHM.glob("tandem-*") if (found := SEGMENT.fullmatch(path.name))}
     paths = [runtime_root() / name for name in sorted(names)]
     return [path.name for path in paths if segments(path) and not path.exists()]
 
 
 def _remove_contents(path: Path) -> None:
-    """An engine's segments, and all but the lock in its directory. For who holds that."""
+    """Remove an engine's segments, and all files in its directory but the lock, which the caller holds."""
     for segment in segments(path):
-        with suppress(PermissionError):  # another user's of the same name: none of ours
+        with suppress(PermissionError):  # another user's segment of the same name
             segment.unlink(missing_ok=True)
     for entry in list(path.iterdir()):
         if entry.is_dir() and not entry.is_symlink():
@@ -246,9 +246,9 @@ def _remove_contents(path: Path) -> None:
             entry.unlink(missing_ok=True)
 
 
-def _remove_remains(path: Path) -> None:
+def _remove_all(path: Path) -> None:
     _remove_contents(path)
-    # From here on the directory is another's if it wants it, and then it is neither empty nor ours to remove.
+    # From here on another engine may claim the directory; then it is not empty, and stays.
     (path / "lock").unlink(missing_ok=True)
     try:
         path.rmdir()

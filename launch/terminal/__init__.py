@@ -1,1 +1,1 @@
-"""What a command prints, its progress displays, and Ctrl-C."""
+"""Formats, tables and progress displays of the commands, and Ctrl-C."""

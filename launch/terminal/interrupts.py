@@ -1,7 +1,7 @@
-"""Ctrl-C, SIGTERM and a closed terminal: the first asks for an orderly end, the second ends at once.
+"""Ctrl-C, SIGTERM and a closed terminal: the first signal ends the command in order, the second at once.
 
-What "orderly" means changes while a command runs: a chat that is answering gives up the answer, everything
-else is cancelled and stops its engine. So the first signal goes to the innermost handler.
+"In order" depends on the command's state: a chat that is answering cancels the answer; all else is cancelled
+and its engine stopped. So the first signal goes to the innermost handler.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Handler = Callable[[], None]
 
 
 class Interrupts:
-    """The signals of one command. `received` says whether the command was asked to end."""
+    """The signals of one command. `received`: a signal has asked the command to end."""
 
     def __init__(self) -> None:
         self.received = False
@@ -53,8 +53,8 @@ class Interrupts:
 
     @contextmanager
     def otherwise(self, handler: Handler) -> Iterator[None]:
-        """Within the block, SIGINTs outside of every `handled_by` call `handler` instead of ending the
-        command: one that was meant for what ended just now."""
+        """Within the block, a SIGINT outside of every `handled_by` calls `handler` instead of ending the
+        command: it was probably meant for an answer that ended just before."""
         self._otherwise = handler
         try:
             yield
@@ -62,7 +62,7 @@ class Interrupts:
             self._otherwise = None
 
     def at_once(self, handler: Handler) -> None:
-        """What the second signal of an end does."""
+        """Call `handler` when a second signal asks the command to end."""
         self._at_once.append(handler)
 
     def _on_interrupt(self) -> None:

@@ -1,4 +1,4 @@
-"""What goes to stdout: answers, and with --json one object and nothing else."""
+"""Output on stdout: answers, or with --json one object and nothing else."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 
 def show(text: str) -> None:
-    """A piece of an answer, at once."""
+    """Print part of an answer without buffering."""
     if text:
         print(text, end="", flush=True)
 
 
 def print_json(fields: dict[str, Any]) -> None:
-    """One line of JSON. Numbers that JSON does not have (a rate of nothing, say) become null."""
+    """Print one line of JSON. NaN and infinities, which JSON does not have, become null."""
     print(json.dumps(_plain(fields), ensure_ascii=False, allow_nan=False), flush=True)
 
 

@@ -241,7 +241,7 @@ def test_table_fits_80_columns(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--prune"], "--prune: say what is to go: --older-than DAYS, --to SIZE, or both"),
+        (["--prune"], "--prune: give --older-than DAYS, --to SIZE, or both"),
         (["--prune", "--to", "5XB"], "--to: '5XB' is not a size like 500MB or 1.5GB"),
         (["--prune", "--to", "-5"], "--to: '-5' is not a size like 500MB or 1.5GB"),
         (["--prune", "--to", "9" * 400], "is not a size"),

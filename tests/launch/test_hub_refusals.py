@@ -149,7 +149,7 @@ def test_names(text: str, is_name: bool) -> None:
 def test_huggingface_hub_is_imported_only_for_such_names(tiny_model: Path) -> None:
     script = (
         "import sys, pathlib, launch.cli, launch.hub.hf_download as hub; "
-        "hub.settled(pathlib.Path(sys.argv[1]), True)"
+        "hub.model_folder(pathlib.Path(sys.argv[1]), True)"
     )
     script += "; sys.exit('huggingface_hub' in sys.modules)"
     command = [sys.executable, "-c", script, str(tiny_model)]
