@@ -1,5 +1,5 @@
-"""A coordinator that is killed and stopped: its clients know at once, the engine is back on the same store,
-under the same policy; and an engine that cannot be kept ends in one line."""
+"""A coordinator that is killed or stopped: its clients get an error at once, the engine restarts on the same
+store with the same policy; an engine that cannot be restarted stops with one line."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from fault_engines import KILL, LIMIT, STOP, State, answer, bits, config, until
 
 from launch.errors import EngineDied
+from launch.processes.limits import Limits
 from launch.processes.supervisor import Supervisor
 from protocol.client import Client
 from protocol.errors import EngineGone
@@ -53,7 +54,7 @@ async def knows(client: Client) -> float:
     return time.monotonic() - began
 
 
-async def test_killed_in_decode(start_engine, tiny_model) -> None:
+async def test_engine_restarts_when_killed_in_decode(start_engine, tiny_model) -> None:
     """With a policy that was set late and needs device memory, of which nothing piles up."""
     async with start_engine(config(tiny_model)) as (supervisor, client), AsyncExitStack() as lives:
         await client.set_policy("on-demand", {"scope": "global"})
@@ -82,7 +83,7 @@ async def test_killed_in_decode(start_engine, tiny_model) -> None:
             assert len([name for name in state.segments() if "-slab-" in name]) == 1
             assert state.incarnation("coordinator") == life
             assert sorted((who.role, who.index) for who in supervisor.pids) == POSTS
-        state.send(KILL, "worker", 0)  # who comes after a restart is replaced as before
+        state.send(KILL, "worker", 0)  # a worker of the restarted engine is restarted as before
         assert len(await answer(client)) == len(reference)
         await until(lambda: sorted((who.role, who.index) for who in supervisor.pids) == POSTS)
         watching.cancel()
@@ -90,14 +91,14 @@ async def test_killed_in_decode(start_engine, tiny_model) -> None:
     assert state.segments() == []
 
 
-async def test_stopped_it_is_replaced_with_a_worker_that_dies_meanwhile(start_engine, tiny_model) -> None:
-    async with start_engine(config(tiny_model)) as (supervisor, client):
+async def test_stopped_coordinator_is_restarted_while_a_worker_is_killed(start_engine, tiny_model) -> None:
+    async with start_engine(config(tiny_model), Limits(stopped_checks=2)) as (supervisor, client):
         state = State(supervisor, client)
         reference, old = await answer(client), state.pid("coordinator")
         life = state.incarnation("worker", 0)
         state.send(STOP, "coordinator")
         assert await knows(client) < KNOWN
-        await state.kill_next("worker", 0, life)  # one that begins with the new coordinator
+        await state.kill_next("worker", 0, life)  # an incarnation of the restarted engine
         async with Client.connect(supervisor.endpoint, timeout=BACK) as successor:
             assert state.pid("coordinator") != old
             assert bits(await answer(successor)) == bits(reference)
@@ -106,7 +107,7 @@ async def test_stopped_it_is_replaced_with_a_worker_that_dies_meanwhile(start_en
     assert state.segments() == []
 
 
-async def test_early_deaths_in_a_row_end_the_engine_in_one_line(start_engine, tiny_model) -> None:
+async def test_early_exits_in_a_row_stop_the_engine_with_one_line(start_engine, tiny_model) -> None:
     lives, seen = [-1], []
 
     async def scene() -> None:
@@ -124,12 +125,12 @@ async def test_early_deaths_in_a_row_end_the_engine_in_one_line(start_engine, ti
     assert seen[0].segments() == []
 
 
-async def test_a_worker_that_can_never_come_up_ends_the_engine_in_one_line(start_engine, tiny_model) -> None:
-    """The segment that new lives attach is gone from the machine. While it tries, the other worker serves."""
+async def test_worker_that_cannot_start_stops_the_engine_with_one_line(start_engine, tiny_model) -> None:
+    """The segment that a restarted worker attaches was removed. Meanwhile the other worker computes."""
     seen = []
 
     async def scene() -> None:
-        async with start_engine(config(tiny_model)) as (supervisor, client):
+        async with start_engine(config(tiny_model), Limits(longest_pause=0.2)) as (supervisor, client):
             state = State(supervisor, client)
             seen.append(state)
             reference = await answer(client)
@@ -146,8 +147,8 @@ async def test_a_worker_that_can_never_come_up_ends_the_engine_in_one_line(start
     assert seen[0].segments() == []
 
 
-async def test_killed_while_a_late_prefetcher_starts(start_engine, tiny_model) -> None:
-    """A policy was asked for that needs one; who asked knows nothing of it, and the engine comes back."""
+async def test_engine_restarts_when_killed_while_a_prefetcher_starts(start_engine, tiny_model) -> None:
+    """The new policy needs it; its SetPolicy fails with EngineGone, and the engine recovers."""
     async with start_engine(config(tiny_model)) as (supervisor, client):
         state = State(supervisor, client)
         reference = await answer(client)
@@ -163,7 +164,7 @@ async def test_killed_while_a_late_prefetcher_starts(start_engine, tiny_model) -
             assert sorted((who.role, who.index) for who in supervisor.pids) == POSTS
 
 
-async def test_killed_where_it_computes_the_experts_itself(start_engine, tiny_model) -> None:
+async def test_engine_without_workers_restarts_with_the_same_answers(start_engine, tiny_model) -> None:
     async with start_engine(config(tiny_model, workers=0)) as (supervisor, client), AsyncExitStack() as lives:
         whole = bits(await answer(client))
         state = State(supervisor, client)
