@@ -13,7 +13,6 @@ import pytest
 
 from launch.cli import main
 from launch.command_line.checks import without_effect
-from launch.command_line.grammar import NOT_YET
 from launch.command_line.options import parse
 from launch.errors import WrongUsage
 from pipeline.config import EngineConfig
@@ -121,6 +120,10 @@ def complaint(capfd: pytest.CaptureFixture[str]) -> Complaint:
         ("bench --policy all-host --set fiddler.x=1", ["all-host", "fiddler"]),
         ("serve --kv-tokens 0", ["--kv-tokens", "at least 1"]),
         ("generate --prompt a --system b", ["--system"]),
+        ("cache --policy a,b", ["--policy", "cache"]),
+        ("cache --prune", ["--older-than", "--to"]),
+        ("cache --prune --to 5XB", ["--to", "5XB"]),
+        ("cache --dry-run", ["--dry-run", "--prune"]),
     ],
 )
 def test_wrong_usage_is_one_line(arguments: str, words: list[str], complaint: Complaint) -> None:
@@ -129,12 +132,7 @@ def test_wrong_usage_is_one_line(arguments: str, words: list[str], complaint: Co
         assert word in line
 
 
-@pytest.mark.parametrize("command", NOT_YET)
-def test_what_is_not_there_yet_says_so(command: str, complaint: Complaint) -> None:
-    assert f"{command} is not there yet" in complaint(command, "--policy", "a,b", "--anything")
-
-
-def test_a_real_process_ends_with_the_same(tmp_path: Path) -> None:
+def test_process_exits_with_2_and_one_line(tmp_path: Path) -> None:
     done = launch("generate", "--prompt", "a", "--policy", "fidler", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("launch.py: ")
@@ -186,7 +184,7 @@ def test_help_is_quick_and_needs_no_engine(tmp_path: Path) -> None:
     assert os.times().children_user - before < 1  # 0.2 s of CPU time; importing torch alone takes 1.5 s
 
 
-def test_starting_imports_no_torch() -> None:
+def test_supervisor_imports_no_torch() -> None:
     modules = (
         "generate",
         "score",
@@ -215,7 +213,7 @@ def test_options_are_taken_before_and_after_the_command() -> None:
     assert options.sampling(Sampling()) == Sampling(seed=7)
 
 
-def test_what_cannot_act_is_said(tiny_model: Path) -> None:
+def test_options_without_effect_are_reported(tiny_model: Path) -> None:
     all_host, on_demand = (make_policy(PolicyRequest(name), 0) for name in ("all-host", "on-demand"))
     shared = make_policy(PolicyRequest("on-demand", {"assignment": "cheaper"}), 0)
     for policy, config, words in (
@@ -237,14 +235,14 @@ def test_what_cannot_act_is_said(tiny_model: Path) -> None:
     assert without_effect(used, shared, tiny_model) == []
 
 
-def test_several_policies_are_for_bench_alone() -> None:
+def test_only_bench_takes_several_policies() -> None:
     options = parse("bench --policy random,fiddler --set random.seed=3".split())
     assert options.policies() == [PolicyRequest("random", {"seed": "3"}), PolicyRequest("fiddler")]
     assert options.config().policy == "random"
     assert parse("serve --policy random,fiddler".split()).config().policy == "random,fiddler"  # refused later
 
 
-def test_an_option_without_a_name_is_for_every_policy() -> None:
+def test_set_without_a_policy_name_applies_to_every_policy() -> None:
     options = parse("bench --policy dali,adapmoe --set prediction=next-gate --set dali.window=8".split())
     assert options.policies() == [
         PolicyRequest("dali", {"prediction": "next-gate", "window": "8"}),
@@ -256,7 +254,7 @@ def test_an_option_without_a_name_is_for_every_policy() -> None:
         parse(["serve", "--set", "prediction=none"]).policies()
 
 
-def test_a_seed_may_go_to_a_running_engine_with_its_request() -> None:
+def test_seed_of_a_request_is_sent_to_a_running_engine() -> None:
     options = parse(["generate", "--prompt", "a", "--connect", "--seed", "3"])
     assert options.connect
     assert options.connect_name is None

@@ -73,7 +73,7 @@ def test_workers_divide_the_cores_among_them(cores: Cores, workers: int) -> None
 
 @settings(max_examples=200, deadline=None)
 @given(any_cores())
-def test_by_default_nobody_shares(cores: Cores) -> None:
+def test_default_workers_share_no_core(cores: Cores) -> None:
     workers = cores.default_workers()
     used = [core for cpus in cores.for_workers(workers) for core in cpus.cores]
     assert 1 <= workers <= MOST_WORKERS
@@ -89,7 +89,7 @@ def test_two_workers_on_eight_cores_have_four_each() -> None:
     assert cores.default_workers() == 8
 
 
-def test_of_a_core_s_two_threads_one_is_used_unless_more_workers_are_asked_for() -> None:
+def test_second_hardware_threads_are_used_only_by_additional_workers() -> None:
     cores = Cores(machine(1, 4, threads=2))
     assert cores.default_workers() == cores.computing == 4
     assert sets(cores.for_workers(4)) == [{0}, {1}, {2}, {3}]
@@ -143,7 +143,7 @@ def test_topology_is_read_from_sysfs(tmp_path: Path) -> None:
     assert Cores(found).for_workers(1) == (CpuSet((1,), 3),)
 
 
-def test_where_sysfs_tells_nothing_each_thread_is_a_core(tmp_path: Path) -> None:
+def test_without_sysfs_each_thread_is_a_core(tmp_path: Path) -> None:
     threads = read_threads({2, 5}, tmp_path)
     assert Cores(threads).for_workers(2) == (CpuSet((2,), 0), CpuSet((5,), 0))
 
@@ -162,7 +162,7 @@ def test_this_machine_s_cores_are_those_that_may_be_used(usable: int | None) -> 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("workers", [1, 2])
-def test_an_engine_s_workers_run_on_their_seats(workers: int, tiny_model: Path) -> None:
+def test_workers_of_an_engine_run_on_their_own_cores(workers: int, tiny_model: Path) -> None:
     with Launched(
         "serve", "--model", str(tiny_model), "--device", "cpu", "--workers", str(workers)
     ) as engine:
@@ -182,7 +182,7 @@ def test_an_engine_s_workers_run_on_their_seats(workers: int, tiny_model: Path) 
 
 
 @pytest.mark.timeout(300)
-async def test_workers_of_two_nodes_compute_what_those_of_one_do(
+async def test_results_do_not_depend_on_the_number_of_nodes(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """This machine's cores are said to be on nodes 0 and 1000; the kernel then refuses the second, which the

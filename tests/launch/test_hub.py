@@ -32,7 +32,7 @@ def test_downloads_what_is_needed_and_no_more(home: Home, hub: HubServer, files:
     assert f"{SHARDS[1]} (7 of 7), " in said  # where there is no terminal for a bar
 
 
-def test_where_nothing_may_be_downloaded(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
+def test_doctor_downloads_nothing(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
     """Plans are made of what is here."""
     hub.repositories[NAME] = Repository(files)
     script = SETTLE.replace("download=True", "download=False")
@@ -44,7 +44,7 @@ def test_where_nothing_may_be_downloaded(home: Home, hub: HubServer, files: dict
     assert process.communicate(timeout=60)[0].strip() == str(folder)
 
 
-def test_a_second_start_asks_nobody(
+def test_second_start_sends_no_request(
     home: Home, hub: HubServer, files: dict[str, bytes], tmp_path: Path
 ) -> None:
     """It goes on with what it has, also when the Hub has something newer."""
@@ -62,7 +62,7 @@ def test_a_second_start_asks_nobody(
     assert hub.sent() == ["config.json"] or not {*SHARDS} & {*hub.sent()}  # the same bytes are not sent again
 
 
-def test_other_programs_find_it(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
+def test_other_programs_find_the_download(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
     hub.repositories[NAME] = Repository(files)
     folder, _ = home.settle()
     find = f"from huggingface_hub import snapshot_download as s; print(s({NAME!r}, local_files_only=True))"
@@ -72,7 +72,7 @@ def test_other_programs_find_it(home: Home, hub: HubServer, files: dict[str, byt
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_stopped_half_way(
+def test_interrupted_download_resumes_after_complete_files(
     home: Home, hub: HubServer, files: dict[str, bytes], number: signal.Signals
 ) -> None:
     """Another start goes on behind the files that are whole."""
@@ -110,7 +110,7 @@ def test_a_bar_on_a_terminal(home: Home, hub: HubServer, files: dict[str, bytes]
         assert terminal.end() == (1, True)
 
 
-def test_the_network_goes_away(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
+def test_lost_network_is_one_line(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
     hub.repositories[NAME] = Repository(files)
     hub.stuck = SHARDS[1]
     process = home.start(LAUNCH, "generate", "--prompt", "a", "--model", NAME, "--log-level", "warning")
@@ -124,7 +124,7 @@ def test_the_network_goes_away(home: Home, hub: HubServer, files: dict[str, byte
     assert home.unfinished() == []
 
 
-def test_half_a_model_and_no_network(
+def test_incomplete_model_without_network_is_one_line(
     home: Home, hub: HubServer, files: dict[str, bytes], tmp_path: Path
 ) -> None:
     hub.repositories[NAME] = Repository(files)
@@ -138,7 +138,7 @@ def test_half_a_model_and_no_network(
     assert SHARDS[1] in line
 
 
-def test_a_model_without_tokenizer_gets_it_where_there_is_one(
+def test_missing_tokenizer_is_downloaded(
     home: Home, hub: HubServer, files: dict[str, bytes], tmp_path: Path
 ) -> None:
     """Another program has downloaded the weights alone."""
@@ -164,7 +164,7 @@ def test_an_engine_of_the_hub(home: Home, hub: HubServer, files: dict[str, bytes
     assert len(json.loads(out)["token_ids"]) == 3
 
 
-def test_this_machine_without_the_hub(tmp_path: Path) -> None:
+def test_unreachable_hub_is_one_line(tmp_path: Path) -> None:
     """The real address, where there is no network; elsewhere nothing can be said."""
     try:
         socket.getaddrinfo("huggingface.co", 443)
@@ -177,7 +177,7 @@ def test_this_machine_without_the_hub(tmp_path: Path) -> None:
         pytest.skip("this machine has a network")
 
 
-def test_offline_by_wish(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
+def test_offline_mode_is_one_line(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
     hub.repositories[NAME] = Repository(files)
     home.env["HF_HUB_OFFLINE"] = "1"
     assert "HF_HUB_OFFLINE" in home.complaint(code=1)

@@ -33,7 +33,7 @@ def test_refused(home: Home, hub: HubServer, refuse: tuple[int, str], words: lis
         assert word in line
 
 
-def test_a_name_that_nobody_has(home: Home, hub: HubServer) -> None:
+def test_unknown_name_is_one_line(home: Home, hub: HubServer) -> None:
     assert "no such model" in home.complaint("org/nobody")
 
 
@@ -71,7 +71,9 @@ def test_an_architecture_that_cannot_be_run(home: Home, hub: HubServer, files: d
 
 
 @pytest.mark.parametrize("config", [b"{", b"[]", b"\xff"])
-def test_a_config_that_is_none(home: Home, hub: HubServer, files: dict[str, bytes], config: bytes) -> None:
+def test_config_that_is_not_json_is_refused(
+    home: Home, hub: HubServer, files: dict[str, bytes], config: bytes
+) -> None:
     hub.repositories[NAME] = Repository(files | {"config.json": config})
     assert "config.json" in home.complaint()
     assert hub.sent() == ["config.json"]
@@ -86,7 +88,9 @@ def test_a_damaged_index(home: Home, hub: HubServer, files: dict[str, bytes], in
     assert not {*SHARDS} & {*hub.sent()}
 
 
-def test_no_room_on_the_disk(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
+def test_full_disk_is_reported_before_the_download(
+    home: Home, hub: HubServer, files: dict[str, bytes]
+) -> None:
     hub.repositories[NAME] = Repository(files, sizes={SHARDS[0]: 10**17})
     line = home.complaint(code=1)
     assert "100000000.00 GB" in line
@@ -95,7 +99,9 @@ def test_no_room_on_the_disk(home: Home, hub: HubServer, files: dict[str, bytes]
     assert not {*SHARDS} & {*hub.sent()}
 
 
-def test_a_folder_comes_first(home: Home, hub: HubServer, tmp_path: Path, tiny_model: Path) -> None:
+def test_local_folder_is_used_before_the_hub(
+    home: Home, hub: HubServer, tmp_path: Path, tiny_model: Path
+) -> None:
     hub.repositories[NAME] = Repository({})
     (tmp_path / "org").mkdir()
     (tmp_path / NAME).symlink_to(tiny_model)
@@ -106,7 +112,9 @@ def test_a_folder_comes_first(home: Home, hub: HubServer, tmp_path: Path, tiny_m
     assert hub.asked == []
 
 
-def test_a_mistyped_policy_is_said_before(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
+def test_mistyped_policy_is_reported_before_the_download(
+    home: Home, hub: HubServer, files: dict[str, bytes]
+) -> None:
     hub.repositories[NAME] = Repository(files)
     process = home.start(LAUNCH, "generate", "--prompt", "a", "--model", NAME, "--policy", "fidler")
     _, said = process.communicate(timeout=60)

@@ -17,7 +17,7 @@ async def interrupt() -> None:
     await asyncio.sleep(0.05)
 
 
-async def test_the_innermost_block_gets_the_first_and_the_command_the_second() -> None:
+async def test_first_signal_goes_to_the_innermost_block_and_the_second_ends_the_command() -> None:
     got: list[str] = []
 
     async def command() -> None:

@@ -82,7 +82,7 @@ def test_the_numbers_of_a_refusal_add_up_and_its_advice_is_good(
         assert size(use[2]) <= there_is * GB * 1.001
 
 
-def test_a_refusal_names_what_would_do() -> None:
+def test_refusal_names_options_that_would_fit() -> None:
     model = Path("shape:mixtral-8x7b")
     machine = Machine(40 * GB, 39 * GB)
     for asked, words in (
@@ -103,7 +103,7 @@ def test_a_refusal_names_what_would_do() -> None:
         make_plan(model, now(Machine(200 * GB, 10 * GB), model=model))
 
 
-def test_each_unusual_choice_has_its_reason() -> None:
+def test_each_choice_other_than_the_default_has_a_reason() -> None:
     model = Path("shape:mixtral-8x7b")
     source = open_model(model)
 
@@ -120,7 +120,7 @@ def test_each_unusual_choice_has_its_reason() -> None:
         r"--format int8 fits a larger /dev/shm: sudo mount -o remount,size=\d+m /dev/shm", second
     )
     line = why(Machine(100 * GB, 95 * GB))[-1]
-    assert re.fullmatch(r"--kv-tokens \d+: room for \d\.\d contexts at once, more does not fit", line)
+    assert re.fullmatch(r"--kv-tokens \d+: \d\.\d contexts at once; more does not fit", line)
     line = why(Machine(31 * GB, 31 * GB), format="int4-g128")[-1]
     assert re.fullmatch(r"--context \d+: more does not fit", line)
     first, second, *_, last = why(Machine(200 * GB, 200 * GB, 24 * GB), policy="fiddler")
@@ -153,13 +153,13 @@ def test_a_tile_leaves_only_formats_that_have_it() -> None:
         make_plan(model, now(Machine(30 * GB, 30 * GB), model=model, tile=96, format="int4"))
 
 
-def test_the_embedded_model_stays_as_it_is() -> None:
+def test_format_of_the_embedded_model_does_not_depend_on_memory() -> None:
     assert formats(EngineConfig()) == ("bf16",)
     assert formats(EngineConfig(model=Path("m"))) == AUTOMATIC
     assert formats(EngineConfig(model=Path("m"), format="f32")) == ("f32",)
 
 
-def test_a_model_that_cannot_be_read_is_no_question_of_memory(tmp_path: Path) -> None:
+def test_model_that_cannot_be_read_is_not_reported_as_too_large(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json"):
         make_plan(tmp_path, now(Machine(GB, GB), model=tmp_path))
 
@@ -223,7 +223,7 @@ def test_the_doctor_refuses_what_is_too_large(capfd: Finds) -> None:
         ("serve --model shape:mixtral-8x7b --context 40000 --device cpu", ["40000", "32768"]),
     ],
 )
-def test_wrong_questions_are_one_line(arguments: str, words: list[str], capfd: Finds) -> None:
+def test_wrong_usage_is_one_line(arguments: str, words: list[str], capfd: Finds) -> None:
     assert main(arguments.split()) == 2
     out, err = capfd.readouterr()
     assert out == ""
@@ -241,7 +241,7 @@ def test_every_option_of_a_plan_is_understood() -> None:
 # --- an engine ----------------------------------------------------------------------------------------------
 
 
-async def test_children_are_given_settled_values(start_engine: Any, tiny_model: Path) -> None:
+async def test_children_receive_the_chosen_values(start_engine: Any, tiny_model: Path) -> None:
     config = EngineConfig(model=tiny_model, device="cpu", workers=1, kv_tokens=300)
     async with start_engine(config) as (supervisor, client):
         settled = supervisor.config
@@ -255,7 +255,7 @@ async def test_children_are_given_settled_values(start_engine: Any, tiny_model: 
         assert supervisor.config == replace(settled, policy="on-demand")
 
 
-def test_a_start_tells_its_plan_in_one_line(tiny_model: Path) -> None:
+def test_start_logs_its_memory_plan_in_one_line(tiny_model: Path) -> None:
     ask = ["generate", "--model", str(tiny_model), "--prompt-tokens", "1,2", "--max-tokens", "2"]
     with Launched(*ask, "--device", "cpu", "--ignore-eos") as engine:
         code, _, err = engine.end()

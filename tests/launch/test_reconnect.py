@@ -1,4 +1,4 @@
-"""Commands that go on where they were when the coordinator is killed under them."""
+"""Commands that resume when the coordinator is killed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(*arguments: str) -> str:
         return out
 
 
-def test_answers_and_scores_go_on_where_they_were(engine: Launched, tmp_path: Path) -> None:
+def test_answers_and_scores_resume_after_a_coordinator_restart(engine: Launched, tmp_path: Path) -> None:
     seeded = answer("--temperature", "0.9", "--seed", "4")
     whole = run(*seeded)
     ids, rows, again = tmp_path / "ids.json", tmp_path / "rows.npy", tmp_path / "again.npy"
@@ -74,7 +74,7 @@ def test_answers_and_scores_go_on_where_they_were(engine: Launched, tmp_path: Pa
 
 
 @pytest.mark.skipif(TMUX is None, reason="tmux is not installed")
-def test_a_chat_goes_on_where_it_was(engine: Launched, tmp_path: Path) -> None:
+def test_chat_resumes_after_a_coordinator_restart(engine: Launched, tmp_path: Path) -> None:
     env = {"XDG_STATE_HOME": str(tmp_path)}
     arguments = ("chat", *CONNECT, "--ignore-eos", "--max-tokens", "120", "--seed", "4")
     summary = r"^120 tokens ·(?s:.+)\n\n>$"

@@ -37,7 +37,7 @@ def publish(runtime: RuntimeDir) -> EngineInfo:
     return info
 
 
-def test_a_directory_is_private_and_goes_with_its_engine() -> None:
+def test_directory_is_private_and_removed_with_its_engine() -> None:
     runtime = RuntimeDir.claim("rt-private")
     publish(runtime)
     assert stat.S_IMODE(runtime.path.stat().st_mode) == 0o700
@@ -47,7 +47,7 @@ def test_a_directory_is_private_and_goes_with_its_engine() -> None:
     runtime.remove()  # a second time does nothing
 
 
-def test_a_name_is_taken_as_long_as_its_engine_lives(claimed: RuntimeDir) -> None:
+def test_name_is_taken_while_its_engine_runs(claimed: RuntimeDir) -> None:
     with pytest.raises(WrongUsage, match="rt-test"):
         RuntimeDir.claim("rt-test")
     claimed.remove()
@@ -55,7 +55,7 @@ def test_a_name_is_taken_as_long_as_its_engine_lives(claimed: RuntimeDir) -> Non
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".locks", "x" * 33, "store", "a b"])
-def test_names_that_are_none(name: str) -> None:
+def test_invalid_names_are_refused(name: str) -> None:
     with pytest.raises(WrongUsage, match="--name"):
         RuntimeDir.claim(name)
 
@@ -72,7 +72,7 @@ def test_an_engine_is_found_once_it_is_ready(claimed: RuntimeDir) -> None:
         find_engine("other")
 
 
-def test_of_two_engines_one_must_be_named(claimed: RuntimeDir) -> None:
+def test_two_engines_require_a_name(claimed: RuntimeDir) -> None:
     publish(claimed)
     second = RuntimeDir.claim("rt-second")
     try:
@@ -84,7 +84,7 @@ def test_of_two_engines_one_must_be_named(claimed: RuntimeDir) -> None:
         second.remove()
 
 
-def test_an_engine_of_another_version_is_seen_and_not_used(claimed: RuntimeDir) -> None:
+def test_engine_of_another_version_is_listed_and_refused(claimed: RuntimeDir) -> None:
     """Whatever else its engine.json holds; and it is never passed over for another engine."""
     publish(claimed)
     second = RuntimeDir.claim("rt-future")
@@ -103,7 +103,7 @@ def test_an_engine_of_another_version_is_seen_and_not_used(claimed: RuntimeDir) 
         second.remove()
 
 
-def test_what_a_killed_engine_left_is_swept_and_a_living_one_is_not(claimed: RuntimeDir) -> None:
+def test_sweep_removes_killed_engines_and_not_running_ones(claimed: RuntimeDir) -> None:
     script = (
         "import os, signal; from launch.processes.runtime import RuntimeDir\n"
         "RuntimeDir.claim('rt-dead'); os.kill(os.getpid(), signal.SIGKILL)"
@@ -118,7 +118,7 @@ def test_what_a_killed_engine_left_is_swept_and_a_living_one_is_not(claimed: Run
     assert claimed.path.is_dir()
 
 
-def test_segments_whose_directory_is_gone_are_swept(claimed: RuntimeDir) -> None:
+def test_sweep_removes_segments_without_a_directory(claimed: RuntimeDir) -> None:
     """As $XDG_RUNTIME_DIR goes at a logout; else an engine of that name could never start again."""
     gone, living = segment_of(runtime_root() / "rt-gone"), segment_of(claimed.path)
     elsewhere = segment_of(Path("/run/elsewhere/rt-gone"))
@@ -137,7 +137,7 @@ def test_segments_whose_directory_is_gone_are_swept(claimed: RuntimeDir) -> None
             segment.unlink(missing_ok=True)
 
 
-def test_whatever_lies_in_a_dead_engines_directory_goes(claimed: RuntimeDir) -> None:
+def test_sweep_removes_everything_in_a_killed_engines_directory(claimed: RuntimeDir) -> None:
     """A supervisor may be killed between making the directory and its lock, and its children dump cores."""
     for name in ("rt-half", "rt-full", "rt-foreign"):
         (runtime_root() / name).mkdir(mode=0o700)
@@ -155,7 +155,7 @@ def test_whatever_lies_in_a_dead_engines_directory_goes(claimed: RuntimeDir) -> 
         (runtime_root() / "rt-foreign").rmdir()
 
 
-def test_a_name_may_be_claimed_while_its_former_owner_removes_it() -> None:
+def test_name_can_be_claimed_while_its_previous_owner_removes_it() -> None:
     def lives() -> int:
         count = 0
         for _ in range(300):
@@ -179,7 +179,7 @@ def segment_of(runtime: Path) -> Path:
 
 
 @pytest.mark.parametrize("other", ["/run/one/rt-a-b", "/run/two/rt-a"], ids=["longer name", "another place"])
-def test_only_an_engines_own_segments_are_its(other: str) -> None:
+def test_segments_of_engines_with_similar_names_are_kept_apart(other: str) -> None:
     mine = Path("/run/one/rt-a")
     paths = [segment_of(mine), segment_of(Path(other))]
     try:
