@@ -1,1 +1,2 @@
-"""Finding out about a model what policies plan with: routing, sensitivities, gates."""
+"""Measures what policies plan with: a model's routing, sensitivities and gates, and the costs of its
+tiles."""

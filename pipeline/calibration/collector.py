@@ -1,7 +1,7 @@
-"""Looks on while the engine reads a calibration's text, and counts.
+"""Observers of the engine while it reads a calibration's text.
 
-A `TrainPass` sees the training windows, a `ValidationPass` the validation windows, once the train pass has
-finished. Neither keeps an array of the engine.
+A `TrainPass` observes the training windows, then a `ValidationPass` the validation windows. Neither keeps an
+array of the engine.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ Predictor = Literal["raw", "residual", "first"]
 
 
 class Activations:
-    """Rows that each expert of each layer was given, by phase, and how alike the two phases are. Every
-    sequence is a text of its own."""
+    """Counts the rows of each expert of each layer, by phase, and compares the two phases by sequence."""
 
     def __init__(self, shape: ModelShape) -> None:
         self._shape = shape
         self._counts: dict[int, dict[Phase, Counts]] = {}  # by sequence
         self._phase: Phase = "prefill"
-        self._runs: list[tuple[int, slice]] = []  # the step's sequences, and which of its rows are theirs
+        self._runs: list[tuple[int, slice]] = []  # the step's sequences and their rows
 
     def probes(self, layer: int) -> tuple[int, ...]:
         """None."""
@@ -47,10 +46,10 @@ class Activations:
             counts[self._phase][seen.layer] += its.workload(shape.experts)
 
     def end(self) -> None:
-        """Nothing is left to do."""
+        """Each layer was counted when it was observed."""
 
     def counts(self, phase: Phase) -> Counts:
-        """[L, E], all sequences together."""
+        """[L, E], over all sequences."""
         total = _both(self._shape)[phase]
         for counts in self._counts.values():
             total += counts[phase]
@@ -68,11 +67,12 @@ class Activations:
 
 
 class TrainPass(Activations):
-    """And what predictors are made of: the mean of every layer's x (DALI, equation 11, is the difference of
-    two of them), and pairs of a token's last x and the next token's first logits (AdapMoE, equation 9)."""
+    """Also collects the data of the predictors: the mean of each layer's x, whose differences are DALI's
+    residuals (equation 11), and pairs of a token's last x and the next token's first logits (AdapMoE,
+    equation 9)."""
 
     def __init__(self, shape: ModelShape, hidden: int, every: int) -> None:
-        """`every`: of so many pairs one is kept."""
+        """`every`: one of so many pairs is kept."""
         super().__init__(shape)
         self._sums = np.zeros((shape.layers, hidden))
         self._rows = 0
@@ -80,7 +80,7 @@ class TrainPass(Activations):
         self._first: FloatArray  # logits of the step's first layer
         self._last: dict[int, FloatArray] = {}  # x [1, H] of a sequence's latest token in the last layer
         self._pairs: dict[int, list[tuple[FloatArray, FloatArray]]] = {}  # by sequence
-        self._met = 0  # pairs so far, kept or not
+        self._pair_count = 0  # pairs so far, kept or not
 
     def layer(self, seen: Seen) -> None:
         super().layer(seen)
@@ -97,10 +97,10 @@ class TrainPass(Activations):
         if sequence in self._last:
             x = np.concatenate((self._last[sequence], x))
         else:
-            logits = logits[1:]  # the first token has none before it
+            logits = logits[1:]  # the first token has no predecessor
         self._last[sequence] = x[-1:].copy()
-        kept = slice(-self._met % self._every, None, self._every)
-        self._met += len(logits)
+        kept = slice(-self._pair_count % self._every, None, self._every)
+        self._pair_count += len(logits)
         self._pairs.setdefault(sequence, []).append((x[:-1][kept].copy(), logits[kept]))
 
     def residuals(self) -> FloatArray:
@@ -117,7 +117,7 @@ class TrainPass(Activations):
 
 
 class ValidationPass(Activations):
-    """And how many of each layer's experts a predictor named, of as many that it was asked for."""
+    """Also counts how many of each layer's used experts a predictor named, among as many predictions."""
 
     def __init__(
         self, shape: ModelShape, router: Router, residual_logits: FloatArray, first_gate: FloatArray | None
@@ -155,7 +155,7 @@ class ValidationPass(Activations):
                 self._check_first(sequence, logits[rows], self._true_first[rows])
 
     def accuracy(self) -> dict[str, FloatArray]:
-        """By predictor, [L]; 0 where it was not asked."""
+        """By predictor, [L]; 0 in layers that it does not predict."""
         return {
             name: (hits / np.maximum(self._asked[name], 1)).astype(np.float32)
             for name, hits in self._hits.items()
@@ -177,7 +177,7 @@ class ValidationPass(Activations):
 
 
 class Needs(Activations):
-    """And how many experts a token of decode used in each layer, with whatever gate there was."""
+    """Also counts how many experts each decoded token used in each layer under the present gate."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__(shape)
@@ -200,7 +200,7 @@ def _both(shape: ModelShape) -> dict[Phase, Counts]:
 
 
 def _runs(sequences: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
-    """The neighbouring rows that belong to one sequence."""
+    """The consecutive rows of each sequence."""
     start = 0
     for end in range(1, len(sequences) + 1):
         if end == len(sequences) or sequences[end] != sequences[start]:

@@ -1,9 +1,9 @@
-"""Costs that were measured here before, so that a start need not measure them again:
-`<cache folder>/costs/<store>-<setting>.json`, one file for each model, machine and way to run the two.
+"""Costs that earlier starts measured, so that a start need not measure them again:
+`<cache folder>/costs/<store>-<setting>.json`, one file for each model, machine and configuration.
 
-A file says in words what it was measured with, and is readable by its owner alone. It is written whole or not
-at all; one that is damaged, of another version or possibly another user's work is removed, and its costs are
-measured anew, as they are for anybody who deletes it. Nothing here imports torch, or fails a start.
+A file contains the setting that it was measured with, and is readable by its owner alone. It is written
+completely or not at all; a file that is damaged, of another version or possibly written by another user is
+removed, and its costs are measured again. This module imports no torch, and its errors never fail a start.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Setting:
-    """All that measured costs depend on."""
+    """Everything that measured costs depend on."""
 
     cpu: str
     cores: int  # that may be used
@@ -39,21 +39,21 @@ class Setting:
     store: str  # fingerprint of the experts in this format and tile
     format: str
     backbone: str  # its dtype
-    workers: tuple[int, ...]  # threads of each
+    workers: tuple[int, ...]  # threads of each worker
     kernels: str
     prefetcher: str
     emulation: str
 
     @property
     def name(self) -> str:
-        """Of its file."""
-        words = json.dumps(asdict(self), sort_keys=True)
-        return f"{self.store[:16]}-{hashlib.sha256(words.encode()).hexdigest()[:16]}.json"
+        """The name of its file."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        return f"{self.store[:16]}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
 @dataclass(frozen=True)
 class Record:
-    """Costs of a tile, what they were measured with, and what a person needs to read them."""
+    """Costs of a tile, the setting that they were measured with, and facts for a reader of the file."""
 
     setting: Setting
     model: str
@@ -96,7 +96,7 @@ def processor() -> tuple[str, int]:
 
 
 def find(cache: Path, setting: Setting) -> Record | None:
-    """What was measured with exactly this; None where nothing was."""
+    """The record of exactly this setting; None without one."""
     path = cache / FOLDER / setting.name
     record = _read(path)
     if record is None or record.setting != setting:
@@ -107,7 +107,7 @@ def find(cache: Path, setting: Setting) -> Record | None:
 
 
 def keep(cache: Path, record: Record) -> None:
-    """Write the record, in place of one of the same setting. Where that fails a line in the log says so."""
+    """Write the record, replacing that of the same setting. A failure is logged."""
     folder = cache / FOLDER
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ def keep(cache: Path, record: Record) -> None:
 
 
 def measured_here(cache: Path) -> list[tuple[Path, Record]]:
-    """All that was measured with this processor and as many of its cores, the newest first."""
+    """The records of this processor with as many cores, the newest first."""
     found = []
     for path in (cache / FOLDER).glob("*.json"):
         record = _read(path)

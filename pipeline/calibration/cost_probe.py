@@ -1,9 +1,9 @@
-"""Measures what a tile costs on the host, on the device and on the link, and a layer all the rest, in about
-two seconds.
+"""Measures the costs of a tile on the host, on the device and on the link, and of a layer outside its
+experts, in about two seconds.
 
 Host and link read the same memory, and a device `cpu` computes on the host's cores. So each side is measured
-while the other works: the pool computes with fetches streaming, and fetches and the device's tiles are timed
-with the pool computing.
+while the other one works: the pool during fetches, and fetches and the device's tiles while the pool
+computes.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from pipeline.policies.costs import Costs
 ROWS = (1, 4, 16, 64)
 BUDGET = 2.0  # seconds in all
 ROUND_TRIPS = 50
-OTHER_LAYERS = 4  # layers that are tried for what they take outside their experts, at most
+OTHER_LAYERS = 4  # layers at most whose time outside their experts is measured
 
 log = logging.getLogger(__name__)
 
 
-def costs_for(engine: Engine, told: CoordinatorConfig, context: int) -> Costs:
-    """What policies of this engine plan with: the file that --costs names, else what was measured here before
-    with the same machine, model and options, else measured now and kept. `context`: tokens that a sequence
-    may have. Raises PolicyError where there is no slab to measure with, or the file cannot be used."""
-    config = told.options
+def costs_for(engine: Engine, coordinator: CoordinatorConfig, context: int) -> Costs:
+    """The costs that this engine's policies plan with: the file of --costs; else the costs that were measured
+    before on the same machine with the same model and options; else measured now and kept. `context`: the
+    longest sequence. Raises PolicyError without a slab to measure with, or for a file that cannot be used."""
+    config = coordinator.options
     if config.costs is not None:
         return Costs.load(config.costs).for_tiles(engine.shape.tiles)
     device, library = engine.device, engine.device.library
@@ -48,23 +48,26 @@ def costs_for(engine: Engine, told: CoordinatorConfig, context: int) -> Costs:
         cpu=cpu,
         cores=cores,
         device=device.name if device.on_host else device.describe(),
-        store=told.fingerprint,
+        store=coordinator.fingerprint,
         format=config.format,
         backbone=config.backbone_dtype,
-        workers=told.workers.cores,
+        workers=coordinator.workers.cores,
         kernels="torch" if library is None else library.variant,
-        prefetcher=told.prefetcher,
+        prefetcher=coordinator.prefetcher,
         emulation=config.emulation,
     )
-    known = cost_cache.find(told.cache, setting)
+    known = cost_cache.find(coordinator.cache, setting)
     if known is not None:
         log.debug("costs: as measured before, see %s", setting.name)
         return known.costs
-    engine.backbone.materialize(lambda: True)  # what is timed is not to compete with it
+    engine.backbone.materialize(lambda: True)  # so that it does not compete with the timed work
     load = os.getloadavg()[0]
     costs = measure_costs(engine, context)
     sizes = engine.shape.tiles, engine.layout.tile_bytes
-    cost_cache.keep(told.cache, cost_cache.Record(setting, str(told.model), *sizes, time.time(), load, costs))
+    cost_cache.keep(
+        coordinator.cache,
+        cost_cache.Record(setting, str(coordinator.model), *sizes, time.time(), load, costs),
+    )
     return costs
 
 
@@ -98,7 +101,7 @@ class _Probe:
                     yield layer, expert
 
     def warm_up(self) -> None:
-        """Every side's first calls cost more."""
+        """Run each side once: first calls cost more."""
         self._compute(1)
         self._fetch()
         self.device(1, 0.0)
@@ -160,11 +163,11 @@ class _Probe:
 
     @torch.inference_mode()
     def other(self, context: int, seconds: float) -> tuple[float, ...]:
-        """What a layer takes outside its routed experts at each of ROWS: attention behind so many tokens as
-        are left of the longest chunk, router, copy to the host, shared experts. A few layers are tried."""
+        """Seconds of a layer outside its routed experts at each of ROWS: attention, router, copy to the host,
+        shared experts. The rows follow the other tokens of the longest chunk. A few layers are measured."""
         model, device = self._engine.backbone, self._engine.device
         longest = min(ROWS[-1], context)
-        # A cache of its own: the engine's may be full of conversations.
+        # A separate cache, because requests may have filled the engine's.
         sequence = KVCache(model.spec, model.dtype, device.torch_device, longest).allocate(longest)
         layers = min(self._engine.shape.layers, OTHER_LAYERS)
         found = []

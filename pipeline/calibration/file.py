@@ -1,12 +1,12 @@
 """A calibration on disk: `<cache folder>/<fingerprint>/calibration.safetensors`, and calibration.txt beside
-it, which says the same to a person.
+it, the same as readable text.
 
 The tensors are the arrays of `Calibration` by their names (accuracy.raw, accuracy.residual, accuracy.first);
-one that could not be measured is absent. `__metadata__` has one entry, "tandem", a JSON object: `version`,
-`fingerprint` (of the model, as the folder is named), `threshold`, `about`, how it was found out, as
-docs/calibration.md says, and `crc32` of all of these and of the tensors. Files are 0600 in a 0700 folder, and
-one that somebody else may have written is not used. They are written under another name and renamed when
-whole.
+an array that could not be measured is absent. `__metadata__` has one entry, "tandem", a JSON object:
+`version`, `fingerprint` (of the model, the folder's name), `threshold`, `about` (how it was measured, see
+docs/calibration.md), and `crc32` of all of these and of the tensors. Files are 0600 in a 0700 folder; a file
+that another user may have written is not used. They are written under a temporary name and renamed when
+complete.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ Array = NDArray[Any]
 
 
 def calibration_path(cache: Path, source: ModelSource) -> Path:
-    """Where the calibration of a model is kept, if there is one, whatever format its experts are in."""
+    """The file of a model's calibration, which serves all formats of its experts."""
     return cache / source.fingerprint("calibration", 0) / NAME
 
 
 def save(path: Path, calibration: Calibration, about: dict[str, Any]) -> None:
-    """Write both files, in place of older ones. `about` is JSON-like. Raises OSError; then nothing is left of
-    them."""
+    """Write both files, replacing older ones. `about` is JSON-like. Raises OSError; a file that was not
+    complete is removed then."""
     tensors = {name: np.ascontiguousarray(array) for name, array in _arrays(calibration).items()}
     facts: dict[str, Any] = {
         "version": VERSION,
@@ -65,15 +65,15 @@ def save(path: Path, calibration: Calibration, about: dict[str, Any]) -> None:
 
 
 def load(path: Path) -> Calibration:
-    """A calibration whose sizes fit each other. Raises CalibrationError, one line that names the file, where
-    it is missing, damaged, another model's or of another version."""
+    """A calibration with consistent shapes. Raises CalibrationError, one line that names the file, where the
+    file is missing, damaged, of another model or of another version."""
     calibration, about = read(path)
     note_use(path.parent, _record(about))
     return calibration
 
 
 def read(path: Path) -> tuple[Calibration, dict[str, Any]]:
-    """As `load`, with what `save` was told about it."""
+    """Like `load`, with the `about` of `save`."""
     data = _bytes_of_own(path)
     try:
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
@@ -111,13 +111,13 @@ def _unusable(path: Path, why: str) -> CalibrationError:
 
 
 def _arrays(calibration: Calibration) -> dict[str, Array]:
-    """By name in the file."""
+    """The arrays by their names in the file."""
     every = {name: array for name, array in vars(calibration).items() if isinstance(array, np.ndarray)}
     return every | {f"accuracy.{name}": array for name, array in calibration.accuracy.items()}
 
 
 def _bytes_of_own(path: Path) -> bytes:
-    """A regular file that nobody else may have written. Raises CalibrationError."""
+    """The content of a regular file that only this user may have written. Raises CalibrationError."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             status = os.fstat(file.fileno())
@@ -134,7 +134,7 @@ def _bytes_of_own(path: Path) -> bytes:
 
 
 def _checked(tensors: dict[str, Array], threshold: object) -> Calibration:
-    """Raises ValueError with what does not fit."""
+    """Raises ValueError with what is inconsistent."""
 
     def take(name: str, shape: tuple[int, ...], dtype: str = "float32") -> Array:
         array = tensors.pop(name, None)
@@ -151,7 +151,7 @@ def _checked(tensors: dict[str, Array], threshold: object) -> Calibration:
         return take(name, shape) if name in tensors else None
 
     def width(name: str, otherwise: int) -> int:
-        """Of a matrix, whose own size says what is not known otherwise."""
+        """Columns of a matrix, whose size is not known otherwise."""
         return tensors[name].shape[1] if name in tensors and tensors[name].ndim == 2 else otherwise
 
     counts = tensors.get("prefill_counts")
@@ -195,7 +195,7 @@ def _threshold(value: object) -> float | None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """The whole file or nothing of it."""
+    """Write a complete file or none."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)

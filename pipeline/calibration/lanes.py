@@ -1,5 +1,5 @@
-"""Reads windows with the engine: one prompt after the other, then their answers together, a token of each a
-step."""
+"""Reads windows with the engine: their prompts one after the other, then their answers together, one token of
+each a step."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pipeline.calibration.windows import Window
 from pipeline.engine.engine import Engine
 from pipeline.text.sampler import log_softmax
 
-Passed = Callable[[int], None]  # so many more tokens were read; what it raises ends the reading
+Passed = Callable[[int], None]  # so many more tokens were read; its exceptions end the reading
 
 
 class Lanes:
-    """Windows with room in the KV cache; made by `lanes`."""
+    """Windows with their sequences in the KV cache; made by `lanes`."""
 
     def __init__(self, engine: Engine, held: Sequence[tuple[Window, SequenceKV]], chunk: int) -> None:
         self._engine, self._held, self._chunk = engine, held, chunk
@@ -30,7 +30,7 @@ class Lanes:
                 passed(len(tokens))
 
     def read_answers(self, passed: Passed) -> None:
-        """By decode, from the prompts' ends, also where they have been read before."""
+        """By decode, from the end of the prompts; may be repeated."""
         for _ in self._answers(passed, scored=False):
             pass
 
@@ -55,7 +55,8 @@ class Lanes:
 
 @contextmanager
 def lanes(engine: Engine, kv: KVCache, windows: Sequence[Window], chunk: int) -> Iterator[Lanes]:
-    """For the length of the block. Raises RequestError where the KV cache has no room."""
+    """Holds KV cache for the windows within the block. Raises RequestError where it has too few free
+    tokens."""
     held: list[tuple[Window, SequenceKV]] = []
     try:
         for window in windows:

@@ -1,11 +1,11 @@
-"""A calibration from the first token to the last: what is read, what is learnt from it, what is checked.
+"""A whole calibration, in four stages:
 
-1. The training windows are read: counts, residuals, pairs for the first gate.
-2. The first gate is trained, the layers' sensitivities are computed.
-3. The validation windows are read: counts again, and what each predictor would have said.
-4. The threshold is searched on them, by decoding them again and again under AdapMoE's gate.
+1. The training windows are read: expert counts, residuals, pairs for the first gate.
+2. The first gate is trained, and the layers' sensitivities are computed.
+3. The validation windows are read: expert counts, and each predictor's accuracy.
+4. The threshold of AdapMoE's gate is searched by decoding the validation windows repeatedly.
 
-The engine computes everything as the model says, by its workers; only step 4 leaves experts out.
+Stages 1 to 3 compute the exact model on the workers; only stage 4 skips experts.
 """
 
 from __future__ import annotations
@@ -35,20 +35,22 @@ from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from shm.store import Store
 
-PAIR_BYTES = 64 << 20  # of what the first gate learns from
-SENSITIVITY_WINDOWS = 4  # spread over the training part: each layer is differentiated for each of them
+PAIR_BYTES = 64 << 20  # of the pairs that the first gate is trained on
+SENSITIVITY_WINDOWS = (
+    4  # of the training windows, evenly spaced: each layer is differentiated for each of them
+)
 BOUND = 0.005  # share of the loss that AdapMoE's gate may add on the validation part
 EVALUATIONS = 8  # thresholds that are tried
-FEW_ANSWERS = 200  # tokens on which losses differ by chance more than by the gate
+FEW_ANSWERS = 200  # decoded tokens below which chance changes a loss more than the gate does
 EXACT = PolicyRequest("all-host")
 
-Tell = Callable[[str, int, int], None]  # stage, done, total; what it raises ends the calibration
+Progress = Callable[[str, int, int], None]  # stage, done, total; its exceptions end the calibration
 
 
 @dataclass(frozen=True)
 class CalibrationContext:
-    """What a calibration works with. `chunk`: prefill tokens of a step; `lanes`: sequences that are decoded
-    together at most."""
+    """The parts of an engine that a calibration uses. `chunk`: prefill tokens of a step; `lanes`: sequences
+    that are decoded together at most."""
 
     engine: Engine
     store: Store
@@ -61,31 +63,33 @@ class CalibrationContext:
 
 @dataclass
 class Findings:
-    """What is worth saying beside the arrays."""
+    """Facts about a calibration beside its arrays."""
 
     seconds: dict[str, float] = field(default_factory=dict)  # by stage
-    notes: list[str] = field(default_factory=list)  # what could not be measured, and what to do
+    notes: list[str] = field(default_factory=list)  # what could not be measured, and the remedy
     losses: dict[str, float] = field(default_factory=dict)  # nats a token: "exact", "gated"
 
 
-def calibrate(shop: CalibrationContext, tokens: Sequence[int], tell: Tell) -> tuple[Calibration, Findings]:
-    """Of the text's tokens. The engine's policy afterwards is the exact one; its counters are as before.
-    Raises RequestError for a text that is too short and where the KV cache has no room, ShardFailed, and what
-    `tell` raises."""
-    return _Measurement(shop, Division.of(tokens, shop.context), tell).run()
+def calibrate(
+    ctx: CalibrationContext, tokens: Sequence[int], progress: Progress
+) -> tuple[Calibration, Findings]:
+    """Calibrate on a text's tokens. Leaves the engine with the exact policy and its counters unchanged.
+    Raises RequestError for a text that is too short or where the KV cache has too few free tokens,
+    ShardFailed, and the exceptions of `progress`."""
+    return _Measurement(ctx, Division.of(tokens, ctx.context), progress).run()
 
 
 class _Measurement:
-    def __init__(self, shop: CalibrationContext, division: Division, tell: Tell) -> None:
-        self._shop, self._division, self._tell = shop, division, tell
-        self._spec = shop.engine.backbone.spec
+    def __init__(self, ctx: CalibrationContext, division: Division, progress: Progress) -> None:
+        self._ctx, self._division, self._progress = ctx, division, progress
+        self._spec = ctx.engine.backbone.spec
         self._findings = Findings()
-        self._width = min(LANES, shop.lanes, len(division.training))
-        self._check_room()
+        self._width = min(LANES, ctx.lanes, len(division.training))
+        self._check_kv_cache()
 
-    def _check_room(self) -> None:
+    def _check_kv_cache(self) -> None:
         windows = self._division.training + self._division.validation
-        longest, free = max(len(window.tokens) for window in windows), self._shop.kv.free
+        longest, free = max(len(window.tokens) for window in windows), self._ctx.kv.free
         self._width = min(self._width, free // longest)
         if self._width < 1:
             raise RequestError(
@@ -94,28 +98,28 @@ class _Measurement:
             )
 
     def run(self) -> tuple[Calibration, Findings]:
-        with _aside(self._shop.engine):
-            self._shop.engine.set_policy(make_policy(EXACT, self._shop.seed), None, None)
-            learner, learnt = self._learn()
-            checked, checker = self._check(learner, learnt)
-            return self._find_threshold(checked, checker), self._findings
+        with _separate_counters(self._ctx.engine):
+            self._ctx.engine.set_policy(make_policy(EXACT, self._ctx.seed), None, None)
+            train_pass, trained = self._train()
+            validated, validation = self._validate(train_pass, trained)
+            return self._find_threshold(validated, validation), self._findings
 
-    def _learn(self) -> tuple[TrainPass, Calibration]:
-        """Steps 1 and 2."""
-        engine, windows = self._shop.engine, self._division.training
+    def _train(self) -> tuple[TrainPass, Calibration]:
+        """Stages 1 and 2."""
+        engine, windows = self._ctx.engine, self._division.training
         shape, hidden = engine.shape, self._spec.hidden
         pair = 4 * (hidden + shape.experts)
         count = sum(len(window.tokens) for window in windows)
-        learner = TrainPass(shape, hidden, every=1 + count * pair // PAIR_BYTES)
+        train_pass = TrainPass(shape, hidden, every=1 + count * pair // PAIR_BYTES)
         with self._timed("reading"):
-            self._read(windows, learner, done=0)
-        residuals = learner.residuals()
+            self._read(windows, train_pass, done=0)
+        residuals = train_pass.residuals()
         with self._timed("first gate"):
-            self._tell("training the first gate", 0, 1)
-            gate = train_first_gate(*learner.pairs(), self._spec.router, self._shop.seed)
-        return learner, Calibration(
-            prefill_counts=learner.counts("prefill"),
-            decode_counts=learner.counts("decode"),
+            self._progress("training the first gate", 0, 1)
+            gate = train_first_gate(*train_pass.pairs(), self._spec.router, self._ctx.seed)
+        return train_pass, Calibration(
+            prefill_counts=train_pass.counts("prefill"),
+            decode_counts=train_pass.counts("decode"),
             residuals=residuals,
             residual_logits=_next_logits(engine, residuals),
             accuracy={},
@@ -127,56 +131,56 @@ class _Measurement:
         )
 
     def _sensitivity(self) -> Floats | None:
-        windows, shop = self._division.training, self._shop
+        windows, ctx = self._division.training, self._ctx
         places = np.linspace(0, len(windows) - 1, min(SENSITIVITY_WINDOWS, len(windows))).round().astype(int)
         chosen = [windows[place].tokens for place in places]
-        engine, tell = shop.engine, self._tell
+        engine, progress = ctx.engine, self._progress
         try:
             with self._timed("sensitivities"):
-                far = partial(tell, "sensitivities")
-                return sensitivities(engine.backbone, engine.device, shop.store, chosen, far)
+                report = partial(progress, "sensitivities")
+                return sensitivities(engine.backbone, engine.device, ctx.store, chosen, report)
         except UsageError as e:
             self._findings.notes.append(f"no sensitivities, and so no threshold of AdapMoE's gate: {e}")
             return None
 
-    def _check(self, learner: TrainPass, learnt: Calibration) -> tuple[Calibration, ValidationPass]:
-        """Step 3."""
-        shape = self._shop.engine.shape
-        checker = ValidationPass(shape, self._spec.router, learnt.residual_logits, learnt.first_gate)
+    def _validate(self, train_pass: TrainPass, trained: Calibration) -> tuple[Calibration, ValidationPass]:
+        """Stage 3."""
+        shape = self._ctx.engine.shape
+        validation = ValidationPass(shape, self._spec.router, trained.residual_logits, trained.first_gate)
         with self._timed("reading"):
             read = sum(len(window.tokens) for window in self._division.training)
-            self._read(self._division.validation, checker, done=read)
-        similarity = np.concatenate((learner.similarities(), checker.similarities()))
-        checked = replace(
-            learnt,
-            prefill_counts=learnt.prefill_counts + checker.counts("prefill"),
-            decode_counts=learnt.decode_counts + checker.counts("decode"),
-            accuracy=checker.accuracy(),
+            self._read(self._division.validation, validation, done=read)
+        similarity = np.concatenate((train_pass.similarities(), validation.similarities()))
+        validated = replace(
+            trained,
+            prefill_counts=trained.prefill_counts + validation.counts("prefill"),
+            decode_counts=trained.decode_counts + validation.counts("decode"),
+            accuracy=validation.accuracy(),
             similarity=similarity.mean(axis=0).astype(np.float32),
         )
-        return checked, checker
+        return validated, validation
 
-    def _find_threshold(self, checked: Calibration, checker: ValidationPass) -> Calibration:
-        """Step 4."""
-        sensitivity = checked.sensitivity
+    def _find_threshold(self, validated: Calibration, validation: ValidationPass) -> Calibration:
+        """Stage 4."""
+        sensitivity = validated.sensitivity
         if sensitivity is None:
-            return checked
-        weights = [np.concatenate(layer) for layer in checker.weights]
+            return validated
+        weights = [np.concatenate(layer) for layer in validation.weights]
         candidates = [perturbations(w, float(s)) for w, s in zip(weights, sensitivity, strict=True)]
-        engine, shop = self._shop.engine, self._shop
+        engine, ctx = self._ctx.engine, self._ctx
         windows = self._division.validation[: self._width]
-        if engine.shape.top_k == 1:  # a gate has nothing to leave out
+        if engine.shape.top_k == 1:  # a gate has nothing to skip
             only = np.tile(np.array([0, 1], np.float32), (engine.shape.layers, 1))
-            return replace(checked, threshold=0.0, needed=only)
+            return replace(validated, threshold=0.0, needed=only)
         answers = sum(len(window.tokens) - window.prefill for window in windows)
         needs: dict[float, Floats] = {}
-        with self._timed("threshold"), lanes(engine, shop.kv, windows, shop.chunk) as held:
-            held.read_prompts(lambda _: self._tell("threshold", 0, EVALUATIONS * answers))
-            done = _Running(self._tell, "threshold", 0, EVALUATIONS * answers)
+        with self._timed("threshold"), lanes(engine, ctx.kv, windows, ctx.chunk) as held:
+            held.read_prompts(lambda _: self._progress("threshold", 0, EVALUATIONS * answers))
+            done = _TokenCount(self._progress, "threshold", 0, EVALUATIONS * answers)
 
             def loss(threshold: float) -> float:
                 gated = PolicyRequest(EXACT.name, {"gate": "adaptive", "threshold": repr(float(threshold))})
-                engine.set_policy(make_policy(gated, shop.seed), None, checked)
+                engine.set_policy(make_policy(gated, ctx.seed), None, validated)
                 seen = Needs(engine.shape)
                 with _observed(engine, seen):
                     found = held.loss(done.more)
@@ -187,9 +191,9 @@ class _Measurement:
                 best = largest_threshold(np.concatenate(candidates), loss, BOUND, EVALUATIONS)
             except ValueError as e:
                 self._findings.notes.append(f"no threshold of AdapMoE's gate: {e}")
-                return checked
+                return validated
             finally:
-                engine.set_policy(make_policy(EXACT, shop.seed), None, None)
+                engine.set_policy(make_policy(EXACT, ctx.seed), None, None)
         self._findings.losses = {"exact": best.exact, "gated": best.loss}
         if len(windows) < len(self._division.validation):
             several = f"{len(windows)} of {len(self._division.validation)} validation windows"
@@ -198,17 +202,17 @@ class _Measurement:
             self._findings.notes.append(
                 f"the threshold was found on {answers} tokens alone; give a text of some thousand tokens"
             )
-        return replace(checked, threshold=best.value, needed=needs[best.value])
+        return replace(validated, threshold=best.value, needed=needs[best.value])
 
     def _read(self, windows: Sequence[Window], observer: Observer, done: int) -> None:
-        """All windows, a few at a time."""
-        engine, shop = self._shop.engine, self._shop
+        """Read all windows, a few at a time."""
+        engine, ctx = self._ctx.engine, self._ctx
         every = self._division.training + self._division.validation
         total = sum(len(window.tokens) for window in every)
-        passed = _Running(self._tell, "reading the text", done, total).more
+        passed = _TokenCount(self._progress, "reading the text", done, total).more
         with _observed(engine, observer):
             for start in range(0, len(windows), self._width):
-                with lanes(engine, shop.kv, windows[start : start + self._width], shop.chunk) as held:
+                with lanes(engine, ctx.kv, windows[start : start + self._width], ctx.chunk) as held:
                     held.read_prompts(passed)
                     held.read_answers(passed)
 
@@ -220,20 +224,20 @@ class _Measurement:
         seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - began
 
 
-class _Running:
-    """A stage's tokens, counted."""
+class _TokenCount:
+    """Counts a stage's tokens."""
 
-    def __init__(self, tell: Tell, stage: str, done: int, total: int) -> None:
-        self._tell, self._stage, self._done, self._total = tell, stage, done, total
+    def __init__(self, progress: Progress, stage: str, done: int, total: int) -> None:
+        self._progress, self._stage, self._done, self._total = progress, stage, done, total
 
     def more(self, tokens: int) -> None:
         self._done += tokens
-        self._tell(self._stage, self._done, self._total)
+        self._progress(self._stage, self._done, self._total)
 
 
 @torch.inference_mode()
 def _next_logits(engine: Engine, residuals: Floats) -> Floats:
-    """[L - 1, E]: each layer's residual through the router of the next."""
+    """[L - 1, E]: the next layer's router applied to each layer's residual."""
     logits = np.zeros((len(residuals), engine.shape.experts), np.float32)
     for layer, residual in enumerate(residuals):
         x = torch.from_numpy(residual[None]).to(engine.device.torch_device)
@@ -242,8 +246,8 @@ def _next_logits(engine: Engine, residuals: Floats) -> Floats:
 
 
 @contextmanager
-def _aside(engine: Engine) -> Iterator[None]:
-    """What is counted and recorded of the engine's requests is none of what it computes in the block."""
+def _separate_counters(engine: Engine) -> Iterator[None]:
+    """Keep the block's steps out of the engine's counters and away from its observers."""
     counters, observers = engine.counters, engine.observers
     engine.counters = Counters(engine.layout.tile_bytes, engine.shape.layers)
     engine.observers = []

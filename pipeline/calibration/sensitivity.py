@@ -1,19 +1,19 @@
-"""AdapMoE's sensitivities (section 4.2): how much the loss feels what a layer's experts add.
+"""AdapMoE's sensitivities (section 4.2): how strongly the loss depends on the output of a layer's experts.
 
     s_l = sum of diag(F) = mean over tokens of sum_H (dL / dy_l)^2        (equations 6 and 7)
 
 y_l is the output of layer l's MoE block at a token, L the SUM of the negative log-likelihoods of the window's
-tokens. A mean over them would divide each token's gradient by the length of its window, and s_l, and with
-that the threshold, by its square. As h = h + y, the gradient at y_l is the one at the hidden states behind
-layer l.
+tokens. A mean would divide each token's gradient by the length of its window, and s_l, and with it the
+threshold, by the square of that. Because h = h + y, the gradient at y_l is the gradient at the hidden states
+after layer l.
 
-The gradients are those of the real model, of a model too large for the device as well. Forward, without a
-graph, only the hidden states before each layer are kept, on the host. Then, from the last layer to the first,
-one layer is computed again with its graph, and a vector-Jacobian product takes the gradient through it:
-through attention, norms, shared experts and the routing weights; which experts are chosen is constant. Routed
-experts come from the store, one tile at a time, as the float32 numbers that its bytes stand for: their
-graphs are cut out of the layer's, so that they are never all there at once. Activations are not rounded, as
-the kernels of quantized formats round them: rounding has no gradient.
+The gradients are those of the whole model, also of one that is larger than the device. The forward pass
+builds no graph and keeps only the hidden states before each layer, on the host. Then, from the last layer to
+the first, each layer is computed again with its graph, and a vector-Jacobian product takes the gradient
+through attention, norms, shared experts and routing weights; the choice of experts is constant. Routed
+experts are read from the store one tile at a time, dequantized to float32, each with a graph of its own, so
+that they are never all in memory. Activations are not rounded, unlike in the kernels of quantized formats:
+rounding has no gradient.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from pipeline.policies.view import Routing
 from shm.store import Store
 from workers.kernels.reference import tile_numbers
 
-ROWS = 512  # tokens computed together, in whole windows: the more, the less often an expert is read
-HEAD_ROWS = 64  # of them that have logits at a time
-LEAST = 3  # tokens of a window: the last is predicted only, and single ones are computed by other code
+ROWS = 512  # tokens computed together, in whole windows: with more, each expert is read less often
+HEAD_ROWS = 64  # tokens whose logits are in memory at once
+LEAST = 3  # tokens of a window: the last one is only a target, and a single row takes the decode path
 
-Progress = Callable[[int, int], None]  # passes through a layer that are done, and of how many
+Progress = Callable[[int, int], None]  # completed passes through a layer, and their total
 
 
 def sensitivities(
@@ -51,10 +51,10 @@ def sensitivities(
     windows: Sequence[Sequence[int]],
     progress: Progress,
 ) -> NDArray[np.float32]:
-    """s [L] of these windows of tokens, each of 3 tokens or more and within the backbone's context, computed
-    apart. The mean is over the tokens that have a next one. What `progress` raises ends it. Raises UsageError
-    where the backbone cannot be differentiated, one line with what to do; ValueError for no windows or too
-    short ones. Not within torch's inference mode."""
+    """s [L], the mean over all tokens but each window's last. A window has 3 tokens or more, fits the
+    backbone's context, and is a sequence of its own. Exceptions of `progress` end the computation. Raises
+    UsageError where the backbone cannot be differentiated, one line with the remedy; ValueError without
+    windows or for too short ones. Must not be called in torch's inference mode."""
     if not backbone.differentiable:
         raise UsageError(
             "sensitivities need gradients, which do not go through a quantized backbone: "
@@ -77,14 +77,14 @@ def sensitivities(
         gradient = model.loss_gradient(h, batch, [token for w in group for token in w[1:]])
         for layer in reversed(range(model.layers)):
             squares[layer] += gradient.square().sum(dtype=torch.float64).item()
-            if layer > 0:  # nobody asks for the embeddings' gradient
+            if layer > 0:  # the embeddings' gradient is not needed
                 gradient = model.backward(layer, inputs.pop(), gradient, batch)
                 progress(next(passes), total)
     return (squares / sum(len(w) - 1 for w in windows)).astype(np.float32)
 
 
 def _groups(windows: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
-    """The windows, as many neighbours together as ROWS has room for."""
+    """Groups of consecutive windows with at most ROWS tokens, but at least one window."""
     group: list[Sequence[int]] = []
     for window in windows:
         if group and sum(len(w) for w in group) + len(window) > ROWS:
@@ -96,8 +96,8 @@ def _groups(windows: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
 
 @dataclass(frozen=True)
 class _Model:
-    """A model one layer with experts at a time; dense layers belong to the one that they come before. Hidden
-    states and gradients are float32 [R, H] on the device."""
+    """A model by layers with experts; dense layers belong to the one that follows them. Hidden states and
+    gradients are float32 [R, H] on the device."""
 
     backbone: Backbone
     device: Device
@@ -117,7 +117,7 @@ class _Model:
 
     @torch.no_grad()  # not inference mode, whose tensors may not become part of a graph
     def forward(self, layer: int, h: Tensor, batch: Batch) -> Tensor:
-        """The hidden states behind a layer, from those before it."""
+        """The hidden states after a layer, from those before it."""
         h = self.backbone.attention(layer, h, batch)
         x = self.backbone.moe_input(layer, h)
         shared = self.backbone.shared_experts(layer, x)
@@ -131,20 +131,20 @@ class _Model:
         return h
 
     def loss_gradient(self, h: Tensor, batch: Batch, targets: Sequence[int]) -> Tensor:
-        """The loss's gradient at the hidden states behind the last layer with experts."""
+        """The loss's gradient at the hidden states after the last layer with experts."""
         h = h.detach().requires_grad_()
-        behind = self.backbone.finish(h, batch)
+        final = self.backbone.finish(h, batch)
         wanted = torch.tensor(targets, device=h.device)
         parts: list[Tensor] = []
         for lo in range(0, batch.rows, HEAD_ROWS):
-            rows = behind[lo : lo + HEAD_ROWS].detach().requires_grad_()
+            rows = final[lo : lo + HEAD_ROWS].detach().requires_grad_()
             logits = self.backbone.head(rows)
             loss = functional.cross_entropy(logits, wanted[lo : lo + HEAD_ROWS], reduction="sum")
             parts += torch.autograd.grad(loss, rows)
-        return torch.autograd.grad(behind, h, torch.cat(parts))[0]
+        return torch.autograd.grad(final, h, torch.cat(parts))[0]
 
     def backward(self, layer: int, h: Tensor, gradient: Tensor, batch: Batch) -> Tensor:
-        """The loss's gradient at `h`, the hidden states before a layer, from the one behind it."""
+        """The loss's gradient at `h`, the hidden states before a layer, from the gradient after it."""
         h = h.to(gradient.device).detach().requires_grad_()
         attended = self.backbone.attention(layer, h, batch)
         x = self.backbone.moe_input(layer, attended)
@@ -162,8 +162,8 @@ class _Model:
     def _through_experts(
         self, layer: int, x: Tensor, routing: Routing, gradient: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The loss's gradient at the routed experts' input [R, H] and at their weights [R, k], from the one
-        at their weighted sum."""
+        """The loss's gradients at the routed experts' input [R, H] and at their weights [R, k], from the
+        gradient at their weighted sum."""
         of_x, of_weights = torch.zeros_like(x), torch.zeros(routing.weights.shape, device=x.device)
         for expert, rows, places in _used(routing):
             weights = torch.from_numpy(routing.weights[rows, places]).to(x.device)
@@ -184,12 +184,14 @@ class _Model:
         """An expert's tiles, one after the other: gate over up [2T, H] and down [T, H], float32."""
         layout = self.store.layout
         for tile in range(layout.shape.tiles):
-            data = self.store.tiles(layer, expert, tile, tile + 1).copy()  # torch wants them writable
+            data = self.store.tiles(
+                layer, expert, tile, tile + 1
+            ).copy()  # because torch warns of read-only memory
             yield tile_numbers(layout, torch.from_numpy(data).to(self.device.torch_device))
 
 
 def _used(routing: Routing) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
-    """Each expert that is used, with the rows that use it and which of the row's experts it is."""
+    """Each used expert, with the rows that use it and its place among each row's experts."""
     used = routing.weights != 0
     for expert in np.unique(routing.experts[used]).tolist():
         yield expert, *np.nonzero(used & (routing.experts == expert))

@@ -1,4 +1,4 @@
-"""A calibration in few numbers and in few lines."""
+"""A calibration as a few numbers and as a text file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.policies.calibration import Calibration, Floats
 
 
 def summary(calibration: Calibration, about: dict[str, Any]) -> dict[str, Any]:
-    """What is told to who asked for it: `about`, and the means over layers of what was found."""
+    """The answer to a client: `about`, and means over the layers."""
     found: dict[str, Any] = {
         "accuracy": {name: mean_accuracy(calibration, name) for name in ("raw", "residual", "first")},
         "similarity": float(calibration.similarity.mean()),
@@ -26,7 +26,7 @@ def summary(calibration: Calibration, about: dict[str, Any]) -> dict[str, Any]:
 
 
 def mean_accuracy(calibration: Calibration, predictor: str) -> float | None:
-    """Over the layers that the predictor has something to say of; None where there are none."""
+    """Mean over the layers that the predictor predicts; None without any."""
     if predictor == "first":
         return None if calibration.first_gate is None else float(calibration.accuracy["first"][0])
     predicted = calibration.accuracy[predictor][1:]
@@ -34,14 +34,14 @@ def mean_accuracy(calibration: Calibration, predictor: str) -> float | None:
 
 
 def experts_per_token(needed: Floats) -> Floats:
-    """[L] from the shares [L, k + 1]."""
+    """Experts per token [L], from the shares [L, k + 1]."""
     counts = np.arange(needed.shape[1], dtype=np.float32)
     mean: Floats = np.sum(needed * counts, axis=1, dtype=np.float32)
     return mean
 
 
 def describe(calibration: Calibration, about: dict[str, Any]) -> str:
-    """calibration.txt: everything but the large arrays."""
+    """The content of calibration.txt: everything but the large arrays."""
     layers, experts = calibration.prefill_counts.shape
     lines = [f"Calibration of {about.get('model', 'a model')}", ""]
     lines += [f"{name}: {_plain(value)}" for name, value in summary(calibration, about).items()]
@@ -49,9 +49,9 @@ def describe(calibration: Calibration, about: dict[str, Any]) -> str:
     for layer in range(layers):
         cells = _row(calibration, layer)
         lines.append("  ".join(f"{cell:>{len(head)}}" for cell, head in zip(cells, _COLUMNS, strict=True)))
-    lines += ["", "rows by expert while prompts were read, a line for each layer"]
+    lines += ["", "rows by expert in prefill, a line for each layer"]
     lines += [" ".join(map(str, counts)) for counts in calibration.prefill_counts.tolist()]
-    lines += ["", "rows by expert while one token at a time was, a line for each layer"]
+    lines += ["", "rows by expert in decode, a line for each layer"]
     lines += [" ".join(map(str, counts)) for counts in calibration.decode_counts.tolist()]
     return "\n".join(lines) + "\n"
 

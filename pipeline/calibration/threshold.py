@@ -1,9 +1,9 @@
 """AdapMoE's threshold T (section 4.2): the largest that keeps a validation text's loss within a bound.
 
-The gate drops a token's smallest weights as long as (their normalised sum)^2 * s_l <= T, which for two
-experts is equation 8, (1 - alpha)^2 * s_l <= T. So only finitely many T differ: those at which some token of
-the text loses another expert in some layer. The search goes by their rank, where half way is half of what can
-be dropped, and not by their size, which spans many powers of ten.
+The gate drops a token's smallest weights as long as (their normalised sum)^2 * s_l <= T. For two experts this
+is equation 8, (1 - alpha)^2 * s_l <= T. So only finitely many T differ: those from which on a token of the
+text loses another expert in a layer. The search bisects their ranks, and not their values, which span many
+powers of ten.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipeline.arrays import FloatArray
 
 @dataclass(frozen=True)
 class Threshold:
-    """What was found. Losses are what `loss` gave."""
+    """The result of a search. Losses are the values of `loss`."""
 
     value: float  # T; 0 where no other kept the loss within the bound
     loss: float  # at T
@@ -47,10 +47,10 @@ def largest_threshold(
     candidate, and then with the middle one of those in question, at most `evaluations` times in all, at least
     2, so that 6 more leave 1/64 of the candidates undecided.
 
-    A loss need not grow with T. What is returned was tried and kept the bound, and is below everything that
-    was tried and did not: a larger one that happens to keep it as well is not looked for, except the largest.
-    A loss that is no number does not keep it. Raises ValueError for candidates that are none, negative or no
-    numbers, and where the loss at 0 is no number."""
+    A loss need not grow with T. The returned T was tried, keeps the bound, and is below every tried T that
+    does not; a larger T that happens to keep the bound too is not searched for, except the largest. A NaN
+    loss does not keep the bound. Raises ValueError without candidates, for negative or non-finite ones, and
+    where the loss at 0 is not finite."""
     ranked = np.sort(np.asarray(candidates, np.float64), axis=None)
     if not len(ranked) or not np.isfinite(ranked).all() or ranked[0] < 0:
         raise ValueError("a threshold is found among one or more finite numbers from 0 on")
@@ -60,8 +60,8 @@ def largest_threshold(
     most = exact + bound * abs(exact)
     tried = [(0.0, exact)]
     best = tried[0]
-    kept = int(np.searchsorted(ranked, 0.0, side="right"))  # candidates up to the best T: they are in
-    broken = len(ranked)  # from this one on they are out, or nobody knows
+    kept = int(np.searchsorted(ranked, 0.0, side="right"))  # candidates up to the best T
+    broken = len(ranked)  # the first candidate that breaks the bound, or is undecided from above
     rank = broken - 1
     while kept < broken and len(tried) < max(evaluations, 2):
         value = float(ranked[rank])

@@ -1,5 +1,5 @@
-"""How a calibration's text is divided: into windows, each read as a prompt and then as an answer to it; the
-last of them are kept apart to check on."""
+"""Divides a calibration's text into windows: the first part of each is read as a prompt, the rest is decoded.
+The last windows are held out for validation."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from itertools import pairwise
 
 from pipeline.errors import RequestError
 
-LEAST_TOKENS = 256  # of a text: below, shares of experts say nothing
+LEAST_TOKENS = 256  # of a text: with fewer, experts' shares are noise
 LARGEST_WINDOW = 512  # tokens
-SMALL_WINDOW = 64  # windows may be this small, if that makes LANES of them
-LANES = 4  # windows whose answers are decoded together
-LEAST_CONTEXT = 16  # tokens, for windows that have a prompt and an answer
+SMALL_WINDOW = 64  # tokens; windows get this small where that makes LANES of them
+LANES = 4  # windows that are decoded together
+LEAST_CONTEXT = 16  # tokens, for windows with a prompt and an answer
 VALIDATION_SHARE = 0.2  # of the text, its end
-# What of a window is read as a prompt; the rest goes one token at a time through decode. Of the validation
-# windows that is more: the threshold is found on it.
+# The share of a window that is read as a prompt; the rest is decoded. Validation windows decode more, because
+# the threshold is searched on that.
 TRAINING_PROMPT, VALIDATION_PROMPT = 0.75, 0.5
 
 
 @dataclass(frozen=True)
 class Window:
-    """Consecutive tokens that the model sees with nothing before them; the first `prefill` are the prompt."""
+    """Consecutive tokens that are read as a sequence of their own; the first `prefill` are the prompt."""
 
     tokens: list[int]
     prefill: int
@@ -30,7 +30,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Division:
-    """What is learnt from, and what is checked on."""
+    """The windows of the two parts of a text."""
 
     training: list[Window]
     validation: list[Window]
