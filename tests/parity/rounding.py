@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 Rows = NDArray[np.float32]
 
-FALSE_ALARM = 1e-7  # for one comparison; a test makes fewer than ten
+FALSE_ALARM = 1e-7  # for one comparison; a test makes fewer than ten that can differ
+NORMAL = 5.199337582  # the normal distribution's quantile for that
 TAIL = 0.999  # quantile of a text's distances
 CALM = 0.1  # quantile of the rows' means: a text begins with rows whose codes and routings are the exact ones
 
@@ -46,46 +47,54 @@ class Rounding:
 
         - the mean of calm rows, which nothing was flipped for, where it exceeds `factor` times this one on
           the same texts: hundreds of rows are of nearly one size, so that chance has no part in it;
-        - the mean, where it exceeds `factor` times this mean on the same texts; and by more than chance if
-          `factor` is more than 1: where ours rounds less often than the oracle it needs no allowance;
-        - the mean over the texts' tails, where it exceeds this mean by more than chance;
+        - the mean, where it exceeds `factor` times this mean on the same texts, and the texts' means rank too
+          high; the ranks count only if `factor` is more than 1: an implementation that rounds less often than
+          the oracle needs no allowance;
+        - the mean over the texts' tails, where it exceeds this mean by the standard error of the difference
+          times the t-distribution's quantile for FALSE_ALARM, and the tails rank too high;
         - the largest of all, where it exceeds what the largest of as many texts exceeds with probability
           FALSE_ALARM, by a Gumbel distribution fitted to this one's mean and variance.
 
-        Chance is the standard error of the difference of two means over texts, times the t-distribution's
-        quantile for FALSE_ALARM.
+        Means alone would be no safe measure: where flips are rare, so are the texts that decide a mean, and
+        some hundred samples do not show how large those are. Ranks need no distribution.
         """
-        n = len(ours.rows)
+        n, m = len(ours.rows), len(self.rows)
         mean = self.rows[:n].mean()
-        allowed = {
-            "calm rows": factor * np.quantile(self.rows[:n], CALM),
-            "mean": max(factor * mean, mean + chance(self.rows.mean(1), n) * (factor > 1)),
-            "tail": self.tails.mean() + chance(self.tails, n),
-            "largest": gumbel_limit(self.largest, n),
-        }
-        found = {
-            "calm rows": np.quantile(ours.rows, CALM),
-            "mean": ours.rows.mean(),
-            "tail": ours.tails.mean(),
-            "largest": ours.largest.max(),
+        error = self.tails.std(ddof=1) * math.sqrt(1 / n + 1 / m)
+        calm = factor * np.quantile(self.rows[:n], CALM)
+        checks = {
+            "calm rows": (np.quantile(ours.rows, CALM), calm, True),
+            "mean": (
+                ours.rows.mean(),
+                factor * mean,
+                factor == 1 or rank_high(ours.rows.mean(1), self.rows.mean(1)),
+            ),
+            "tail": (
+                ours.tails.mean(),
+                self.tails.mean() + t_quantile(m - 1) * error,
+                rank_high(ours.tails, self.tails),
+            ),
+            "largest": (ours.largest.max(), gumbel_limit(self.largest, n), True),
         }
         return ", ".join(
-            f"{name} {value:.4g}, allowed {allowed[name]:.4g}"
-            for name, value in found.items()
-            if not value <= allowed[name]
+            f"{name} {found:.4g}, allowed {allowed:.4g}"
+            for name, (found, allowed, ranks) in checks.items()
+            if ranks and not found <= allowed
         )
 
 
-def chance(samples: NDArray[np.float64], count: int) -> float:
-    """What the mean of `count` more samples exceeds the mean of these by with probability FALSE_ALARM."""
-    error = samples.std(ddof=1) * math.sqrt(1 / count + 1 / len(samples))
-    return float(t_quantile(len(samples) - 1) * error)
+def rank_high(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> bool:
+    """Whether samples of one distribution would rank as high as ours among theirs with less than probability
+    FALSE_ALARM: Mann and Whitney's test, whose normal approximation errs towards passing so far out."""
+    n, m = len(ours), len(theirs)
+    above = (ours[:, None] > theirs).sum() + (ours[:, None] == theirs).sum() / 2
+    return bool(above - n * m / 2 > NORMAL * math.sqrt(n * m * (n + m + 1) / 12))
 
 
 def t_quantile(freedom: int) -> float:
     """What the t-distribution exceeds with probability FALSE_ALARM: the normal one's quantile, with the first
     terms of the expansion in 1 / freedom (Abramowitz and Stegun 26.7.5)."""
-    z = 5.199337582  # of the normal distribution
+    z = NORMAL
     terms = (
         (z**3 + z) / 4,
         (5 * z**5 + 16 * z**3 + 3 * z) / 96,

@@ -12,7 +12,7 @@ import torch
 from families import drawn_texts, save
 from family_cases import CASES, place
 from quantized_oracle import QuantizedOracle
-from rounding import FALSE_ALARM, Rounding, Rows, gumbel_limit, t_quantile
+from rounding import FALSE_ALARM, Rounding, Rows, gumbel_limit, rank_high, t_quantile
 from test_family_formats import DISTRIBUTION, SCORED
 from test_quantized import FACTOR, NOISE, reach
 from torch import nn
@@ -103,6 +103,13 @@ def test_mistakes_are_refused(mistake: Callable[[QuantizedOracle], None], scene:
     oracle = scene.oracle()
     mistake(oracle)
     assert scene.refusal(oracle, seed=1)
+
+
+def test_ranks_of_one_distribution_are_not_high() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(1000):
+        assert not rank_high(random.standard_cauchy(SCORED), random.standard_cauchy(DISTRIBUTION))
+    assert rank_high(np.arange(70.0, 84.0), np.arange(0.0, 72.0))
 
 
 def test_quantiles_are_those_of_the_distributions() -> None:
