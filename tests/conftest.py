@@ -1,8 +1,8 @@
-"""What all tests share: a place of their own, a tiny model, engines, and the leak check of the session.
+"""What all tests share: a folder, a tiny model, engines, and the session's leak check.
 
-The tests have their own runtime and cache directories, so that a person's engines are neither seen nor
-touched. At the end of the session nothing of what was started may be left: the session fails and lists it.
-`-n 2` runs the tests in two processes, each with such directories of its own.
+The tests have runtime and cache directories of their own, so that a user's engines are neither seen nor
+touched. A session that leaves a process, a segment or a runtime directory behind fails and lists it. `-n 2`
+runs the tests in two processes, each with such directories of its own.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ LONGEST = (
     "pipeline/test_scheduler.py",
 )
 CHUNK = 64  # tokens
-SETTLE_SECONDS = 6.0  # orphans have this long to notice that their parent is gone
-WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")  # which of several processes this is; "" for the only one
+SETTLE_SECONDS = 6.0  # orphans have this long to notice that their parent has exited
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")  # the name of one of several processes; else ""
 
 
 def _place() -> Path:
     """A new folder with a short name, because paths of sockets are short. One of several processes has it in
-    the place of the process that started it, whose environment it has."""
+    the starting process's folder, whose environment it inherits."""
     if not WORKER:
         return Path(tempfile.mkdtemp(prefix="tt-", dir="/tmp"))
     place = Path(os.environ["XDG_RUNTIME_DIR"]) / WORKER
@@ -108,8 +108,8 @@ def executed_processes() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Iterator[Path]:
-    """A Mixtral of 2 layers and 4 experts with random weights and the embedded model's tokenizer: as quick to
-    start as a model can be. Hidden 64, intermediate 96, vocabulary 4096, context 256."""
+    """A Mixtral of 2 layers and 4 experts with random weights and the embedded model's tokenizer, which
+    starts quickly. Hidden 64, intermediate 96, vocabulary 4096, context 256."""
     folder = PLACE / "tiny"
     folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -207,7 +207,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
-    """One of several processes has ended. Of one that was killed what it left is found at the end."""
+    """One of several processes has exited. What a killed one left is found at the end."""
     node.config.stash[_LEAKS] += getattr(node, "workeroutput", {}).get("leaks", [])
 
 

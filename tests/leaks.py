@@ -1,9 +1,9 @@
 """What a session of tests started and did not end: processes, shared-memory segments, runtime directories.
 
-A session may be several processes (`-n 2`), each with a place of its own inside the place of the one that
-started them. Each looks for processes and runtime directories of its own place before it ends, while what
-would end with it is still there. Segments tell nobody whose they are, and stay when their maker ends: the
-process that started the others looks for them, and for whatever else is left, when the others are gone.
+A session may be several processes (`-n 2`), each with a folder inside the folder of the process that started
+it. Each looks for processes and runtime directories of its own folder before it exits, while what would exit
+with it still runs. A segment's name does not say which test process made it, and a segment outlives its
+maker: the starting process looks for segments, and for whatever else remains, after the others have exited.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ SHM = Path("/dev/shm")
 
 
 def segments() -> set[str]:
-    """Names of the project's segments that are there."""
+    """Names of the project's present segments."""
     return {path.name for path in SHM.glob("tandem-*")}
 
 
 def leaks(place: Path, segments_before: set[str] | None) -> list[str]:
-    """What of the session with this place is still there, a line each; segments only where it is known which
-    ones were there before it."""
+    """What the session with this folder left, a line each; segments only if those before it are known."""
     ours = {p.pid: p for p in _processes_of(place)}
     found = [f"process {pid}: {_command(p)}" for pid, p in ours.items()]
     if segments_before is not None:
         new = segments() - segments_before
-        if new:  # another program's engine may have started meanwhile, and lives
+        if new:  # another program's engine may have started meanwhile and still run
             new -= _mapped_by_others(set(ours))
         found += [f"segment /dev/shm/{name}" for name in sorted(new)]
     return found + [f"runtime directory {path}" for path in _runtime_directories(place)]
@@ -43,8 +42,7 @@ def _runtime_directories(place: Path) -> Iterator[Path]:
 
 
 def _processes_of(place: Path) -> Iterator[psutil.Process]:
-    """Children, and whatever else lives with this place as runtime directory, or with one inside it, whoever
-    its parent is now."""
+    """Processes whose runtime directory is this folder or inside it, whatever their parent is now."""
     for process in psutil.process_iter():
         try:
             theirs = process.environ().get("XDG_RUNTIME_DIR", "")
@@ -54,7 +52,7 @@ def _processes_of(place: Path) -> Iterator[psutil.Process]:
             if process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in _command(process):
                 yield process
         except psutil.Error:
-            continue  # gone, or another user's
+            continue  # it has exited, or is another user's
 
 
 def _mapped_by_others(ours: set[int]) -> set[str]:

@@ -1,7 +1,7 @@
 """Tiny models of every family, with random weights, saved by transformers itself in every form it saves them.
 
 Weights are drawn so that routing and logits are lively, and no norm is one and no bias zero: a tensor or an
-option that nobody reads must show in the log-probabilities.
+option that the engine does not read must show in the log-probabilities.
 """
 
 from __future__ import annotations

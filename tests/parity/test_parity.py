@@ -161,8 +161,8 @@ async def test_bf16_stays_within_what_transformers_bf16_differs_from_float32(sta
 
 @pytest.mark.timeout(200)
 async def test_a_fixed_plan_repeats_bit_for_bit(texts, start_engine, tmp_path: Path) -> None:
-    """The same cuts give the same bits, whatever is resident and whoever is late: again in the same engine
-    (whose cache is now warm), and in another with slower workers and a slower link."""
+    """The same cuts give the same bits, whatever is resident and whichever worker is late: again in the same
+    engine (whose cache is now warm), and in another with slower workers and a slower link."""
     rounds: list[list[NDArray[np.float32]]] = []
     policies = [
         ("all-host", {}),
