@@ -41,9 +41,9 @@ class Rounding:
             np.array([e.max() for e in errors], np.float64),
         )
 
-    def refusal(self, ours: Rounding, factor: float = 1.0) -> str:
-        """What of `ours` is too large to be a sample of this distribution, whose first texts are those of
-        `ours`; "" if nothing is. Too large is
+    def refusal(self, ours: Rounding, factor: float = 1.0, texts: Sequence[int] = ()) -> str:
+        """What of `ours` is too large to be a sample of this distribution; "" if nothing is. The texts of
+        `ours` are those at `texts` in this distribution, or the first. Too large is
 
         - the mean of calm rows, which nothing was flipped for, where it exceeds `factor` times this one on
           the same texts: hundreds of rows are of nearly one size, so that chance has no part in it;
@@ -56,12 +56,14 @@ class Rounding:
           FALSE_ALARM, by a Gumbel distribution fitted to this one's mean and variance.
 
         Means alone would be no safe measure: where flips are rare, so are the texts that decide a mean, and
-        some hundred samples do not show how large those are. Ranks need no distribution.
+        some hundred samples do not show how large those are. Ranks need no distribution, and no fewer than a
+        dozen texts can rank too high.
         """
         n, m = len(ours.rows), len(self.rows)
-        mean = self.rows[:n].mean()
+        same = self.rows[list(texts) or slice(n)]
+        mean = same.mean()
         error = self.tails.std(ddof=1) * math.sqrt(1 / n + 1 / m)
-        calm = factor * np.quantile(self.rows[:n], CALM)
+        calm = factor * np.quantile(same, CALM)
         checks = {
             "calm rows": (np.quantile(ours.rows, CALM), calm, True),
             "mean": (
