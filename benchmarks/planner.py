@@ -5,9 +5,9 @@
     python benchmarks/planner.py --runs 1 --tokens 16        a first impression
 
 For every preset, and dali with its assignments for comparison, on three models' shapes: 32 layers of 8, 64
-and 128 experts, half of them resident. Timed is what the engine asks of a policy in one layer (probes, gate,
-plan, ahead, predict and after), without the model's router, which the model itself runs anyway. What a
-policy answers is carried out as the engine would, and everything it fetches lands at once.
+and 128 experts, half of them resident. Timed is the `PolicyDriver` in one layer with all that it asks of the
+policy, without the model's router, which the model itself runs anyway. Everything that is fetched lands at
+once.
 
 Beside it, how good the greedy assignment is: its time over the optimum's, on random layers.
 """
@@ -19,19 +19,19 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from planner_input import LAYERS, MODELS, Model, Text, calibrated
 
-from pipeline.arrays import FloatArray, IntArray
+from pipeline.arrays import FloatArray, Phase
+from pipeline.engine.driver import LayerDecision, PolicyDriver
 from pipeline.models.routing import Softmax
 from pipeline.policies import balance
 from pipeline.policies.presets import PRESETS, make_policy
-from pipeline.policies.view import Gated, ModelShape, Policy, PolicyRequest, Routing, Signals, Target, View
+from pipeline.policies.view import Ahead, ModelShape, Policy, PolicyRequest, Routing, Signals, Target, View
 
 LIMIT_US = 60  # at the median, a layer
 PROMPT = 16  # tokens, one step of prefill before what is timed
@@ -57,86 +57,85 @@ class TimedRouter:
 
 
 class Machine:
-    """Carries out what a policy answers, and times the policy alone."""
+    """Executes a policy's answers with arrays alone: a `LayerExecutor` that counts its own time, which is not
+    the planner's. Fetched tiles land at once."""
 
     def __init__(self, model: Model, policy: Policy, text: Text, tokens: int) -> None:
         shape = ModelShape(LAYERS, model.experts, model.layout.shape.tiles, model.top_k)
         self.policy, self.text, self.tokens = policy, text, tokens
         self.router = TimedRouter(model.top_k)
         self.target = np.zeros((LAYERS, model.experts), np.int32)
-        self.view = View(
+        self.capacity = LAYERS * model.experts // 2 * shape.tiles
+        self.seconds = 0.0  # spent here and not in the policy
+        view = View(
             shape=shape,
             phase="prefill",
-            capacity=LAYERS * model.experts // 2 * shape.tiles,
-            residency=_read_only(self.target),  # what is to be resident has landed
-            target=_read_only(self.target),
+            capacity=self.capacity,
+            residency=self.target,  # what is to be resident has landed
+            target=self.target,
             popularity=np.ones((LAYERS, model.experts), np.int64),
             step=0,
             costs=model.costs,
             router=self.router,
             calibration=calibrated(model, text),
-            sequences=(0,) * PROMPT,
         )
-        self.target[:] = policy.placement(self.view)
+        self.driver = PolicyDriver[bool](policy, view)
+        self.target[:] = self.driver.placement
 
     def run(self) -> list[float]:
         """Read the prompt, then decode; microseconds of each layer of each decoded token."""
-        for layer in range(LAYERS):
-            logits = self.text.logits[:PROMPT, layer]
-            gated = self.policy.gate(layer, Signals(logits, {}), self.view)
-            self._apply(self.policy.plan(layer, gated.routing, self.view).targets)
-            self._apply(self.policy.after(layer, gated.routing, self.view))
+        self._step("prefill", slice(0, PROMPT))
+        return [
+            microseconds
+            for token in range(PROMPT, PROMPT + self.tokens)
+            for microseconds in self._step("decode", slice(token, token + 1))
+        ]
+
+    def _step(self, phase: Phase, tokens: slice) -> list[float]:
+        """Microseconds of each layer."""
+        self._tokens = tokens
         microseconds: list[float] = []
-        for token in range(self.tokens):
-            self.view = replace(self.view, phase="decode", step=token + 1, sequences=(0,))
-            microseconds += self._step(PROMPT + token)
+        self.driver.begin_step(phase, (0,) * (tokens.stop - tokens.start))
+        for layer in range(LAYERS):
+            self.seconds, self.router.seconds, self.router.begun = 0.0, 0.0, False
+            started = time.perf_counter()
+            self.driver.layer(layer, self)
+            spent = time.perf_counter() - started - self.seconds - self.router.seconds
+            microseconds.append(spent * 1e6)
+        self.driver.end_step(0, 0)
         return microseconds
 
-    def _step(self, token: int) -> Iterator[float]:
-        policy, view, now = self.policy, self.view, time.perf_counter
-        early: Gated | None = None
-        for layer in range(LAYERS):
-            self.router.seconds, self.router.begun = 0.0, False
-            started = now()
-            wanted = policy.probes(layer, view)
-            spent = now() - started
+    def read(self, layer: int, probes: Sequence[int], own: bool) -> Signals:
+        started = time.perf_counter()
+        logits = self.text.logits[self._tokens, layer] if own else None
+        signals = Signals(logits, {of: self.text.probe(self._tokens, layer, of) for of in probes})
+        self.seconds += time.perf_counter() - started
+        return signals
 
-            own = None if early else self.text.logits[token, layer][None]
-            signals = Signals(own, {of: self.text.probe(token, layer, of) for of in wanted})
-            targets: tuple[Target, ...] = ()
-            started = now()
-            if early is None:
-                gated = policy.gate(layer, signals, view)
-                targets = policy.plan(layer, gated.routing, view).targets
-            else:
-                gated = early
-            spent += now() - started
-            self._apply(targets)
+    def begin(self, decision: LayerDecision[bool]) -> None:
+        self._apply(decision.targets)
 
-            started = now()
-            ahead = policy.ahead(layer, signals, view)
-            targets = policy.predict(layer, signals, gated, view)
-            spent += now() - started
-            self._apply(targets)
-            early = None if ahead is None else ahead.gated
+    def begin_early(self, layer: int, ahead: Ahead) -> bool:
+        return True
 
-            started = now()
-            targets = policy.after(layer, gated.routing, view)
-            spent += now() - started
-            self._apply(targets)
-            yield (spent - self.router.seconds) * 1e6
+    def prefetch(self, targets: Sequence[Target]) -> None:
+        self._apply(targets)
 
-    def _apply(self, targets: tuple[Target, ...]) -> None:
+    def compute(self, decision: LayerDecision[bool]) -> None:
+        """Tiles are no part of this benchmark."""
+
+    def end(self, targets: Sequence[Target]) -> None:
+        self._apply(targets)
+
+    def _apply(self, targets: Sequence[Target]) -> None:
+        if not targets:
+            return
+        started = time.perf_counter()
         for target in targets:
             self.target[target.layer, target.expert] = target.tiles
-        if targets and self.target.sum() > self.view.capacity:
-            raise SystemExit(f"{self.policy.name} keeps more than there is room for")
-
-
-def _read_only(array: IntArray) -> IntArray:
-    view = array.view()
-    view.flags.writeable = False
-    return view
+        if self.target.sum() > self.capacity:
+            raise SystemExit(f"{self.policy.name} keeps more tiles than its capacity")
+        self.seconds += time.perf_counter() - started
 
 
 def timed(model: Model, name: str, options: dict[str, str], tokens: int) -> tuple[float, float]:

@@ -69,12 +69,15 @@ class Text:
         self.logits = (1.5 * (popular + drift)).astype(np.float32)  # [T, L, E]
         self._error = rng.normal(0, 0.6, self.logits.shape).astype(np.float32)
 
-    def probe(self, token: int, layer: int, of: int) -> FloatArray:
-        """What layer `of`'s router says of this layer's input, [1, E]; of the next token where `of` is 0."""
-        ahead = of - layer if of > layer else 1
-        at = token if of > layer else min(token + 1, len(self.logits) - 1)
-        said: FloatArray = self.logits[at, of] + ahead * self._error[at, of]
-        return said[None]
+    def probe(self, tokens: slice, layer: int, of: int) -> FloatArray:
+        """Layer `of`'s router on this layer's input, [tokens, E]; of the next tokens where `of` is 0."""
+        if of > layer:
+            at, distance = np.arange(tokens.start, tokens.stop), of - layer
+        else:
+            at, distance = np.arange(tokens.start, tokens.stop) + 1, 1
+        at = np.minimum(at, len(self.logits) - 1)
+        predicted: FloatArray = self.logits[at, of] + distance * self._error[at, of]
+        return predicted
 
 
 def calibrated(model: Model, text: Text) -> Calibration:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.arrays import FloatArray, IntArray, Phase
-from pipeline.engine.observer import Seen
+from pipeline.engine.driver import LayerDecision
 from pipeline.policies.view import ModelShape, Routing
 
 Counts = NDArray[np.int64]
@@ -38,12 +38,12 @@ class Activations:
         self._phase = phase
         self._runs = list(_runs(sequences))
 
-    def layer(self, seen: Seen) -> None:
-        routing, shape = seen.gated.routing, self._shape
+    def layer(self, decision: LayerDecision[object], x: FloatArray) -> None:
+        routing, shape = decision.gated.routing, self._shape
         for sequence, rows in self._runs:
             counts = self._counts.setdefault(sequence, _both(shape))
             its = Routing(routing.experts[rows], routing.weights[rows])
-            counts[self._phase][seen.layer] += its.workload(shape.experts)
+            counts[self._phase][decision.layer] += its.workload(shape.experts)
 
     def end(self) -> None:
         """Each layer was counted when it was observed."""
@@ -82,16 +82,16 @@ class TrainPass(Activations):
         self._pairs: dict[int, list[tuple[FloatArray, FloatArray]]] = {}  # by sequence
         self._pair_count = 0  # pairs so far, kept or not
 
-    def layer(self, seen: Seen) -> None:
-        super().layer(seen)
-        self._sums[seen.layer] += seen.x.sum(axis=0, dtype=np.float64)
-        if seen.layer == 0:
-            assert seen.signals.logits is not None
-            self._first = seen.signals.logits.copy()
-            self._rows += len(seen.x)
-        if seen.layer == self._shape.layers - 1:
+    def layer(self, decision: LayerDecision[object], x: FloatArray) -> None:
+        super().layer(decision, x)
+        self._sums[decision.layer] += x.sum(axis=0, dtype=np.float64)
+        if decision.layer == 0:
+            assert decision.signals.logits is not None
+            self._first = decision.signals.logits.copy()
+            self._rows += len(x)
+        if decision.layer == self._shape.layers - 1:
             for sequence, rows in self._runs:
-                self._pair(sequence, seen.x[rows], self._first[rows])
+                self._pair(sequence, x[rows], self._first[rows])
 
     def _pair(self, sequence: int, x: FloatArray, logits: FloatArray) -> None:
         if sequence in self._last:
@@ -136,9 +136,9 @@ class ValidationPass(Activations):
     def probes(self, layer: int) -> tuple[int, ...]:
         return (layer + 1,) if layer + 1 < self._shape.layers else ()
 
-    def layer(self, seen: Seen) -> None:
-        super().layer(seen)
-        layer, routing = seen.layer, seen.gated.said
+    def layer(self, decision: LayerDecision[object], x: FloatArray) -> None:
+        super().layer(decision, x)
+        layer, routing = decision.layer, decision.gated.said
         used = np.where(routing.weights != 0, routing.experts, -1)
         if self._phase == "decode":
             self.weights[layer].append(routing.weights.copy())
@@ -148,9 +148,9 @@ class ValidationPass(Activations):
             self._check("raw", layer, self._ahead, used)
             self._check("residual", layer, self._ahead + self._residual_logits[layer - 1], used)
         if layer + 1 < self._shape.layers:
-            self._ahead = seen.signals.probes[layer + 1].copy()
+            self._ahead = decision.signals.probes[layer + 1].copy()
         elif self._first_gate is not None:
-            logits = seen.x @ self._first_gate.T
+            logits = x @ self._first_gate.T
             for sequence, rows in self._runs:
                 self._check_first(sequence, logits[rows], self._true_first[rows])
 
@@ -183,10 +183,10 @@ class Needs(Activations):
         super().__init__(shape)
         self._tokens = np.zeros((shape.layers, shape.top_k + 1))
 
-    def layer(self, seen: Seen) -> None:
+    def layer(self, decision: LayerDecision[object], x: FloatArray) -> None:
         if self._phase == "decode":
-            used = np.count_nonzero(seen.gated.routing.weights, axis=1)
-            self._tokens[seen.layer] += np.bincount(used, minlength=self._shape.top_k + 1)
+            used = np.count_nonzero(decision.gated.routing.weights, axis=1)
+            self._tokens[decision.layer] += np.bincount(used, minlength=self._shape.top_k + 1)
 
     def shares(self) -> FloatArray:
         """[L, k + 1]: the share of the tokens that used j experts."""

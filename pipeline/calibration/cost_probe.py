@@ -22,6 +22,7 @@ from pipeline.calibration import cost_cache
 from pipeline.coordinator_config import CoordinatorConfig
 from pipeline.engine.engine import Engine
 from pipeline.errors import PolicyError
+from pipeline.experts.device_share import DeviceMemory
 from pipeline.experts.host_pool import Ticket
 from pipeline.experts.host_shards import empty_shard
 from pipeline.experts.shares import HostShare, Missing
@@ -73,10 +74,10 @@ def costs_for(engine: Engine, coordinator: CoordinatorConfig, context: int) -> C
 
 def measure_costs(engine: Engine, context: int = ROWS[-1]) -> Costs:
     """Medians per tile, and per layer for the rest. Raises PolicyError where the engine has no slab."""
-    if engine.memory is None:
+    if not isinstance(engine.memory, DeviceMemory):
         raise PolicyError("costs are measured with room for experts on the device: give --expert-cache")
     share = BUDGET / (3 * len(ROWS) + 1)
-    probe = _Probe(engine)
+    probe = _Probe(engine, engine.memory)
     probe.warm_up()
     host = tuple(probe.host(rows, share) for rows in ROWS)
     device = tuple(probe.device(rows, share) for rows in ROWS)
@@ -87,10 +88,9 @@ def measure_costs(engine: Engine, context: int = ROWS[-1]) -> Costs:
 class _Probe:
     """Uses random activations and the model's real experts, a different one each time, as a step does."""
 
-    def __init__(self, engine: Engine) -> None:
-        assert engine.memory is not None
+    def __init__(self, engine: Engine, memory: DeviceMemory) -> None:
         self._engine = engine
-        self._memory = engine.memory
+        self._memory = memory
         self._experts: Iterator[tuple[int, int]] = self._round_robin()
 
     def _round_robin(self) -> Iterator[tuple[int, int]]:
@@ -113,8 +113,8 @@ class _Probe:
         def once() -> float:
             ticket = self._submit(rows)
             self._fetch()
-            self._engine.pool.result(ticket)
-            return float(ticket.busy) / tiles  # the slowest worker's; the wall time may be the fetch's
+            ticket.result()
+            return ticket.busy / tiles  # the slowest worker's; the wall time may be the fetch's
 
         return _median(once, seconds)
 
@@ -133,7 +133,7 @@ class _Probe:
                 engine.kernel.run(self._memory.slab.slot(slot), x, every)
             engine.device.wait(engine.device.fence())
             elapsed = time.perf_counter() - started
-            engine.pool.result(ticket)
+            ticket.result()
             return elapsed / count
 
         return _median(once, seconds)
@@ -144,7 +144,7 @@ class _Probe:
         def once() -> float:
             ticket = self._submit(1)
             elapsed = self._fetch()
-            self._engine.pool.result(ticket)
+            ticket.result()
             return elapsed / self._engine.shape.tiles
 
         return _median(once, seconds)
@@ -156,7 +156,7 @@ class _Probe:
 
         def once() -> float:
             started = time.perf_counter()
-            self._engine.pool.result(self._engine.pool.submit_shards(0, runs, x))
+            self._engine.pool.submit_shards(0, runs, x).result()
             return time.perf_counter() - started
 
         return float(np.median([once() for _ in range(ROUND_TRIPS)]))
@@ -195,7 +195,7 @@ class _Probe:
         return tuple(by_rows[min(rows, longest)] for rows in ROWS)
 
     def _compute(self, rows: int) -> None:
-        self._engine.pool.result(self._submit(rows))
+        self._submit(rows).result()
 
     def _submit(self, rows: int) -> Ticket:
         layer, expert = next(self._experts)

@@ -1,1 +1,1 @@
-"""One step through the model under a policy, and those that observe it."""
+"""Steps through the model under a policy: the order in which it is asked, its execution, observers."""

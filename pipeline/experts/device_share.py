@@ -1,63 +1,172 @@
-"""The device's share of a layer: resident tiles are computed while the missing ones are fetched, and those as
-they land."""
+"""The device's share of a layer, and the memory that its tiles are read from.
+
+Missing tiles are ordered as soon as the layer is divided; resident tiles are computed while they are under
+way, and the missing ones as they land.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.arrays import IntArray
 from pipeline.counters import PhaseCounters, StepClock
 from pipeline.device import SlabMemory
 from pipeline.device.base import DeviceKernel
+from pipeline.errors import PlanError
 from pipeline.experts.shares import DeviceShare, Missing
 from pipeline.experts.tile_mover import TileMover
+from pipeline.policies.view import Target
 
 
-def run_on_device(
-    kernel: DeviceKernel,
-    slab: SlabMemory,
-    mover: TileMover,
-    layer: int,
-    shares: Sequence[DeviceShare],
-    x: Tensor,
-    counters: PhaseCounters,
-    clock: StepClock,
-) -> tuple[Tensor, list[Missing]]:
-    """The weighted sum of the shares, float32 [R, H], and the tiles that could not be fetched because the
-    prefetcher exited. Each expert sums its tiles in tile order (resident ones are its first), then experts
-    are added in theirs: the bits depend on the cuts and not on the residency."""
-    unfetched: list[Missing] = []
-    for share in shares:
-        if share.resident:
-            mover.used(layer, share.expert)
-    missing = [Missing(s.expert, s.resident, s.cut) for s in shares if s.resident < s.cut]
-    landing = mover.stream(layer, missing, unfetched)
-    inputs = kernel.activations(x)
-    y = torch.zeros_like(x)
-    rows = {s.expert: torch.from_numpy(s.rows.astype(np.int64)).to(x.device) for s in shares}
-    sums: dict[int, Tensor] = {}
+@dataclass(frozen=True)
+class DeviceWork:
+    """One layer's device share; its missing tiles are ordered. `missing` is what of them cannot be fetched
+    because there is no prefetcher: complete once `landing` is exhausted."""
 
-    def add(expert: int, slot: int) -> None:
-        part = kernel.run(slab.slot(slot), inputs, rows[expert])
-        sums[expert] = sums[expert].add_(part) if expert in sums else part
+    layer: int
+    shares: Sequence[DeviceShare]
+    landing: Iterator[tuple[int, int]]  # (expert, slot), as `TileMover.stream` yields them
+    missing: list[Missing]
 
-    for share in shares:
-        for slot in mover.cache.slots_of(layer, share.expert)[: share.resident]:
-            add(share.expert, slot)
-            counters.resident_tiles += 1
-    clock.mark("device")
-    for expert, slot in landing:
-        clock.mark("link")
-        add(expert, slot)
-        counters.fetched_tiles += 1
+
+class EmptyDeviceMemory:
+    """An engine without a slab: its capacity is 0, nothing is resident, and nothing is ever moved."""
+
+    capacity = 0
+    idle = True
+
+    def __init__(self, layers: int, experts: int) -> None:
+        self.residency: IntArray = np.zeros((layers, experts), np.int32)
+        self.target = self.residency
+
+    def audit(self) -> None:
+        """As in DeviceMemory."""
+
+    def count_in(self, counters: PhaseCounters) -> None:
+        """As in DeviceMemory."""
+
+    def poll(self) -> None:
+        """As in DeviceMemory."""
+
+    def take_in(self) -> None:
+        """As in DeviceMemory."""
+
+    def retarget(self, targets: Iterable[Target]) -> None:
+        """As in DeviceMemory."""
+
+    def prefetch(self, targets: Iterable[Target]) -> None:
+        """As in DeviceMemory."""
+
+    def end_layer(self, targets: Iterable[Target]) -> None:
+        """As in DeviceMemory."""
+
+    def wait_idle(self) -> bool:
+        return True
+
+    def begin(self, layer: int, shares: Sequence[DeviceShare]) -> DeviceWork:
+        """Raises PlanError where there is anything to compute."""
+        if shares:
+            raise PlanError("the policy gave work to a device without a slab")
+        return DeviceWork(layer, shares, iter(()), [])
+
+    def compute(self, work: DeviceWork, kernel: DeviceKernel, x: Tensor, clock: StepClock) -> Tensor:
+        return torch.zeros_like(x)
+
+
+class DeviceMemory:
+    """The slab, and the mover that keeps its residency at the policy's targets."""
+
+    def __init__(self, mover: TileMover, slab: SlabMemory) -> None:
+        self.mover = mover
+        self.slab = slab
+        self.capacity = mover.cache.capacity  # tiles
+        self.residency = mover.cache.residency  # [L, E], live
+        self.target = mover.cache.target  # [L, E], live
+
+    @property
+    def idle(self) -> bool:
+        """Whether no tile is being fetched in the background."""
+        return self.mover.idle
+
+    def audit(self) -> None:
+        """Check the state of every slot, while idle. Raises AssertionError: a bug in the engine."""
+        self.mover.cache.audit(idle=True)
+
+    def count_in(self, counters: PhaseCounters) -> None:
+        """Count moved and computed tiles here from now on."""
+        self.mover.counters = counters
+
+    def poll(self) -> None:
+        """Notice a prefetcher that exited or was restarted, take in what has landed, order what is below its
+        target."""
+        self.mover.poll_prefetcher()
+
+    def take_in(self) -> None:
+        """Count what has landed in the background as resident."""
+        self.mover.collect_landings()
+
+    def retarget(self, targets: Iterable[Target]) -> None:
+        """Keep these residencies from now on. What shrinks is evicted at once; what grows is fetched with the
+        layer's demand or later in the background."""
+        self.mover.retarget(targets)
+
+    def prefetch(self, targets: Iterable[Target]) -> None:
+        """Keep and order what was predicted."""
+        self.mover.retarget(targets, predicted=True)
+        self.mover.fetch_missing()
+
+    def end_layer(self, targets: Iterable[Target]) -> None:
+        """Apply the targets that follow the layer, and order what is below its target."""
+        self.mover.retarget(targets)
+        self.mover.update()
+
+    def wait_idle(self) -> bool:
+        """Wait until residency equals the targets. False where there is no prefetcher: the tiles are fetched
+        once it is restarted."""
+        return self.mover.wait_idle()
+
+    def begin(self, layer: int, shares: Sequence[DeviceShare]) -> DeviceWork:
+        """Order the shares' missing tiles, before all else."""
+        for share in shares:
+            if share.resident:
+                self.mover.used(layer, share.expert)
+        wanted = [Missing(s.expert, s.resident, s.cut) for s in shares if s.resident < s.cut]
+        missing: list[Missing] = []
+        return DeviceWork(layer, shares, self.mover.stream(layer, wanted, missing), missing)
+
+    def compute(self, work: DeviceWork, kernel: DeviceKernel, x: Tensor, clock: StepClock) -> Tensor:
+        """The weighted sum of the shares, float32 [R, H]. Resident tiles are an expert's first, so each
+        expert sums its tiles in tile order, and then experts are added in theirs: the bits depend on the cuts
+        and not on what happened to be resident."""
+        counters = self.mover.counters
+        inputs = kernel.activations(x)
+        rows = {s.expert: torch.from_numpy(s.rows.astype(np.int64)).to(x.device) for s in work.shares}
+        sums: dict[int, Tensor] = {}
+
+        def add(expert: int, slot: int) -> None:
+            part = kernel.run(self.slab.slot(slot), inputs, rows[expert])
+            sums[expert] = sums[expert].add_(part) if expert in sums else part
+
+        for share in work.shares:
+            for slot in self.mover.cache.slots_of(work.layer, share.expert)[: share.resident]:
+                add(share.expert, slot)
+                counters.resident_tiles += 1
         clock.mark("device")
-    clock.mark("link")
-    for share in shares:
-        if share.expert in sums:
-            weights = torch.from_numpy(share.weights[:, None]).to(x.device)
-            y.index_add_(0, rows[share.expert], sums[share.expert] * weights)
-    clock.mark("device")
-    return y, unfetched
+        for expert, slot in work.landing:
+            clock.mark("link")
+            add(expert, slot)
+            counters.fetched_tiles += 1
+            clock.mark("device")
+        clock.mark("link")
+        y = torch.zeros_like(x)
+        for share in work.shares:
+            if share.expert in sums:
+                weights = torch.from_numpy(share.weights[:, None]).to(x.device)
+                y.index_add_(0, rows[share.expert], sums[share.expert] * weights)
+        clock.mark("device")
+        return y

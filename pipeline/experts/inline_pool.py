@@ -76,9 +76,6 @@ class InlineExpertPool:
             ticket.busy *= self._slowdown
         return y
 
-    def abandon(self, ticket: InlineTicket) -> None:
-        """Nothing was started."""
-
     def update(self, wait_ms: int) -> bool:
         """No messages: it has no processes."""
         return False

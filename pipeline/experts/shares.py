@@ -53,7 +53,6 @@ class DeviceShare:
 class Split:
     """One layer's work for host and device."""
 
-    workload: IntArray  # [E] rows routed to each expert
     host: HostShare
     device: list[DeviceShare]  # experts ascending
 
@@ -100,7 +99,7 @@ def split_layer(routing: Routing, cut: IntArray, residency: IntArray, tiles: int
             host.weights.append(weights[part])
         if p > 0:
             device.append(DeviceShare(expert, min(p, int(residency[expert])), p, rows[part], weights[part]))
-    return Split(workload, host, device)
+    return Split(host, device)
 
 
 def _split_row(routing: Routing, cut: IntArray, residency: IntArray, tiles: int) -> Split:
@@ -108,13 +107,12 @@ def _split_row(routing: Routing, cut: IntArray, residency: IntArray, tiles: int)
     that hold nothing but weights."""
     if cut.shape != residency.shape:
         raise _wrong_cuts(residency, tiles)
-    row, workload = np.zeros(1, np.int32), np.zeros(len(residency), np.int32)
+    row = np.zeros(1, np.int32)
     host: list[tuple[int, int, float]] = []  # expert, cut, weight
     device: list[DeviceShare] = []
     for expert, weight in sorted(zip(routing.experts[0].tolist(), routing.weights[0].tolist(), strict=True)):
         if weight == 0:
             continue
-        workload[expert] = 1
         p = int(cut[expert])
         if not 0 <= p <= tiles:
             raise _wrong_cuts(residency, tiles)
@@ -126,7 +124,7 @@ def _split_row(routing: Routing, cut: IntArray, residency: IntArray, tiles: int)
     numbers = np.array([(expert, p, tiles) for expert, p, _ in host], np.int32).reshape(-1, 3)
     weights = [np.array([weight], np.float32) for _, _, weight in host]
     share = HostShare(numbers[:, 0], numbers[:, 1], numbers[:, 2], [row] * len(host), weights)
-    return Split(workload, share, device)
+    return Split(share, device)
 
 
 def _wrong_cuts(residency: IntArray, tiles: int) -> PlanError:

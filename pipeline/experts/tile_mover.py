@@ -54,6 +54,8 @@ class TileMover:
         self._restart_limit = restart_limit
         self._background: dict[Key, _BackgroundOrder] = {}
         self._predicted: dict[Key, _Prediction] = {}
+        self._wanted: deque[Missing] = deque()  # demanded tiles that wait for a free slot
+        self._streamed: set[Key] = set()  # the experts of the demand that is under way
         self.counters = PhaseCounters(len(cache.residency))  # of the present phase
         self.demanded = 0  # tiles that landed on demand
         self.placed = 0  # tiles that landed in the background
@@ -92,9 +94,9 @@ class TileMover:
         self.fetch_missing()
 
     def fetch_missing(self) -> None:
-        """Order tiles below target that are not under way: predicted ones first. Residency does not
-        change."""
-        if not self.cache.missing or not self._link.up:
+        """Order tiles below target that are not under way: predicted ones first. Residency does not change.
+        While demanded tiles wait for slots, nothing else is ordered."""
+        if self._wanted or not self.cache.missing or not self._link.up:
             return
         for key in list(self._predicted):
             if not self._order_background(key, self._predicted[key]):
@@ -142,7 +144,8 @@ class TileMover:
         slot that the target does not keep may be read until the next one is asked for. Tiles that cannot
         come, because the prefetcher exited, are appended to `unfetched`: always the last tiles of their
         expert."""
-        wanted = deque(missing)
+        wanted = self._wanted = deque(missing)
+        self._streamed = {(layer, item.expert) for item in wanted}
         running = deque(self._adopt(layer, wanted))
         self._demand(layer, wanted, running)
         return self._landings(layer, wanted, running, unfetched)
@@ -170,6 +173,8 @@ class TileMover:
             if not running:
                 self._demand(layer, wanted, running)
         unfetched.extend(wanted)
+        wanted.clear()
+        self._streamed.clear()
 
     def _adopt(self, layer: int, wanted: deque[Missing]) -> Iterator[Order]:
         """End the background orders of demanded experts. Their tiles that landed since the plan was made are
@@ -230,7 +235,7 @@ class TileMover:
         orders or of slots is reached."""
         lo = int(self.cache.residency[key])
         count = int(self.cache.target[key]) - lo
-        if count <= 0 or key in self._background:
+        if count <= 0 or key in self._background or key in self._streamed:
             return True
         if len(self._background) == BACKGROUND:
             return False

@@ -18,7 +18,7 @@ class PrefetchMeter:
 
     def __init__(self, landed: int = 0, useful: int = 0) -> None:
         self.on = True
-        self.says = ""  # one line for a person, where it has been switched off
+        self.status = ""  # one line for a person, where it has been switched off
         self._rest = REST  # after the next failure
         self._resting = 0  # steps of this rest
         self._steps = 0  # in this window, or of this rest
@@ -31,7 +31,7 @@ class PrefetchMeter:
         if not self.on:
             if self._steps < self._resting:
                 return False
-            self.on, self.says = True, "prefetching is being tried again"
+            self.on, self.status = True, "prefetching is being tried again"
             self._begin(landed, useful)
             return True
         came, used = landed - self._landed, useful - self._useful
@@ -39,9 +39,9 @@ class PrefetchMeter:
             return False
         self.on = used >= PAYS * came
         if self.on:
-            self._rest, self.says = REST, ""
+            self._rest, self.status = REST, ""
         else:
-            self.says = (
+            self.status = (
                 f"prefetching rests for {self._rest} steps: of {came} tiles that it brought in {self._steps}"
                 f" steps, {used} were of use"
             )

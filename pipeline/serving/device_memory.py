@@ -3,9 +3,9 @@ between."""
 
 from __future__ import annotations
 
-from pipeline.engine.engine import DeviceMemory
 from pipeline.errors import PeerLost
 from pipeline.experts.copy_thread import start_copy_thread
+from pipeline.experts.device_share import DeviceMemory
 from pipeline.experts.expert_cache import ExpertCache
 from pipeline.experts.fetch_link import FetchLink
 from pipeline.experts.tile_mover import TileMover

@@ -168,14 +168,11 @@ class EngineService:
     def _on_idle(self) -> bool:
         """Between requests: note children that exited or restarted, keep tiles moving, audit the slots. True
         where more of this waits to be done."""
-        self._parts.engine.keep_up()
-        moving = False
+        self._parts.engine.poll_children()
         memory = self._parts.engine.memory
-        if memory is not None:
-            moving = not memory.mover.idle
-            if not moving:
-                memory.mover.cache.audit(idle=True)
-        return moving or any(socket.behind for socket in self._parts.sockets.values())
+        if memory.idle:
+            memory.audit()
+        return not memory.idle or any(socket.behind for socket in self._parts.sockets.values())
 
     def _send(self, client: bytes, message: object) -> None:
         self._post(ToClient(client, message))

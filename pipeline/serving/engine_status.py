@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipeline.experts.device_share import DeviceMemory
 from pipeline.scheduling.scheduler import Scheduler
 from pipeline.serving.engine_parts import EngineParts
 from pipeline.serving.policy_switch import PolicySwitch
@@ -55,7 +56,7 @@ class EngineStatus:
             "emulation": self._parts.config.options.emulation,
             "scheduler": self._scheduler.stats(),
             "engine": engine.counters.snapshot(),
-            "prefetch": {"on": engine.prefetch.on, "says": engine.prefetch.says},
+            "prefetch": {"on": engine.driver.prefetch.on, "says": engine.driver.prefetch.status},
             "tiles_per_expert": engine.shape.tiles,
             "tile_bytes": engine.layout.tile_bytes,
             "peers": [child for socket in sockets.values() for child in socket.stats()],
@@ -64,7 +65,7 @@ class EngineStatus:
         }
         if (costs := self._policies.inputs.costs) is not None:
             stats["costs"] = costs.to_json()
-        if engine.memory is not None:
+        if isinstance(engine.memory, DeviceMemory):
             mover, cache = engine.memory.mover, engine.memory.mover.cache
             stats["cache"] = {
                 "capacity_tiles": cache.capacity,

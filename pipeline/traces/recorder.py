@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeline.arrays import Phase
-from pipeline.engine.observer import Seen
+from pipeline.arrays import FloatArray, Phase
+from pipeline.engine.driver import LayerDecision
 from pipeline.errors import TraceError
 from pipeline.policies.view import Routing
 from pipeline.traces.header import Header
@@ -72,12 +72,12 @@ class Recorder:
         self._sequences = tuple(self._before + sequence for sequence in sequences)
         self._layers.clear()
 
-    def layer(self, seen: Seen) -> None:
+    def layer(self, decision: LayerDecision[object], x: FloatArray) -> None:
         if self._fd is None:
             return
-        signals, gated = seen.signals, seen.gated
-        asked = self.probes(seen.layer)
-        last = seen.layer == self._header.shape.layers - 1
+        signals, gated = decision.signals, decision.gated
+        asked = self.probes(decision.layer)
+        last = decision.layer == self._header.shape.layers - 1
         first = signals.probes[0] if last and asked else None
         said = _copied(gated.said)
         self._layers.append(
@@ -85,7 +85,7 @@ class Recorder:
                 said=said,
                 done=said if _same(gated.routing, gated.said) else _copied(gated.routing),
                 predicted=gated.predicted,
-                stale=seen.cut.astype("<u2") if seen.stale else None,
+                stale=decision.cut.astype("<u2") if decision.stale else None,
                 logits=None if signals.logits is None else halves(signals.logits),
                 predictions=() if last else tuple(halves(signals.probes[layer]) for layer in asked),
                 first=None if first is None else halves(first),

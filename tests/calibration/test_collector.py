@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from pipeline.arrays import FloatArray, Phase
 from pipeline.calibration.collector import Needs, TrainPass, ValidationPass
-from pipeline.engine.observer import Observer, Seen
+from pipeline.engine.driver import LayerDecision
+from pipeline.engine.observer import Observer
 from pipeline.policies.view import Gated, ModelShape, Routing, Signals
 
 HIDDEN = 5
@@ -56,7 +57,8 @@ class World:
             probes = {to: x @ self.gates[to].T for to in observer.probes(layer)}
             gated = Gated.as_said(self.route(logits))
             lent = x.copy()
-            observer.layer(Seen(layer, lent, Signals(logits, probes), gated, nothing, nothing, False))
+            decision = LayerDecision[object](layer, Signals(logits, probes), gated, nothing, nothing)
+            observer.layer(decision, lent)
             for array in (lent, logits, *probes.values()):
                 array[:] = np.nan  # they are valid during the call only
         observer.end()

@@ -24,7 +24,7 @@ def test_what_is_half_useful_stays_on() -> None:
     scene = Scene()
     scene.run(20 * WINDOW, 4, 2)
     assert scene.meter.on
-    assert scene.meter.says == ""
+    assert scene.meter.status == ""
 
 
 def test_what_is_less_useful_rests_says_why_and_is_tried_again() -> None:
@@ -33,13 +33,13 @@ def test_what_is_less_useful_rests_says_why_and_is_tried_again() -> None:
     assert scene.meter.on
     scene.run(1, 4, 1)
     assert not scene.meter.on
-    assert f"{4 * WINDOW} tiles" in scene.meter.says
-    assert f"{WINDOW} were of use" in scene.meter.says
+    assert f"{4 * WINDOW} tiles" in scene.meter.status
+    assert f"{WINDOW} were of use" in scene.meter.status
     scene.run(REST - 1, 4, 1)
     assert not scene.meter.on
     scene.run(1, 4, 1)
     assert scene.meter.on
-    assert "again" in scene.meter.says
+    assert "again" in scene.meter.status
 
 
 def test_each_failed_trial_doubles_the_rest_and_a_good_one_ends_that() -> None:

@@ -22,7 +22,8 @@ from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.open import open_model
 from pipeline.coordinator_config import WorkerCores
-from pipeline.engine.engine import DeviceMemory, Engine
+from pipeline.engine.engine import Engine
+from pipeline.experts.device_share import DeviceMemory
 from pipeline.experts.worker_pool import WorkerPool
 from pipeline.models.registry import expert_shape, model_spec
 from protocol.messages import Shutdown
@@ -43,14 +44,15 @@ def engine_in_threads(
     model: Path,
     folder: Path,
     moving: Callable[[Path, Store, int], AbstractContextManager[MoverParts]] = unlimited,
+    capacity: int = 6,
 ) -> Iterator[tuple[Engine, DeviceMemory]]:
-    """With random experts and room for 6 of their 24 tiles, which `moving` moves."""
+    """With random experts and a cache of `capacity` of their 24 tiles, which `moving` moves."""
     torch_threads = torch.get_num_threads()  # which the worker, being a thread, sets for all of us
     source = open_model(model)
     with ExitStack() as stack:
         shape = expert_shape(source.config, 32, format_named("bf16"))
         store = stack.enter_context(random_store(shape, "thread_engine"))
-        parts = stack.enter_context(moving(folder, store, 10))
+        parts = stack.enter_context(moving(folder, store, capacity + 4))
         socket = stack.enter_context(child_socket(folder, "work.sock", "worker", store.fingerprint))
 
         control = stack.enter_context(control_segment(1))
@@ -65,7 +67,7 @@ def engine_in_threads(
         thread.start()
         pool = WorkerPool(socket, control, WorkerCores.alike(1), store.layout.shape.hidden)
         pool.wait_ready(LIMIT)
-        memory = DeviceMemory(parts.mover(capacity=6, staging=4), parts.slab)
+        memory = DeviceMemory(parts.mover(capacity=capacity, staging=4), parts.slab)
         spec = model_spec(source.config)
         backbone = Backbone(source, spec, Precision("f32", parts.device), CONTEXT)
         try:

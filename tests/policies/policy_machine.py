@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from hypothesis import strategies as st
 
-from pipeline.arrays import FloatArray, IntArray
+from pipeline.arrays import FloatArray, IntArray, Phase
+from pipeline.engine.driver import LayerDecision, PolicyDriver
+from pipeline.errors import ShardFailed
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
-from pipeline.policies.view import Ahead, Gated, ModelShape, Plan, Policy, Routing, Signals, Target, View
+from pipeline.policies.prefetch_meter import LEAST
+from pipeline.policies.view import Ahead, Gated, ModelShape, Policy, Routing, Signals, Target, View
 
 COSTS = Costs(rows=(1, 4, 16), host=(1.0, 2.0, 7.0), device=(0.1, 0.1, 0.3), link=1.6, round_trip=0.1)
 
@@ -85,142 +88,165 @@ def make_routing(shape: ModelShape, rng: np.random.Generator, rows: int) -> Rout
 
 @dataclass
 class Machine:
-    """What an engine does with a policy's answers, without any tile: it keeps targets, lets tiles land at
-    once, late or never, and checks every answer against the contract."""
+    """Executes a policy's answers with arrays alone: keeps targets, lets tiles land at once, late or never,
+    and checks every answer against the contract. A `LayerExecutor` of the engine's `PolicyDriver`."""
 
     policy: Policy
-    view: View
+    given: View  # what the policy is placed with
     rng: np.random.Generator
     landing: float = 1.0  # share of missing tiles that land between two layers
     cuts: list[IntArray] = field(default_factory=list)
     predicted: int = 0  # experts
-    ahead: Ahead | None = None
+    early: int = 0  # layers whose host share began one layer early
+    decided_ahead: int = 0  # layers that were decided one layer early
+    failing: int | None = None  # a layer whose host share cannot be computed
 
     def start(self) -> None:
-        shape = self.view.shape
-        placed = self.policy.placement(self.view)
+        shape, given = self.given.shape, self.given
+        self.residency, self.target = given.residency.copy(), given.target.copy()
+        own = {"residency": self.residency, "target": self.target, "popularity": given.popularity.copy()}
+        self.driver = PolicyDriver[str](self.policy, replace(given, **own))
+        placed = self.driver.placement
         assert placed.shape == (shape.layers, shape.experts)
         assert placed.dtype == np.int32
         assert placed.min() >= 0
         assert placed.max() <= shape.tiles
-        assert placed.sum() <= self.view.capacity
-        self.view = replace(self.view, target=placed)
+        assert placed.sum() <= given.capacity
+        self.target[:] = placed
         self.land()
+
+    @property
+    def view(self) -> View:
+        """As the policy sees it now; the arrays are copies."""
+        view = self.driver.view
+        arrays = {name: getattr(view, name).copy() for name in ("residency", "target", "popularity")}
+        return replace(view, **arrays)
 
     def land(self) -> None:
-        residency = np.minimum(self.view.residency, self.view.target)
-        missing = self.view.target - residency
+        missing = self.target - self.residency
         landed = missing if self.landing == 1 else self.rng.binomial(missing, self.landing).astype(np.int32)
-        self.view = replace(self.view, residency=residency + landed)
+        self.residency += landed
 
-    def apply(self, targets: tuple[Target, ...]) -> None:
-        """One after the other: not even in between may more be kept than there is room for."""
-        target = self.view.target.copy()
+    def apply(self, targets: Sequence[Target]) -> None:
+        """One after the other: not even in between may more be kept than the capacity."""
+        shape, target = self.given.shape, self.target
         kept = int(target.sum())
         for change in targets:
-            assert 0 <= change.layer < self.view.shape.layers
-            assert 0 <= change.expert < self.view.shape.experts
-            assert 0 <= change.tiles <= self.view.shape.tiles
+            assert 0 <= change.layer < shape.layers
+            assert 0 <= change.expert < shape.experts
+            assert 0 <= change.tiles <= shape.tiles
             kept += change.tiles - int(target[change.layer, change.expert])
             target[change.layer, change.expert] = change.tiles
-            assert kept <= self.view.capacity
-        self.view = replace(self.view, target=target, residency=np.minimum(self.view.residency, target))
-
-    def layer(self, layer: int, routing: Routing) -> Plan:
-        """A layer whose routing is given."""
-        plan = self._plan(layer, routing)
-        self._finish(layer, routing)
-        return plan
-
-    def visit(self, layer: int, logits: FloatArray, rows: int) -> Gated:
-        """A layer as the engine asks it; what was decided ahead for the next one waits in `ahead`."""
-        policy, shape = self.policy, self.view.shape
-        self._lock()
-        probes = policy.probes(layer, self.view)
-        assert all(layer < p < shape.layers or (p, layer) == (0, shape.layers - 1) for p in probes)
-        assert len(set(probes)) == len(probes)
-        decided, self.ahead = self.ahead, None
-        signals = Signals(
-            None if decided else logits, {probe: self.logits(rows) + 0.5 * logits for probe in probes}
-        )
-        gated = decided.gated if decided else policy.gate(layer, signals, self.view)
-        self._check_gated(gated, rows)
-        if decided is None:
-            self._plan(layer, gated.routing)
-        else:
-            self.land()
-        self._lock()
-        self.ahead = policy.ahead(layer, signals, self.view)
-        if self.ahead is not None:
-            assert layer + 1 < shape.layers
-            assert self.ahead.gated.predicted
-            assert not policy.exact
-            self._check_cut(self.ahead.cut)
-        predicted = policy.predict(layer, signals, gated, self.view)
-        assert self.view.prefetching or not predicted
-        assert all(not self.view.target[t.layer, t.expert] for t in predicted)
-        self.predicted += len(predicted)
-        self.apply(predicted)
-        self.land()
-        self._finish(layer, gated.routing)
-        return gated
+            assert kept <= self.given.capacity
+        np.minimum(self.residency, target, out=self.residency)
 
     def logits(self, rows: int) -> FloatArray:
-        return self.rng.normal(size=(rows, self.view.shape.experts)).astype(np.float32) * 2
+        return self.rng.normal(size=(rows, self.given.shape.experts)).astype(np.float32) * 2
 
-    def step(self, rows: int) -> None:
-        if len(self.view.sequences) != rows:
-            self.view = replace(self.view, sequences=tuple(range(rows)))
-        for layer in range(self.view.shape.layers):
-            self.visit(layer, self.logits(rows), rows)
-        assert self.ahead is None
-        self.view = replace(self.view, step=self.view.step + 1)
+    def step(self, rows: int, phase: Phase | None = None, sequences: tuple[int, ...] = ()) -> None:
+        view = self.driver.view
+        self.driver.begin_step(phase or view.phase, sequences or tuple(range(rows)))
+        for layer in range(view.shape.layers):
+            self.visit(layer, self.logits(rows))
+        assert self.driver.cancel_early() is None, "the last layer decides no other"
+        self.driver.end_step(0, 0)
+        assert self.driver.view.step == view.step + 1
 
-    def _plan(self, layer: int, routing: Routing) -> Plan:
-        self._lock()
-        plan = self.policy.plan(layer, routing, self.view)
-        self._check_cut(plan.cut)
-        self.cuts.append(plan.cut)
+    def rest_prefetching(self) -> None:
+        """No prediction was of use: prefetching is switched off for hundreds of steps."""
+        while self.driver.prefetch.on:
+            self.driver.prefetch.step(LEAST, 0)
+
+    def visit(self, layer: int, logits: FloatArray) -> Gated:
+        """A layer with these logits of its own router."""
+        self._logits = logits
+        self.driver.layer(layer, self)
+        return self._decision.gated
+
+    def layer(self, layer: int, routing: Routing) -> LayerDecision[str]:
+        """A layer whose router answers with this routing."""
+        view = self.driver.view
+        self.driver.view = replace(view, router=lambda logits: routing)
+        self.visit(layer, self.logits(len(routing.experts)))
+        self.driver.view = replace(self.driver.view, router=view.router)
+        return self._decision
+
+    def read(self, layer: int, probes: Sequence[int], own: bool) -> Signals:
+        layers, rows = self.given.shape.layers, len(self._logits)
+        assert all(layer < p < layers or (p, layer) == (0, layers - 1) for p in probes)
+        assert len(set(probes)) == len(probes)
+        self._asked = "read"
+        said = {probe: self.logits(rows) + 0.5 * self._logits for probe in probes}
+        return Signals(self._logits if own else None, said)
+
+    def begin(self, decision: LayerDecision[str]) -> None:
+        self._next("read", "begin")
+        self._decision = decision
+        own = decision.signals.logits is not None
+        self.decided_ahead += not own
+        assert decision.gated.predicted != own
+        assert own or not self.policy.exact
+        assert decision.begun in (None, f"layer {decision.layer}")
+        assert np.array_equal(decision.resident, self.residency[decision.layer])
+        self._check_gated(decision.gated, len(self._logits))
+        self._check_cut(decision.cut)
+        self.cuts.append(decision.cut)
         if self.policy.name != "random":  # which may well fetch again what it has just let go
-            workload = routing.workload(self.view.shape.experts)
-            for change in plan.targets:
-                if change.layer == layer and workload[change.expert]:
-                    grows = change.tiles >= self.view.target[layer, change.expert]
-                    assert grows or change.tiles >= plan.cut[change.expert]
-        self.apply(plan.targets)
+            rows = decision.gated.routing.rows
+            for change in decision.targets:
+                if change.layer == decision.layer and change.expert in rows:
+                    grows = change.tiles >= self.target[change.layer, change.expert]
+                    assert grows or change.tiles >= decision.cut[change.expert]
+        self.apply(decision.targets)
         self.land()
-        return plan
 
-    def _finish(self, layer: int, routing: Routing) -> None:
-        popularity = self.view.popularity.copy()
-        popularity[layer] += routing.workload(self.view.shape.experts)
-        self.view = replace(self.view, popularity=popularity)
-        self._lock()
-        self.apply(self.policy.after(layer, routing, self.view))
+    def begin_early(self, layer: int, ahead: Ahead) -> str:
+        self._next("begin", "begin_early")
+        assert layer == self._decision.layer + 1 < self.given.shape.layers
+        self._check_cut(ahead.cut)
+        self.early += 1
+        return f"layer {layer}"
 
-    def _lock(self) -> None:
-        for array in (self.view.residency, self.view.target, self.view.popularity):
-            array.setflags(write=False)
+    def prefetch(self, targets: Sequence[Target]) -> None:
+        self._next("begin begin_early", "prefetch")
+        assert self.driver.view.prefetching
+        assert all(not self.target[t.layer, t.expert] for t in targets)
+        self.predicted += len(targets)
+        self.apply(targets)
+
+    def compute(self, decision: LayerDecision[str]) -> None:
+        self._next("begin begin_early prefetch", "compute")
+        if decision.layer == self.failing:
+            raise ShardFailed("as the test wants it")
+        self.land()
+
+    def end(self, targets: Sequence[Target]) -> None:
+        self._next("compute", "end")
+        self.apply(targets)
+
+    def _next(self, before: str, now: str) -> None:
+        assert self._asked in before.split()
+        self._asked = now
 
     def _check_cut(self, cut: IntArray) -> None:
-        assert cut.shape == (self.view.shape.experts,)
+        assert cut.shape == (self.given.shape.experts,)
         assert cut.dtype == np.int32
         assert cut.min() >= 0
-        assert cut.max() <= self.view.shape.tiles
+        assert cut.max() <= self.given.shape.tiles
         if not self.policy.uses_device:
             assert cut.sum() == 0
         if not self.policy.uses_host:
-            assert cut.min() == self.view.shape.tiles
+            assert cut.min() == self.given.shape.tiles
 
     def _check_gated(self, gated: Gated, rows: int) -> None:
         for routing in (gated.routing, gated.said):
-            assert routing.experts.shape == routing.weights.shape == (rows, self.view.shape.top_k)
+            assert routing.experts.shape == routing.weights.shape == (rows, self.given.shape.top_k)
             assert routing.experts.dtype == np.int32
             assert routing.weights.dtype == np.float32
             ranked = np.sort(routing.experts, axis=1)
             assert (ranked[:, 1:] != ranked[:, :-1]).all()
             assert ranked.min() >= 0
-            assert ranked.max() < self.view.shape.experts
+            assert ranked.max() < self.given.shape.experts
         # what is dropped or replaced leaves its weight to the others
         assert np.allclose(gated.routing.weights.sum(axis=1), gated.said.weights.sum(axis=1), atol=1e-5)
         if self.policy.exact:

@@ -160,6 +160,11 @@ def test_two_ended_moves_while_it_computes() -> None:
     assert two_ended(link, device, host, [1, 1, 1]) == [True, True, True]
 
 
+def test_two_ended_moves_one_expert_after_the_other() -> None:
+    """The second lands at 6, behind the first: the device would be done with it at 7, the host is at 5."""
+    assert two_ended([3, 3], [1, 1], [5, 5], [1, 1]) == [True, False]
+
+
 def test_two_ended_host_may_take_resident_ones() -> None:
     # The device is slow here: the host takes the missing one (1 < 4) and the light resident one (2 < 4), the
     # device the heavy one (4 <= 2 + 3), unless the host is done with that sooner too (2 + 1 < 4).

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -12,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_machine import Machine, capacities, make_calibration, make_view, shapes
 
-from pipeline.arrays import Phase
-from pipeline.errors import PolicyError
+from pipeline.arrays import IntArray, Phase
+from pipeline.engine.driver import LayerDecision, PolicyDriver
+from pipeline.errors import PolicyError, ShardFailed
 from pipeline.policies.options import Real, Whole
+from pipeline.policies.prefetch_meter import PrefetchMeter
 from pipeline.policies.presets import PARTS, PRESETS, make_policy
-from pipeline.policies.view import ModelShape, Policy, PolicyRequest
+from pipeline.policies.view import Gated, ModelShape, Policy, PolicyRequest, Routing, Signals, Target
 
 VARIANTS = [
     *(PolicyRequest(name) for name in PRESETS),
@@ -50,8 +53,7 @@ def run(machine: Machine, steps: list[int]) -> None:
     for rows in steps:
         phase: Phase = "prefill" if rows > 1 else "decode"
         sequences = tuple(row % 3 for row in range(rows))
-        machine.view = replace(machine.view, phase=phase, sequences=sequences)
-        machine.step(rows)
+        machine.step(rows, phase, sequences)
 
 
 @each_variant
@@ -63,11 +65,15 @@ def test_answers_keep_the_contract(request_: PolicyRequest, data: st.DataObject)
     landing = data.draw(st.sampled_from([0.0, 0.5, 1.0]))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     view = make_view(shape, capacity)
-    view = replace(view, calibration=make_calibration(shape, rng), prefetching=data.draw(st.booleans()))
+    view = replace(view, calibration=make_calibration(shape, rng))
     machine = Machine(make_policy(request_, 3), view, rng, landing)
     machine.start()
+    if data.draw(st.booleans()):
+        machine.rest_prefetching()
+        run(machine, [1, 1])
+        machine.driver.prefetch = PrefetchMeter()
     run(machine, [1, 2, 40, 1, 1, 3, 1])
-    machine.view = replace(machine.view, prefetching=not machine.view.prefetching)
+    machine.rest_prefetching()
     run(machine, [1, 1])
     assert all("\n" not in note for note in machine.policy.notes(machine.view))
 
@@ -92,8 +98,8 @@ def test_any_parts_together(data: st.DataObject) -> None:
 
 @settings(deadline=None, max_examples=10)
 @given(data=st.data())
-def test_a_step_that_broke_off_leaves_no_harm(data: st.DataObject) -> None:
-    """Where the workers could not compute a layer, neither `after` nor the later layers are asked."""
+def test_policies_plan_on_after_a_failed_step(data: st.DataObject) -> None:
+    """Where a layer's host share cannot be computed, neither `after` nor the later layers are asked."""
     shape = data.draw(shapes())
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     view = replace(make_view(shape, data.draw(capacities(shape))), calibration=make_calibration(shape, rng))
@@ -101,14 +107,12 @@ def test_a_step_that_broke_off_leaves_no_harm(data: st.DataObject) -> None:
         machine = Machine(make(name), replace(view, sequences=(0,)), rng)
         machine.start()
         for _ in range(6):
-            policy, logits = machine.policy, machine.logits(1)
-            at = int(rng.integers(shape.layers))
-            for layer in range(at):
-                machine.visit(layer, logits, 1)
-            machine.ahead = None
-            routing = make_view(shape, 0).router(logits)  # type: ignore[misc]
-            machine.apply(policy.plan(at, routing, machine.view).targets)
-            machine.view = replace(machine.view, step=machine.view.step + 1)
+            machine.failing = int(rng.integers(shape.layers))
+            step = machine.view.step
+            with pytest.raises(ShardFailed):
+                machine.step(1)
+            assert machine.view.step == step
+        machine.failing = None
         run(machine, [1, 5, 1])
 
 
@@ -124,23 +128,87 @@ def test_512_experts_in_94_layers(request_: PolicyRequest) -> None:
     run(machine, [2, 1])
 
 
+@dataclass
+class Watched(Machine):
+    """Notes what each layer's prediction was made from, and which experts it named."""
+
+    layers: list[tuple[int, Signals, IntArray, list[tuple[int, int]]]] = field(default_factory=list)
+
+    def compute(self, decision: LayerDecision[str]) -> None:
+        self.layers.append((decision.layer, decision.signals, self._kept, self._named))
+        super().compute(decision)
+
+    def begin(self, decision: LayerDecision[str]) -> None:
+        super().begin(decision)
+        self._kept, self._named = self.target.copy(), []
+
+    def prefetch(self, targets: Sequence[Target]) -> None:
+        self._named = [(target.layer, target.expert) for target in targets]
+        assert all(target.tiles == self.given.shape.tiles for target in targets)
+        super().prefetch(targets)
+
+
+def predicted_by_hand(name: str, machine: Watched, signals: Signals, kept: IntArray) -> list[tuple[int, int]]:
+    """The experts that a preset predicts in layer 0, where nothing else is held by prediction."""
+    view, calibration = machine.given, machine.given.calibration
+    assert view.router is not None
+    assert calibration is not None
+    for layer, logits in signals.probes.items():
+        corrected = logits + calibration.residual_logits[0] if name == "dali" else logits
+        routing = view.router(corrected)
+        experts, weights = routing.experts[0].tolist(), routing.weights[0].tolist()
+        if name == "dali":
+            experts = experts[:1]
+        if name == "adapmoe":
+            smaller = weights[1] / sum(weights)
+            if smaller**2 * float(calibration.sensitivity[layer]) <= 0.05:  # type: ignore[index]
+                experts = experts[:1]
+        needed = [e for e, weight in zip(experts, weights, strict=False) if weight and not kept[layer, e]]
+        if needed or name != "adapmoe":
+            return [(layer, expert) for expert in needed]
+    return []
+
+
 @pytest.mark.parametrize("name", ["mixtral-offloading", "hybrimoe", "dali", "adapmoe"])
-def test_predictions_are_fetched_until_they_are_to_rest(name: str) -> None:
+def test_predicted_experts_are_fetched_unless_prefetching_rests(name: str) -> None:
     shape = ModelShape(layers=6, experts=16, tiles=2, top_k=2)
     rng = np.random.default_rng(1)
     view = replace(make_view(shape, 80), calibration=make_calibration(shape, rng))
-    machine = Machine(make(name), view, rng)
+    machine = Watched(make(name), view, rng)
     machine.start()
+    run(machine, [1] * 12)
+    first = [entry for entry in machine.layers if entry[0] == 0]
+    assert len(first) == 12
+    for _, signals, kept, named in first:
+        assert named == predicted_by_hand(name, machine, signals, kept)
+    assert sum(bool(named) for *_, named in first) >= 6
+    for layer in range(1, 5):
+        assert any(named for at, *_, named in machine.layers if at == layer)
+    assert machine.predicted == sum(len(named) for *_, named in machine.layers)
+    machine.layers.clear()
+    machine.rest_prefetching()
     run(machine, [1, 1, 1])
-    seen = machine.predicted
-    assert seen > 3
-    machine.view = replace(machine.view, prefetching=False)
-    assert machine.policy.probes(0, machine.view) == ()
-    run(machine, [1, 1, 1])
-    assert machine.predicted == seen
+    assert len(machine.layers) == 18
+    assert not any(signals.probes or named for _, signals, _, named in machine.layers)
 
 
-def test_what_was_predicted_in_vain_is_let_go() -> None:
+@pytest.mark.parametrize(("sensitivity", "named"), [(0.0, [3]), (1e6, [3, 7])])
+def test_adapmoe_predicts_only_experts_that_its_gate_keeps(sensitivity: float, named: list[int]) -> None:
+    """The preset as it is wired: its gate is applied to what its prediction says of the next layer."""
+    shape = ModelShape(layers=2, experts=16, tiles=2, top_k=2)
+    calibration = make_calibration(shape, np.random.default_rng(0))
+    calibration = replace(calibration, sensitivity=np.array([1e6, sensitivity], np.float32))
+    view = replace(make_view(shape, 40), calibration=calibration)
+    policy = make("adapmoe", placement="empty", sizes="even")
+    driver = PolicyDriver[str](policy, view)
+    logits = np.zeros((1, 16), np.float32)
+    logits[0, [3, 7]] = 6, 5
+    routing = Routing(np.array([[0, 1]], np.int32), np.ones((1, 2), np.float32))
+    targets = policy.predict(0, Signals(None, {1: logits}), Gated.as_said(routing), driver.view)
+    assert targets == tuple(Target(1, expert, 2) for expert in named)
+
+
+def test_unused_predictions_are_released_after_their_layer() -> None:
     """The reserve is empty once every layer has been computed, and the cache keeps its size."""
     shape = ModelShape(layers=4, experts=16, tiles=2, top_k=2)
     rng = np.random.default_rng(1)
@@ -154,8 +222,9 @@ def test_what_was_predicted_in_vain_is_let_go() -> None:
     assert full.view.target.sum() == 2 * 24
 
 
-def test_no_torch() -> None:
-    code = "import sys, pipeline.policies.presets; sys.exit('torch' in sys.modules)"
+@pytest.mark.parametrize("module", ["policies.presets", "engine.driver", "replay.machine"])
+def test_planning_imports_no_torch(module: str) -> None:
+    code = f"import sys, pipeline.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 

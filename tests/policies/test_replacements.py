@@ -192,7 +192,7 @@ def test_score_replacement(data: st.DataObject) -> None:
             top = sorted(range(shape.experts), key=lambda e: -shares[e])[: 2 * shape.top_k]
             score[layer] *= 0.5
             score[layer, top] += 0.5 * shares[top]
-            active = set(uses(machine.visit(layer, logits, rows).routing))
+            active = set(uses(machine.visit(layer, logits).routing))
             new = sorted(active - held[layer], key=lambda e: -score[layer, e])
             for expert in new:
                 others = held[layer] - active
@@ -214,7 +214,7 @@ def test_scores_of_a_long_run() -> None:
     likes = [np.where(np.arange(4) == expert, 4, 0).astype(np.float32)[None] for expert in range(4)]
     for expert in range(4):
         for _ in range(1200):
-            machine.visit(0, likes[expert], 1)
+            machine.visit(0, likes[expert])
         assert machine.view.target[0, expert] == 1
     assert machine.view.target[0].tolist() == [0, 0, 1, 1]
 

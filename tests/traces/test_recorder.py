@@ -12,7 +12,7 @@ import pytest
 from trace_files import equal, make_header
 
 from pipeline.arrays import Phase
-from pipeline.engine.observer import Seen
+from pipeline.engine.driver import LayerDecision
 from pipeline.errors import TraceError
 from pipeline.policies.view import Gated, ModelShape, Routing, Signals
 from pipeline.traces.header import Header
@@ -32,7 +32,7 @@ def open_recorder(
 
 def show_step(
     recorder: Recorder, seed: int, rows: int = 1, phase: Phase = "decode", ends: bool = True
-) -> list[Seen]:
+) -> list[LayerDecision[object]]:
     """One step, each layer decided in another way: as its router said, changed, predicted and stale."""
     rng = np.random.default_rng(seed)
     recorder.begin(phase, tuple(range(seed, seed + rows)))
@@ -45,14 +45,15 @@ def show_step(
         gated = Gated(done, said, predicted=layer == 2)
         signals = Signals(None if layer == 2 else logits, probes)
         x = np.zeros((rows, 4), np.float32)
-        seen.append(Seen(layer, x, signals, gated, NOTHING, NOTHING, stale=layer == 2))
-        recorder.layer(seen[-1])
+        begun = object() if layer == 2 else None
+        seen.append(LayerDecision(layer, signals, gated, NOTHING, NOTHING, begun=begun))
+        recorder.layer(seen[-1], x)
     if ends:
         recorder.end()
     return seen
 
 
-def check_step(step: TracedStep, seen: list[Seen]) -> None:
+def check_step(step: TracedStep, seen: list[LayerDecision[object]]) -> None:
     for traced, shown in zip(step.layers, seen, strict=True):
         assert equal(traced.said, shown.gated.said)
         assert equal(traced.done, shown.gated.routing)

@@ -1,4 +1,5 @@
-"""A layer that is decided one layer early: what the engine computes, against the same done by hand."""
+"""The engine under policies made for one purpose: early decisions, predictions, and the order of orders;
+results against the same computed by hand."""
 
 from __future__ import annotations
 
@@ -16,9 +17,10 @@ from torch import Tensor
 from pipeline.arrays import IntArray, Phase
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import KVCache
+from pipeline.engine.driver import LayerDecision
 from pipeline.engine.engine import Engine
-from pipeline.engine.observer import Seen
-from pipeline.errors import ShardFailed
+from pipeline.errors import PlanError, ShardFailed
+from pipeline.experts.fetch_link import DEMANDED, PLACED, PREDICTED
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Ahead, Gated, Plan, Policy, PolicyRequest, Routing, Signals, Target, View
 from shm.store import Store
@@ -66,7 +68,7 @@ class SecondLayerAhead(Policy):
 class Notes:
     """What an observer was shown."""
 
-    seen: list[Seen] = field(default_factory=list)
+    seen: list[LayerDecision] = field(default_factory=list)
     steps: list[tuple[Phase, tuple[int, ...]]] = field(default_factory=list)
     ends: int = 0
 
@@ -76,8 +78,8 @@ class Notes:
     def begin(self, phase: Phase, sequences: tuple[int, ...]) -> None:
         self.steps.append((phase, sequences))
 
-    def layer(self, seen: Seen) -> None:
-        self.seen.append(seen)
+    def layer(self, decision: LayerDecision, x: np.ndarray) -> None:
+        self.seen.append(decision)
 
     def end(self) -> None:
         self.ends += 1
@@ -132,7 +134,8 @@ def by_hand(engine: Engine, store: Store, new: TokenSpan, cut: int, stale: bool)
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("cut", [0, 1, 3])
-def test_the_host_computes_from_the_layer_before_and_the_device_from_its_own(scene, cut, early) -> None:
+def test_early_share_is_computed_from_the_layer_before(scene, cut, early) -> None:
+    """The device computes its own share from the layer's own input."""
     engine, store, kv = scene
     expected = by_hand(engine, store, prefilled(engine, kv), cut, stale=early)
     new = prefilled(engine, kv)
@@ -154,8 +157,7 @@ def test_the_host_computes_from_the_layer_before_and_the_device_from_its_own(sce
     assert after["stale"] - before["stale"] == pytest.approx((1 - cut / 3) * early, abs=1e-5)
 
 
-def test_a_layer_that_cannot_be_computed_leaves_nothing_of_the_next(scene) -> None:
-    """The early share of layer 1 is abandoned where layer 0 fails, and the engine goes on."""
+def test_failed_layer_abandons_the_next_layers_early_share(scene) -> None:
     engine, _, kv = scene
     new = prefilled(engine, kv)
     engine.set_policy(SecondLayerAhead(0, True), None)
@@ -192,10 +194,13 @@ class OneTarget(Policy):
         return Plan(np.full(view.shape.experts, view.shape.tiles, np.int32))
 
     def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> tuple[Target, ...]:
-        return (Target(1, 2, view.shape.tiles),) if layer == 0 else (Target(1, 2, 0),)
+        return (Target(1, 2, view.shape.tiles),) if layer == 0 else ()
+
+    def after(self, layer: int, routing: Routing, view: View) -> tuple[Target, ...]:
+        return () if layer == 0 else (Target(1, 2, 0),)
 
 
-def test_predictions_are_fetched_and_counted(scene) -> None:
+def test_predicted_tiles_are_fetched_and_counted(scene) -> None:
     """In each step three tiles come by prediction, or are late; each is used, wasted, or demanded."""
     engine, _, kv = scene
     new = prefilled(engine, kv)
@@ -203,7 +208,7 @@ def test_predictions_are_fetched_and_counted(scene) -> None:
     before = engine.counters.snapshot()["decode"]
     for token in range(20, 30):
         engine.step([StepInput(TokenSpan(new.kv, [token]), "none")], "decode")
-    engine.memory.mover.wait_idle()
+    engine.memory.wait_idle()
     after = engine.counters.snapshot()["decode"]
     kinds = ("predicted", "useful", "wasted")
     counted = {kind: after[f"{kind}_tiles"] - before[f"{kind}_tiles"] for kind in kinds}
@@ -234,7 +239,7 @@ class Wasteful(Policy):
         return (Target(1, before, 0), Target(1, now, view.shape.tiles)) if view.prefetching else ()
 
 
-def test_prediction_that_does_not_pay_is_told_to_rest(scene) -> None:
+def test_predictions_that_are_not_used_are_switched_off(scene) -> None:
     engine, _, kv = scene
     new = prefilled(engine, kv, room=250)
     policy = Wasteful()
@@ -243,18 +248,113 @@ def test_prediction_that_does_not_pay_is_told_to_rest(scene) -> None:
         engine.step([StepInput(TokenSpan(new.kv, [TOKEN]), "none")], "decode")
         if not policy.asked[-1]:
             break
-    assert not engine.prefetch.on
-    assert "0 were of use" in engine.prefetch.says
+    assert not engine.driver.prefetch.on
+    assert "0 were of use" in engine.driver.prefetch.status
     assert policy.asked.count(False) == 1
 
 
-def test_a_new_policy_is_judged_by_its_own_predictions(scene) -> None:
-    """What an earlier one brought is none of its."""
+def test_meter_of_a_new_policy_ignores_earlier_predictions(scene) -> None:
     engine, _, kv = scene
     new = prefilled(engine, kv, room=250)
     policy = Wasteful()
     engine.set_policy(policy, None)
-    while engine.prefetch.on:
+    while engine.driver.prefetch.on:
         engine.step([StepInput(TokenSpan(new.kv, [TOKEN]), "none")], "decode")
-    brought = int(engine.prefetch.says.partition(": of ")[2].split()[0])
+    brought = int(engine.driver.prefetch.status.partition(": of ")[2].split()[0])
     assert brought <= 3 * len(policy.asked)
+
+
+class Crowding(Policy):
+    """Keeps two experts of layer 1. In layer 0, which the device computes as a whole, it predicts that one of
+    them makes way for another one."""
+
+    name = "crowding"
+
+    def __init__(self, predicts: tuple[Target, ...]) -> None:
+        self._predicts = predicts
+
+    def placement(self, view: View) -> IntArray:
+        target = np.zeros((view.shape.layers, view.shape.experts), np.int32)
+        target[1, :2] = view.shape.tiles
+        return target
+
+    def plan(self, layer: int, routing: Routing, view: View) -> Plan:
+        return Plan(np.full(view.shape.experts, 0 if layer else view.shape.tiles, np.int32))
+
+    def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> tuple[Target, ...]:
+        return () if layer else self._predicts
+
+
+def test_demanded_tiles_are_ordered_before_predicted_ones(scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six tiles are demanded, four slots are free, and the prediction frees three: they belong to the demand.
+    Nothing is ordered twice."""
+    engine, _, kv = scene
+    new = prefilled(engine, kv)
+    (expected,) = engine.step([StepInput(new, "last")], "decode")
+    new = prefilled(engine, kv)
+    engine.set_policy(Crowding((Target(1, 0, 0), Target(1, 2, 3))), None)
+    ordered: list[tuple[int, tuple[int, int, int]]] = []
+    link = engine.memory.mover._link
+    order = link.order
+
+    def noted(layer: int, expert: int, lo: int, slots: list[int], urgency: int) -> object:
+        ordered.extend((urgency, (layer, expert, lo + index)) for index in range(len(slots)))
+        return order(layer, expert, lo, slots, urgency)
+
+    monkeypatch.setattr(link, "order", noted)
+    (logits,) = engine.step([StepInput(new, "last")], "decode")
+    engine.memory.wait_idle()
+    np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-5)
+    assert [urgency for urgency, _ in ordered] == [DEMANDED] * 6 + [PREDICTED] * 3
+    assert {tile[0] for _, tile in ordered[:6]} == {0}
+    assert [tile for _, tile in ordered[6:]] == [(1, 2, 0), (1, 2, 1), (1, 2, 2)]
+    assert len({tile for _, tile in ordered}) == 9
+
+
+def test_tile_below_target_is_not_ordered_beside_its_demand(scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that keeps what it fetches, and a prediction in the same layer: every tile is ordered once."""
+    engine, _, kv = scene
+    new = prefilled(engine, kv)
+    engine.set_policy(make_policy(PolicyRequest("mixtral-offloading"), 0), None)
+    ordered: list[tuple[int, int, int, int]] = []
+    link = engine.memory.mover._link
+    order = link.order
+
+    def noted(layer: int, expert: int, lo: int, slots: list[int], urgency: int) -> object:
+        ordered.append((layer, expert, lo, urgency))
+        return order(layer, expert, lo, slots, urgency)
+
+    monkeypatch.setattr(link, "order", noted)
+    for token in range(20, 40):
+        ordered.clear()
+        engine.step([StepInput(TokenSpan(new.kv, [token]), "none")], "decode")
+        demanded = {entry[:3] for entry in ordered if entry[3] == DEMANDED}
+        assert not demanded & {entry[:3] for entry in ordered if entry[3] == PLACED}
+
+
+def test_prediction_must_not_evict_tiles_of_its_own_layer(scene) -> None:
+    engine, _, kv = scene
+    new = prefilled(engine, kv)
+
+    class Evicting(Crowding):
+        def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> tuple[Target, ...]:
+            return (Target(1, 1, 0),) if layer else ()
+
+    engine.set_policy(Evicting(()), None)
+    with pytest.raises(PlanError, match="evicts tiles of a layer that is being computed"):
+        engine.step([StepInput(new, "none")], "decode")
+    prefilled(engine, kv)
+
+
+def test_forget_trials_clears_popularity_and_counters(scene) -> None:
+    engine, _, kv = scene
+    new = prefilled(engine, kv)
+    engine.step([StepInput(new, "none")], "decode")
+    assert engine.driver.view.popularity.sum() > 0
+    engine.forget_trials()
+    assert engine.driver.view.popularity.sum() == 0
+    assert engine.counters.phases["decode"].rows == 0
+    engine.set_policy(make_policy(PolicyRequest("all-host"), 0), None)
+    assert engine.driver.view.popularity.sum() == 0
+    engine.step([StepInput(TokenSpan(new.kv, [TOKEN]), "none")], "decode")
+    assert engine.driver.view.popularity.sum() == 2 * 2, "two experts in each of two layers"

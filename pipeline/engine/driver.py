@@ -1,0 +1,156 @@
+"""The order in which a policy is asked, written once (DESIGN.md section 5).
+
+A `PolicyDriver` asks the policy of each layer in turn, and a `LayerExecutor` carries out the answers: with
+tensors and processes (`pipeline/engine/tensor_executor.py`), on the clock of a cost model
+(`pipeline/replay/machine.py`), or with arrays alone in tests and benchmarks. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.arrays import IntArray, Phase
+from pipeline.errors import PlanError
+from pipeline.policies.prefetch_meter import PrefetchMeter
+from pipeline.policies.view import Ahead, Gated, Policy, Signals, Target, View
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+Begun = TypeVar("Begun")  # an executor's handle of a host share that has begun
+BegunCo = TypeVar("BegunCo", covariant=True)
+
+
+@dataclass(frozen=True)
+class LayerDecision(Generic[BegunCo]):
+    """What is computed in one layer of a step. The arrays are valid until the layer has been computed."""
+
+    layer: int
+    signals: Signals  # `logits` None where the layer was decided one layer earlier
+    gated: Gated
+    cut: IntArray  # [E], read only where active
+    resident: IntArray  # [E] tiles, live; before `targets` are applied it is what the plan was made from
+    targets: tuple[Target, ...] = ()
+    begun: BegunCo | None = None  # the host's share, where it began one layer earlier
+
+    @property
+    def stale(self) -> bool:
+        """Whether the host computes its share from the input of the layer before."""
+        return self.begun is not None
+
+
+class LayerExecutor(Protocol[Begun]):
+    """Carries out one layer. The driver calls these methods in this order."""
+
+    def read(self, layer: int, probes: Sequence[int], own: bool) -> Signals:
+        """Compute the routers of `probes` on this layer's x and, if `own`, the layer's own router. What has
+        landed on the device meanwhile is resident from now on."""
+
+    def begin(self, decision: LayerDecision[Begun]) -> None:
+        """Apply the decision's targets, divide the layer, begin the host's share unless it has begun, and
+        order the missing tiles of the device's."""
+
+    def begin_early(self, layer: int, ahead: Ahead) -> Begun:
+        """Begin the host's share of the next layer with this layer's x."""
+
+    def prefetch(self, targets: Sequence[Target]) -> None:
+        """Apply a prediction's targets and order their tiles, behind those that are demanded."""
+
+    def compute(self, decision: LayerDecision[Begun]) -> None:
+        """Compute the device's share and take in the host's."""
+
+    def end(self, targets: Sequence[Target]) -> None:
+        """Apply the targets that follow the layer."""
+
+
+class PolicyDriver(Generic[Begun]):
+    """Asks one policy. Keeps what lasts longer than a layer: the next layer where it is decided early, the
+    step count, the prefetch meter, and the popularity of experts."""
+
+    def __init__(self, policy: Policy, view: View, landed: int = 0, useful: int = 0) -> None:
+        """`view`: what the policy plans with. Its residency and target are live; its popularity is counted in
+        place. `landed`, `useful`: tiles that earlier policies' predictions have brought, and used. Raises
+        PolicyError where the policy lacks what it needs."""
+        self.policy = policy
+        self.prefetch = PrefetchMeter(landed, useful)
+        self._popularity = view.popularity
+        self._early: tuple[Ahead, Begun | None] | None = None
+        self.view = replace(
+            view,
+            residency=_read_only(view.residency),
+            target=_read_only(view.target),
+            popularity=_read_only(view.popularity),
+        )
+        self.placement = policy.placement(self.view)  # [L, E]
+
+    def begin_step(self, phase: Phase, sequences: tuple[int, ...]) -> None:
+        """`sequences`: that of each row."""
+        self._early = None
+        self.view = replace(self.view, phase=phase, sequences=sequences, prefetching=self.prefetch.on)
+
+    def layer(self, layer: int, executor: LayerExecutor[Begun]) -> None:
+        """One layer of the step. Raises PlanError where the policy breaks its contract, and what the executor
+        raises."""
+        policy, view = self.policy, self.view
+        early, self._early = self._early, None
+        signals = executor.read(layer, policy.probes(layer, view), own=early is None)
+        resident = view.residency[layer]
+        decision: LayerDecision[Begun]
+        if early is None:
+            gated = policy.gate(layer, signals, view)
+            plan = policy.plan(layer, gated.routing, view)
+            decision = LayerDecision(layer, signals, gated, plan.cut, resident, plan.targets)
+        else:
+            ahead, begun = early
+            decision = LayerDecision(layer, signals, ahead.gated, ahead.cut, resident, begun=begun)
+        executor.begin(decision)
+        self._count(decision)
+        self._decide_next(decision, executor)
+        if targets := policy.predict(layer, signals, decision.gated, view):
+            self._check_prediction(targets, decision)
+            executor.prefetch(targets)
+        executor.compute(decision)
+        executor.end(policy.after(layer, decision.gated.routing, view))
+
+    def end_step(self, landed: int, useful: int) -> bool:
+        """A step has been computed. `landed`, `useful`: tiles that predictions brought and that were used, in
+        all decode steps so far. True where prefetching was switched on or off (`prefetch.status`)."""
+        phase = self.view.phase
+        self.view = replace(self.view, step=self.view.step + 1)
+        return phase == "decode" and self.prefetch.step(landed, useful)
+
+    def cancel_early(self) -> Begun | None:
+        """The step has failed. Returns the host share that began for a layer that will not be computed."""
+        early, self._early = self._early, None
+        return None if early is None else early[1]
+
+    def forget_counts(self) -> None:
+        """Start counting anew: popularity, and the tiles that predictions brought and used."""
+        self._popularity[:] = 0
+        self.prefetch = PrefetchMeter()
+
+    def _count(self, decision: LayerDecision[Begun]) -> None:
+        popularity = self._popularity[decision.layer]
+        for expert, rows in decision.gated.routing.rows.items():
+            popularity[expert] += rows
+
+    def _decide_next(self, decision: LayerDecision[Begun], executor: LayerExecutor[Begun]) -> None:
+        """Where the policy decides the next layer now, the host begins with its share at once."""
+        ahead = self.policy.ahead(decision.layer, decision.signals, self.view)
+        if ahead is not None:
+            following = decision.layer + 1
+            self._early = ahead, executor.begin_early(following, ahead) if ahead.early else None
+
+    def _check_prediction(self, targets: Sequence[Target], decision: LayerDecision[Begun]) -> None:
+        for target in targets:
+            if target.layer == decision.layer and target.tiles < decision.resident[target.expert]:
+                raise PlanError(f"policy {self.policy.name} evicts tiles of a layer that is being computed")
+
+
+def _read_only(array: NDArray[Scalar]) -> NDArray[Scalar]:
+    view = array.view()
+    view.flags.writeable = False
+    return view

@@ -1,0 +1,125 @@
+"""Carries out a policy's decisions with tensors, on the device and on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from pipeline.arrays import FloatArray, Phase
+from pipeline.backbone.backbone import Backbone
+from pipeline.counters import PhaseCounters, StepClock
+from pipeline.device import Device
+from pipeline.device.base import DeviceKernel
+from pipeline.engine.driver import LayerDecision
+from pipeline.engine.observer import Observer, Probing, with_observers
+from pipeline.experts.device_share import DeviceMemory, DeviceWork, EmptyDeviceMemory
+from pipeline.experts.host_pool import HostPool, Ticket
+from pipeline.experts.shares import HostShare, Split, split_layer
+from pipeline.policies.view import Ahead, Signals, Target
+
+
+@dataclass
+class TensorExecutor:
+    """The expert layers of one step: a `LayerExecutor` whose methods follow each other as
+    `PolicyDriver.layer` calls them."""
+
+    backbone: Backbone
+    device: Device
+    kernel: DeviceKernel
+    memory: DeviceMemory | EmptyDeviceMemory
+    pool: HostPool
+    probing: Probing
+    observers: Sequence[Observer]
+    tiles: int  # of an expert
+    phase: Phase
+    counters: PhaseCounters
+    clock: StepClock
+    h: Tensor  # float32 [R, H], the residual stream; `end` adds the experts' output
+
+    # of the layer that is being computed:
+    _x: Tensor = field(init=False)  # [R, H], the input of router and experts
+    _x_host: FloatArray = field(init=False)
+    _split: Split = field(init=False)
+    _ticket: Ticket = field(init=False)
+    _device_work: DeviceWork = field(init=False)
+    _outputs: list[Tensor] = field(init=False)  # float32 [R, H] each: their sum is what the experts add to h
+
+    def read(self, layer: int, probes: Sequence[int], own: bool) -> Signals:
+        """x, the router's logits and the probes' are copied to the host together."""
+        self._x = x = self.backbone.moe_input(layer, self.h)
+        wanted = with_observers(layer, probes, self.observers)
+        logits = [self.backbone.router(layer, x)] if own else []
+        logits += [self.probing.logits(target, x) for target in wanted]
+        self.clock.mark("attention")
+        self._x_host, *read = self.device.to_host(x, *logits)
+        self.clock.mark("read")
+        self.memory.take_in()
+        return Signals(read.pop(0) if own else None, dict(zip(wanted, read, strict=True)))
+
+    def begin(self, decision: LayerDecision[Ticket]) -> None:
+        layer = decision.layer
+        for observer in self.observers:
+            observer.layer(decision, self._x_host)
+        active, resident = decision.gated.routing.rows, decision.resident.tolist()
+        self.counters.active[layer] += len(active)
+        self.counters.hits[layer] += sum(resident[expert] == self.tiles for expert in active)
+        self.memory.retarget(decision.targets)
+        self._split = split = split_layer(decision.gated.routing, decision.cut, decision.resident, self.tiles)
+        self.counters.fidelity.book(decision.gated, decision.cut, self.tiles, decision.stale)
+        self.clock.mark("plan")
+
+        self._outputs = []
+        if self.device.on_host:  # on the workers' own cores nothing is gained by computing beside them
+            self._compute_shared_experts(layer)
+        begun = decision.begun
+        self._ticket = self._submit(layer, split.host, self._x_host) if begun is None else begun
+        self._device_work = self.memory.begin(layer, split.device)
+        self.clock.mark("submit")
+
+    def begin_early(self, layer: int, ahead: Ahead) -> Ticket:
+        resident = self.memory.residency[layer]
+        share = split_layer(ahead.gated.routing, ahead.cut, resident, self.tiles).host
+        # a copy: this layer's x is gone before that layer's result is asked for
+        ticket = self._submit(layer, share, self._x_host.copy())
+        self.clock.mark("submit")
+        return ticket
+
+    def prefetch(self, targets: Sequence[Target]) -> None:
+        self.memory.prefetch(targets)
+
+    def compute(self, decision: LayerDecision[Ticket]) -> None:
+        self.clock.mark("plan")
+        layer, split = decision.layer, self._split
+        if not self.device.on_host:
+            self._compute_shared_experts(layer)
+        if split.device:
+            self._outputs.append(self.memory.compute(self._device_work, self.kernel, self._x, self.clock))
+        host = [(split.host, self._ticket)]
+        if missing := self._device_work.missing:  # without a prefetcher, they are the workers' instead
+            late = split.handed_over(missing)
+            host.append((late, self._submit(layer, late, self._x_host)))
+        for share, ticket in host:
+            if ticket.shards:
+                self._outputs.append(self.device.from_host(ticket.result()))
+                self.clock.mark("wait")
+            self.counters.host_tiles += share.total
+            self.counters.host_busy += ticket.busy
+
+    def end(self, targets: Sequence[Target]) -> None:
+        self.memory.end_layer(targets)
+        if self._outputs:
+            y, *others = self._outputs
+            for output in others:
+                y.add_(output)
+            self.h = self.h + y
+        self.clock.mark("combine")
+
+    def _compute_shared_experts(self, layer: int) -> None:
+        if (y := self.backbone.shared_experts(layer, self._x)) is not None:
+            self._outputs.append(y)
+        self.clock.mark("shared")
+
+    def _submit(self, layer: int, share: HostShare, x: FloatArray) -> Ticket:
+        return self.pool.submit(layer, share, x, self.phase)

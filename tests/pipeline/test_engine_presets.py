@@ -1,0 +1,130 @@
+"""Each preset's approximate and predictive part acts in a running engine: its effect is in the counters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from thread_engine import engine_in_threads
+
+from pipeline.backbone.batch import StepInput, TokenSpan
+from pipeline.backbone.kv_cache import KVCache
+from pipeline.counters import difference
+from pipeline.engine.engine import Engine
+from pipeline.experts.fetch_link import PREDICTED
+from pipeline.policies.calibration import Calibration
+from pipeline.policies.costs import Costs
+from pipeline.policies.presets import make_policy
+from pipeline.policies.view import PolicyRequest
+
+LAYERS, EXPERTS, TOP_K = 2, 4, 2
+COSTS = Costs(rows=(1,), host=(1.0,), device=(0.1,), link=0.5, round_trip=0.1)
+TOKENS = range(100, 140)
+
+
+def calibration(favoured: tuple[int, ...] = (), sensitivity: float = 1.0) -> Calibration:
+    """`favoured`: experts of layer 1 that the mean residual makes by far the most probable ones."""
+    counts = np.ones((LAYERS, EXPERTS), np.int64)
+    residual = np.zeros((LAYERS - 1, EXPERTS), np.float32)
+    residual[0, list(favoured)] = 100
+    return Calibration(
+        prefill_counts=counts,
+        decode_counts=counts,
+        residuals=np.zeros((LAYERS - 1, 64), np.float32),
+        residual_logits=residual,
+        accuracy={name: np.ones(LAYERS, np.float32) for name in ("raw", "residual", "first")},
+        similarity=np.ones(LAYERS, np.float32),
+        needed=np.full((LAYERS, TOP_K + 1), 1 / 3, np.float32),
+        sensitivity=np.full(LAYERS, sensitivity, np.float32),
+        threshold=0.05,
+        first_gate=None,
+    )
+
+
+class Scene:
+    """An engine whose predictions have always landed when the next layer is planned."""
+
+    def __init__(self, engine: Engine, kv: KVCache) -> None:
+        self.engine = engine
+        self.kv = kv
+        self.ordered: set[tuple[int, int]] = set()  # layer, expert of PREDICTED orders
+
+    def decode(self, preset: str, known: Calibration | None = None, **options: str) -> dict[str, Any]:
+        """The decode counters of TOKENS under a preset."""
+        self.ordered.clear()
+        engine = self.engine
+        engine.set_policy(make_policy(PolicyRequest(preset, options), 0), COSTS, known)
+        sequence = self.kv.allocate(len(TOKENS) + 2)
+        engine.step([StepInput(TokenSpan(sequence, [5, 6]), "none")], "prefill")
+        before = engine.counters.snapshot()
+        for token in TOKENS:
+            engine.step([StepInput(TokenSpan(sequence, [token]), "none")], "decode")
+        sequence.release()
+        decode: dict[str, Any] = difference(engine.counters.snapshot(), before)["decode"]
+        return decode
+
+
+@pytest.fixture(scope="module")
+def scene(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    with (
+        engine_in_threads(tiny_model, tmp_path_factory.mktemp("presets"), capacity=12) as (engine, memory),
+        pytest.MonkeyPatch.context() as patched,
+    ):
+        scene = Scene(engine, KVCache(engine.backbone.spec, torch.float32, torch.device("cpu"), 1024))
+        mover = memory.mover
+        order = mover._link.order
+
+        def noted(layer: int, expert: int, lo: int, slots: list[int], urgency: int) -> object:
+            if urgency == PREDICTED:
+                scene.ordered.add((layer, expert))
+            return order(layer, expert, lo, slots, urgency)
+
+        def wait() -> None:
+            while not mover.idle:
+                mover.update()
+
+        patched.setattr(mover._link, "order", noted)
+        patched.setattr(memory, "take_in", wait)
+        yield scene
+
+
+def test_daop_dispatches_early_and_degrades(scene: Scene) -> None:
+    counted = scene.decode("daop", placement="popular", first_layer="1")["fidelity"]
+    assert counted["predicted"] == pytest.approx(len(TOKENS), rel=1e-4), "the second layer of each token"
+    assert 0 < counted["stale"] < counted["predicted"]
+    assert 0 < counted["substituted"] < counted["predicted"]
+    on_time = scene.decode("daop", placement="popular", first_layer="1", early="0")["fidelity"]
+    assert on_time["stale"] == 0
+    assert on_time["substituted"] > 0
+
+
+def test_adapmoe_skips_experts_where_the_layer_is_not_sensitive(scene: Scene) -> None:
+    options = {"placement": "empty", "sizes": "even"}
+    skipping = scene.decode("adapmoe", calibration(sensitivity=0.0), **options)
+    assert skipping["fidelity"]["skipped"] > 0
+    assert sum(skipping["layers"]["active"]) == LAYERS * len(TOKENS), "one expert a token is left"
+    assert skipping["predicted_tiles"] > 0
+    kept = scene.decode("adapmoe", calibration(sensitivity=1e6), **options)
+    assert kept["fidelity"]["skipped"] == 0
+    assert sum(kept["layers"]["active"]) == TOP_K * LAYERS * len(TOKENS)
+
+
+@pytest.mark.parametrize("favoured", [(2, 3), (0, 3)])
+def test_dali_prefetches_by_the_mean_residual(scene: Scene, favoured: tuple[int, ...]) -> None:
+    known = calibration(favoured)
+    counted = scene.decode("dali", known, placement="first-layers", prefetch="2")
+    assert scene.ordered == {(1, expert) for expert in favoured}
+    assert counted["predicted_tiles"] > 0
+    assert counted["useful_tiles"] > 0
+
+
+@pytest.mark.parametrize("preset", ["mixtral-offloading", "hybrimoe"])
+def test_next_gate_prefetch_is_used(scene: Scene, preset: str) -> None:
+    counted = scene.decode(preset)
+    assert {layer for layer, _ in scene.ordered} == {1}
+    assert counted["predicted_tiles"] >= counted["useful_tiles"] > 0
+    assert counted["late_tiles"] == 0
