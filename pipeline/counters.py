@@ -29,7 +29,7 @@ class Fidelity:
 
     def book(self, gated: Gated, cut: IntArray, tiles: int, stale: bool) -> None:
         """Add one layer's rows. `cut` [E]: tiles of each expert computed on the device."""
-        routed, done = gated.said, gated.routing
+        routed, done = gated.router_routing, gated.routing
         total = float(routed.weights.sum())
         self.weight += total
         if gated.predicted:

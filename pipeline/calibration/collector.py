@@ -138,7 +138,7 @@ class ValidationPass(Activations):
 
     def layer(self, decision: LayerDecision[object], x: FloatArray) -> None:
         super().layer(decision, x)
-        layer, routing = decision.layer, decision.gated.said
+        layer, routing = decision.layer, decision.gated.router_routing
         used = np.where(routing.weights != 0, routing.experts, -1)
         if self._phase == "decode":
             self.weights[layer].append(routing.weights.copy())

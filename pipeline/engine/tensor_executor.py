@@ -55,7 +55,7 @@ class TensorExecutor:
         self.clock.mark("attention")
         self._x_host, *read = self.device.to_host(x, *logits)
         self.clock.mark("read")
-        self.memory.take_in()
+        self.memory.collect_landings()
         return Signals(read.pop(0) if own else None, dict(zip(wanted, read, strict=True)))
 
     def begin(self, decision: LayerDecision[Ticket]) -> None:

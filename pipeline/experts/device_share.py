@@ -53,7 +53,7 @@ class EmptyDeviceMemory:
     def poll(self) -> None:
         """As in DeviceMemory."""
 
-    def take_in(self) -> None:
+    def collect_landings(self) -> None:
         """As in DeviceMemory."""
 
     def retarget(self, targets: Iterable[Target]) -> None:
@@ -106,7 +106,7 @@ class DeviceMemory:
         target."""
         self.mover.poll_prefetcher()
 
-    def take_in(self) -> None:
+    def collect_landings(self) -> None:
         """Count what has landed in the background as resident."""
         self.mover.collect_landings()
 

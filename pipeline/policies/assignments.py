@@ -92,7 +92,7 @@ class Active(NamedTuple):
     link: list[float]  # seconds to move the missing tiles
     device: list[float]  # seconds for all tiles on the device, without moving any
     host: list[float]  # seconds for all tiles on the host
-    room: int  # tiles the cache could keep beyond this layer's active experts' resident ones
+    free_tiles: int  # tiles the cache could keep beyond this layer's active experts' resident ones
 
 
 class ByCosts(Assignment):
@@ -172,7 +172,7 @@ class Greedy(ByCosts):
 
     def decide(self, device: list[float], active: Active) -> list[bool]:
         """Which of the active experts the device computes, at `device` seconds each."""
-        return balance.greedy(device, active.host, active.missing, active.room)
+        return balance.greedy(device, active.host, active.missing, active.free_tiles)
 
 
 class Optimum(Greedy):
@@ -190,7 +190,7 @@ class Optimum(Greedy):
         )
 
     def decide(self, device: list[float], active: Active) -> list[bool]:
-        return balance.optimum(device, active.host, active.missing, active.room)
+        return balance.optimum(device, active.host, active.missing, active.free_tiles)
 
 
 class Beam(Greedy):
@@ -207,7 +207,7 @@ class Beam(Greedy):
         self._width = width
 
     def decide(self, device: list[float], active: Active) -> list[bool]:
-        return balance.beam(device, active.host, active.missing, active.room, self._width)
+        return balance.beam(device, active.host, active.missing, active.free_tiles, self._width)
 
 
 class TwoEnded(ByCosts):

@@ -5,7 +5,7 @@ the device computes it (`fetched` divides experts, and answers with tiles). The 
 time, so a layer takes as long as the slower one: the aim is min max(T_device, T_host), DALI's equation 3.
 
 `need[i]` is the device memory, in tiles, that giving expert i to the device takes beyond what is resident,
-and `room` how much there is (DALI's equation 9). An expert for which there is no room goes to the host.
+and `free_tiles` how many are free (DALI's equation 9). An expert that does not fit goes to the host.
 Plain Python numbers throughout: a layer of one token has a handful of experts, and a call of numpy costs as
 much as the whole loop.
 """
@@ -35,27 +35,28 @@ def by_difference(device: Seconds, host: Seconds) -> list[int]:
     return sorted(range(len(apart)), key=apart.__getitem__, reverse=True)
 
 
-def greedy(device: Seconds, host: Seconds, need: Tiles, room: int) -> list[bool]:
+def greedy(device: Seconds, host: Seconds, need: Tiles, free_tiles: int) -> list[bool]:
     """DALI's Algorithm 1: one expert after the other to the side whose sum is the smaller with it, to the
     device where they are equal."""
     on_device = [False] * len(device)
     device_total = host_total = 0.0
     for index in by_difference(device, host):
         with_device, with_host = device_total + device[index], host_total + host[index]
-        if with_device <= with_host and need[index] <= room:
+        if with_device <= with_host and need[index] <= free_tiles:
             on_device[index] = True
             device_total = with_device
-            room -= need[index]
+            free_tiles -= need[index]
         else:
             host_total = with_host
     return on_device
 
 
-def beam(device: Seconds, host: Seconds, need: Tiles, room: int, width: int) -> list[bool]:
+def beam(device: Seconds, host: Seconds, need: Tiles, free_tiles: int, width: int) -> list[bool]:
     """DALI's comparison: greedy's order, but the `width` assignments that are fastest so far are followed
     instead of one. Of equally fast ones the one with more on the device stays."""
-    # each: its seconds, those of the device and of the host, the room left, and who is on the device, as bits
-    beams = [(0.0, 0.0, 0.0, room, 0)]
+    # each: its seconds, those of the device and of the host, the free tiles, and which are on the device, as
+    # bits
+    beams = [(0.0, 0.0, 0.0, free_tiles, 0)]
     for index in by_difference(device, host):
         longer = []
         for _, here, there, left, chosen in beams:
@@ -69,12 +70,12 @@ def beam(device: Seconds, host: Seconds, need: Tiles, room: int, width: int) -> 
     return [bool(beams[0][4] >> index & 1) for index in range(len(device))]
 
 
-def optimum(device: Seconds, host: Seconds, need: Tiles, room: int) -> list[bool]:
+def optimum(device: Seconds, host: Seconds, need: Tiles, free_tiles: int) -> list[bool]:
     """The fastest assignment, by branch and bound, for at most EXACT experts. With more, which would take
     too long to search, the better of greedy's answer and of a beam of width WIDE."""
-    best = greedy(device, host, need, room)
+    best = greedy(device, host, need, free_tiles)
     if len(device) > EXACT:
-        wide = beam(device, host, need, room, WIDE)
+        wide = beam(device, host, need, free_tiles, WIDE)
         return min(best, wide, key=lambda answer: makespan(answer, device, host))
     limit = makespan(best, device, host)
     order = by_difference(device, host)
@@ -102,7 +103,7 @@ def optimum(device: Seconds, host: Seconds, need: Tiles, room: int) -> list[bool
             on_device[index] = False
         search(place + 1, here, there + host[index], left)
 
-    search(0, 0.0, 0.0, room)
+    search(0, 0.0, 0.0, free_tiles)
     return best
 
 

@@ -71,7 +71,7 @@ def best_sizes(loads: ArrayLike, total: int) -> list[int]:
 
 
 def filled(sizes: Sequence[int], experts: int, total: int) -> list[int]:
-    """What `total` leaves over, one by one to the smallest layer: room that no load needs is still room."""
+    """The sizes with what `total` leaves over added, one expert at a time to the smallest layer."""
     answer = list(sizes)
     for _ in range(min(total, len(answer) * experts) - sum(answer)):
         answer[answer.index(min(answer))] += 1

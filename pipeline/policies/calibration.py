@@ -1,6 +1,6 @@
-"""What a calibration found out about a model: the arrays that policies plan with.
+"""The result of a calibration: the arrays that policies plan with.
 
-`pipeline/calibration/` makes, writes and reads it; here it is only named. L layers with experts, E experts a
+`pipeline/calibration/` makes, writes and reads it. L layers with experts, E experts a
 layer, k a token, H hidden size.
 """
 

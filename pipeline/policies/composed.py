@@ -1,6 +1,6 @@
 """Policies made of five parts: placement, gate, prediction, assignment and replacement (DESIGN.md section 5).
 
-A part is a small object over arrays; the composed policy asks each in its turn and does the books. Those are
+A part is a small object over arrays; the composed policy asks each in its turn and keeps count. Those are
 in whole experts, out of `whole_experts(shape, capacity)`: some are the *reserve* of the prediction, the rest
 is the *cache* of the replacement, which the placement fills at the start. A predicted expert is held in the
 reserve; when its layer is planned the replacement may take it into the cache, and what it does not take is
@@ -23,7 +23,7 @@ from pipeline.policies.parts import unused_tiles_note, whole_experts
 from pipeline.policies.view import Gated, Plan, Policy, Routing, Signals, Target, View
 
 Expert = tuple[int, int]  # (layer, expert)
-Narrow = Callable[[int, Routing], Routing]  # (layer, predicted routing) -> what its gate would leave of it
+ApplyGate = Callable[[int, Routing], Routing]  # (layer, predicted routing) -> what its gate would leave of it
 
 
 class Part(ABC):
@@ -37,11 +37,12 @@ class Part(ABC):
     without: ClassVar[str] = ""  # the option that does without what is missing, as "gate=own"
 
     def join(self, parts: Parts) -> None:
-        """Told once which parts it works with, before anything is asked of it."""
+        """Called once with all five parts, before any other method."""
         del parts  # most parts need none of the others
 
     def missing(self, view: View) -> str:
-        """What the part needs and has not got, as the object of "needs"; "" where it lacks nothing."""
+        """What the part needs and the view does not have, as the object of "needs"; "" where nothing is
+        missing."""
         if self.needs_calibration and view.calibration is None:
             return "a calibration of this model"
         return ""
@@ -69,7 +70,7 @@ class Gate(Part):
         """The routing of the layer from its own router's logits."""
 
     @abstractmethod
-    def narrow(self, layer: int, routing: Routing, view: View) -> Routing:
+    def apply_gate(self, layer: int, routing: Routing, view: View) -> Routing:
         """The same rule for a routing of that layer that is only predicted."""
 
 
@@ -77,8 +78,9 @@ class Prediction(Part):
     """Which experts later layers will need."""
 
     predictor: ClassVar[Literal["raw", "residual"] | None] = "raw"  # whose calibrated accuracy it has
+
     @abstractmethod
-    def room(self, view: View) -> int:
+    def reserve(self, view: View) -> int:
         """How many experts may be held at once because they were predicted; 0: it predicts nothing."""
 
     @abstractmethod
@@ -86,12 +88,12 @@ class Prediction(Part):
         """As `Policy.probes`."""
 
     @abstractmethod
-    def experts(self, layer: int, signals: Signals, view: View, narrow: Narrow) -> list[Expert]:
+    def experts(self, layer: int, signals: Signals, view: View, apply_gate: ApplyGate) -> list[Expert]:
         """Experts that will be needed and that no target keeps yet (`view.target` is 0), likeliest first."""
 
 
 class Assignment(Part):
-    """Who computes what: a cut for each active expert."""
+    """Which side computes which tiles: a cut for each active expert."""
 
     uses_device: ClassVar[bool] = True  # False: every cut is 0
     uses_host: ClassVar[bool] = True  # False: every cut is n
@@ -113,21 +115,21 @@ STAY = Moves((), ())
 
 
 class Replacement(Part):
-    """What stays resident. It knows the cache's experts from `start` on and from its own moves; those that a
-    prediction holds in the reserve are no concern of it."""
+    """What stays resident. It knows the cache's experts from `start` on and from its own moves; it does not
+    see those that a prediction holds in the reserve."""
 
     fills: ClassVar[str] = ""  # where new experts come from: "fetched" ones, "swapped" for held ones, or none
 
-    def rooms(self, view: View, budget: int) -> Sequence[int] | None:
+    def sizes(self, view: View, budget: int) -> Sequence[int] | None:
         """How many experts each layer may hold, summing to at most `budget`; None: as they are placed."""
         return None
 
     @abstractmethod
     def start(self, placed: list[Expert], budget: int, view: View) -> None:
-        """The cache holds these experts and has room for `budget`; what was known before is forgotten."""
+        """The cache holds these experts and can hold `budget`; earlier state is dropped."""
 
-    def heard(self, layer: int, signals: Signals, view: View) -> None:
-        """What the layer's router said; before the layer is planned."""
+    def observe(self, layer: int, signals: Signals, view: View) -> None:
+        """Take note of the layer's router logits, before the layer is planned."""
 
     def plan(self, layer: int, rows: dict[int, int], cut: IntArray, view: View) -> Moves:
         """Before the layer is computed. `rows`: of each active expert. Experts that come into the cache have
@@ -176,21 +178,21 @@ class Composed(Policy):
         return *unused_tiles_note(self.name, view), *dict.fromkeys(notes)
 
     def placement(self, view: View) -> IntArray:
-        refuse_lacking(self.name, tuple(self.parts), view)
+        require(self.name, tuple(self.parts), view)
         shape = view.shape
         whole = whole_experts(shape, view.capacity)
-        # a small cache is not left to guesses alone
-        self._reserve = min(self.parts.prediction.room(view), whole // 2)
+        # at least half of a small cache is not the prediction's
+        self._reserve = min(self.parts.prediction.reserve(view), whole // 2)
         self._predicted.clear()
         budget = whole - self._reserve
         targets = self.parts.placement.targets(view, budget)
-        rooms = self.parts.replacement.rooms(view, budget)
-        if rooms is not None:
-            for layer, room in enumerate(rooms):
+        sizes = self.parts.replacement.sizes(view, budget)
+        if sizes is not None:
+            for layer, size in enumerate(sizes):
                 placed = np.flatnonzero(targets[layer])
-                if len(placed) > room:  # a layer's most popular ones stay, of equal ones the first
+                if len(placed) > size:  # a layer's most popular ones stay, of equal ones the first
                     order = np.argsort(-view.popularity[layer, placed], kind="stable")
-                    targets[layer, placed[order[room:]]] = 0
+                    targets[layer, placed[order[size:]]] = 0
         self.parts.replacement.start(
             list(zip(*(axis.tolist() for axis in np.nonzero(targets)), strict=True)), budget, view
         )
@@ -202,7 +204,7 @@ class Composed(Policy):
         return self.parts.prediction.probes(layer, view)
 
     def gate(self, layer: int, signals: Signals, view: View) -> Gated:
-        self.parts.replacement.heard(layer, signals, view)
+        self.parts.replacement.observe(layer, signals, view)
         return self.parts.gate(layer, signals, view)
 
     def plan(self, layer: int, routing: Routing, view: View) -> Plan:
@@ -215,12 +217,12 @@ class Composed(Policy):
     def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> tuple[Target, ...]:
         if not (self._reserve and view.prefetching):
             return ()
-        room = self._reserve - len(self._predicted)
-        if room <= 0:
+        free = self._reserve - len(self._predicted)
+        if free <= 0:
             return ()
         chosen = self.parts.prediction.experts(
-            layer, signals, view, lambda of, routing: self.parts.gate.narrow(of, routing, view)
-        )[:room]
+            layer, signals, view, lambda of, routing: self.parts.gate.apply_gate(of, routing, view)
+        )[:free]
         self._predicted.update(chosen)
         tiles = view.shape.tiles
         return tuple(Target(of, expert, tiles) for of, expert in chosen)
@@ -247,7 +249,7 @@ class Composed(Policy):
         return *(Target(*key, 0) for key in moves.out), *grown
 
 
-def refuse_lacking(policy: str, parts: Sequence[Part], view: View) -> None:
+def require(policy: str, parts: Sequence[Part], view: View) -> None:
     """Raises PolicyError, one line with what to do, where a part lacks what it needs."""
     if view.costs is None and any(part.needs_costs for part in parts):
         raise PolicyError(f"policy {policy} plans by costs, and none were measured or given (--costs)")

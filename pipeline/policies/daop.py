@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.arrays import FloatArray, IntArray
-from pipeline.policies.composed import Placement, refuse_lacking
+from pipeline.policies.composed import Placement, require
 from pipeline.policies.options import Choice, Option, Real, Whole
 from pipeline.policies.parts import unused_tiles_note, whole_experts
 from pipeline.policies.placements import Calibrated, Known, Popular
@@ -27,10 +27,11 @@ class Daop(Policy):
     used ones on the device, where they are used `swap` times as much or more (Algorithm 1); uses are counted
     over the chunks of a prompt and over the sequences that are live. Decoding moves nothing.
 
-    In decode, from layer `first_layer` on, a layer's routing is what its router says of the layer before's
-    input, and its own is not asked (section IV-C). Of the predicted experts, those on the host begin at once,
-    on that input, and those on the device compute the layer's own. Where more than max(1, k // 2) are on
-    the host, the others of them give way to the best-scored experts on the device (graceful degradation)."""
+    In decode, from layer `first_layer` on, a layer's routing is what its router chooses for the layer
+    before's input, and its own is not asked (section IV-C). Of the predicted experts, those on the host begin
+    at once, on that input, and those on the device compute the layer's own. Where more than max(1, k // 2)
+    are on the host, the others of them give way to the best-scored experts on the device (graceful
+    degradation)."""
 
     name = "daop"
     help: ClassVar[str] = "Experts follow the prompt; the host computes predicted ones a layer early"
@@ -85,7 +86,7 @@ class Daop(Policy):
         return *unused_tiles_note(self.name, view), *notes
 
     def placement(self, view: View) -> IntArray:
-        refuse_lacking(self.name, (self._placement,), view)
+        require(self.name, (self._placement,), view)
         self._seen.clear()
         self._counts.clear()
         return self._placement.targets(view, whole_experts(view.shape, view.capacity))
@@ -94,7 +95,7 @@ class Daop(Policy):
         return (layer + 1,) if self._predicts(layer + 1, view) else ()
 
     def plan(self, layer: int, routing: Routing, view: View) -> Plan:
-        if layer == 0:  # which is never predicted, so every step comes by here
+        if layer == 0:  # never predicted, so every step plans it
             self._note_live(view)
         cut = np.minimum(view.residency[layer], view.target[layer])
         if view.phase == "decode":
@@ -115,15 +116,17 @@ class Daop(Policy):
             return None
         assert view.router is not None
         logits = signals.probes[following]
-        said = view.router(logits)
+        predicted = view.router(logits)
         cut = np.minimum(view.residency[following], view.target[following])
-        return Ahead(Gated(degrade(said, logits, cut, view.shape.tiles), said, True), cut, self._early)
+        return Ahead(
+            Gated(degrade(predicted, logits, cut, view.shape.tiles), predicted, True), cut, self._early
+        )
 
     def _predicts(self, layer: int, view: View) -> bool:
         return self._predict and view.phase == "decode" and self._first_layer <= layer < view.shape.layers
 
     def _note_live(self, view: View) -> None:
-        """Whose rows this step has; those who had none for long are forgotten."""
+        """Note the sequences of this step's rows, and drop those without a row for LIVE_STEPS."""
         for sequence in view.sequences or (0,):
             self._seen[sequence] = view.step
         ended = [sequence for sequence, step in self._seen.items() if view.step - step > LIVE_STEPS]
@@ -159,7 +162,7 @@ def swaps(counts: list[int], target: list[int], ratio: float) -> list[tuple[int,
     ]
 
 
-def degrade(said: Routing, logits: FloatArray, cut: IntArray, tiles: int) -> Routing:
+def degrade(predicted: Routing, logits: FloatArray, cut: IntArray, tiles: int) -> Routing:
     """Graceful degradation of a predicted routing, row by row: the best max(1, k // 2) of the experts that
     are not wholly on the device (cut [E] below `tiles`) stay, each of the others gives its slot to the
     best-scored expert (logits [R, E]) that is on the device and not chosen yet, the lowest-scored ones first;
@@ -167,11 +170,13 @@ def degrade(said: Routing, logits: FloatArray, cut: IntArray, tiles: int) -> Rou
 
     A slot's new weight is its old one times the ratio of the two experts' softmax probabilities; then all of
     the row's weights are scaled to their old sum."""
-    keep = max(1, said.experts.shape[1] // 2)
+    keep = max(1, predicted.experts.shape[1] // 2)
     resident = [expert for expert, kept in enumerate(cut.tolist()) if kept == tiles]
     here = set(resident)
     experts: IntArray | None = None
-    for row, (chosen, weights) in enumerate(zip(said.experts.tolist(), said.weights.tolist(), strict=True)):
+    for row, (chosen, weights) in enumerate(
+        zip(predicted.experts.tolist(), predicted.weights.tolist(), strict=True)
+    ):
         away = [slot for slot, expert in enumerate(chosen) if weights[slot] and expert not in here]
         if len(away) <= keep:
             continue
@@ -183,7 +188,7 @@ def degrade(said: Routing, logits: FloatArray, cut: IntArray, tiles: int) -> Rou
         if not best:
             continue
         if experts is None:
-            experts, new_weights = said.experts.copy(), said.weights.copy()
+            experts, new_weights = predicted.experts.copy(), predicted.weights.copy()
         total = sum(weights)
         for slot, expert in zip(away[len(away) - len(best) :], best, strict=True):
             weights[slot] *= exp(scores[expert] - scores[chosen[slot]])
@@ -191,4 +196,4 @@ def degrade(said: Routing, logits: FloatArray, cut: IntArray, tiles: int) -> Rou
         scale = total / sum(weights)
         experts[row] = chosen
         new_weights[row] = [weight * scale for weight in weights]
-    return said if experts is None else Routing(experts, new_weights)
+    return predicted if experts is None else Routing(experts, new_weights)

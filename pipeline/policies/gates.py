@@ -21,9 +21,9 @@ class OwnGate(Gate):
     help: ClassVar[str] = "every expert that the model's router chose"
 
     def __call__(self, layer: int, signals: Signals, view: View) -> Gated:
-        return Gated.as_said(_said(signals, view))
+        return Gated.from_router(_own_routing(signals, view))
 
-    def narrow(self, layer: int, routing: Routing, view: View) -> Routing:
+    def apply_gate(self, layer: int, routing: Routing, view: View) -> Routing:
         return routing
 
 
@@ -76,25 +76,25 @@ class AdaptiveGate(Gate):
         return ""
 
     def __call__(self, layer: int, signals: Signals, view: View) -> Gated:
-        said = _said(signals, view)
-        return Gated(self.narrow(layer, said, view), said)
+        routing = _own_routing(signals, view)
+        return Gated(self.apply_gate(layer, routing, view), routing)
 
-    def narrow(self, layer: int, routing: Routing, view: View) -> Routing:
+    def apply_gate(self, layer: int, routing: Routing, view: View) -> Routing:
         if view.phase != "decode" and not self._prompts_too:
             return routing
         if view.calibration is not self._calibration or self._calibration is None:
             self._learn(view)
         sensitivity = self._sensitivity[layer]
         if len(routing.weights) > FEW_ROWS:
-            return Routing(routing.experts, _narrow_rows(routing.weights, sensitivity, self._limit))
+            return Routing(routing.experts, _gate_rows(routing.weights, sensitivity, self._limit))
         rows = routing.weights.tolist()
         if len(rows) == 1:
-            only = _narrow_row(rows[0], sensitivity, self._limit)
+            only = _gate_row(rows[0], sensitivity, self._limit)
             return Routing(routing.experts, np.array([only], np.float32)) if only else routing
-        narrowed = [_narrow_row(row, sensitivity, self._limit) for row in rows]
-        if not any(narrowed):
+        gated = [_gate_row(row, sensitivity, self._limit) for row in rows]
+        if not any(gated):
             return routing
-        kept = [new or row for new, row in zip(narrowed, rows, strict=True)]
+        kept = [new or row for new, row in zip(gated, rows, strict=True)]
         return Routing(routing.experts, np.array(kept, np.float32))
 
     def _learn(self, view: View) -> None:
@@ -109,13 +109,13 @@ class AdaptiveGate(Gate):
         self._sensitivity = calibration.sensitivity.tolist()
 
 
-def _said(signals: Signals, view: View) -> Routing:
+def _own_routing(signals: Signals, view: View) -> Routing:
     assert signals.logits is not None
     assert view.router is not None
     return view.router(signals.logits)
 
 
-def _narrow_row(weights: list[float], sensitivity: float, limit: float) -> list[float]:
+def _gate_row(weights: list[float], sensitivity: float, limit: float) -> list[float]:
     """One token's weights with the smallest ones dropped, of equal ones the last; empty where none is."""
     total = sum(weights)
     if total <= 0:
@@ -137,7 +137,7 @@ def _narrow_row(weights: list[float], sensitivity: float, limit: float) -> list[
     return [weight * scale for weight in kept]
 
 
-def _narrow_rows(weights: FloatArray, sensitivity: float, limit: float) -> FloatArray:
+def _gate_rows(weights: FloatArray, sensitivity: float, limit: float) -> FloatArray:
     """The same for many tokens, float32 [R, k]."""
     wide = weights.astype(np.float64)
     total = wide.sum(axis=1, keepdims=True)

@@ -1,4 +1,4 @@
-"""What several parts of policies share: counting rows and whole experts, and choosing experts."""
+"""Helpers of several parts of policies: whole experts, and the most counted ones."""
 
 from __future__ import annotations
 

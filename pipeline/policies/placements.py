@@ -21,7 +21,7 @@ def _targets(chosen: Chosen, view: View) -> IntArray:
 
 
 def _chooses(view: View) -> bool:
-    """Whether there is room for some experts but not for all."""
+    """Whether the cache holds some experts but not all."""
     return 0 < whole_experts(view.shape, view.capacity) < view.shape.layers * view.shape.experts
 
 
@@ -120,13 +120,13 @@ class Sized(Placement):
     calibration's decoding, or where there is none, since the engine started."""
 
     name: ClassVar[str] = "sized"
-    help: ClassVar[str] = "each layer's most used experts, as many as the replacement has room for there"
+    help: ClassVar[str] = "each layer's most used experts, as many as the replacement keeps there"
 
     def join(self, parts: Parts) -> None:
         self._replacement = parts.replacement
 
     def targets(self, view: View, budget: int) -> IntArray:
         counts = view.popularity if view.calibration is None else view.calibration.decode_counts
-        rooms = self._replacement.rooms(view, budget)
-        chosen = evenly_counted(counts, budget) if rooms is None else most_counted(counts, rooms)
+        sizes = self._replacement.sizes(view, budget)
+        chosen = evenly_counted(counts, budget) if sizes is None else most_counted(counts, sizes)
         return _targets(chosen, view)

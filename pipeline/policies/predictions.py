@@ -1,7 +1,7 @@
 """Prediction parts: which experts later layers will need, from routers applied ahead of their layers.
 
-A router of layer l + 1 on layer l's x says well which experts l + 1 will use, because each layer adds little
-to the residual stream. What is predicted is fetched behind what is demanded.
+A router of layer l + 1 on layer l's x predicts well which experts l + 1 will use, because each layer adds
+little to the residual stream. What is predicted is fetched behind what is demanded.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import ClassVar
 import numpy as np
 
 from pipeline.arrays import FloatArray
-from pipeline.policies.composed import Expert, Narrow, Prediction
+from pipeline.policies.composed import ApplyGate, Expert, Prediction
 from pipeline.policies.options import Whole
 from pipeline.policies.view import Routing, Signals, View
 
 FEW_EXPERTS = 16  # a layer's, up to which a model counts as one of few large experts
 
 
-def likeliest(routing: Routing) -> list[int]:
+def by_probability(routing: Routing) -> list[int]:
     """The experts of a predicted routing: of one row as its router names them, the best first; of several,
     most rows first, then the greatest sum of weights."""
     if len(routing.experts) == 1:
@@ -38,14 +38,14 @@ def _not_kept(layer: int, experts: list[int], view: View) -> list[Expert]:
     return [(layer, expert) for expert in experts if not kept[expert]]
 
 
-def _lacking(layer: int, logits: FloatArray, view: View, narrow: Narrow) -> list[Expert]:
+def _needed(layer: int, logits: FloatArray, view: View, apply_gate: ApplyGate) -> list[Expert]:
     """Of the experts that a router names, and the layer's gate would leave, those that no target keeps."""
     assert view.router is not None
     routing = view.router(logits)
     kept = view.target[layer].take(routing.experts)
     if np.count_nonzero(kept) == kept.size:  # whatever the gate leaves of them
         return []
-    return _not_kept(layer, likeliest(narrow(layer, routing)), view)
+    return _not_kept(layer, by_probability(apply_gate(layer, routing)), view)
 
 
 class Nothing(Prediction):
@@ -55,33 +55,33 @@ class Nothing(Prediction):
     help: ClassVar[str] = "nothing is predicted"
     predictor = None
 
-    def room(self, view: View) -> int:
+    def reserve(self, view: View) -> int:
         return 0
 
     def probes(self, layer: int, view: View) -> tuple[int, ...]:
         return ()
 
-    def experts(self, layer: int, signals: Signals, view: View, narrow: Narrow) -> list[Expert]:
+    def experts(self, layer: int, signals: Signals, view: View, apply_gate: ApplyGate) -> list[Expert]:
         return []
 
 
 class NextGate(Prediction):
-    """The next layer's router on this layer's x (Mixtral-Offloading); room for one token's experts."""
+    """The next layer's router on this layer's x (Mixtral-Offloading); its reserve is one token's experts."""
 
     name: ClassVar[str] = "next-gate"
     help: ClassVar[str] = "the next layer's router on this layer's input"
 
-    def room(self, view: View) -> int:
+    def reserve(self, view: View) -> int:
         return view.shape.top_k
 
     def probes(self, layer: int, view: View) -> tuple[int, ...]:
         return (layer + 1,) if layer + 1 < view.shape.layers else ()
 
-    def experts(self, layer: int, signals: Signals, view: View, narrow: Narrow) -> list[Expert]:
+    def experts(self, layer: int, signals: Signals, view: View, apply_gate: ApplyGate) -> list[Expert]:
         following = layer + 1
         if following not in signals.probes:
             return []
-        return _lacking(following, signals.probes[following], view, narrow)
+        return _needed(following, signals.probes[following], view, apply_gate)
 
 
 class Residual(Prediction):
@@ -108,20 +108,20 @@ class Residual(Prediction):
     def __init__(self, *, prefetch: int | None) -> None:
         self._prefetch = prefetch
 
-    def room(self, view: View) -> int:
+    def reserve(self, view: View) -> int:
         return self._prefetch or (1 if view.shape.experts <= FEW_EXPERTS else 4)
 
     def probes(self, layer: int, view: View) -> tuple[int, ...]:
         return (layer + 1,) if layer + 1 < view.shape.layers else ()
 
-    def experts(self, layer: int, signals: Signals, view: View, narrow: Narrow) -> list[Expert]:
+    def experts(self, layer: int, signals: Signals, view: View, apply_gate: ApplyGate) -> list[Expert]:
         following = layer + 1
         if following not in signals.probes:
             return []
         assert view.calibration is not None
         assert view.router is not None
         logits = signals.probes[following] + view.calibration.residual_logits[layer]
-        most = likeliest(narrow(following, view.router(logits)))[: self.room(view)]
+        most = by_probability(apply_gate(following, view.router(logits)))[: self.reserve(view)]
         return _not_kept(following, most, view)
 
 
@@ -137,7 +137,7 @@ class Lookahead(Prediction):
     def __init__(self, *, depth: int) -> None:
         self._depth = depth
 
-    def room(self, view: View) -> int:
+    def reserve(self, view: View) -> int:
         # what was predicted two layers ago may wait beside what is needed next
         return 2 * view.shape.top_k
 
@@ -148,9 +148,9 @@ class Lookahead(Prediction):
         trained = view.calibration is not None and view.calibration.first_gate is not None
         return (0,) if trained and view.phase == "decode" else ()
 
-    def experts(self, layer: int, signals: Signals, view: View, narrow: Narrow) -> list[Expert]:
+    def experts(self, layer: int, signals: Signals, view: View, apply_gate: ApplyGate) -> list[Expert]:
         for later in self.probes(layer, view):
             logits = signals.probes.get(later)
-            if logits is not None and (found := _lacking(later, logits, view, narrow)):
+            if logits is not None and (found := _needed(later, logits, view, apply_gate)):
                 return found
         return []

@@ -1,4 +1,4 @@
-"""Whether prediction pays for the bytes it moves; where it does not, it rests and is tried again later.
+"""Whether predictions are worth the bytes they move; where not, prefetching is switched off and tried later.
 
 What a wrong prediction moves takes memory's and the link's time from what is demanded. So over a window of
 steps at least PAYS of the tiles that landed by prediction must have been used before they were dropped.

@@ -58,7 +58,7 @@ class Lru(Replacement):
         self._per_layer = scope == "layer"
         self.needs_calibration = self._per_layer and sizes == "dp"
         self._orders: list[OrderedDict[Expert, None]] = []  # least recently used first
-        self._rooms: list[int] = []
+        self._sizes: list[int] = []
         self._sized: tuple[Calibration | None, int, list[int]] | None = None  # that of `layer_sizes`
 
     def join(self, parts: Parts) -> None:
@@ -71,7 +71,7 @@ class Lru(Replacement):
             return "a calibration with sensitivities"
         return super().missing(view)
 
-    def rooms(self, view: View, budget: int) -> Sequence[int] | None:
+    def sizes(self, view: View, budget: int) -> Sequence[int] | None:
         if not self._per_layer:
             return None
         if not self.needs_calibration:
@@ -84,15 +84,15 @@ class Lru(Replacement):
         return known[2]
 
     def start(self, placed: list[Expert], budget: int, view: View) -> None:
-        rooms = self.rooms(view, budget)
-        self._rooms = [budget] if rooms is None else list(rooms)
-        self._orders = [OrderedDict() for _ in self._rooms]
+        sizes = self.sizes(view, budget)
+        self._sizes = [budget] if sizes is None else list(sizes)
+        self._orders = [OrderedDict() for _ in self._sizes]
         for layer, expert in sorted(placed, reverse=True):
             self._orders[layer if self._per_layer else 0][layer, expert] = None
 
     def plan(self, layer: int, rows: dict[int, int], cut: IntArray, view: View) -> Moves:
         index = layer if self._per_layer else 0
-        order, room = self._orders[index], self._rooms[index]
+        order, size = self._orders[index], self._sizes[index]
         used = sorted([(layer, expert) for expert in rows], reverse=True)
         hits = [key for key in used if key in order]
         if len(hits) == len(used):
@@ -101,10 +101,10 @@ class Lru(Replacement):
             return STAY
         new = [key for key in used if key not in order and cut[key[1]]]
         new.sort(key=lambda key: (-rows[key[1]], key[1]))
-        del new[room - len(hits) :]
+        del new[size - len(hits) :]
         for key in hits:
             del order[key]
-        excess = len(order) + len(hits) + len(new) - room
+        excess = len(order) + len(hits) + len(new) - size
         out = [order.popitem(last=False)[0] for _ in range(excess)]
         for key in sorted(hits + new, reverse=True):
             order[key] = None
@@ -171,12 +171,12 @@ class Score(Replacement):
     help: ClassVar[str] = "the greatest decaying sum of router probabilities"
     fills: ClassVar[str] = "fetched"
 
-    def rooms(self, view: View, budget: int) -> Sequence[int] | None:
+    def sizes(self, view: View, budget: int) -> Sequence[int] | None:
         return evenly(view.shape.layers, budget)
 
     def start(self, placed: list[Expert], budget: int, view: View) -> None:
         shape = view.shape
-        self._rooms = evenly(shape.layers, budget)
+        self._sizes = evenly(shape.layers, budget)
         self._held: list[set[int]] = [set() for _ in range(shape.layers)]
         for layer, expert in placed:
             self._held[layer].add(expert)
@@ -185,7 +185,7 @@ class Score(Replacement):
         self._unit = [0.5] * shape.layers
         self._p = min(2 * shape.top_k, shape.experts)
 
-    def heard(self, layer: int, signals: Signals, view: View) -> None:
+    def observe(self, layer: int, signals: Signals, view: View) -> None:
         if signals.logits is None:
             return
         mean = _probabilities(signals.logits)
@@ -205,7 +205,7 @@ class Score(Replacement):
             return STAY
         scores = self._scores[layer]
         new.sort(key=lambda expert: (-scores[expert], expert))
-        into = new[: self._rooms[layer] - len(held)]
+        into = new[: self._sizes[layer] - len(held)]
         cold = sorted(sorted(held - rows.keys()), key=scores.__getitem__)
         out = []
         for old, hot in zip(cold, new[len(into) :], strict=False):

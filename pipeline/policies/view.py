@@ -27,7 +27,7 @@ FEW_ROWS = 8  # up to which plain numbers are quicker than arrays
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a policy may know of the model."""
+    """The dimensions of the model's experts."""
 
     layers: int
     experts: int  # E, a layer
@@ -72,17 +72,17 @@ class Signals:
 
 @dataclass(frozen=True)
 class Gated:
-    """What a gate decided. `routing` is computed; `said` is what the router said, of the same [R, k]: where
-    the two differ, the difference is metered. A weight of 0 where `said` has one is an expert that was
-    skipped, another expert in its place was substituted."""
+    """What a gate decided. `routing` is computed; `router_routing` is what the router chose, of the same [R,
+    k]: where the two differ, the difference is metered. A weight of 0 where `router_routing` has one is an
+    expert that was skipped, another expert in its place was substituted."""
 
     routing: Routing
-    said: Routing
-    predicted: bool = False  # `said` comes from the layer before: the layer's own router was not run
+    router_routing: Routing
+    predicted: bool = False  # by the layer before: the layer's own router was not run
 
     @classmethod
-    def as_said(cls, routing: Routing) -> Gated:
-        """Exactly what the router said."""
+    def from_router(cls, routing: Routing) -> Gated:
+        """Exactly what the router chose."""
         return cls(routing, routing)
 
 
@@ -130,14 +130,15 @@ class View:
     router: Callable[[FloatArray], Routing] | None = None  # the model's own: logits [R, E] to a routing
     calibration: Calibration | None = None  # None where the model has not been calibrated
     sequences: tuple[int, ...] = ()  # [R]: the sequence of each of the step's rows
-    prefetching: bool = True  # False: prediction did not pay for its bytes lately and is to rest
+    prefetching: bool = True  # False: predictions were of too little use lately
 
 
 class Policy(ABC):
     """One preset. A new policy object is made at start and at each SetPolicy; it may keep state.
 
-    Of each layer a step asks, in this order: `probes`, `gate` (unless `ahead` decided it a layer ago), `plan`
-    (likewise), `ahead`, `predict`, and once the layer has been computed, `after`."""
+    `PolicyDriver` (pipeline/engine/driver.py) has the order in which it is asked. In short, for each layer of
+    a step: `probes`, `gate` and `plan` (unless `ahead` decided the layer one layer earlier), `ahead`,
+    `predict`, and once the layer has been computed, `after`."""
 
     name: str
     exact: bool = True
@@ -147,7 +148,7 @@ class Policy(ABC):
     uses_host: bool = True  # False: the workers compute nothing
 
     def notes(self, view: View) -> tuple[str, ...]:
-        """What was asked of this policy and cannot be done here, with the reason; each one line."""
+        """What this policy cannot do here, with the reason; each one line."""
         return ()
 
     @abstractmethod
@@ -164,7 +165,7 @@ class Policy(ABC):
         """Which experts each row uses."""
         assert signals.logits is not None
         assert view.router is not None
-        return Gated.as_said(view.router(signals.logits))
+        return Gated.from_router(view.router(signals.logits))
 
     @abstractmethod
     def plan(self, layer: int, routing: Routing, view: View) -> Plan:
@@ -176,8 +177,8 @@ class Policy(ABC):
         return None
 
     def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> tuple[Target, ...]:
-        """Targets for experts that later layers will probably need; they are fetched after what is demanded,
-        in the order given, and counted as predictions."""
+        """Targets for experts that later layers will probably need. They are fetched behind the demanded
+        tiles, in the order given, and counted as predictions. They must not evict tiles of this layer."""
         return ()
 
     def after(self, layer: int, routing: Routing, view: View) -> tuple[Target, ...]:

@@ -56,7 +56,7 @@ class SimulatedCache:
         self._capacity = capacity
         self._tile_seconds = tile_seconds
         self._kept = 0  # sum of the targets
-        self._lacking: set[Key] = set()  # residency below target
+        self._below_target: set[Key] = set()  # residency below target
         self._background: dict[Key, Order] = {}
         self._queues: tuple[deque[Order], deque[Order]] = (deque(), deque())  # predicted, placed
         self._flying: Order | None = None  # one of its tiles is on the link, until `free`
@@ -71,7 +71,7 @@ class SimulatedCache:
         """Before the clock runs: all of this is resident. Raises PlanError."""
         self.retarget(Target(int(i), int(e), int(target[i, e])) for i, e in np.argwhere(target))
         self.residency[...] = self.target
-        self._lacking.clear()
+        self._below_target.clear()
 
     def retarget(self, changes: Iterable[Target], predicted: bool = False) -> None:
         """As TileMover.retarget. Raises PlanError where the targets are out of range or beyond the
@@ -89,9 +89,9 @@ class SimulatedCache:
             if before > change.tiles:
                 residency[key] = change.tiles
             if before < change.tiles:
-                self._lacking.add(key)
+                self._below_target.add(key)
             else:
-                self._lacking.discard(key)
+                self._below_target.discard(key)
             order = self._background.get(key)
             if order is not None and order.lo + order.count > change.tiles:
                 self._cancel(order)
@@ -109,7 +109,7 @@ class SimulatedCache:
         if self._kept > self._capacity:
             raise PlanError(f"the policy's targets need {self._kept} tiles, the cache holds {self._capacity}")
 
-    def take_in(self, now: float) -> None:
+    def advance(self, now: float) -> None:
         """Run the link until now."""
         while True:
             if self._flying is not None:
@@ -129,13 +129,13 @@ class SimulatedCache:
 
     def update(self, now: float) -> None:
         """Take in what has landed by now, and order in the background what is still lacking."""
-        self.take_in(now)
+        self.advance(now)
         if self._predicted:
             for key in list(self._predicted):
                 if not self._order(key, True, now):
                     return
-        if self._lacking:
-            for key in sorted(self._lacking):
+        if self._below_target:
+            for key in sorted(self._below_target):
                 if not self._order(key, False, now):
                     return
 
@@ -150,7 +150,7 @@ class SimulatedCache:
     def demand(self, layer: int, missing: list[tuple[int, int, int]], now: float) -> list[tuple[int, float]]:
         """Fetch tiles [lo, hi) of each (expert, lo, hi) before all else: each tile's (expert, landing), in
         the order in which they land. A tile of these experts that is on the link is the first of them."""
-        self.take_in(now)
+        self.advance(now)
         landings: list[tuple[int, float]] = []
         wanted = []
         for expert, lo, hi in missing:
@@ -185,7 +185,7 @@ class SimulatedCache:
         if self.residency[key] < self.target[key]:
             self.residency[key] += 1
             if self.residency[key] == self.target[key]:
-                self._lacking.discard(key)
+                self._below_target.discard(key)
 
     def _order(self, key: Key, predicted: bool, now: float) -> bool:
         """As TileMover: order what an expert lacks; False where no more can be ordered."""
@@ -228,7 +228,7 @@ class SimulatedCache:
         if order.lo + order.started - 1 == self.residency[key] < self.target[key]:
             self.residency[key] += 1
             if self.residency[key] == self.target[key]:
-                self._lacking.discard(key)
+                self._below_target.discard(key)
             if prediction is not None:
                 prediction.tiles += 1
         elif booked is not None:

@@ -118,14 +118,14 @@ class Replay:
 
     def read(self, layer: int, probes: Sequence[int], own: bool) -> Signals:
         traced = self._traced
-        other = self._tile(len(traced.said.experts))[2]
+        other = self._tile(len(traced.router_routing.experts))[2]
         self._counters.device_busy += other
         self.now += other
-        self.cache.take_in(self.now)
+        self.cache.advance(self.now)
         logits = None
         if own and traced.logits is not None:
             logits = traced.logits.astype(np.float32)
-        self._router.layer(logits, traced.said)
+        self._router.layer(logits, traced.router_routing)
         return Signals(logits, {target: self._probe(layer, traced, target) for target in probes})
 
     def begin(self, decision: LayerDecision[float]) -> None:
@@ -162,7 +162,7 @@ class Replay:
         self.now = max(at, self._host_done)
 
     def end(self, targets: Sequence[Target]) -> None:
-        self.cache.take_in(self.now)
+        self.cache.advance(self.now)
         self.cache.retarget(targets)
         self.cache.update(self.now)
 

@@ -40,7 +40,7 @@ def look_over(trace: Trace) -> Overview:
                     f"{trace.path}: in step {step.number} layer {index} was predicted, and its own router was"
                     " not run; record under a policy that runs all of them, such as all-host"
                 )
-            counts[index] += layer.said.workload(shape.experts)
+            counts[index] += layer.router_routing.workload(shape.experts)
         first = first and step.layers[-1].first is not None
     if not any(steps.values()):
         raise TraceError(f"{trace.path} holds no whole step")

@@ -1,4 +1,4 @@
-"""The model's router, as a replay has it."""
+"""The model's router in a replay."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pipeline.policies.view import Routing
 
 
 class RecordedRouter:
-    """The model's router. Of a layer's own logits it answers what was recorded: they are kept as float16, and
-    their rounding could exchange two experts that are nearly equal."""
+    """The model's router. For a layer's own logits it returns the recorded routing: they are kept as float16,
+    and their rounding could exchange two experts that are nearly equal."""
 
     def __init__(self, model: Router) -> None:
         self._model = model
         self._logits: FloatArray | None = None
-        self._said: Routing
+        self._routing: Routing
 
-    def layer(self, logits: FloatArray | None, said: Routing) -> None:
-        """From now on these are the layer's own logits, and what was said of them."""
-        self._logits, self._said = logits, said
+    def layer(self, logits: FloatArray | None, routing: Routing) -> None:
+        """From now on these are the layer's own logits and the routing that was recorded for them."""
+        self._logits, self._routing = logits, routing
 
     def __call__(self, logits: FloatArray) -> Routing:
-        return self._said if logits is self._logits else self._model(logits)
+        return self._routing if logits is self._logits else self._model(logits)

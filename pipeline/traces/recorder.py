@@ -1,4 +1,4 @@
-"""Writes a trace while the engine computes."""
+"""The observer that writes a trace."""
 
 from __future__ import annotations
 
@@ -79,11 +79,13 @@ class Recorder:
         asked = self.probes(decision.layer)
         last = decision.layer == self._header.shape.layers - 1
         first = signals.probes[0] if last and asked else None
-        said = _copied(gated.said)
+        router_routing = _copied(gated.router_routing)
         self._layers.append(
             LayerTrace(
-                said=said,
-                done=said if _same(gated.routing, gated.said) else _copied(gated.routing),
+                router_routing=router_routing,
+                computed=router_routing
+                if _same(gated.routing, gated.router_routing)
+                else _copied(gated.routing),
                 predicted=gated.predicted,
                 stale=decision.cut.astype("<u2") if decision.stale else None,
                 logits=None if signals.logits is None else halves(signals.logits),

@@ -30,9 +30,9 @@ LARGEST_HALF = 65504.0
 class LayerTrace:
     """One layer of a step of R rows."""
 
-    said: Routing  # by the router, or by what predicted it
-    done: Routing  # what was computed; the same object where nothing was changed
-    predicted: bool  # `said` comes from the layer before, as in Gated
+    router_routing: Routing  # by the router, or by what predicted it
+    computed: Routing  # what was computed; the same object where nothing was changed
+    predicted: bool  # `router_routing` comes from the layer before, as in Gated
     stale: Cuts | None  # [E], where the host's share (tiles from the cut on) is from the layer before's x
     logits: Halves | None  # [R, E] of the layer's own router, where it was run
     predictions: tuple[Halves, ...]  # of the next layers' routers on this layer's x, each [R, E]
@@ -61,11 +61,11 @@ def encode_step(step: TracedStep) -> bytes:
         (np.array(step.sequences, np.int64) & 0xFFFFFFFF).astype("<u4").tobytes(),
     ]
     for layer in step.layers:
-        changed = layer.done is not layer.said
+        changed = layer.computed is not layer.router_routing
         flags = PREDICTED * layer.predicted | STALE * (layer.stale is not None) | CHANGED * changed
         flags |= LOGITS * (layer.logits is not None) | FIRST * (layer.first is not None)
         parts.append(bytes([flags]))
-        for routing in (layer.said, layer.done) if changed else (layer.said,):
+        for routing in (layer.router_routing, layer.computed) if changed else (layer.router_routing,):
             parts += [routing.experts.astype("<u2").tobytes(), routing.weights.astype("<f4").tobytes()]
         optional = (layer.stale, layer.logits, *layer.predictions, layer.first)
         parts += [numbers.tobytes() for numbers in optional if numbers is not None]
@@ -105,8 +105,8 @@ class StepReader:
         flags = taken.byte()
         if flags >= 2 * FIRST or (flags & FIRST and layer != shape.layers - 1):
             raise TraceError(f"layer {layer} has unknown flags")
-        said = self._routing(layer, taken, rows)
-        done = self._routing(layer, taken, rows) if flags & CHANGED else said
+        router_routing = self._routing(layer, taken, rows)
+        computed = self._routing(layer, taken, rows) if flags & CHANGED else router_routing
         size = rows * shape.experts
 
         def logits() -> Halves:
@@ -118,7 +118,7 @@ class StepReader:
         own = logits() if flags & LOGITS else None
         predictions = tuple([logits() for _ in range(header.predictions(layer))])
         first = logits() if flags & FIRST else None
-        return LayerTrace(said, done, bool(flags & PREDICTED), stale, own, predictions, first)
+        return LayerTrace(router_routing, computed, bool(flags & PREDICTED), stale, own, predictions, first)
 
     def _routing(self, layer: int, taken: _Taken, rows: int) -> Routing:
         shape = self._header.shape

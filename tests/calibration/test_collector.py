@@ -55,7 +55,7 @@ class World:
         for layer, x in enumerate(step.x):
             logits = x @ self.gates[layer].T
             probes = {to: x @ self.gates[to].T for to in observer.probes(layer)}
-            gated = Gated.as_said(self.route(logits))
+            gated = Gated.from_router(self.route(logits))
             lent = x.copy()
             decision = LayerDecision[object](layer, Signals(logits, probes), gated, nothing, nothing)
             observer.layer(decision, lent)

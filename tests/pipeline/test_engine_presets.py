@@ -88,7 +88,7 @@ def scene(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
                 mover.update()
 
         patched.setattr(mover._link, "order", noted)
-        patched.setattr(memory, "take_in", wait)
+        patched.setattr(memory, "collect_landings", wait)
         yield scene
 
 

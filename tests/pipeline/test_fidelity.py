@@ -1,4 +1,4 @@
-"""What the meter books for a layer's decision, against weights added up by hand."""
+"""The fidelity counters of a layer's decision, against weights added up by hand."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def booked(gated: Gated, cut: np.ndarray = ON_HOST, stale: bool = False) -> Fide
     return meter
 
 
-def test_what_the_router_said_costs_nothing() -> None:
-    assert booked(Gated.as_said(SAID)) == Fidelity(weight=1.75)
+def test_unchanged_routing_counts_weight_alone() -> None:
+    assert booked(Gated.from_router(SAID)) == Fidelity(weight=1.75)
 
 
 def test_skipped_experts_count_with_the_weight_they_had() -> None:
@@ -32,7 +32,7 @@ def test_substituted_experts_count_with_the_weight_of_those_they_replace() -> No
     assert booked(Gated(done, SAID)) == Fidelity(weight=1.75, substituted=0.5)
 
 
-def test_stale_is_the_part_that_the_host_computed() -> None:
+def test_stale_weight_is_the_hosts_share() -> None:
     """Of expert 0 all four tiles, of 1 none, of 2 one, of 3 two."""
     cut = np.array([0, 4, 3, 2], np.int32)
     meter = booked(Gated(SAID, SAID, predicted=True), cut, stale=True)
@@ -40,10 +40,10 @@ def test_stale_is_the_part_that_the_host_computed() -> None:
     assert meter.predicted == meter.weight == 1.75
 
 
-def test_shares_of_an_answer_are_of_both_phases() -> None:
+def test_fidelity_shares_cover_both_phases() -> None:
     counters = Counters(10, 2)
     before = counters.snapshot()
-    counters.phases["prefill"].fidelity.book(Gated.as_said(SAID), ON_HOST, 4, False)
+    counters.phases["prefill"].fidelity.book(Gated.from_router(SAID), ON_HOST, 4, False)
     kept = Routing(SAID.experts, np.array([[1.0, 0.0], [0.5, 0.25]], np.float32))
     counters.phases["decode"].fidelity.book(Gated(kept, SAID), ON_HOST, 4, False)
     counted = difference(counters.snapshot(), before)

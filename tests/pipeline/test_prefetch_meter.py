@@ -1,4 +1,4 @@
-"""Prediction is switched off where it does not pay for its bytes, says so, and is tried again."""
+"""Prefetching is switched off where its tiles are not used, with a message, and tried again."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Scene:
             self.meter.step(self.landed, self.useful)
 
 
-def test_what_is_half_useful_stays_on() -> None:
+def test_half_useful_predictions_stay_on() -> None:
     scene = Scene()
     scene.run(20 * WINDOW, 4, 2)
     assert scene.meter.on
     assert scene.meter.status == ""
 
 
-def test_what_is_less_useful_rests_says_why_and_is_tried_again() -> None:
+def test_less_useful_predictions_rest_with_a_reason_and_are_tried_again() -> None:
     scene = Scene()
     scene.run(WINDOW - 1, 4, 1)
     assert scene.meter.on
@@ -61,7 +61,7 @@ def test_each_failed_trial_doubles_the_rest_and_a_good_one_ends_that() -> None:
     assert scene.meter.on
 
 
-def test_a_few_tiles_are_not_judged() -> None:
+def test_window_goes_on_until_enough_tiles_landed() -> None:
     """The window goes on until there are enough of them."""
     scene = Scene()
     scene.run(WINDOW, 0, 0)

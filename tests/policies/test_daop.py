@@ -176,8 +176,8 @@ def test_a_layer_is_decided_by_the_one_before(early: str) -> None:
     assert ahead is not None
     assert ahead.early == (early == "1")
     assert ahead.gated.predicted
-    assert ahead.gated.routing is ahead.gated.said
-    assert ahead.gated.said.experts.tolist() == [[6, 1]]
+    assert ahead.gated.routing is ahead.gated.router_routing
+    assert ahead.gated.router_routing.experts.tolist() == [[6, 1]]
     assert ahead.cut.tolist() == [2, 2, 2, 0, 0, 0, 0, 0]
 
 

@@ -74,8 +74,8 @@ def test_adaptive_by_its_rule(top_k: int, data: st.DataObject) -> None:
     limit = data.draw(st.sampled_from([0.0, 0.005, 0.02, 0.2]))
     view = a_view(top_k, sensitivity, limit, weights)
     gated = AdaptiveGate(threshold=None, phase="decode")(1, SIGNALS, view)
-    assert np.array_equal(gated.said.weights, weights)
-    assert np.array_equal(gated.routing.experts, gated.said.experts)
+    assert np.array_equal(gated.router_routing.weights, weights)
+    assert np.array_equal(gated.routing.experts, gated.router_routing.experts)
     assert gated.routing.weights.dtype == np.float32
     for row, said in zip(gated.routing.weights, weights, strict=True):
         wanted = slowly(said.tolist(), float(np.float32(sensitivity[1])), limit)
@@ -103,7 +103,7 @@ def test_many_rows_are_gated_as_one_is() -> None:
     view = a_view(6, [4.0], 0.01, weights)
     together = gate(0, SIGNALS, view).routing.weights
     experts = np.arange(6, dtype=np.int32)[None]
-    alone = [gate.narrow(0, Routing(experts, weights[row : row + 1]), view).weights for row in range(40)]
+    alone = [gate.apply_gate(0, Routing(experts, weights[row : row + 1]), view).weights for row in range(40)]
     assert np.allclose(together, np.concatenate(alone), rtol=1e-6)
     assert (together == 0).any(axis=1).sum() > 10
     assert (together > 0).all(axis=1).any()
@@ -122,7 +122,7 @@ def test_only_decode_by_default() -> None:
     weights = np.array([[0.9, 0.1]], np.float32)
     view = replace(a_view(2, [0.01], 1.0, weights), phase="prefill")
     gated = AdaptiveGate(threshold=None, phase="decode")(0, SIGNALS, view)
-    assert gated.routing is gated.said
+    assert gated.routing is gated.router_routing
     everywhere = AdaptiveGate(threshold=None, phase="all")(0, SIGNALS, view)
     assert everywhere.routing.weights.tolist() == [[1.0, 0.0]]
 
@@ -148,9 +148,9 @@ def test_what_is_missing_is_said() -> None:
 def test_own_is_what_the_router_says() -> None:
     view = a_view(2, [0.01], 1.0, np.array([[0.9, 0.1]], np.float32))
     gated = OwnGate()(0, SIGNALS, view)
-    assert gated.routing is gated.said
+    assert gated.routing is gated.router_routing
     assert not gated.predicted
-    assert gated.said.weights.tolist() == [[np.float32(0.9), np.float32(0.1)]]
-    assert OwnGate().narrow(0, gated.said, view) is gated.said
+    assert gated.router_routing.weights.tolist() == [[np.float32(0.9), np.float32(0.1)]]
+    assert OwnGate().apply_gate(0, gated.router_routing, view) is gated.router_routing
     assert OwnGate.exact
     assert not AdaptiveGate.exact

@@ -9,7 +9,7 @@ import pytest
 from policy_machine import make_calibration, make_view
 
 from pipeline.arrays import FloatArray
-from pipeline.policies.predictions import Lookahead, NextGate, Residual, likeliest
+from pipeline.policies.predictions import Lookahead, NextGate, Residual, by_probability
 from pipeline.policies.view import ModelShape, Routing, Signals, View
 
 SHAPE = ModelShape(layers=4, experts=6, tiles=2, top_k=2)
@@ -46,7 +46,7 @@ def test_next_gate_names_what_is_not_kept_best_first() -> None:
     assert part.experts(1, signals, view_with((2, 3), (1, 2)), as_it_is) == [(2, 2)]
     assert part.experts(1, signals, view_with((2, 3), (2, 2)), as_it_is) == []
     assert part.experts(3, Signals(None, {}), view_with(), as_it_is) == []
-    assert part.room(view_with()) == 2
+    assert part.reserve(view_with()) == 2
 
 
 def test_a_gate_narrows_what_is_predicted() -> None:
@@ -61,9 +61,9 @@ def test_a_gate_narrows_what_is_predicted() -> None:
 def test_the_most_rows_count_first_then_the_weights() -> None:
     experts = np.array([[0, 1], [1, 2], [3, 2], [4, 5]], np.int32)
     weights = np.array([[0.9, 0.1], [0.5, 0.2], [0.6, 0.3], [0.8, 0.0]], np.float32)
-    assert likeliest(Routing(experts, weights)) == [1, 2, 0, 4, 3]
-    assert likeliest(Routing(experts[:1], weights[:1])) == [0, 1]
-    assert likeliest(Routing(experts[:1], weights[:1] * 0)) == []
+    assert by_probability(Routing(experts, weights)) == [1, 2, 0, 4, 3]
+    assert by_probability(Routing(experts[:1], weights[:1])) == [0, 1]
+    assert by_probability(Routing(experts[:1], weights[:1] * 0)) == []
 
 
 def test_residual_corrects_the_input() -> None:
@@ -83,7 +83,7 @@ def test_residual_corrects_the_input() -> None:
 @pytest.mark.parametrize(("experts", "prefetch"), [(8, 1), (16, 1), (17, 4), (128, 4)])
 def test_residual_defaults_follow_the_model(experts: int, prefetch: int) -> None:
     view = make_view(ModelShape(layers=2, experts=experts, tiles=1, top_k=8), 4)
-    assert Residual(prefetch=None).room(view) == prefetch
+    assert Residual(prefetch=None).reserve(view) == prefetch
 
 
 def test_lookahead_goes_on_where_all_is_kept() -> None:

@@ -204,7 +204,7 @@ def test_adapmoe_predicts_only_experts_that_its_gate_keeps(sensitivity: float, n
     logits = np.zeros((1, 16), np.float32)
     logits[0, [3, 7]] = 6, 5
     routing = Routing(np.array([[0, 1]], np.int32), np.ones((1, 2), np.float32))
-    targets = policy.predict(0, Signals(None, {1: logits}), Gated.as_said(routing), driver.view)
+    targets = policy.predict(0, Signals(None, {1: logits}), Gated.from_router(routing), driver.view)
     assert targets == tuple(Target(1, expert, 2) for expert in named)
 
 

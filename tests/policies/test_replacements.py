@@ -231,7 +231,7 @@ def test_a_predicted_expert_that_is_used_comes_into_the_cache() -> None:
     def predict(expert: int) -> None:
         logits = np.where(np.arange(8) == expert, 9, 0).astype(np.float32)[None]
         signals = Signals(logits, {1: logits})
-        machine.apply(machine.policy.predict(0, signals, Gated.as_said(routed(0)), machine.view))
+        machine.apply(machine.policy.predict(0, signals, Gated.from_router(routed(0)), machine.view))
 
     predict(5)
     assert machine.view.target[1].tolist() == [0, 0, 0, 0, 0, 2, 0, 0]

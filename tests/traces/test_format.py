@@ -91,9 +91,10 @@ def test_what_is_written_comes_back(
     for wrote, read in zip(steps, trace.steps(), strict=True):
         assert (wrote.number, wrote.phase, wrote.sequences) == (read.number, read.phase, read.sequences)
         for a, b in zip(wrote.layers, read.layers, strict=True):
-            assert equal(a.said, b.said)
-            assert equal(a.done, b.done)
-            assert (a.said is a.done, a.predicted) == (b.said is b.done, b.predicted)
+            assert equal(a.router_routing, b.router_routing)
+            assert equal(a.computed, b.computed)
+            assert (a.router_routing is a.computed) == (b.router_routing is b.computed)
+            assert a.predicted == b.predicted
             assert (a.stale is None) == (b.stale is None)
             assert a.stale is None or np.array_equal(a.stale, b.stale)
             assert all(map(np.array_equal, a.predictions, b.predictions))

@@ -62,8 +62,8 @@ def test_routing_is_the_models(recorded: tuple[Path, list[int]]) -> None:
         logits = outputs.router_logits[layer].float().numpy()
         own = np.concatenate([step.layers[layer].logits for step in steps])
         assert np.allclose(own, logits, rtol=2e-3, atol=2e-3)
-        experts = np.concatenate([step.layers[layer].said.experts for step in steps])
-        weights = np.concatenate([step.layers[layer].said.weights for step in steps])
+        experts = np.concatenate([step.layers[layer].router_routing.experts for step in steps])
+        weights = np.concatenate([step.layers[layer].router_routing.weights for step in steps])
         order = np.argsort(-logits, axis=1, kind="stable")[:, : shape.top_k + 1]
         best = np.take_along_axis(logits, order, axis=1)
         clear = (best[:, :-1] - best[:, 1:]).min(axis=1) > TIE

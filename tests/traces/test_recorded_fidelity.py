@@ -65,14 +65,14 @@ def added_up(trace: Trace) -> dict[str, float]:
         for layer in step.layers:
             for row in range(len(step.sequences)):
                 for slot in range(trace.header.shape.top_k):
-                    said = float(layer.said.weights[row, slot])
-                    done = float(layer.done.weights[row, slot])
-                    expert = int(layer.done.experts[row, slot])
+                    said = float(layer.router_routing.weights[row, slot])
+                    done = float(layer.computed.weights[row, slot])
+                    expert = int(layer.computed.experts[row, slot])
                     weight += said
                     sums["predicted"] += said * layer.predicted
                     if done == 0:
                         sums["skipped"] += said
-                    elif expert != layer.said.experts[row, slot]:
+                    elif expert != layer.router_routing.experts[row, slot]:
                         sums["substituted"] += said
                     if layer.stale is not None:
                         sums["stale"] += done * (tiles - int(layer.stale[expert])) / tiles

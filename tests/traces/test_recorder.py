@@ -55,8 +55,8 @@ def show_step(
 
 def check_step(step: TracedStep, seen: list[LayerDecision[object]]) -> None:
     for traced, shown in zip(step.layers, seen, strict=True):
-        assert equal(traced.said, shown.gated.said)
-        assert equal(traced.done, shown.gated.routing)
+        assert equal(traced.router_routing, shown.gated.router_routing)
+        assert equal(traced.computed, shown.gated.routing)
         assert (traced.predicted, traced.stale is not None) == (shown.gated.predicted, shown.stale)
         assert (traced.logits is None) == (shown.signals.logits is None)
         if traced.logits is not None:
@@ -84,7 +84,7 @@ def test_what_is_shown_is_recorded(tmp_path: Path, first: bool) -> None:
     ]
     for step, seen in zip(steps, shown, strict=True):
         check_step(step, seen)
-    assert steps[0].layers[0].done is steps[0].layers[0].said
+    assert steps[0].layers[0].computed is steps[0].layers[0].router_routing
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
@@ -92,12 +92,12 @@ def test_the_arrays_may_change_after_the_call(tmp_path: Path) -> None:
     path = tmp_path / "f"
     recorder = open_recorder(path)
     seen = show_step(recorder, 1, ends=False)
-    before = seen[0].gated.said.experts.copy()
+    before = seen[0].gated.router_routing.experts.copy()
     for shown in seen:
-        shown.gated.said.experts[:] = 0
+        shown.gated.router_routing.experts[:] = 0
     recorder.end()
     (step,) = Trace(path).steps()
-    assert np.array_equal(step.layers[0].said.experts, before)
+    assert np.array_equal(step.layers[0].router_routing.experts, before)
     recorder.close()
 
 

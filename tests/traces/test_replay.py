@@ -141,9 +141,9 @@ def test_what_is_demanded_overtakes_a_prediction() -> None:
     # layer 0: 2 and two tiles until 4; layer 1: until 6, tiles at 12 and 17, done at 18
     assert outcome.decode.seconds == pytest.approx(18)
     assert outcome.decode.predicted == 1
-    machine.cache.take_in(21.9)
+    machine.cache.advance(21.9)
     assert machine.cache.residency[1].tolist() == [0, 1]
-    machine.cache.take_in(22)
+    machine.cache.advance(22)
     assert machine.cache.residency[1].tolist() == [0, 2]
     assert machine.cache.unused == 2
 
@@ -164,7 +164,7 @@ def test_what_is_predicted_overtakes_what_is_placed() -> None:
     assert outcome.decode.seconds == pytest.approx(8)
     seen = []
     for now in (8.9, 9, 13.9, 14, 18.9, 19):
-        machine.cache.take_in(now)
+        machine.cache.advance(now)
         seen.append((int(machine.cache.residency[0, 1]), int(machine.cache.residency[1, 1])))
     assert seen == [(0, 0), (1, 0), (1, 0), (1, 1), (1, 1), (2, 1)]
     assert (outcome.decode.placed, outcome.decode.predicted) == (2, 1)
@@ -189,11 +189,11 @@ def test_wide_batches_cost_what_the_grid_says() -> None:
     one = told_steps(header, [[[0]], [[0]], [[1]]], "prefill")
     layers = [step.layers[0] for step in one]
     said = Routing(
-        np.concatenate([layer.said.experts for layer in layers]),
-        np.concatenate([layer.said.weights for layer in layers]),
+        np.concatenate([layer.router_routing.experts for layer in layers]),
+        np.concatenate([layer.router_routing.weights for layer in layers]),
     )
     logits = np.concatenate([layer.logits for layer in layers if layer.logits is not None])
-    layer = replace(layers[0], said=said, done=said, logits=logits)
+    layer = replace(layers[0], router_routing=said, computed=said, logits=logits)
     step = replace(one[0], sequences=(4, 4, 4), layers=(layer,))
     grid = Costs((1, 2, 3), (3.0, 4.0, 5.0), (1.0, 1.0, 1.0), 5.0, 0.5, (2.0, 2.0, 7.0))
     outcome = Replay(header, preset("all-host"), grid, 0).run([step])

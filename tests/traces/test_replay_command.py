@@ -65,7 +65,7 @@ def calibration() -> Calibration:
 def test_figures_are_the_replays(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = in_json(capsys, trace, *TABLE, "--policy", "on-demand,fiddler", "--expert-cache", "0.5")
     counts = sum(
-        layer.said.workload(8)[None] * (np.arange(4) == index)[:, None]
+        layer.router_routing.workload(8)[None] * (np.arange(4) == index)[:, None]
         for step in STEPS
         for index, layer in enumerate(step.layers)
     )

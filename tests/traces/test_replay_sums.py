@@ -67,7 +67,7 @@ def test_fidelity_is_what_the_decisions_say() -> None:
     sums = dict.fromkeys(("weight", "skipped", "substituted", "stale", "predicted"), 0.0)
     assert len(spy.decided) == 60 * 5
     for gated, cut, stale in spy.decided:
-        said, done = gated.said, gated.routing
+        said, done = gated.router_routing, gated.routing
         for j in range(3):
             weight = float(said.weights[0, j])
             sums["weight"] += weight
@@ -154,7 +154,7 @@ def test_an_exact_policy_computes_what_was_recorded() -> None:
     step = told_steps(header, [[[0]]])[0]
     logits = np.array([[1.0, 1.0, 0.0]], np.float16)  # in truth expert 1 had 1.0001
     said = Routing(np.array([[1]], np.int32), np.ones((1, 1), np.float32))
-    layer = replace(step.layers[0], said=said, done=said, logits=logits)
+    layer = replace(step.layers[0], router_routing=said, computed=said, logits=logits)
     machine = Replay(header, preset("on-demand"), COSTS, 1)
     machine.run([replace(step, layers=(layer,))])
     assert machine.cache.residency[0].tolist() == [0, 1, 0]
