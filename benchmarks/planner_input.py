@@ -58,7 +58,7 @@ MODELS = (
 
 class Text:
     """Router logits of a text's tokens: some experts are popular, a token's resemble those of the one before,
-    and what another layer's input says of a layer is the less true the farther away it is."""
+    and a layer's routing is predicted the worse the farther away the input is taken."""
 
     def __init__(self, model: Model, tokens: int) -> None:
         rng = np.random.default_rng(0)

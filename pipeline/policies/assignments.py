@@ -1,4 +1,5 @@
-"""The assignments: who computes which of a layer's active experts, as cuts (DESIGN.md section 1).
+"""The assignments: which side computes which tiles of a layer's active experts, as cuts (DESIGN.md section
+1).
 
 They plan from the view's costs, the rows that use each expert and what is resident; the algorithms over plain
 seconds are in `balance.py`. A resident tile is not moved: `link` is paid for missing ones only.

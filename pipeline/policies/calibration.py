@@ -24,7 +24,7 @@ class Calibration:
     residual_logits: Floats  # [L - 1, E] router l + 1 applied to residuals[l]
     accuracy: dict[str, Floats]  # by predictor "raw" | "residual" | "first": [L] share of layer l's experts
     # that were among as many predicted; raw and residual predict layer l from l - 1, first predicts layer 0
-    # from the last token's last layer. 0 where a predictor has no say
+    # from the last token's last layer. 0 where a predictor does not apply
     similarity: Floats  # [L] cosine of a text's counts in prefill and in decode, mean over the texts
     needed: Floats | None  # [L, k + 1] share of decode's tokens that use j experts with `threshold`'s gate
     sensitivity: Floats | None  # [L] mean over tokens of the squared gradient at the MoE block's output

@@ -89,7 +89,8 @@ class Prediction(Part):
 
     @abstractmethod
     def experts(self, layer: int, signals: Signals, view: View, apply_gate: ApplyGate) -> list[Expert]:
-        """Experts that will be needed and that no target keeps yet (`view.target` is 0), likeliest first."""
+        """Experts that will be needed and that no target keeps yet (`view.target` is 0), the most probable
+        first."""
 
 
 class Assignment(Part):

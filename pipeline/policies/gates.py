@@ -15,7 +15,7 @@ from pipeline.policies.view import FEW_ROWS, Gated, Routing, Signals, View
 
 
 class OwnGate(Gate):
-    """What the model's router says."""
+    """The model's own routing, unchanged."""
 
     name: ClassVar[str] = "own"
     help: ClassVar[str] = "every expert that the model's router chose"

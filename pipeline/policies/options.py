@@ -41,7 +41,7 @@ class Whole:
 
     name: str
     help: str
-    default: int | None  # None: it follows from the model's shape, as `help` says
+    default: int | None  # None: it follows from the model's shape, see `help`
     low: int
     high: int
 
@@ -77,7 +77,7 @@ class Real:
 
     name: str
     help: str
-    default: float | None  # None: it follows from the calibration, as `help` says
+    default: float | None  # None: it follows from the calibration, see `help`
     low: float
     high: float
 

@@ -220,7 +220,7 @@ PRESETS: dict[str, Preset] = {
         ),
         ComposedPreset(
             "mixtral-offloading",
-            "On-demand, and what the next layer's router says of this layer's input is fetched ahead",
+            "On-demand, and the next layer's router on this layer's input predicts what is fetched ahead",
             *("empty", "own", "next-gate", "device", "lru"),
         ),
         ComposedPreset(
@@ -235,7 +235,7 @@ PRESETS: dict[str, Preset] = {
         ),
         ComposedPreset(
             "hybrimoe",
-            "Resident and heavy experts to the device, light ones to the host; router scores say what stays",
+            "Resident and heavy experts to the device, light ones to the host; scores decide what stays",
             *("popular", "own", "next-gate", "two-ended", "score"),
         ),
         ComposedPreset(

@@ -219,7 +219,7 @@ class Score(Replacement):
 
 
 def _probabilities(logits: FloatArray) -> FloatArray:
-    """The mean over the rows of what a router's logits [R, E] say, float32 [E]."""
+    """The mean over the rows of the probabilities of router logits [R, E], float32 [E]."""
     if len(logits) == 1:
         row = logits[0]
         shares: FloatArray = np.exp(row - row.max())

@@ -25,7 +25,7 @@ class Overview:
 
 def look_over(trace: Trace) -> Overview:
     """Read the whole trace once. Raises TraceError for a damaged one, and for one without any step or with
-    layers whose own routers were not run: what another policy would have done there is not known."""
+    layers whose own routers were not run: another policy would need their logits."""
     shape = trace.header.shape
     steps: dict[Phase, int] = {"prefill": 0, "decode": 0}
     rows: dict[Phase, int] = {"prefill": 0, "decode": 0}

@@ -36,8 +36,8 @@ class Recorder:
         self, path: Path, header: Header, *, first_gate: Callable[[], bool], resumed: bool = False
     ) -> None:
         """Creates the file, mode 0600. `first_gate`: whether there is now a gate for the next token's first
-        layer. `resumed`: an engine that died may have begun the file; go on behind its last whole step.
-        Raises TraceError for any other file that is there, and where none can be made."""
+        layer. `resumed`: the coordinator was restarted: append to the file of the one before, behind its last
+        whole step. Raises TraceError for any other file that is there, and where none can be made."""
         self._header = header
         self._first_gate = first_gate
         self._path = path
@@ -45,7 +45,7 @@ class Recorder:
         self._sequences: tuple[int, ...] = ()
         self._layers: list[LayerTrace] = []
         self._number = 0
-        self._before = 0  # sequences of the engine that died have lower numbers
+        self._before = 0  # sequences of the coordinator before have lower numbers
         self._fd: int | None = None
         beginning = header.encode()
         flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -115,18 +115,18 @@ class Recorder:
             self._fd = None
 
 
-def recorder_of(told: CoordinatorConfig, source: ModelSource, engine: Engine, path: Path) -> Recorder:
-    """Of an engine; the successor of one that died goes on with its file. Raises TraceError."""
+def recorder_of(config: CoordinatorConfig, source: ModelSource, engine: Engine, path: Path) -> Recorder:
+    """The recorder of an engine; after a restart it appends to the same file. Raises TraceError."""
     header = Header(
-        str(told.model),
+        str(config.model),
         source.fingerprint("calibration", 0),
-        told.fingerprint,
+        config.fingerprint,
         engine.shape,
         engine.layout.tile_bytes,
         engine.backbone.spec.router,
         DEPTH,
     )
-    resumed = told.incarnation > 0
+    resumed = config.incarnation > 0
     return Recorder(path, header, first_gate=lambda: engine.has_first_gate, resumed=resumed)
 
 

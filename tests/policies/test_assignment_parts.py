@@ -81,7 +81,7 @@ def on_device(cut: IntArray, seconds: Seconds, tiles: int) -> set[int]:
 
 @settings(deadline=None, max_examples=150)
 @given(steps())
-def test_every_cut_is_one(step: tuple[View, Routing]) -> None:
+def test_cuts_are_in_range_and_fit_the_parts_flags(step: tuple[View, Routing]) -> None:
     view, routing = step
     for part in every_assignment():
         cut = part.cut(0, routing, view)
@@ -99,7 +99,7 @@ def test_every_cut_is_one(step: tuple[View, Routing]) -> None:
 
 @settings(deadline=None, max_examples=150)
 @given(steps())
-def test_simple_ones(step: tuple[View, Routing]) -> None:
+def test_device_host_and_resident_assignments(step: tuple[View, Routing]) -> None:
     view, routing = step
     assert (Device().cut(0, routing, view) == view.shape.tiles).all()
     assert not Host().cut(0, routing, view).any()
@@ -119,7 +119,7 @@ def test_cheaper_is_fiddlers_rule(step: tuple[View, Routing]) -> None:
 
 @settings(deadline=None, max_examples=150)
 @given(steps())
-def test_none_is_faster_than_the_optimum(step: tuple[View, Routing]) -> None:
+def test_no_assignment_is_faster_than_the_optimum(step: tuple[View, Routing]) -> None:
     view, routing = step
     tiles = view.shape.tiles
     seconds = Seconds(view, routing)
@@ -183,7 +183,7 @@ def test_bandwidth_by_hand() -> None:
     assert Bandwidth().cut(1, ROUTING, view_of([0, 4, 0, 4], costs))[[1, 3]].tolist() == [4, 4]
 
 
-def test_without_costs_and_with_new_ones() -> None:
+def test_assignments_follow_the_costs_and_refuse_without() -> None:
     for part in every_assignment():
         view = view_of([0, 4, 0, 0], COSTS)
         if part.needs_costs:
@@ -195,7 +195,7 @@ def test_without_costs_and_with_new_ones() -> None:
     assert part.cut(1, ROUTING, view_of([0, 0, 0, 0], replace(slow_link, link=0.1)))[3] == 4
 
 
-def test_the_optimum_says_where_it_is_none() -> None:
+def test_optimum_notes_where_it_is_not_searched() -> None:
     large = make_view(replace(SHAPE, experts=64), 8)
     assert "16 active experts" in Optimum().notes(large)[0]
     assert Optimum().notes(make_view(SHAPE, 8)) == ()

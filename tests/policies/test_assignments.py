@@ -65,7 +65,7 @@ def check_popular(target: IntArray, popularity: IntArray, capacity: int, shape: 
     assert np.array_equal(target, wanted)
 
 
-def test_fiddler_says_what_it_knows_of_popularity() -> None:
+def test_fiddler_notes_the_source_of_its_popularity() -> None:
     shape = ModelShape(layers=2, experts=4, tiles=2, top_k=2)
     counted = np.arange(8, dtype=np.int32).reshape(2, 4)
     (note,) = policy("fiddler").notes(make_view(shape, 8))

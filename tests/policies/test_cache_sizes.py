@@ -84,7 +84,7 @@ def test_without_prediction_layers_are_alike() -> None:
     assert layer_sizes(mixtral_view(), 96, gated=False, predictor=None) == [3] * 32
 
 
-def test_what_is_missing_is_said() -> None:
+def test_missing_calibration_parts_are_named() -> None:
     view = mixtral_view()
     assert view.calibration is not None
     with pytest.raises(PolicyError, match="calibrate --text FILE"):

@@ -93,7 +93,7 @@ def test_a_prompt_swaps_before_its_experts_run() -> None:
     assert policy.after(0, routing, view) == ()
 
 
-def test_what_stays_is_computed_where_it_is() -> None:
+def test_unswapped_experts_are_computed_where_they_are() -> None:
     policy, view = daop(), view_of("prefill", [0, 1, 2], (7,) * 3)
     policy.placement(view)
     landing = view.residency.copy()
@@ -126,7 +126,7 @@ def test_counts_of_a_sequence_that_has_ended_are_forgotten(silent: int, forgotte
     assert (len(targets) == 4) == forgotten
 
 
-def test_a_sequence_lives_while_it_is_decoded() -> None:
+def test_decoded_sequences_keep_their_counts() -> None:
     policy = daop()
     policy.placement(view_of("prefill", [0, 1], (7,)))
     policy.plan(0, rows((0, 1), times=5), view_of("prefill", [0, 1], (7,) * 5))
@@ -156,7 +156,7 @@ def logits(**favoured: float) -> FloatArray:
     return row[None]
 
 
-def test_prediction_begins_at_the_first_layer_it_is_told() -> None:
+def test_prediction_begins_at_first_layer() -> None:
     view = view_of("decode", [0, 1], (7,))
     for first, layers in (("1", [0, 1, 2, 3, 4]), ("4", [3, 4]), ("5", [4]), ("6", [])):
         policy = daop(first_layer=first)
@@ -170,7 +170,7 @@ def test_prediction_begins_at_the_first_layer_it_is_told() -> None:
 
 
 @pytest.mark.parametrize("early", ["1", "0"])
-def test_a_layer_is_decided_by_the_one_before(early: str) -> None:
+def test_layer_is_decided_from_the_previous_layers_input(early: str) -> None:
     policy, view = daop(early=early), view_of("decode", [0, 1, 2], (7,))
     ahead = policy.ahead(3, Signals(None, {4: logits(e1=1.5, e6=2)}), view)
     assert ahead is not None
@@ -202,7 +202,7 @@ def test_degradation_of_two() -> None:
 
 
 @pytest.mark.parametrize("resident", [[6], [5, 0], [6, 5], []])
-def test_no_degradation_with_one_on_the_host_or_nobody_on_the_device(resident: list[int]) -> None:
+def test_no_degradation_with_one_on_the_host_or_none_on_the_device(resident: list[int]) -> None:
     said, routing = degraded(logits(e6=2, e5=1.5, e0=0.5, e1=1), resident, k=2)
     assert routing is said
 

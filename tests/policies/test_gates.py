@@ -96,7 +96,7 @@ def test_two_experts_are_the_papers_equation(alpha: float, sensitivity: float, l
     assert (gated.routing.weights[0, 1] == 0) == (said <= limit or weights[0, 1] == 0)
 
 
-def test_many_rows_are_gated_as_one_is() -> None:
+def test_batch_is_gated_like_its_single_rows() -> None:
     rng = np.random.default_rng(4)
     weights = rng.dirichlet(np.full(6, 0.7), 40).astype(np.float32)
     gate = AdaptiveGate(threshold=None, phase="decode")
@@ -134,7 +134,7 @@ def test_a_new_calibration_is_used() -> None:
     assert gate(0, SIGNALS, a_view(2, [500.0], 1.0, weights)).routing.weights[0, 1] != 0
 
 
-def test_what_is_missing_is_said() -> None:
+def test_missing_calibration_parts_are_named() -> None:
     view = a_view(2, [0.01], None, np.array([[0.9, 0.1]], np.float32))
     gate = AdaptiveGate(threshold=None, phase="decode")
     assert gate.missing(replace(view, calibration=None)) == "a calibration of this model"
@@ -145,7 +145,7 @@ def test_what_is_missing_is_said() -> None:
     assert AdaptiveGate(threshold=0.1, phase="decode").missing(view) == ""
 
 
-def test_own_is_what_the_router_says() -> None:
+def test_own_gate_is_the_routers_routing() -> None:
     view = a_view(2, [0.01], 1.0, np.array([[0.9, 0.1]], np.float32))
     gated = OwnGate()(0, SIGNALS, view)
     assert gated.routing is gated.router_routing

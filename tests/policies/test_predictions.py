@@ -37,7 +37,7 @@ FAVOURS_1_4 = logits([0, 5, 0, 0, 4, 1])
 FAVOURS_2_3 = logits([0, 0, 5, 6, 0, 0])
 
 
-def test_next_gate_names_what_is_not_kept_best_first() -> None:
+def test_next_gate_names_missing_experts_best_first() -> None:
     part = NextGate()
     signals = Signals(None, {2: FAVOURS_2_3})
     assert part.probes(1, view_with()) == (2,)
@@ -49,7 +49,7 @@ def test_next_gate_names_what_is_not_kept_best_first() -> None:
     assert part.reserve(view_with()) == 2
 
 
-def test_a_gate_narrows_what_is_predicted() -> None:
+def test_gate_is_applied_to_predicted_routing() -> None:
     def first_only(layer: int, routing: Routing) -> Routing:
         assert layer == 2
         return Routing(routing.experts, np.where(np.arange(2) == 0, routing.weights, 0))

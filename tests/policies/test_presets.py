@@ -290,7 +290,7 @@ def test_a_calibration_that_is_not_there(name: str, options: dict[str, str], wor
     make(name, **(options | without)).placement(view)
 
 
-def test_what_a_calibration_has_not() -> None:
+def test_missing_calibration_parts_are_named_with_the_way_without() -> None:
     shape = ModelShape(layers=2, experts=8, tiles=2, top_k=2)
     calibration = make_calibration(shape, np.random.default_rng(0))
     calibration = replace(calibration, sensitivity=None, needed=None, threshold=None, first_gate=None)
@@ -310,7 +310,7 @@ def test_without_costs() -> None:
         assert preset.exact == policy.exact
 
 
-def test_what_an_option_changes_of_a_policy() -> None:
+def test_options_change_what_a_policy_declares() -> None:
     assert not make("adapmoe").exact
     assert make("adapmoe", gate="own").exact
     assert not make("daop").exact

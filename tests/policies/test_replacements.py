@@ -82,7 +82,7 @@ def test_on_demand_is_lru(scope: str, data: st.DataObject) -> None:
             assert set(machine.view.target[machine.view.target > 0]) <= {shape.tiles}
 
 
-def test_lru_keeps_as_many_a_layer_as_the_calibration_says() -> None:
+def test_lru_layer_sizes_follow_the_calibration() -> None:
     shape = ModelShape(layers=5, experts=8, tiles=2, top_k=2)
     rng = np.random.default_rng(4)
     view = replace(make_view(shape, 2 * 22), calibration=make_calibration(shape, rng))
@@ -101,7 +101,7 @@ def test_lru_keeps_as_many_a_layer_as_the_calibration_says() -> None:
     assert sum(layer_sizes(view, 22, gated=False, predictor="raw")) == 22
 
 
-def test_a_placement_beyond_a_layers_share_is_cut() -> None:
+def test_placement_beyond_a_layers_size_is_not_placed() -> None:
     """What the first layers hold beyond their shares of an LRU cache is not placed at all."""
     shape = ModelShape(layers=4, experts=6, tiles=1, top_k=2)
     popularity = np.tile(np.arange(6, dtype=np.int32), (4, 1))
@@ -219,7 +219,7 @@ def test_scores_of_a_long_run() -> None:
     assert machine.view.target[0].tolist() == [0, 0, 1, 1]
 
 
-def test_a_predicted_expert_that_is_used_comes_into_the_cache() -> None:
+def test_used_prediction_moves_into_the_cache_without_a_second_fetch() -> None:
     """Without a second fetch; and what was predicted in vain goes when its layer is done."""
     shape = ModelShape(layers=2, experts=8, tiles=2, top_k=1)
     machine = Machine(policy("mixtral-offloading"), make_view(shape, 2 * 4), np.random.default_rng(0))

@@ -81,7 +81,7 @@ def traces(draw: st.DrawFn) -> tuple[Header, list[TracedStep]]:
 
 @settings(max_examples=60, deadline=None)
 @given(traces())
-def test_what_is_written_comes_back(
+def test_written_steps_are_read_back(
     tmp_path_factory: pytest.TempPathFactory, made: tuple[Header, list[TracedStep]]
 ) -> None:
     header, steps = made
@@ -104,7 +104,7 @@ def test_what_is_written_comes_back(
     assert not trace.cut_short
 
 
-def test_the_router_comes_back_with_its_choices(tmp_path: Path) -> None:
+def test_header_restores_a_router_that_routes_alike(tmp_path: Path) -> None:
     """Not only its description: the same logits give the same experts and weights."""
     logits = np.random.default_rng(0).normal(size=(20, 8)).astype(np.float32)
     for router in (Softmax(2, False, 2.5, 4, 2), Softmax(2, True), SparseMixer(0.01)):
@@ -112,7 +112,7 @@ def test_the_router_comes_back_with_its_choices(tmp_path: Path) -> None:
         assert equal(Trace(write_trace(tmp_path / "f", header, [])).header.router(logits), router(logits))
 
 
-def test_a_file_ends_with_its_last_whole_step(tmp_path: Path) -> None:
+def test_truncated_file_ends_with_its_last_whole_step(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "f", SMALL, drawn_steps(SMALL, 3, 2))
     whole, ends = path.read_bytes(), [len(SMALL.encode())]
     for step in drawn_steps(SMALL, 3, 2):

@@ -91,7 +91,7 @@ def test_predictions_are_of_the_next_layers(recorded: tuple[Path, list[int]]) ->
     assert likeness[0] > 0.7
 
 
-def test_a_replay_hits_what_the_engine_hit(recorded: tuple[Path, list[int]]) -> None:
+def test_replay_has_the_engines_hits(recorded: tuple[Path, list[int]]) -> None:
     """on-demand's cache follows from the routing alone."""
     trace = Trace(recorded[0])
     overview = look_over(trace)

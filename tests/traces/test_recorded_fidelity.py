@@ -80,7 +80,9 @@ def added_up(trace: Trace) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("run", RUNS, ids=list(RUNS))
-def test_it_is_what_was_recorded(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fidelity_matches_the_recorded_layers(
+    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     policy, present = RUNS[run]
     size = ["--expert-cache", "0.25", "--tile", "128", "--chunk", "32", "--workers", "1"]
     trace = tmp_path / "run.trace"

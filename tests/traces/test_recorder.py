@@ -69,7 +69,7 @@ def check_step(step: TracedStep, seen: list[LayerDecision[object]]) -> None:
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_what_is_shown_is_recorded(tmp_path: Path, first: bool) -> None:
+def test_observed_layers_are_recorded(tmp_path: Path, first: bool) -> None:
     path = tmp_path / "run.trace"
     recorder = open_recorder(path, first)
     assert [recorder.probes(layer) for layer in range(3)] == [(1, 2), (2,), (0,) if first else ()]

@@ -132,7 +132,7 @@ def test_a_prediction_that_lands_late() -> None:
     assert (decode.demanded, decode.predicted, decode.useful, decode.late) == (1, 0, 0, 1)
 
 
-def test_what_is_demanded_overtakes_a_prediction() -> None:
+def test_demanded_tiles_overtake_a_prediction() -> None:
     """Two tiles of (1, 1) are predicted at 2. Layer 1 wants expert 0 instead, at 5: the tile that moves lands
     at 7, expert 0's at 12 and 17, and only then the other predicted one, at 22."""
     header = make_header(ModelShape(layers=2, experts=2, tiles=2, top_k=1))
@@ -148,7 +148,7 @@ def test_what_is_demanded_overtakes_a_prediction() -> None:
     assert machine.cache.unused == 2
 
 
-def test_what_is_predicted_overtakes_what_is_placed() -> None:
+def test_predicted_tiles_overtake_placed_ones() -> None:
     """After layer 0 two tiles of (0, 1) are to be placed, from 4 on; at 6 one of (1, 1) is predicted and
     comes second: the placed one that moves lands at 9, the predicted one at 14, the other placed at 19."""
     header = make_header(ModelShape(layers=2, experts=2, tiles=2, top_k=1))
@@ -183,7 +183,7 @@ def test_a_prediction_that_is_dropped_is_wasted() -> None:
     assert (decode.predicted, decode.useful, decode.wasted, machine.cache.unused) == (1, 0, 1, 0)
 
 
-def test_wide_batches_cost_what_the_grid_says() -> None:
+def test_wide_batches_cost_the_grids_seconds() -> None:
     """Three rows of one step, two of them on expert 0."""
     header = make_header(ModelShape(layers=1, experts=3, tiles=1, top_k=1))
     one = told_steps(header, [[[0]], [[0]], [[1]]], "prefill")

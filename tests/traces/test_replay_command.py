@@ -105,7 +105,7 @@ def test_the_table(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "12 prompt and 30 new tokens" in flat
 
 
-def test_approximate_policies_say_what_is_assumed(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_approximate_policies_note_their_assumption(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = (trace, *TABLE, "--policy", "all-host,daop")
     wanted = ("--set", "daop.placement=popular", "--set", "daop.first_layer=1")
     _, out, _ = replayed(capsys, *arguments, *wanted)
@@ -170,7 +170,7 @@ def test_costs_that_were_measured_here(trace: Path, capsys: pytest.CaptureFixtur
         (cache_root() / "costs" / setting.name).unlink()
 
 
-def test_a_trace_that_was_cut_short_says_so(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_truncated_trace_is_noted(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace.write_bytes(trace.read_bytes()[:-5])
     code, out, _ = replayed(capsys, trace, *TABLE, "--policy", "all-host")
     assert code == 0
@@ -178,7 +178,7 @@ def test_a_trace_that_was_cut_short_says_so(trace: Path, capsys: pytest.CaptureF
     assert "29 new tokens" in out
 
 
-def test_what_cannot_be_replayed(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unusable_traces_are_refused(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty = write_trace(trace.with_name("empty"), HEADER, [])
     step = told_steps(HEADER, [[[0, 1]] * 4])[0]
     layers = (*step.layers[:2], replace(step.layers[2], logits=None, predicted=True), step.layers[3])

@@ -57,7 +57,7 @@ class Spy(Policy):
         return self._policy.after(layer, routing, view)
 
 
-def test_fidelity_is_what_the_decisions_say() -> None:
+def test_fidelity_sums_the_decisions() -> None:
     shape = ModelShape(layers=5, experts=8, tiles=4, top_k=3)
     header = make_header(shape)
     steps = drawn_steps(header, 0, 60)
@@ -128,7 +128,7 @@ def test_every_byte_is_accounted_for(
         assert (phase.active >= phase.steps).all()
 
 
-def test_prefetching_that_does_not_pay_rests_and_says_so() -> None:
+def test_useless_prefetching_rests_with_a_note() -> None:
     """Always the wrong expert of the next layer: it rests after 64 steps, for 256, and after 64 more."""
     header = make_header(ModelShape(layers=2, experts=4, tiles=1, top_k=1))
 
@@ -148,7 +148,7 @@ def test_prefetching_that_does_not_pay_rests_and_says_so() -> None:
     assert outcome.decode.useful == 0
 
 
-def test_an_exact_policy_computes_what_was_recorded() -> None:
+def test_exact_policy_computes_the_recorded_routing() -> None:
     """Also where rounded logits would exchange two experts: these two differ by less than float16 shows."""
     header = make_header(ModelShape(layers=1, experts=3, tiles=1, top_k=1))
     step = told_steps(header, [[[0]]])[0]
