@@ -148,6 +148,19 @@ def test_demanded_tiles_overtake_a_prediction() -> None:
     assert machine.cache.unused == 2
 
 
+def test_prediction_follows_its_own_layers_demand() -> None:
+    """Layer 0 demands a tile and predicts another at 2: the demanded one lands at 7 and is computed until 8,
+    the predicted one lands at 12. Layer 1 plans at 10, waits for it, and is done at 13."""
+    header = make_header(ModelShape(layers=2, experts=2, tiles=1, top_k=1))
+    policy = Scripted(1, predicts=predict_next)
+    _, outcome = run(header, policy, [[[0], [1]]], capacity=2)
+    decode = outcome.decode
+    assert decode.seconds == pytest.approx(13)
+    assert decode.wait_link == pytest.approx(5 + 2)
+    assert decode.link_busy == pytest.approx(10)
+    assert (decode.demanded, decode.predicted, decode.late) == (2, 0, 1)
+
+
 def test_predicted_tiles_overtake_placed_ones() -> None:
     """After layer 0 two tiles of (0, 1) are to be placed, from 4 on; at 6 one of (1, 1) is predicted and
     comes second: the placed one that moves lands at 9, the predicted one at 14, the other placed at 19."""
