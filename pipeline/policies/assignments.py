@@ -56,7 +56,7 @@ class Resident(Assignment):
     fetches: ClassVar[bool] = False
 
     def cut(self, layer: int, routing: Routing, view: View) -> IntArray:
-        # the smaller of the two: tiles beyond a target are about to go
+        # the smaller of the two: tiles beyond a target are about to be evicted
         resident: IntArray = np.minimum(view.residency[layer], view.target[layer])
         return resident
 
@@ -143,7 +143,7 @@ class ByCosts(Assignment):
 class Cheaper(ByCosts):
     """Fiddler (PAPERS.md, baselines): a missing expert is computed on the host where that takes less time
     than moving it and computing it on the device: t_host(w) < transfer + t_device(w) for w rows. Each expert
-    is decided by itself, whatever else either side has to do."""
+    is decided by itself, without regard to the load of either side."""
 
     name: ClassVar[str] = "cheaper"
     help: ClassVar[str] = "a missing expert on the host where that takes less time than fetching it"

@@ -54,8 +54,7 @@ def greedy(device: Seconds, host: Seconds, need: Tiles, free_tiles: int) -> list
 def beam(device: Seconds, host: Seconds, need: Tiles, free_tiles: int, width: int) -> list[bool]:
     """DALI's comparison: greedy's order, but the `width` assignments that are fastest so far are followed
     instead of one. Of equally fast ones the one with more on the device stays."""
-    # each: its seconds, those of the device and of the host, the free tiles, and which are on the device, as
-    # bits
+    # each: the layer's seconds, the device's, the host's, the free tiles, the device's experts as bits
     beams = [(0.0, 0.0, 0.0, free_tiles, 0)]
     for index in by_difference(device, host):
         longer = []
@@ -95,7 +94,7 @@ def optimum(device: Seconds, host: Seconds, need: Tiles, free_tiles: int) -> lis
             return
         index = order[place]
         before = order[place - 1] if place else index
-        # of experts that are alike the first ones go to the device: their other orders are the same answer
+        # of equal experts the first ones go to the device: their other orders give the same result
         alike = place > 0 and not on_device[before] and _same(index, before, device, host, need)
         if need[index] <= left and not alike:
             on_device[index] = True

@@ -24,7 +24,7 @@ class Choice:
 
     @property
     def values(self) -> str:
-        """What may be given, for a person."""
+        """The accepted values, as text for messages."""
         return "|".join(self.choices)
 
     def parse(self, text: str) -> str:
@@ -128,7 +128,7 @@ def parse_options(
 
 
 def no_such_option(preset: str, name: str, declared: Iterable[str], why: str = "") -> PolicyError:
-    """The error for an option that the preset does not have: what it has, or `why` it has not this one."""
+    """The error for an option that the preset does not have: the ones that it has, or the reason `why`."""
     known = list(declared)
     has = why or (f"it has {', '.join(known)}" if known else "it has none")
     near = "" if why else did_you_mean(name, known)

@@ -19,7 +19,7 @@ from pipeline.policies.view import Signals, View
 
 
 class Keep(Replacement):
-    """What was placed stays; a fetched expert passes through."""
+    """Placed experts stay; a fetched expert is computed and evicted."""
 
     name: ClassVar[str] = "keep"
     help: ClassVar[str] = "what was placed stays"
@@ -33,7 +33,8 @@ class Lru(Replacement):
     experts that the device computes and it does not hold (most rows first), and the others by how recently
     they were used. Ties go to the smaller expert index, and between layers to the earlier one.
 
-    A layer's share of the cache is even, or minimises the expected on-demand loads (AdapMoE, section 4.4)."""
+    The layers share the cache evenly, or their sizes minimise the expected on-demand loads (AdapMoE, section
+    4.4)."""
 
     name: ClassVar[str] = "lru"
     help: ClassVar[str] = "the most recently used"
@@ -78,7 +79,7 @@ class Lru(Replacement):
             return evenly(view.shape.layers, budget)
         known = self._sized
         if known is None or known[0] is not view.calibration or known[1] != budget:
-            # a second's work or more for a large model, and asked for by the placement as well
+            # takes a second or more for a large model, and the placement needs it as well
             sizes = layer_sizes(view, budget, self._gated, self._predictor)
             self._sized = known = view.calibration, budget, sizes
         return known[2]

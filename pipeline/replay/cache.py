@@ -1,4 +1,4 @@
-"""The expert cache and its link in a replay: what is resident, what is under way, and when a tile lands.
+"""The expert cache and its link in a replay: residency, orders under way, and when each tile lands.
 
 The same rules as `experts/tile_mover.py`, on a clock of its own. The link moves one tile at a time and
 always finishes it; of what waits, what is demanded comes first, then what is predicted, then what is placed,
@@ -32,7 +32,7 @@ class Order:
         self.lo = lo
         self.count = count
         self.predicted = predicted  # where a prediction's landings are booked
-        self.asked = asked  # when
+        self.asked = asked  # time of the order
         self.started = 0  # tiles that have begun to move
 
 
@@ -64,7 +64,7 @@ class SimulatedCache:
 
     @property
     def unused(self) -> int:
-        """Tiles that prediction brought, which are there and were not used as yet."""
+        """Resident tiles that predictions brought and that were not used yet."""
         return sum(prediction.tiles for prediction in self._predicted.values())
 
     def place(self, target: IntArray) -> None:
@@ -128,7 +128,7 @@ class SimulatedCache:
             self.counters.link_busy += self._tile_seconds
 
     def update(self, now: float) -> None:
-        """Take in what has landed by now, and order in the background what is still lacking."""
+        """Run the link until now, and order in the background what is below its target."""
         self.advance(now)
         if self._predicted:
             for key in list(self._predicted):
@@ -188,7 +188,7 @@ class SimulatedCache:
                 self._below_target.discard(key)
 
     def _order(self, key: Key, predicted: bool, now: float) -> bool:
-        """As TileMover: order what an expert lacks; False where no more can be ordered."""
+        """As TileMover: order an expert's tiles below target; False where no more can be ordered."""
         lo = int(self.residency[key])
         count = int(self.target[key]) - lo
         if count <= 0 or key in self._background:
@@ -201,7 +201,7 @@ class SimulatedCache:
         return True
 
     def _cancel(self, order: Order) -> None:
-        """What has not begun to move will not."""
+        """Drop the tiles that have not begun to move."""
         order.count = order.started
         if self._flying is not order:
             del self._background[order.key]

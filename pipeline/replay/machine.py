@@ -1,4 +1,4 @@
-"""One policy's way through a trace, on the clock of a cost model.
+"""Replays a trace under one policy, on the clock of a cost model.
 
 The policy is asked by the `PolicyDriver` of the engine, and its answers are executed on three resources that
 work at the same time:

@@ -1,4 +1,4 @@
-"""What a replay counts, phase by phase, and the figures that follow from it."""
+"""The counters of a replay, phase by phase, and the figures made from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The beginning of a trace: what was run, and how its routers choose."""
+"""The header of a trace: the model, its experts and its router."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ KINDS: dict[str, dict[str, type]] = {
 
 @dataclass(frozen=True)
 class Header:
-    """What a trace is of."""
+    """The model that was traced, and how."""
 
-    model: str  # its path or name, for a person
+    model: str  # its path or name, to show
     fingerprint: str  # of the model: the folder in which its calibration is kept
     store: str  # fingerprint of its experts in the format and tile that ran: what costs are kept by
     shape: ModelShape
@@ -43,7 +43,7 @@ class Header:
         return min(self.depth, self.shape.layers - 1 - layer)
 
     def encode(self) -> bytes:
-        """The file's first bytes. Raises TraceError for a router that the format has no word for."""
+        """The file's first bytes. Raises TraceError for a router that the format cannot describe."""
         kinds = [kind for kind, router in ROUTERS.items() if type(self.router) is router]
         if not kinds:
             raise TraceError(f"a trace cannot describe the router {type(self.router).__name__}")

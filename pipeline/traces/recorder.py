@@ -29,7 +29,7 @@ DEPTH = 3  # layers ahead whose routers are recorded: as far as any preset looks
 
 
 class Recorder:
-    """An Observer. Each step leaves in one write once it was computed, so that a file ends with a whole step
+    """An Observer. Each step is one write, once it has been computed, so that a file ends with a whole step
     wherever the engine is killed, or within its last one."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""One step of a trace, to bytes and back. docs/traces.md draws the bytes."""
+"""One step of a trace, to bytes and back. docs/traces.md specifies the bytes."""
 
 from __future__ import annotations
 
