@@ -314,7 +314,7 @@ def test_demanded_tiles_are_ordered_before_predicted_ones(scene, monkeypatch: py
 def test_tile_below_target_is_not_ordered_beside_its_demand(scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that keeps what it fetches, and a prediction in the same layer: every tile is ordered once."""
     engine, _, kv = scene
-    new = prefilled(engine, kv)
+    new = prefilled(engine, kv, room=32)
     engine.set_policy(make_policy(PolicyRequest("mixtral-offloading"), 0), None)
     ordered: list[tuple[int, int, int, int]] = []
     link = engine.memory.mover._link

@@ -63,7 +63,7 @@ class Scene:
         before = engine.counters.snapshot()
         for token in TOKENS:
             engine.step([StepInput(TokenSpan(sequence, [token]), "none")], "decode")
-        sequence.release()
+        self.kv.release(sequence)
         decode: dict[str, Any] = difference(engine.counters.snapshot(), before)["decode"]
         return decode
 
