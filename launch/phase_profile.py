@@ -1,8 +1,7 @@
-"""What the counters of a phase say to a person: where its time went and what it waited for, what was moved
-and why, how often an expert was where it was needed, and what an approximation left out.
+"""Figures derived from a phase's counters: time by cause, bytes moved by cause, hit rates, approximation.
 
-The counters are those of `pipeline/counters.py`: of a request (Done's stats), or of everything since the
-engine began. Shares are of the time of the phase's steps.
+The counters are those of `pipeline/counters.py`: of one request (Done's stats), or of all steps since the
+engine started. Shares are of the time of the phase's steps.
 """
 
 from __future__ import annotations
@@ -14,24 +13,24 @@ from typing import Any
 
 from pipeline.counters import fidelity
 
-# What a step spends its time on, and the parts of the counters that it is made of.
+# What a step spends its time on, as sums of the counters' parts.
 CAUSES: dict[str, tuple[str, ...]] = {
-    "workers": ("wait",),  # waiting for the host's share
-    "link": ("link",),  # waiting for tiles that are being moved
+    "workers": ("wait",),  # waiting for the workers' partial sums
+    "link": ("link",),  # waiting for tiles to be copied to the device
     "device": ("device", "shared"),  # computing experts on the device
-    "attention": ("attention", "read"),  # an asynchronous device computes it until it is read
+    "attention": ("attention", "read"),  # an asynchronous device computes it until its result is read
     "planning": ("plan",),
     "messages": ("submit", "combine"),
     "head": ("head",),
 }
-COMPUTING = ("device", "attention", "head")  # causes that are the device at work
+COMPUTING = ("device", "attention", "head")  # causes during which the device computes
 
 Tree = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class LayerTime:
-    """What one layer with experts took in a step, seconds on average, and by cause."""
+    """Mean seconds of one MoE layer in a step, in all and by cause."""
 
     layer: int
     seconds: float
@@ -40,7 +39,7 @@ class LayerTime:
 
 @dataclass(frozen=True)
 class PhaseProfile:
-    """`tree`: the counters of a phase. `tile_bytes`: bytes of a tile."""
+    """`tree`: the counters of a phase. `tile_bytes`: bytes of one tile."""
 
     tree: Tree
     tile_bytes: int
@@ -56,12 +55,12 @@ class PhaseProfile:
 
     @property
     def tiles(self) -> int:
-        """Tiles computed, wherever; those of an expert that several rows use count once."""
+        """Tiles computed on host and device; those of an expert that several rows use count once."""
         return int(self.tree["host_tiles"] + self.tree["resident_tiles"] + self.tree["fetched_tiles"])
 
     @property
     def seconds(self) -> float:
-        """Of all steps."""
+        """Time of all steps."""
         return float(sum(self.tree["seconds"].values()))
 
     @property
@@ -77,47 +76,47 @@ class PhaseProfile:
 
     @property
     def host_busy(self) -> float:
-        """Share of the time in which the workers computed: the busiest of each layer."""
+        """Share of the time in which workers computed: of each layer, the worker that took longest."""
         return float(self.tree["host_busy_s"]) / self.seconds if self.seconds else 0.0
 
     @property
     def device_busy(self) -> float:
-        """Share of the time in which the device computed, as far as the host sees it."""
+        """Share of the time in which the device computed, as seen from the host."""
         return sum(self.shares[cause] for cause in COMPUTING)
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of the needed experts that lay on the device as a whole when their layer was planned; None
-        where none was needed."""
+        """Share of the needed experts that were wholly resident when their layer was planned; None where
+        no expert was needed."""
         layers = self.tree["layers"]
         active = sum(layers["active"])
         return sum(layers["hits"]) / active if active else None
 
     @property
     def hit_rates(self) -> list[float | None]:
-        """The same for each layer."""
+        """`hit_rate` of each layer."""
         layers = self.tree["layers"]
         pairs = zip(layers["hits"], layers["active"], strict=True)
         return [hits / active if active else None for hits, active in pairs]
 
     @property
     def moved(self) -> dict[str, int]:
-        """Bytes that went to the device by kind: `demanded` by a step that needed them; `predicted`, and of
-        those the `useful` and the `wasted` (dropped unused) ones. `late`: demanded while they were already on
-        their way because they had been predicted."""
+        """Bytes copied to the device by kind. `demanded`: a step needed them; `late`, part of those: their
+        prefetch had not completed. `predicted`: prefetched, of which `useful`: used, and `wasted`: evicted
+        unused."""
         counts = {kind: int(self.tree[f"{kind}_tiles"]) for kind in ("predicted", "useful", "late", "wasted")}
         sizes = {kind: count * self.tile_bytes for kind, count in counts.items()}
         return {"demanded": int(self.tree["fetched_bytes"])} | sizes
 
     @property
     def fidelity(self) -> dict[str, float]:
-        """Shares of the routed weight that was skipped, substituted, stale, predicted."""
+        """Shares of the routed weight: skipped, substituted, stale, predicted."""
         shares = fidelity(False, {"": dict(self.tree)})
         return {kind: float(share) for kind, share in shares.items() if kind != "exact"}
 
     @property
     def layers(self) -> list[LayerTime]:
-        """Each layer's time of a step, the slowest first."""
+        """Each layer's time in a step, the slowest first."""
         by_part = self.tree["layers"]["seconds"]
         steps = max(self.steps, 1)
         found = []
@@ -128,7 +127,7 @@ class PhaseProfile:
 
 
 def added(trees: Iterable[Tree]) -> Tree:
-    """The counters of several runs together; at least one."""
+    """The sum of the counters of one or more runs."""
     return reduce(_plus, trees)
 
 

@@ -1,11 +1,12 @@
-"""`launch.py bench`: the same prompts under several policies in one engine, in turns.
+"""`launch.py bench`: the same prompts under several policies in one engine, interleaved.
 
-Then each approximate policy reads some held-out text, and so does an exact one, to see what it costs.
+Afterwards each approximate policy and an exact one score some held-out text: the difference in perplexity is
+what the approximation costs.
 
-A machine's speed drifts (heat, other programs), so the policies take turns: A B C, then C B A, and so on,
-after one turn that is not counted. Before every run the policy is set anew and reads a little text that is
-not measured: then its placement has landed, its cache is filled, and every run of it begins alike. A policy
-that places experts by how often they were used has seen these very prompts in earlier turns.
+A machine's speed drifts (heat, other programs), so the order of the policies alternates: A B C, then C B A,
+and so on, after one round that is not counted. Before every run the policy is set anew and computes a short
+request that is not measured: its placement has landed and its cache is filled, so all its runs begin alike.
+A policy that places experts by how often they were used has seen these very prompts in earlier rounds.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from launch.bench.perplexity import Perplexity, Texts
 from launch.bench.plan import BenchPlan
 from launch.bench.plot import draw
 from launch.bench.prompts import make_prompts
-from launch.bench.report import Entry, Report
-from launch.bench.run import measure, settle
+from launch.bench.report import Report
+from launch.bench.result import PolicyResult
+from launch.bench.run import measure, warm_up
 from launch.command_line.options import Options
 from launch.connect.session import connected
 from launch.errors import Disturbed
@@ -35,9 +37,9 @@ from protocol.messages import PolicyChanged
 
 log = logging.getLogger("tandem")
 
-EXACT = "all-host"  # what approximate policies are compared with where no exact one is asked for
-SETTLE_PROMPT = 64  # tokens read before a run, at most: enough to use nearly every expert
-SETTLE_NEW = 8
+EXACT = "all-host"  # the reference for approximate policies where --policy names no exact one
+WARM_UP_PROMPT = 64  # tokens read before a run, at most: enough to use nearly every expert
+WARM_UP_NEW = 8
 
 
 async def bench(options: Options, interrupts: Interrupts) -> int:
@@ -46,22 +48,22 @@ async def bench(options: Options, interrupts: Interrupts) -> int:
     plan = BenchPlan.of(options)
     async with connected(options, interrupts) as client:
         before = await client.stats()
-        plan.check_room(client.welcome.context, before["scheduler"]["kv_tokens"])
+        plan.check_lengths(client.welcome.context, before["scheduler"]["kv_tokens"])
         changes: list[PolicyChanged] = []  # by other clients
         client.on_policy = changes.append
         try:
             every = await _run(client, plan, changes)
-            entries = [entry for entry in every if not entry.left_out]
-            await _judge(client, plan, entries, changes)
+            results = [result for result in every if not result.left_out]
+            await _compare_perplexity(client, plan, results, changes)
             stats = await client.stats()
         finally:
             if options.connect and not changes:
                 await _restore(client, before)
-        left_out = [entry for entry in every if entry.left_out]
+        left_out = [result for result in every if result.left_out]
         config = _config(options, plan, client, stats) | {
-            "left_out": {entry.request.name: entry.left_out for entry in left_out}
+            "left_out": {result.request.name: result.left_out for result in left_out}
         }
-    report = Report(config, entries, stats["emulation"], left_out)
+    report = Report(config, results, stats["emulation"], left_out)
     if "json" in options.written:
         print_json(report.to_json())
     else:
@@ -71,79 +73,79 @@ async def bench(options: Options, interrupts: Interrupts) -> int:
     return 0
 
 
-async def _run(client: Client, plan: BenchPlan, changes: list[PolicyChanged]) -> list[Entry]:
-    """What was measured of each policy; those that cannot run here are marked and have no runs."""
-    entries = [Entry(request) for request in plan.policies]
-    with ProgressCounter("bench: prompts", len(entries) * (1 + plan.rounds)) as bar:
+async def _run(client: Client, plan: BenchPlan, changes: list[PolicyChanged]) -> list[PolicyResult]:
+    """Each policy's runs; a policy that cannot run here has none, and `left_out` says why."""
+    results = [PolicyResult(request) for request in plan.policies]
+    with ProgressCounter("bench: prompts", len(results) * (1 + plan.rounds)) as bar:
         *prompts, other = await make_prompts(client, plan.batch + 1, plan.prompt_len, plan.seed)
         for turn in range(1 + plan.rounds):
-            for entry in (entries[index] for index in plan.order(turn)):
-                if entry.left_out:
+            for result in (results[index] for index in plan.order(turn)):
+                if result.left_out:
                     continue
-                name = entry.request.name
+                name = result.request.name
                 bar.start_stage(f"bench: round {turn}, {name}" if turn else f"bench: warm-up, {name}")
                 try:
-                    changed = await client.set_policy(name, entry.request.options)
+                    changed = await client.set_policy(name, result.request.options)
                 except RequestFailed as e:
-                    others = any(not rest.left_out for rest in entries if rest is not entry)
+                    others = any(not rest.left_out for rest in results if rest is not result)
                     if plan.named or turn or not e.usage or not others:
                         raise
-                    entry.left_out = str(e)
+                    result.left_out = str(e)
                     bar.drop(1 + plan.rounds)
                     continue
-                await settle(client, other[:SETTLE_PROMPT], min(SETTLE_NEW, plan.gen_len))
+                await warm_up(client, other[:WARM_UP_PROMPT], min(WARM_UP_NEW, plan.gen_len))
                 run, _ = await measure(client, prompts, plan.gen_len)
                 _check_own(changes)
-                if turn:  # the first is the warm-up; what a policy says of a cold engine goes with it
-                    entry.exact = changed.exact
-                    entry.notes += [note for note in changed.notes if note not in entry.notes]
-                    entry.runs.append(run)
+                if turn:  # the first is the warm-up; a policy's notes about a cold engine are dropped with it
+                    result.exact = changed.exact
+                    result.notes += [note for note in changed.notes if note not in result.notes]
+                    result.runs.append(run)
                 bar.count()
-    return entries
+    return results
 
 
-async def _judge(
-    client: Client, plan: BenchPlan, entries: Sequence[Entry], changes: list[PolicyChanged]
+async def _compare_perplexity(
+    client: Client, plan: BenchPlan, results: Sequence[PolicyResult], changes: list[PolicyChanged]
 ) -> None:
-    """The perplexity of each approximate policy beside that of the first exact one, or of all-host."""
-    approximate = [entry for entry in entries if not entry.exact]
+    """Set the perplexity of each approximate policy, beside that of the first exact one, or of all-host."""
+    approximate = [result for result in results if not result.exact]
     if not approximate or not plan.ppl_tokens:
         return
-    exact = next((entry.request for entry in entries if entry.exact), PolicyRequest(EXACT))
+    exact = next((result.request for result in results if result.exact), PolicyRequest(EXACT))
     with ProgressCounter("bench: held-out text", 1 + len(approximate)) as bar:
         texts = await Texts.make(client, plan.ppl_tokens, plan.prompt_len, plan.seed)
 
         async def perplexity(request: PolicyRequest) -> float:
             bar.start_stage(f"bench: perplexity, {request.name}")
             await client.set_policy(request.name, request.options)
-            await settle(client, texts.ids[-1][:SETTLE_PROMPT], SETTLE_NEW)
+            await warm_up(client, texts.ids[-1][:WARM_UP_PROMPT], WARM_UP_NEW)
             found = await texts.perplexity(client)
             _check_own(changes)
             bar.count()
             return found
 
         reference = await perplexity(exact)
-        for entry in approximate:
-            found = await perplexity(entry.request)
-            entry.perplexity = Perplexity(found, reference, exact.name, texts.tokens, texts.prefill)
+        for result in approximate:
+            found = await perplexity(result.request)
+            result.perplexity = Perplexity(found, reference, exact.name, texts.tokens, texts.prefill)
 
 
 def _check_own(changes: list[PolicyChanged]) -> None:
     """Raises Disturbed where another client has changed the policy."""
     if changes:
         raise Disturbed(
-            f"another client set the policy {changes[-1].policy} meanwhile; use an engine of bench's own"
+            f"another client set the policy {changes[-1].policy} meanwhile; run bench without --connect"
         )
 
 
 async def _restore(client: Client, before: dict[str, Any]) -> None:
-    """Give a running engine the policy back that it had."""
+    """Set the policy again that the running engine had before."""
     try:
         await client.set_policy(before["policy"], before["policy_options"])
     except EngineGone:
-        pass  # nothing to restore; what ended it is said elsewhere
+        log.debug("the engine has ended; its policy is not set again")
     except ProtocolError as e:
-        log.warning(f"warning: the engine's policy before, {before['policy']}, could not be set again: {e}")
+        log.warning(f"warning: the engine's earlier policy, {before['policy']}, was not set again: {e}")
 
 
 def _config(options: Options, plan: BenchPlan, client: Client, stats: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""What an approximation costs: the perplexity of held-out text under it, beside that under an exact policy.
+"""The cost of an approximation: the perplexity of held-out text under it, and under an exact policy.
 
-It is measured where the approximation acts, in decode: the beginning of each text is prefilled, then its
-tokens come one at a time, and only what those steps say of the next token counts.
+It is measured in decode, where the approximation acts: the beginning of each text is prefilled, the rest is
+fed one token at a time, and only the log-probabilities of those steps count.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from launch.errors import WrongUsage
 from pipeline.assets import heldout
 from protocol.client import Client
 
-LEAST = 32  # tokens of each text, unless fewer are asked for: of fewer kinds of text then
+LEAST = 32  # scored tokens of each text; fewer tokens in all are taken from fewer texts
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Of the same text, under an approximate policy and an exact one."""
+    """Perplexities of the same text under an approximate policy and an exact one."""
 
     approximate: float
     exact: float
-    policy: str  # the exact one
-    tokens: int
-    prefill: int  # tokens before those, of each text
+    policy: str  # the exact one's name
+    tokens: int  # scored
+    prefill: int  # tokens of each text before the scored ones
 
     @property
     def percent(self) -> float:
@@ -47,35 +47,35 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class Texts:
-    """Each of `prefill` tokens and those of which the perplexity is taken."""
+    """Held-out texts: `prefill` tokens of each, and then the tokens that are scored."""
 
     ids: Sequence[Prompt]
     prefill: int
 
     @property
     def tokens(self) -> int:
-        """Of which the perplexity is taken."""
+        """Scored tokens of all texts."""
         return sum(len(ids) - self.prefill - 1 for ids in self.ids)
 
     @classmethod
     async def make(cls, client: Client, tokens: int, prefill: int, seed: int) -> Texts:
-        """Several kinds of held-out text, `tokens` to be scored in all. Raises WrongUsage where the engine's
+        """Several kinds of held-out text, `tokens` scored tokens in all. Raises WrongUsage where the engine's
         context is too short, RequestFailed, EngineGone."""
         count = max(1, min(len(heldout()), tokens // LEAST))
         each = -(-tokens // count)
-        room = client.welcome.context - each - 1
-        if room < 1:
+        longest = client.welcome.context - each - 1  # prefill that fits
+        if longest < 1:
             raise WrongUsage(
-                f"--ppl-tokens {tokens}: {each} tokens of a text and one before them do not fit the context,"
+                f"--ppl-tokens {tokens}: {each} tokens of each text after one of prefill exceed the context,"
                 f" {client.welcome.context}; use fewer"
             )
-        prefill = min(prefill, room)
+        prefill = min(prefill, longest)
         texts = await make_texts(client, count, prefill + each + 1, seed)
         spare = count * each - tokens  # less than one for each text
         return cls([*texts[:-1], texts[-1][: len(texts[-1]) - spare]], prefill)
 
     async def perplexity(self, client: Client) -> float:
-        """Under the engine's policy now. Raises RequestFailed, EngineGone."""
+        """The perplexity under the engine's present policy. Raises RequestFailed, EngineGone."""
         nll = 0.0
         for ids in self.ids:
             async for block in client.score(token_ids=ids, stepwise=True, prefill=self.prefill):

@@ -1,4 +1,4 @@
-"""What `bench` is asked to compare, checked before anything is started. Knows no engine."""
+"""The arguments of `bench`, checked before an engine is started."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ PPL_TOKENS = 256  # enough to see a tenth of a percent; a few seconds for each a
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """The policies in the order asked for; lengths in tokens; `batch` requests at once; `rounds` measured
-    runs of each policy; `ppl_tokens` of held-out text for what an approximation costs, 0 for none."""
+    """The policies in the order given; lengths in tokens; `batch` requests at once; `rounds` measured runs of
+    each policy; `ppl_tokens` of held-out text are scored for each approximate policy, 0 for none."""
 
     policies: tuple[PolicyRequest, ...]
-    named: bool  # by --policy; otherwise one that cannot run here is left out
+    named: bool  # by --policy; otherwise a policy that cannot run here is left out
     prompt_len: int
     gen_len: int
     batch: int
@@ -54,13 +54,13 @@ class BenchPlan:
         if plan.plot is not None:
             check_picture(plan.plot)
         if not options.connect:
-            # Said at once, not after a large model has been loaded.
+            # Checked before a large model is loaded.
             spec = model_spec(open_model(config.model or model_dir()).config)
             context = config.context or min(spec.max_positions, DEFAULT_CONTEXT)
-            plan.check_room(context, config.kv_tokens or KV_CONTEXTS * context)
+            plan.check_lengths(context, config.kv_tokens or KV_CONTEXTS * context)
         return plan
 
-    def check_room(self, context: int, kv_tokens: int) -> None:
+    def check_lengths(self, context: int, kv_tokens: int) -> None:
         """Raises WrongUsage where the requests do not fit an engine of this context and KV cache."""
         tokens = self.prompt_len + self.gen_len
         if tokens > context:
@@ -75,13 +75,14 @@ class BenchPlan:
             )
 
     def order(self, turn: int) -> list[int]:
-        """Who runs when: every other turn goes backwards, so that a steady drift of the machine cancels."""
+        """Indices of the policies: every other round is reversed, so that a steady drift cancels out."""
         forwards = range(len(self.policies))
         return list(reversed(forwards) if turn % 2 else forwards)
 
 
 def requested_policies(options: Options, seed: int) -> list[PolicyRequest]:
-    """What --policy names, else every preset that exists but the one for tests."""
+    """The policies that --policy names, else every preset but the one for tests. Raises WrongUsage,
+    PolicyError."""
     requests = options.policies() or [PolicyRequest(name) for name in PRESETS if name != RandomPlan.name]
     names = [request.name for request in requests]
     if not all(names):

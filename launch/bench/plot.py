@@ -1,4 +1,4 @@
-"""What `bench` found as a picture: a row for each policy, and beside each other what it buys and costs."""
+"""`bench --plot`: a row for each policy; panels for its speed, hits, bytes moved and approximation."""
 
 from __future__ import annotations
 
@@ -7,29 +7,28 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from launch.bench.report import Report
+from launch.bench.result import PolicyResult
 from launch.command_line.checks import unfinished
 from launch.errors import OutputFailed, WrongUsage
 from launch.phase_profile import PhaseProfile
-
-if TYPE_CHECKING:
-    from launch.bench.report import Entry, Report
 
 log = logging.getLogger("tandem")
 
 KINDS = (".png", ".svg", ".pdf")
 INK, FAINT = "#333333", "#999999"
 SPEED, HITS = "#3b6ea5", "#5b9a68"
-# Why bytes were moved, from what a step waited for to what was for nothing.
+# Why bytes were moved, in the order of _moved_by_cause.
 BYTES = {
-    "needed": "#c0504d",
-    "needed while on its way": "#e39b6d",
-    "ahead, used": "#5b9a68",
-    "ahead, not used": "#b9b9b9",
-    "placed in the background": "#7d9cc0",
+    "on demand": "#c0504d",
+    "on demand, prefetch too late": "#e39b6d",
+    "prefetched, used": "#5b9a68",
+    "prefetched, unused": "#b9b9b9",
+    "placed by replacement": "#7d9cc0",
 }
-# `predicted` is left out: it says who chose the experts, not that the result differs.
+# Without `predicted`: it counts experts that a predictor chose, whose result need not differ.
 APPROXIMATE = {"skipped": "#8c6bb1", "substituted": "#b59ad0", "stale": "#d9a441"}
 ROW = 0.42  # inches
 
@@ -50,19 +49,19 @@ def draw(report: Report, path: Path) -> None:
     """Write the picture, whole or not at all. Raises OutputFailed."""
     import matplotlib  # here, because it takes a second
 
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # its first time, it tells of its fonts
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # on its first use it logs a search for fonts
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    entries, profiles = report.entries, report.profiles
-    panels: list[tuple[float, Callable[[Any], None]]] = [(1.5, lambda axes: _speeds(axes, entries))]
+    results, profiles = report.results, report.profiles
+    panels: list[tuple[float, Callable[[Any], None]]] = [(1.5, lambda axes: _speeds(axes, results))]
     if profiles:
         panels.append((1.0, lambda axes: _hits(axes, profiles)))
-        panels.append((1.4, lambda axes: _bytes(axes, entries, profiles)))
-    if profiles and not all(entry.exact for entry in entries):
-        panels.append((1.4, lambda axes: _fidelity(axes, entries, profiles)))
+        panels.append((1.4, lambda axes: _bytes(axes, results, profiles)))
+    if profiles and not all(result.exact for result in results):
+        panels.append((1.4, lambda axes: _fidelity(axes, results, profiles)))
     widths = [width for width, _ in panels]
-    size = (2.0 + 2.4 * sum(widths), 1.9 + ROW * len(entries))
+    size = (2.0 + 2.4 * sum(widths), 1.9 + ROW * len(results))
     with pyplot.style.context("default"):
         figure, all_axes = pyplot.subplots(
             1, len(panels), sharey=True, figsize=size, squeeze=False, gridspec_kw={"width_ratios": widths}
@@ -71,7 +70,7 @@ def draw(report: Report, path: Path) -> None:
             panel(axes)
             _tidy(axes)
         first = all_axes[0][0]
-        first.set_yticks(range(len(entries)), [_label(entry) for entry in entries])
+        first.set_yticks(range(len(results)), [_label(result) for result in results])
         first.invert_yaxis()
         figure.suptitle(_title(report), fontsize=10, color=INK, x=0.01, ha="left")
         figure.tight_layout(w_pad=2.0)
@@ -83,20 +82,20 @@ def draw(report: Report, path: Path) -> None:
             raise OutputFailed(f"--plot {path}: {e.strerror}") from e
         finally:
             pyplot.close(figure)
-    log.info(f"drawn: {path}")
+    log.info(f"wrote {path}")
 
 
-def _speeds(axes: Any, entries: Sequence[Entry]) -> None:
-    every = [entry.figures("decode_tok_s") for entry in entries]
+def _speeds(axes: Any, results: Sequence[PolicyResult]) -> None:
+    every = [result.figures("decode_tok_s") for result in results]
     middle = [median(values) for values in every]
     spread = [
         [m - min(values) for m, values in zip(middle, every, strict=True)],
         [max(values) - m for m, values in zip(middle, every, strict=True)],
     ]
-    axes.barh(range(len(entries)), middle, xerr=spread, color=SPEED, height=0.6, ecolor=INK, capsize=2)
+    axes.barh(range(len(results)), middle, xerr=spread, color=SPEED, height=0.6, ecolor=INK, capsize=2)
     for row, (value, values) in enumerate(zip(middle, every, strict=True)):
         _write(axes, max(values), row, f"{value:.3g}")
-    axes.set_title("decode, tokens/s (bar: range)")
+    axes.set_title("decode, tokens/s (line: range)")
     axes.margins(x=0.18)
 
 
@@ -105,15 +104,15 @@ def _hits(axes: Any, profiles: Sequence[PhaseProfile]) -> None:
     axes.barh(range(len(rates)), rates, color=HITS, height=0.6)
     for row, rate in enumerate(rates):
         _write(axes, rate, row, f"{rate:.0f}")
-    axes.set_title("expert hits, %")
+    axes.set_title("expert hit rate, %")
     axes.set_xlim(0, 118)
 
 
-def _bytes(axes: Any, entries: Sequence[Entry], profiles: Sequence[PhaseProfile]) -> None:
+def _bytes(axes: Any, results: Sequence[PolicyResult], profiles: Sequence[PhaseProfile]) -> None:
     rows = range(len(profiles))
     left = [0.0] * len(profiles)
     for kind, color in BYTES.items():
-        sizes = [_why_moved(*both)[kind] for both in zip(entries, profiles, strict=True)]
+        sizes = [_moved_by_cause(*both)[kind] for both in zip(results, profiles, strict=True)]
         if any(sizes):
             axes.barh(rows, sizes, left=left, color=color, height=0.6, label=kind)
         left = [a + b for a, b in zip(left, sizes, strict=True)]
@@ -124,20 +123,20 @@ def _bytes(axes: Any, entries: Sequence[Entry], profiles: Sequence[PhaseProfile]
     _legend(axes)
 
 
-def _why_moved(entry: Entry, profile: PhaseProfile) -> dict[str, float]:
-    """MB a token by the kinds of BYTES, which add up to all that was moved."""
+def _moved_by_cause(result: PolicyResult, profile: PhaseProfile) -> dict[str, float]:
+    """MB a token by the kinds of BYTES; they add up to all that was moved."""
     moved, scale = profile.moved, 1e6 * max(profile.rows, 1)
     late = min(moved["late"], moved["demanded"])
     used = min(moved["useful"], moved["predicted"])
-    placed = entry.placed_bytes * max(profile.rows, 1)
+    placed = result.placed_bytes * max(profile.rows, 1)
     sizes = (moved["demanded"] - late, late, used, moved["predicted"] - used, placed)
     return {kind: size / scale for kind, size in zip(BYTES, sizes, strict=True)}
 
 
-def _fidelity(axes: Any, entries: Sequence[Entry], profiles: Sequence[PhaseProfile]) -> None:
+def _fidelity(axes: Any, results: Sequence[PolicyResult], profiles: Sequence[PhaseProfile]) -> None:
     rows = range(len(profiles))
     left = [0.0] * len(profiles)
-    words: list[list[str]] = [[] for _ in entries]
+    words: list[list[str]] = [[] for _ in results]
     for kind, color in APPROXIMATE.items():
         shares = [100 * profile.fidelity[kind] for profile in profiles]
         if any(shares):
@@ -145,12 +144,12 @@ def _fidelity(axes: Any, entries: Sequence[Entry], profiles: Sequence[PhaseProfi
         left = [a + b for a, b in zip(left, shares, strict=True)]
         for text, share in zip(words, shares, strict=True):
             text += [f"{share:.1f}"] if share else []
-    for row, (entry, text) in enumerate(zip(entries, words, strict=True)):
-        shown = "exact" if entry.exact else " + ".join(text) or "0"
-        if entry.perplexity is not None:
-            shown += f"   ppl {entry.perplexity.percent:+.2f} %"
-        _write(axes, left[row], row, shown, FAINT if entry.exact else INK)
-    axes.set_title("not as the routers said, % of their weight")
+    for row, (result, text) in enumerate(zip(results, words, strict=True)):
+        shown = "exact" if result.exact else " + ".join(text) or "0"
+        if result.perplexity is not None:
+            shown += f"   ppl {result.perplexity.percent:+.2f} %"
+        _write(axes, left[row], row, shown, FAINT if result.exact else INK)
+    axes.set_title("approximated, % of the routed weight")
     axes.set_xlim(0, max(1.0, max(left) * 2))
     _legend(axes)
 
@@ -178,9 +177,9 @@ def _legend(axes: Any) -> None:
         axes.legend(ncols=2, fontsize=7, frameon=False, handlelength=1.2, **place)
 
 
-def _label(entry: Entry) -> str:
-    options = "".join(f"\n{name}={value}" for name, value in entry.request.options.items())
-    return entry.request.name + options
+def _label(result: PolicyResult) -> str:
+    options = "".join(f"\n{name}={value}" for name, value in result.request.options.items())
+    return result.request.name + options
 
 
 def _title(report: Report) -> str:
@@ -188,7 +187,7 @@ def _title(report: Report) -> str:
     cache = "" if c.get("expert_cache") is None else f", expert cache {c['expert_cache']:.0%}"
     lines = [
         f"{report.model_name} on {c['device']}: experts {c['format']}{cache}",
-        f"batch {c['batch']}, {c['prompt_len']} prompt tokens, {c['gen_len']} new ones, {c['rounds']} rounds"
+        f"batch {c['batch']}, {c['prompt_len']} prompt tokens, {c['gen_len']} generated, {c['rounds']} rounds"
         + (f"; emulated: {report.emulation}" if report.emulation else ""),
     ]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What `bench` lets the model read: held-out text where the model has a tokenizer, else seeded random ids."""
+"""Prompts for `bench`: held-out text where the model has a tokenizer, else seeded random ids."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from protocol.client import Client
 
 Prompt = tuple[int, ...]
 
-SPECIAL_TOKENS = 8  # that a tokenizer may put around a text, at most
-BYTES_PER_TOKEN = 4  # a first guess; where it falls short, the text is read on
-TAIL_BYTES_PER_TOKEN = 8  # more than a token of any text has on average
+SPECIAL_TOKENS = 8  # at most so many are put around a text by a tokenizer
+BYTES_PER_TOKEN = 4  # a first guess; where it is too small, more text follows
+TAIL_BYTES_PER_TOKEN = 8  # more than the average of any text
 STRIDE = 20_000  # bytes between two prompts from the same text
 
 
 async def make_prompts(client: Client, count: int, length: int, seed: int) -> list[Prompt]:
-    """`count` different prompts of exactly `length` token ids. The engine that is measured tokenizes the text
-    (a Score tells the tokens it is about), so this takes about as long as reading the prompts once.
+    """`count` different prompts of exactly `length` token ids. The measured engine tokenizes the text (Scores
+    carry the token ids), so this takes about as long as one prefill of the prompts.
 
     Raises RequestFailed, EngineGone.
     """
@@ -30,8 +30,8 @@ async def make_prompts(client: Client, count: int, length: int, seed: int) -> li
 
 
 async def make_texts(client: Client, count: int, length: int, seed: int) -> list[Prompt]:
-    """As many texts of exactly `length` token ids, of other kinds each, on which policies are compared: from
-    the ends of the files, which prompts (they begin further in front) do not reach unless they are long.
+    """`count` texts of exactly `length` token ids, each of another kind, for perplexities: from the ends of
+    the files, which the prompts (taken from the beginnings) do not reach unless they are long.
 
     Raises RequestFailed, EngineGone.
     """
@@ -42,14 +42,14 @@ async def make_texts(client: Client, count: int, length: int, seed: int) -> list
 
 
 def _end(texts: list[bytes], which: int, length: int) -> bytes:
-    """The last lines of a text, enough for so many tokens of most tokenizers, and then the other texts."""
+    """The last lines of a text, enough for `length` tokens of most tokenizers, then the other texts."""
     text = texts[which]
     start = text.find(b"\n", max(0, len(text) - TAIL_BYTES_PER_TOKEN * length)) + 1
     return b"".join([text[start:], *texts[which + 1 :], *texts[:which]])
 
 
 def _beginning(texts: list[bytes], index: int) -> bytes:
-    """All texts as a ring, from where prompt `index` begins: each text in turn, then further on in each."""
+    """All texts as a ring, from where prompt `index` starts: each text's beginning, then STRIDE on."""
     lap, which = divmod(index, len(texts))
     text = texts[which]
     start = lap * STRIDE % len(text)
@@ -69,6 +69,6 @@ async def _read(client: Client, text: bytes, length: int) -> Prompt:
         found: list[int] = []
         async for block in client.score(text=piece):
             found += block.tokens.tolist()
-        # a token that begins every text belongs to the first piece alone
+        # a beginning-of-text token is kept in front of the first piece only
         ids += found[1:] if ids and len(found) > 1 and found[0] == ids[0] else found
     return tuple(ids[:length])

@@ -1,9 +1,8 @@
-"""`launch.py bench --replay F`: what each policy would have done with the routing of a recorded run, and how
-long that takes by measured or published costs. No engine is started, and the model need not be there.
+"""`launch.py bench --replay F`: each policy's decisions on a recorded trace of routings, and their time by
+measured or published costs. No engine is started, and the checkpoint is not needed.
 
-A policy that places experts by how often they were used begins with the counts of the calibration, as those
-do that ask for one; where there is none, with those of the whole trace, as in `bench`, where it has seen the
-prompts in earlier turns.
+A policy that places experts by how often they were used begins with the counts of the calibration; without
+one, with those of the whole trace, as in `bench`, where it has seen the prompts in earlier rounds.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from launch.bench.plan import requested_policies
-from launch.bench.replay_report import Entry, Report, Settings
+from launch.bench.replay_report import Report, Result, Settings
 from launch.command_line.options import Options
 from launch.errors import LaunchError, WrongUsage
 from launch.processes.runtime import cache_root
@@ -58,22 +57,22 @@ async def replay(options: Options, interrupts: Interrupts) -> int:
         counts = overview.counts if calibration is None else calibration.decode_counts
         return Replay(header, policy, costs, capacity, calibration=calibration, popularity=counts)
 
-    runs = Runs(keep_going="policy" not in written)
+    replays = Replays(skip_unable="policy" not in written)
     for request in requests:
-        with runs.guarded(request):
-            runs.machines.append((request, begin(request)))
+        with replays.guarded(request):
+            replays.running.append((request, begin(request)))
     with ProgressCounter("replay: steps", sum(overview.steps.values())) as bar:
         for step in trace.steps():
-            for request, machine in list(runs.machines):
-                with runs.guarded(request):
+            for request, machine in list(replays.running):
+                with replays.guarded(request):
                     machine.step(step)
             bar.count()
-            await asyncio.sleep(0)  # a Ctrl-C is taken in here
-    if not runs.machines:
-        raise WrongUsage(f"no policy can be replayed here: {'; '.join(runs.left_out.values())}")
-    entries = [Entry(request, machine.outcome) for request, machine in runs.machines]
+            await asyncio.sleep(0)  # lets the event loop handle a Ctrl-C
+    if not replays.running:
+        raise WrongUsage(f"no policy can be replayed here: {'; '.join(replays.left_out.values())}")
+    results = [Result(request, machine.outcome) for request, machine in replays.running]
     settings = Settings(trace.path, capacity, costs, costs_of, calibration is not None)
-    report = Report(header, overview, settings, entries, runs.left_out)
+    report = Report(header, overview, settings, results, replays.left_out)
     if "json" in written:
         print_json(report.to_json())
     else:
@@ -82,32 +81,32 @@ async def replay(options: Options, interrupts: Interrupts) -> int:
 
 
 @dataclass
-class Runs:
-    """The policies under way, step by step together, so that the trace is read once. With `keep_going` one
-    that cannot run here is left out."""
+class Replays:
+    """All policies' replays advance together, so that the trace is read once. With `skip_unable` a policy
+    that cannot be replayed is left out."""
 
-    keep_going: bool
-    machines: list[tuple[PolicyRequest, Replay]] = field(default_factory=list)
-    left_out: dict[str, str] = field(default_factory=dict)  # policies, and why
+    skip_unable: bool
+    running: list[tuple[PolicyRequest, Replay]] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)  # policy: reason
 
     @contextmanager
     def guarded(self, request: PolicyRequest) -> Iterator[None]:
-        """For what one policy does. Raises its PolicyError or TraceError unless it can be left out, and
-        LaunchError where it breaks its contract."""
+        """Around each call of one policy. Raises its PolicyError or TraceError unless the policy is left out
+        for it, and LaunchError where the policy breaks its contract."""
         try:
             yield
         except PlanError as e:
             raise LaunchError(f"policy {request.name} cannot be replayed: {e}") from e
         except (PolicyError, TraceError) as e:
-            if not self.keep_going:
+            if not self.skip_unable:
                 raise
             self.left_out[request.name] = str(e)
-            self.machines = [item for item in self.machines if item[0] is not request]
+            self.running = [item for item in self.running if item[0] is not request]
 
 
 def _costs(header: Header, asked: Path | None) -> tuple[Costs, str]:
-    """The costs, and whose they are, for a person. Raises PolicyError for a file that cannot be used, and
-    WrongUsage where none was given and none were measured."""
+    """The costs, and where they come from, in words. Raises PolicyError for a file that cannot be used, and
+    WrongUsage where no file was given and this machine has measured none."""
     if asked is not None:
         return Costs.load(asked), str(asked)
     for _, record in measured_here(cache_root()):
@@ -121,8 +120,8 @@ def _costs(header: Header, asked: Path | None) -> tuple[Costs, str]:
 
 
 def _calibration(header: Header, first: bool) -> Calibration | None:
-    """The model's, where it has been calibrated on this machine; without the gate for the next token's first
-    layer where the trace has nothing of it. One that cannot be used is as good as none, and that is said."""
+    """The model's calibration on this machine, or None; without the gate for the next token's first layer
+    where the trace holds no probe for it. A damaged file is as none, with a warning."""
     path = cache_root() / header.fingerprint / NAME
     if not path.exists():
         return None
@@ -132,5 +131,5 @@ def _calibration(header: Header, first: bool) -> Calibration | None:
         log.warning(f"warning: {e}")
         return None
     if found.decode_counts.shape != (header.shape.layers, header.shape.experts):
-        raise WrongUsage(f"{path} is the calibration of a model of another shape than the trace's")
+        raise WrongUsage(f"{path} calibrates a model of another shape than the trace's")
     return found if first else replace(found, first_gate=None)

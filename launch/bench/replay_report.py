@@ -1,4 +1,4 @@
-"""What a replay found, as one JSON object or as tables that fit 80 columns."""
+"""The report of a replay, as one JSON object or as tables that fit 80 columns."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from launch.bench.why import policy_name
-from launch.terminal.format import three_digits
+from launch.bench.profile_table import policy_name
+from launch.terminal.format import MISSING, percent, three_digits
+from launch.terminal.tables import make_table, render
 from pipeline.assets import model_dir
 from pipeline.models.shapes import short_name
 from pipeline.policies.costs import Costs
@@ -21,13 +20,14 @@ from pipeline.policies.view import PolicyRequest
 from pipeline.replay.outcome import Outcome, PhaseOutcome
 from pipeline.replay.overview import Overview
 from pipeline.traces.header import Header
+from shm.segment import byte_size
 
-ASSUMPTION = "approximate policies are replayed as if the text had stayed the same under them"
+ASSUMPTION = "approximate policies are replayed on the recorded text; they might have generated another"
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One policy's replay."""
+class Result:
+    """The outcome of one policy's replay."""
 
     request: PolicyRequest
     outcome: Outcome
@@ -35,23 +35,23 @@ class Entry:
 
 @dataclass(frozen=True)
 class Settings:
-    """What all policies were replayed with."""
+    """The settings that all policies were replayed with."""
 
     path: Path  # of the trace
     capacity: int  # tiles
     costs: Costs  # per tile
-    costs_of: str  # whose they are, in words
+    costs_of: str  # where they come from, in words
     calibrated: bool
 
 
 @dataclass(frozen=True)
 class Report:
-    """`left_out`: policies that cannot be replayed here, and why."""
+    """`left_out`: the reason for each policy that cannot be replayed here."""
 
     header: Header
     overview: Overview
     settings: Settings
-    entries: Sequence[Entry]
+    results: Sequence[Result]
     left_out: Mapping[str, str]
 
     def to_json(self) -> dict[str, Any]:
@@ -72,76 +72,68 @@ class Report:
             "calibrated": self.settings.calibrated,
             "costs": self.settings.costs.to_json() | {"of": self.settings.costs_of},
         }
-        policies = [self._entry(entry) for entry in self.entries]
+        policies = [self._to_map(result) for result in self.results]
         left_out = [{"name": name, "reason": reason} for name, reason in self.left_out.items()]
         return {"config": config, "policies": policies, "left_out": left_out}
 
-    def _entry(self, entry: Entry) -> dict[str, Any]:
-        outcome = entry.outcome
+    def _to_map(self, result: Result) -> dict[str, Any]:
+        outcome = result.outcome
         plain: dict[str, Any] = {
-            "name": entry.request.name,
-            "options": entry.request.options,
+            "name": result.request.name,
+            "options": result.request.options,
             "exact": outcome.exact,
             "notes": outcome.notes,
         }
         if not outcome.exact:
             plain["assumption"] = ASSUMPTION
         for name, phase in outcome.phases.items():
-            ratio = _ratio(phase, self.entries[0].outcome.phases[name])
+            ratio = _ratio(phase, self.results[0].outcome.phases[name])
             plain[name] = phase.to_json(self.header.tile_bytes) | {"ratio": ratio}
         return plain
 
     def render(self) -> str:
-        """The tables and what is needed to read them: with colours for a terminal, else plain."""
-        console = Console(highlight=False)
-        with console.capture() as captured:
-            tables = (self._speeds(console.is_terminal), Text(), self._reasons(console.is_terminal))
-            console.print(Group(*tables, *self._footnotes()))
-        return "\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n"
+        """The tables and their legend: with colours for a terminal, else plain."""
+        return render(self._speeds(), "", self._reasons(), "", *self._footnotes())
 
-    def _speeds(self, terminal: bool) -> Table:
-        table = _table(terminal)
-        several = len(self.entries) > 1
-        for name in ("prefill\ntok/s", *("x",) * several, "decode\ntok/s", *("x",) * several):
-            table.add_column(name, justify="right", no_wrap=True)
-        for name in ("hits", f"{self._unit[0]}/\ntoken", "host"):
-            table.add_column(name, justify="right", no_wrap=True)
-        first = self.entries[0].outcome
-        for entry in self.entries:
-            prefill, decode = entry.outcome.prefill, entry.outcome.decode
+    def _speeds(self) -> Table:
+        several = len(self.results) > 1
+        names = ("prefill\ntok/s", *("x",) * several, "decode\ntok/s", *("x",) * several)
+        names += ("hits", f"{self._unit[0]}/\ntoken", "host")
+        table = make_table("policy", numbers=names, gap=0)
+        first = self.results[0].outcome
+        for result in self.results:
+            prefill, decode = result.outcome.prefill, result.outcome.decode
             table.add_row(
-                policy_name(entry.request, entry.outcome.exact),
+                policy_name(result.request, result.outcome.exact),
                 _speed(prefill),
                 *(_times(prefill, first.prefill),) * several,
                 Text(_speed(decode), style="bold"),
                 *(Text(_times(decode, first.decode), style="bold"),) * several,
-                f"{decode.hit_rate:.0%}",
+                percent(decode.hit_rate),
                 self._bytes(decode, decode.moved),
-                f"{decode.host_share:.0%}",
+                percent(decode.host_share),
             )
         return table
 
-    def _reasons(self, terminal: bool) -> Table:
-        """What decode's time went into, and what became of predictions, if there were any."""
-        table = _table(terminal)
-        predicts = any(e.outcome.decode.predicted or e.outcome.decode.late for e in self.entries)
+    def _reasons(self) -> Table:
+        """Decode's time by cause, and the predicted tiles by their use, if a policy predicts."""
+        predicts = any(r.outcome.decode.predicted or r.outcome.decode.late for r in self.results)
         names = ["host\nbusy", "dev.\nbusy", "link\nbusy", "wait\nlink", "wait\nhost"]
         names += ["pre-\ndicted", "use-\nful", "late", "was-\nted"] * predicts
-        for name in names:
-            table.add_column(name, justify="right", no_wrap=True)
-        for entry in self.entries:
-            decode = entry.outcome.decode
+        table = make_table("policy", numbers=names, gap=0)
+        for result in self.results:
+            decode = result.outcome.decode
             plain = decode.to_json(self.header.tile_bytes)
-            cells = [f"{share:.0%}" for share in (*plain["busy"].values(), *plain["waits"].values())]
+            cells = [percent(share) for share in (*plain["busy"].values(), *plain["waits"].values())]
             brought = (decode.predicted, decode.useful, decode.late, decode.wasted)
             cells += [self._bytes(decode, tiles) for tiles in brought] * predicts
-            table.add_row(Text(entry.request.name, style="bold"), *cells)
+            table.add_row(Text(result.request.name, style="bold"), *cells)
         return table
 
     @property
     def _unit(self) -> tuple[str, float]:
-        """For bytes a token: small models move little."""
-        decodes = [entry.outcome.decode for entry in self.entries]
+        """Name and size of the unit for bytes a token; kB for a small model."""
+        decodes = [result.outcome.decode for result in self.results]
         most = max(d.moved * self.header.tile_bytes / max(d.rows, 1) for d in decodes)
         return ("MB", 1e6) if most >= 1e6 else ("kB", 1e3)
 
@@ -152,56 +144,47 @@ class Report:
         header, seen, shape = self.header, self.overview, self.header.shape
         model = "embedded model" if header.model == str(model_dir()) else short_name(header.model)
         every = shape.layers * shape.experts * shape.tiles
-        size = self.settings.capacity * header.tile_bytes / 1e6
+        size = byte_size(self.settings.capacity * header.tile_bytes)
         plural = "s" * (shape.tiles > 1)
         lines = [
-            f"{model}, {shape.layers} x {shape.experts} experts of {shape.tiles} tile{plural},"
-            f" {seen.rows['prefill']} prompt and {seen.rows['decode']} new tokens recorded",
-            f"expert cache: {self.settings.capacity} of {every} tiles, {size:.1f} MB",
+            f"{model}, {shape.layers} x {shape.experts} experts of {shape.tiles} tile{plural}; recorded:"
+            f" {seen.rows['prefill']} tokens of prefill, {seen.rows['decode']} of decode",
+            f"expert cache: {self.settings.capacity} of {every} tiles, {size}",
             f"costs: {self.settings.costs_of}",
         ]
-        if len(self.entries) > 1:
-            lines.append(f"x: ratio to {self.entries[0].request.name}")
+        if len(self.results) > 1:
+            lines.append(f"x: ratio to {self.results[0].request.name}")
         lines += [
-            "of decode: hits: used experts that were resident; host: share of the tiles;",
-            f"busy, wait: shares of the time; predicted and after: {self._unit[0]}/token",
+            "in decode: hits: share of the needed experts that were resident; host: share of the",
+            "tiles that the workers computed; busy, wait: shares of the time;",
+            f"predicted, useful, late, wasted: {self._unit[0]}/token",
         ]
-        inexact = [entry for entry in self.entries if not entry.outcome.exact]
-        lines += [_fidelity(entry) for entry in inexact]
+        inexact = [result for result in self.results if not result.outcome.exact]
+        lines += [_fidelity(result) for result in inexact]
         notes = [ASSUMPTION] * bool(inexact)
-        notes += ["the file ends within a step, which is left out"] * seen.cut_short
-        notes += [note for entry in self.entries for note in entry.outcome.notes]
-        notes += [f"without {name}: {reason}" for name, reason in self.left_out.items()]
+        notes += ["the file ends within a step; that step is left out"] * seen.cut_short
+        notes += [note for result in self.results for note in result.outcome.notes]
+        notes += [f"{name} left out: {reason}" for name, reason in self.left_out.items()]
         return [
-            Text(),
             *(Text(line, style="dim") for line in lines),
             *(Text(f"note: {note}") for note in dict.fromkeys(notes)),
         ]
 
 
-def _fidelity(entry: Entry) -> str:
-    shares = ", ".join(f"{kind} {share:.1%}" for kind, share in entry.outcome.decode.shares().items())
-    return f"{entry.request.name}, of the routed weight: {shares}"
-
-
-def _table(terminal: bool) -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD if terminal else None,
-        padding=(0, 0 if terminal else 1, 0, 0),
-        show_edge=False,
-        header_style="bold",
+def _fidelity(result: Result) -> str:
+    shares = ", ".join(
+        f"{kind} {percent(share, 1)}" for kind, share in result.outcome.decode.shares().items()
     )
-    table.add_column("policy", overflow="fold")
-    return table
+    return f"{result.request.name}, of the routed weight: {shares}"
 
 
 def _speed(phase: PhaseOutcome) -> str:
-    return three_digits(phase.tok_s) if phase.seconds else "-"
+    return three_digits(phase.tok_s) if phase.seconds else MISSING
 
 
 def _times(phase: PhaseOutcome, first: PhaseOutcome) -> str:
     ratio = _ratio(phase, first)
-    return "-" if ratio is None else f"{ratio:.2f}"
+    return MISSING if ratio is None else f"{ratio:.2f}"
 
 
 def _ratio(phase: PhaseOutcome, first: PhaseOutcome) -> float | None:

@@ -1,95 +1,59 @@
-"""What `bench` found, as one JSON object or as a table that fits 80 columns."""
+"""The report of `bench`, as one JSON object or as tables that fit 80 columns."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from rich import box
-from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from launch.bench.perplexity import Perplexity
-from launch.bench.run import Run
-from launch.bench.why import legend, policy_name, profile_to_map, why_table
-from launch.phase_profile import PhaseProfile, added
-from launch.terminal.format import three_digits
+from launch.bench.profile_table import legend, policy_name, profile_table, profile_to_map
+from launch.bench.result import PolicyResult
+from launch.phase_profile import PhaseProfile
+from launch.terminal.format import percent, three_digits
+from launch.terminal.tables import make_table, render
 from pipeline.assets import model_dir
 from pipeline.models.shapes import short_name
-from pipeline.policies.view import PolicyRequest
-
-
-@dataclass
-class Entry:
-    """One policy's runs, in the order of the rounds."""
-
-    request: PolicyRequest
-    exact: bool = True
-    notes: list[str] = field(default_factory=list)  # of the engine, each once
-    runs: list[Run] = field(default_factory=list)
-    perplexity: Perplexity | None = None  # of an approximate one
-    left_out: str = ""  # why it cannot run here
-
-    def ratio(self, first: Entry, figure: str) -> float:
-        """The median of the rounds' ratios to the first policy. A round's runs are neighbours in time, so
-        what the machine does meanwhile weighs less in it than in the ratio of two medians."""
-        pairs = zip(self.figures(figure), first.figures(figure), strict=True)
-        return median(mine / its for mine, its in pairs)
-
-    def figures(self, name: str) -> list[float]:
-        """A field of Run, in the order of the rounds."""
-        return [float(getattr(run, name)) for run in self.runs]
-
-    @property
-    def placed_bytes(self) -> float:
-        """A token, moved in the background and not because they were predicted: the rounds' median."""
-        return median(self.figures("placed_bytes_per_token"))
-
-    def decode(self, tile_bytes: int) -> PhaseProfile:
-        """What the engine counted in the decode of all rounds."""
-        return PhaseProfile(added(run.decode for run in self.runs), tile_bytes)
+from shm.segment import byte_size
 
 
 @dataclass(frozen=True)
 class Report:
-    """`config`: what ran and on what, as the JSON object has it."""
+    """`config`: the engine and the workload, as in the JSON object."""
 
     config: dict[str, Any]
-    entries: Sequence[Entry]
+    results: Sequence[PolicyResult]
     emulation: str
-    left_out: Sequence[Entry] = ()  # policies that cannot run here
+    left_out: Sequence[PolicyResult] = ()  # policies that cannot run here
 
     @property
     def profiles(self) -> list[PhaseProfile]:
-        """Of each policy's decode; none where the engine's counters are not there."""
+        """Each policy's decode profile; empty where the runs hold no counters of the engine."""
         tile_bytes = self.config["tile_bytes"]
-        counted = all(run.decode for entry in self.entries for run in entry.runs)
-        return [entry.decode(tile_bytes) for entry in self.entries] if counted else []
+        counted = all(run.decode for result in self.results for run in result.runs)
+        return [result.decode(tile_bytes) for result in self.results] if counted else []
 
     @property
     def model_name(self) -> str:
-        """For a person."""
+        """The model's name for the tables."""
         model = self.config["model"]
         return "embedded model" if model == str(model_dir()) else short_name(model)
 
     def to_json(self) -> dict[str, Any]:
-        policies = [_entry(entry, self.entries[0]) for entry in self.entries]
-        for entry, plain, profile in zip(self.entries, policies, self.profiles, strict=True):
-            plain["decode"] = profile_to_map(profile, entry)
+        policies = [_result_to_map(result, self.results[0]) for result in self.results]
+        for result, plain, profile in zip(self.results, policies, self.profiles, strict=True):
+            plain["decode"] = profile_to_map(profile, result)
         return {"config": self.config, "policies": policies, "emulation": self.emulation}
 
     def render(self) -> str:
-        """The table and what is needed to read it: with colours for a terminal, else plain."""
-        console = Console(highlight=False)
-        with console.capture() as captured:
-            tables: list[RenderableType] = [_table(self, console.is_terminal)]
-            if profiles := self.profiles:
-                tables += [Text(), why_table(self.entries, profiles, console.is_terminal)]
-            console.print(Group(*tables, *self._footnotes()))
-        return "\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n"
+        """The tables and their legend: with colours for a terminal, else plain."""
+        tables = [_table(self)]
+        if profiles := self.profiles:
+            tables.append(profile_table(self.results, profiles))
+        return render(*(part for table in tables for part in (table, "")), *self._footnotes())
 
     def _footnotes(self) -> list[Text]:
         c = self.config
@@ -98,38 +62,36 @@ class Report:
             + (f", {c['workers']} workers" if c["workers"] is not None else "")
             + f": experts {c['format']}, backbone {c['backbone_dtype']}",
             _cache(c),
-            f"batch {c['batch']}: {c['prompt_len']} prompt tokens ({c['prompts']}), {c['gen_len']} new ones",
-            f"{c['rounds']} rounds, the policies in turns: median, and below it least-most",
+            f"batch {c['batch']}: {c['prompt_len']} prompt tokens ({c['prompts']}),"
+            f" {c['gen_len']} generated tokens",
+            f"{c['rounds']} rounds, policies interleaved: median, and below it the range",
         ]
-        if len(self.entries) > 1:
-            lines.append(f"x: median of the rounds' ratios to {self.entries[0].request.name}")
-        lines.append("MB/token: copied to the device in decode; host: share of decode's expert tiles")
-        lines += legend(self.entries, self.profiles, c["prompts"])
-        notes = [f"note: {note}" for entry in self.entries for note in entry.notes]
-        notes += [f"note: without {entry.request.name}: {entry.left_out}" for entry in self.left_out]
-        return [
-            Text(),
-            *(Text(line, style="dim") for line in lines),
-            *(Text(line) for line in dict.fromkeys(notes)),
-        ]
+        if len(self.results) > 1:
+            lines.append(f"x: speed relative to {self.results[0].request.name}, median over the rounds")
+        lines.append("MB/token: copied to the device in decode")
+        lines.append("host: share of decode's expert tiles that the workers computed")
+        lines += legend(self.results, self.profiles, c["prompts"])
+        notes = [f"note: {note}" for result in self.results for note in result.notes]
+        notes += [f"note: {result.request.name} left out: {result.left_out}" for result in self.left_out]
+        return [*(Text(line, style="dim") for line in lines), *map(Text, dict.fromkeys(notes))]
 
 
-def _entry(entry: Entry, first: Entry) -> dict[str, Any]:
+def _result_to_map(result: PolicyResult, first: PolicyResult) -> dict[str, Any]:
     return {
-        "name": entry.request.name,
-        "options": entry.request.options,
-        "exact": entry.exact,
+        "name": result.request.name,
+        "options": result.request.options,
+        "exact": result.exact,
         **{
-            figure: _spread(entry.figures(figure))
+            figure: _spread(result.figures(figure))
             for figure in ("prefill_tok_s", "decode_tok_s", "first_token_s")
         },
-        "prefill_ratio": entry.ratio(first, "prefill_tok_s"),
-        "decode_ratio": entry.ratio(first, "decode_tok_s"),
+        "prefill_ratio": result.ratio(first, "prefill_tok_s"),
+        "decode_ratio": result.ratio(first, "decode_tok_s"),
         **{
-            figure: median(entry.figures(figure))
+            figure: median(result.figures(figure))
             for figure in ("moved_bytes", "moved_bytes_per_token", "host_share")
         },
-        "notes": entry.notes,
+        "notes": result.notes,
     }
 
 
@@ -137,35 +99,23 @@ def _spread(values: list[float]) -> dict[str, Any]:
     return {"median": median(values), "min": min(values), "max": max(values), "runs": values}
 
 
-def _table(report: Report, terminal: bool) -> Table:
-    title = f"emulation: {report.emulation}" if report.emulation else None
-    table = Table(
-        title=title,
-        title_style="bold yellow",
-        box=box.SIMPLE_HEAD if terminal else None,
-        padding=(0, 1 if terminal else 2, 0, 0),
-        show_edge=False,
-        header_style="bold",
-        leading=0 if terminal else 1,
-    )
-    several = len(report.entries) > 1
-    table.add_column("policy", overflow="fold")
-    for name in ("prefill\ntok/s", *("x",) * several, "first\ntoken ms", "decode\ntok/s", *("x",) * several):
-        table.add_column(name, justify="right", vertical="top", no_wrap=True)
-    table.add_column("MB/\ntoken", justify="right", no_wrap=True)
-    table.add_column("host", justify="right", no_wrap=True)
-    first = report.entries[0]
-    for entry in report.entries:
-        prefill, decode = ([entry.ratio(first, f"{p}_tok_s")] * several for p in ("prefill", "decode"))
+def _table(report: Report) -> Table:
+    title = f"emulation: {report.emulation}" if report.emulation else ""
+    several = len(report.results) > 1
+    speeds = ("prefill\ntok/s", *("x",) * several, "first\ntoken ms", "decode\ntok/s", *("x",) * several)
+    table = make_table("policy", numbers=(*speeds, "MB/\ntoken", "host"), title=title)
+    first = report.results[0]
+    for result in report.results:
+        prefill, decode = ([result.ratio(first, f"{p}_tok_s")] * several for p in ("prefill", "decode"))
         table.add_row(
-            policy_name(entry.request, entry.exact),
-            _cell(entry.figures("prefill_tok_s")),
+            policy_name(result.request, result.exact),
+            _cell(result.figures("prefill_tok_s")),
             *(f"{ratio:.2f}" for ratio in prefill),
-            _cell([1e3 * seconds for seconds in entry.figures("first_token_s")]),
-            _cell(entry.figures("decode_tok_s"), "bold"),
+            _cell([1e3 * seconds for seconds in result.figures("first_token_s")]),
+            _cell(result.figures("decode_tok_s"), "bold"),
             *(Text(f"{ratio:.2f}", style="bold") for ratio in decode),
-            three_digits(median(entry.figures("moved_bytes_per_token")) / 1e6),
-            f"{median(entry.figures('host_share')):.0%}",
+            three_digits(median(result.figures("moved_bytes_per_token")) / 1e6),
+            percent(median(result.figures("host_share"))),
         )
     return table
 
@@ -178,6 +128,6 @@ def _cell(values: list[float], style: str = "") -> Text:
 def _cache(config: dict[str, Any]) -> str:
     if config["cache_tiles"] is None:
         return "expert cache: none"
-    size = config["cache_tiles"] * config["tile_bytes"] / 1e6
-    share = "" if config["expert_cache"] is None else f", {config['expert_cache']:.0%} of all"
-    return f"expert cache: {config['cache_tiles']} tiles, {size:.1f} MB{share}"
+    size = byte_size(config["cache_tiles"] * config["tile_bytes"])
+    share = "" if config["expert_cache"] is None else f", {percent(config['expert_cache'])} of all tiles"
+    return f"expert cache: {config['cache_tiles']} tiles, {size}{share}"

@@ -1,9 +1,8 @@
-"""One measured run: some requests sent together, when each of their tokens arrived, what the engine did.
+"""One measured run: requests sent together, the arrival of each of their tokens, the engine's counters.
 
-Speeds are taken from the clock of this process, at the arrival of each token: that is what a person sees,
-with scheduling and transport, and it shows when several answers are under way at the same time. The engine's
-own `decode_s` adds up the steps of one request and knows nothing of the gaps between them; it is a little
-shorter.
+Speeds are taken from the client's clock at the arrival of each token, so scheduling and transport count, and
+so do the gaps while several answers decode at the same time. The engine's own `decode_s` adds up the steps
+of one request without those gaps; it is a little shorter.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from protocol.messages import Done
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each token of B requests that were sent together arrived; seconds of one clock."""
+    """Arrival times of the tokens of B requests that were sent together; seconds of one clock."""
 
     sent: float
     prompt_tokens: int  # P, of each request
@@ -35,8 +34,8 @@ class Timeline:
 
     @property
     def prefill_tok_s(self) -> float:
-        """All prompts' tokens by the time until the last request has its first token. With several requests
-        the decode steps between the chunks of later prompts are in it."""
+        """All prompts' tokens over the time until the last request's first token. With several requests this
+        time includes decode steps between the chunks of later prompts."""
         return len(self.arrivals) * self.prompt_tokens / (self._all_began - self.sent)
 
     @property
@@ -46,13 +45,13 @@ class Timeline:
 
     @property
     def decode_steps(self) -> int:
-        """Tokens that each request got while all of them were decoding: after the last one's first token,
-        until the first of them ended."""
+        """Tokens that each request received while all of them were decoding: after the last request's first
+        token, until the first request ended."""
         return min(len(times) - had for times, had in zip(self.arrivals, self._had, strict=True))
 
     @property
     def decode_tok_s(self) -> float:
-        """New tokens of all requests a second while all of them were decoding; `decode_steps` is above 0."""
+        """New tokens of all requests a second while all of them decode; needs `decode_steps` above 0."""
         steps = self.decode_steps
         end = max(times[had + steps - 1] for times, had in zip(self.arrivals, self._had, strict=True))
         return len(self.arrivals) * steps / (end - self._all_began)
@@ -63,7 +62,7 @@ class Timeline:
 
     @property
     def _had(self) -> list[int]:
-        """Tokens of each request when the last one began, that one's first included."""
+        """Tokens that each request had at the last request's first token, which is counted."""
         return [bisect_right(times, self._all_began) for times in self.arrivals]
 
 
@@ -77,15 +76,15 @@ class Run:
     moved_bytes: int  # to the device, in the whole run
     moved_bytes_per_token: float  # in decode, for each new token; background copies count as decode's
     host_share: float  # of the expert tiles of decode, 0..1
-    placed_bytes_per_token: float = 0.0  # of those: in the background, and not because they were predicted
-    decode: Tree = field(default_factory=dict)  # the engine's counters of decode, see counters.py
+    placed_bytes_per_token: float = 0.0  # of those: by placement and replacement, in the background
+    decode: Tree = field(default_factory=dict)  # the engine's counters of decode, see pipeline/counters.py
 
 
 async def measure(client: Client, prompts: Sequence[Prompt], gen_len: int) -> tuple[Run, list[Done]]:
-    """Send all prompts (of one length) at once and wait for exactly `gen_len` new tokens of each, at least 2;
-    also the engine's word on each request.
+    """Send all prompts (of one length) at once and wait for exactly `gen_len` new tokens of each, at least 2.
+    Returns the figures and each request's Done.
 
-    Raises Disturbed, WrongUsage where the lengths leave no moment at which all were decoding, AnswerLost,
+    Raises Disturbed, WrongUsage where the lengths leave no step in which all requests decode, AnswerLost,
     RequestFailed, EngineGone.
     """
     before = await client.stats()
@@ -96,7 +95,7 @@ async def measure(client: Client, prompts: Sequence[Prompt], gen_len: int) -> tu
     if timeline.decode_steps < 1:
         raise WrongUsage(
             f"--gen-len {gen_len} is too short for --batch {len(prompts)}: the first answers end before the"
-            " last begin; use longer answers, shorter prompts or fewer requests"
+            " last ones begin; use longer answers, shorter prompts or fewer requests"
         )
     decode = _grown(before, after, "engine", "decode")
     fetched = _grown(before, after, "engine", "prefill")["fetched_bytes"]
@@ -117,8 +116,8 @@ async def measure(client: Client, prompts: Sequence[Prompt], gen_len: int) -> tu
     return run, ends
 
 
-async def settle(client: Client, prompt: Prompt, gen_len: int) -> None:
-    """Let a policy that was just set fill its cache, on text that is not measured."""
+async def warm_up(client: Client, prompt: Prompt, gen_len: int) -> None:
+    """Fill the expert cache under a policy that was just set, on text that is not measured."""
     await client.generate(token_ids=prompt, max_tokens=gen_len, ignore_eos=True).result()
 
 
@@ -132,11 +131,11 @@ async def _generate(client: Client, prompts: Sequence[Prompt], gen_len: int) -> 
         async with asyncio.TaskGroup() as group:
             times = [group.create_task(arrivals(answer)) for answer in answers]
     except ExceptionGroup as several:
-        raise several.exceptions[0] from None  # one line for a person: the others say the same
+        raise several.exceptions[0] from None  # all have the same cause
     ends = [answer.done for answer in answers if answer.done is not None]
     for end, its in zip(ends, times, strict=True):
         if end.reason == "cancelled":
-            raise AnswerLost("the engine gave its requests up; it is shutting down")
+            raise AnswerLost("the engine cancelled the requests; it is shutting down")
         if len(its.result()) != gen_len:
             raise AnswerLost(f"an answer has {len(its.result())} tokens instead of {gen_len}")
     return Timeline(sent, len(prompts[0]), tuple(t.result() for t in times)), ends
@@ -147,21 +146,21 @@ def _check_undisturbed(
 ) -> None:
     """Raises Disturbed unless the engine computed these rows and no others."""
     if any(end.stats.get("preemptions", 0) for end in ends):
-        raise Disturbed("the engine interrupted requests for want of KV room; use a smaller --batch")
+        raise Disturbed("requests were preempted: the KV cache is full; use a smaller --batch")
     if any(end.stats.get("kv_reused_tokens", 0) for end in ends):
-        raise Disturbed("the engine did not read the whole prompts: it knew their beginnings")
+        raise Disturbed("the prompts were not prefilled as a whole: KV of an earlier request was reused")
     for phase, expected in rows.items():
         if _grown(before, after, "engine", phase)["rows"] != expected:
-            raise Disturbed("another client's requests ran meanwhile; use an engine of bench's own")
+            raise Disturbed("another client's requests ran meanwhile; run bench without --connect")
 
 
 def _grown(before: dict[str, Any], after: dict[str, Any], *keys: str) -> dict[str, int]:
-    """after - before of the whole numbers under `keys`."""
+    """after - before of the integers under `keys`."""
     for key in keys:
         before, after = before[key], after[key]
     return {key: value - before[key] for key, value in after.items() if isinstance(value, int)}
 
 
 def _placed_bytes(stats: dict[str, Any]) -> int:
-    """What was copied to the device in the background, so far. 0 before there is room for experts."""
+    """Bytes copied to the device in the background so far; 0 for an engine without an expert cache."""
     return int(stats.get("cache", {}).get("placed_tiles", 0) * stats["tile_bytes"])

@@ -1,4 +1,4 @@
-"""`launch.py bench`: what it measures, that the policies take turns, and what wrong input gets. No times."""
+"""`launch.py bench`: its figures, the alternating order of the policies, and its errors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def run(*arguments: str) -> tuple[int, str, str]:
 
 @pytest.fixture(scope="module")
 def engine(tiny_model: Path) -> Iterator[str]:
-    """A running engine of the tiny model with room for experts; its name."""
+    """A running engine of the tiny model with an expert cache; its name."""
     arguments = ["--model", str(tiny_model), "--device", "cpu", "--workers", "2", "--chunk", "16"]
     with Launched(
         "serve", "--name", "bench", "--policy", "layerwise", "--link-gbps", "5", *arguments
@@ -50,7 +51,7 @@ def engine(tiny_model: Path) -> Iterator[str]:
 # --- against an engine ----------------------------------------------------------------------------------
 
 
-async def test_figures_agree_with_the_engine_s_own(engine: str) -> None:
+async def test_figures_lie_between_the_engine_s_own_and_the_wall_clock(engine: str) -> None:
     async with Client.connect(find_engine(engine).endpoint, name="tests") as client:
         prompts = await make_prompts(client, 3, 40, seed=0)
         assert [len(p) for p in prompts] == [40, 40, 40]
@@ -58,10 +59,15 @@ async def test_figures_agree_with_the_engine_s_own(engine: str) -> None:
         assert await make_prompts(client, 3, 40, seed=0) == prompts
 
         await client.set_policy("on-demand")
-        alone, (done,) = await measure(client, prompts[:1], 24)
-        # Both clocks saw the same steps; this process may have been kept waiting by others.
-        assert 0.2 < alone.decode_tok_s / done.stats["decode_tok_s"] < 2
-        assert 0.2 < alone.prefill_tok_s / done.stats["prefill_tok_s"] < 2
+        began = time.perf_counter()
+        alone, (done,) = await measure(client, prompts[:1], 100)
+        elapsed = time.perf_counter() - began
+        # The client's times contain the engine's, and lie within this test's, however busy the machine is.
+        prefill, decode = 40 / alone.prefill_tok_s, 99 / alone.decode_tok_s
+        assert alone.first_token_s == pytest.approx(prefill)
+        assert prefill >= done.stats["prefill_s"] > 0
+        assert done.stats["prefill_s"] + done.stats["decode_s"] <= prefill + decode <= elapsed
+        assert done.stats["decode_s"] > done.stats["prefill_s"]  # so a wrong rate of decode breaks a bound
         assert alone.host_share == 0
         assert alone.moved_bytes > 0
 
@@ -72,7 +78,7 @@ async def test_figures_agree_with_the_engine_s_own(engine: str) -> None:
         assert together.moved_bytes == together.moved_bytes_per_token == 0
 
 
-async def test_prompts_longer_than_a_piece_of_text(engine: str) -> None:
+async def test_prompt_longer_than_one_request_of_text(engine: str) -> None:
     async with Client.connect(find_engine(engine).endpoint, name="tests") as client:
         (prompt,) = await make_prompts(client, 1, 250, seed=0)
         assert len(prompt) == 250
@@ -80,14 +86,14 @@ async def test_prompts_longer_than_a_piece_of_text(engine: str) -> None:
         assert done.stats["prompt_tokens"] == 250
 
 
-async def test_answers_that_do_not_overlap_are_refused(engine: str) -> None:
+async def test_batch_whose_answers_do_not_overlap_is_refused(engine: str) -> None:
     async with Client.connect(find_engine(engine).endpoint, name="tests") as client:
         prompts = await make_prompts(client, 4, 100, seed=0)
         with pytest.raises(WrongUsage, match="--gen-len 2 is too short for --batch 4"):
             await measure(client, prompts, 2)
 
 
-async def test_others_requests_disturb_a_run(engine: str) -> None:
+async def test_request_of_another_client_disturbs_a_run(engine: str) -> None:
     endpoint = find_engine(engine).endpoint
     async with Client.connect(endpoint, name="tests") as client, Client.connect(endpoint) as other:
         prompts = await make_prompts(client, 1, 40, seed=0)
@@ -98,15 +104,15 @@ async def test_others_requests_disturb_a_run(engine: str) -> None:
         await waiting
 
 
-async def test_policies_take_turns_and_the_engine_s_comes_back(engine: str) -> None:
+async def test_policies_alternate_and_the_engine_s_is_restored(engine: str) -> None:
     seen: list[str] = []
 
-    def saw(changed: PolicyChanged) -> None:
+    def record(changed: PolicyChanged) -> None:
         seen.append(changed.policy)
 
     async with Client.connect(find_engine(engine).endpoint, name="tests") as client:
         await client.set_policy("layerwise")
-        client.on_policy = saw
+        client.on_policy = record
         with Launched(
             *("bench", "--connect", engine, "--policy", "all-host,on-demand,fiddler", "--json"),
             *("--set", "on-demand.scope=global", "--rounds", "2", "--batch", "2", *SHORT),
@@ -130,7 +136,7 @@ async def test_policies_take_turns_and_the_engine_s_comes_back(engine: str) -> N
     assert demand["moved_bytes"] > 0
 
 
-async def test_perplexity_is_that_of_the_steps_behind_a_prompt(engine: str) -> None:
+async def test_perplexity_counts_the_steps_behind_the_prefill(engine: str) -> None:
     async with Client.connect(find_engine(engine).endpoint, name="tests") as client:
         await client.set_policy("all-host")
         prompts = await make_prompts(client, 2, 100, seed=0)
@@ -138,7 +144,7 @@ async def test_perplexity_is_that_of_the_steps_behind_a_prompt(engine: str) -> N
         assert (texts.tokens, texts.prefill, len(texts.ids)) == (70, 20, 2)
         assert not any(text[20:] == prompt[: len(text) - 20] for text in texts.ids for prompt in prompts)
         found = await texts.perplexity(client)
-        for stepwise, error in ((True, 1e-6), (False, 1e-2)):  # a prefill rounds a little differently
+        for stepwise, error in ((True, 1e-6), (False, 1e-2)):  # a prefill rounds differently
             behind: list[float] = []
             for ids in texts.ids:
                 rows: dict[int, float] = {}
@@ -152,10 +158,12 @@ async def test_perplexity_is_that_of_the_steps_behind_a_prompt(engine: str) -> N
         await client.set_policy("layerwise")
 
 
-def test_an_approximate_policy_is_compared_with_an_exact_one(engine: str, tmp_path: Path) -> None:
+def test_approximate_policy_is_compared_with_an_exact_one(engine: str, tmp_path: Path) -> None:
+    """From layer 1 on, the second of the tiny model's two, daop computes experts from stale hidden states."""
     picture = tmp_path / "bench.png"
     code, out, err = run(
-        *("--connect", engine, "--policy", "daop,on-demand", "--set", "daop.placement=popular", "--json"),
+        *("--connect", engine, "--policy", "daop,on-demand", "--json"),
+        *("--set", "daop.placement=popular", "--set", "daop.first_layer=1"),
         *("--rounds", "1", "--ppl-tokens", "16", "--plot", str(picture), *SHORT),
     )
     assert code == 0, err
@@ -165,10 +173,12 @@ def test_an_approximate_policy_is_compared_with_an_exact_one(engine: str, tmp_pa
     fidelity = daop["decode"]["fidelity"]
     assert fidelity["exact"] is False
     assert all(0 <= fidelity[kind] <= 1 for kind in ("skipped", "substituted", "stale", "predicted"))
+    assert 0 < fidelity["stale"] <= fidelity["predicted"] <= 0.55  # one of two layers
     assert demand["decode"]["fidelity"] == {"exact": True} | dict.fromkeys(fidelity.keys() - {"exact"}, 0)
     perplexity = daop["decode"]["perplexity"]
     assert (perplexity["exact_policy"], perplexity["tokens"], perplexity["prefill"]) == ("on-demand", 16, 24)
     ratio = perplexity["approximate"] / perplexity["exact"]
+    assert ratio != 1
     assert perplexity["difference_percent"] == pytest.approx(100 * (ratio - 1))
     assert demand["decode"]["perplexity"] is None
     assert len(demand["decode"]["hit_rate_by_layer"]) == 2
@@ -190,7 +200,7 @@ def check_policies(found: dict[str, Any], names: list[str], rounds: int) -> None
             assert {spread["min"], spread["max"]} <= set(spread["runs"])
 
 
-async def test_the_policy_comes_back_with_its_options(engine: str) -> None:
+async def test_policy_is_restored_with_its_options(engine: str) -> None:
     async with Client.connect(find_engine(engine).endpoint, name="tests") as client:
         await client.set_policy("on-demand", {"scope": "global"})
         arguments = ("--connect", engine, "--policy", "all-host", "--rounds", "1", *SHORT)
@@ -203,7 +213,7 @@ async def test_the_policy_comes_back_with_its_options(engine: str) -> None:
     assert "\x1b" not in out
 
 
-async def test_an_interrupted_bench_restores_the_policy_as_well(engine: str) -> None:
+async def test_interrupted_bench_restores_the_policy(engine: str) -> None:
     changes: list[str] = []
     async with Client.connect(find_engine(engine).endpoint, name="tests") as client:
         await client.set_policy("layerwise")
@@ -225,7 +235,7 @@ def wait_until_changed(changes: list[str]) -> bool:
     return wait_until(lambda: len(changes) > 3, 60.0)
 
 
-async def test_a_policy_set_by_somebody_else_ends_the_comparison(engine: str) -> None:
+async def test_policy_set_by_another_client_ends_the_comparison(engine: str) -> None:
     changes: list[str] = []
     async with Client.connect(find_engine(engine).endpoint, name="tests") as client:
         client.on_policy = lambda changed: changes.append(changed.policy)
@@ -238,14 +248,14 @@ async def test_a_policy_set_by_somebody_else_ends_the_comparison(engine: str) ->
             code, out, err = await asyncio.to_thread(launched.end)
         assert (code, out) == (1, "")
         assert "another client set the policy fiddler meanwhile" in err.splitlines()[-1]
-        # the newest wish is not the bench's to undo, and it may just have set one of its own over it
+        # bench does not undo the other client's change, but may have set a policy just after it
         assert (await client.stats())["policy"] in ("fiddler", "all-host", "on-demand")
 
 
 # --- with an engine of its own --------------------------------------------------------------------------
 
 
-def test_every_preset_without_policy_and_without_a_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
+def test_every_preset_runs_without_policy_and_without_a_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(tiny_model / name)
     arguments = ["--model", str(tmp_path), "--device", "cpu", "--workers", "2", "--expert-cache", "0.5"]
@@ -308,9 +318,7 @@ def test_wrong_usage_is_one_line(
         assert word in err
 
 
-def test_a_named_policy_that_cannot_run_here_is_an_error(
-    engine: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_named_policy_that_cannot_run_is_an_error(engine: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--connect", engine, "--policy", "all-host,dali", *SHORT]) == 2
     out, err = capfd.readouterr()
     assert out == ""

@@ -1,4 +1,4 @@
-"""What `bench` makes of its figures: ratios, tables, JSON and pictures. No engine."""
+"""The figures of `bench`: ratios, tables, JSON and plots. No engine."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from counters import TILE, decode
 
 from launch.bench.perplexity import Perplexity
 from launch.bench.plot import draw
-from launch.bench.report import Entry, Report
+from launch.bench.report import Report
+from launch.bench.result import PolicyResult
 from launch.bench.run import Run, Timeline
 from launch.errors import OutputFailed
 from pipeline.policies.view import PolicyRequest
 
 
-def test_speeds_of_one_request() -> None:
+def test_timeline_of_one_request() -> None:
     line = Timeline(sent=10.0, prompt_tokens=100, arrivals=((12.0, 12.5, 13.0, 13.5),))
     assert line.prefill_tok_s == 50.0
     assert line.first_token_s == 2.0
@@ -26,8 +27,8 @@ def test_speeds_of_one_request() -> None:
     assert line.decode_tok_s == 2.0
 
 
-def test_speeds_of_a_batch_are_those_of_the_time_when_all_decode() -> None:
-    first = (1.0, 2.0, 3.0, 4.0, 5.0)  # decodes alone at first, and ends first
+def test_timeline_of_a_batch_counts_decode_only_while_all_requests_decode() -> None:
+    first = (1.0, 2.0, 3.0, 4.0, 5.0)  # decodes alone until 2.5, and ends first
     second = (2.5, 3.0, 4.0, 5.0, 9.0)
     line = Timeline(sent=0.0, prompt_tokens=10, arrivals=(first, second))
     assert line.prefill_tok_s == 20 / 2.5
@@ -36,21 +37,21 @@ def test_speeds_of_a_batch_are_those_of_the_time_when_all_decode() -> None:
     assert line.decode_tok_s == 6 / 2.5
 
 
-def test_answers_that_never_decode_together_have_no_steps() -> None:
+def test_timeline_without_overlap_has_no_decode_steps() -> None:
     assert Timeline(0.0, 10, ((1.0, 2.0), (3.0, 4.0))).decode_steps == 0
 
 
-def test_ratios_pair_the_runs_of_a_round() -> None:
-    def entry(*speeds: float) -> Entry:
+def test_ratio_pairs_the_runs_of_a_round() -> None:
+    def entry(*speeds: float) -> PolicyResult:
         runs = [Run(1.0, 1.0, speed, 0, 0.0, 0.5) for speed in speeds]
-        return Entry(PolicyRequest("all-host"), runs=runs)
+        return PolicyResult(PolicyRequest("all-host"), runs=runs)
 
     first, second = entry(1.0, 10.0, 100.0), entry(2.0, 30.0, 400.0)
     assert second.ratio(first, "decode_tok_s") == 3.0
     assert first.ratio(first, "decode_tok_s") == 1.0
 
 
-def test_the_table_fits_80_columns_and_names_what_was_emulated() -> None:
+def test_report_fits_80_columns_and_names_the_emulation() -> None:
     config = {
         **{"model": "/models/a-model", "device": "cuda", "workers": 8, "format": "bf16"},
         **{"backbone_dtype": "f32", "expert_cache": 0.25, "cache_tiles": 16, "tile_bytes": 393216},
@@ -62,8 +63,8 @@ def test_the_table_fits_80_columns_and_names_what_was_emulated() -> None:
     ]
     request = PolicyRequest("mixtral-offloading", {"scope": "global"})
     entries = [
-        Entry(PolicyRequest("all-host"), runs=runs),
-        Entry(request, exact=False, notes=["it keeps whole experts"], runs=runs),
+        PolicyResult(PolicyRequest("all-host"), runs=runs),
+        PolicyResult(request, exact=False, notes=["it keeps whole experts"], runs=runs),
     ]
     text = Report(config, entries, "link paced to 2 GB/s").render()
     assert max(map(len, text.splitlines())) <= 80
@@ -74,51 +75,53 @@ def test_the_table_fits_80_columns_and_names_what_was_emulated() -> None:
 
 
 def whole_report() -> Report:
-    """Everything that a policy can do, in two policies, and one that was left out."""
+    """Two policies that fill every column and legend line, and one that was left out."""
     config = {
         **{"model": "/models/a-model", "device": "cuda", "workers": 8, "format": "bf16"},
         **{"backbone_dtype": "f32", "expert_cache": 0.25, "cache_tiles": 16, "tile_bytes": TILE},
         **{"prompts": "held-out text", "batch": 1, "prompt_len": 128, "gen_len": 11, "rounds": 2},
     }
 
-    def entry(name: str, exact: bool, **counters: Any) -> Entry:
+    def entry(name: str, exact: bool, **counters: Any) -> PolicyResult:
         runs = [Run(900.0, 0.1, 30.0 + n, 10**6, 7e4, 0.5, 3e6, decode(**counters)) for n in range(2)]
-        return Entry(PolicyRequest(name), exact, runs=runs)
+        return PolicyResult(PolicyRequest(name), exact, runs=runs)
 
     exact = entry("mixtral-offloading", True)
     approximate = entry("daop", False, substituted=7.38, stale=15.0, predicted=45.0)
     approximate.perplexity = Perplexity(10.25, 10.0, "mixtral-offloading", 256, 128)
-    return Report(config, [exact, approximate], "", [Entry(PolicyRequest("dali"), left_out="not calibrated")])
+    return Report(
+        config, [exact, approximate], "", [PolicyResult(PolicyRequest("dali"), left_out="not calibrated")]
+    )
 
 
 @pytest.mark.parametrize("colours", ["", "1"])
-def test_the_second_table_says_why_and_fits_80_columns(
+def test_profile_table_shows_causes_and_fits_80_columns(
     colours: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", colours)
     monkeypatch.setenv("COLUMNS", "80")
     text = re.sub(r"\x1b\[[0-9;]*m", "", whole_report().render())
     assert max(map(len, text.splitlines())) <= 80
-    # hits, MB needed, ahead, of it used, placed; host and device busy; waits for host and link; perplexity
+    # hits; MB on demand, prefetched; of those used; MB placed; host, device busy; waits; perplexity
     figures = "50% 5.00 2.00 60% 3.00 10% 30% 20% 50%"
     for words in (f"mixtral-offloading {figures}", f"daop {figures} +2.50%"):
         assert words in re.sub(" +", " ", text)
     assert "substituted 12.3%\n" in text.replace("% ", "%")
     assert re.search(r"^stale 25.0%", text, re.M)
-    assert "perplexity: against mixtral-offloading on 256 decoded tokens (held-out text)" in text
-    assert "note: without dali: not calibrated" in text
+    assert "perplexity: relative to mixtral-offloading, 256 decoded tokens, held-out text" in text
+    assert "note: dali left out: not calibrated" in text
 
 
-def test_json_has_the_causes_of_each_policy() -> None:
+def test_json_holds_the_profile_of_each_policy() -> None:
     exact, approximate = whole_report().to_json()["policies"]
     for policy in (exact, approximate):
-        told = policy["decode"]
-        assert told["hit_rate"] == 0.5
-        assert told["hit_rate_by_layer"] == [0.0, 0.5, 1.0]
+        profile = policy["decode"]
+        assert profile["hit_rate"] == 0.5
+        assert profile["hit_rate_by_layer"] == [0.0, 0.5, 1.0]
         tiles = {"demanded": 5, "predicted": 2, "useful": 1.2, "late": 0.5, "wasted": 0.6, "placed": 3}
-        assert told["bytes_per_token"] == pytest.approx({kind: n * TILE for kind, n in tiles.items()})
-        assert told["shares"]["link"] == pytest.approx(0.5)
-        assert sum(told["shares"].values()) == pytest.approx(1)
+        assert profile["bytes_per_token"] == pytest.approx({kind: n * TILE for kind, n in tiles.items()})
+        assert profile["shares"]["link"] == pytest.approx(0.5)
+        assert sum(profile["shares"].values()) == pytest.approx(1)
     assert exact["decode"]["perplexity"] is None
     assert exact["decode"]["fidelity"]["exact"] is True
     assert approximate["decode"]["fidelity"]["stale"] == pytest.approx(0.25)
@@ -126,7 +129,7 @@ def test_json_has_the_causes_of_each_policy() -> None:
 
 
 @pytest.mark.parametrize(("suffix", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
-def test_a_picture_is_drawn_whole(tmp_path: Path, suffix: str, begins: bytes) -> None:
+def test_plot_is_written_whole(tmp_path: Path, suffix: str, begins: bytes) -> None:
     path = tmp_path / f"bench.{suffix}"
     draw(whole_report(), path)
     assert path.read_bytes().startswith(begins)
@@ -134,7 +137,7 @@ def test_a_picture_is_drawn_whole(tmp_path: Path, suffix: str, begins: bytes) ->
     assert os.listdir(tmp_path) == [path.name]
 
 
-def test_a_picture_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+def test_plot_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
     (tmp_path / "bench.png").mkdir()
     with pytest.raises(OutputFailed, match="Is a directory"):
         draw(whole_report(), tmp_path / "bench.png")

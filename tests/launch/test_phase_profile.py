@@ -1,4 +1,4 @@
-"""What is read from an engine's counters, on counters whose numbers are known."""
+"""The figures of a PhaseProfile, on counters whose numbers are known."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from launch.phase_profile import CAUSES, PhaseProfile, added
 from pipeline.counters import PARTS
 
 
-def test_every_part_of_a_step_has_one_cause() -> None:
+def test_every_counted_part_of_a_step_belongs_to_one_cause() -> None:
     assert sorted(part for parts in CAUSES.values() for part in parts) == sorted(PARTS)
 
 
-def test_shares_causes_and_hits() -> None:
+def test_profile_shares_causes_and_hit_rates() -> None:
     profile = PhaseProfile(decode(), TILE)
     assert profile.seconds == pytest.approx(1.0)
     expected = {"workers": 0.2, "link": 0.5, "device": 0.1, "attention": 0.15, "head": 0.05}
@@ -25,13 +25,13 @@ def test_shares_causes_and_hits() -> None:
     assert profile.tiles == 120
 
 
-def test_bytes_by_kind_are_tiles_of_their_size() -> None:
+def test_moved_bytes_are_tiles_times_tile_size() -> None:
     expected = {"demanded": 50, "predicted": 20, "useful": 12, "late": 5, "wasted": 6}
     moved = PhaseProfile(decode(), TILE).moved
     assert moved == {kind: tiles * TILE for kind, tiles in expected.items()}
 
 
-def test_layers_are_ordered_by_their_own_time_of_a_step() -> None:
+def test_layers_are_ordered_by_their_time_in_a_step() -> None:
     layers = PhaseProfile(decode(), TILE).layers
     assert [layer.layer for layer in layers] == [2, 1, 0]
     outside = sum(SECONDS.values()) - SECONDS["head"]
@@ -45,7 +45,7 @@ def test_fidelity_is_a_share_of_the_routed_weight() -> None:
     assert fidelity == pytest.approx({"skipped": 0.05, "substituted": 0, "stale": 0.25, "predicted": 0})
 
 
-def test_a_phase_without_steps_has_shares_of_nothing() -> None:
+def test_profile_without_steps_has_no_hit_rate_and_zero_shares() -> None:
     tree = decode(**dict.fromkeys(SECONDS, 0.0), steps=0, rows=0)
     tree["layers"]["active"] = tree["layers"]["hits"] = [0, 0, 0]
     profile = PhaseProfile(tree, TILE)
@@ -55,7 +55,7 @@ def test_a_phase_without_steps_has_shares_of_nothing() -> None:
     assert set(profile.shares.values()) == {0.0}
 
 
-def test_runs_are_added_number_by_number() -> None:
+def test_counters_of_several_runs_are_summed() -> None:
     both = added([decode(), decode(link=1.5, stale=6.0)])
     assert both["rows"] == 20
     assert both["layers"]["hits"] == [0, 20, 40]

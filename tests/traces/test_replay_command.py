@@ -100,9 +100,9 @@ def test_the_table(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert len(re.findall(rf"^{name} ", out, re.M)) == 2
     assert "random" not in out
     flat = " ".join(out.split())
-    assert "note: without daop: policy daop needs a calibration" in flat
+    assert "note: daop left out: policy daop needs a calibration" in flat
     assert "x: ratio to all-host" in out
-    assert "12 prompt and 30 new tokens" in flat
+    assert "recorded: 12 tokens of prefill, 30 of decode" in flat
 
 
 def test_approximate_policies_note_their_assumption(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,12 +110,12 @@ def test_approximate_policies_note_their_assumption(trace: Path, capsys: pytest.
     wanted = ("--set", "daop.placement=popular", "--set", "daop.first_layer=1")
     _, out, _ = replayed(capsys, *arguments, *wanted)
     flat = " ".join(out.split())
-    assert "as if the text had stayed the same" in flat
+    assert "replayed on the recorded text" in flat
     assert re.search(r"daop, of the routed weight: skipped 0.0%, .* stale \d.*%, predicted 75", flat)
     report = in_json(capsys, *arguments, *wanted)
     entry = report["policies"][1]
     assert not entry["exact"]
-    assert "stayed the same" in entry["assumption"]
+    assert "recorded text" in entry["assumption"]
     assert entry["options"] == {"placement": "popular", "first_layer": "1"}
     assert entry["decode"]["fidelity"]["predicted"] == pytest.approx(0.75, abs=0.02)
 
