@@ -1,6 +1,7 @@
-"""`launch.py calibrate`: the model reads a text once, and what policies plan with is kept in a file.
+"""`launch.py calibrate`: the model reads a text once; routing statistics, residuals and sensitivities that
+policies plan with are kept in a file.
 
-With --report, figures of what was found; without a text, of what an earlier calibration found.
+With --report they are also drawn; without a text, --report draws an earlier calibration.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pipeline.checkpoint.open import open_model
 from pipeline.policies.calibration import Calibration
 from protocol.messages import Calibrate, Calibrating
 
-CHARACTERS = 16  # of a text are enough for a token
+CHARACTERS = 16  # more than any token has; the text beyond is not sent
 
 
 async def calibrate(options: Options, interrupts: Interrupts) -> int:
@@ -38,7 +39,7 @@ async def calibrate(options: Options, interrupts: Interrupts) -> int:
         check_folder(folder)
     if "text" in written or "tokens" in written:
         path, found = await _calibrate(options, interrupts)
-        # The numbers of an engine on another machine are in its answer, the arrays are not here.
+        # A remote engine's answer holds the summary; the arrays are on its machine.
         calibration = None if options.remote is not None else read(path)[0]
     else:
         path, calibration, found = _earlier(options)
@@ -51,7 +52,7 @@ async def calibrate(options: Options, interrupts: Interrupts) -> int:
 
 
 async def _calibrate(options: Options, interrupts: Interrupts) -> tuple[Path, dict[str, Any]]:
-    """Where the file is, on the engine's machine, and the summary."""
+    """The file's path on the engine's machine, and the summary."""
     written = options.written
     most = written.get("calibrate_tokens", Calibrate.tokens)
     asked, cut = _asked(written, most)
@@ -69,15 +70,15 @@ async def _calibrate(options: Options, interrupts: Interrupts) -> tuple[Path, di
 
 
 def _with_costs(options: Options) -> Options:
-    """An engine of its own plans by costs, so that it measures them; no expert has to stay on the device for
-    that."""
+    """For an engine started here: a policy that plans with costs, so that they are measured too. No expert
+    has to be resident for that."""
     if options.connect or "policy" in options.written:
         return options
     return replace(options, written={"expert_cache": 0.0} | options.written | {"policy": "fiddler"})
 
 
 def _asked(written: dict[str, Any], most: int) -> tuple[dict[str, Any], bool]:
-    """The text or its ids, and whether something that cannot matter was left out. Raises WrongUsage."""
+    """The text or its ids, and whether they were cut to what `most` tokens need. Raises WrongUsage."""
     if "text" in written:
         text = read_text(written["text"])
         return {"text": text[: CHARACTERS * most]}, len(text) > CHARACTERS * most
@@ -86,10 +87,11 @@ def _asked(written: dict[str, Any], most: int) -> tuple[dict[str, Any], bool]:
 
 
 def _earlier(options: Options) -> tuple[Path, Calibration, dict[str, Any]]:
-    """Raises WrongUsage where there is none, CalibrationError where it cannot be used."""
+    """The path, arrays and summary of the kept calibration. Raises WrongUsage where the model has none,
+    CalibrationError where it cannot be used."""
     model = options.config().model or model_dir()
     path = calibration_path(cache_root(), open_model(model))
     if not path.exists():
-        raise WrongUsage(f"--report: {model} has not been calibrated here: give --text F as well")
+        raise WrongUsage(f"--report: {model} has not been calibrated on this machine; add --text F")
     calibration, about = read(path)
     return path, calibration, summary(calibration, about)

@@ -1,4 +1,4 @@
-"""The figures people know from the papers, of one model on one machine, as PNG files."""
+"""The papers' figures, for one model on one machine, as PNG files."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ DPI = 150
 INK, FAINT = "#333333", "#999999"
 COLORS = {"raw": "#3b6ea5", "residual": "#c0504d", "first": "#5b9a68"}
 NAMES = {
-    "raw": "the layer's gate on the input of the layer before",
+    "raw": "the layer's router on the input of the previous layer",
     "residual": "the same, corrected by the mean residual (DALI)",
-    "first": "trained gate on the last layer's input of the token before (AdapMoE)",
+    "first": "layer 0: trained gate on the previous token's last layer (AdapMoE)",
 }
-LABELLED = 16  # ticks of an axis at most
+MOST_TICKS = 16  # of an axis
 
 
 def check_folder(folder: Path) -> None:
-    """Make the folder. Raises WrongUsage where no file can be made in it."""
+    """Create the folder. Raises WrongUsage where no file can be created in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = unfinished(folder / "probe")
         os.close(os.open(probe, os.O_WRONLY | os.O_CREAT, 0o600))
         probe.unlink()
     except OSError as e:
-        raise WrongUsage(f"--report {folder}: no file can be made there: {e.strerror}") from None
+        raise WrongUsage(f"--report {folder}: no file can be created there: {e.strerror}") from None
 
 
 def draw(calibration: Calibration, about: dict[str, Any], folder: Path) -> list[Path]:
-    """Write the figures, each whole or not at all; those of what was not measured are left out, and an older
-    one is removed. Raises OutputFailed."""
+    """Write the figures, each whole or not at all. A figure without data is left out, and an older file of
+    its name removed. Raises OutputFailed."""
     import matplotlib  # here, because it takes a second
 
     matplotlib.use("Agg")
@@ -76,11 +76,11 @@ def draw(calibration: Calibration, about: dict[str, Any], folder: Path) -> list[
 
 
 def _activations(plot: Any, calibration: Calibration) -> Any:
-    """DAOP's figure 3: how much each expert is used, in prefill and in decode."""
+    """DAOP's figure 3: each expert's share of the activations, in prefill and in decode."""
     layers, experts = calibration.prefill_counts.shape
     both = [_shares(calibration.prefill_counts), _shares(calibration.decode_counts)]
     brightest = max(100 / experts, *(float(np.quantile(shares, 0.995)) for shares in both))
-    # Cells are wide enough to be told apart, and pages no wider than a screen.
+    # Cells wide enough to be distinguished, figures no larger than a screen.
     width = min(max(0.32 * experts, 3.2), 7.0)
     height = min(max(0.26 * layers, 2.2), 9.0)
     figure, all_axes = plot.subplots(
@@ -99,17 +99,17 @@ def _activations(plot: Any, calibration: Calibration) -> Any:
     all_axes[0].set_yticks(_ticks(layers))
     beyond = any(shares.max() > brightest for shares in both)
     bar = figure.colorbar(image, ax=all_axes, pad=0.015, extend="max" if beyond else "neither")
-    bar.set_label("share of the layer's work, %", fontsize=9, color=INK)
+    bar.set_label("share of the layer's activations, %", fontsize=9, color=INK)
     bar.ax.tick_params(labelsize=8, colors=INK)
     bar.ax.axhline(100 / experts, color="white", linewidth=1)
     figure.suptitle(
-        f"Which experts are used (all alike: {100 / experts:.3g} %, the white mark)", fontsize=11, color=INK
+        f"Expert activations (white mark: uniform use, {100 / experts:.3g} %)", fontsize=11, color=INK
     )
     return figure
 
 
 def _accuracy(plot: Any, calibration: Calibration, about: dict[str, Any]) -> Any:
-    """How many of a layer's experts were foreseen."""
+    """Share of each layer's experts that the predictors found."""
     layers, experts = calibration.prefill_counts.shape
     figure, axes = _lines(plot, layers)
     for name in ("raw", "residual"):
@@ -127,29 +127,29 @@ def _accuracy(plot: Any, calibration: Calibration, about: dict[str, Any]) -> Any
         chance = 100 * used / experts
         axes.axhline(chance, color=FAINT, linewidth=1, linestyle=":", label=f"by chance: {chance:.0f} %")
     axes.set_ylim(0, 102)
-    axes.set_ylabel("experts foreseen, %", fontsize=9, color=INK)
-    _title(axes, "Prediction of a layer's experts, on text that nothing was learnt from")
+    axes.set_ylabel("experts predicted correctly, %", fontsize=9, color=INK)
+    _title(axes, "Accuracy of expert prediction, on the validation part of the text")
     _legend(axes)
     return figure
 
 
 def _similarity(plot: Any, calibration: Calibration) -> Any:
-    """DAOP's equation 1 by layer."""
+    """DAOP's equation 1 for each layer."""
     layers = len(calibration.similarity)
     figure, axes = _lines(plot, layers)
     mean = float(calibration.similarity.mean())
     style = {"color": COLORS["raw"], "markersize": 4}
-    axes.plot(range(layers), calibration.similarity, "o-", label="of a layer", **style)
-    axes.axhline(mean, color=FAINT, linewidth=1, linestyle="--", label=f"mean of all layers: {mean:.3f}")
+    axes.plot(range(layers), calibration.similarity, "o-", label="layer", **style)
+    axes.axhline(mean, color=FAINT, linewidth=1, linestyle="--", label=f"mean over layers: {mean:.3f}")
     axes.set_ylim(min(0.5, float(calibration.similarity.min()) - 0.05), 1.01)
     axes.set_ylabel("cosine similarity", fontsize=9, color=INK)
-    _title(axes, "How alike a text's use of experts is in prefill and in decode")
+    _title(axes, "Similarity of expert activations in prefill and in decode")
     _legend(axes)
     return figure
 
 
 def _sensitivity(plot: Any, calibration: Calibration) -> Any:
-    """AdapMoE's sensitivities, and below them what its gate makes of them."""
+    """AdapMoE's sensitivities, and below them the experts per token under its gate."""
     sensitivity, needed = calibration.sensitivity, calibration.needed
     assert sensitivity is not None
     layers = len(sensitivity)
@@ -164,11 +164,11 @@ def _sensitivity(plot: Any, calibration: Calibration) -> Any:
     )
     figure.get_layout_engine().set(rect=(0, 0.035, 1, 0.965))
     axes = all_axes[0, 0]
-    shown = np.where(sensitivity > 0, sensitivity, np.nan)  # what is 0 has no place on a log scale
+    shown = np.where(sensitivity > 0, sensitivity, np.nan)  # a log scale has no 0
     axes.plot(range(layers), shown, "o-", color=COLORS["raw"], markersize=4)
     axes.set_yscale("log")
-    axes.set_ylabel("mean squared gradient, summed", fontsize=9, color=INK)
-    _title(axes, "How much the loss feels what a layer's experts add")
+    axes.set_ylabel("sum of mean squared gradients", fontsize=9, color=INK)
+    _title(axes, "Sensitivity of the loss to each layer's expert output")
     if needed is not None:
         _needed(all_axes[1, 0], needed, calibration.threshold)
     for axes in all_axes[:, 0]:
@@ -180,7 +180,7 @@ def _sensitivity(plot: Any, calibration: Calibration) -> Any:
 
 
 def _needed(axes: Any, needed: NDArray[np.float32], threshold: float | None) -> None:
-    """Shares of the tokens by how many experts they use, one on the other."""
+    """Stacked shares of the tokens by the number of experts they use."""
     layers, most = needed.shape[0], needed.shape[1] - 1
     below = np.zeros(layers)
     from matplotlib import colormaps
@@ -195,12 +195,12 @@ def _needed(axes: Any, needed: NDArray[np.float32], threshold: float | None) -> 
         below += shares
     axes.set_ylim(0, 100)
     axes.set_ylabel("tokens of decode, %", fontsize=9, color=INK)
-    _title(axes, f"Experts a token uses under AdapMoE's gate, threshold {threshold or 0:.2g}")
+    _title(axes, f"Experts per token under AdapMoE's gate, threshold {threshold or 0:.2g}")
     axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True)
 
 
 def _shares(counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Per cent of each layer's rows."""
+    """Per cent of each layer's activations."""
     shares: NDArray[np.float64] = 100 * counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     return shares
 
@@ -220,9 +220,9 @@ def _width(layers: int) -> float:
 
 
 def _ticks(count: int) -> range:
-    """0 and on in steps of 1, 2, 4 ..., so that the numbers can be read."""
+    """0 to count in steps of 1, 2, 4 ..., so that the labels do not overlap."""
     step = 1
-    while count > LABELLED * step:
+    while count > MOST_TICKS * step:
         step *= 2
     return range(0, count, step)
 

@@ -241,7 +241,7 @@ def test_an_earlier_calibration_is_drawn_without_an_engine(calibrated: Calibrate
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == FIGURES
     for word in ("the embedded model", "residual", "threshold", calibrated.said["path"]):
         assert word in done.stdout
-    assert max(map(len, done.stdout.split("kept:")[0].splitlines())) <= 80
+    assert max(map(len, done.stdout.split("saved:")[0].splitlines())) <= 80
 
 
 @pytest.fixture
