@@ -1,8 +1,8 @@
 """`launch.py` without a command, and `launch.py chat`: a conversation.
 
-In a terminal it is the REPL (`repl.py`). Where stdin or stdout is a pipe or a file, or the terminal is a dumb
-one, it goes line by line: every line is a turn, stdout holds the answers alone, and the end of the input is
-the end of the chat. When the conversation no longer fits the context, its oldest turns go.
+On a terminal the REPL runs (`repl.py`). Where stdin or stdout is a pipe or a file, or TERM names a dumb
+terminal, each line of stdin is a turn, stdout holds the answers alone, and the chat ends with its input. When
+the conversation no longer fits the context, its oldest turns are dropped.
 """
 
 from __future__ import annotations
@@ -29,15 +29,13 @@ DUMB_TERMINALS = ("", "dumb", "unknown")
 
 
 async def chat(options: Options, interrupts: Interrupts) -> int:
-    """0 at the end of the input; 1 where an answer of piped input failed. Raises what
+    """0 at the end of the input; 1 where a request of piped input failed. Raises what
     `reconnecting_client` raises, and EngineGone."""
     async with reconnecting_client(options, interrupts) as client:
         settings = _settings(options, client)
         conversation = Conversation(client, settings, options.written.get("system"))
         if sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "") not in DUMB_TERMINALS:
-            from launch.chat.repl import (
-                Repl,  # here, so that a pipe does not wait for the terminal's libraries
-            )
+            from launch.chat.repl import Repl  # not for a pipe: the terminal libraries take time to import
 
             return await Repl(client, conversation, interrupts).run()
         return await _line_by_line(client, conversation, interrupts)
@@ -48,7 +46,7 @@ def _settings(options: Options, client: Client) -> AnswerSettings:
     asked = answer_settings(options, client.welcome.sampling)
     settings = AnswerSettings(**most | asked | {"stop": tuple(asked.get("stop", ()))})
     if settings.sampling.temperature == 0 and RANDOM_OPTIONS & options.written.keys():
-        log.warning("note: this model's answers are greedy without a --temperature; only that has effect")
+        log.warning("note: decoding is greedy without --temperature; the other sampling options are ignored")
     return settings
 
 
@@ -56,7 +54,7 @@ async def _line_by_line(client: Client, conversation: Conversation, interrupts: 
     terminal = sys.stdin.isatty()
     failed = False
     if terminal:
-        log.info(f"chat with {client.welcome.model}: Ctrl-C gives up an answer, Ctrl-D ends")
+        log.info(f"chat with {client.welcome.model}: Ctrl-C cancels an answer, Ctrl-D ends the chat")
     lines = Lines(sys.stdin.fileno())
     view = PlainView()
     while True:
@@ -68,7 +66,7 @@ async def _line_by_line(client: Client, conversation: Conversation, interrupts: 
         if not line.strip():
             continue
         try:
-            await conversation.say(line, view, interrupts)
+            await conversation.ask(line, view, interrupts)
         except RequestFailed as e:
             print(f"launch.py: {e}", file=sys.stderr)
             failed = not terminal
@@ -78,20 +76,19 @@ async def _line_by_line(client: Client, conversation: Conversation, interrupts: 
 
 
 class PlainView:
-    """Answers on stdout, everything else on stderr."""
+    """Answers on stdout, messages on stderr."""
 
-    def waiting(self, position: int) -> None:
-        log.info(f"waiting for room, position {position}")
+    def queued(self, position: int) -> None:
+        log.info(f"queued, position {position}")
 
-    def piece(self, text: str) -> None:
+    def append(self, text: str) -> None:
         show(text)
 
-    def forgot(self, turns: int, why: str) -> None:
-        which = "oldest turn was" if turns == 1 else f"{turns} oldest turns were"
-        log.warning(f"the {which} dropped: {why}")
+    def notice(self, text: str) -> None:
+        log.warning(text)
 
     def cancelling(self) -> None:
-        """The end of the answer says it."""
+        """Shows nothing: the answer ends at once."""
 
     def ended(self) -> None:
         show("\n")

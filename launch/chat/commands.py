@@ -1,4 +1,4 @@
-"""What can be typed at the prompt: the table of commands, and whether a line is one of them or a question."""
+"""The commands of the REPL, and the parser that tells a command from a question."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ class Command:
 COMMANDS = {
     command.name: command
     for command in (
-        Command("help", "", "this list"),
-        Command("reset", "", "forget the conversation, not the system message"),
-        Command("system", "[TEXT|off]", "what the model is told first: show or change it"),
-        Command("stats", "", "counters of the last answer and of the engine"),
-        Command("why", "", "where the last answer's time went, and what to try"),
-        Command("policy", "[NAME [OPTION=VALUE]]", "show the policies, or change to one"),
-        Command("set", "[KEY=VALUE]", "show or change the settings; KEY= takes one back"),
-        Command("save", "FILE [--force]", "write the conversation as JSON"),
-        Command("load", "FILE", "go on from a conversation that was saved"),
+        Command("help", "", "show this list"),
+        Command("reset", "", "clear the conversation; the system message stays"),
+        Command("system", "[TEXT|off]", "show, set or remove the system message"),
+        Command("stats", "", "show counters of the last answer and engine"),
+        Command("why", "", "explain the speed of the last answer"),
+        Command("policy", "[NAME [OPTION=VALUE]]", "show the policies, or switch to one"),
+        Command("set", "[KEY=VALUE]", "show or change settings; KEY= for default"),
+        Command("save", "FILE [--force]", "save the conversation as JSON"),
+        Command("load", "FILE", "continue a saved conversation"),
         Command("retry", "", "ask the last question again"),
-        Command("quit", "", "end, as Ctrl-D does"),
+        Command("quit", "", "end the chat, like Ctrl-D"),
     )
 }
 
 
 @dataclass(frozen=True)
 class Call:
-    """A command with the text after it."""
+    """A typed command and the text after it."""
 
     name: str
     argument: str
 
 
-def read_line(text: str) -> Call | str | None:
-    """A command, a question for the model, or None for nothing. A question may begin with "/" when that is
-    written twice. Raises WrongUsage, one line with the nearest names, for an unknown command, and where a
-    command that takes no argument has one."""
+def parse_line(text: str) -> Call | str | None:
+    """A command, a question for the model, or None for a blank line. "//" begins a question with "/". Raises
+    WrongUsage, one line with the nearest names, for an unknown command, and for an argument to a command
+    that takes none."""
     if not text.strip():
         return None
     if text.startswith("//"):
@@ -55,19 +55,19 @@ def read_line(text: str) -> Call | str | None:
     name, argument = re.fullmatch(r"/(\S*)\s*(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
     if name not in COMMANDS:
         near = nearest(name, COMMANDS).replace("mean ", "mean /").replace(" or ", " or /")
-        raise WrongUsage(f"there is no command /{name[:40]}{near or '; /help lists them'}")
+        raise WrongUsage(f"unknown command /{name[:40]}{near or '; /help lists all'}")
     if argument and not COMMANDS[name].arguments:
         raise WrongUsage(f"/{name} takes no argument")
     return Call(name, argument.strip())
 
 
-def policy_words(argument: str) -> tuple[str, dict[str, str]]:
-    """The name and the options of /policy's argument. Raises WrongUsage where an option is no NAME=VALUE."""
+def parse_policy(argument: str) -> tuple[str, dict[str, str]]:
+    """The name and the options of /policy's argument. Raises WrongUsage for an option without "="."""
     name, *words = argument.split()
     options: dict[str, str] = {}
     for word in words:
         option, equals, value = word.partition("=")
         if not (option and equals):
             raise WrongUsage(f"{word[:40]!r}: write an option of the policy as OPTION=VALUE")
-        options[option.removeprefix(f"{name}.")] = value  # also as --set has it
+        options[option.removeprefix(f"{name}.")] = value  # --set's spelling, NAME.OPTION, works too
     return name, options

@@ -1,4 +1,4 @@
-"""What Tab offers: commands, and what may follow each of them."""
+"""Tab completion of commands and their arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeline.policies.presets import PRESETS, Preset
 
 
 class CommandCompleter(Completer):
-    """Completes a line that begins with one "/", up to the cursor."""
+    """Completes lines that begin with a single "/", up to the cursor."""
 
     def __init__(self) -> None:
         self._paths = PathCompleter(expanduser=True)
@@ -42,7 +42,7 @@ class CommandCompleter(Completer):
 
 
 def completes(text: str) -> bool:
-    """Whether a line with this text before the cursor is a command, which can be completed."""
+    """Whether a line with this text before the cursor is a command."""
     return text.startswith("/") and not text.startswith("//") and "\n" not in text
 
 
@@ -69,5 +69,5 @@ def _offer(typed: str, choices: Iterable[tuple[str, str]]) -> Iterator[Completio
 
 
 def describe(preset: Preset) -> str:
-    """A preset in a sentence."""
+    """One sentence about a preset."""
     return preset.help + ("" if preset.exact else " (approximate)")

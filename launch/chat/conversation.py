@@ -1,6 +1,6 @@
-"""A conversation with an engine: its turns, how it goes on, and what is dropped once the context is full.
+"""A conversation with an engine: its turns, its requests, and the turns dropped when the context is full.
 
-Shows nothing itself: what comes goes to a `View`.
+It prints nothing: answers go to a `View`.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ from protocol.client import Client
 from protocol.errors import MalformedMessage, RequestFailed
 from protocol.messages import ChatMessage, Done
 
-KV_NAME = "chat"  # of the KV that the engine keeps for this client between its questions
+KV_NAME = "chat"  # under which the engine keeps this client's KV between questions
 
 
 class View(Protocol):
-    """Where an answer goes as it comes."""
+    """Receives an answer and its events as they arrive."""
 
-    def waiting(self, position: int) -> None:
-        """The question waits for room; position 1 is the next."""
+    def queued(self, position: int) -> None:
+        """The request is in the queue; position 1 is the next to start."""
 
-    def piece(self, text: str) -> None:
+    def append(self, text: str) -> None:
         """The next part of the answer, in whole characters."""
 
-    def forgot(self, turns: int, why: str) -> None:
-        """The oldest turns, a question and its answer each, were dropped."""
+    def notice(self, text: str) -> None:
+        """A message to show at once; the answer continues below it."""
 
     def cancelling(self) -> None:
         """Ctrl-C was pressed: the answer ends soon."""
 
     def ended(self) -> None:
-        """No more of this answer comes."""
+        """The answer is complete."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A whole answer."""
+    """A complete answer."""
 
     text: str
     tokens: int
-    first_s: float | None  # seconds from the question to its first token, as seen from here
+    first_s: float | None  # seconds from the request to its first token, by the client's clock
     done: Done
 
 
 class Conversation:
-    """The turns so far, and the client that continues them. Ends on an answer between two questions.
-    `settings` and `system`, what the model is told first, may be changed at any time."""
+    """The turns so far, and the client that continues them. Between two requests the last turn is an answer.
+    `settings` and `system`, the system message, may be changed at any time."""
 
     def __init__(self, client: Client, settings: AnswerSettings, system: str | None = None) -> None:
         """Raises WrongUsage for a model that cannot chat."""
@@ -67,50 +67,52 @@ class Conversation:
 
     @property
     def turns(self) -> tuple[ChatMessage, ...]:
-        """Question, answer, question, answer ..., without the system message."""
+        """Questions and answers in alternation, without the system message."""
         return tuple(self._turns)
 
     def restore(self, turns: Sequence[ChatMessage]) -> None:
-        """Go on from these turns, questions and answers in pairs."""
+        """Replace the turns by these, questions and answers in pairs."""
         self._turns = list(turns)
 
-    async def say(self, text: str, view: View, interrupts: Interrupts) -> Reply:
-        """Ask, and show the answer. Raises RequestFailed where the engine refuses even this question alone,
-        or fails: the conversation is then as before; AnswerLost where it shuts down meanwhile; EngineGone."""
-        return await self._ask([*self._turns, ChatMessage("user", text)], view, interrupts)
+    async def ask(self, text: str, view: View, interrupts: Interrupts) -> Reply:
+        """Ask, and show the answer. Raises AnswerLost where the engine shuts down meanwhile, EngineGone, and
+        RequestFailed where the request fails or is refused even without earlier turns: the conversation is
+        then unchanged."""
+        return await self._continue([*self._turns, ChatMessage("user", text)], view, interrupts)
 
-    async def say_again(self, view: View, interrupts: Interrupts) -> Reply:
-        """Ask the last question again instead of keeping its answer. Raises WrongUsage where there is none,
-        and what `say` does."""
+    async def ask_again(self, view: View, interrupts: Interrupts) -> Reply:
+        """Ask the last question again and replace its answer. Raises WrongUsage before the first question,
+        and what `ask` raises."""
         if not self._turns:
             raise WrongUsage("nothing has been asked yet")
-        return await self._ask(self._turns[:-1], view, interrupts)
+        return await self._continue(self._turns[:-1], view, interrupts)
 
-    async def _ask(self, turns: list[ChatMessage], view: View, interrupts: Interrupts) -> Reply:
-        dropped, why = 0, ""
+    async def _continue(self, turns: list[ChatMessage], view: View, interrupts: Interrupts) -> Reply:
+        """The answer to `turns`, or to as many of the newest as the engine accepts."""
+        dropped, reason = 0, ""
         while True:
             try:
-                reply = await self._answer(turns, view, interrupts, dropped, why)
+                reply = await self._answer(turns, view, interrupts, dropped, reason)
             except RequestFailed as e:
                 if not e.usage or len(turns) == 1:
-                    raise  # nothing was dropped: it may be the settings that are at fault
-                turns, dropped, why = turns[2:], dropped + 1, str(e)
+                    raise  # self._turns is unchanged: the settings may be at fault, not the length
+                turns, dropped, reason = turns[2:], dropped + 1, str(e)
             else:
                 break
         self._turns = [*turns, ChatMessage("assistant", reply.text)]
         if reply.done.reason == "length" and reply.tokens < self.settings.max_tokens:
-            # the context ended this answer, and would end the next one at once
+            # The context ended this answer, and would end the next one at once.
             del self._turns[:2]
-            view.forgot(1, "the conversation has filled the context")
+            view.notice(_dropped(1, "the conversation has filled the context"))
         return reply
 
     async def _answer(
-        self, turns: list[ChatMessage], view: View, interrupts: Interrupts, dropped: int, why: str
+        self, turns: list[ChatMessage], view: View, interrupts: Interrupts, dropped: int, reason: str
     ) -> Reply:
         began = time.monotonic()
         answer = self._send(turns)
-        answer.on_queued = view.waiting
-        cancelling: set[asyncio.Task[None]] = set()  # kept, or it may be collected before it has run
+        answer.on_queued = view.queued
+        cancelling: set[asyncio.Task[None]] = set()  # references, or tasks may be collected before they run
 
         def cancel() -> None:
             cancelling.add(asyncio.ensure_future(answer.cancel()))
@@ -122,16 +124,16 @@ class Conversation:
                 if first is None:
                     first = time.monotonic() - began
                     if dropped:
-                        view.forgot(dropped, why)
+                        view.notice(_dropped(dropped, reason))
                 text, tokens = text + token.text, tokens + 1
-                view.piece(token.text)
+                view.append(token.text)
         assert answer.done is not None  # the loop above raises otherwise
         if first is None and dropped:
-            view.forgot(dropped, why)
-        view.piece(answer.done.text)
+            view.notice(_dropped(dropped, reason))
+        view.append(answer.done.text)
         view.ended()
         if answer.done.reason == "cancelled" and not cancelling:
-            raise AnswerLost("the engine gave this answer up; it is shutting down")
+            raise AnswerLost("the engine cancelled this answer; it is shutting down")
         return Reply(text + answer.done.text, tokens, first, answer.done)
 
     def _send(self, turns: list[ChatMessage]) -> Answer:
@@ -139,5 +141,10 @@ class Conversation:
         settings: dict[str, Any] = vars(self.settings)
         try:
             return self._client.generate(messages=[*first, *turns], conversation=KV_NAME, **settings)
-        except MalformedMessage as e:  # more than a message may hold
+        except MalformedMessage as e:  # larger than a message may be
             raise RequestFailed(str(e), usage=True) from e
+
+
+def _dropped(turns: int, reason: str) -> str:
+    which = "oldest turn was" if turns == 1 else f"{turns} oldest turns were"
+    return f"the {which} dropped: {reason}"

@@ -1,4 +1,4 @@
-"""The line that is typed: its keys, its completion, its history."""
+"""The input line of the REPL: its keys, completion and history."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from prompt_toolkit.styles import Style
 from launch.chat.completion import CommandCompleter, completes
 from launch.errors import WrongUsage
 
-MENU_LINES = 12  # kept free for the prompt and the completions of a command
+MENU_LINES = 12  # of the screen, for the prompt and the menu of completions
 PROMPT = "> "
 STYLE = Style.from_dict(
     {
@@ -38,11 +38,11 @@ STYLE = Style.from_dict(
 
 
 class InputLine:
-    """Reads one line, or several: Enter sends, Alt-Enter begins a new one."""
+    """Reads a text of one or more lines: Enter sends it, Alt-Enter begins a new line."""
 
     def __init__(self, history: History, hint: Callable[[], None]) -> None:
-        """`hint` is called for a Ctrl-C where there is nothing to be cleared. Raises WrongUsage where the
-        terminal cannot be opened."""
+        """`hint` is called for Ctrl-C on an empty line. Raises WrongUsage where the terminal cannot be
+        opened."""
         self._terminal = _open_terminal()
         self._session: PromptSession[str] = PromptSession(
             [("class:prompt", PROMPT)],
@@ -55,8 +55,8 @@ class InputLine:
             history=history,
             style=STYLE,
             include_default_pygments_style=False,
-            # Without asking the terminal where the cursor is: the answer would come as typed text to whoever
-            # reads next, and a terminal that does not know the question would cost a second.
+            # No cursor position requests: the terminal's answer could be read as typed text, and a terminal
+            # that does not answer costs a second.
             input=Vt100Input(self._terminal),
             output=Vt100_Output(sys.stdout, _size, term=os.environ.get("TERM"), enable_cpr=False),
         )
@@ -66,9 +66,9 @@ class InputLine:
         return self._session.app.is_running
 
     async def read(self) -> str:
-        """The next line. Raises EOFError for Ctrl-D in an empty one, and when the terminal is gone."""
+        """The next text. Raises EOFError for Ctrl-D on an empty line, and when the terminal is closed."""
         text = await self._session.prompt_async(set_exception_handler=False, handle_sigint=False)
-        # what was no UTF-8 came as half a surrogate pair
+        # Bytes that are not UTF-8 arrive as half a surrogate pair.
         return text.encode(errors="surrogateescape").decode(errors="replace")
 
     def close(self) -> None:
@@ -79,8 +79,8 @@ class InputLine:
 
 
 def _open_terminal() -> TextIO:
-    """The terminal of stdin, opened anew. The event loop makes what it reads from non-blocking, and stdin is
-    shared with stdout and with the shell, which would then fail."""
+    """The terminal of stdin, opened anew. The event loop makes its input non-blocking, which would also apply
+    to stdout and to the shell, because they share stdin's file description."""
     for path in (f"/proc/self/fd/{sys.stdin.fileno()}", "/dev/tty"):
         try:
             fd = os.open(path, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
@@ -88,16 +88,16 @@ def _open_terminal() -> TextIO:
             reason = e.strerror
         else:
             return open(fd, encoding=sys.stdin.encoding)
-    raise WrongUsage(f"cannot open this terminal for reading: {reason}; give the questions through a pipe")
+    raise WrongUsage(f"cannot open this terminal for reading: {reason}; send the questions through a pipe")
 
 
 def _size() -> Size:
     columns, rows = os.get_terminal_size(sys.stdout.fileno())
-    return Size(rows=rows or 24, columns=columns or 80)  # some terminals do not know
+    return Size(rows=rows or 24, columns=columns or 80)  # some terminals report 0
 
 
 def _continuation(width: int, number: int, wrapped: int) -> StyleAndTextTuples:
-    """The prompt's place in the further lines; a line that is only too long for the screen has none."""
+    """The prefix of a continuation line: a dot, or spaces where a long line was wrapped."""
     return [("class:continuation", " " * width if wrapped else "· ".rjust(width))]
 
 

@@ -1,4 +1,4 @@
-"""Lines from stdin without a thread: the event loop waits for input, beside the engine's life and Ctrl-C."""
+"""Lines from stdin without a thread: the event loop waits for input along with signals and the engine."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ CHUNK = 65536
 
 
 class Lines:
-    """The lines of a file descriptor: a terminal, a pipe or a file. UTF-8; what is not is replaced."""
+    """The lines of a terminal, pipe or file, by its descriptor. UTF-8; invalid bytes are replaced."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._text = ""
-        self._over = False
+        self._at_end = False
 
     async def next(self) -> str | None:
         """The next line without its end, or None after the last."""
-        while "\n" not in self._text and not self._over:
+        while "\n" not in self._text and not self._at_end:
             await self._readable()
             data = os.read(self._fd, CHUNK)
             self._text += self._decoder.decode(data, final=not data)
-            self._over = not data
+            self._at_end = not data
         if not self._text:
             return None
         line, _, self._text = self._text.partition("\n")
@@ -37,10 +37,10 @@ class Lines:
         try:
             loop.add_reader(self._fd, lambda: None if ready.done() else ready.set_result(None))
         except PermissionError:
-            return  # a file on disk is always ready, and cannot be waited for
+            return  # a file on disk: always ready, and epoll refuses it
         try:
             await ready
         finally:
             loop.remove_reader(self._fd)
-            # libuv has changed it, for everybody who shares this terminal or pipe
+            # libuv made it non-blocking, for all processes that share this terminal or pipe.
             os.set_blocking(self._fd, blocking)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from launch.chat.answer import AnswerView, in_lines, summary
-from launch.chat.commands import Call, policy_words, read_line
+from launch.chat.commands import Call, parse_line, parse_policy
 from launch.chat.conversation import Conversation, Reply
-from launch.chat.history import KeptHistory, history_file
+from launch.chat.history import PrivateFileHistory, history_file
 from launch.chat.input import InputLine
 from launch.chat.screen import LogLines, Screen
-from launch.chat.settings import KEYS, change, shown
+from launch.chat.settings import KEYS, change, value_text
 from launch.chat.tables import counters_table, engine_table, help_text, policy_table, settings_table
 from launch.chat.transcript import Transcript, load, save
 from launch.chat.why import why_text
@@ -27,24 +27,24 @@ from protocol.errors import RequestFailed
 from protocol.messages import PolicyChanged
 
 FORCE = "--force"
-LEAVING = "Ctrl-D or /quit ends"
+HOW_TO_QUIT = "Ctrl-D or /quit ends the chat"
 
 
 class Repl:
-    """One person's session with an engine."""
+    """An interactive session with an engine."""
 
     def __init__(self, client: Client, conversation: Conversation, interrupts: Interrupts) -> None:
         self._client = client
         self._conversation = conversation
         self._interrupts = interrupts
         self._screen = Screen(lambda: self._input.active)
-        history = KeptHistory(history_file(), self._screen.announce)
+        history = PrivateFileHistory(history_file(), self._screen.announce)
         self._input = InputLine(history, self._hint)
-        self._start = conversation.settings
+        self._defaults = conversation.settings
         self._last: Reply | None = None
         self._view: AnswerView | None = None  # while an answer is written
         self._hinted = False  # since the last line
-        self._files: set[Path] = set()  # saved or loaded in this session: they may be written again
+        self._files: set[Path] = set()  # saved or loaded in this session: /save may overwrite them
         self._commands: dict[str, Callable[[str], Awaitable[None]]] = {
             "help": self._help,
             "reset": self._reset,
@@ -59,16 +59,17 @@ class Repl:
         }
 
     async def run(self) -> int:
-        """0 at the end. Raises EngineGone where the engine goes first, AnswerLost where it shuts down."""
+        """0 when the user ends the session. Raises EngineGone where the engine ends first, AnswerLost where
+        it shuts down during an answer."""
         screen = self._screen
         self._client.on_policy = self._on_policy
-        self._client.on_pause = lambda lost: self._aside(WAITING)
-        self._client.on_reconnect = lambda: self._aside(ANSWERS)
+        self._client.on_pause = lambda lost: self._on_connection(WAITING)
+        self._client.on_reconnect = lambda: self._on_connection(ANSWERS)
         try:
             with screen.quiet(), LogLines(screen), self._interrupts.otherwise(self._hint):
                 self._welcome()
                 while (line := await self._next_line()) is not None:
-                    if not await self._obey(line):
+                    if not await self._handle(line):
                         break
         finally:
             self._client.on_policy = self._client.on_pause = self._client.on_reconnect = None
@@ -89,46 +90,46 @@ class Repl:
         finally:
             line.cancel()
             lost.cancel()
-            # the terminal is as it was only once the prompt has ended
+            # The terminal's mode is restored only when the prompt has ended.
             await asyncio.gather(line, lost, return_exceptions=True)
 
-    async def _obey(self, line: str) -> bool:
-        """Whether the session goes on. What is wrong with the line is said in one of its own."""
+    async def _handle(self, line: str) -> bool:
+        """Execute a command or ask a question; errors are shown. False for /quit."""
         self._hinted = False
         try:
-            what = read_line(line)
-            if what is None:
+            parsed = parse_line(line)
+            if parsed is None:
                 return True
-            if isinstance(what, str):
-                await self._answer(lambda view: self._conversation.say(what, view, self._interrupts))
-            elif what.name == "quit":
+            if isinstance(parsed, str):
+                await self._answer(lambda view: self._conversation.ask(parsed, view, self._interrupts))
+            elif parsed.name == "quit":
                 return False
             else:
-                await self._run(what)
+                await self._execute(parsed)
         except (WrongUsage, OutputFailed, RequestFailed) as e:
-            self._screen.complain(str(e))
+            self._screen.error(str(e))
         self._screen.show()
         return True
 
-    async def _run(self, call: Call) -> None:
-        """A command; Ctrl-C stops waiting for it."""
+    async def _execute(self, call: Call) -> None:
+        """Execute a command; Ctrl-C stops waiting for it."""
         work = self._commands[call.name](call.argument)
-        if call.name == "retry":  # an answer has its own Ctrl-C
+        if call.name == "retry":  # an answer handles Ctrl-C itself
             return await work
         task = asyncio.ensure_future(work)
-        given_up = False
+        cancelled = False
 
-        def give_up() -> None:
-            nonlocal given_up
-            given_up = task.cancel()
+        def cancel() -> None:
+            nonlocal cancelled
+            cancelled = task.cancel()
 
-        with self._interrupts.handled_by(give_up):
+        with self._interrupts.handled_by(cancel):
             try:
                 await task
             except asyncio.CancelledError:
-                if not given_up or self._interrupts.received:
+                if not cancelled or self._interrupts.received:
                     raise
-                self._screen.note(f"/{call.name} is no longer waited for")
+                self._screen.note(f"/{call.name} was cancelled")
 
     async def _answer(self, ask: Callable[[AnswerView], Coroutine[Any, Any, Reply]]) -> None:
         with AnswerView(self._screen, self._interrupts) as self._view:
@@ -148,13 +149,13 @@ class Repl:
     async def _reset(self, argument: str) -> None:
         self._conversation.restore(())
         self._last = None
-        self._screen.note("the conversation is empty")
+        self._screen.note("the conversation is cleared")
 
     async def _system(self, argument: str) -> None:
         if argument:
             self._conversation.system = None if argument == "off" else argument
         system = self._conversation.system
-        self._screen.note("there is no system message" if system is None else f"system message: {system}")
+        self._screen.note("no system message" if system is None else f"system message: {system}")
 
     async def _stats(self, argument: str) -> None:
         stats = await self._client.stats()
@@ -170,25 +171,25 @@ class Repl:
             current = (await self._client.stats()).get("policy", self._client.welcome.policy)
             self._screen.show(policy_table(current))
             return
-        name, options = policy_words(argument)
+        name, options = parse_policy(argument)
         self._screen.note(_announcement(await self._client.set_policy(name, options)))
 
     def _on_policy(self, changed: PolicyChanged) -> None:
         self._screen.announce(f"another client changed the {_announcement(changed)}", "yellow")
 
-    def _aside(self, text: str) -> None:
-        """How the engine is, in the middle of an answer if need be."""
+    def _on_connection(self, text: str) -> None:
+        """Show that the connection is lost or restored, also while an answer is written."""
         if self._view is None:
             self._screen.announce(text)
         else:
-            self._view.aside(text)
+            self._view.notice(text)
 
     async def _set(self, argument: str) -> None:
         conversation = self._conversation
         before = conversation.settings
-        conversation.settings = after = change(before, argument, self._start)
+        conversation.settings = after = change(before, argument, self._defaults)
         if argument:
-            changed = [f"{key} {shown(after, key)}" for key in KEYS if after.get(key) != before.get(key)]
+            changed = [f"{key} {value_text(after, key)}" for key in KEYS if after.get(key) != before.get(key)]
             self._screen.note(in_lines(changed or ["nothing has changed"], self._screen.width))
         else:
             self._screen.show(settings_table(after))
@@ -202,7 +203,7 @@ class Repl:
         if not turns:
             raise WrongUsage("there is nothing to save yet")
         if path not in self._files and not force and _exists(path):
-            raise WrongUsage(f"{path} exists; /save {path} {FORCE} writes over it")
+            raise WrongUsage(f"{path} exists; /save {path} {FORCE} overwrites it")
         save(Transcript(self._client.welcome.model, self._conversation.system, turns), path)
         self._files.add(path)
         self._screen.note(f"saved {_questions(len(turns) // 2)} to {path}")
@@ -218,19 +219,19 @@ class Repl:
         if transcript.system is not None:
             self._screen.note(f"system message: {transcript.system}")
         if transcript.model not in ("", self._client.welcome.model):
-            self._screen.note(f"it was held with another model: {transcript.model}")
+            self._screen.note(f"it was saved with another model: {transcript.model}")
 
     async def _retry(self, argument: str) -> None:
         before = self._conversation.turns
-        await self._answer(lambda view: self._conversation.say_again(view, self._interrupts))
+        await self._answer(lambda view: self._conversation.ask_again(view, self._interrupts))
         same = bool(before) and before == self._conversation.turns
         if same and self._conversation.settings.sampling.temperature == 0:
-            self._screen.note("the same again: answers are greedy; /set temperature=0.8 makes them vary")
+            self._screen.note("the same answer: decoding is greedy; /set temperature=0.8 makes it vary")
 
     def _hint(self) -> None:
         if not self._hinted:
             self._hinted = True
-            self._screen.announce(LEAVING)
+            self._screen.announce(HOW_TO_QUIT)
 
     def _welcome(self) -> None:
         welcome = self._client.welcome
@@ -242,7 +243,7 @@ class Repl:
             self._screen.note(f"emulated: {welcome.emulation}")
         if self._conversation.system is not None:
             self._screen.note(f"system message: {self._conversation.system}")
-        self._screen.note(f"/help lists the commands; {LEAVING}")
+        self._screen.note(f"/help lists the commands; {HOW_TO_QUIT}")
         self._screen.show()
 
 
@@ -256,7 +257,7 @@ def _path(text: str, command: str) -> Path:
         raise WrongUsage(f"{command} needs the name of a file")
     try:
         return Path(text).expanduser().absolute()
-    except (RuntimeError, OSError) as e:  # ~ of somebody who is not there; a working directory that is gone
+    except (RuntimeError, OSError) as e:  # ~ of an unknown user; a working directory that was removed
         raise WrongUsage(f"{text}: {e}") from e
 
 

@@ -1,5 +1,4 @@
-"""The terminal of the REPL: what is printed when, so that nothing lands in a line that is being typed or in
-an answer that is being written."""
+"""Output of the REPL: ordered so that messages never land within the input line or within an answer."""
 
 from __future__ import annotations
 
@@ -17,9 +16,9 @@ from prompt_toolkit.application import run_in_terminal
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-# What a model or another program wrote must not steer the terminal: no control characters but these.
-_KEPT = {ord("\n"): "\n", ord("\t"): "\t"}
-_VISIBLE = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160))} | _KEPT
+# Text from a model or another program must not control the terminal: newline and tab only.
+_ALLOWED = {ord("\n"): "\n", ord("\t"): "\t"}
+_VISIBLE = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160))} | _ALLOWED
 
 
 def visible(text: str) -> str:
@@ -28,15 +27,15 @@ def visible(text: str) -> str:
 
 
 class Screen:
-    """Prints for the REPL, from the event loop alone. `announce` is for what comes by itself."""
+    """Prints for the REPL, from the event loop alone. `announce` is for messages at unforeseen times."""
 
     def __init__(self, prompting: Callable[[], bool]) -> None:
         """`prompting`: whether a line is being typed."""
         if isinstance(sys.stdout, TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # what this terminal's encoding does not have
+            sys.stdout.reconfigure(errors="replace")  # characters that this terminal's encoding lacks
         self.console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
         self._prompting = prompting
-        self._held: list[Text] | None = None  # while an answer is written: what to say after it
+        self._deferred: list[Text] | None = None  # announcements during an answer
         self._printing: set[asyncio.Future[None]] = set()
 
     @property
@@ -47,18 +46,18 @@ class Screen:
         self.console.print(what)
 
     def note(self, text: str) -> None:
-        """Something by the way."""
+        """A dim message."""
         self.show(Text(visible(text), style="dim"))
 
-    def complain(self, text: str) -> None:
-        """What was wrong with a line."""
+    def error(self, text: str) -> None:
+        """An error in the user's line."""
         self.show(Text(visible(text), style="red"))
 
     def announce(self, text: str, style: str = "dim") -> None:
-        """A line that nobody asked for: above the prompt, or after the answer that is being written."""
+        """A message that no command of the user caused: above the prompt, or after the present answer."""
         line = Text(visible(text), style=style)
-        if self._held is not None:
-            self._held.append(line)
+        if self._deferred is not None:
+            self._deferred.append(line)
         elif self._prompting():
             printing = asyncio.ensure_future(run_in_terminal(lambda: self.show(line)))
             self._printing.add(printing)
@@ -67,20 +66,20 @@ class Screen:
             self.show(line)
 
     @contextmanager
-    def holding(self) -> Iterator[None]:
-        """Announcements within the block come after it."""
-        self._held = held = list[Text]()
+    def deferring(self) -> Iterator[None]:
+        """Announcements within the block are printed after it."""
+        self._deferred = deferred = list[Text]()
         try:
             yield
         finally:
-            self._held = None
-            for line in held:
+            self._deferred = None
+            for line in deferred:
                 self.show(line)
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """What is typed within the block is neither echoed nor lost: the next prompt reads it. Ctrl-Z would
-        stop the engine along with this process, so it does nothing."""
+        """Keys typed within the block are not echoed, and the next prompt reads them. Ctrl-Z is disabled: it
+        would stop the engine along with this process."""
         fd = sys.stdin.fileno()
         before = termios.tcgetattr(fd)
         after = termios.tcgetattr(fd)
@@ -93,12 +92,12 @@ class Screen:
         try:
             yield
         finally:
-            with suppress(termios.error):  # the terminal is gone
+            with suppress(termios.error):  # the terminal is closed
                 termios.tcsetattr(fd, termios.TCSANOW, before)
 
 
 class LogLines(logging.Handler):
-    """In a `with` block: log lines go to the screen's announcements instead of to where they went."""
+    """Within a `with` block, replaces the root logger's handlers: log lines become announcements."""
 
     def __init__(self, screen: Screen) -> None:
         super().__init__()

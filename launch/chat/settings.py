@@ -1,4 +1,4 @@
-"""How answers are asked for, and how a person changes that: the keys of /set, read, checked and shown."""
+"""The settings of a chat's requests, and the keys by which /set shows and changes them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NONE = "none"  # as a value of `stop` and `seed`
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """What every question of a conversation is asked with; the fields are arguments of Client.generate."""
+    """The settings of every request of a conversation; the fields are arguments of Client.generate."""
 
     max_tokens: int
     sampling: Sampling
@@ -40,12 +40,12 @@ class AnswerSettings:
         return replace(self, sampling=replace(self.sampling, **{key: value}))
 
     def without_effect(self) -> list[str]:
-        """A line for each group of settings that says nothing to the engine now."""
+        """A message that names the settings without effect at the present temperature, if any."""
         idle = [key for key in RANDOM_ONLY if self.get(key) != getattr(Sampling(), key)]
         if self.sampling.temperature > 0 or not idle:
             return []
         has = "has" if len(idle) == 1 else "have"
-        return [f"{', '.join(idle)} {has} no effect at temperature 0; /set temperature=0.8 makes it random"]
+        return [f"{', '.join(idle)} {has} no effect at temperature 0; try /set temperature=0.8"]
 
 
 _OWN = ("max_tokens", "stop", "ignore_eos")
@@ -67,37 +67,37 @@ def _stop(text: str) -> str:
 
 
 KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "max_tokens": (at_least(1), "new tokens of an answer at most"),
-    "temperature": (between(0.0, math.inf), "0 is greedy"),
-    "top_k": (at_least(0), "the likeliest K tokens; 0 is no limit"),
-    "top_p": (above(0.0, 1.0), "the likeliest that make up P; 1 is no limit"),
-    "min_p": (between(0.0, 1.0), "those P times as likely as the best one"),
-    "repetition_penalty": (above(0.0), "1 is none"),
-    "seed": (_seed, "of the random choices; none: always another"),
+    "max_tokens": (at_least(1), "longest answer, in tokens"),
+    "temperature": (between(0.0, math.inf), "0: greedy"),
+    "top_k": (at_least(0), "only the K most probable tokens; 0: all"),
+    "top_p": (above(0.0, 1.0), "only the most probable, P in all; 1: all"),
+    "min_p": (between(0.0, 1.0), "only those P times as probable as the best"),
+    "repetition_penalty": (above(0.0), "1: none"),
+    "seed": (_seed, "of the sampling; none: new for each answer"),
     "stop": (_stop, "end before this text; stop=A stop=B for two"),
-    "ignore_eos": (_switch, "on: go on after the end of text"),
+    "ignore_eos": (_switch, "on: continue after the end-of-text token"),
 }
 
 
-def change(settings: AnswerSettings, text: str, start: AnswerSettings) -> AnswerSettings:
-    """The settings after `key=value ...`; an empty value is `start`'s. Raises WrongUsage, one line, and then
-    nothing has changed."""
+def change(settings: AnswerSettings, text: str, defaults: AnswerSettings) -> AnswerSettings:
+    """The settings after `key=value ...`; an empty value restores the default. Raises WrongUsage, one line,
+    without changing anything."""
     try:
         words = shlex.split(text)
     except ValueError:
-        raise WrongUsage("a quotation mark is open; close it, or write \\' for the mark itself") from None
+        raise WrongUsage("a quotation mark is not closed; write \\' for a literal one") from None
     changed, stops = settings, list[str]()
     for word in words:
         key, equals, value = word.partition("=")
         if key not in KEYS:
-            raise WrongUsage(f"there is no setting {key[:40]!r}{nearest(key, KEYS)} ({', '.join(KEYS)})")
+            raise WrongUsage(f"unknown setting {key[:40]!r}{nearest(key, KEYS)} ({', '.join(KEYS)})")
         if not equals:
             raise WrongUsage(f"{key}: write it as {key}=value")
         if key == "stop" and value and value.lower() != NONE:
             stops.append(_stop(value))
             changed = changed.put("stop", tuple(stops))
         elif not value:
-            changed = changed.put(key, start.get(key))
+            changed = changed.put(key, defaults.get(key))
         elif key == "stop":
             changed = changed.put("stop", ())
         else:
@@ -116,8 +116,8 @@ def _read(key: str, text: str) -> Any:
         raise WrongUsage(f"{key}: {e}") from None
 
 
-def shown(settings: AnswerSettings, key: str) -> str:
-    """The value as /set takes it."""
+def value_text(settings: AnswerSettings, key: str) -> str:
+    """The value in the spelling that /set accepts."""
     value = settings.get(key)
     if value is None or value == ():
         return NONE

@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from launch.chat.answer import in_bytes, share, total
 from launch.chat.commands import COMMANDS
 from launch.chat.completion import describe
 from launch.chat.conversation import Reply
-from launch.chat.settings import KEYS, AnswerSettings, shown
+from launch.chat.settings import KEYS, AnswerSettings, value_text
 from launch.phase_profile import PhaseProfile
+from launch.terminal.format import percent
+from launch.terminal.tables import make_grid, make_table
 from pipeline.policies.presets import PARTS, PRESETS
 from protocol.messages import Welcome
+from shm.segment import byte_size
 
 KEYS_HELP = (
     ("Enter", "send"),
-    ("Alt-Enter", "a new line; a paste keeps its lines"),
-    ("Tab", "complete a command and what follows it"),
-    ("Up, Ctrl-R", "earlier lines, also of earlier sessions"),
-    ("Ctrl-C", "end the answer; at the prompt: clear the line"),
+    ("Alt-Enter", "begin a new line; a paste keeps its lines"),
+    ("Tab", "complete a command and its arguments"),
+    ("Up, Ctrl-R", "recall earlier lines, also of earlier sessions"),
+    ("Ctrl-C", "cancel the answer; at the prompt: clear the line"),
     ("//text", "send a text that begins with /"),
 )
 SUMMARY_HELP = (
-    "Below an answer: tokens, speed, time to the first token, KV kept of the prompt's tokens, "
-    "share of the experts computed on the host, bytes moved to the device."
+    "Below an answer: tokens, speed, time to the first token, prompt tokens whose KV was reused, "
+    "share of the expert tiles computed on the host, bytes moved to the device."
 )
 PHASES = ("prefill", "decode")
 
 
 def help_text() -> RenderableType:
-    table = _grid(2)
+    table = make_grid(2)
     for command in COMMANDS.values():
         table.add_row(_call(f"/{command.name}", command.arguments), Text(command.help, "dim"))
     table.add_row("", "")
@@ -43,15 +46,15 @@ def help_text() -> RenderableType:
 
 
 def settings_table(settings: AnswerSettings) -> Table:
-    table = _grid(3)
+    table = make_grid(3)
     for key, (_, help) in KEYS.items():
-        table.add_row(key, shown(settings, key), Text(help, "dim"))
+        table.add_row(key, value_text(settings, key), Text(help, "dim"))
     return table
 
 
 def policy_table(current: str) -> RenderableType:
-    """The presets, and below them the parts that can be exchanged."""
-    table = _grid(3)
+    """The presets, and below them the parts that a preset's options can replace."""
+    table = make_grid(3)
     for preset in PRESETS.values():
         help = Text(describe(preset), "dim")
         if preset.parts:
@@ -62,11 +65,11 @@ def policy_table(current: str) -> RenderableType:
                 help.append(f"\n{option.name}={option.values} ({option.help})")
         chosen = preset.name == current
         table.add_row("*" if chosen else " ", Text(preset.name, "bold" if chosen else ""), help)
-    return Group(table, "", "A preset's parts can be exchanged, and bring their options:", _parts_table())
+    return Group(table, "", "A preset's parts can be replaced; each has options of its own:", _parts_table())
 
 
 def _parts_table() -> Table:
-    table = _grid(2)
+    table = make_grid(2)
     for role, parts in PARTS.items():
         for part in parts.values():
             help = Text(part.help, "dim")
@@ -77,50 +80,52 @@ def _parts_table() -> Table:
 
 
 def counters_table(reply: Reply | None, stats: dict[str, Any]) -> Table:
-    """What the engine computed, where, and where its time went: for the last answer, and since its start."""
-    columns: list[dict[str, Any]] = []
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("")
+    """The engine's counters by phase, of the last answer and since the engine started: tiles by the place
+    where they were computed, bytes moved, fidelity, and shares of the time."""
     last = reply.done.stats if reply is not None else {}
-    for name, tree in (("answer", last.get("engine", {})), ("engine", stats.get("engine", {}))):
-        for phase in PHASES:
-            if isinstance(tree.get(phase), dict):
-                table.add_column(f"{name}\n{phase}", justify="right")
-                columns.append(tree[phase])
-
-    def row(name: str, *cells: str, dim: bool = False) -> None:
-        table.add_row(Text(name, "dim" if dim else ""), *cells)
-
-    row("steps", *(f"{c['steps']}" for c in columns))
-    row("tokens computed", *(f"{c['rows']}" for c in columns))
-    row("expert tiles", *(f"{total(c)}" for c in columns))
-    row("  on the host", *(share(c["host_tiles"], total(c)) for c in columns))
-    row("  resident on the device", *(share(c["resident_tiles"], total(c)) for c in columns))
-    row("  fetched to the device", *(share(c["fetched_tiles"], total(c)) for c in columns))
-    profiles = [PhaseProfile(c, stats.get("tile_bytes", 0)) for c in columns]
+    columns = {
+        f"{name}\n{phase}": tree[phase]
+        for name, tree in (("answer", last.get("engine", {})), ("engine", stats.get("engine", {})))
+        for phase in PHASES
+        if isinstance(tree.get(phase), dict)
+    }
+    table = make_table("", numbers=columns)
+    profiles = [PhaseProfile(tree, stats.get("tile_bytes", 0)) for tree in columns.values()]
     moved = [profile.moved for profile in profiles]
-    row("expert hits", *("-" if p.hit_rate is None else share(p.hit_rate, 1) for p in profiles))
-    row("moved to the device", *(in_bytes(m["demanded"]) for m in moved))
+
+    def shares(name: str, parts: Iterable[float], wholes: Iterable[float]) -> None:
+        cells = (percent(part / whole if whole else None) for part, whole in zip(parts, wholes, strict=True))
+        table.add_row(name, *cells)
+
+    table.add_row("steps", *(f"{p.steps}" for p in profiles))
+    table.add_row("tokens computed", *(f"{p.rows}" for p in profiles))
+    tiles = [p.tiles for p in profiles]
+    table.add_row("expert tiles", *map(str, tiles))
+    shares("  on the host", (p.tree["host_tiles"] for p in profiles), tiles)
+    shares("  resident on the device", (p.tree["resident_tiles"] for p in profiles), tiles)
+    shares("  fetched to the device", (p.tree["fetched_tiles"] for p in profiles), tiles)
+    table.add_row("expert hits", *(percent(p.hit_rate) for p in profiles))
+    table.add_row("moved on demand", *(byte_size(m["demanded"]) for m in moved))
     if any(m["predicted"] for m in moved):
-        row("prefetched", *(in_bytes(m["predicted"]) for m in moved))
-        row("  of use", *(share(m["useful"], m["predicted"]) for m in moved))
-        row("  dropped unused", *(share(m["wasted"], m["predicted"]) for m in moved))
-        row("  needed while on its way", *(in_bytes(m["late"]) for m in moved))
+        predicted = [m["predicted"] for m in moved]
+        table.add_row("prefetched", *map(byte_size, predicted))
+        shares("  used", (m["useful"] for m in moved), predicted)
+        shares("  evicted unused", (m["wasted"] for m in moved), predicted)
+        table.add_row("  needed before complete", *(byte_size(m["late"]) for m in moved))
     for kind in profiles[0].fidelity if profiles else ():
         if any(p.fidelity[kind] for p in profiles):
-            row(f"{kind} of routed weight", *(share(p.fidelity[kind], 1) for p in profiles))
-    times = [sum(c["seconds"].values()) for c in columns]
-    row("seconds", *(f"{time:.2f}" for time in times))
-    for part in columns[0]["seconds"] if columns else ():
-        spent = (c["seconds"].get(part, 0.0) for c in columns)
-        row(f"  {part}", *(share(s, time) for s, time in zip(spent, times, strict=True)))
+            table.add_row(f"{kind} of routed weight", *(percent(p.fidelity[kind]) for p in profiles))
+    table.add_row("seconds", *(f"{p.seconds:.2f}" for p in profiles))
+    for part in profiles[0].tree["seconds"] if profiles else ():
+        spent = (p.tree["seconds"].get(part, 0.0) for p in profiles)
+        shares(f"  {part}", spent, (p.seconds for p in profiles))
     return table
 
 
 def engine_table(stats: dict[str, Any], welcome: Welcome) -> Table:
-    """What the engine is and holds now."""
-    table = _grid(2)
-    kinds = (("experts", welcome.format), ("rest", welcome.backbone_dtype))
+    """The engine's policy, model and present contents."""
+    table = make_grid(2)
+    kinds = (("experts", welcome.format), ("backbone", welcome.backbone_dtype))
     formats = ", ".join(f"{what} {name}" for what, name in kinds if name)
     rows: list[tuple[str, str]] = [
         ("policy", f"{stats.get('policy', welcome.policy)} on {welcome.device}"),
@@ -145,7 +150,7 @@ def _scheduler(s: dict[str, Any]) -> list[tuple[str, str]]:
         return []
     requests = f"{s['running']} running, {s['waiting']} waiting"
     if s.get("preemptions"):
-        requests += f", {s['preemptions']} set aside so far"
+        requests += f", {s['preemptions']} preemptions so far"
     kv = f"{s['kv_tokens_used']} of {s['kv_tokens']} tokens in use"
     if "kv_tokens_kept" in s:
         count = s.get("conversations", 0)
@@ -153,23 +158,15 @@ def _scheduler(s: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [("requests", requests), ("KV cache", kv)]
     if "kv_reused_tokens" in s:
         rows.append(("KV reused", f"{s['kv_reused_tokens']} tokens so far"))
-    rows.append(("prefill", f"{s['prefill_chunk']} tokens a step"))
+    rows.append(("prefill", f"{s['prefill_chunk']} tokens per step"))
     return rows
 
 
 def _cache(c: dict[str, Any], tile_bytes: int) -> list[tuple[str, str]]:
     if not c:
         return []
-    held, room = c["resident_tiles"], c["capacity_tiles"]
-    return [("expert cache", f"{held} of {room} tiles resident, {in_bytes(held * tile_bytes)}")]
-
-
-def _grid(columns: int) -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for _ in range(columns - 1):
-        table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    return table
+    resident, capacity = c["resident_tiles"], c["capacity_tiles"]
+    return [("expert cache", f"{resident} of {capacity} tiles resident, {byte_size(resident * tile_bytes)}")]
 
 
 def _call(name: str, arguments: str) -> Text:

@@ -1,8 +1,8 @@
-"""PrefixCache as files: JSON, readable by their owner alone, whole or not there at all.
+"""Conversations as files: JSON, mode 0600, written whole or not at all.
 
     {"model": "...", "system": null or "...", "messages": [{"role": "user", "content": "..."}, ...]}
 
-The messages are questions and answers in turn, from the first question to the last answer.
+Questions and answers alternate, from the first question to the last answer.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ class Transcript:
 
 
 def save(transcript: Transcript, path: Path) -> None:
-    """Write the file, mode 0600, in place of one that is there. Raises OutputFailed; what was there before is
-    then still there."""
+    """Write the file, mode 0600, or replace it. Raises OutputFailed; an existing file is then unchanged."""
     text = json.dumps(asdict(transcript), ensure_ascii=False, indent=1) + "\n"
     try:
         if path.is_dir():
@@ -55,21 +54,21 @@ def save(transcript: Transcript, path: Path) -> None:
 
 
 def load(path: Path) -> Transcript:
-    """Raises WrongUsage, one line, for what is no such file."""
+    """Raises WrongUsage, one line, for a file of another format."""
     try:
         value = json.loads(read_file(path, LARGEST))
     except (ValueError, RecursionError) as e:
         raise WrongUsage(f"{path} is not JSON: {' '.join(str(e).split())}") from e
     if not isinstance(value, dict) or "messages" not in value:
-        raise WrongUsage(f"{path} is no saved conversation: it has no object with `messages`")
+        raise WrongUsage(f"{path} is not a saved conversation: it has no object with `messages`")
     for name in value:
         if name not in FIELDS:
             raise WrongUsage(f"{path}: unknown field {name[:40]!r}{nearest(name, FIELDS)}")
     model, system = value.get("model", ""), value.get("system")
     if not _is_text(model):
-        raise WrongUsage(f"{path}: `model` must be a text")
+        raise WrongUsage(f"{path}: `model` must be a string")
     if system is not None and not (_is_text(system) and system):
-        raise WrongUsage(f"{path}: `system` must be a text that is not empty, or null")
+        raise WrongUsage(f"{path}: `system` must be a non-empty string, or null")
     return Transcript(model, system, _messages(path, value["messages"]))
 
 
@@ -80,11 +79,11 @@ def _messages(path: Path, value: Any) -> tuple[ChatMessage, ...]:
     for i, item in enumerate(value):
         good = isinstance(item, dict) and item.keys() == {"role", "content"}
         if not good or not _is_text(item["role"]) or not _is_text(item["content"]):
-            raise WrongUsage(f"{path}: message {i + 1} must have the texts `role` and `content`, and no more")
+            raise WrongUsage(f"{path}: message {i + 1} must have the strings `role` and `content` alone")
         if item["role"] != ROLES[i % 2]:
             raise WrongUsage(
                 f"{path}: message {i + 1} must be the {ROLES[i % 2]}'s, not {item['role'][:40]!r}: "
-                "questions and answers take turns"
+                "questions and answers alternate"
             )
         messages.append(ChatMessage(item["role"], item["content"]))
     if len(messages) % 2:
@@ -93,5 +92,5 @@ def _messages(path: Path, value: Any) -> tuple[ChatMessage, ...]:
 
 
 def _is_text(value: object) -> bool:
-    """A str that can be sent: JSON's escapes can write half a surrogate pair, which is no character."""
+    """Whether it is a string that can be sent: JSON's escapes can write half a surrogate pair."""
     return isinstance(value, str) and value.encode(errors="replace").decode() == value

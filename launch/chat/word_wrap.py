@@ -1,4 +1,4 @@
-"""Breaking lines between words in a text that comes in pieces, on a terminal that shows each at once."""
+"""Word wrap for a text that arrives in pieces, on a terminal that shows each piece at once."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from collections.abc import Callable
 from rich.cells import get_character_cell_size
 
 TAB = 8
-_CODE = re.compile(r"\t|    |```")  # how a line begins that is left as it is
+_CODE = re.compile(r"\t|    |```")  # beginnings of lines that are not wrapped
 _FENCE = re.compile(r"\s{0,3}```")
 
 
 class WordWrap:
-    """What to write for one text. A word is shown where it begins, and moved to the next line when it turns
-    out to be too long for its own, by the terminal's CHA and EL. Code, words longer than a line, and scripts
-    without spaces are left to the terminal, so that they can be copied whole."""
+    """Wraps one text. A word is written at once, and moved to the next line by the terminal's CHA and EL when
+    it grows beyond the line's end. Code, words longer than a line, and scripts without spaces are wrapped by
+    the terminal, so that they can be copied whole."""
 
     def __init__(self, width: Callable[[], int]) -> None:
-        """`width`: the terminal's columns, asked anew for each piece."""
+        """`width`: returns the terminal's columns; called for each piece."""
         self._width = width
         self._column = 0  # cells written in this line of the screen; `width` where it is full
-        self._word = ""  # the last one, as far as it has come
+        self._word = ""  # the current word so far
         self._cells = 0  # of the word
-        self._line = ""  # this line of the text
+        self._line = ""  # the current line of the text
         self._fenced = False
 
     def push(self, text: str) -> str:
-        """`text` with what breaks its lines. It holds no control characters but newline and tab."""
+        """`text` with control sequences that wrap its lines. Its only control characters are newline, tab."""
         width = self._width()
         return "".join(self._put(character, width) for character in text)
 
@@ -60,14 +60,14 @@ class WordWrap:
             start = self._column - self._cells  # of the word
             code = self._fenced or _CODE.match(self._line)
             if start > 0 and not code and 0 < self._cells <= width - cells:
-                # The cursor hangs behind a full line in no column at all, so where to go is said absolutely.
+                # Behind a full line the cursor's column is undefined, so the move is absolute.
                 before = f"\x1b[{start + 1}G\x1b[K\n{self._word}"
                 self._column = self._cells
             else:
-                self._column = 0  # the terminal goes to the next line by itself
+                self._column = 0  # the terminal wraps by itself
                 self._end_word()
         self._column += cells
-        if cells == 2:  # East Asian text is broken anywhere
+        if cells == 2:  # East Asian text may be broken between any two characters
             self._end_word()
         else:
             self._word += character

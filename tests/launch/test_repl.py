@@ -1,4 +1,4 @@
-"""The REPL as a person has it: keys in, a screen out."""
+"""The REPL in a terminal: keys in, a screen out."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def summaries(screen: str) -> list[str]:
     return re.findall(r"^\d+ tokens? ·.*$", screen, re.MULTILINE)
 
 
-def kept_tokens(summary: str) -> int:
-    """Prompt tokens that were not computed again."""
+def reused_tokens(summary: str) -> int:
+    """Prompt tokens whose KV was reused."""
     found = re.search(r"KV (\d+)/\d+", summary)
     assert found, summary
     return int(found[1])
 
 
-def test_one_whole_session_and_the_next(tmp_path: Path) -> None:
+def test_session_with_cancel_completion_policy_change_and_history(tmp_path: Path) -> None:
     env = {"XDG_STATE_HOME": str(tmp_path)}
     engine = ("--policy", "layerwise", "--expert-cache", "0.25", "--ignore-eos", "--log-level", "warning")
     with Terminal(*engine, "--max-tokens", "400", env=env) as terminal:
@@ -41,21 +41,21 @@ def test_one_whole_session_and_the_next(tmp_path: Path) -> None:
         begun = r"^> Tell me everything about generators\.\n(?!reading the prompt)\S"
         early = terminal.until(begun)
         later = terminal.until(lambda screen: len(screen) > len(early) + 20)
-        assert not summaries(later)  # it came while it was written
+        assert not summaries(later)  # the answer was shown before it was complete
 
         terminal.keys("C-c")
         cancelled = terminal.until(r"cancelled\n\n>$")
-        assert re.search(begun, cancelled, re.MULTILINE)  # what there was stays
+        assert re.search(begun, cancelled, re.MULTILINE)  # the partial answer stays
         terminal.line("/set max_tokens=6")
         terminal.until("^max_tokens 6$")
         terminal.line("And what is a coroutine?")
         second = summaries(terminal.until(r"cut at max_tokens\n\n>$"))[-1]
         assert second.startswith("6 tokens")
         asked = int(re.findall(r"KV 0/(\d+)", cancelled)[-1])
-        assert kept_tokens(second) > asked  # the first question, and what there was of its answer
+        assert reused_tokens(second) > asked  # the first question and its partial answer
 
         terminal.type("/pol")
-        terminal.until(r"^> /pol\n +/policy ")  # the menu; a Tab while it is being made is lost
+        terminal.until(r"^> /pol\n +/policy ")  # a Tab before the menu is complete is lost
         terminal.keys("Tab")
         terminal.until(r"^> /policy\b")
         terminal.type("rand")
@@ -66,8 +66,8 @@ def test_one_whole_session_and_the_next(tmp_path: Path) -> None:
         terminal.until(r"^policy: random\n\n>$")
         terminal.line("And a decorator?")
         third = summaries(terminal.until(lambda screen: len(summaries(screen)) == 3))[-1]
-        assert kept_tokens(third) > kept_tokens(second)  # the KV has stayed as well
-        assert "host 100 %" not in third  # and the new policy computes
+        assert reused_tokens(third) > reused_tokens(second)  # the KV survives the change of policy
+        assert "host 100%" not in third  # the new policy is in effect
 
         terminal.until(r"\n\n>$")
         terminal.line("/quit")
@@ -78,7 +78,7 @@ def test_one_whole_session_and_the_next(tmp_path: Path) -> None:
 
     with Terminal(*engine, env=env) as terminal:
         terminal.until(READY)
-        terminal.type("x")  # once it is shown, the history has been read
+        terminal.type("x")  # the prompt shows it when the history has been read
         terminal.until("^> x$")
         terminal.keys("BSpace", "Up")
         terminal.until(r"^> /quit$")
@@ -87,14 +87,16 @@ def test_one_whole_session_and_the_next(tmp_path: Path) -> None:
         terminal.keys("C-c")
         terminal.until(r"^>$")
         terminal.keys("C-c")
-        terminal.until("^Ctrl-D or /quit ends\n>$")
+        terminal.until("^Ctrl-D or /quit ends the chat\n>$")
         terminal.keys("C-d")
         assert terminal.end() == (0, True)
     assert engines_left() == []
 
 
-async def test_commands_and_what_comes_by_itself(start_engine, tiny_model: Path, tmp_path: Path) -> None:
-    """In a thread of its own, because the engine lives in this one."""
+async def test_commands_and_announcements_of_other_clients(
+    start_engine, tiny_model: Path, tmp_path: Path
+) -> None:
+    """The terminal runs in a thread of its own, because the engine runs in this one."""
     env = {"XDG_STATE_HOME": str(tmp_path / "state")}
     arguments = ("chat", "--connect", "repl", "--ignore-eos", "--max-tokens", "5", "--log-level", "warning")
     async with start_engine(EngineConfig(model=tiny_model, name="repl")) as (_, client):
@@ -120,7 +122,7 @@ async def test_commands_and_what_comes_by_itself(start_engine, tiny_model: Path,
             assert await asyncio.to_thread(terminal.end) == (0, True)
 
 
-async def test_an_engine_that_ends_ends_the_chat(start_engine, tiny_model: Path, tmp_path: Path) -> None:
+async def test_chat_ends_with_its_engine(start_engine, tiny_model: Path, tmp_path: Path) -> None:
     arguments = ("chat", "--connect", "repl-end")
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(start_engine(EngineConfig(model=tiny_model, name="repl-end")))
@@ -149,17 +151,17 @@ def _commands(terminal: Terminal, file: Path) -> None:
     assert [message["role"] for message in saved["messages"]] == ["user", "assistant"]
     assert saved["messages"][0]["content"] == "two\nlines\nand a third: ä 漢 🎉"
     terminal.line("/system off")
-    terminal.until("^there is no system message$")
+    terminal.until("^no system message$")
     terminal.line("/reset")
     terminal.line("/retry")
     terminal.until("^nothing has been asked yet$")
     terminal.line("/why")
-    terminal.until("^there is no answer to explain yet")
+    terminal.until("^no answer to explain yet")
     terminal.line(f"/load {file}")
     terminal.until(r"^loaded 1 question from\s")
     terminal.line("/retry")
-    terminal.until("^the same again: ")  # also the system message is there again
-    for turns in (3, 4):  # with the one that was loaded, the second of these is too many
+    terminal.until("^the same answer: ")  # the system message was restored too
+    for turns in (3, 4):  # with the loaded turn, the second of these exceeds the context
         terminal.line("word " * 110)
         terminal.until(lambda screen, turns=turns: len(summaries(screen)) == turns)
     terminal.until("^the oldest turn was dropped: ")
@@ -171,7 +173,7 @@ def _commands(terminal: Terminal, file: Path) -> None:
     why = terminal.until(r"^A token took (?s:.+)^slowest (?s:.+)^fidelity: exact\n\n.+\n(?s:.*)\n>$")
     assert re.search(r"^layer [01] +[\d.]+ [mµ]s ", why, re.MULTILINE)
     for wrong, answer in {
-        "/polcy": r"there is no command /polcy; did you mean /policy\?",
+        "/polcy": r"unknown command /polcy; did you mean /policy\?",
         "/policy nothing": "unknown policy 'nothing'",
         "/policy random seed": "'seed': write an option of the policy as OPTION=VALUE",
         "/set top_p=2": "top_p: must be",

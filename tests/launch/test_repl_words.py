@@ -1,4 +1,4 @@
-"""The REPL's parts that need no terminal: lines, settings, files, completions, and how text is laid out."""
+"""The REPL's parts that need no terminal: commands, settings, files, completions, text layout."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 
-from launch.chat.answer import in_bytes, in_lines, share
-from launch.chat.commands import Call, policy_words, read_line
+from launch.chat.answer import in_lines
+from launch.chat.commands import Call, parse_line, parse_policy
 from launch.chat.completion import CommandCompleter
-from launch.chat.history import KeptHistory
+from launch.chat.history import MAX_LINES, PrivateFileHistory
 from launch.chat.screen import visible
-from launch.chat.settings import KEYS, AnswerSettings, change, shown
+from launch.chat.settings import KEYS, AnswerSettings, change, value_text
 from launch.chat.transcript import Transcript, load, save
 from launch.chat.word_wrap import WordWrap
 from launch.errors import OutputFailed, WrongUsage
@@ -39,35 +39,35 @@ START = AnswerSettings(100, Sampling(repetition_penalty=1.1), ("END",))
         ("/system two\nlines", Call("system", "two\nlines")),
     ],
 )
-def test_a_line_is_a_command_or_a_question(line: str, meaning: object) -> None:
-    assert read_line(line) == meaning
+def test_line_is_parsed_as_command_or_question(line: str, meaning: object) -> None:
+    assert parse_line(line) == meaning
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "expected"),
     [("/hlep", "/help"), ("/", "/help"), ("/nothing-near-it", "/help"), ("/quit now", "no argument")],
 )
-def test_a_wrong_command_is_told_in_a_line(line: str, told: str) -> None:
+def test_wrong_command_is_refused_in_one_line(line: str, expected: str) -> None:
     with pytest.raises(WrongUsage) as raised:
-        read_line(line)
-    assert told in str(raised.value)
+        parse_line(line)
+    assert expected in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
-def test_policy_options_are_read_as_set_has_them() -> None:
-    assert policy_words("random seed=3 random.churn=1") == ("random", {"seed": "3", "churn": "1"})
+def test_policy_options_may_carry_the_preset_name() -> None:
+    assert parse_policy("random seed=3 random.churn=1") == ("random", {"seed": "3", "churn": "1"})
     with pytest.raises(WrongUsage, match="OPTION=VALUE"):
-        policy_words("random seed")
+        parse_policy("random seed")
 
 
-def test_settings_change_and_go_back() -> None:
+def test_settings_change_and_return_to_defaults() -> None:
     text = "max_tokens=5 temperature=0.5 top_k=3 top_p=0.9 min_p=0.1 seed=7 ignore_eos=on"
     text += " stop='a b' stop=\\\\n"
     after = change(START, text, START)
     assert after == AnswerSettings(5, Sampling(0.5, 3, 0.9, 0.1, 1.1, 7), ("a b", "\n"), True)
     assert after.without_effect() == []
-    again = change(START, " ".join(f"{key}={shown(after, key)}" for key in KEYS if key != "stop"), START)
-    assert again == after.put("stop", START.stop)  # what is shown can be written
+    again = change(START, " ".join(f"{key}={value_text(after, key)}" for key in KEYS if key != "stop"), START)
+    assert again == after.put("stop", START.stop)  # /set accepts what it shows
     assert change(after, " ".join(f"{key}=" for key in KEYS), START) == START
     assert change(after, "stop=none seed=none", START).get("stop") == ()
     (line,) = change(after, "temperature=0", START).without_effect()
@@ -75,7 +75,7 @@ def test_settings_change_and_go_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("topk=1", "top_k"),
         ("max_tokens", "max_tokens=value"),
@@ -90,17 +90,17 @@ def test_settings_change_and_go_back() -> None:
         ("stop='a", "quotation"),
     ],
 )
-def test_a_wrong_setting_is_told_in_a_line(text: str, told: str) -> None:
+def test_wrong_setting_is_refused_in_one_line(text: str, expected: str) -> None:
     with pytest.raises(WrongUsage) as raised:
         change(START, f"max_tokens=7 {text}", START)
-    assert told in str(raised.value)
+    assert expected in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
 TALK = Transcript("model", "Be brief.", (ChatMessage("user", 'a "b"\n漢'), ChatMessage("assistant", "")))
 
 
-def test_a_saved_conversation_is_loaded(tmp_path: Path) -> None:
+def test_saved_conversation_loads_unchanged_from_a_private_file(tmp_path: Path) -> None:
     path = tmp_path / "talk.json"
     path.write_text("before")
     path.chmod(0o644)
@@ -110,7 +110,7 @@ def test_a_saved_conversation_is_loaded(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["talk.json"]
 
 
-def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_save_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(OutputFailed, match="No such file"):
         save(TALK, tmp_path / "no" / "talk.json")
     with pytest.raises(OutputFailed, match="directory"):
@@ -123,12 +123,12 @@ ASSISTANT = {"role": "assistant", "content": "!"}
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "expected"),
     [
         ("{", "not JSON"),
         ("[" * 100_000, "not JSON"),
-        ("[]", "no saved conversation"),
-        ({"model": "m"}, "no saved conversation"),
+        ("[]", "not a saved conversation"),
+        ({"model": "m"}, "not a saved conversation"),
         ({"messages": [], "sytem": "x"}, "'sytem'; did you mean system?"),
         ({"messages": {}}, "must be a list"),
         ({"messages": [], "system": ""}, "`system`"),
@@ -142,17 +142,17 @@ ASSISTANT = {"role": "assistant", "content": "!"}
         (b"\xff\xfe\xff", "not JSON"),
     ],
 )
-def test_what_is_no_conversation_is_told_in_a_line(tmp_path: Path, content: object, told: str) -> None:
+def test_other_json_is_refused_in_one_line(tmp_path: Path, content: object, expected: str) -> None:
     path = tmp_path / "talk.json"
     text = content if isinstance(content, str | bytes) else json.dumps(content)
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(WrongUsage) as raised:
         load(path)
-    assert told in str(raised.value)
+    assert expected in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
-def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_load_refuses_pipes_devices_and_missing_files(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for path in (pipe, tmp_path, tmp_path / "no", Path("/dev/zero")):
@@ -189,42 +189,63 @@ def test_completion(tmp_path: Path, line: str, some: set[str], none: set[str]) -
     assert some or not found
 
 
-async def test_history_is_kept_and_survives_damage(tmp_path: Path) -> None:
+async def test_history_file_is_private_and_damaged_lines_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "state" / "tandem" / "history"
-    complaints: list[str] = []
-    first = KeptHistory(path, complaints.append)
+    warnings: list[str] = []
+    first = PrivateFileHistory(path, warnings.append)
     assert [line async for line in first.load()] == []
     for line in ("one", "two\nlines \ud800", "three"):
         first.append_string(line)
     path.write_bytes(path.read_bytes() + b"\xff damaged\n{}\n")
-    second = KeptHistory(path, complaints.append)
+    second = PrivateFileHistory(path, warnings.append)
     assert [line async for line in second.load()] == ["three", "two\nlines \ud800", "one"]
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
-    assert complaints == []
+    assert warnings == []
 
     path.unlink()
     path.mkdir()
-    third = KeptHistory(path, complaints.append)
+    third = PrivateFileHistory(path, warnings.append)
     assert [line async for line in third.load()] == []
     third.append_string("four")
-    assert len(complaints) == 1
+    assert len(warnings) == 1
     assert third.get_strings() == ["four"]
 
 
-def test_the_line_after_an_answer_breaks_between_its_parts() -> None:
+async def test_history_file_is_cut_to_its_newest_lines(tmp_path: Path) -> None:
+    path = tmp_path / "tandem" / "history"
+    path.parent.mkdir()
+    for lines, kept in ((2 * MAX_LINES, 2 * MAX_LINES), (2 * MAX_LINES + 1, MAX_LINES)):
+        path.write_text("".join(f'"line {n}"\n' for n in range(lines)))
+        loaded = [line async for line in PrivateFileHistory(path, pytest.fail).load()]
+        assert loaded == [f"line {n}" for n in reversed(range(lines - kept, lines))]
+        assert path.read_text().splitlines() == [f'"{line}"' for line in reversed(loaded)]
+
+
+async def test_history_does_not_follow_a_link(tmp_path: Path) -> None:
+    path = tmp_path / "tandem" / "history"
+    path.parent.mkdir()
+    (tmp_path / "other").write_text("")
+    path.symlink_to(tmp_path / "other")
+    warnings: list[str] = []
+    history = PrivateFileHistory(path, warnings.append)
+    assert [line async for line in history.load()] == []
+    history.append_string("one")
+    assert len(warnings) == 1
+    assert (tmp_path / "other").read_text() == ""
+
+
+def test_summary_line_breaks_between_its_parts() -> None:
     assert in_lines(["12 tokens", "3 tok/s", "the last part"], 22) == "12 tokens · 3 tok/s\nthe last part"
     assert in_lines(["longer than the line"], 5) == "longer than the line"
-    assert [share(part, 1000) for part in (0, 1, 500, 999, 1000)] == ["0 %", "<1 %", "50 %", ">99 %", "100 %"]
-    assert [in_bytes(n) for n in (0, 999, 1200, 123_456, 5e9)] == ["0 B", "999 B", "1.2 kB", "123 kB", "5 GB"]
 
 
-def test_what_a_model_writes_cannot_steer_the_terminal() -> None:
+def test_control_characters_of_a_model_do_not_reach_the_terminal() -> None:
     assert visible("\x1b[2Ja\tb\nc\x9b\x07\r漢") == "\ufffd[2Ja\tb\nc\ufffd\ufffd\ufffd漢"
 
 
-class Paper:
-    """A terminal that knows what WordWrap uses: text, newline, going to a column, erasing from there."""
+class EmulatedTerminal:
+    """The part of a terminal that WordWrap uses: text, newline, cursor to a column, erase to the end."""
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -256,21 +277,21 @@ class Paper:
     cuts=st.lists(st.integers(0, 200), max_size=20),
     width=st.integers(4, 12),
 )
-def test_no_word_that_fits_a_line_is_broken(words: list[str], cuts: list[int], width: int) -> None:
+def test_word_that_fits_a_line_is_not_broken(words: list[str], cuts: list[int], width: int) -> None:
     text = " ".join(words)
-    paper, wrap = Paper(width), WordWrap(lambda: width)
+    terminal, wrap = EmulatedTerminal(width), WordWrap(lambda: width)
     ends = sorted(cut for cut in cuts if cut < len(text))
     for start, end in zip([0, *ends], [*ends, len(text)], strict=True):
-        paper.write(wrap.push(text[start:end]))
-    assert "".join(paper.rows).replace(" ", "") == "".join(words)
-    assert all(len(row) <= width for row in paper.rows)
+        terminal.write(wrap.push(text[start:end]))
+    assert "".join(terminal.rows).replace(" ", "") == "".join(words)
+    assert all(len(row) <= width for row in terminal.rows)
     short = [word for word in words if len(word) <= width]
-    shown = [word for row in paper.rows for word in row.split()]
+    shown = [word for row in terminal.rows for word in row.split()]
     for word in short:
         assert word in shown
 
 
-def test_code_is_left_to_the_terminal() -> None:
+def test_code_is_not_wrapped() -> None:
     wrap = WordWrap(lambda: 10)
     code = "```\nfirst second third\n```\n    indented code line\n"
     assert wrap.push(code) == code
