@@ -1,5 +1,5 @@
-"""`launch.py doctor`: one module for each thing that it looks at. Imports no torch.
+"""`launch.py doctor`: one module for each subject that it examines. Imports no torch.
 
-Modules that read /proc and /sys take the root of the file system, so that another machine's can be read too;
-what cannot be read is unknown, never an error.
+Modules that read /proc and /sys take the root of the file system, so that tests can supply another machine's;
+a file that cannot be read makes its fact unknown, never an error.
 """

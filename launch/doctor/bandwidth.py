@@ -1,7 +1,7 @@
-"""Measured: how fast memory is read and copied, and the bound on tokens a second that follows.
+"""Measures the memory bandwidth of reads and copies, and derives the bound on tokens a second.
 
-The buffer is shared memory of the kind that the store is made of, far larger than the last level of cache,
-and without a name: nothing is left whatever ends this process.
+The buffer is shared memory like the store, far larger than the last level of cache, and nameless: nothing
+remains of it, however this process ends.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from launch.doctor.finding import Finding
 from launch.doctor.models import Reads
 from launch.doctor.trials import TrialFailed, trial
+from launch.terminal.format import percent
 from shm.segment import SHM_FOLDER, byte_size, free_shm_bytes
 
 TOPIC = "speed"
@@ -23,11 +24,11 @@ CHILD = "launch.doctor.reader"
 SMALLEST, LARGEST = 1 << 26, 1 << 31  # bytes of the buffer
 UNKNOWN_CACHE = 1 << 26
 TIMES_CACHE = 8
-SHARE = 8  # of the available memory, the buffer takes at most one part in this many
+SHARE = 8  # the buffer takes at most 1 / SHARE of the available memory
 SECONDS = 0.6  # of each measurement
 LIMIT = 60.0  # seconds for a child to start or to end
-GAIN = 1.1  # huge pages that give less are not worth a word
-BUSY = 0.2  # share of the cores that others use, from which on figures are not the machine's
+GAIN = 1.1  # of huge pages over small ones, from which on it is reported
+BUSY = 0.2  # load average for each core, from which on the figures are too low
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def buffer_size(cache: int | None, available: int) -> int:
 
 
 async def measure(cores: Sequence[int], cache: int | None, available: int) -> Bandwidth:
-    """Takes a few seconds. Raises TrialFailed where memory is too short or a child fails."""
+    """Takes a few seconds. Raises TrialFailed where too little memory is available or a child fails."""
     size = buffer_size(cache, available)
     with _buffer(size) as fd:
         shared = {"fd": fd, "size": size, "seconds": SECONDS}
@@ -78,12 +79,12 @@ async def measure(cores: Sequence[int], cache: int | None, available: int) -> Ba
             shared | {"what": "read", "cores": [core], "lo": i * part, "hi": (i + 1) * part}
             for i, core in enumerate(cores)
         ]
-        everybody = (await _together(parts, fd))[0] if len(cores) > 1 else one
-    return Bandwidth(len(cores), size, one, everybody, copy, huge)
+        every = (await _together(parts, fd))[0] if len(cores) > 1 else one
+    return Bandwidth(len(cores), size, one, every, copy, huge)
 
 
 async def _together(configs: list[dict[str, Any]], fd: int) -> list[float]:
-    """Run these children at the same time; for each memory that they read, the sum of their medians."""
+    """Run these children at the same time; for each kind of memory read, the sum of their medians."""
     async with AsyncExitStack() as stack:
         children = [await stack.enter_async_context(trial(CHILD, config, (fd,))) for config in configs]
         for child in children:
@@ -108,30 +109,31 @@ def _buffer(size: int) -> Iterator[int]:
         yield fd
 
 
-def _nameless(room: int) -> int:
-    """A file in /dev/shm if it has this much room, so that its mount options count; else one beside it."""
-    if free_shm_bytes() > room:
+def _nameless(size: int) -> int:
+    """A nameless file in /dev/shm, so that its mount options apply, if that has `size` bytes free; else a
+    memfd."""
+    if free_shm_bytes() > size:
         return os.open(SHM_FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     return os.memfd_create("tandem-doctor")
 
 
 def busy(load: float, cores: int) -> list[Finding]:
-    """What a load average says of figures measured just after it."""
+    """A note on a load average that makes the figures measured just after it too low."""
     if load < BUSY * cores:
         return []
     return [
         Finding(
             TOPIC,
             "note",
-            f"load average {load:.1f} before measuring: other programs compute here",
-            "the figures below are lower than this machine's, and so are the bounds that follow",
-            "close them and run this again",
+            f"load average {load:.1f} before measuring: other programs are computing",
+            "the figures below, and the bounds derived from them, are lower than an idle machine's",
+            "close other programs and run this again",
         )
     ]
 
 
 def explain(found: Bandwidth, embedded: Reads, example: Reads, cache: int | None) -> list[Finding]:
-    """What the figures mean for the embedded model and for one of a size that people run."""
+    """What the figures mean for the embedded model and for `example`, a large model."""
     each = f"one core reads {found.one / 1e9:.1f} GB/s"
     both = f", {found.cores} together {found.all / 1e9:.1f} GB/s" if found.cores > 1 else ""
     bound = (
@@ -140,15 +142,15 @@ def explain(found: Bandwidth, embedded: Reads, example: Reads, cache: int | None
     )
     here = f"; the embedded model's {byte_size(embedded.token)}: at most {found.all / embedded.token:,.0f}"
     if cache is not None and embedded.store <= cache:
-        here += f", and it may pass that, because all its experts ({byte_size(embedded.store)}) fit the cache"
+        here += f", or more, because all its experts ({byte_size(embedded.store)}) fit the cache"
     findings = [Finding(TOPIC, "ok", each + both, bound + here)]
     if found.one_huge is not None and found.one_huge > GAIN * found.one:
         findings.append(
             Finding(
                 TOPIC,
                 "note",
-                f"from huge pages one core reads {found.one_huge / 1e9:.1f} GB/s",
-                f"{found.one_huge / found.one - 1:.0%} more than from the small pages of /dev/shm",
+                f"one core reads {found.one_huge / 1e9:.1f} GB/s from huge pages",
+                f"{percent(found.one_huge / found.one - 1)} more than from the small pages of /dev/shm",
                 "sudo mount -o remount,huge=within_size /dev/shm",
             )
         )
@@ -156,8 +158,8 @@ def explain(found: Bandwidth, embedded: Reads, example: Reads, cache: int | None
         Finding(
             TOPIC,
             "ok",
-            f"memory is copied at {found.copy / 1e9:.1f} GB/s",
-            "this is the link of --device cpu: the most that the prefetcher moves to resident tiles",
+            f"one core copies {found.copy / 1e9:.1f} GB/s",
+            "with --device cpu this is the link: the rate at which the prefetcher can move tiles",
         )
     )
     return findings

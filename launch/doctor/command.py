@@ -1,8 +1,8 @@
 """`launch.py doctor`: what this machine can do, what is missing, what to change.
 
-Every finding is a fact, what it means for an engine here, and what to do about it. At the end an engine is
-really started on the embedded model. Exit code 0: it ran, and nothing was found that keeps engines from
-running; else 1. With `--model` it answers another question instead, see `model_plan.py`.
+Each finding is a fact, its meaning for an engine on this machine, and what to do about it. At the end an
+engine is started on the embedded model. Exit code 0: it answered, and no finding prevents engines from
+running; else 1. With `--model` the doctor reports a memory plan instead, see `model_plan.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from launch.doctor import (
 )
 from launch.doctor.finding import Finding
 from launch.doctor.model_plan import show_plan
-from launch.doctor.report import rendered
+from launch.doctor.report import render
 from launch.doctor.trials import TrialFailed
 from launch.errors import LaunchError
 from launch.processes.cores import Cores
@@ -48,7 +48,7 @@ log = logging.getLogger("tandem")
 
 
 async def doctor(options: Options, interrupts: Interrupts) -> int:
-    """Raises LaunchError where there is nothing to be examined: another system, a damaged installation."""
+    """Raises LaunchError on another system than Linux and for a damaged installation."""
     if sys.platform != "linux":
         raise LaunchError(f"Tandem runs on Linux; this is {sys.platform}")
     if "model" in options.written:
@@ -57,15 +57,15 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
         embedded = models.embedded()
     except (OSError, ValueError, PipelineError) as e:
         raise LaunchError(f"the embedded model cannot be read: {e}; install Tandem again") from e
-    log.info("looking at the machine")
+    log.info("examining the machine")
     cores = Cores.here()
-    findings = await _look(embedded, cores)
+    findings = await _inspect(embedded, cores)
     load = os.getloadavg()[0]
     seen, link = await gpu.inspect(models.example())
     findings += seen
-    log.info("measuring how fast memory is read: a few seconds")
-    speed, told = await _measure(embedded, cores)
-    findings += bandwidth.busy(load, len(cores.numbers)) + told
+    log.info("measuring the memory bandwidth: a few seconds")
+    speed, speeds = await _measure(embedded, cores)
+    findings += bandwidth.busy(load, len(cores.numbers)) + speeds
     log.info("starting an engine on the embedded model")
     proofs = await _prove(options, interrupts)
     ceiling = None if speed is None else speed.all / embedded.token
@@ -84,12 +84,12 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
         }
         print_json({"ok": ok, "findings": [f.to_map() for f in findings], "measured": measured})
     else:
-        show(rendered(findings, _verdict(ok, findings)))
+        show(render(findings, _verdict(ok, findings)))
     return 0 if ok else 1
 
 
-async def _look(embedded: models.Reads, cores: Cores) -> list[Finding]:
-    """What can be known without trying anything out."""
+async def _inspect(embedded: models.Reads, cores: Cores) -> list[Finding]:
+    """The findings that need no measurement and no GPU."""
     limits = cgroup.limits()
     lockable, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -110,13 +110,13 @@ async def _measure(embedded: models.Reads, cores: Cores) -> tuple[bandwidth.Band
     try:
         speed = await bandwidth.measure(cores.numbers, cache, available)
     except TrialFailed as e:
-        means = "what this machine allows is unknown"
+        means = "the bound on this machine's speed is unknown"
         return None, [Finding(bandwidth.TOPIC, "note", f"memory was not measured: {e}", means)]
     return speed, bandwidth.explain(speed, embedded, models.example(), cache)
 
 
 async def _prove(options: Options, interrupts: Interrupts) -> list[proof.Proof]:
-    """As the command line starts an engine; where a GPU is the reason that it cannot, without it as well."""
+    """On the default device; where that fails on a machine with a GPU, on the CPU as well."""
     proofs = [await proof.prove(options, interrupts, "auto")]
     if proofs[0].failure and gpu.driver_nodes():
         proofs.append(await proof.prove(options, interrupts, "cpu"))
@@ -124,7 +124,7 @@ async def _prove(options: Options, interrupts: Interrupts) -> list[proof.Proof]:
 
 
 def _last_cache() -> int | None:
-    """Bytes of the last level of cache, all instances together; None where that is unknown."""
+    """Bytes of the last level of cache, all instances together; None where unknown."""
     sizes = [cache.total for cache in cpu.caches().values()]
     return max(sizes, default=None)
 
@@ -132,5 +132,5 @@ def _last_cache() -> int | None:
 def _verdict(ok: bool, findings: Sequence[Finding]) -> str:
     counts = {level: sum(f.level == level for f in findings) for level in ("problem", "note")}
     words = " and ".join(f"{n} {level}{'' if n == 1 else 's'}" for level, n in counts.items() if n)
-    verdict = "Engines run here" if ok else "Engines do not run here as they should"
+    verdict = "Engines run on this machine" if ok else "Engines do not run on this machine as they should"
     return f"{verdict}{f': {words}' if words else ''}."

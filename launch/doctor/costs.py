@@ -1,4 +1,4 @@
-"""What policies plan with on this machine: the costs that engines have measured here and keep."""
+"""The costs that engines have measured on this machine, by which policies plan."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ from launch.doctor.finding import Finding
 from pipeline.assets import model_dir
 from pipeline.calibration.cost_cache import FOLDER, Record, measured_here
 from pipeline.models.shapes import short_name
+from shm.segment import byte_size
 
 TOPIC = "costs"
-SHOWN = 4  # sets of costs; the others are counted
-LOADED = 0.5  # load average for each core, from which on what was measured is not this machine's
+SHOWN = 4  # sets of costs; older ones are only counted
+LOADED = 0.5  # load average for each core, from which on measured costs are too high
 Kept = tuple[Path, Record]
 
 
 def inspect(cache: Path) -> list[Finding]:
-    """A finding for each of the newest sets of costs of this machine."""
+    """A finding for each of the newest sets of this machine's costs."""
     kept = measured_here(cache)
     if not kept:
-        means = "the first engine whose policy plans with costs (fiddler, say) measures them, in two seconds"
-        return [Finding(TOPIC, "ok", "no costs have been measured here yet", means)]
+        means = "an engine with a policy that plans by costs, e.g. fiddler, measures them in two seconds"
+        return [Finding(TOPIC, "ok", "no costs have been measured on this machine yet", means)]
     found = [_finding(path, record) for path, record in kept[:SHOWN]]
     if len(kept) > SHOWN:
-        where = f"{len(kept) - SHOWN} older ones, of other models or options, are in {cache / FOLDER}"
-        found.append(Finding(TOPIC, "ok", where, "doctor --model DIR shows those of a model"))
+        where = f"{len(kept) - SHOWN} older sets, of other models or options, are in {cache / FOLDER}"
+        found.append(Finding(TOPIC, "ok", where, "doctor --model DIR shows the sets of one model"))
     return found
 
 
 def of_model(cache: Path, fingerprints: Collection[str]) -> list[Kept]:
-    """What was measured here with one of these stores, the newest first."""
+    """The costs that this machine measured with one of these stores, the newest first."""
     return [(path, record) for path, record in measured_here(cache) if record.setting.store in fingerprints]
 
 
@@ -42,28 +43,28 @@ def to_map(path: Path, record: Record) -> dict[str, Any]:
 
 
 def paragraphs(kept: Sequence[Kept]) -> list[tuple[str, list[str]]]:
-    """For a person, of one model's: a heading and lines for each set."""
-    return [(_setting(record), [*explained(record), _anew(path)]) for path, record in kept[:SHOWN]]
+    """A heading and lines for each set of one model's costs."""
+    return [(_setting(record), [*explained(record), _where(path)]) for path, record in kept[:SHOWN]]
 
 
 def explained(record: Record) -> list[str]:
-    """What the costs say of an expert and of a tile; of one token, where nothing else is said."""
+    """The costs of an expert and of a tile, for one token unless a line names more."""
     costs, tiles = record.costs, record.tiles
     host, device = (float(f(1, tiles)) for f in (costs.host_seconds, costs.device_seconds))
     link = float(costs.link_seconds(tiles))
     most = costs.rows[-1]
     many = [float(f(most, tiles)) for f in (costs.host_seconds, costs.device_seconds)]
     if host <= link + device:
-        pays = "one that is not on the device is sooner computed on the host than moved for one token"
+        cheaper = "for one token, an expert that is not resident is computed on the host sooner than moved"
     else:
-        pays = "one that is not on the device is sooner moved there than computed on the host"
+        cheaper = "for one token, an expert that is not resident is moved sooner than computed on the host"
     return [
-        f"an expert: host {_time(host)}, device {_time(device)}, moving it {_time(link)}",
-        pays,
+        f"one expert: host {_time(host)}, device {_time(device)}, move {_time(link)}",
+        cheaper,
         f"for {most} tokens: host {_time(many[0])}, device {_time(many[1])}",
-        f"a tile of {record.tile_bytes / 1e6:.2f} MB: host {_rate(host, record)}, device"
+        f"one tile of {byte_size(record.tile_bytes)}: host {_rate(host, record)}, device"
         f" {_rate(device, record)}, link {_rate(link, record)}",
-        f"the workers' round trip {_time(costs.round_trip)}, a layer without its experts"
+        f"round trip to the workers {_time(costs.round_trip)}, a layer without its experts"
         f" {_time(costs.other[0])}",
     ]
 
@@ -73,15 +74,15 @@ def _finding(path: Path, record: Record) -> Finding:
     found = f"{_name(record)} ({_setting(record)}): {first}"
     loaded = record.load > LOADED * record.setting.cores
     if loaded:
-        rest.append(f"the load average was {record.load:.1f} just before: other programs computed, too")
+        rest.append(f"the load average was {record.load:.1f} before measuring: other programs were computing")
     means = "\n".join(rest)
     if loaded:
-        return Finding(TOPIC, "note", found, means, f"to have them measured anew: rm {path}")
-    return Finding(TOPIC, "ok", found, f"{means}\n{_anew(path)}")
+        return Finding(TOPIC, "note", found, means, f"to measure again at the next start: rm {path}")
+    return Finding(TOPIC, "ok", found, f"{means}\n{_where(path)}")
 
 
-def _anew(path: Path) -> str:
-    return f"kept in {path}: delete it to have them measured anew; --costs FILE overrides them"
+def _where(path: Path) -> str:
+    return f"from {path}: delete it to measure again; --costs FILE overrides it"
 
 
 def _name(record: Record) -> str:
@@ -91,10 +92,10 @@ def _name(record: Record) -> str:
 def _setting(record: Record) -> str:
     s = record.setting
     count = len(s.workers)
-    who = f"{count} worker{'' if count == 1 else 's'}" if count else "no workers"
+    workers = f"{count} worker{'' if count == 1 else 's'}" if count else "no workers"
     emulated = f", emulated: {s.emulation}" if s.emulation else ""
     day = time.strftime("%Y-%m-%d", time.localtime(record.measured))
-    return f"{s.format}, {who}, {s.device}{emulated}; {day}"
+    return f"{s.format}, {workers}, {s.device}{emulated}; {day}"
 
 
 def _time(seconds: float) -> str:
@@ -102,7 +103,7 @@ def _time(seconds: float) -> str:
 
 
 def _rate(seconds: float, record: Record) -> str:
-    """Of all an expert's tiles: time of one, and bytes a second."""
+    """`seconds`: of all tiles of an expert. The time of one tile, and its rate."""
     tile = seconds / record.tiles
     gbps = "" if not tile else f" ({record.tile_bytes / tile / 1e9:.3g} GB/s)"
     return f"{_time(tile)}{gbps}"

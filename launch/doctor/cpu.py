@@ -1,4 +1,4 @@
-"""The processor: cores, caches, instruction sets, NUMA, clock, and who shares it."""
+"""The processor: cores, caches, instruction sets, NUMA nodes, clock, virtualization."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Cache:
 
 
 def caches(root: Path = Path("/")) -> dict[str, Cache]:
-    """By name (L1d, L2, L3), what sysfs tells; empty where it tells nothing, as in some virtual machines."""
+    """By name (L1d, L2, L3), from sysfs; empty where sysfs lists none, as in some virtual machines."""
     seen: dict[tuple[str, str, str], int] = {}
     for index in entries(root / "sys/devices/system/cpu", "cpu[0-9]*/cache/index*"):
         level, kind = contents(index / "level"), contents(index / "type")
@@ -46,14 +46,14 @@ def caches(root: Path = Path("/")) -> dict[str, Cache]:
 
 
 def physical_cores(root: Path = Path("/")) -> int | None:
-    """Cores that are not two threads of one; None where sysfs does not tell."""
+    """Cores, each counted once for all its hardware threads; None where sysfs does not list them."""
     folders = entries(root / "sys/devices/system/cpu", "cpu[0-9]*/topology")
     pairs = {(contents(f / "physical_package_id"), contents(f / "core_id")) for f in folders}
     return len(pairs) if pairs and all(core for _, core in pairs) else None
 
 
 def inspect(usable: Collection[int], quota: float | None, root: Path = Path("/")) -> list[Finding]:
-    """`usable`: the cores this process may run on. `quota`: what its control group grants it, in cores."""
+    """`usable`: the cores this process may run on. `quota`: its control group's CPU time, in cores."""
     model, flags = parse_cpuinfo(contents(root / "proc/cpuinfo"))
     online = parse_cores(contents(root / "sys/devices/system/cpu/online")) or frozenset(usable)
     return [
@@ -68,7 +68,7 @@ def inspect(usable: Collection[int], quota: float | None, root: Path = Path("/")
 
 def _cores(model: str, logical: int, physical: int | None, usable: int, quota: float | None) -> list[Finding]:
     cores = f"{physical} cores, {logical} threads" if physical else f"{logical} threads"
-    means = "workers take one thread of each core that they may use: see threads"
+    means = "workers use one thread of each usable core: see threads"
     found = [Finding(TOPIC, "ok", f"{model}: {cores}, {usable} usable here", means)]
     if usable < logical:
         found.append(
@@ -76,8 +76,8 @@ def _cores(model: str, logical: int, physical: int | None, usable: int, quota: f
                 TOPIC,
                 "note",
                 f"this process may use {usable} of {logical} threads",
-                "the others' part of the memory bandwidth is not used either",
-                "if that is not meant: `taskset -c`, `docker run --cpuset-cpus`, a service's AllowedCPUs",
+                "the memory bandwidth of the other cores is not used either",
+                "if unintended, check: `taskset -c`, `docker run --cpuset-cpus`, a service's AllowedCPUs",
             )
         )
     if quota is not None and quota < usable:
@@ -86,10 +86,10 @@ def _cores(model: str, logical: int, physical: int | None, usable: int, quota: f
             Finding(
                 TOPIC,
                 "note",
-                f"the control group grants the time of {quota:g} cores, with {usable} to run on",
+                f"the control group's CPU quota is {quota:g} cores; {usable} are usable",
                 f"so an engine's workers compute on {used} core{'s' if used > 1 else ''}: on more they would"
-                " use that share up and be stopped together for the rest of each period",
-                f"to use more, raise it: `docker run --cpus {usable}`",
+                " exhaust the quota and all be stopped for the rest of each period",
+                f"to use more cores, raise it: `docker run --cpus {usable}`",
             )
         )
     if physical and logical > physical and usable > physical:
@@ -98,8 +98,8 @@ def _cores(model: str, logical: int, physical: int | None, usable: int, quota: f
                 TOPIC,
                 "ok",
                 f"each core runs {logical / physical:g} threads",
-                "reading weights, the threads of a core share what one of them would get, so one of each is"
-                f" used; `python launch.py bench --workers {usable}` shows what all of them do",
+                "the threads of a core share its memory bandwidth, so one thread of each core is used;"
+                f" `python launch.py bench --workers {usable}` measures all of them",
             )
         )
     return found
@@ -107,29 +107,29 @@ def _cores(model: str, logical: int, physical: int | None, usable: int, quota: f
 
 def _caches(found: dict[str, Cache]) -> Finding:
     if not found:
-        return Finding(TOPIC, "note", "caches: unknown", "buffers of the measurements are sized by a guess")
+        return Finding(TOPIC, "note", "caches: unknown", "the size of the measurements' buffers is a guess")
     parts = [
         f"{name} {binary(cache.total)}" + (f" in {cache.instances}" if cache.instances > 1 else "")
         for name, cache in found.items()
     ]
-    means = "experts that fit the last level are read faster than memory; a large model's do not"
+    means = "experts that fit the last level are read faster than from memory; a large model's do not fit"
     return Finding(TOPIC, "ok", "caches: " + ", ".join(parts), means)
 
 
 def _instructions(flags: frozenset[str]) -> Finding:
     have = [name for name in INSTRUCTIONS if name in flags]
-    found = "instruction sets: " + (", ".join(have) or "none of those that matter")
+    found = "instruction sets: " + (", ".join(have) or "none that the kernels use")
     if BF16 & set(have):
-        return Finding(TOPIC, "ok", found, "bf16 experts can be multiplied as they are stored")
+        return Finding(TOPIC, "ok", found, "bf16 experts are multiplied without conversion")
     if WIDE & set(have):
         return Finding(
             TOPIC,
             "note",
             found,
-            "there are no bf16 products: bf16 experts are widened to f32 while they are computed",
-            "if it fits the memory, compare `--format f32`",
+            "no bf16 instructions: bf16 experts are converted to f32 while they are computed",
+            "if the memory suffices, compare `--format f32`",
         )
-    return Finding(TOPIC, "note", found, "computing, not reading memory, will bound the speed")
+    return Finding(TOPIC, "note", found, "computation, not memory bandwidth, will bound the speed")
 
 
 def _nodes(root: Path) -> list[Finding]:
@@ -138,14 +138,14 @@ def _nodes(root: Path) -> list[Finding]:
     if not nodes:
         return []
     if len(nodes) == 1:
-        return [Finding(TOPIC, "ok", "one NUMA node", "all memory is equally near to all cores")]
+        return [Finding(TOPIC, "ok", "one NUMA node", "all memory is equally fast for all cores")]
     sizes = ", ".join(f"{name} {len(cores)} threads" for name, cores in nodes.items())
     return [
         Finding(
             TOPIC,
             "ok",
             f"{len(nodes)} NUMA nodes: {sizes}",
-            "experts' tiles are spread over the nodes whose cores workers use; the backbone is not",
+            "the store's tiles are spread over the nodes of the workers' cores; the backbone is not",
         )
     ]
 
@@ -162,7 +162,7 @@ def _clock(root: Path) -> list[Finding]:
                 TOPIC,
                 "note",
                 found,
-                "workers sleep between tokens, and cores that are slow to wake up cost time at each",
+                "workers sleep between tokens, and each token waits for the cores to reach full clock again",
                 "sudo cpupower frequency-set -g performance",
             )
         ]
@@ -175,11 +175,11 @@ def _surroundings(root: Path, flags: frozenset[str]) -> list[Finding]:
         places.append("WSL")
     elif "hypervisor" in flags or contents(root / "sys/hypervisor/type"):
         dmi = (contents(root / "sys/class/dmi/id" / name) for name in ("sys_vendor", "product_name"))
-        who = " ".join(part for part in dmi if part)
-        places.append("a virtual machine" + (f" ({who})" if who else ""))
+        product = " ".join(part for part in dmi if part)
+        places.append("a virtual machine" + (f" ({product})" if product else ""))
     if (root / ".dockerenv").exists() or (root / "run/.containerenv").exists():
         places.append("a container")
     if not places:
         return []
-    means = "cores and bandwidth may be shared with others that are not seen here: figures vary"
+    means = "cores and bandwidth may be shared with other guests: figures vary"
     return [Finding(TOPIC, "ok", f"this is {' and '.join(places)}", means)]

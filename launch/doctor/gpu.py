@@ -1,6 +1,6 @@
-"""NVIDIA GPUs: the driver, what torch sees, whether CUDA IPC works, how fast the link is.
+"""NVIDIA GPUs: the driver, torch's view of them, CUDA IPC, the bandwidth of the link.
 
-Whatever touches the driver does so in a child process with a time limit.
+Every call of the driver is made in a child process with a time limit.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ CHILD = "launch.doctor.gpu_child"
 LIMIT = 120.0  # seconds; a cold import of a CUDA build of torch from a slow disk takes tens of them
 CUDA_BUILDS = "https://download.pytorch.org/whl/cu128"
 BINDINGS = "cuda-bindings"
-NVIDIA, DISPLAY = "0x10de", "0x03"  # PCI vendor; class of display controllers begins so
+NVIDIA, DISPLAY = "0x10de", "0x03"  # PCI vendor; first digits of a display controller's class
 
 
 def driver_nodes(root: Path = Path("/")) -> list[str]:
-    """Device nodes of a loaded driver; without one there is no GPU to be used."""
+    """Device nodes of a loaded driver; empty where no GPU can be used."""
     return [str(node) for node in DRIVER_NODES if (root / str(node).lstrip("/")).exists()]
 
 
 def driver_version(text: str) -> str:
-    """Of /proc/driver/nvidia/version; "" where it says none."""
+    """From /proc/driver/nvidia/version; "" where it holds none."""
     match = re.search(r"Module(?:\s+for\s+\S+)?\s+([0-9]+(?:\.[0-9]+)+)", text)
     return match[1] if match else ""
 
@@ -46,7 +46,7 @@ def cards(root: Path = Path("/")) -> int:
 
 
 async def inspect(example: Reads, root: Path = Path("/")) -> tuple[list[Finding], float | None]:
-    """The findings, and bytes a second from page-locked host memory to the device where that was measured."""
+    """The findings, and the bytes a second from page-locked host memory to the device, if measured."""
     nodes = driver_nodes(root)
     if not nodes:
         return [_without_driver(cards(root))], None

@@ -1,11 +1,11 @@
-"""Process entry that tries one thing of CUDA; `what` of its configuration says which.
+"""Process entry: a single check of CUDA, selected by `what` in its configuration.
 
-    torch    what torch sees: {"version", "cuda", "devices": [{"name", "bytes", "free"}]}
-    export   allocate device memory, fill it, write its IPC handle as hex; keep it until a line comes
-    open     open the IPC handle `handle`, copy from it, compare; writes true or false
-    link     copy page-locked host memory to the device; writes bytes a second of each copy
+    torch    write torch's view: {"version", "cuda", "devices": [{"name", "bytes", "free"}]}
+    export   allocate and fill device memory, write its IPC handle as hex, hold it until stdin has a line
+    open     open the IPC handle `handle`, copy from it, compare; write true or false
+    link     copy page-locked host memory to the device; write the bytes a second of each copy
 
-A call that fails ends it with one line on stderr.
+A call that fails ends the process with one line on stderr.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ import numpy as np
 from shm.layout import Bytes
 from workers.cuda import CudaError, call, constant, ipc_handle, open_ipc_handle, page_lock, page_unlock
 
-SHARED = 1 << 21  # bytes; cudaMalloc cuts smaller pieces out of a shared block, and IPC exports whole blocks
+SHARED = 1 << 21  # bytes; cudaMalloc puts smaller allocations into one block, and IPC exports whole blocks
 MOVED = 1 << 28  # bytes of one measured copy
 COPIES = 7
 DEVICE = 0
 
 
-def main(told: dict[str, Any]) -> None:
+def main(config: dict[str, Any]) -> None:
     try:
-        match told["what"]:
+        match config["what"]:
             case "torch":
-                _say(_torch())
+                _write(_torch())
             case "export":
                 _export()
             case "open":
-                _say(_open(bytes.fromhex(told["handle"])))
+                _write(_open(bytes.fromhex(config["handle"])))
             case "link":
-                _say(_link())
+                _write(_link())
     except CudaError as e:
         sys.exit(str(e))
 
 
-def _say(value: Any) -> None:
+def _write(value: Any) -> None:
     print(json.dumps(value), flush=True)
 
 
@@ -67,7 +67,7 @@ def _export() -> None:
     kind = constant("cudaMemcpyKind").cudaMemcpyHostToDevice
     call("cudaMemcpy", address, pattern.ctypes.data, SHARED, kind)
     call("cudaDeviceSynchronize")
-    _say(ipc_handle(address).hex())
+    _write(ipc_handle(address).hex())
     sys.stdin.readline()
 
 
@@ -96,4 +96,4 @@ def _link() -> list[float]:
         call("cudaStreamSynchronize", stream)
         rates.append(MOVED / (time.perf_counter() - began))
     page_unlock(source, locked)
-    return rates[1:]  # the first one wakes the link up
+    return rates[1:]  # during the first the link leaves its power-saving state

@@ -1,4 +1,4 @@
-"""Which code computes experts of each format, and why not another."""
+"""The kernels that compute experts of each format, and why faster ones are not used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from workers.kernels.host import BF16_ROWS
 from workers.kernels.native import VARIANTS, Library, best, load
 
 TOPIC = "kernels"
-MEND = "install a C compiler (Debian, Ubuntu: sudo apt install gcc)\npython -m pip install -e .  (again)"
+FIX = "install a C compiler (Debian, Ubuntu: sudo apt install gcc)\npython -m pip install -e .  (again)"
 
 
 def inspect() -> list[Finding]:
@@ -19,8 +19,8 @@ def inspect() -> list[Finding]:
 
 
 def explain(variants: dict[str, Library | str], chosen: Library | None, quantizer: bool) -> list[Finding]:
-    """`variants`: what each of them loads as, best first. `chosen`: the one that runs. `quantizer`: that one
-    is compiled."""
+    """`variants`: each variant's library, or the reason why it cannot run, best first. `chosen`: the library
+    that is used. `quantizer`: whether the quantizer is compiled."""
     grouped = [name for name, kind in FORMATS.items() if isinstance(kind, BlockFormat)]
     plain = [name for name, kind in FORMATS.items() if not isinstance(kind, BlockFormat | BF16)]
     found = []
@@ -30,35 +30,37 @@ def explain(variants: dict[str, Library | str], chosen: Library | None, quantize
             of_reason.setdefault(str(reason), []).append(VARIANTS[name])
         means = "experts of every format are computed through torch, the quantized ones much slower"
         what = "no compiled kernels: " + "; ".join(f"{', '.join(n)}: {r}" for r, n in of_reason.items())
-        found.append(Finding(TOPIC, "note", what, means, MEND))
+        found.append(Finding(TOPIC, "note", what, means, FIX))
     else:
         runs = VARIANTS[chosen.variant]
-        means = "at any number of rows, from the bytes as they are stored"
+        means = "for any number of rows, directly from the stored bytes"
         found.append(Finding(TOPIC, "ok", f"{', '.join(grouped)}: {runs}", means))
-        means = "where the weights are read once for many rows, torch's product is the faster one"
+        means = "for many rows torch's matrix product is faster"
         what = f"bf16: {runs} for up to {BF16_ROWS} rows, torch for more"
         found.append(Finding(TOPIC, "ok", what, means))
-        found.append(Finding(TOPIC, "ok", f"{', '.join(plain)}: torch", "it is there to be compared with"))
+        found.append(Finding(TOPIC, "ok", f"{', '.join(plain)}: torch", "a reference for comparisons"))
         found += _others(variants, chosen)
     if not quantizer:
-        means = "a model is quantized with numpy when it is first used, which takes much longer"
-        found.append(Finding(TOPIC, "note", "the quantizer is not compiled", means, MEND))
+        means = "the first start of a model quantizes it with numpy, which takes much longer"
+        found.append(Finding(TOPIC, "note", "the quantizer is not compiled", means, FIX))
     return found
 
 
 def _others(variants: dict[str, Library | str], chosen: Library) -> list[Finding]:
-    """Why those that would be better do not run, and that the others would."""
+    """A finding for each variant that cannot run, with its reason, and one for those that could."""
     names = list(variants)
     found = []
     for name, loaded in variants.items():
         if isinstance(loaded, str):
             better = names.index(name) < names.index(chosen.variant)
-            means = "it would be faster, if this processor has it" if better and "compiled" in loaded else ""
+            means = (
+                "it may be faster, if this processor supports it" if better and "compiled" in loaded else ""
+            )
             found.append(Finding(TOPIC, "ok", f"{VARIANTS[name]}: not used, {loaded}", means))
     able = [
         VARIANTS[n] for n, loaded in variants.items() if isinstance(loaded, Library) and n != chosen.variant
     ]
     if able:
-        means = f"they run here as well; {VARIANTS[chosen.variant]} is the best of them"
+        means = f"supported by this processor, but {VARIANTS[chosen.variant]} is faster"
         found.append(Finding(TOPIC, "ok", f"{', '.join(able)}: not used", means))
     return found

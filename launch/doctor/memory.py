@@ -1,4 +1,4 @@
-"""Main memory: how much, what limits it, whether pages can be locked, how large pages are."""
+"""Main memory: size, limits, swap, page locking, page sizes; and the limit of open files."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from shm.segment import byte_size
 
 TOPIC = "memory"
 CAP_IPC_LOCK = 1 << 14
-FEW_FILES = 256  # a coordinator holds dozens of its own and one for each client
+FEW_FILES = 256  # a coordinator opens dozens, and one for each client
 KB = 1024
 MEMINFO = Path("/proc/meminfo")
 
 
 def parse_meminfo(text: str) -> dict[str, int]:
-    """/proc/meminfo: sizes in bytes, counts (HugePages_*) as they are; other lines are left out."""
+    """/proc/meminfo: sizes in bytes, counts (HugePages_*) unscaled; other lines are skipped."""
     found: dict[str, int] = {}
     for line in text.splitlines():
         key, _, value = line.partition(":")
@@ -54,14 +54,14 @@ def has_capability(status: str, bit: int) -> bool:
 def _amount(info: dict[str, int], needed: int, group_limit: int | None) -> list[Finding]:
     total, available = info.get("MemTotal"), info.get("MemAvailable")
     if not total or available is None:
-        return [Finding(TOPIC, "note", "memory: unknown", "a model that does not fit will be seen late")]
+        return [Finding(TOPIC, "note", "memory: unknown", "a model that does not fit fails only as it loads")]
     size = f"{byte_size(total)}, {byte_size(available)} available"
     if available < needed + FREE_BYTES:
-        means = f"{byte_size(needed + FREE_BYTES)} are needed even for the embedded model"
+        means = f"even the embedded model needs {byte_size(needed + FREE_BYTES)}"
         return [Finding(TOPIC, "problem", size, means, "close other programs", prevents=True)]
     most = min(available, group_limit or available) - FREE_BYTES
-    room = f"experts of up to {byte_size(max(most, 0))} fit; {byte_size(FREE_BYTES)} are left for the rest"
-    found = [Finding(TOPIC, "ok", size, room)]
+    means = f"experts of up to {byte_size(max(most, 0))} fit; {byte_size(FREE_BYTES)} stay free for the rest"
+    found = [Finding(TOPIC, "ok", size, means)]
     if group_limit is not None and group_limit < total:
         found.append(
             Finding(
@@ -80,9 +80,9 @@ def _swap(info: dict[str, int]) -> list[Finding]:
     if total is None:
         return []
     if not total:
-        return [Finding(TOPIC, "ok", "no swap", "experts stay in memory; what does not fit fails at once")]
+        return [Finding(TOPIC, "ok", "no swap", "experts stay in memory; a model that does not fit fails")]
     used = total - info.get("SwapFree", total)
-    means = "experts that are not locked can be swapped out when memory runs short, and then cost seconds"
+    means = "experts that are not locked can be swapped out under memory pressure, and then take seconds"
     return [Finding(TOPIC, "ok", f"swap: {byte_size(total)}, {byte_size(used)} used", means)]
 
 
@@ -93,7 +93,7 @@ def _locking(lockable: int | None, total: int) -> Finding:
         TOPIC,
         "note",
         f"{byte_size(lockable)} can be locked (memlock limit)",
-        "larger models work as well, but what is not locked can be swapped out",
+        "larger models work too, but the rest of their experts can be swapped out",
         "ulimit -l unlimited\n"
         "or for good, in /etc/security/limits.conf: `* - memlock unlimited`, then log in again\n"
         "in a container: `docker run --ulimit memlock=-1`",
@@ -107,10 +107,10 @@ def _pages(root: Path, info: dict[str, int]) -> list[Finding]:
         words = f"transparent huge pages: {chosen(enabled)}"
         if shared:
             words += f"; for shared memory: {chosen(shared)}"
-        means = "/dev/shm, where experts lie, follows its own mount option: see there"
+        means = "for experts the mount option of /dev/shm decides: see shared memory"
         found = [Finding(TOPIC, "ok", words, means)]
     else:
-        found = [Finding(TOPIC, "ok", "no transparent huge pages", "experts lie in small pages")]
+        found = [Finding(TOPIC, "ok", "no transparent huge pages", "experts are stored in small pages")]
     reserved, free = info.get("HugePages_Total", 0), info.get("HugePages_Free", 0)
     if reserved:
         size = byte_size(reserved * info.get("Hugepagesize", 2 << 20))
@@ -119,8 +119,8 @@ def _pages(root: Path, info: dict[str, int]) -> list[Finding]:
                 TOPIC,
                 "note",
                 f"{reserved} huge pages are reserved, {free} of them free",
-                f"these {size} are set aside for programs that ask for them; experts cannot lie there",
-                "if nothing else needs them: sudo sysctl vm.nr_hugepages=0",
+                f"these {size} are reserved for programs that request them; experts cannot use them",
+                "if no other program needs them: sudo sysctl vm.nr_hugepages=0",
             )
         )
     return found
@@ -128,6 +128,6 @@ def _pages(root: Path, info: dict[str, int]) -> list[Finding]:
 
 def _files(limit: int) -> Finding:
     if limit < FEW_FILES:
-        means, do = "an engine holds dozens of its own, and one for each client", "ulimit -n 4096"
-        return Finding(TOPIC, "note", f"{limit} open files at most", means, do)
-    return Finding(TOPIC, "ok", f"{limit} open files at most", "enough: each client takes one")
+        means, do = "an engine opens dozens, and one for each client", "ulimit -n 4096"
+        return Finding(TOPIC, "note", f"limit of open files: {limit}", means, do)
+    return Finding(TOPIC, "ok", f"limit of open files: {limit}", "sufficient: each client needs one")

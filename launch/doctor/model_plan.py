@@ -1,19 +1,17 @@
-"""`launch.py doctor --model`: would this model fit, in which format, and where would what of it lie?
+"""`launch.py doctor --model`: whether a model fits, in which formats, and the memory that each part needs.
 
-The plan is the one that an engine with the same options would start with now. Nothing is loaded. Exit code 0:
-it fits; 1: it does not.
+The plan is the one by which an engine with the same options would start now. Nothing is loaded. Exit code 0:
+the model fits; 1: it does not.
 """
 
 from __future__ import annotations
 
 import asyncio
-import io
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rich.console import Console
+from rich.console import RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -21,11 +19,11 @@ from rich.text import Text
 from launch.command_line.checks import check_engine
 from launch.command_line.options import Options
 from launch.doctor import costs
-from launch.doctor.report import PLAIN_WIDTH, WIDEST
 from launch.plan import OPTIONS, Situation, every_format, formats, reasons, refusal, situation
 from launch.processes.cores import Cores
 from launch.processes.runtime import cache_root
 from launch.terminal.output import print_json, show
+from launch.terminal.tables import make_table, render
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.open import open_model
 from pipeline.memory.needs import Needs
@@ -38,7 +36,7 @@ from shm.segment import SHM_FOLDER, byte_size
 
 
 async def show_plan(options: Options) -> int:
-    """Raises UsageError, WrongUsage: a model that cannot be read, options that are wrong."""
+    """Raises UsageError, WrongUsage for a model that cannot be read and for wrong options."""
     config = options.config()
     check_engine(config)
     now = await asyncio.to_thread(situation, config, Cores.here().default_workers())
@@ -55,19 +53,19 @@ async def show_plan(options: Options) -> int:
         measured = [costs.to_map(path, record) for path, record in kept]
         print_json(_report(source, now, rows, chosen, why) | {"costs": measured})
     else:
-        show(_rendered(source, now, rows, chosen, why, costs.paragraphs(kept)))
+        show(_text(source, now, rows, chosen, why, costs.paragraphs(kept)))
     return 0 if chosen is not None else 1
 
 
 def _row(now: Situation, needs: Needs, chosen: Plan | None) -> Plan:
-    """The plan for a format: the best that fits, else the smallest there is."""
+    """The plan for a format: the best that fits, else the smallest."""
     if chosen is not None and chosen.needs == needs:
         return chosen
     config = replace(now.config, format=needs.format)
     return now.plan(config, [needs]) or now.smallest(needs)
 
 
-def _rendered(
+def _text(
     source: ModelSource,
     now: Situation,
     rows: Sequence[Plan],
@@ -75,69 +73,49 @@ def _rendered(
     why: Sequence[str],
     measured: Sequence[tuple[str, list[str]]],
 ) -> str:
-    """For stdout as it is now."""
-    terminal = sys.stdout.isatty()
-    out = io.StringIO()
-    width = min(Console().width, WIDEST) if terminal else PLAIN_WIDTH
-    console = Console(
-        file=out, width=width, force_terminal=terminal, highlight=False, markup=False, emoji=False
-    )
-    console.print(source.name, style="bold")
-    console.print(_layers(model_spec(source.config)))
-    console.print(f"with --device {now.config.device} --policy {now.config.policy}")
+    """The report for stdout."""
+    parts: list[RenderableType] = [Text(source.name, style="bold"), _layers(model_spec(source.config))]
+    parts.append(f"with --device {now.config.device} --policy {now.config.policy}")
     if (limit := cgroup.limits().memory) is not None:
-        console.print(f"the control group allows {byte_size(limit)} of memory, with what is used already")
-    console.print()
-    console.print(_table(now, rows, chosen))
-    console.print()
+        parts.append(f"the control group allows {byte_size(limit)} of memory, including what is in use")
+    parts += ["", _table(now, rows, chosen), ""]
     if chosen is None:
-        console.print(why[0], style="bold red")
+        parts.append(Text(why[0], style="bold red"))
     else:
         settled = chosen.settled(now.config)
         words = [f"{option} {getattr(settled, name)}" for name, option in OPTIONS.items()]
-        console.print("It fits. An engine would start with", style="bold green")
-        console.print("  " + " ".join(words if chosen.slab else words[:-1]))
-        for line in why:
-            console.print(f"  {line}", style="dim")
+        parts.append(Text("It fits. An engine would start with", style="bold green"))
+        parts.append("  " + " ".join(words if chosen.slab else words[:-1]))
+        parts += [Text(f"  {line}", style="dim") for line in why]
     for heading, lines in measured:
-        console.print()
-        console.print(f"Costs measured here ({heading})", style="bold")
-        for line in lines:
-            console.print(Padding(Text(line), (0, 0, 0, 2)))
-    return "\n".join(line.rstrip() for line in out.getvalue().split("\n"))
+        parts += ["", Text(f"Costs measured here ({heading})", style="bold")]
+        parts += [Padding(Text(line), (0, 0, 0, 2)) for line in lines]
+    return render(*parts)
 
 
 def _layers(spec: ModelSpec) -> str:
     sparse = len(spec.moe_layers)
     which = "" if sparse == spec.layers else f", {sparse} of them"
-    experts = f"{spec.experts} experts, {spec.top_k} of which compute a token"
-    return f"{spec.layers} layers{which} with {experts}; up to {spec.max_positions} tokens of context"
+    experts = f"{spec.experts} experts, {spec.top_k} active per token"
+    return f"{spec.layers} layers{which} with {experts}; context of up to {spec.max_positions} tokens"
 
 
 def _table(now: Situation, rows: Sequence[Plan], chosen: Plan | None) -> Table:
-    """A column for each format, sizes in GB."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("GB", no_wrap=True)
-    table.add_column("there", justify="right")
-    for plan in rows:
-        table.add_column(plan.needs.format, justify="right", style="bold" if plan is chosen else "")
+    """A column for each format, with the bytes needed."""
+    table = make_table("", numbers=("available", *(plan.needs.format for plan in rows)))
+    for column, plan in zip(table.columns[2:], rows, strict=True):
+        column.style = "bold" if plan is chosen else ""
     for pools in zip(*(plan.pools(now.machine) for plan in rows), strict=True):
-        sums = [
-            Text(_gb(pool.needed), style="red" if pool.short else "green", justify="right") for pool in pools
-        ]
-        table.add_row(pools[0].name, _gb(pools[0].free), *sums)
+        sums = [Text(byte_size(pool.needed), style="red" if pool.short else "green") for pool in pools]
+        table.add_row(pools[0].name, byte_size(pools[0].free), *sums)
         for part in () if pools[0].name == SHM_FOLDER else pools[0].parts:
             if any(pool.parts[part] for pool in pools):
-                table.add_row(f"  {part}", "", *(_gb(pool.parts[part]) for pool in pools))
+                table.add_row(f"  {part}", "", *(byte_size(pool.parts[part]) for pool in pools))
     table.add_row("context (tokens)", "", *(str(plan.context) for plan in rows))
     if any(plan.slab for plan in rows):
         table.add_row("expert cache", "", *(f"{plan.expert_cache:g}" for plan in rows))
     table.add_row("", "", *(_verdict(plan, plan is chosen, now) for plan in rows))
     return table
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.2f}"
 
 
 def _verdict(plan: Plan, chosen: bool, now: Situation) -> str:

@@ -1,4 +1,4 @@
-"""How many bytes of experts a token reads: of the embedded model, and of one that people run."""
+"""Bytes of experts that a token reads, for the embedded model and for a large one as an example."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shm.layout import StoreLayout, format_named
 
 @dataclass(frozen=True)
 class Reads:
-    """Bytes of a model's experts in the most exact format: all of them, and those a token is routed to."""
+    """Bytes of a model's experts in the default format: all of them, and those that one token reads."""
 
     name: str
     store: int

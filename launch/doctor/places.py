@@ -1,4 +1,4 @@
-"""Folders and what is in them: runtime directory, engines, stores in shared memory, the disk cache."""
+"""Folders and their contents: runtime directory, running engines, stores in shared memory, disk cache."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ STORES = "tandem-store-*"
 
 
 def inspect() -> list[Finding]:
-    """Removes what killed engines left behind, as every start does, and says so."""
+    """Removes the leftovers of killed engines, as every start does, and reports them."""
     return [*runtime_findings(), *store_findings(), cache_finding(cache_root())]
 
 
 def runtime_findings() -> list[Finding]:
-    """Of this user's runtime directory and the engines in it."""
-    means = "engines keep their sockets there, in folders that only you can enter"
+    """Findings on this user's runtime directory and the engines in it."""
+    means = "it holds the engines' sockets, in folders with mode 0700"
     try:
         root = runtime_root()
         ipc_endpoint(root / LONGEST, "control.sock")
@@ -37,7 +37,7 @@ def runtime_findings() -> list[Finding]:
         removed = sweep_stores(root)
         engines = running_engines()
     except (ProtocolError, ShmError) as e:
-        # Their texts say what to do after the last semicolon, where there is something.
+        # These errors end in what to do, after the last semicolon.
         text, _, do = str(e).rpartition("; ")
         do = do.removeprefix("run: ") if text else OWN_FOLDER
         return [Finding(TOPIC, "problem", text or str(e), means, do, prevents=True)]
@@ -51,16 +51,16 @@ def runtime_findings() -> list[Finding]:
         )
     if engines:
         names = ", ".join(f"{e.name} ({short_name(e.model)}, {e.policy}, process {e.pid})" for e in engines)
-        means = "they use cores and memory, also while this measures: its figures are too low"
-        do = f"python launch.py chat --connect {engines[0].name}\nto end one: kill {engines[0].pid}"
+        means = "they use cores and memory, so the figures measured below are too low"
+        do = f"python launch.py chat --connect {engines[0].name}\nto stop it: kill {engines[0].pid}"
         found.append(Finding(TOPIC, "note", f"running engines: {names}", means, do))
     else:
-        found.append(Finding(TOPIC, "ok", "no engine is running", "cores and memory are free of them"))
+        found.append(Finding(TOPIC, "ok", "no engine is running", "none competes for cores and memory"))
     return found
 
 
 def store_findings(folder: Path = SHM) -> list[Finding]:
-    """Stores of this user that are in shared memory now."""
+    """A finding on this user's stores in shared memory, if any."""
     stores: list[tuple[str, int]] = []
     try:
         for path in sorted(folder.glob(STORES)):
@@ -68,25 +68,25 @@ def store_findings(folder: Path = SHM) -> list[Finding]:
             if status.st_uid == os.geteuid():
                 stores.append((path.name, status.st_size))
     except OSError:
-        return []  # removed meanwhile; or no such folder, which has a finding of its own
+        return []  # a store was just removed; or the folder is missing, which shared_memory reports
     if not stores:
         return []
     size = byte_size(sum(size for _, size in stores))
     count = f"{len(stores)} store{'s' if len(stores) > 1 else ''} of experts in {folder}, {size}"
-    means = "used by running engines or kept by --keep-store: the next start of that model finds it there"
+    means = "used by running engines or kept by --keep-store for the next start of the same model"
     return [Finding(TOPIC, "ok", count, means)]
 
 
 def cache_finding(folder: Path) -> Finding:
-    """Whether stores can be kept on disk, and what they take there."""
-    means = "experts are kept there in the engine's format, so that they are converted once"
+    """A finding on the disk cache: whether it is writable, its size and the free space."""
+    means = "it holds experts in the engine's format, so that a model is converted once"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"\0")
             file.flush()
     except OSError as e:
-        means = "engines start without it, and convert a model's experts at every start"
+        means = "engines run without it, but convert a model's experts at every start"
         do = f"ls -ld {folder}; df -h {folder}"
         return Finding(TOPIC, "note", f"cache {folder}: {e.strerror}", means, do)
     used = sum(size for size in map(_size, folder.glob("*/*")))

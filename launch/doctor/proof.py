@@ -1,4 +1,4 @@
-"""The proof: an engine on the embedded model starts, answers and ends, as the command line would have it."""
+"""A trial run: an engine on the embedded model starts, answers and stops, as the command line starts it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from launch.command_line.options import Options
 from launch.connect.session import connected
 from launch.doctor.finding import Finding
 from launch.errors import LaunchError
+from launch.terminal.format import percent
 from launch.terminal.interrupts import Interrupts
 from pipeline.errors import PipelineError
 from protocol.errors import ProtocolError
@@ -29,11 +30,11 @@ log = logging.getLogger("tandem")
 
 @dataclass(frozen=True)
 class Proof:
-    """What the engine did; `failure`: the one line of what kept it from doing it, otherwise ""."""
+    """The outcome of a trial run; `failure`: its error in one line, or ""."""
 
     device: str
     failure: str = ""
-    start: float = 0.0  # seconds until it took clients, a first import of torch among them
+    start: float = 0.0  # seconds until it accepted clients, including a first import of torch
     tokens: int = 0
     first: float = 0.0  # seconds to the first token
     rate: float = 0.0  # tokens a second after it
@@ -53,8 +54,8 @@ class Proof:
 
 
 async def prove(options: Options, interrupts: Interrupts, device: str) -> Proof:
-    """Start an engine on this device (auto: as the command line does), ask it, stop it. What goes wrong
-    is in the proof; an interrupt is raised."""
+    """Start an engine on this device (auto: the default), send a request, stop the engine. Errors become the
+    proof's `failure`; an interrupt is raised."""
     level = str(options.written.get("log_level", "warning"))
     engine = Options("generate", {"device": device, "log_level": level})
     began = time.monotonic()
@@ -78,7 +79,7 @@ async def prove(options: Options, interrupts: Interrupts, device: str) -> Proof:
 
 @contextmanager
 def _quiet(level: str) -> Iterator[None]:
-    """What an engine says while it starts is no part of the report, unless --log-level asks for it."""
+    """Hide the engine's log lines within the block, unless --log-level asks for them."""
     before = log.level
     log.setLevel(level.upper())
     try:
@@ -88,18 +89,18 @@ def _quiet(level: str) -> Iterator[None]:
 
 
 def explain(proof: Proof, ceiling: float | None, fits_cache: bool) -> Finding:
-    """`ceiling`: tokens a second that the memory's bandwidth allows on the host."""
+    """`ceiling`: tokens a second by the host's memory bandwidth."""
     if proof.failure:
         where = "" if proof.device == "auto" else f" with --device {proof.device}"
-        means = "no engine can run here until this is solved"
-        do = "solve the problems above\nsee what the engine says: python launch.py doctor --log-level debug"
-        found = f"no engine could do its work{where}: {proof.failure}"
+        means = "no engine can run on this machine until this is solved"
+        do = "solve the problems above\nshow the engine's log: python launch.py doctor --log-level debug"
+        found = f"the engine failed{where}: {proof.failure}"
         return Finding(TOPIC, "problem", found, means, do, prevents=True)
     found = (
-        f"an engine started in {proof.start:.1f} s and wrote {proof.tokens} tokens "
+        f"an engine started in {proof.start:.1f} s and generated {proof.tokens} tokens "
         f"at {proof.rate:,.0f} tokens/s ({proof.policy})"
     )
-    means = "the embedded model is so small that starting each step costs more than reading its experts"
+    means = "the embedded model is so small that the overhead of a step exceeds the reading of its experts"
     if ceiling is not None and not fits_cache and proof.rate:
-        means = f"{proof.rate / ceiling:.0%} of what reading its experts alone would allow"
+        means = f"{percent(proof.rate / ceiling)} of the bound given by memory bandwidth"
     return Finding(TOPIC, "ok", found, means)

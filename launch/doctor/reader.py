@@ -1,8 +1,8 @@
-"""Process entry: reads or copies a buffer at the speed of memory, and says how fast that was.
+"""Process entry: reads or copies a buffer as fast as the memory allows, and writes the rates.
 
-Of what numpy offers, no reader was faster on one core than `bitwise_or.reduce` over 64-bit words (22 to 24
-GB/s; a float32 dot product 21 to 22, a matrix times a vector 19, two streams at once 12). A copy is what the
-prefetcher does to a slab in shared memory, one tile after another.
+Of numpy's functions the fastest reader on one core was `bitwise_or.reduce` over 64-bit words (22 to 24 GB/s;
+a float32 dot product 21 to 22, a matrix times a vector 19, two streams at once 12). The copy is tile by tile,
+like the prefetcher's into a slab in shared memory.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ import numpy as np
 from shm.layout import Bytes
 from workers.lifetime import pin
 
-BLOCK = 1 << 26  # bytes between two looks at the clock
-TILE = 1 << 20  # bytes of one copy; tiles of large models are about as large
-FEWEST = 3  # blocks whose times make a median
+BLOCK = 1 << 26  # bytes of one measurement
+TILE = 1 << 20  # bytes of one copy, about a tile of a large model
+FEWEST = 3  # blocks, for a median
 
 
-def main(told: dict[str, Any]) -> None:
+def main(config: dict[str, Any]) -> None:
     """Configuration: `fd` and `size` of the buffer; `lo`, `hi`: the part to use; `cores` to run on; `seconds`
-    to go on for; `what`: read | copy | huge, which reads in turn from the buffer and from as much memory of
-    its own in huge pages. Writes "ready", waits for a line, then writes a list for each memory that it read:
-    bytes a second of each block."""
-    pin(told["cores"])
-    shared = np.frombuffer(mmap.mmap(told["fd"], told["size"], mmap.MAP_SHARED), np.uint8)
-    part = shared[told["lo"] : told["hi"]]
-    works = [_copier(part) if told["what"] == "copy" else _reader(part)]
-    if told["what"] == "huge":
+    of measurement; `what`: read | copy | huge, which reads alternately from the buffer and from as many bytes
+    of private memory in huge pages. Writes "ready", waits for a line, then writes a list for each kind of
+    memory: bytes a second of each block."""
+    pin(config["cores"])
+    shared = np.frombuffer(mmap.mmap(config["fd"], config["size"], mmap.MAP_SHARED), np.uint8)
+    part = shared[config["lo"] : config["hi"]]
+    works = [_copier(part) if config["what"] == "copy" else _reader(part)]
+    if config["what"] == "huge":
         works.append(_reader(_huge_pages(part.nbytes)))
     for work, blocks in works:
         for block in range(blocks):
-            work(block)  # every page is there, and mapped, before the clock runs
+            work(block)  # maps every page before the measurement
     print(json.dumps("ready"), flush=True)
     if sys.stdin.readline():
-        print(json.dumps(_rates(works, told["seconds"])), flush=True)
+        print(json.dumps(_rates(works, config["seconds"])), flush=True)
 
 
 def _huge_pages(size: int) -> Bytes:
     memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(memory, np.uint8)
-    array[:] = 1  # unwritten pages would all be one page of zeros
+    array[:] = 1  # pages that were never written would all be the one page of zeros
     return array
 
 
-Work = Callable[[int], int]  # do a block by its number; returns its bytes
+Work = Callable[[int], int]  # process the block of this number; returns its bytes
 
 
 def _reader(buffer: Bytes) -> tuple[Work, int]:
-    """The work, and how many blocks there are."""
+    """The work, and the number of its blocks."""
     words = buffer.view(np.uint64)
     step = BLOCK // 8
 
@@ -81,7 +81,7 @@ def _copier(buffer: Bytes) -> tuple[Work, int]:
 
 
 def _rates(works: list[tuple[Work, int]], seconds: float) -> list[list[float]]:
-    """In turn, so that what else the machine does slows all of them alike."""
+    """Alternates between the works, so that other programs slow all of them alike."""
     rates: list[list[float]] = [[] for _ in works]
     now = began = time.perf_counter()
     while now - began < seconds * len(works) or len(rates[-1]) < FEWEST:

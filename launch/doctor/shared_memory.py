@@ -1,4 +1,4 @@
-"""/dev/shm, where experts lie: its size, what is in it, its mount options."""
+"""/dev/shm, which holds the experts: its size and free space, its mount options."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from shm.kernel_files import contents
 from shm.segment import SHM_FOLDER, byte_size
 
 TOPIC = "shared memory"
-SMALL = 1 << 28  # bytes; containers have 64 MB unless they are told otherwise, and no real model fits that
+SMALL = 1 << 28  # bytes; a container's default is 64 MB, too small for any larger model
 LARGE_PAGES = {"always", "within_size"}
 
 
 def mount_options(mountinfo: str, folder: str = SHM_FOLDER) -> tuple[str, ...]:
-    """Options of the file system that is mounted last at this folder, from /proc/self/mountinfo; none where
-    it is no mount of its own."""
+    """Options of the last mount at this folder, from /proc/self/mountinfo; empty without a mount."""
     options: tuple[str, ...] = ()
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
@@ -39,39 +38,40 @@ def inspect(needed: int, memory: int, root: Path = Path("/")) -> list[Finding]:
         return [_unusable("it is not writable", f"sudo chmod 1777 {SHM_FOLDER}")]
     options = mount_options(contents(root / "proc/self/mountinfo"))
     total, free = (blocks * status.f_frsize for blocks in (status.f_blocks, status.f_bavail))
-    return [room(total, free, needed, memory), *pages(options)]
+    return [capacity(total, free, needed, memory), *pages(options)]
 
 
 def _unusable(why: str, do: str) -> Finding:
-    return Finding(TOPIC, "problem", f"{SHM_FOLDER}: {why}", "experts must lie there", do, prevents=True)
+    means = "experts cannot be stored anywhere else"
+    return Finding(TOPIC, "problem", f"{SHM_FOLDER}: {why}", means, do, prevents=True)
 
 
-def room(total: int, free: int, needed: int, memory: int) -> Finding:
-    """What fits /dev/shm, all in bytes."""
+def capacity(total: int, free: int, needed: int, memory: int) -> Finding:
+    """Which models' experts fit /dev/shm; all arguments in bytes."""
     found = f"{SHM_FOLDER}: {byte_size(total)}, {byte_size(free)} free"
     half = max(memory // 2 // 2**20, 1024)
     enlarge = (
         f"sudo mount -o remount,size={half}m {SHM_FOLDER}\n"
-        f"of a container, from outside: `docker run --shm-size={half}m` (or `--ipc=host`)"
+        f"for a container: `docker run --shm-size={half}m` (or `--ipc=host`)"
     )
     if free < needed:
         means = f"even the embedded model's experts need {byte_size(needed)}"
         return Finding(TOPIC, "problem", found, means, enlarge, prevents=True)
     if total < SMALL:
-        means = "the embedded model's experts fit, no larger model's do: this is a container's default"
+        means = "large enough for the embedded model's experts alone: this is a container's default size"
         return Finding(TOPIC, "problem", found, means, enlarge)
     means = f"experts of up to {byte_size(free)} fit; the embedded model's are {byte_size(needed)}"
     if total < memory // 3:
-        return Finding(TOPIC, "note", found, means + "; the memory would hold more", enlarge)
+        return Finding(TOPIC, "note", found, means + "; the memory could hold more", enlarge)
     return Finding(TOPIC, "ok", found, means)
 
 
 def pages(options: tuple[str, ...]) -> list[Finding]:
-    """How large the pages of /dev/shm are, by its mount options."""
+    """The page size of /dev/shm, by its mount options."""
     if not options:
         return []
     huge = next((o.removeprefix("huge=") for o in options if o.startswith("huge=")), "never")
     found = f"mounted with {','.join(options)}"
     if huge in LARGE_PAGES:
-        return [Finding(TOPIC, "ok", found, "experts lie in huge pages, as far as memory has them")]
-    return [Finding(TOPIC, "ok", found, "experts lie in small pages; what huge ones would give: see speed")]
+        return [Finding(TOPIC, "ok", found, "experts are stored in huge pages while memory has them free")]
+    return [Finding(TOPIC, "ok", found, "experts are stored in small pages; see speed for huge ones")]

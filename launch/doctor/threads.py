@@ -1,4 +1,4 @@
-"""The map: which of an engine's processes computes on which cores, and next to which memory."""
+"""The cores and NUMA nodes on which each of an engine's processes computes."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ TOPIC = "threads"
 
 
 def inspect(cores: Cores) -> list[Finding]:
-    """For an engine that is started without `--workers`."""
-    seats = cores.for_workers(cores.default_workers())
+    """Findings for an engine that is started without `--workers`."""
+    core_sets = cores.for_workers(cores.default_workers())
     several = len(cores.nodes) > 1
     found = []
     first = 0
-    for (width, node), group in groupby(seats, key=lambda seat: (len(seat.cores), seat.node)):
+    for (width, node), group in groupby(core_sets, key=lambda seat: (len(seat.cores), seat.node)):
         same = list(group)
         last = first + len(same) - 1
         between = "and" if last == first + 1 else "to"
-        who = f"worker {first}" if first == last else f"workers {first} {between} {last}"
+        workers = f"worker {first}" if first == last else f"workers {first} {between} {last}"
         each = " each" if first != last else ""
-        words = f"{who}: {_count(width)}{each} on {' | '.join(spelled(seat.cores) for seat in same)}"
+        words = f"{workers}: {_count(width)}{each} on {' | '.join(spelled(seat.cores) for seat in same)}"
         where = f", NUMA node {node}" if several and node is not None else ""
         found.append(Finding(TOPIC, "ok", f"{words}{where}", _workers_mean(cores)))
         first = last + 1
-    others = f"coordinator: {_count(cores.computing)}, prefetcher: one"
-    means = "the coordinator computes while workers wait, and they while it waits; who waits sleeps"
-    found.append(Finding(TOPIC, "ok", f"{others}, wherever {spelled(cores.numbers)} are idle", means))
+    others = f"coordinator: {_count(cores.computing)}, prefetcher: one thread"
+    means = "coordinator and workers compute alternately, and sleep while they wait"
+    found.append(Finding(TOPIC, "ok", f"{others}, on any idle core of {spelled(cores.numbers)}", means))
     return found
 
 
 def spelled(numbers: Iterable[int]) -> str:
-    """ "0-3,8" for 0, 1, 2, 3, 8, as the kernel and taskset write it."""
+    """ "0-3,8" for 0, 1, 2, 3, 8: the notation of the kernel and taskset."""
     spans: list[list[int]] = []
     for number in sorted(numbers):
         if spans and number == spans[-1][1] + 1:
@@ -49,7 +49,7 @@ def _count(threads: int) -> str:
 
 
 def _workers_mean(cores: Cores) -> str:
-    means = "bound to these cores, which no other worker uses"
+    means = "pinned to these cores, which no other worker uses"
     if len(cores.nodes) > 1:
-        means += "; in decode each computes tiles that lie on its own node, as far as that keeps all busy"
+        means += "; in decode each computes tiles of its own node, as far as all workers stay busy"
     return means

@@ -1,4 +1,4 @@
-"""Child processes that try something out for the doctor and end: what crashes or hangs is theirs alone."""
+"""Child processes for the doctor's measurements, so that a crash or a hang cannot affect the doctor."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from launch.errors import LaunchError
 from launch.processes.children import ROOT
 from workers.lifetime import pack_config
 
-LAST_WORDS = 200  # characters of a failed child's last line that are shown
+MAX_REASON = 200  # characters of a failed child's last line that are shown
 
 
 class TrialFailed(LaunchError):
-    """A trial ended without its result, or took too long; the text says why."""
+    """Raised where a trial ends without a result or exceeds its time limit; the text is the reason."""
 
 
 class Trial:
-    """A running child. It writes one JSON value a line and may wait for `go`."""
+    """A running child, which writes one JSON value a line and may wait for `go`."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
     async def result(self, limit: float) -> Any:
-        """The next value, within `limit` seconds. Raises TrialFailed with the child's last words."""
+        """The next value, within `limit` seconds. Raises TrialFailed with the last line of its stderr."""
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         try:
@@ -41,12 +41,12 @@ class Trial:
         except TimeoutError:
             raise TrialFailed(f"no result within {limit:g} s") from None
         except ValueError:
-            raise TrialFailed(f"unexpected output: {line[:LAST_WORDS]!r}") from None
+            raise TrialFailed(f"unexpected output: {line[:MAX_REASON]!r}") from None
         words = [text.strip() for text in errors if text.strip()]
-        raise TrialFailed(words[-1][:LAST_WORDS] if words else f"ended with exit code {code}")
+        raise TrialFailed(words[-1][:MAX_REASON] if words else f"ended with exit code {code}")
 
     async def go(self) -> None:
-        """Tell the child to go on. Nothing happens where it has ended."""
+        """Let the child continue; without effect where it has ended."""
         assert self._process.stdin is not None
         with suppress(ConnectionError):
             self._process.stdin.write(b"\n")
@@ -66,7 +66,7 @@ async def trial(module: str, config: dict[str, Any], pass_fds: tuple[int, ...] =
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
-                start_new_session=True,  # the terminal's Ctrl-C is ours to handle
+                start_new_session=True,  # Ctrl-C in the terminal signals the doctor alone
                 pass_fds=(for_child, *pass_fds),
                 env=_environment(),
             )
@@ -85,6 +85,6 @@ async def trial(module: str, config: dict[str, Any], pass_fds: tuple[int, ...] =
 
 
 def _environment() -> dict[str, str]:
-    # One thread: numpy's linear algebra would start one for each core when it is imported.
+    # Otherwise numpy's linear algebra starts a thread for each core when it is imported.
     path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p)
     return os.environ | {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""The doctor at work: real runs, real trials of this machine, its report."""
+"""The doctor on this machine: whole runs, trials in child processes, its report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from machines import GB, words, write
 from launch.doctor import gpu, models
 from launch.doctor.bandwidth import LARGEST, buffer_size
 from launch.doctor.finding import Finding
-from launch.doctor.report import rendered
+from launch.doctor.report import render
 from launch.doctor.trials import TrialFailed, trial
 
 TOPICS = {
@@ -35,7 +35,7 @@ TOPICS = {
 }
 
 
-async def test_a_machine_without_a_driver_is_fine(tmp_path: Path) -> None:
+async def test_machine_without_a_gpu_driver_gets_a_note(tmp_path: Path) -> None:
     found, rate = await gpu.inspect(models.example(), tmp_path)
     assert rate is None
     assert [f.level for f in found] == ["note"]
@@ -45,7 +45,7 @@ async def test_a_machine_without_a_driver_is_fine(tmp_path: Path) -> None:
         **{
             "sys/bus/pci/devices/0000:01:00.0/vendor": "0x10de",
             "sys/bus/pci/devices/0000:01:00.0/class": "0x030000",
-            "sys/bus/pci/devices/0000:01:00.1/vendor": "0x10de",  # its sound
+            "sys/bus/pci/devices/0000:01:00.1/vendor": "0x10de",  # its audio function
             "sys/bus/pci/devices/0000:01:00.1/class": "0x040300",
         },
     )
@@ -54,8 +54,8 @@ async def test_a_machine_without_a_driver_is_fine(tmp_path: Path) -> None:
     assert "no driver is loaded" in words(found, "note")
 
 
-async def test_a_driver_is_tried_out_with_this_torch(tmp_path: Path) -> None:
-    """A driver's nodes are seen; what torch then makes of it is this machine's."""
+async def test_gpu_driver_is_checked_with_the_installed_torch(tmp_path: Path) -> None:
+    """The device nodes are files of the test; torch's findings depend on this machine."""
     write(tmp_path, dev__nvidiactl="", proc__driver__nvidia__version="NVIDIA Kernel Module  550.54.14  Thu")
     found, rate = await gpu.inspect(models.example(), tmp_path)
     assert found[0].found == "NVIDIA driver 550.54.14"
@@ -78,12 +78,12 @@ async def test_a_driver_is_tried_out_with_this_torch(tmp_path: Path) -> None:
         ("", ""),
     ],
 )
-def test_versions_of_drivers(text: str, version: str) -> None:
+def test_driver_version_is_parsed(text: str, version: str) -> None:
     assert gpu.driver_version(text) == version
 
 
-async def test_a_trial_that_fails_says_so_and_ends() -> None:
-    """Without a GPU the CUDA calls fail; with one the address is nobody's. Either way it is one line."""
+async def test_failed_trial_raises_one_line() -> None:
+    """Without a GPU the CUDA calls fail; with one the handle is invalid."""
     with pytest.raises(TrialFailed) as failure:
         async with trial("launch.doctor.gpu_child", {"what": "open", "handle": "00" * 64}) as child:
             await child.result(LIMIT)
@@ -91,7 +91,7 @@ async def test_a_trial_that_fails_says_so_and_ends() -> None:
     assert "\n" not in str(failure.value)
 
 
-def test_buffers_pass_the_cache_and_leave_the_memory() -> None:
+def test_buffer_exceeds_the_cache_and_not_the_memory() -> None:
     assert buffer_size(32 << 20, 64 * GB) == 256 << 20
     assert buffer_size(512 << 20, 64 * GB) == LARGEST
     assert 0 < buffer_size(32 << 20, 1 * GB) <= GB // 8
@@ -99,11 +99,11 @@ def test_buffers_pass_the_cache_and_leave_the_memory() -> None:
     assert buffer_size(32 << 20, 100_000_000) == 0
 
 
-def test_the_report_fits_80_columns_and_is_plain() -> None:
+def test_report_fits_80_columns_and_is_plain() -> None:
     finding = Finding(
         "cpu", "problem", "found [bold]x[/bold] " * 8, "means " * 30, "one command\nanother " * 9
     )
-    text = rendered([finding, Finding("memory", "ok", "much", "")], "Engines run here.")
+    text = render([finding, Finding("memory", "ok", "much", "")], "Engines run here.")
     assert all(len(line) <= 80 for line in text.splitlines())
     assert "\x1b" not in text
     assert "[bold]x[/bold]" in text
@@ -123,7 +123,7 @@ def doctor(*arguments: str, **settings: Any) -> subprocess.CompletedProcess[str]
     )
 
 
-def test_a_real_run_examines_everything_and_starts_an_engine() -> None:
+def test_doctor_examines_every_topic_and_starts_an_engine() -> None:
     done = doctor("--json")
     assert done.returncode == 0, done.stderr + done.stdout
     report = json.loads(done.stdout)
@@ -143,7 +143,7 @@ def test_a_real_run_examines_everything_and_starts_an_engine() -> None:
     assert engines_left() == []
 
 
-def test_a_runtime_directory_that_others_can_enter_is_a_problem(tmp_path: Path) -> None:
+def test_runtime_directory_open_to_others_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "tandem").mkdir()
     (tmp_path / "tandem").chmod(0o755)
     done = doctor("--log-level", "error", env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)})
@@ -151,13 +151,13 @@ def test_a_runtime_directory_that_others_can_enter_is_a_problem(tmp_path: Path) 
     assert done.stderr == ""
     assert "is open to other users" in " ".join(done.stdout.split())
     assert "chmod 700" in done.stdout
-    assert "Engines do not run here" in done.stdout
+    assert "Engines do not run on this machine" in done.stdout
     assert "\x1b" not in done.stdout
 
 
-def test_a_machine_where_nothing_can_be_written_is_a_problem() -> None:
+def test_file_size_limit_of_zero_is_a_problem() -> None:
     def limited() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # shared memory is files, too
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # shared-memory segments are files too
 
     done = doctor("--json", preexec_fn=limited)
     assert done.returncode == 1

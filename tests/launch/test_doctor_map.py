@@ -1,18 +1,17 @@
-"""The doctor's map of threads and kernels: who would compute where, and with what code."""
+"""The doctor's findings on threads and kernels: the cores of each process, the kernels of each format."""
 
 from __future__ import annotations
 
-import pytest
+from unittest.mock import MagicMock
+
 from hypothesis import given
 from hypothesis import strategies as st
-from machines import words
 
 from launch.doctor import kernels, threads
-from launch.doctor.finding import Finding
 from launch.processes.cores import Cores, Thread
 from shm.kernel_files import parse_cores
-from shm.layout import FORMATS
-from workers.kernels.native import VARIANTS, Library, load
+from workers.kernels.host import BF16_ROWS
+from workers.kernels.native import VARIANTS, Library, best, load
 
 
 def machine(nodes: int, cores: int) -> Cores:
@@ -20,20 +19,20 @@ def machine(nodes: int, cores: int) -> Cores:
 
 
 @given(st.sets(st.integers(0, 300), min_size=1))
-def test_lists_of_cores_are_spelled_as_they_are_read(numbers: set[int]) -> None:
+def test_spelled_list_of_cores_is_parsed_back(numbers: set[int]) -> None:
     assert parse_cores(threads.spelled(numbers)) == numbers
 
 
-def test_the_map_names_every_worker_s_cores() -> None:
+def test_cores_of_every_worker_are_listed() -> None:
     found = [f.found for f in threads.inspect(machine(1, 2))]
     assert found == [
         "workers 0 and 1: one thread each on 0 | 1",
-        "coordinator: 2 threads, prefetcher: one, wherever 0-1 are idle",
+        "coordinator: 2 threads, prefetcher: one thread, on any idle core of 0-1",
     ]
     assert threads.inspect(machine(1, 1))[0].found == "worker 0: one thread on 0"
 
 
-def test_the_map_says_which_node_a_worker_is_on() -> None:
+def test_numa_node_of_every_worker_is_listed() -> None:
     first, second, rest = threads.inspect(machine(2, 16))
     assert first.found.startswith("workers 0 to 7: 2 threads each on 0-1 | 2-3 | ")
     assert first.found.endswith("14-15, NUMA node 0")
@@ -42,18 +41,57 @@ def test_the_map_says_which_node_a_worker_is_on() -> None:
     assert rest.found.startswith("coordinator: 32 threads")
 
 
-def test_every_format_is_said_to_be_computed_by_something() -> None:
-    """By the variant that runs on this machine, or by torch."""
-    found = kernels.inspect()
-    text = words(found)
-    assert all(name in text for name in FORMATS) or "experts of every format" in text
-    assert all(title in text for title in VARIANTS.values())
-    for name in VARIANTS:
-        loaded = load(name)
-        assert isinstance(loaded, Library) or loaded in text
+def library(variant: str) -> Library:
+    """A variant that could run, on any machine."""
+    return Library(variant, MagicMock())
 
 
-def test_without_compiled_kernels_it_is_said_how_to_get_them() -> None:
+def test_kernels_of_this_machine_are_the_best_that_load() -> None:
+    loaded = {name: load(name) for name in VARIANTS}
+    able = [name for name in VARIANTS if isinstance(loaded[name], Library)]
+    chosen = best()
+    assert (chosen.variant if chosen else None) == next(iter(able), None)
+    found = [f.found for f in kernels.inspect()]
+    if chosen is None:
+        assert found[0].startswith("no compiled kernels: ")
+        assert all(str(reason) in found[0] for reason in loaded.values())
+    else:
+        assert f"int8, int4, int4-g128: {VARIANTS[chosen.variant]}" in found
+        for name in VARIANTS.keys() - set(able):
+            assert f"{VARIANTS[name]}: not used, {loaded[name]}" in found
+
+
+def test_kernels_of_every_format_and_unused_variants_are_listed_with_reasons() -> None:
+    variants: dict[str, Library | str] = {
+        "avx512": "this processor has no AVX-512 VNNI",
+        "avxvnni": "not compiled at installation",
+        "avx2": library("avx2"),
+        "portable": library("portable"),
+    }
+    found = kernels.explain(variants, library("avx2"), quantizer=True)
+    assert {f.level for f in found} == {"ok"}
+    assert [f.found for f in found] == [
+        "int8, int4, int4-g128: AVX2",
+        f"bf16: AVX2 for up to {BF16_ROWS} rows, torch for more",
+        "f32: torch",
+        "AVX-512 VNNI: not used, this processor has no AVX-512 VNNI",
+        "AVX-VNNI: not used, not compiled at installation",
+        "portable C: not used",
+    ]
+    assert [f.means for f in found[3:]] == [
+        "",
+        "it may be faster, if this processor supports it",
+        "supported by this processor, but AVX2 is faster",
+    ]
+
+
+def test_slower_variant_that_is_not_compiled_needs_no_advice() -> None:
+    variants: dict[str, Library | str] = {"avx512": library("avx512"), "avx2": "not compiled at installation"}
+    found = kernels.explain(variants, library("avx512"), quantizer=True)
+    assert [f.means for f in found if f.found.startswith("AVX2: not used")] == [""]
+
+
+def test_missing_kernels_are_reported_with_the_command_that_compiles_them() -> None:
     reason = "not compiled at installation"
     first, second = kernels.explain(dict.fromkeys(VARIANTS, reason), None, quantizer=False)
     assert first.level == second.level == "note"
@@ -64,17 +102,3 @@ def test_without_compiled_kernels_it_is_said_how_to_get_them() -> None:
         assert "install a C compiler" in finding.do
         assert "pip install -e ." in finding.do
     assert "numpy" in second.means
-
-
-def test_variants_that_do_not_run_come_with_their_reason() -> None:
-    able = next((loaded for name in VARIANTS if isinstance(loaded := load(name), Library)), None)
-    if able is None:
-        pytest.skip("no kernels were compiled")
-    variants: dict[str, Library | str] = {"avx512": "this processor has no AVX-512 VNNI", able.variant: able}
-    if able.variant == "avx512":
-        variants = {"avx512": able, "avx2": "cannot be loaded: a reason", "portable": able}
-    found: list[Finding] = kernels.explain(variants, able, quantizer=True)
-    assert {f.level for f in found} == {"ok"}
-    reason = next(v for v in variants.values() if isinstance(v, str))
-    assert any(reason in f.found for f in found)
-    assert any(f.found.startswith("int8, int4, int4-g128: ") for f in found)

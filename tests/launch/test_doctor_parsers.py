@@ -1,13 +1,18 @@
-"""What the doctor makes of other machines' files: processors, control groups, memory, mounts, versions."""
+"""The doctor's parsers, on other machines' files: processors, control groups, memory, mounts, versions."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
+from email.message import Message
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from machines import ARM, GB, INTEL, two_threads_a_core, words, write
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from launch.doctor import cpu, memory, places, shared_memory, software
 from launch.doctor.finding import UNITS, parse_size
@@ -17,38 +22,58 @@ from shm.kernel_files import parse_cores
 
 @settings(deadline=None)  # the machine may be busy
 @given(st.integers(0, 1 << 20), st.sampled_from(sorted(UNITS)))
-def test_sizes_are_read_as_the_kernel_writes_them(count: int, unit: str) -> None:
+def test_size_is_parsed_in_the_kernel_s_notation(count: int, unit: str) -> None:
     assert parse_size(f"{count}{unit}") == count * UNITS[unit]
     assert parse_size(f" {count}{unit.lower()}\n") == count * UNITS[unit]
 
 
 @settings(deadline=None)  # the machine may be busy
-@given(st.text(max_size=12))
-def test_what_is_no_size_is_none(text: str) -> None:
-    size = parse_size(text)
-    assert size is None or (size >= 0 and text.strip()[0].isdigit())
+@given(st.text("059KMGTkgxX-+._% \n٣²", max_size=6))
+@example("5KB")
+@example("5 K")
+@example("-5")
+@example("٣K")  # a digit, but not of the kernel
+@example("5K5")
+@example("K")
+def test_text_of_another_form_is_no_size(text: str) -> None:
+    is_size = re.fullmatch(r"\s*[0-9]+[KMGTkmgt]?\s*", text) is not None
+    assert (parse_size(text) is not None) == is_size
 
 
 @settings(deadline=None)  # the machine may be busy
 @given(st.sets(st.integers(0, 300), min_size=1))
-def test_lists_of_cores_are_read_back(cores: set[int]) -> None:
-    runs: list[list[int]] = []
+def test_list_of_cores_is_parsed(cores: set[int]) -> None:
+    spans: list[list[int]] = []
     for core in sorted(cores):
-        if runs and runs[-1][-1] == core - 1:
-            runs[-1].append(core)
+        if spans and spans[-1][-1] == core - 1:
+            spans[-1].append(core)
         else:
-            runs.append([core])
-    text = ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+            spans.append([core])
+    text = ",".join(str(s[0]) if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in spans)
     assert parse_cores(text) == cores
 
 
 @settings(deadline=None)  # the machine may be busy
-@given(st.text("0123456789-,", max_size=12))
-def test_any_list_of_cores_is_read_or_empty(text: str) -> None:
-    assert all(core >= 0 for core in parse_cores(text))
+@given(st.text("0179-,", max_size=9))
+@example("1,,2")
+@example("3-")
+@example("-3")
+@example("1-2-3")
+@example(",")
+@example("12345")
+def test_malformed_list_of_cores_is_empty(text: str) -> None:
+    expected: set[int] = set()
+    for part in text.split(","):
+        low, dash, high = part.partition("-")
+        numbers = (low, high) if dash else (low,)
+        if not all(n.isdigit() and len(n) <= 4 for n in numbers):
+            expected = set()
+            break
+        expected |= set(range(int(numbers[0]), int(numbers[-1]) + 1))
+    assert parse_cores(text) == expected
 
 
-def test_processors_of_two_kinds() -> None:
+def test_cpuinfo_of_x86_and_arm() -> None:
     model, flags = cpu.parse_cpuinfo(INTEL)
     assert model == "Intel(R) Xeon(R) w7-2495X"
     assert {"amx_bf16", "avx2"} <= flags
@@ -58,13 +83,13 @@ def test_processors_of_two_kinds() -> None:
     assert cpu.parse_cpuinfo("") == ("unknown processor", frozenset())
 
 
-def test_caches_are_counted_once_for_the_cores_that_share_them(tmp_path: Path) -> None:
+def test_shared_caches_are_counted_once(tmp_path: Path) -> None:
     two_threads_a_core(tmp_path)
     assert cpu.caches(tmp_path) == {"L1d": cpu.Cache(2, 96 << 10), "L2": cpu.Cache(1, 2 << 20)}
     assert cpu.physical_cores(tmp_path) == 2
 
 
-def test_what_limits_the_cores_is_said(tmp_path: Path) -> None:
+def test_limits_on_cores_are_reported(tmp_path: Path) -> None:
     two_threads_a_core(tmp_path)
     write(
         tmp_path,
@@ -83,7 +108,7 @@ def test_what_limits_the_cores_is_said(tmp_path: Path) -> None:
     assert "2 NUMA nodes" in facts
 
 
-def test_an_unreadable_machine_is_unknown_and_no_error(tmp_path: Path) -> None:
+def test_unreadable_files_make_facts_unknown(tmp_path: Path) -> None:
     found = [
         *cpu.inspect([0], None, tmp_path),
         *memory.inspect(1, None, None, 1024, tmp_path),
@@ -106,11 +131,11 @@ def test_an_unreadable_machine_is_unknown_and_no_error(tmp_path: Path) -> None:
     ("text", "cores"),
     [("max 100000", None), ("150000 100000", 1.5), ("50000", 0.5), ("", None), ("1 0", None), ("x y", None)],
 )
-def test_quotas(text: str, cores: float | None) -> None:
+def test_cpu_quota_is_parsed(text: str, cores: float | None) -> None:
     assert cgroup.parse_quota(text) == cores
 
 
-def test_limits_of_a_service_in_version_2(tmp_path: Path) -> None:
+def test_cgroup_v2_limits_of_a_service(tmp_path: Path) -> None:
     write(
         tmp_path,
         proc__self__cgroup="0::/system.slice/tandem.service",
@@ -123,14 +148,14 @@ def test_limits_of_a_service_in_version_2(tmp_path: Path) -> None:
         },
     )
     assert cgroup.limits(tmp_path) == cgroup.Limits(2.5, 8 * GB)
-    assert cgroup.free_memory(tmp_path) is None  # what is used is not told
+    assert cgroup.free_memory(tmp_path) is None  # memory.current is missing
     folder = tmp_path / "sys/fs/cgroup/system.slice"
     (folder / "memory.current").write_text("5000000000\n")
     (folder / "memory.stat").write_text("anon 1\ninactive_file 600000000\nactive_file 400000000\n")
     assert cgroup.free_memory(tmp_path) == 4 * GB
 
 
-def test_limits_of_a_container_in_version_1(tmp_path: Path) -> None:
+def test_cgroup_v1_limits_of_a_container(tmp_path: Path) -> None:
     write(
         tmp_path,
         proc__self__cgroup="4:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n0::/",
@@ -150,7 +175,7 @@ def test_limits_of_a_container_in_version_1(tmp_path: Path) -> None:
     assert cgroup.free_memory(tmp_path) == GB // 2
 
 
-def test_memory_that_is_short_swapped_or_reserved(tmp_path: Path) -> None:
+def test_memory_limits_swap_and_reserved_pages_are_reported(tmp_path: Path) -> None:
     write(
         tmp_path,
         proc__meminfo=(
@@ -162,33 +187,33 @@ def test_memory_that_is_short_swapped_or_reserved(tmp_path: Path) -> None:
     )
     found = memory.inspect(25_000_000, 3 * GB, 8 << 20, 64, tmp_path)
     assert not any(f.prevents for f in found)
-    assert "up to 1.00 GB fit" in words(found)  # the control group's 3 GB, less what is left free
+    assert "up to 1.00 GB fit" in words(found)  # the control group's 3 GB, less 2 GB that stay free
     assert "4.10 GB, 3.07 GB used" in words(found)
     assert "transparent huge pages: madvise" in words(found)
     notes = words(found, "note")
-    for part in ("3.00 GB", "ulimit -l unlimited", "vm.nr_hugepages=0", "64 open files"):
+    for part in ("3.00 GB", "ulimit -l unlimited", "vm.nr_hugepages=0", "open files: 64"):
         assert part in notes
     assert any(f.prevents for f in memory.inspect(7 * GB, None, None, 1024, tmp_path))
 
 
 @pytest.mark.parametrize(("capabilities", "free"), [("000001ffffffffff", True), ("00000000a80425fb", False)])
-def test_a_privileged_process_locks_without_limit(tmp_path: Path, capabilities: str, free: bool) -> None:
+def test_privileged_process_locks_pages_without_limit(tmp_path: Path, capabilities: str, free: bool) -> None:
     write(tmp_path, proc__self__status=f"CapEff:\t{capabilities}")
     found = words(memory.inspect(1, None, 65536, 1024, tmp_path))
     assert ("without limit" in found) is free
 
 
-def test_the_default_of_a_container_is_a_problem() -> None:
-    small = shared_memory.room(64 << 20, 64 << 20, 25_000_000, 32 * GB)
+def test_small_shared_memory_is_a_problem() -> None:
+    small = shared_memory.capacity(64 << 20, 64 << 20, 25_000_000, 32 * GB)
     assert (small.level, small.prevents) == ("problem", False)
     assert "--shm-size" in small.do
     assert "remount,size=" in small.do
-    assert shared_memory.room(64 << 20, 20_000_000, 25_000_000, 32 * GB).prevents
-    assert shared_memory.room(4 * GB, 4 * GB, 25_000_000, 32 * GB).level == "note"
-    assert shared_memory.room(16 * GB, 16 * GB, 25_000_000, 32 * GB).level == "ok"
+    assert shared_memory.capacity(64 << 20, 20_000_000, 25_000_000, 32 * GB).prevents
+    assert shared_memory.capacity(4 * GB, 4 * GB, 25_000_000, 32 * GB).level == "note"
+    assert shared_memory.capacity(16 * GB, 16 * GB, 25_000_000, 32 * GB).level == "ok"
 
 
-def test_mount_options_of_the_last_mount_count() -> None:
+def test_mount_options_are_those_of_the_last_mount() -> None:
     text = (
         "25 24 0:23 / /dev/shm rw,relatime - tmpfs tmpfs rw,size=1k\n"
         "26 24 0:24 / /dev/pts rw - devpts devpts rw,mode=600\n"
@@ -211,12 +236,11 @@ def test_mount_options_of_the_last_mount_count() -> None:
         ("posix-ipc >= 1.2", "1.2.0rc1", True),
         ("x!=1.5", "1.5.0", False),
         ("x", "0", True),
+        ("x>=1", "not a version", False),
     ],
 )
-def test_versions_are_compared_as_numbers(requirement: str, version: str, fits: bool) -> None:
-    parsed = software.parse_requirement(requirement)
-    assert parsed is not None
-    assert parsed.allows(version) is fits
+def test_versions_are_compared_by_their_release(requirement: str, version: str, fits: bool) -> None:
+    assert software.allows(Requirement(requirement).specifier, version) is fits
 
 
 @settings(deadline=None)  # the machine may be busy
@@ -224,22 +248,39 @@ def test_versions_are_compared_as_numbers(requirement: str, version: str, fits: 
     st.lists(st.integers(0, 999), min_size=1, max_size=4),
     st.lists(st.integers(0, 999), min_size=1, max_size=4),
 )
-def test_the_order_of_versions_is_that_of_their_numbers(a: list[int], b: list[int]) -> None:
+def test_versions_are_ordered_by_their_numbers(a: list[int], b: list[int]) -> None:
     text, bound = (".".join(map(str, v)) for v in (a, b))
     width = max(len(a), len(b))
     expected = a + [0] * (width - len(a)) >= b + [0] * (width - len(b))
-    assert software.Requirement("x", ((">=", bound),)).allows(text) is expected
+    assert software.allows(SpecifierSet(f">={bound}"), text) is expected
 
 
-def test_what_this_project_requires_is_understood_and_installed() -> None:
+def test_requirements_of_this_project_are_parsed_and_installed() -> None:
     python, needed, cuda = software.requirements()
     assert python == ">=3.11"
     assert len(needed) >= 12
-    assert all(software.parse_requirement(text) for text in [*needed, *cuda])
-    assert [f.level for f in software.judge(needed)] == ["ok"]
+    assert [Requirement(text).name for text in cuda] == ["cuda-bindings"]
+    (found,) = software.judge(needed)
+    assert found.level == "ok"
+    assert all(Requirement(text).name in found.found for text in needed)
 
 
-def test_a_library_that_is_missing_or_old_comes_with_its_command() -> None:
+def test_requirements_of_an_installation_without_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metadata = Message()
+    metadata["Requires-Python"] = ">=3.11"
+    for line in ("numpy>=2.0", 'uvloop>=0.21; sys_platform != "win32"'):
+        metadata["Requires-Dist"] = line
+    for line in ('cuda-bindings>=12.8; extra == "cuda"', 'pytest>=8.3; extra == "dev"'):
+        metadata["Requires-Dist"] = line
+    monkeypatch.setattr(software, "ROOT", tmp_path)
+    monkeypatch.setattr(importlib.metadata, "metadata", lambda name: metadata)
+    expected = (">=3.11", ["numpy>=2.0", "uvloop>=0.21"], ["cuda-bindings>=12.8"])
+    assert software.requirements() == expected
+
+
+def test_missing_or_old_library_is_reported_with_its_command() -> None:
     found = software.judge(["numpy>=99.1", "tandem-has-no-such-library", "weird; extra", "numpy"])
     assert [f.level for f in found] == ["problem", "problem", "note", "ok"]
     assert 'python -m pip install "numpy>=99.1"' in found[0].do
