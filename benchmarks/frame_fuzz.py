@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from served import served
 
+from launch.chaos.hostile_client import SOCKETS, HostileClient
 from launch.chaos.processes import usage
-from launch.chaos.stranger import SOCKETS, Stranger
 from launch.stress.requests import End, Outcome, Request, ask
 from protocol.client import Client
 from protocol.messages import Sampling
@@ -48,33 +48,33 @@ async def fuzz(plan: Plan, options: list[str]) -> dict[str, Any]:
         served(f"fuzz-{os.getpid()}", options) as engine,
         Client.connect(engine.endpoint, name="fuzz") as client,
     ):
-        stranger = Stranger(Path(engine.endpoint.removeprefix("ipc://")).parent, plan.seed)
+        hostile = HostileClient(Path(engine.endpoint.removeprefix("ipc://")).parent, plan.seed)
         alone = await ask(client, REQUEST)
         quiet = [await ask(client, REQUEST) for _ in range(10)]
         memory = {"start": memory_of(engine.pid)}
-        attack = asyncio.create_task(_attack(stranger, plan, memory, engine.pid))
+        attack = asyncio.create_task(_attack(hostile, plan, memory, engine.pid))
         outcomes: list[Outcome] = []
         while not attack.done():
             outcomes.append(await ask(client, REQUEST))
             await asyncio.sleep(PAUSE)
         seconds = await attack
-        await stranger.close()
+        await hostile.close()
         last = await ask(client, REQUEST)
         memory["end"] = memory_of(engine.pid)
         settling = await settled(client, engine.pid)
         memory["settled"] = memory_of(engine.pid)
         stats = await client.stats()
-        sent = sum(stranger.sent.values())
+        sent = sum(hostile.sent.values())
         tokens = [token.token for token in alone.tokens]
         return {
             "frames": sent,
-            "by_socket": dict(stranger.sent),
-            "by_kind": dict(stranger.kinds),
+            "by_socket": dict(hostile.sent),
+            "by_kind": dict(hostile.kinds),
             "seconds": seconds,
             "settling_seconds": settling,
             "frames_s": sent / seconds,
-            "answers_to_them": stranger.answered,
-            "bursts_cut_short": stranger.stalled,
+            "answers_to_them": hostile.answered,
+            "bursts_cut_short": hostile.stalled,
             "pids_unchanged": len({tuple(sorted(pids)) for pids in memory.values()}) == 1,
             "memory_mb": memory,
             "served": sum(outcome.end is End.LENGTH for outcome in outcomes),
@@ -87,16 +87,16 @@ async def fuzz(plan: Plan, options: list[str]) -> dict[str, Any]:
         }
 
 
-async def _attack(stranger: Stranger, plan: Plan, memory: dict[str, Any], supervisor: int) -> float:
+async def _attack(hostile: HostileClient, plan: Plan, memory: dict[str, Any], supervisor: int) -> float:
     """Until so many messages were taken. Returns the seconds."""
     random = Random(plan.seed)
     began = time.perf_counter()
-    while (sent := sum(stranger.sent.values())) < plan.frames:
+    while (sent := sum(hostile.sent.values())) < plan.frames:
         if sent > plan.frames / 2 and "middle" not in memory:
             memory["middle"] = memory_of(supervisor)
         for socket in plan.sockets:
-            await stranger.burst(socket, random.choice(BURSTS))
-        await asyncio.sleep(max(0.0, began + sum(stranger.sent.values()) / plan.rate - time.perf_counter()))
+            await hostile.burst(socket, random.choice(BURSTS))
+        await asyncio.sleep(max(0.0, began + sum(hostile.sent.values()) / plan.rate - time.perf_counter()))
     return time.perf_counter() - began
 
 

@@ -25,7 +25,7 @@ from served import served
 
 from launch.chaos.injector import Injector
 from launch.chaos.plan import Chaos
-from launch.chaos.pool import wait_whole
+from launch.chaos.pool import wait_recovered
 from launch.chaos.processes import usage
 from launch.equality import compare, rounding_bound
 from launch.processes.runtime import SHM, EngineInfo, segments
@@ -99,7 +99,7 @@ async def soak(minutes: float, chaos: Chaos, clients: int, options: list[str]) -
                 await asyncio.sleep(EVERY)
             load.on = False
         seconds = time.perf_counter() - began
-        missing = await wait_whole(watcher.stats, before["peers"], injector.faults, WHOLE_LIMIT)
+        missing = await wait_recovered(watcher.stats, before["peers"], injector.faults, WHOLE_LIMIT)
         after = await watcher.stats()
         return {
             "seconds": seconds,
@@ -114,7 +114,7 @@ async def soak(minutes: float, chaos: Chaos, clients: int, options: list[str]) -
             "tok_s": load.tokens / seconds,
             "recovery": after["recovery"],
             "malformed": after["malformed"],
-            "hostile_messages": sum(injector.stranger.sent.values()),
+            "hostile_messages": sum(injector.hostile.sent.values()),
             "flat": {name: flat(name, [one.get(name, 0.0) for one in samples]) for name in names(samples)},
             "samples": samples,
         }

@@ -1,1 +1,1 @@
-"""Faults on purpose: processes killed, stopped and held up, and hostile messages on every socket."""
+"""Fault injection: processes killed, stopped and delayed, and hostile messages on every socket."""

@@ -1,7 +1,7 @@
 """A seeded, endless stream of hostile messages, as frames for any of an engine's sockets. Sends nothing.
 
-Noise; valid messages at the wrong time and in the wrong order; former ones again; and valid ones damaged in
-every way that the wire format could be misread by: `MUTATIONS` lists them. The same seed, the same frames.
+Noise; valid messages at the wrong time and in the wrong order; replays of earlier messages; and valid
+messages with every kind of damage to the wire format: see `MUTATIONS`. The same seed gives the same frames.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from protocol.messages import TAGS, VERSION
 
 Frames = list[bytes]
 
-FORMER = 256  # messages that are remembered and come again
+HISTORY = 256  # messages that are kept for replays
 MANY_FRAMES = 2000  # of one message
-CLAIMS = tuple(bytes([kind]) + b"\xff\xff\xff\xff" for kind in (0xDD, 0xDF, 0xDB, 0xC6, 0xC9))  # 4 G of each
+CLAIMS = tuple(bytes([kind]) + b"\xff\xff\xff\xff" for kind in (0xDD, 0xDF, 0xDB, 0xC6, 0xC9))  # sizes of 4 G
 NEST = (b"\x91", b"\x81\xa1a", b"\x81\x91", b"\xdd\x00\x00\x00\x01")  # each opens one level
 FOREIGN: tuple[Any, ...] = (
     None, True, -1, 2**64 - 1, 1.5, float("nan"), float("inf"), "", "x", b"", b"\0\xff", [], [None], [[]], {},
@@ -32,46 +32,47 @@ FOREIGN: tuple[Any, ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Shot:
-    """One message. `kind` says what is wrong with it: a name in `KINDS`."""
+class HostileMessage:
+    """One message. `kind`: its defect, one of `KINDS`."""
 
     kind: str
     frames: Frames
 
 
 class HostileFrames:
-    """The stream of a seed."""
+    """The stream of one seed."""
 
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
-        self._former: list[Frames] = []
+        self._history: list[Frames] = []
 
-    def __iter__(self) -> Iterator[Shot]:
+    def __iter__(self) -> Iterator[HostileMessage]:
         return self
 
-    def __next__(self) -> Shot:
+    def __next__(self) -> HostileMessage:
         random = self._random
         kind = random.choices(KINDS, cum_weights=_CUMULATED)[0]
         if kind == "noise":
-            return Shot(kind, [random.randbytes(random.randrange(64)) for _ in range(random.randrange(1, 7))])
-        if kind == "replay" and self._former:
-            return Shot(kind, random.choice(self._former))
+            frames = [random.randbytes(random.randrange(64)) for _ in range(random.randrange(1, 7))]
+            return HostileMessage(kind, frames)
+        if kind == "replay" and self._history:
+            return HostileMessage(kind, random.choice(self._history))
         frames = self._valid()
         if kind in MUTATIONS:
             frames = MUTATIONS[kind](random, frames)
-        return Shot(kind, frames)
+        return HostileMessage(kind, frames)
 
     def _valid(self) -> Frames:
-        """A new one, or a former one: making one costs more than damaging it."""
+        """A new valid message or one of the history: making a message costs more than damaging it."""
         random = self._random
-        if len(self._former) == FORMER and random.random() < 0.75:
-            return list(random.choice(self._former))
+        if len(self._history) == HISTORY and random.random() < 0.75:
+            return list(random.choice(self._history))
         message = valid_message(random, random.choice(_MESSAGES))
         frames = [bytes(frame) for frame in encode(message)]
-        if len(self._former) < FORMER:
-            self._former.append(frames)
+        if len(self._history) < HISTORY:
+            self._history.append(frames)
         else:
-            self._former[random.randrange(FORMER)] = frames
+            self._history[random.randrange(HISTORY)] = frames
         return list(frames)
 
 
@@ -85,7 +86,7 @@ def _flip(random: Random, frames: Frames) -> Frames:
 
 
 def _cut(random: Random, frames: Frames) -> Frames:
-    """One frame ends early, or goes on."""
+    """One frame is cut short, or extended."""
     place = random.randrange(len(frames))
     frame = frames[place]
     longer = random.random() < 0.3
@@ -108,13 +109,13 @@ def _shuffle(random: Random, frames: Frames) -> Frames:
 
 
 def _lie(random: Random, frames: Frames) -> Frames:
-    """The header claims entries, characters or bytes that do not come."""
+    """The header announces entries, characters or bytes that do not follow."""
     header = frames[1]
     return [frames[0], header[: random.randrange(len(header) + 1)] + random.choice(CLAIMS), *frames[2:]]
 
 
 def _shape(random: Random, frames: Frames) -> Frames:
-    """An array's declared size is another's; where a message has no array, a field becomes one."""
+    """An array's declared shape is wrong; in a message without an array, a field becomes one."""
     header = msgpack.unpackb(frames[1])
     arrays = [key for key, value in header.items() if isinstance(value, list) and value[:1] == ["float32"]]
     key = random.choice(arrays or list(header) or ["x"])
@@ -125,7 +126,7 @@ def _shape(random: Random, frames: Frames) -> Frames:
 
 
 def _type(random: Random, frames: Frames) -> Frames:
-    """A field has a value of another type or out of its range, is missing, or is unknown."""
+    """A field has a value of another type or out of range, is missing, or is unknown."""
     header = msgpack.unpackb(frames[1])
     key = random.choice([*header, "colour"])
     if random.random() < 0.2:
@@ -136,7 +137,7 @@ def _type(random: Random, frames: Frames) -> Frames:
 
 
 def _nest(random: Random, frames: Frames) -> Frames:
-    """A field's value is nested deeper than anything should be."""
+    """A field's value is nested up to and far beyond the limit."""
     header = msgpack.unpackb(frames[1])
     key = random.choice(list(header) or ["x"])
     levels = random.choice((15, 16, 17, 100, 1000, 1024, 1025, 10_000, 50_000))

@@ -1,11 +1,11 @@
-"""The fault injector: at random moments it does harm to a running engine of this machine.
+"""The fault injector: causes faults in a running engine of this machine at random times.
 
     async with Injector(client.stats, runtime, Chaos(("kill",), rate=2.0, seed=7)) as injector:
         ...                                   # requests
-    injector.faults                           # what was done, and when
+    injector.faults                           # the faults with their times
 
-Moments, kinds, victims and frames come from the seed alone; whom a moment meets, and what it is doing, does
-not, so two runs of one seed are alike and never the same.
+Times, kinds, victims' numbers and frames follow from the seed; the engine's state at those times does not, so
+two runs of one seed are similar and never identical.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from random import Random
 from types import TracebackType
 from typing import Any
 
+from launch.chaos.hostile_client import HostileClient
 from launch.chaos.plan import SIGNALS, Chaos
 from launch.chaos.processes import PidHandle, supervisor_of
-from launch.chaos.stranger import Stranger
 from protocol.errors import ProtocolError
 
 VICTIMS = ("worker", "prefetcher")
@@ -34,33 +34,33 @@ StatsOf = Callable[[], Awaitable[dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Fault:
-    """One harm that was done. `at` is in seconds of the monotonic clock, `time.perf_counter`."""
+    """One injected fault. `at`: seconds of `time.perf_counter`."""
 
     kind: str
     at: float
     decoding: bool  # requests were running
-    role: str = "stranger"  # or the victim's
+    role: str = "stranger"  # the victim's; of hostile messages, their sender's
     index: int = 0
     incarnation: int = 0
 
 
 class Injector:
-    """Does harm for the length of its block. Whatever it stopped goes on when the block ends, and no process
-    is signalled that is not, beyond doubt, this engine's."""
+    """Injects faults while its block runs. Stopped processes are resumed at the block's end, and only
+    processes that are verified to be this engine's are signalled."""
 
     def __init__(self, stats: StatsOf, runtime: Path, chaos: Chaos, *, supervisor: int | None = None) -> None:
-        """`stats` gives what `Client.stats` does. Raises WrongUsage where no engine runs in `runtime`, unless
-        its supervisor's process id is given."""
+        """`stats`: returns the engine's Stats, as `Client.stats`. Raises WrongUsage where no engine runs in
+        `runtime`, unless its supervisor's process id is given."""
         self.chaos = chaos
         self.faults: list[Fault] = []
-        self.missed = 0  # moments at which no victim was up
+        self.missed = 0  # faults without a victim that was up
         self.failure = ""  # why it ended early
-        self.stranger = Stranger(runtime, chaos.seed)
+        self.hostile = HostileClient(runtime, chaos.seed)
         self._stats = stats
         self._supervisor = supervisor_of(runtime) if supervisor is None else supervisor
         self._random = Random(chaos.seed)
         self._killed: set[tuple[str, int, int]] = set()
-        self._held: dict[int, PidHandle] = {}  # processes that we stopped
+        self._stopped: dict[int, PidHandle] = {}  # stopped by this injector
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Injector:
@@ -73,21 +73,21 @@ class Injector:
         assert self._task is not None
         self._task.cancel()
         await asyncio.wait([self._task])
-        await self.stranger.close()
+        await self.hostile.close()
         if not self._task.cancelled():
             self._task.result()
 
     async def _run(self) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                await self._strike_for_ever(group)
-        except* ProtocolError as e:  # the engine is gone; whose fault that is others find out
+                await self._inject_forever(group)
+        except* ProtocolError as e:  # the engine has ended; the load's outcomes tell whether it failed
             self.failure = str(e.exceptions[0])
         finally:
-            for pid in list(self._held):
-                self._let_go(pid)
+            for pid in list(self._stopped):
+                self._resume(pid)
 
-    async def _strike_for_ever(self, group: asyncio.TaskGroup) -> None:
+    async def _inject_forever(self, group: asyncio.TaskGroup) -> None:
         loop = asyncio.get_running_loop()
         due = loop.time()
         while True:
@@ -97,57 +97,57 @@ class Injector:
             kind = self._random.choice(self.chaos.kinds)
             decoding = stats["scheduler"]["running"] > 0
             if kind in SIGNALS:
-                self._strike(kind, decoding, stats["peers"], group)
+                self._signal(kind, decoding, stats["peers"], group)
             else:
                 self.faults.append(Fault(kind, time.perf_counter(), decoding))
-                for socket in self.stranger.sockets():
-                    await self.stranger.burst(socket, BURST)
-                due = loop.time()  # a burst may last; the moments that it covered are not made up for
+                for socket in self.hostile.sockets():
+                    await self.hostile.burst(socket, BURST)
+                due = loop.time()  # faults that fell due during a long burst are skipped
 
-    def _strike(
+    def _signal(
         self, kind: str, decoding: bool, peers: list[dict[str, Any]], group: asyncio.TaskGroup
     ) -> None:
-        self._forget_the_dead()
-        # Drawn also where they are not needed: whatever this moment meets, what follows stays the same.
+        self._drop_exited()
+        # Always drawn, so that later draws do not depend on the engine's state.
         choice, pause = self._random.random(), self._random.uniform(*DELAY_SECONDS)
-        victims = [p for p in peers if p["up"] and p["role"] in VICTIMS and self._whole(p)]
+        victims = [p for p in peers if p["up"] and p["role"] in VICTIMS and self._untouched(p)]
         victim = victims[int(choice * len(victims))] if victims else None
-        grip = victim and PidHandle.take(victim["pid"], victim["role"], self._supervisor)
-        if not victim or not grip:
+        handle = victim and PidHandle.take(victim["pid"], victim["role"], self._supervisor)
+        if not victim or not handle:
             self.missed += 1
             return
         fault = Fault(
             kind, time.perf_counter(), decoding, victim["role"], victim["index"], victim["incarnation"]
         )
         if kind == "kill":
-            landed = grip.send(signal.SIGKILL)
-            grip.close()
+            sent = handle.send(signal.SIGKILL)
+            handle.close()
             self._killed.add((fault.role, fault.index, fault.incarnation))
         else:
-            self._held[grip.pid] = grip  # before it stops: whatever happens now, it is let go
-            landed = grip.send(signal.SIGSTOP)
+            self._stopped[handle.pid] = handle  # before the signal, so that it is resumed in any case
+            sent = handle.send(signal.SIGSTOP)
             if kind == "delay":
-                group.create_task(self._release(grip.pid, pause))
-        if landed:
+                group.create_task(self._resume_later(handle.pid, pause))
+        if sent:
             self.faults.append(fault)
         else:
             self.missed += 1
 
-    def _whole(self, peer: dict[str, Any]) -> bool:
-        """Whether we have done nothing to it: a death is seen a moment after it."""
-        life = (peer["role"], peer["index"], peer["incarnation"])
-        return peer["pid"] not in self._held and life not in self._killed
+    def _untouched(self, peer: dict[str, Any]) -> bool:
+        """Whether this injector has neither stopped nor killed it; Stats may still list a killed process."""
+        incarnation = (peer["role"], peer["index"], peer["incarnation"])
+        return peer["pid"] not in self._stopped and incarnation not in self._killed
 
-    async def _release(self, pid: int, seconds: float) -> None:
+    async def _resume_later(self, pid: int, seconds: float) -> None:
         await asyncio.sleep(seconds)
-        self._let_go(pid)
+        self._resume(pid)
 
-    def _let_go(self, pid: int) -> None:
-        grip = self._held.pop(pid, None)
-        if grip is not None:
-            grip.send(signal.SIGCONT)
-            grip.close()
+    def _resume(self, pid: int) -> None:
+        handle = self._stopped.pop(pid, None)
+        if handle is not None:
+            handle.send(signal.SIGCONT)
+            handle.close()
 
-    def _forget_the_dead(self) -> None:
-        for pid in [pid for pid, grip in self._held.items() if not grip.alive]:
-            self._held.pop(pid).close()
+    def _drop_exited(self) -> None:
+        for pid in [pid for pid, handle in self._stopped.items() if not handle.alive]:
+            self._stopped.pop(pid).close()

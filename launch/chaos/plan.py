@@ -1,4 +1,4 @@
-"""What faults were asked for. Does no harm itself."""
+"""The faults that --chaos asks for."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from launch.errors import WrongUsage
 
 KINDS = (
     "kill",  # a worker or the prefetcher is killed
-    "stop",  # one of them stops for good, and has to be replaced
-    "delay",  # one of them is held up for a moment
-    "corrupt",  # a stranger sends hostile messages to every socket
+    "stop",  # one of them is stopped for good, and must be replaced
+    "delay",  # one of them is stopped for a moment
+    "corrupt",  # a client sends hostile messages to every socket
 )
-SIGNALS = ("kill", "stop", "delay")  # kinds that need a victim
+SIGNALS = ("kill", "stop", "delay")  # sent to a worker or the prefetcher
 RATE = 1.0
 
 
 @dataclass(frozen=True)
 class Chaos:
-    """`kinds` at random, each as likely, `rate` faults a second on average."""
+    """`rate` faults a second on average, each of a kind drawn uniformly from `kinds`."""
 
     kinds: tuple[str, ...]
     rate: float = RATE
@@ -28,12 +28,12 @@ class Chaos:
 
     @classmethod
     def asked(cls, written: dict[str, Any], seed: int) -> Chaos | None:
-        """What --chaos and --chaos-rate say; None without them. Raises WrongUsage."""
+        """From --chaos and --chaos-rate; None without --chaos. Raises WrongUsage."""
         if "chaos" not in written:
             return None
         kinds = tuple(dict.fromkeys(kind.strip() for kind in written["chaos"].split(",")))
         for kind in kinds:
             if kind not in KINDS:
                 near = nearest(kind, KINDS)
-                raise WrongUsage(f"--chaos: there is no {kind!r}{near} ({', '.join(KINDS)})")
+                raise WrongUsage(f"--chaos: unknown kind {kind!r}{near} ({', '.join(KINDS)})")
         return cls(kinds, written.get("chaos_rate", RATE), seed)

@@ -1,4 +1,4 @@
-"""Whether an engine's pool of workers, and its prefetcher, are all there."""
+"""Whether all of an engine's workers and its prefetcher are up again after faults."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 from launch.chaos.injector import Fault, StatsOf
 
 
-def not_whole(peers: list[dict[str, Any]], before: list[dict[str, Any]], faults: list[Fault]) -> list[str]:
-    """What is missing of a pool that was `before`: a line for each worker and prefetcher that is not up, or
-    is still the life that was killed."""
+def missing_peers(
+    peers: list[dict[str, Any]], before: list[dict[str, Any]], faults: list[Fault]
+) -> list[str]:
+    """A line for each worker and prefetcher of `before` that is not up in `peers`, or is there only as the
+    incarnation that was killed."""
     killed = {(f.role, f.index, f.incarnation) for f in faults if f.kind == "kill"}
     up = {
         (p["role"], p["index"])
@@ -21,13 +23,13 @@ def not_whole(peers: list[dict[str, Any]], before: list[dict[str, Any]], faults:
     return [f"{role} {index} is not up" for role, index in known if (role, index) not in up]
 
 
-async def wait_whole(
+async def wait_recovered(
     stats: StatsOf, before: list[dict[str, Any]], faults: list[Fault], limit: float
 ) -> list[str]:
-    """Wait until the pool is whole again, `limit` seconds at most. Returns what is missing then."""
+    """Wait until no peer is missing, `limit` seconds at most. Returns the missing ones."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + limit
-    while missing := not_whole((await stats())["peers"], before, faults):
+    while missing := missing_peers((await stats())["peers"], before, faults):
         if loop.time() > deadline:
             break
         await asyncio.sleep(0.05)

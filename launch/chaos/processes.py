@@ -1,5 +1,5 @@
-"""The processes of an engine on this machine, seen from outside: who they are, what they use, and a hold on
-one that cannot slip to another process of the same number."""
+"""The processes of an engine on this machine, seen from outside: their roles, their resources, and handles
+for signals that are safe against a reused process id."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _IPC = "ipc://"
 
 @dataclass(frozen=True)
 class Usage:
-    """What one process holds. `private` are the bytes that would be free without it, so no store or slab."""
+    """Resources of one process, memory in bytes. `private` would be freed by its exit, so excludes store and
+    slab."""
 
     role: str
     pid: int
@@ -38,8 +39,7 @@ def runtime_of(address: Address) -> Path:
 
 
 def supervisor_of(runtime: Path) -> int:
-    """The process id of the supervisor whose engine has this runtime directory. Raises WrongUsage where there
-    is none."""
+    """The process id of the supervisor of the engine in this directory. Raises WrongUsage without one."""
     for engine in running_engines():
         if engine.name == runtime.name:
             return engine.pid
@@ -47,7 +47,7 @@ def supervisor_of(runtime: Path) -> int:
 
 
 def usage(supervisor: int) -> list[Usage]:
-    """Of the supervisor and its children; one that ends meanwhile is left out."""
+    """Usage of the supervisor and its children; a process that exits meanwhile is left out."""
     found = []
     for process, role in [(_process(supervisor), "supervisor"), *_children(supervisor)]:
         try:
@@ -70,15 +70,15 @@ def _children(supervisor: int) -> list[tuple[psutil.Process, str]]:
     for process in _process(supervisor).children():
         try:
             words = process.cmdline()
-        except psutil.Error:  # it has ended
+        except psutil.Error:  # it has exited
             continue
         found += [(process, role) for role, module in MODULES.items() if module in words]
     return found
 
 
 class PidHandle:
-    """A hold on one process by a descriptor of the kernel's: what is sent reaches this process or none, also
-    where it has ended and its number is another's."""
+    """A process by the kernel's pidfd: signals reach this process or none, even after its exit, when another
+    process may have its id."""
 
     def __init__(self, pid: int, descriptor: int) -> None:
         self.pid = pid
@@ -86,9 +86,9 @@ class PidHandle:
 
     @classmethod
     def take(cls, pid: int, role: str, supervisor: int) -> PidHandle | None:
-        """Of a process that is a living child of this supervisor in this role, else None."""
+        """A handle, or None unless the process is a running child of this supervisor in this role."""
         try:
-            grip = cls(pid, os.pidfd_open(pid))
+            handle = cls(pid, os.pidfd_open(pid))
         except (OSError, ValueError):
             return None
         try:
@@ -96,10 +96,10 @@ class PidHandle:
             ours = process.ppid() == supervisor and MODULES[role] in process.cmdline()
         except (psutil.Error, KeyError):
             ours = False
-        # Looked at before this: while the descriptor's process lives, the number is nobody else's.
-        if ours and grip.alive:
-            return grip
-        grip.close()
+        # Checked last: while the pidfd's process has not been reaped, no other process can have its id.
+        if ours and handle.alive:
+            return handle
+        handle.close()
         return None
 
     @property
@@ -112,7 +112,7 @@ class PidHandle:
         return True
 
     def send(self, number: signal.Signals) -> bool:
-        """False where the process has ended."""
+        """False where the process has exited."""
         try:
             signal.pidfd_send_signal(self._descriptor, number)
         except ProcessLookupError:

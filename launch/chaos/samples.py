@@ -1,4 +1,4 @@
-"""Random messages that are valid, made from the annotations of messages.py alone: a new message needs no word
+"""Random valid messages, made from the annotations of messages.py, so that a new message needs no change
 here. The same generator state gives the same message. Sends nothing."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TREE_LEVELS = 3
 
 
 def valid_message(random: Random, message: type) -> Any:
-    """A message of this class that every receiver of this version can decode."""
+    """A message of this class that the codec accepts."""
     return _record(message)(random)
 
 

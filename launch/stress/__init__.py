@@ -1,1 +1,1 @@
-"""`launch.py stress`: many clients at once, and every answer compared with the same request alone."""
+"""`launch.py stress`: many concurrent clients, and every answer compared with the same request run alone."""

@@ -1,5 +1,4 @@
-"""A stress run's chaos: the injector during its load, the wait until the engine is whole again, and what both
-found, as one plain mapping. Shows nothing."""
+"""Fault injection during a stress run: the injector, the engine's recovery afterwards, and their report."""
 
 from __future__ import annotations
 
@@ -13,17 +12,17 @@ from typing import Any
 
 from launch.chaos.injector import Fault, Injector, StatsOf
 from launch.chaos.plan import KINDS, SIGNALS, Chaos
-from launch.chaos.pool import wait_whole
+from launch.chaos.pool import wait_recovered
 from launch.chaos.processes import Usage, supervisor_of, usage
 from launch.errors import WrongUsage
 from launch.stress.requests import Outcome
 
-WHOLE_LIMIT = 60.0  # seconds until all peers are up after the load
+RECOVERY_LIMIT = 60.0  # seconds from the load's end until all peers are up
 
 
 @dataclass
 class ChaosRun:
-    """The injector of one run, and the engine before and after it."""
+    """The injector of one stress run, and the engine's state before and after it."""
 
     injector: Injector
     stats: StatsOf
@@ -32,40 +31,42 @@ class ChaosRun:
     after: dict[str, Any] = field(default_factory=dict)
     used_before: list[Usage] = field(default_factory=list)
     used_after: list[Usage] = field(default_factory=list)
-    whole_after: float | None = None  # seconds from the load's end
+    recovered_after: float | None = None  # seconds from the load's end
     missing: list[str] = field(default_factory=list)
 
     @classmethod
     async def begin(cls, stats: StatsOf, runtime: Path, chaos: Chaos) -> ChaosRun:
-        """Looks at the engine, and does nothing yet. Raises WrongUsage where none runs or where it has nobody
-        to harm, ProtocolError."""
+        """Reads the engine's state; faults begin with the injector's block. Raises WrongUsage without an
+        engine in `runtime` or without the processes that the faults need, ProtocolError."""
         supervisor = supervisor_of(runtime)
         injector = Injector(stats, runtime, chaos, supervisor=supervisor)
         run = cls(injector, stats, supervisor)
         run.before = await stats()
         if not run.before["peers"] and (needing := [kind for kind in chaos.kinds if kind in SIGNALS]):
             raise WrongUsage(
-                f"--chaos {','.join(needing)}: this engine has neither workers nor a prefetcher to harm;"
-                " start one with --workers"
+                f"--chaos {','.join(needing)}: this engine has neither workers nor a prefetcher; start one"
+                " with --workers"
             )
         run.used_before = await asyncio.to_thread(usage, supervisor)
         return run
 
     async def recover(self) -> None:
-        """Wait until all peers are up, and look again. Raises ProtocolError."""
+        """Wait until all peers are up, and read the engine's state again. Raises ProtocolError."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        self.missing = await wait_whole(self.stats, self.before["peers"], self.injector.faults, WHOLE_LIMIT)
+        self.missing = await wait_recovered(
+            self.stats, self.before["peers"], self.injector.faults, RECOVERY_LIMIT
+        )
         if self.missing:
-            self.missing = [f"{line} {WHOLE_LIMIT:g} s after the load" for line in self.missing]
+            self.missing = [f"{line} {RECOVERY_LIMIT:g} s after the load" for line in self.missing]
         else:
-            self.whole_after = loop.time() - began
+            self.recovered_after = loop.time() - began
         self.after = await self.stats()
         self.used_after = await asyncio.to_thread(usage, self.supervisor)
 
     @property
-    def unhealed(self) -> list[str]:
-        """A line for each reason why the run does not count as survived."""
+    def unrecovered(self) -> list[str]:
+        """A line for each peer that did not recover, and for an injector that ended early."""
         early = self.injector.failure
         return [*self.missing, *([f"faults ended early: {early}"] if early else [])]
 
@@ -73,7 +74,7 @@ class ChaosRun:
         """Times are seconds, sizes bytes."""
         injector = self.injector
         faults = injector.faults
-        strangers = injector.stranger
+        hostile = injector.hostile
         kills = [fault for fault in faults if fault.kind == "kill"]
         first, last = _next_tokens(kills, outcomes)
         return {
@@ -85,23 +86,23 @@ class ChaosRun:
             "during_decode": sum(fault.decoding for fault in faults),
             "kills_during_decode": sum(fault.decoding for fault in kills),
             "missed": injector.missed,
-            "hostile_messages": {"sent": dict(strangers.sent), "answered": strangers.answered},
+            "hostile_messages": {"sent": dict(hostile.sent), "answered": hostile.answered},
             "malformed": _malformed(self.after),
-            "kill_to_next_token_s": _middle(first),
-            "kill_to_every_next_token_s": _middle(last),
+            "kill_to_next_token_s": _median(first),
+            "kill_to_every_next_token_s": _median(last),
             "respawns": {
                 role: found["deaths"] - self.before["recovery"].get(role, {"deaths": 0})["deaths"]
                 for role, found in self.after.get("recovery", {}).items()
             },
             "recovery": self.after.get("recovery"),
-            "whole_after_s": self.whole_after,
+            "whole_after_s": self.recovered_after,
             "engine_before": _summed(self.used_before),
             "engine_after": _summed(self.used_after),
         }
 
 
 def _malformed(stats: dict[str, Any]) -> dict[str, int]:
-    """Messages that the coordinator's sockets refused, by who is expected there."""
+    """Messages that the coordinator's sockets refused, by the peers' role."""
     clients = {"client": stats["clients"]["malformed"]} if "clients" in stats else {}
     return {**stats.get("malformed", {}), **clients}
 
@@ -114,9 +115,8 @@ def _by_role(faults: Iterable[Fault]) -> dict[str, dict[str, int]]:
 
 
 def _next_tokens(kills: Iterable[Fault], outcomes: Sequence[Outcome]) -> tuple[list[float], list[float]]:
-    """Seconds from each kill to the next token of the first and of the last of the clients that were being
-    answered at that moment: those that had a token and got another. A token that was under way when its
-    engine's process died is one, too."""
+    """Seconds from each kill to the next token of the first and of the last of the answers in progress: those
+    with a token before the kill and one after it, which may have been computed before it."""
     first, last = [], []
     for kill in kills:
         waits = [
@@ -130,12 +130,12 @@ def _next_tokens(kills: Iterable[Fault], outcomes: Sequence[Outcome]) -> tuple[l
     return first, last
 
 
-def _middle(seconds: list[float]) -> dict[str, float | None]:
+def _median(seconds: list[float]) -> dict[str, float | None]:
     return {"median": median(seconds) if seconds else None, "max": max(seconds, default=None)}
 
 
 def _summed(used: Iterable[Usage]) -> dict[str, dict[str, int]]:
-    """By role: processes, their own memory, their descriptors."""
+    """By role: processes, their private memory, their descriptors."""
     roles: dict[str, dict[str, int]] = {}
     for one in used:
         role = roles.setdefault(one.role, {"processes": 0, "private_bytes": 0, "descriptors": 0})

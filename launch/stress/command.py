@@ -1,10 +1,9 @@
-"""`launch.py stress`: many clients at once, and every answer compared with the same request alone.
+"""`launch.py stress`: many concurrent clients, and every answer compared with the same request run alone.
 
-First all entries of the script are served by C clients at once. Then, in the same engine with nothing else
-running, each deterministic request is run from the very prompt it had, and compared (`equality.py`). The exit
-code is 0 only where no answer differs, nothing failed, was lost or came twice, and the engine holds nothing
-afterwards. With --chaos the injector does harm while the clients are served, and the engine has to be whole
-again before anything is compared.
+First C clients send all entries of the script. Then each deterministic request is repeated with the same
+prompt, alone in the same engine, and the answers are compared (`equality.py`). The exit code is 0 only if no
+answer differs, no request failed or was lost, no message came twice, and the engine holds nothing afterwards.
+With --chaos faults are injected during the load, and the engine must recover before the comparison.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from launch.errors import WrongUsage
 from launch.stress.chaos import ChaosRun
 from launch.stress.load import Load, count_strays, run_load
 from launch.stress.reference import Finding, alone, compare_all
-from launch.stress.report import Run, report
+from launch.stress.report import StressRun, report
 from launch.stress.requests import End, Outcome
 from launch.stress.script import Entry, read_script
 from launch.stress.table import show_report
@@ -35,29 +34,29 @@ from protocol.keys import Address
 from protocol.messages import Welcome
 
 CLIENTS = 8
-IDLE_SECONDS = 10.0  # for the engine to notice that clients have gone
+IDLE_SECONDS = 10.0  # for the engine to notice that clients have disconnected
 IDLE = {
-    "running": "requests run",
-    "waiting": "requests wait",
-    "kv_tokens_used": "tokens of KV are in use",
-    "kv_tokens_kept": "tokens of KV are kept for conversations",
+    "running": "requests still running",
+    "waiting": "requests still queued",
+    "kv_tokens_used": "tokens of KV still in use",
+    "kv_tokens_kept": "tokens of KV still kept for conversations",
 }
 
 
 async def stress(options: Options, interrupts: Interrupts) -> int:
-    """1 where the run failed. Raises WrongUsage, EngineGone and what the engine's start raises; what was
-    found until then is shown all the same."""
+    """1 where the run failed. Raises WrongUsage, EngineGone and what the engine's start raises, after the
+    report of the run so far."""
     path: Path = options.written.get("script", stress_script())
     entries = read_script(path) * options.written.get("repeat", 1)
     clients = options.written.get("clients", CLIENTS)
     chaos = Chaos.asked(options.written, options.config().seed)
     if chaos is not None and options.remote is not None:
-        runtime_of(Address(options.remote))  # for its refusal, before anything is connected
+        runtime_of(Address(options.remote))  # raises WrongUsage before a connection is made
     async with endpoint(options, interrupts) as where, Client.connect(where, name="stress") as client:
         welcome = client.welcome
         _check_model(welcome, entries, path)
         bound = rounding_bound(welcome.format, welcome.backbone_dtype)
-        run = Run(str(path), welcome, bound, Load([[] for _ in range(clients)]))
+        run = StressRun(str(path), welcome, bound, Load([[] for _ in range(clients)]))
         try:
             await _run(run, where, client, entries, chaos)
             run.finished = True
@@ -79,13 +78,15 @@ def _check_model(welcome: Welcome, entries: list[Entry], path: Path) -> None:
                 raise WrongUsage(f"{path}: {entry.name} is a chat, and this model has no chat template")
 
 
-async def _run(run: Run, where: Address, client: Client, entries: list[Entry], chaos: Chaos | None) -> None:
+async def _run(
+    run: StressRun, where: Address, client: Client, entries: list[Entry], chaos: Chaos | None
+) -> None:
     async with AsyncExitStack() as stack:
         clients = [
             await stack.enter_async_context(Client.connect(where, name=f"stress {number}"))
             for number in range(len(run.load.outcomes))
         ]
-        if chaos is not None:  # connected clients are no growth of the engine's
+        if chaos is not None:  # after the clients' connections, which enlarge the engine's processes
             run.chaos = await ChaosRun.begin(client.stats, runtime_of(where), chaos)
         with ProgressCounter("stress: under load", sum(entry.requests for entry in entries)) as counter:
 
@@ -111,17 +112,17 @@ async def _run(run: Run, where: Address, client: Client, entries: list[Entry], c
     await _look_for_leaks(client, run)
 
 
-async def _look_for_leaks(client: Client, run: Run) -> None:
-    """Once this run's clients have gone, nothing may be left of them; where others are connected, what is
-    there may be theirs."""
+async def _look_for_leaks(client: Client, run: StressRun) -> None:
+    """Once this run's clients have disconnected, the engine must hold nothing for them; not checked while
+    other clients are connected."""
     deadline = asyncio.get_running_loop().time() + IDLE_SECONDS
     while True:
         stats = await client.stats()
-        left = [f"{count} {what}" for key, what in IDLE.items() if (count := stats["scheduler"].get(key))]
+        leaks = [f"{count} {what}" for key, what in IDLE.items() if (count := stats["scheduler"].get(key))]
         others = stats["clients"]["connected"] > 1
-        if not (left or others) or asyncio.get_running_loop().time() > deadline:
+        if not (leaks or others) or asyncio.get_running_loop().time() > deadline:
             break
         await asyncio.sleep(0.1)
     run.leaks_checked = not others
     if run.leaks_checked:
-        run.leaks = left
+        run.leaks = leaks

@@ -1,4 +1,4 @@
-"""The load of a stress run: clients with connections of their own take a script's entries from one queue."""
+"""The load of a stress run: clients with separate connections take a script's entries from one queue."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from protocol.messages import ChatMessage
 
 @dataclass
 class Load:
-    """What the clients met so far."""
+    """The outcomes of the clients' requests so far."""
 
-    outcomes: list[list[Outcome]]  # of each client, in the order they ended
-    unsent: int = 0  # turns that followed one that was not served, and what no client was left for
+    outcomes: list[list[Outcome]]  # of each client, in the order in which they ended
+    unsent: int = 0  # turns after an unserved one, and entries left in the queue when all clients stopped
     seconds: float = 0.0
     strays: dict[int, int] = field(default_factory=dict)  # client -> messages for requests that had ended
 
@@ -31,8 +31,8 @@ class Load:
 async def run_load(
     clients: list[Client], entries: Iterable[Entry], load: Load, ended: Callable[[Outcome], None]
 ) -> None:
-    """Serve every entry once; `load` is filled as requests end, and `ended` is told. A client whose engine is
-    gone sends no more."""
+    """Send every entry once; fills `load` and calls `ended` as requests end. A client stops when its engine
+    has ended."""
     queue = deque(enumerate(entries))
     began = time.perf_counter()
 
@@ -58,7 +58,7 @@ async def run_load(
 
 
 async def count_strays(clients: list[Client], load: Load) -> None:
-    """Once nothing is under way: everything that was sent to a client before its Stats has then arrived."""
+    """Set `load.strays`; to be called when no request runs. Messages sent before a Stats arrive before it."""
     for number, client in enumerate(clients):
         await client.stats()
         load.strays[number] = client.strays
@@ -72,12 +72,13 @@ async def _serve(client: Client, entry: Entry, conversation: str) -> AsyncIterat
     if entry.turns is None:
         yield await ask(client, request)
         return
-    said: tuple[ChatMessage, ...] = ()
-    for number, turn in enumerate(entry.turns, 1):
-        said += (ChatMessage("user", turn),)
+    messages: tuple[ChatMessage, ...] = ()
+    for number, text in enumerate(entry.turns, 1):
+        messages += (ChatMessage("user", text),)
         label = f"{entry.name}, turn {number}"
-        outcome = await ask(client, replace(request, label=label, messages=said, conversation=conversation))
+        turn = replace(request, label=label, messages=messages, conversation=conversation)
+        outcome = await ask(client, turn)
         yield outcome
         if not outcome.served:
             return
-        said += (ChatMessage("assistant", outcome.text),)
+        messages += (ChatMessage("assistant", outcome.text),)

@@ -1,4 +1,4 @@
-"""Each deterministic answer of a load against the same request run alone, by the rule of `equality.py`."""
+"""Compares each deterministic answer of a load with the same request run alone, by `equality.py`'s rule."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from protocol.errors import EngineGone
 
 @dataclass(frozen=True)
 class Finding:
-    """How a request's answer compares with that of the same request alone."""
+    """The comparison of a request's answer with that of the same request alone."""
 
     label: str
     comparison: Comparison
-    why: str = ""  # what else than tokens differs
+    why: str = ""  # a difference other than in the tokens
 
     @property
     def verdict(self) -> Verdict:
@@ -32,8 +32,8 @@ class Finding:
 
 
 def alone(outcome: Outcome) -> Request | None:
-    """The request that is expected to be answered in the same way: without a past, and where the answer was
-    cut off by a Cancel, asking for as many tokens as had come. None where nothing is to be expected."""
+    """The request to run alone for a comparison: without a conversation's KV, and in place of a Cancel with a
+    limit of as many tokens as had arrived. None for an outcome that cannot be compared."""
     request = replace(outcome.request, label="", cancel_after=None, conversation=None)
     cut = outcome.end is End.CANCELLED
     if not request.deterministic or (cut and not outcome.tokens):
@@ -46,8 +46,8 @@ def alone(outcome: Outcome) -> Request | None:
 async def compare_all(
     client: Client, outcomes: Iterable[Outcome], bound: float, compared: Callable[[Finding], None]
 ) -> None:
-    """Run each different request once, one after the other, and tell `compared` of every outcome that can be
-    compared. Raises EngineGone."""
+    """Run each different request once, one after the other, and call `compared` with the finding for every
+    outcome that can be compared. Raises EngineGone."""
     groups: dict[Request, list[Outcome]] = {}
     for outcome in outcomes:
         request = alone(outcome)
@@ -60,7 +60,7 @@ async def compare_all(
 
 
 def judge(outcome: Outcome, reference: Outcome, bound: float) -> Finding:
-    """`reference` is the same request alone."""
+    """`reference`: the outcome of the same request alone."""
     label, cut = outcome.request.label, outcome.end is End.CANCELLED
     if not (outcome.served and reference.served):
         if (outcome.end, outcome.error) == (reference.end, reference.error):

@@ -1,4 +1,4 @@
-"""What a stress run found, as one plain mapping: the JSON object, and what the table shows. Shows nothing."""
+"""The report of a stress run as one plain mapping, for the JSON object and the tables."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ FAULTS = ("mismatches", "failures", "lost", "doubled", "leaks", "unhealed")  # e
 
 
 @dataclass
-class Run:
-    """Everything known of a run; it grows while it goes on."""
+class StressRun:
+    """The state of a run; filled while it proceeds."""
 
     script: str
     welcome: Welcome
@@ -34,9 +34,9 @@ class Run:
     finished: bool = False
 
 
-def report(run: Run) -> dict[str, Any]:
-    """The figures are of the load alone; times are seconds. Under "details" there is a text for each near-tie
-    and each fault."""
+def report(run: StressRun) -> dict[str, Any]:
+    """The figures cover the load, not the comparison; times are seconds. "details" has a text for each
+    near-tie and each fault."""
     outcomes, seconds = run.load.all, run.load.seconds
     ends = [outcome.end for outcome in outcomes]
     verdicts = [finding.verdict for finding in run.findings]
@@ -81,7 +81,7 @@ def report(run: Run) -> dict[str, Any]:
     }
 
 
-def _details(run: Run) -> dict[str, list[str]]:
+def _details(run: StressRun) -> dict[str, list[str]]:
     def ended(*ends: End) -> list[str]:
         found = (outcome for outcome in run.load.all if outcome.end in ends)
         return [f"{outcome.request.label}: {outcome.error}" for outcome in found]
@@ -90,7 +90,7 @@ def _details(run: Run) -> dict[str, list[str]]:
         return [str(finding) for finding in run.findings if finding.verdict is verdict]
 
     doubled = [
-        f"{outcome.request.label}: its tokens came with the numbers "
+        f"{outcome.request.label}: its tokens arrived with the indices "
         + ", ".join(str(token.index) for token in outcome.tokens)
         for outcome in run.load.all
         if not outcome.in_order
@@ -106,14 +106,14 @@ def _details(run: Run) -> dict[str, list[str]]:
         "lost": ended(End.LOST),
         "doubled": doubled + strays,
         "leaks": run.leaks,
-        "unhealed": run.chaos.unhealed if run.chaos else [],
+        "unhealed": run.chaos.unrecovered if run.chaos else [],
         "near_ties": judged(Verdict.NEAR_TIE),
     }
 
 
 def _fairness(load: Load) -> dict[str, Any]:
-    """Each client's share. Its tok_s is that of its completed answers, from sending to end; Jain's index of
-    these is 1 where all are equal, and 1/n where one client of n got everything."""
+    """Each client's figures. `tok_s` counts its completed answers, from sending to end; Jain's index of these
+    rates is 1 where all are equal, and 1/n where one client of n got all tokens."""
     clients = []
     for number, outcomes in enumerate(load.outcomes):
         completed = [outcome for outcome in outcomes if outcome.end in (End.STOP, End.LENGTH)]

@@ -1,4 +1,4 @@
-"""One request of a stress run, and what came of it. Knows no script and compares nothing."""
+"""One request of a stress run, and its outcome."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from protocol.client import Client
 from protocol.errors import EngineGone, ProtocolError, RequestFailed
 from protocol.messages import ChatMessage, Sampling, Token
 
-SILENCE = 120.0  # seconds without any message of a request, after which it is lost
+SILENCE = 120.0  # seconds without a message, after which a request counts as lost
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is sent, and when it is cancelled; one of `prompt` and `messages` is not None."""
+    """What to send, and when to cancel it; exactly one of `prompt` and `messages` is not None."""
 
     label: str
     prompt: str | None
@@ -38,16 +38,16 @@ class End(StrEnum):
 
     STOP = "stop"  # by the model
     LENGTH = "length"  # by max_tokens or the context
-    CANCELLED = "cancelled"  # by us
-    REFUSED = "refused"  # it is at fault: too long for the context, say
+    CANCELLED = "cancelled"  # by cancel_after
+    REFUSED = "refused"  # the request is invalid, e.g. too long for the context
     FAILED = "failed"
-    GONE = "gone"  # with its engine
-    LOST = "lost"  # no end came
+    GONE = "gone"  # the engine ended
+    LOST = "lost"  # no terminal message
 
 
 @dataclass
 class Outcome:
-    """An answer as it came. Times are seconds of one monotonic clock."""
+    """An answer as received. Times are seconds of one monotonic clock."""
 
     request: Request
     sent: float
@@ -57,7 +57,7 @@ class Outcome:
     ended: float = 0.0
     text: str = ""  # "" unless the request was served
     error: str = ""
-    stats: dict[str, Any] = field(default_factory=dict)  # the engine's
+    stats: dict[str, Any] = field(default_factory=dict)  # of Done
 
     @property
     def served(self) -> bool:
@@ -65,7 +65,7 @@ class Outcome:
 
     @property
     def steps(self) -> list[Choice]:
-        """The tokens that were chosen, the one that ended the answer among them."""
+        """The chosen tokens, including the one that ended the answer."""
         end = self.stats.get("end")
         return [*self.tokens, *([Step(end["token"], end["runner_up"], end["margin"])] if end else [])]
 
@@ -75,11 +75,11 @@ class Outcome:
 
 
 async def ask(client: Client, request: Request, silence: float = SILENCE) -> Outcome:
-    """Send a request and take its answer to the end. Whatever goes wrong with it is in the outcome."""
+    """Send a request and receive its answer. Errors become part of the outcome."""
     outcome = Outcome(request, time.perf_counter())
     try:
         async with asyncio.timeout(silence) as limit:
-            await _take(client, outcome, limit, silence)
+            await _receive(client, outcome, limit, silence)
     except TimeoutError:
         outcome.error = f"no message for {silence:g} s after {len(outcome.tokens)} tokens"
     except RequestFailed as e:
@@ -92,12 +92,12 @@ async def ask(client: Client, request: Request, silence: float = SILENCE) -> Out
     return outcome
 
 
-async def _take(client: Client, outcome: Outcome, limit: asyncio.Timeout, silence: float) -> None:
+async def _receive(client: Client, outcome: Outcome, limit: asyncio.Timeout, silence: float) -> None:
     loop = asyncio.get_running_loop()
     request = outcome.request
 
-    def heard(_position: int = 0) -> None:
-        # a position may be told when the limit has just passed, or the answer has just ended
+    def extend_limit(_position: int = 0) -> None:
+        # A queue position may arrive when the limit has just passed, or the answer has just ended.
         if not limit.expired() and not outcome.ended:
             limit.reschedule(loop.time() + silence)
 
@@ -108,13 +108,13 @@ async def _take(client: Client, outcome: Outcome, limit: asyncio.Timeout, silenc
         sampling=request.sampling,
         conversation=request.conversation,
     )
-    answer.on_queued = heard
+    answer.on_queued = extend_limit
     if request.cancel_after == 0:
         await answer.cancel()
     async for token in answer:
         outcome.arrivals.append(time.perf_counter())
         outcome.tokens.append(token)
-        heard()
+        extend_limit()
         if len(outcome.tokens) == request.cancel_after:
             await answer.cancel()
     assert answer.done is not None  # the loop above raises otherwise
@@ -122,4 +122,4 @@ async def _take(client: Client, outcome: Outcome, limit: asyncio.Timeout, silenc
     outcome.text = "".join(token.text for token in outcome.tokens) + answer.done.text
     enough = request.cancel_after is not None and len(outcome.tokens) >= request.cancel_after
     if outcome.end is End.CANCELLED and not enough:
-        outcome.end, outcome.error = End.FAILED, "the engine gave this answer up"
+        outcome.end, outcome.error = End.FAILED, "the engine cancelled this answer"

@@ -1,18 +1,17 @@
-"""Scripts of `launch.py stress`: a JSON object a line, each a request or a conversation of several.
+"""Scripts of `launch.py stress`: one JSON object a line, a request or a conversation of several requests.
 
     {"name": "greeting", "prompt": "Good morning,", "max_tokens": 32}
     {"messages": [{"role": "user", "content": "What is a list?"}], "temperature": 0.8, "seed": 7}
     {"turns": ["What is a list?", "And a tuple?"], "cancel_after": 5, "delay": 0.5}
 
 Exactly one of
-  prompt        text to continue as it stands
+  prompt        text to continue, without a chat template
   messages      a conversation so far, rendered by the chat template
-  turns         what a user says, one after the other, in one conversation; each answer goes into the next
-                prompt
+  turns         a user's messages in one conversation; each answer becomes part of the next prompt
 and optionally
-  max_tokens    new tokens of an answer at most (64)
-  temperature   0 is greedy, and only greedy answers are compared (0)
-  seed          of the choice at random
+  max_tokens    longest answer, in tokens (64)
+  temperature   0: greedy, and only greedy answers are compared (0)
+  seed          of the sampling
   cancel_after  tokens after which each answer is cancelled; 0: at once
   delay         seconds to wait before the first request
   name          a label for reports ("line N")
@@ -43,7 +42,7 @@ SHOWN = 40  # characters of a wrong value in an error message
 
 @dataclass(frozen=True)
 class Entry:
-    """One line; exactly one of `prompt`, `messages`, `turns` is not None."""
+    """One line of a script; exactly one of `prompt`, `messages`, `turns` is not None."""
 
     name: str
     prompt: str | None = None
@@ -65,7 +64,7 @@ class Entry:
 
 
 def read_script(path: Path) -> list[Entry]:
-    """Raises WrongUsage, one line with the file and the line's number, for anything but such a script."""
+    """Raises WrongUsage, one line with the file and the line's number, for an invalid script."""
     entries = []
     for number, line in enumerate(read_text(path).removeprefix("\ufeff").split("\n"), 1):
         if line.strip():
@@ -74,12 +73,12 @@ def read_script(path: Path) -> list[Entry]:
             except _Wrong as e:
                 raise WrongUsage(f"{path}, line {number}: {e}") from None
     if not entries:
-        raise WrongUsage(f"{path} holds no request; write one JSON object a line")
+        raise WrongUsage(f"{path} has no request; write one JSON object a line")
     return entries
 
 
 class _Wrong(Exception):
-    """What is wrong with a line."""
+    """Raised for an invalid line; the text says what is wrong with it."""
 
 
 def _entry(line: str, number: int) -> Entry:
@@ -90,7 +89,7 @@ def _entry(line: str, number: int) -> Entry:
             raise _Wrong(f"unknown field {key!r}{nearest(key, known) or '; known are ' + ', '.join(known)}")
     prompts = [key for key in PROMPTS if key in given]
     if len(prompts) != 1:
-        has = "there is none" if not prompts else f"there are {' and '.join(prompts)}"
+        has = f"not {' and '.join(prompts)}" if prompts else "it has none"
         raise _Wrong(f"give exactly one of {', '.join(PROMPTS)}; {has}")
     values: dict[str, Any] = {"name": f"line {number}"}
     for key, value in given.items():
@@ -112,7 +111,7 @@ def _object(line: str) -> dict[str, Any]:
     def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         for i, (key, _) in enumerate(pairs):
             if any(key == later for later, _ in pairs[i + 1 :]):
-                raise _Wrong(f"{key!r} is there twice")
+                raise _Wrong(f"{key!r} appears twice")
         return dict(pairs)
 
     try:
@@ -128,13 +127,13 @@ def _object(line: str) -> dict[str, Any]:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        _wrong("a text", value)
+        _wrong("a string", value)
     return value
 
 
 def _name(value: Any) -> str:
     if not isinstance(value, str) or not value.strip() or not value.isprintable():
-        _wrong("a text of one line", value)
+        _wrong("a string of one line", value)
     return value
 
 
@@ -170,7 +169,7 @@ def _messages(value: Any) -> tuple[ChatMessage, ...]:
 
 def _turns(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not value:
-        _wrong("a list of texts", value)
+        _wrong("a list of strings", value)
     for turn in value:
         if not isinstance(turn, str):
             _wrong("a list of texts", turn)
@@ -195,6 +194,6 @@ def _wrong(expected: str, value: Any) -> NoReturn:
 
 
 def _shown(value: Any) -> str:
-    """A value of any size and kind on one line, as JSON writes it."""
+    """A value as JSON on one line, cut to SHOWN characters."""
     text = json.dumps(value)
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."

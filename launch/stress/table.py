@@ -1,53 +1,68 @@
-"""A stress run's report for a person: on stdout, plain where that is no terminal."""
+"""The report of a stress run as text."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from rich.box import SIMPLE
-from rich.console import Console, Group, RenderableType
+from rich.console import RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from launch.stress.chaos_table import chaos_parts
 from launch.stress.report import FAULTS
+from launch.terminal.format import MISSING
+from launch.terminal.output import show
+from launch.terminal.tables import make_grid, make_table, render
 
-MOST_CLIENTS = 16  # rows of clients; of more, the slowest, the middle and the quickest are shown
+MOST_CLIENTS = 16  # rows; of more clients the slowest, the middle and the fastest are shown
 MOST_DETAILS = 20  # lines of a kind
 COUNTS = {
     "requests": ("completed", "cancelled", "refused", "sampled", "unsent"),
     "alone": ("compared", "equal", "near_ties"),
     "faults": FAULTS,
 }
+NAMES = {  # of counts whose keys are no words of a report: singular, plural
+    "near_ties": ("near-tie", "near-ties"),
+    "mismatches": ("mismatch", "mismatches"),
+    "failures": ("failure", "failures"),
+    "lost": ("lost answer", "lost answers"),
+    "doubled": ("duplicate", "duplicates"),
+    "leaks": ("leak", "leaks"),
+    "unhealed": ("not recovered", "not recovered"),
+}
 
 
 def show_report(found: dict[str, Any]) -> None:
-    Console(highlight=False).print(Group(*_parts(found)))
+    show(render(*_parts(found)))
+
+
+def _count(found: dict[str, Any], key: str) -> str:
+    singular, plural = NAMES.get(key, (key, key))
+    return f"{found[key]} {singular if found[key] == 1 else plural}"
 
 
 def _parts(found: dict[str, Any]) -> list[RenderableType]:
     engine = f"{found['policy']} on {found['device']}, experts {found['format']}, "
-    engine += f"the rest {found['backbone_dtype']}"
+    engine += f"backbone {found['backbone_dtype']}"
     if found["emulation"]:
         engine += f"; emulation: {found['emulation']}"
     rate = "" if found["tok_s"] is None else f", {found['tok_s']:.0f} tok/s"
     parts: list[RenderableType] = [
         Text(
-            f"{found['requests']} requests of {found['clients']} clients in {found['seconds']:.1f} s, "
+            f"{found['requests']} requests by {found['clients']} clients in {found['seconds']:.1f} s, "
             f"{found['tokens']} tokens{rate}",
             style="bold",
         ),
         Text(engine),
-        _counts(found),
-        _times(found),
-        _clients(found["fairness"]),
+        *("", _counts(found)),
+        *("", _times(found)),
+        *("", *_clients(found["fairness"]), ""),
     ]
     if found["kv_reused_tokens"] or found["preemptions"]:
         parts.append(
             Text(
-                f"{found['kv_reused_tokens']} prompt tokens were reused from the KV cache; "
-                f"{found['preemptions']} preemptions"
+                f"KV reused for {found['kv_reused_tokens']} prompt tokens; {found['preemptions']} preemptions"
             )
         )
     if found["chaos"] is not None:
@@ -55,67 +70,60 @@ def _parts(found: dict[str, Any]) -> list[RenderableType]:
     for kind in ("near_ties", *FAULTS):
         parts += _details(found, kind)
     if not found["leaks_checked"]:
-        parts.append(Text("leaks were not looked for: the run did not end, or other clients are connected"))
+        parts.append(Text("leaks not checked: the run was interrupted, or other clients are connected"))
     return [*parts, _verdict(found)]
 
 
 def _verdict(found: dict[str, Any]) -> Text:
     if found["passed"]:
-        ties = f", {found['near_ties']} of them up to a near-tie" if found["near_ties"] else ""
-        return Text(f"passed: {found['compared']} answers are what they are alone{ties}", style="bold green")
-    faults = [f"{found[fault]} {fault}" for fault in FAULTS if found[fault]]
+        ties = f" ({_count(found, 'near_ties')})" if found["near_ties"] else ""
+        text = f"passed: {found['compared']} answers equal the same requests run alone{ties}"
+        return Text(text, style="bold green")
+    faults = [_count(found, fault) for fault in FAULTS if found[fault]]
     if not found["finished"]:
-        faults.insert(0, "the run did not end")
+        faults.insert(0, "the run was interrupted")
     return Text("FAILED: " + ", ".join(faults), style="bold red")
 
 
 def _counts(found: dict[str, Any]) -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table = make_grid(2)
     for title, keys in COUNTS.items():
-        cells = []
-        for key in keys:
-            bad = key in FAULTS and found[key]
-            cells.append(Text(f"{found[key]} {key.replace('_', '-')}", style="bold red" if bad else ""))
-        table.add_row(Text(title, style="dim"), *cells)
+        counts = [
+            Text(_count(found, key), "bold red" if key in FAULTS and found[key] else "") for key in keys
+        ]
+        table.add_row(Text(title, style="dim"), Text(", ").join(counts))
     return table
 
 
 def _times(found: dict[str, Any]) -> Table:
-    table = Table(box=SIMPLE, padding=(0, 1))
-    table.add_column("milliseconds")
-    for name in found["first_token_s"]:
-        table.add_column(name, justify="right")
+    table = make_table("milliseconds", numbers=found["first_token_s"])
     for title, key in (("to the first token", "first_token_s"), ("between tokens", "token_gap_s")):
         table.add_row(title, *(_number(value, 1000) for value in found[key].values()))
     return table
 
 
-def _clients(fairness: dict[str, Any]) -> Table:
+def _clients(fairness: dict[str, Any]) -> list[RenderableType]:
     clients = fairness["clients"]
-    caption = None
+    caption = f"Jain's fairness index of the clients' tok/s: {_number(fairness['jain'], digits=3)}"
     if len(clients) > MOST_CLIENTS:
-        caption = f"the slowest, the middle and the quickest of {len(clients)}"
+        caption += f"; the slowest, the middle and the fastest of {len(clients)} are shown"
         ranked = sorted((c for c in clients if c["tok_s"] is not None), key=lambda c: c["tok_s"])
         clients = [ranked[0], ranked[len(ranked) // 2], ranked[-1]] if ranked else []
-    table = Table(box=SIMPLE, padding=(0, 1), caption=caption, caption_justify="left")
-    for title in ("client", "requests", "tokens", "tok/s", "first token, ms"):
-        table.add_column(title, justify="right")
+    table = make_table(numbers=("client", "requests", "tokens", "tok/s", "first token, ms"))
     for client in clients:
         table.add_row(
             *(str(client[key]) for key in ("client", "requests", "tokens")),
             _number(client["tok_s"]),
             _number(client["first_token_s"], 1000),
         )
-    table.columns[3].footer = f"Jain {_number(fairness['jain'], digits=3)}"
-    table.show_footer = True
-    return table
+    return [table, Text(caption)]
 
 
 def _details(found: dict[str, Any], kind: str) -> list[RenderableType]:
     lines = found["details"][kind]
     if not lines:
         return []
-    title = kind.replace("_", "-")
+    title = NAMES[kind][1]
     if kind == "near_ties":
         title += f" (first differences at margins below {found['near_tie_bound']:g})"
     shown = lines[:MOST_DETAILS]
@@ -126,4 +134,4 @@ def _details(found: dict[str, Any], kind: str) -> list[RenderableType]:
 
 
 def _number(value: float | None, factor: float = 1.0, digits: int = 1) -> str:
-    return "-" if value is None else f"{value * factor:.{digits}f}"
+    return MISSING if value is None else f"{value * factor:.{digits}f}"

@@ -1,4 +1,4 @@
-"""Hostile frames: a seed is a stream, and the stream has everything."""
+"""Hostile frames: reproducible from the seed, of every kind."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from protocol.messages import TAGS
 
 @given(st.integers(0, 2**64))
 @settings(max_examples=40, deadline=None)
-def test_whatever_the_seed_frames_are_a_message_or_malformed(seed: int) -> None:
-    for shot in islice(HostileFrames(seed), 100):
-        assert shot.frames
+def test_frames_decode_or_are_refused_as_malformed(seed: int) -> None:
+    for message in islice(HostileFrames(seed), 100):
+        assert message.frames
         try:
-            assert type(decode(shot.frames)) in TAGS.values()
+            assert type(decode(message.frames)) in TAGS.values()
         except MalformedMessage:
-            assert shot.kind not in ("valid", "replay")
+            assert message.kind not in ("valid", "replay")
 
 
-def test_a_seed_is_a_stream() -> None:
+def test_stream_follows_from_the_seed() -> None:
     first, again, other = ([s.frames for s in islice(HostileFrames(n), 2000)] for n in (5, 5, 6))
     assert first == again
     assert first != other
 
 
-def test_the_stream_has_everything() -> None:
-    shots = list(islice(HostileFrames(0), 20_000))
-    kinds = Counter(shot.kind for shot in shots)
+def test_stream_has_every_kind_and_message() -> None:
+    messages = list(islice(HostileFrames(0), 20_000))
+    kinds = Counter(message.kind for message in messages)
     assert set(kinds) == set(KINDS)
-    valid = [shot.frames for shot in shots if shot.kind == "valid"]
+    valid = [message.frames for message in messages if message.kind == "valid"]
     assert {frames[0][0] for frames in valid} == set(TAGS)
-    replayed = [shot.frames for shot in shots if shot.kind == "replay"]
+    replayed = [message.frames for message in messages if message.kind == "replay"]
     assert len({tuple(frames) for frames in replayed}) < len(replayed)
-    refused = Counter(shot.kind for shot in shots if not is_message(shot.frames))
+    refused = Counter(message.kind for message in messages if not is_message(message.frames))
     for kind in MUTATIONS:
         assert refused[kind] > 0.5 * kinds[kind]
-    assert max(sum(map(len, shot.frames)) for shot in shots) > 4 << 20
+    assert max(sum(map(len, message.frames)) for message in messages) > 4 << 20
 
 
 def is_message(frames: list[bytes]) -> bool:
@@ -58,7 +58,7 @@ def is_message(frames: list[bytes]) -> bool:
 
 
 @pytest.mark.parametrize("message", TAGS.values(), ids=lambda message: message.__name__)
-def test_samples_are_valid(message: type) -> None:
+def test_samples_survive_the_codec(message: type) -> None:
     for seed in range(50):
         made = valid_message(Random(seed), message)
         back = decode(encode(made))

@@ -1,4 +1,4 @@
-"""What chaos was asked for, when a pool is whole, and what a run says."""
+"""The options of --chaos, the recovery check, and the report of a run with faults."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from launch.chaos.injector import Fault, Injector
 from launch.chaos.plan import Chaos
-from launch.chaos.pool import not_whole, wait_whole
+from launch.chaos.pool import missing_peers, wait_recovered
 from launch.chaos.processes import Usage, runtime_of
 from launch.command_line.options import parse
 from launch.errors import WrongUsage
@@ -25,7 +25,7 @@ from protocol.messages import Sampling
 ROOT = Path(__file__).parents[2]
 
 
-def test_words() -> None:
+def test_chaos_options() -> None:
     def asked(*words: str) -> Chaos | None:
         return Chaos.asked(parse(["stress", *words]).written, 5)
 
@@ -33,7 +33,7 @@ def test_words() -> None:
     assert asked("--chaos", "kill, stop,kill") == Chaos(("kill", "stop"), 1.0, 5)
     assert asked("--chaos", "corrupt", "--chaos-rate", "0.3") == Chaos(("corrupt",), 0.3, 5)
     known = r"\(kill, stop, delay, corrupt\)$"
-    for wrong, line in (("kil", f"^--chaos: there is no 'kil'; did you mean kill. {known}"), ("", known)):
+    for wrong, line in (("kil", f"^--chaos: unknown kind 'kil'; did you mean kill. {known}"), ("", known)):
         with pytest.raises(WrongUsage, match=line):
             asked("--chaos", wrong)
     with pytest.raises(WrongUsage, match=r"^--chaos-rate belongs to --chaos; give both or neither$"):
@@ -43,7 +43,7 @@ def test_words() -> None:
         parse(["stress", "--seed", "3", "--connect"])
 
 
-def test_only_a_local_engine() -> None:
+def test_chaos_needs_a_local_engine() -> None:
     assert runtime_of(Address("ipc:///run/tandem/a/client.sock")) == Path("/run/tandem/a")
     with pytest.raises(WrongUsage, match=r"^--chaos needs a local engine, not one at tcp://there:1$"):
         runtime_of(Address("tcp://there:1"))
@@ -62,18 +62,18 @@ def peer(role: str, index: int, incarnation: int, up: bool = True) -> dict[str, 
     return {"role": role, "index": index, "incarnation": incarnation, "pid": 1, "up": up}
 
 
-async def test_when_a_pool_is_whole() -> None:
+async def test_pool_is_recovered_when_every_peer_is_up_again() -> None:
     before = [peer("worker", 0, 0), peer("worker", 1, 0), peer("prefetcher", 0, 0)]
     kills = [Fault("kill", 0.0, True, "worker", 1, 0), Fault("stop", 0.0, True, "worker", 0, 0)]
-    assert not_whole(before, before, []) == []
-    assert not_whole(before, before, kills) == ["worker 1 is not up"]
-    assert not_whole([peer("worker", 0, 0), peer("worker", 1, 1, up=False)], before, kills) == [
+    assert missing_peers(before, before, []) == []
+    assert missing_peers(before, before, kills) == ["worker 1 is not up"]
+    assert missing_peers([peer("worker", 0, 0), peer("worker", 1, 1, up=False)], before, kills) == [
         "worker 1 is not up",
         "prefetcher 0 is not up",
     ]
     healed = [peer("worker", 0, 0), peer("worker", 1, 1), peer("prefetcher", 0, 0)]
-    assert not_whole(healed, before, kills) == []
-    assert not_whole([*healed, peer("worker", 2, 0, up=False)], before, kills) == ["worker 2 is not up"]
+    assert missing_peers(healed, before, kills) == []
+    assert missing_peers([*healed, peer("worker", 2, 0, up=False)], before, kills) == ["worker 2 is not up"]
 
     asked = 0
 
@@ -82,13 +82,13 @@ async def test_when_a_pool_is_whole() -> None:
         asked += 1
         return {"peers": healed if asked > 2 else before}
 
-    assert await wait_whole(stats, before, kills, 10.0) == []
+    assert await wait_recovered(stats, before, kills, 10.0) == []
     assert asked == 3
     asked = -100
-    assert await wait_whole(stats, before, kills, 0.1) == ["worker 1 is not up"]
+    assert await wait_recovered(stats, before, kills, 0.1) == ["worker 1 is not up"]
 
 
-def test_what_a_run_says(tmp_path: Path) -> None:
+def test_report_of_a_run_with_faults(tmp_path: Path) -> None:
     def answered(*arrivals: float) -> Outcome:
         request = Request("r", "a", None, 9, Sampling())
         return Outcome(request, arrivals[0] - 0.5, [], list(arrivals), End.LENGTH, arrivals[-1])
@@ -114,7 +114,7 @@ def test_what_a_run_says(tmp_path: Path) -> None:
     report = run.report(outcomes)
     assert report["faults"] == {"kill": {"worker": 2, "prefetcher": 1}, "corrupt": {"stranger": 1}}
     assert (report["total"], report["during_decode"], report["kills_during_decode"]) == (4, 3, 2)
-    # The first kill meets two answers, the second two, the third none.
+    # Two answers are in progress at the first kill, two at the second, none at the third.
     assert report["kill_to_next_token_s"] == {"median": pytest.approx(0.1875), "max": 0.25}
     assert report["kill_to_every_next_token_s"] == {"median": 0.75, "max": 1.0}
     assert report["respawns"] == {"worker": 2, "prefetcher": 3}
@@ -122,8 +122,8 @@ def test_what_a_run_says(tmp_path: Path) -> None:
         **{"processes": 4, "private_bytes": 20_000_000, "descriptors": 28}
     }
     shown = "\n".join(str(part) for part in chaos_parts(report))
-    assert "chaos, seed 9: 3 kill (2 worker, 1 prefetcher); 1 corrupt (1 stranger); 3 while" in shown
-    assert "median 188 ms, at most 250 ms; of everybody: median 750 ms, at most 1000 ms" in shown
-    assert "2 deaths of a worker: ready again after 400 ms, up after - (medians)" in shown
-    assert "worker 20 to 15 MB, 28 to 21 descriptors" in shown
-    assert run.unhealed == []
+    assert "faults, seed 9: 3 kill (2 worker, 1 prefetcher); 1 corrupt (1 stranger); 3 during" in shown
+    assert "median 188 ms, maximum 250 ms; of every answer: median 750 ms, maximum 1000 ms" in shown
+    assert "worker restarted 2 times: ready after 400 ms, up after - (medians)" in shown
+    assert "worker 20.0 MB to 15.0 MB, 28 to 21 descriptors" in shown
+    assert run.unrecovered == []

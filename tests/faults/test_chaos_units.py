@@ -1,4 +1,4 @@
-"""The fault injector: whom it harms, whom it does not, and that it leaves nothing stopped."""
+"""The fault injector: its choice of victims, and that it leaves no process stopped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from protocol.errors import EngineGone
 
 
 class Pool:
-    """Sleeping children of this process that look like workers, and what an engine's stats say of them."""
+    """Sleeping children of this process that look like workers, and an engine's Stats that list them."""
 
     def __init__(self, count: int) -> None:
         command = [sys.executable, "-c", "import time; time.sleep(100)", "workers.expert_worker"]
@@ -85,8 +85,8 @@ async def test_only_peers_that_are_up_are_killed(pool: Pool, tmp_path: Path) -> 
     assert all(0 <= time.perf_counter() - fault.at < 20 for fault in made.faults)
 
 
-async def test_nobody_elses_process_is_touched(pool: Pool, tmp_path: Path) -> None:
-    """Wrong process ids in the stats: nobody's, another's, this process's, and its child of another role."""
+async def test_processes_that_are_not_the_engine_s_are_not_signalled(pool: Pool, tmp_path: Path) -> None:
+    """Wrong process ids in the Stats: unused, another parent's, this process, and a child of another role."""
     pids = (2**22 + 1, 1, os.getpid(), pool.children[3].pid)
     pool.peers = [{"role": "worker", "index": i, "incarnation": 0, "pid": p} for i, p in enumerate(pids)]
     pool.peers[3]["role"] = "prefetcher"
@@ -96,7 +96,7 @@ async def test_nobody_elses_process_is_touched(pool: Pool, tmp_path: Path) -> No
     assert pool.dead() == pool.stopped() == []
 
 
-async def test_nothing_stays_stopped(pool: Pool, tmp_path: Path) -> None:
+async def test_processes_are_resumed_when_the_block_fails(pool: Pool, tmp_path: Path) -> None:
     async def fail() -> None:
         async with injector(pool, tmp_path, "stop", "delay"):
             await until(lambda: len(pool.stopped()) == 4)
@@ -107,7 +107,7 @@ async def test_nothing_stays_stopped(pool: Pool, tmp_path: Path) -> None:
     assert pool.stopped() == pool.dead() == []
 
 
-async def test_who_is_cancelled_leaves_nothing_stopped(pool: Pool, tmp_path: Path) -> None:
+async def test_processes_are_resumed_when_the_block_is_cancelled(pool: Pool, tmp_path: Path) -> None:
     async def disturbed() -> None:
         async with injector(pool, tmp_path, "stop"):
             await asyncio.sleep(100)
@@ -120,16 +120,16 @@ async def test_who_is_cancelled_leaves_nothing_stopped(pool: Pool, tmp_path: Pat
     assert pool.stopped() == pool.dead() == []
 
 
-async def test_a_delay_ends_by_itself(pool: Pool, tmp_path: Path) -> None:
+async def test_delay_ends_by_itself(pool: Pool, tmp_path: Path) -> None:
     async with injector(pool, tmp_path, "delay", rate=5.0) as made:
         await until(lambda: bool(pool.stopped()))
-        made.chaos = Chaos(("corrupt",))  # no further ones: there is no socket in this directory
+        made.chaos = Chaos(("corrupt",))  # no further delays; this directory has no socket
         await until(lambda: not pool.stopped(), DELAY_SECONDS[1] + 5.0)
     assert {fault.kind for fault in made.faults} <= {"delay", "corrupt"}
     assert pool.dead() == []
 
 
-async def test_a_victim_that_was_replaced_meanwhile_does_no_harm(pool: Pool, tmp_path: Path) -> None:
+async def test_stopped_processes_that_exit_are_dropped(pool: Pool, tmp_path: Path) -> None:
     async with injector(pool, tmp_path, "stop") as made:
         await until(lambda: len(pool.stopped()) == 4)
         for child in pool.children:
@@ -139,11 +139,11 @@ async def test_a_victim_that_was_replaced_meanwhile_does_no_harm(pool: Pool, tmp
     assert len(made.faults) == 4
 
 
-async def test_the_same_seed_does_the_same(pool: Pool, tmp_path: Path) -> None:
-    """The same kinds, that is, whoever is there at the time."""
+async def test_kinds_of_faults_follow_from_the_seed_alone(pool: Pool, tmp_path: Path) -> None:
+    """They do not depend on which peers are up."""
 
     async def kinds(up: bool, seed: int) -> list[int]:
-        """How many moments had corrupted something, at each moment."""
+        """The number of `corrupt` faults so far, at each fault."""
         pool.up = [up] * 4
         moments: list[int] = []
 
@@ -160,7 +160,7 @@ async def test_the_same_seed_does_the_same(pool: Pool, tmp_path: Path) -> None:
     assert seen[0] == seen[1] != seen[2]
 
 
-async def test_an_engine_that_goes_ends_it(tmp_path: Path) -> None:
+async def test_engine_that_ends_ends_the_injection(tmp_path: Path) -> None:
     async def gone() -> dict[str, Any]:
         raise EngineGone("it was there a moment ago")
 
@@ -168,27 +168,27 @@ async def test_an_engine_that_goes_ends_it(tmp_path: Path) -> None:
         await until(lambda: bool(made.failure))
     assert made.failure == "it was there a moment ago"
     run = ChaosRun(made, gone, os.getpid())
-    assert run.unhealed == ["faults ended early: it was there a moment ago"]
+    assert run.unrecovered == ["faults ended early: it was there a moment ago"]
 
 
-def test_a_grip_holds_one_process(pool: Pool) -> None:
+def test_pid_handle_signals_one_process(pool: Pool) -> None:
     child = pool.children[0]
     assert PidHandle.take(child.pid, "worker", os.getppid()) is None
     assert PidHandle.take(child.pid, "prefetcher", os.getpid()) is None
     assert PidHandle.take(child.pid, "nobody", os.getpid()) is None
     assert PidHandle.take(-5, "worker", os.getpid()) is None
-    grip = PidHandle.take(child.pid, "worker", os.getpid())
-    assert grip is not None
-    assert grip.alive
-    assert grip.send(signal.SIGKILL)
+    handle = PidHandle.take(child.pid, "worker", os.getpid())
+    assert handle is not None
+    assert handle.alive
+    assert handle.send(signal.SIGKILL)
     child.wait()
-    assert not grip.alive
-    assert not grip.send(signal.SIGKILL)
-    grip.close()
+    assert not handle.alive
+    assert not handle.send(signal.SIGKILL)
+    handle.close()
     assert PidHandle.take(child.pid, "worker", os.getpid()) is None
 
 
-def test_what_processes_use(pool: Pool) -> None:
+def test_usage_of_processes(pool: Pool) -> None:
     used = usage(os.getpid())
     assert used[0].role == "supervisor"
     assert sorted(one.pid for one in used if one.role == "worker") == sorted(c.pid for c in pool.children)

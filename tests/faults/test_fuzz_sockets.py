@@ -10,8 +10,8 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from launch.chaos.hostile_client import SOCKETS, HostileClient
 from launch.chaos.processes import supervisor_of, usage
-from launch.chaos.stranger import SOCKETS, Stranger
 from launch.equality import Verdict, compare, rounding_bound
 from launch.stress.requests import End, Request, ask
 from pipeline.config import EngineConfig
@@ -63,24 +63,24 @@ async def test_hostile_frames_harm_nobody(start_engine, tiny_model: Path) -> Non
                 ).verdict in (Verdict.EQUAL, Verdict.NEAR_TIE)
                 served += 1
 
-        stranger = Stranger(runtime, seed=11)
-        assert stranger.sockets() == list(SOCKETS)
+        hostile = HostileClient(runtime, seed=11)
+        assert hostile.sockets() == list(SOCKETS)
         async with asyncio.TaskGroup() as group:
             group.create_task(serve())
-            while sum(stranger.sent.values()) < FRAMES:
+            while sum(hostile.sent.values()) < FRAMES:
                 for socket in SOCKETS:
-                    await stranger.burst(socket, BURST)
+                    await hostile.burst(socket, BURST)
             attacked.set()
-        await stranger.close()
+        await hostile.close()
 
         assert served > 0
-        assert stranger.stalled == 0
-        assert stranger.answered > 0
+        assert hostile.stalled == 0
+        assert hostile.answered > 0
         assert (await ask(client, PROMPT)).end is End.LENGTH
         assert engine.pids == pids
         after = await malformed(client)
         assert all(after[name] > counted[name] for name in counted)
-        for _ in range(100):  # strangers' connections end a moment after them
+        for _ in range(100):  # hostile connections are closed with a delay
             used = usage(supervisor_of(runtime))
             if all(one.descriptors <= before[one.pid].descriptors for one in used):
                 break

@@ -1,5 +1,4 @@
-"""Runs of stress with chaos on real engines: a bounded share of what a person can run for as long as they
-like."""
+"""Short runs of `stress --chaos` on real engines."""
 
 from __future__ import annotations
 
@@ -15,13 +14,13 @@ import pytest
 
 from launch.chaos.injector import Injector
 from launch.chaos.plan import Chaos
-from launch.chaos.pool import wait_whole
+from launch.chaos.pool import wait_recovered
 from launch.equality import rounding_bound
 from launch.errors import WrongUsage
 from launch.stress.chaos import ChaosRun
 from launch.stress.load import Load, count_strays, run_load
 from launch.stress.reference import compare_all
-from launch.stress.report import Run, report
+from launch.stress.report import StressRun, report
 from launch.stress.requests import End, Request, ask
 from launch.stress.script import Entry
 from pipeline.config import EngineConfig
@@ -47,13 +46,13 @@ def runtime(endpoint: str) -> Path:
     return Path(endpoint.removeprefix("ipc://")).parent
 
 
-async def test_four_clients_lose_nothing(start_engine, tiny_model: Path) -> None:
+async def test_four_clients_lose_no_answer_to_kills(start_engine, tiny_model: Path) -> None:
     """Workers and the prefetcher are killed while four clients are served, until enough of them were."""
     settings = {"policy": "on-demand", "expert_cache": 0.5}
     async with start_engine(config(tiny_model, **settings)) as (engine, client), AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(Client.connect(engine.endpoint)) for _ in range(4)]
         chaos = await ChaosRun.begin(client.stats, runtime(engine.endpoint), Chaos(("kill",), 2.0, seed=5))
-        run = Run("here", client.welcome, rounding_bound("f32", "f32"), Load([[] for _ in clients]))
+        run = StressRun("here", client.welcome, rounding_bound("f32", "f32"), Load([[] for _ in clients]))
         run.chaos = chaos
         async with asyncio.timeout(LIMIT), chaos.injector as injector:
             while sum(fault.decoding for fault in injector.faults) < KILLS:
@@ -66,18 +65,18 @@ async def test_four_clients_lose_nothing(start_engine, tiny_model: Path) -> None
     assert found["passed"], found["details"]
     assert found["unsent"] == 0
     assert found["requests"] % 7 == 0
-    told = found["chaos"]
-    assert told["kills_during_decode"] >= KILLS
-    assert sum(told["respawns"].values()) == told["total"] == sum(told["faults"]["kill"].values())
-    assert 0 < told["kill_to_next_token_s"]["median"] <= told["kill_to_every_next_token_s"]["max"]
-    assert {role: used["processes"] for role, used in told["engine_after"].items()} == {
+    faults = found["chaos"]
+    assert faults["kills_during_decode"] >= KILLS
+    assert sum(faults["respawns"].values()) == faults["total"] == sum(faults["faults"]["kill"].values())
+    assert 0 < faults["kill_to_next_token_s"]["median"] <= faults["kill_to_every_next_token_s"]["max"]
+    assert {role: used["processes"] for role, used in faults["engine_after"].items()} == {
         **{"supervisor": 1, "coordinator": 1, "worker": 2, "prefetcher": 1}
     }
 
 
-async def test_kills_change_no_bit(start_engine, tiny_model: Path) -> None:
-    """One client, one request after the other, `all-host`: plan and batches are the same, so tokens and
-    margins are, too."""
+async def test_kills_change_no_bit_of_the_answers(start_engine, tiny_model: Path) -> None:
+    """One client, one request after the other, `all-host`: plans and batches are the same, so tokens and
+    margins must be."""
     async with start_engine(config(tiny_model, policy="all-host")) as (engine, client):
         undisturbed = [await answer(client, prompt) for prompt in PROMPTS]
         before = (await client.stats())["peers"]
@@ -88,7 +87,7 @@ async def test_kills_change_no_bit(start_engine, tiny_model: Path) -> None:
                 assert [await answer(client, prompt) for prompt in PROMPTS] == undisturbed
                 rounds += 1
         assert rounds > 0
-        assert await wait_whole(client.stats, before, injector.faults, 30.0) == []
+        assert await wait_recovered(client.stats, before, injector.faults, 30.0) == []
         assert [await answer(client, prompt) for prompt in PROMPTS] == undisturbed
 
 
@@ -99,7 +98,7 @@ async def answer(client: Client, prompt: str) -> list[tuple[int, int, float]]:
     return [(step.token, step.runner_up, step.margin) for step in outcome.steps]
 
 
-def test_the_command(tiny_model: Path, tmp_path: Path) -> None:
+def test_stress_command_with_delays_and_hostile_messages(tiny_model: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.jsonl"
     script.write_text("\n".join(json.dumps({"prompt": p, "max_tokens": 40}) for p in PROMPTS))
     command = [sys.executable, ROOT / "launch.py", "stress", "--script", script, "--model", tiny_model]
@@ -117,7 +116,7 @@ def test_the_command(tiny_model: Path, tmp_path: Path) -> None:
     assert chaos["whole_after_s"] is not None
 
 
-async def test_nobody_to_harm_is_said(start_engine, tiny_model: Path) -> None:
+async def test_chaos_needs_workers_or_a_prefetcher(start_engine, tiny_model: Path) -> None:
     alone = EngineConfig(model=tiny_model, device="cpu", format="f32", workers=0)
     async with start_engine(alone) as (engine, client):
         chaos = Chaos(("kill", "corrupt", "stop"), 2.0, seed=5)

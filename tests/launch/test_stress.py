@@ -1,4 +1,4 @@
-"""Runs of `stress` on real engines: one that passes, and all the ways in which one must fail."""
+"""Runs of `stress` on real engines: runs that pass, and every fault that must fail a run."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from launch.equality import QUANTIZED_BOUND, Comparison, Verdict
 from launch.stress.chaos import ChaosRun
 from launch.stress.load import Load, count_strays, run_load
 from launch.stress.reference import Finding, alone, compare_all
-from launch.stress.report import FAULTS, Run, report
+from launch.stress.report import FAULTS, StressRun, report
 from launch.stress.requests import End, Outcome, Request, ask
 from launch.stress.script import Entry
-from launch.stress.table import show_report
+from launch.stress.table import NAMES, show_report
 from pipeline.config import EngineConfig
 from protocol.client import Client
 from protocol.messages import ChatMessage, Sampling, Token, Welcome
@@ -41,7 +41,7 @@ LINES = [
     {"prompt": "def main():", "cancel_after": 0},
     {"prompt": "def main():", "cancel_after": 5, "max_tokens": 60},
     {"name": "too long", "prompt": "long " * 300},
-    {"name": "too long a talk", "turns": ["long " * 300, "This is never said."]},
+    {"name": "too long a talk", "turns": ["long " * 300, "This is never sent."]},
     {"prompt": "At random", "temperature": 1.0, "seed": 3, "max_tokens": 8},
     {"prompt": "late", "delay": 0.2, "max_tokens": 1},
 ]
@@ -54,8 +54,8 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_run_that_passes(script: Path, tiny_model: Path) -> None:
-    """An engine of its own with room for two contexts, four clients, twice through the script."""
+def test_run_with_four_clients_passes(script: Path, tiny_model: Path) -> None:
+    """An engine whose KV cache holds two contexts, four clients, twice through the script."""
     options = ["--clients", "4", "--repeat", "2", "--kv-tokens", "512", "--model", str(tiny_model), *F32]
     with Launched("stress", "--script", str(script), "--json", *options) as launched:
         code, out, err = launched.end()
@@ -72,9 +72,11 @@ def test_a_run_that_passes(script: Path, tiny_model: Path) -> None:
         **{"clients": 4, "policy": "all-host", "format": "f32", "emulation": "", "near_tie_bound": BOUND},
     }
     assert {key: found[key] for key in expected} == expected
-    assert 24 <= found["compared"] <= 26  # all but the sampled, and those cancelled before a token came
+    assert (
+        24 <= found["compared"] <= 26
+    )  # all but sampled requests and those cancelled before the first token
     assert found["equal"] + found["near_ties"] == found["compared"]
-    assert found["kv_reused_tokens"] > 0  # of the talks
+    assert found["kv_reused_tokens"] > 0  # by the conversations
     clients = found["fairness"]["clients"]
     assert [client["client"] for client in clients] == [0, 1, 2, 3]
     assert sum(client["requests"] for client in clients) == 28
@@ -84,8 +86,8 @@ def test_a_run_that_passes(script: Path, tiny_model: Path) -> None:
         assert 0 <= times["p50"] <= times["p95"] <= times["p99"] <= times["max"] < found["seconds"]
 
 
-def test_quantized_engines_pass_by_their_own_bound(script: Path) -> None:
-    """The embedded model: with it a conversation's kept turns meet rounding that moves codes."""
+def test_quantized_engine_passes_by_its_own_bound(script: Path) -> None:
+    """The embedded model: its conversations reuse KV whose rounding moves activation codes."""
     quantized = ["--format", "int4", "--backbone-dtype", "int4", "--device", "cpu"]
     with Launched("stress", "--script", str(script), "--json", "--clients", "3", *quantized) as launched:
         code, out, err = launched.end()
@@ -96,8 +98,8 @@ def test_quantized_engines_pass_by_their_own_bound(script: Path) -> None:
     assert found["compared"] >= 12
 
 
-def test_an_engine_that_dies_and_a_person_who_stops(script: Path, tiny_model: Path) -> None:
-    """Either ends the run early with exit code 1 and the report of what there is."""
+def test_interrupt_and_engine_exit_end_a_run_with_its_report(script: Path, tiny_model: Path) -> None:
+    """Either ends the run early with exit code 1 and a report of the run so far."""
     endless = ["--script", str(script), "--repeat", "10000", "--json"]
     environment = os.environ | {"COLUMNS": "80"}
     with Launched("serve", "--name", "stressed", "--model", str(tiny_model)) as engine:
@@ -137,7 +139,7 @@ def test_an_engine_that_dies_and_a_person_who_stops(script: Path, tiny_model: Pa
 
 
 def wait_for_load(engine: Launched) -> None:
-    """Until its coordinator has served some requests."""
+    """Wait until its coordinator has served some requests."""
     coordinator = engine.child("pipeline.coordinator")
     before = coordinator.cpu_times().user
     assert wait_until(lambda: coordinator.cpu_times().user > before + 1.0, 60.0)
@@ -155,8 +157,8 @@ def entries() -> list[Entry]:
     ]
 
 
-async def test_other_answers_are_found(start_engine, tiny_model: Path) -> None:
-    """Answers that are altered, or compared as if they were another prompt's: all are mismatches."""
+async def test_altered_answers_are_mismatches(start_engine, tiny_model: Path) -> None:
+    """Altered answers, and answers compared with another prompt's."""
     config = EngineConfig(model=tiny_model, format="f32", backbone_dtype="f32")
     async with start_engine(config) as (supervisor, client), AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(Client.connect(supervisor.endpoint)) for _ in range(3)]
@@ -171,7 +173,7 @@ async def test_other_answers_are_found(start_engine, tiny_model: Path) -> None:
         await compare_all(client, load.all, BOUND, findings.append)
         assert Counter(f.verdict for f in findings)[Verdict.MISMATCH] == 0
         assert len(findings) == 7
-        run = Run("here", client.welcome, BOUND, load, findings, finished=True)
+        run = StressRun("here", client.welcome, BOUND, load, findings, finished=True)
         assert report(run)["passed"]
 
         by_name = {outcome.request.label: outcome for outcome in load.all}
@@ -188,7 +190,7 @@ async def test_other_answers_are_found(start_engine, tiny_model: Path) -> None:
         findings.clear()
         await compare_all(client, wrong, BOUND, findings.append)
         assert [f.verdict for f in findings] == [Verdict.MISMATCH] * len(wrong), [*map(str, findings)]
-        found = report(Run("here", client.welcome, BOUND, load, findings, finished=True))
+        found = report(StressRun("here", client.welcome, BOUND, load, findings, finished=True))
         assert not found["passed"]
         assert found["mismatches"] == len(wrong)
 
@@ -198,9 +200,9 @@ async def test_other_answers_are_found(start_engine, tiny_model: Path) -> None:
         assert "no message" in quick.error
 
 
-async def test_where_an_answer_ended_is_compared_like_a_token(start_engine) -> None:
-    """The embedded model's answers end by themselves; one that goes on is a near-tie only with the runner-up
-    to the end, and within the bound."""
+async def test_end_of_an_answer_is_compared_like_a_token(start_engine) -> None:
+    """The embedded model ends its answers; a longer answer is a near-tie only if it continues with the
+    runner-up of the end token, and within the bound."""
     async with start_engine(EngineConfig()) as (_, client):
         for question in ("What does grep do?", "What is a row?", "What is a key?", "What is a lock?"):
             chat = (ChatMessage("user", question),)
@@ -211,12 +213,12 @@ async def test_where_an_answer_ended_is_compared_like_a_token(start_engine) -> N
         step = whole.steps[-1]
         assert len(whole.steps) == len(whole.tokens) + 1
 
-        def going_on(token: int) -> Outcome:
+        def continued(token: int) -> Outcome:
             more = [Token(0, len(whole.tokens) + i, token, "") for i in range(2)]
             return replace(whole, tokens=whole.tokens + more, end=End.LENGTH, stats={})
 
         cut = replace(whole, tokens=whole.tokens[:-1])  # ends one token before
-        outcomes = [whole, going_on(step.runner_up), going_on(step.token)]
+        outcomes = [whole, continued(step.runner_up), continued(step.token)]
         for bound, near in ((step.margin + 0.01, Verdict.NEAR_TIE), (step.margin, Verdict.MISMATCH)):
             findings: list[Finding] = []
             await compare_all(client, outcomes, bound, findings.append)
@@ -239,46 +241,46 @@ async def no_stats() -> dict[str, Any]:
     return {}
 
 
-def unhealed() -> ChaosRun:
+def unrecovered() -> ChaosRun:
     injector = Injector(no_stats, Path("/nowhere"), Chaos(("kill",)), supervisor=os.getpid())
     return ChaosRun(injector, no_stats, os.getpid(), missing=["worker 1 is not up"])
 
 
 FAULTY = {
-    "mismatches": Run(
+    "mismatches": StressRun(
         "s", WELCOME, BOUND, Load([[outcome(0, 1)]]), [Finding("a", Comparison(Verdict.MISMATCH))]
     ),
-    "failures": Run("s", WELCOME, BOUND, Load([[outcome(0, end=End.FAILED, error="it broke")]])),
-    "lost": Run("s", WELCOME, BOUND, Load([[outcome(0, end=End.LOST, error="no message")]])),
-    "doubled": Run("s", WELCOME, BOUND, Load([[outcome(0, 1, 1)]])),
-    "leaks": Run("s", WELCOME, BOUND, Load([[outcome(0)]]), leaks=["3 requests run"]),
-    "unhealed": Run("s", WELCOME, BOUND, Load([[outcome(0)]]), chaos=unhealed()),
+    "failures": StressRun("s", WELCOME, BOUND, Load([[outcome(0, end=End.FAILED, error="it broke")]])),
+    "lost": StressRun("s", WELCOME, BOUND, Load([[outcome(0, end=End.LOST, error="no message")]])),
+    "doubled": StressRun("s", WELCOME, BOUND, Load([[outcome(0, 1, 1)]])),
+    "leaks": StressRun("s", WELCOME, BOUND, Load([[outcome(0)]]), leaks=["3 requests run"]),
+    "unhealed": StressRun("s", WELCOME, BOUND, Load([[outcome(0)]]), chaos=unrecovered()),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_every_fault_fails_a_run_and_is_named(fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_fault_fails_a_run_and_is_shown(fault: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = replace(FAULTY[fault], finished=True)
     found = report(run)
     assert not found["passed"]
     assert {name: found[name] for name in FAULTS} == {name: int(name == fault) for name in FAULTS}
     show_report(found)
     shown = capsys.readouterr().out
-    assert f"FAILED: 1 {fault}" in shown
+    assert shown.splitlines()[-1] == f"FAILED: 1 {NAMES[fault][0]}"
     assert "emulation: link paced to 1 GB/s" in shown
     assert found["details"][fault][0] in shown
 
 
-def test_messages_for_ended_requests_and_an_early_end_fail_a_run() -> None:
-    run = Run("s", WELCOME, BOUND, Load([[outcome(0)]], strays={0: 2}), finished=True)
+def test_stray_messages_and_an_interrupt_fail_a_run() -> None:
+    run = StressRun("s", WELCOME, BOUND, Load([[outcome(0)]], strays={0: 2}), finished=True)
     assert report(run)["doubled"] == 1
     assert not report(replace(run, load=Load([[outcome(0)]]), finished=False))["passed"]
     assert report(replace(run, load=Load([[outcome(0)]])))["passed"]
 
 
-def test_figures() -> None:
+def test_report_figures() -> None:
     load = Load([[outcome(0, 1, 2)], [outcome(0, 1)], []], seconds=2.0)
-    found = report(Run("s", WELCOME, BOUND, load, finished=True))
+    found = report(StressRun("s", WELCOME, BOUND, load, finished=True))
     assert (found["tokens"], found["tok_s"]) == (5, 2.5)
     assert found["first_token_s"]["p50"] == pytest.approx(0.5)
     assert found["token_gap_s"]["max"] == pytest.approx(0.1)
@@ -287,9 +289,9 @@ def test_figures() -> None:
     assert found["fairness"]["jain"] == pytest.approx(2.5**2 / (2 * (1.5**2 + 1)))
 
 
-def test_many_clients_are_shown_by_three(capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_clients_are_shown_as_three(capsys: pytest.CaptureFixture[str]) -> None:
     load = Load([[replace(outcome(0, 1), ended=float(1 + i))] for i in range(19)] + [[]], seconds=2.0)
-    show_report(report(Run("s", WELCOME, BOUND, load, finished=True)))
+    show_report(report(StressRun("s", WELCOME, BOUND, load, finished=True)))
     shown = capsys.readouterr().out
     rows = [line.split() for line in shown.splitlines() if line.split()[1:3] == ["1", "2"]]
     assert [row[0] for row in rows] == ["18", "9", "0"]

@@ -1,4 +1,4 @@
-"""Scripts of `stress`: what they may hold, and the one line that a wrong one gets."""
+"""Scripts of `stress`: their fields, and the one-line error for an invalid script."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def script(tmp_path: Path) -> Path:
     return tmp_path / "script.jsonl"
 
 
-def test_every_field_arrives(script: Path) -> None:
+def test_every_field_is_read(script: Path) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "A list?"}]
     lines = [
         {"prompt": ""},
@@ -87,7 +87,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("line", "words"), WRONG, ids=[line[:40] for line, _ in WRONG])
-def test_a_wrong_line_is_one_line_and_nothing_is_started(
+def test_invalid_line_is_one_error_line_before_any_engine_starts(
     line: str, words: list[str], script: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     script.write_text('{"prompt": "good"}\n\n' + line + "\n")
@@ -101,7 +101,7 @@ def test_a_wrong_line_is_one_line_and_nothing_is_started(
         assert word in err
 
 
-def test_files_that_are_no_scripts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_invalid_files_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").write_text("\n \n")
     (tmp_path / "latin").write_bytes(b'{"prompt": "caf\xe9"}\n')
     words = {"empty": "no request", "latin": "UTF-8", "missing": "No such file"}
@@ -123,23 +123,23 @@ FIELDS = st.sampled_from([*Entry.__dataclass_fields__, "role", "Prompt"])
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(FIELDS, JSON | st.integers(0, 9) | st.lists(st.text(max_size=3), max_size=2)))
-def test_a_line_is_an_entry_or_a_complaint(script: Path, fields: dict[str, object]) -> None:
+def test_any_object_is_an_entry_or_one_error_line(script: Path, fields: dict[str, object]) -> None:
     script.write_text(json.dumps(fields))
-    complaint = None
+    error = None
     try:
         (entry,) = read_script(script)
     except WrongUsage as e:
-        complaint = str(e)
-    if complaint is None:
+        error = str(e)
+    if error is None:
         assert [entry.prompt, entry.messages, entry.turns].count(None) == 2
         assert entry.max_tokens >= 1
         assert entry.delay >= 0
     else:
-        assert complaint.startswith(f"{script}, line 1: ")
-        assert "\n" not in complaint
+        assert error.startswith(f"{script}, line 1: ")
+        assert "\n" not in error
 
 
-def test_the_shipped_script_is_as_varied_as_it_says() -> None:
+def test_shipped_script_covers_all_kinds_of_requests() -> None:
     entries = read_script(stress_script())
     tokenizer = Tokenizer.load(model_dir())
     assert tokenizer is not None

@@ -1,7 +1,6 @@
-"""Somebody who connects to an engine's sockets and sends what nobody should: hostile messages, in bursts.
+"""A client that sends hostile messages to an engine's sockets, in bursts.
 
-Every burst comes over a new connection, under a name of the stranger's own choice: none, noise, or a child's
-without its proof.
+Every burst uses a new connection, with a random identity: none, noise, or a child's without its proof.
 """
 
 from __future__ import annotations
@@ -20,49 +19,49 @@ from protocol.messages import VERSION, Hello
 from protocol.sockets import connect_dealer, ipc_endpoint
 
 SOCKETS = ("client.sock", "work.sock", "fetch.sock", "control.sock")
-STALL_LIMIT = 5.0  # seconds that a socket may take nothing
+STALL_LIMIT = 5.0  # seconds for which a socket may accept nothing
 LINGER_MS = 5000  # for the last messages of a burst
-SLICE = 32  # messages sent before other tasks of this process may run
-RETRY = 0.002  # seconds until a full socket is tried again
+BATCH = 32  # messages sent before other tasks of this process may run
+RETRY = 0.002  # seconds until the next attempt on a full socket
 
 
-class Stranger:
-    """One seed's bursts on the sockets of the engine in this runtime directory. Used by one task; `close`
-    ends it."""
+class HostileClient:
+    """One seed's bursts on the sockets of the engine in this runtime directory. For one task, which must call
+    `close`."""
 
     def __init__(self, runtime: Path, seed: int) -> None:
         self.sent: Counter[str] = Counter()  # messages, by socket
-        self.kinds: Counter[str] = Counter()  # messages, by what is wrong with them
-        self.answered = 0  # messages that came back
-        self.stalled = 0  # bursts that ended early because the socket took nothing
+        self.kinds: Counter[str] = Counter()  # messages, by their defect
+        self.answered = 0  # messages received
+        self.stalled = 0  # bursts that ended early because the socket accepted nothing
         self._runtime = runtime
         self._random = Random(seed)
-        self._frames = HostileFrames(seed)
+        self._messages = HostileFrames(seed)
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None  # until the first burst
 
     def sockets(self) -> list[str]:
-        """Those that are there; an engine without a prefetcher has no fetch.sock."""
+        """Names of the sockets that exist; an engine without a prefetcher has no fetch.sock."""
         return [name for name in SOCKETS if (self._runtime / name).is_socket()]
 
     async def burst(self, socket: str, count: int) -> int:
-        """Send `count` messages to one socket, as quickly as it takes them. Returns how many it took. What
-        comes back is read and must be messages: raises MalformedMessage."""
+        """Send `count` messages to one socket, as fast as it accepts them. Returns the number accepted.
+        Answers are read and must be valid: raises MalformedMessage."""
         if self._context is None:
             self._context = zmq.Context()
         endpoint = ipc_endpoint(self._runtime, socket)
-        dealer = connect_dealer(self._context, endpoint, identity=self._name())
+        dealer = connect_dealer(self._context, endpoint, identity=self._identity())
         dealer.setsockopt(zmq.LINGER, LINGER_MS)
         taken = 0
         try:
-            if self._random.random() < 0.5:  # half of them are let in by the first socket, to do harm inside
+            if self._random.random() < 0.5:  # with a handshake the client socket processes what follows
                 dealer.send_multipart(encode(Hello(VERSION, "stranger")), zmq.NOBLOCK)
-            for shot in islice(self._frames, count):
-                if not await self._send(dealer, shot.frames):
+            for message in islice(self._messages, count):
+                if not await self._send(dealer, message.frames):
                     self.stalled += 1
                     break
-                self.kinds[shot.kind] += 1
+                self.kinds[message.kind] += 1
                 taken += 1
-                if taken % SLICE == 0:
+                if taken % BATCH == 0:
                     self._drain(dealer)
                     await asyncio.sleep(0)
             self._drain(dealer)
@@ -72,12 +71,12 @@ class Stranger:
         return taken
 
     async def close(self) -> None:
-        """Wait until what was sent has gone, a few seconds at most."""
+        """Wait until all messages have left, at most LINGER_MS."""
         if self._context is not None:
             await asyncio.to_thread(self._context.term)
 
-    def _name(self) -> bytes:
-        """ZeroMQ chooses one for a DEALER without."""
+    def _identity(self) -> bytes:
+        """For an empty one ZeroMQ generates an identity."""
         match self._random.randrange(4):
             case 0:
                 return b"\x01" + self._random.randbytes(self._random.randrange(255))
@@ -98,7 +97,7 @@ class Stranger:
             except zmq.Again:
                 if loop.time() > deadline:
                     return False
-            self._drain(dealer)  # it may wait for us to take what it sends
+            self._drain(dealer)  # the engine may be blocked on its answers to this client
             await asyncio.sleep(RETRY)
 
     def _drain(self, dealer: zmq.Socket[bytes]) -> None:
