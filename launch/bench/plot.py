@@ -14,6 +14,7 @@ from launch.bench.result import PolicyResult
 from launch.command_line.checks import unfinished
 from launch.errors import OutputFailed, WrongUsage
 from launch.phase_profile import PhaseProfile
+from launch.terminal.format import percent
 
 log = logging.getLogger("tandem")
 
@@ -184,7 +185,7 @@ def _label(result: PolicyResult) -> str:
 
 def _title(report: Report) -> str:
     c = report.config
-    cache = "" if c.get("expert_cache") is None else f", expert cache {c['expert_cache']:.0%}"
+    cache = "" if c.get("expert_cache") is None else f", expert cache {percent(c['expert_cache'])}"
     lines = [
         f"{report.model_name} on {c['device']}: experts {c['format']}{cache}",
         f"batch {c['batch']}, {c['prompt_len']} prompt tokens, {c['gen_len']} generated, {c['rounds']} rounds"

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from launch.command_line.checks import unfinished
 from launch.errors import OutputFailed, WrongUsage
+from launch.terminal.format import percent
 from pipeline.calibration.summary import mean_accuracy
 from pipeline.policies.calibration import Calibration
 
@@ -116,11 +117,11 @@ def _accuracy(plot: Any, calibration: Calibration, about: dict[str, Any]) -> Any
         mean = mean_accuracy(calibration, name)
         if mean is not None:
             shares = 100 * calibration.accuracy[name][1:]
-            label = f"{NAMES[name]}: {mean:.1%} on average"
+            label = f"{NAMES[name]}: {percent(mean, 1)} on average"
             axes.plot(range(1, layers), shares, "o-", color=COLORS[name], label=label, markersize=4)
     first = mean_accuracy(calibration, "first")
     if first is not None:
-        label = f"{NAMES['first']}: {first:.1%}"
+        label = f"{NAMES['first']}: {percent(first, 1)}"
         axes.plot([0], [100 * first], "D", color=COLORS["first"], label=label, markersize=6)
     used = about.get("experts_of_a_token")
     if isinstance(used, int):

@@ -22,7 +22,7 @@ COUNTS = {
     "alone": ("compared", "equal", "near_ties"),
     "faults": FAULTS,
 }
-NAMES = {  # of counts whose keys are no words of a report: singular, plural
+NAMES = {  # of counts with other names than their keys: singular, plural
     "near_ties": ("near-tie", "near-ties"),
     "mismatches": ("mismatch", "mismatches"),
     "failures": ("failure", "failures"),

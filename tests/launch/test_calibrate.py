@@ -1,4 +1,4 @@
-"""`launch.py calibrate`: what it writes is what transformers finds in the same text; figures; refusals."""
+"""`launch.py calibrate`: its arrays against transformers' on the same text; its figures and errors."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from pipeline.text.tokenizer import Tokenizer
 
 CHARACTERS = 5500  # of held-out text: about 1600 tokens
 FIGURES = ["accuracy.png", "activations.png", "sensitivity.png", "similarity.png"]
-TIES = 0.002  # share of the routings in which rounding may have chosen otherwise
+TIES = 0.002  # share of the routings that rounding may change
 
 
 @dataclass(frozen=True)
 class Calibrated:
-    """One run, and the text that it read."""
+    """One run, and the division of its text."""
 
-    said: dict[str, Any]
+    summary: dict[str, Any]
     calibration: Calibration
     division: Division
     report: Path
@@ -59,12 +59,12 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Calibrated]
     assert done.returncode == 0, done.stderr
     tokenizer = Tokenizer.load(model_dir())
     assert tokenizer is not None
-    said = json.loads(done.stdout)
+    summary = json.loads(done.stdout)
     path = calibration_path(cache_root(), open_model(model_dir()))
-    assert Path(said["path"]) == path
+    assert Path(summary["path"]) == path
     calibration = load(path)
-    yield Calibrated(said, calibration, Division.of(tokenizer.encode(text), 1024), folder / "report")
-    shutil.rmtree(path.parent)  # other tests find no calibrated model
+    yield Calibrated(summary, calibration, Division.of(tokenizer.encode(text), 1024), folder / "report")
+    shutil.rmtree(path.parent)  # other tests expect a model without a calibration
 
 
 class Oracle:
@@ -91,7 +91,7 @@ class Oracle:
 
 @pytest.fixture(scope="module")
 def seen(calibrated: Calibrated) -> dict[str, Any]:
-    """What the oracle sees: of each window its x, the training windows first; and the routers."""
+    """The oracle's arrays: x of each training window and each validation window, and the routers."""
     oracle = Oracle()
     division = calibrated.division
     return {
@@ -115,23 +115,23 @@ def counts_of(x: np.ndarray, routers: list[np.ndarray], rows: slice) -> np.ndarr
     )
 
 
-def share_found(predicted: np.ndarray, used: np.ndarray) -> float:
-    """Of the two experts of each token, both [T, 2]."""
+def accuracy(predicted: np.ndarray, used: np.ndarray) -> float:
+    """Share of the used experts that were predicted; both [T, 2]."""
     return float(np.mean([np.isin(u, p).mean() for p, u in zip(predicted, used, strict=True)]))
 
 
-def test_the_division_is_as_documented(calibrated: Calibrated) -> None:
+def test_text_is_divided_as_documented(calibrated: Calibrated) -> None:
     division = calibrated.division
     sizes = [sum(len(w.tokens) for w in part) for part in (division.training, division.validation)]
-    assert sum(sizes) == calibrated.said["tokens"] > 1400
+    assert sum(sizes) == calibrated.summary["tokens"] > 1400
     assert sizes[1] == int(0.2 * sum(sizes))
     assert all(w.prefill == int(0.75 * len(w.tokens)) for w in division.training)
     assert all(w.prefill == int(0.5 * len(w.tokens)) for w in division.validation)
-    assert calibrated.said["left_out"] == 0
-    assert not calibrated.said["cut"]
+    assert calibrated.summary["left_out"] == 0
+    assert not calibrated.summary["cut"]
 
 
-def test_counts_are_the_oracles(calibrated: Calibrated, seen: dict[str, Any]) -> None:
+def test_activation_counts_equal_the_oracle_s(calibrated: Calibrated, seen: dict[str, Any]) -> None:
     windows = calibrated.division.training + calibrated.division.validation
     every = list(zip(windows, seen["training"] + seen["validation"], strict=True))
     for found, rows in (
@@ -139,7 +139,7 @@ def test_counts_are_the_oracles(calibrated: Calibrated, seen: dict[str, Any]) ->
         (calibrated.calibration.decode_counts, lambda w: slice(w.prefill, None)),
     ):
         expected = sum(counts_of(x, seen["routers"], rows(w)) for w, x in every)
-        assert (found.sum(axis=1) == expected.sum(axis=1)).all()  # two for each token, in each layer
+        assert (found.sum(axis=1) == expected.sum(axis=1)).all()  # two for each token in each layer
         assert np.abs(found - expected).sum() <= TIES * expected.sum()
 
 
@@ -152,10 +152,10 @@ def test_similarity_is_the_mean_cosine_of_the_windows(calibrated: Calibrated, se
         lengths = np.linalg.norm(prefill, axis=1) * np.linalg.norm(decode, axis=1)
         cosines.append((prefill * decode).sum(axis=1) / lengths)
     np.testing.assert_allclose(calibrated.calibration.similarity, np.mean(cosines, axis=0), atol=0.01)
-    assert calibrated.said["similarity"] == pytest.approx(np.mean(cosines), abs=0.005)
+    assert calibrated.summary["similarity"] == pytest.approx(np.mean(cosines), abs=0.005)
 
 
-def test_residuals_are_mean_differences_of_the_training_part(
+def test_residuals_are_mean_differences_on_the_training_part(
     calibrated: Calibrated, seen: dict[str, Any]
 ) -> None:
     x = np.concatenate(seen["training"], axis=1).astype(np.float64)
@@ -165,51 +165,51 @@ def test_residuals_are_mean_differences_of_the_training_part(
     np.testing.assert_allclose(calibrated.calibration.residual_logits, logits, atol=1e-3)
 
 
-def test_accuracies_are_those_on_the_validation_part(calibrated: Calibrated, seen: dict[str, Any]) -> None:
+def test_accuracies_are_measured_on_the_validation_part(calibrated: Calibrated, seen: dict[str, Any]) -> None:
     calibration, routers = calibrated.calibration, seen["routers"]
     x = np.concatenate(seen["validation"], axis=1)
     for layer in range(1, len(routers)):
         used = two_best(x[layer] @ routers[layer].T)
         raw = two_best(x[layer - 1] @ routers[layer].T)
         corrected = two_best((x[layer - 1] + calibration.residuals[layer - 1]) @ routers[layer].T)
-        assert calibration.accuracy["raw"][layer] == pytest.approx(share_found(raw, used), abs=0.005)
-        found = share_found(corrected, used)
+        assert calibration.accuracy["raw"][layer] == pytest.approx(accuracy(raw, used), abs=0.005)
+        found = accuracy(corrected, used)
         assert calibration.accuracy["residual"][layer] == pytest.approx(found, abs=0.005)
     pairs = [(window[-1, :-1], window[0, 1:]) for window in seen["validation"]]
     last, first = (np.concatenate(part) for part in zip(*pairs, strict=True))
     assert calibration.first_gate is not None
-    found = share_found(two_best(last @ calibration.first_gate.T), two_best(first @ routers[0].T))
+    found = accuracy(two_best(last @ calibration.first_gate.T), two_best(first @ routers[0].T))
     assert calibration.accuracy["first"][0] == pytest.approx(found, abs=0.005)
     for name in ("raw", "residual"):
         assert calibration.accuracy[name][0] == 0
         mean = float(calibration.accuracy[name][1:].mean())
-        assert calibrated.said["accuracy"][name] == pytest.approx(mean)
+        assert calibrated.summary["accuracy"][name] == pytest.approx(mean)
         assert mean > 0.6
     assert not calibration.accuracy["first"][1:].any()
 
 
-def test_the_threshold_costs_little_and_spares_experts(
+def test_threshold_keeps_the_loss_bound_and_drops_experts(
     calibrated: Calibrated, seen: dict[str, Any]
 ) -> None:
-    calibration, said = calibrated.calibration, calibrated.said
+    calibration, summary = calibrated.calibration, calibrated.summary
     assert calibration.sensitivity is not None
     assert calibration.needed is not None
     assert calibration.threshold is not None
     assert (calibration.sensitivity > 0).all()
-    assert said["threshold"] == calibration.threshold > 0
-    assert said["loss"]["gated"] <= said["loss"]["exact"] * (1 + said["loss"]["bound"])
-    # Who is alone, by the weights that the oracle's tokens have without the gate.
-    alone = []
+    assert summary["threshold"] == calibration.threshold > 0
+    assert summary["loss"]["gated"] <= summary["loss"]["exact"] * (1 + summary["loss"]["bound"])
+    # Shares of tokens with a single expert, by the oracle's routing weights without the gate.
+    single = []
     for layer, router in enumerate(seen["routers"]):
         weights = []
         for window, x in zip(calibrated.division.validation, seen["validation"], strict=True):
             logits = np.sort(x[layer, window.prefill :] @ router.T, axis=1)
-            weights.append(1 / (1 + np.exp(logits[:, -1] - logits[:, -2])))  # of the second
+            weights.append(1 / (1 + np.exp(logits[:, -1] - logits[:, -2])))  # of the second expert
         dropped = np.concatenate(weights) ** 2 * calibration.sensitivity[layer] <= calibration.threshold
-        alone.append(dropped.mean())
+        single.append(dropped.mean())
     assert (calibration.needed[:, 0] == 0).all()
-    np.testing.assert_allclose(calibration.needed[:, 1], alone, atol=0.05)  # it changes what follows
-    assert said["single_expert_share"] == pytest.approx(float(calibration.needed[:, 1].mean()))
+    np.testing.assert_allclose(calibration.needed[:, 1], single, atol=0.05)  # the gate moves later inputs
+    assert summary["single_expert_share"] == pytest.approx(float(calibration.needed[:, 1].mean()))
 
 
 def size_of(png: Path) -> tuple[int, int]:
@@ -218,42 +218,42 @@ def size_of(png: Path) -> tuple[int, int]:
     return struct.unpack(">II", data[16:24])
 
 
-def test_figures_are_drawn(calibrated: Calibrated) -> None:
+def test_report_holds_every_figure(calibrated: Calibrated) -> None:
     assert sorted(p.name for p in calibrated.report.iterdir()) == FIGURES
-    assert sorted(Path(p).name for p in calibrated.said["report"]) == FIGURES
+    assert sorted(Path(p).name for p in calibrated.summary["report"]) == FIGURES
     for png in calibrated.report.iterdir():
         width, height = size_of(png)
         assert 600 <= width <= 3000
         assert 400 <= height <= 2000
 
 
-def test_files_are_this_users_alone(calibrated: Calibrated) -> None:
-    path = Path(calibrated.said["path"])
+def test_files_are_private(calibrated: Calibrated) -> None:
+    path = Path(calibrated.summary["path"])
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert [stat.S_IMODE(path.with_suffix(s).stat().st_mode) for s in (".safetensors", ".txt")] == [0o600] * 2
 
 
-def test_an_earlier_calibration_is_drawn_without_an_engine(calibrated: Calibrated, tmp_path: Path) -> None:
+def test_earlier_calibration_is_drawn_without_an_engine(calibrated: Calibrated, tmp_path: Path) -> None:
     command = [sys.executable, LAUNCH, "calibrate", "--report", str(tmp_path / "new"), "--log-level", "info"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "engine" not in done.stderr
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == FIGURES
-    for word in ("the embedded model", "residual", "threshold", calibrated.said["path"]):
+    for word in ("the embedded model", "residual", "threshold", calibrated.summary["path"]):
         assert word in done.stdout
     assert max(map(len, done.stdout.split("saved:")[0].splitlines())) <= 80
 
 
 @pytest.fixture
-def complaint(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    def complain(*arguments: str) -> str:
+def error_line(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    def run(*arguments: str) -> str:
         assert main(["calibrate", *arguments]) == 2
         out, err = capsys.readouterr()
         assert out == ""
         assert err.count("\n") == 1
         return err
 
-    return complain
+    return run
 
 
 @pytest.mark.parametrize(
@@ -271,27 +271,25 @@ def complaint(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         ("--report /tmp --connect", ["--connect", "--text F"]),
     ],
 )
-def test_refusals(arguments: str, words: list[str], complaint: Callable[..., str]) -> None:
-    line = complaint(*arguments.split())
+def test_wrong_usage_is_one_line(arguments: str, words: list[str], error_line: Callable[..., str]) -> None:
+    line = error_line(*arguments.split())
     for word in words:
         assert word in line
 
 
-def test_what_was_not_calibrated_cannot_be_drawn(
-    tiny_model: Path, tmp_path: Path, complaint: Callable[..., str]
-) -> None:
-    line = complaint("--report", str(tmp_path), "--model", str(tiny_model))
+def test_report_needs_a_calibration(tiny_model: Path, tmp_path: Path, error_line: Callable[..., str]) -> None:
+    line = error_line("--report", str(tmp_path), "--model", str(tiny_model))
     assert str(tiny_model) in line
     assert "has not been calibrated" in line
 
 
-def test_ctrl_c_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
+def test_interrupt_leaves_no_file(tiny_model: Path, tmp_path: Path) -> None:
     ids = tmp_path / "ids.json"
     ids.write_text(json.dumps([i % 4000 for i in range(60_000)]))
     arguments = ("--tokens", str(ids), "--calibrate-tokens", "60000", "--model", str(tiny_model))
     with Launched("calibrate", *arguments, "--report", str(tmp_path / "report")) as process:
         assert wait_until(lambda: "is ready" in process.stderr, 60)
-        time.sleep(1)  # it has begun; all of it would take a minute
+        time.sleep(1)  # the calibration has begun; it would take a minute
         process.send(signal.SIGINT)
         code, out, err = process.end()
     assert (code, out) == (1, "")
