@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from launch.cli import main
 from launch.command_line.options import SIZES, parse
-from launch.plan import Situation, every_format, formats, make_plan, reasons, refusal, situation, told
+from launch.plan import Situation, every_format, formats, make_plan, memory_lines, reasons, refusal, situation
 from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig, SettledConfig
 from pipeline.errors import ModelError, UsageError
@@ -136,7 +136,10 @@ def test_each_choice_other_than_the_default_has_a_reason() -> None:
     attached = replace(needed, present=needed.store)
     plan = there.plan(there.config, [attached])
     assert plan is not None
-    assert "memory: no experts (25.37 GB in int4 are there already), KV cache" in told(plan, there.machine)[0]
+    assert (
+        "memory: no experts (25.37 GB in int4 are there already), KV cache"
+        in memory_lines(plan, there.machine)[0]
+    )
     assert reasons(plan, there, [attached]) == []
     assert "it needs 25.37 GB of /dev/shm" in refusal(source, there, [needed])
 
