@@ -175,7 +175,7 @@ def test_truncated_trace_is_noted(trace: Path, capsys: pytest.CaptureFixture[str
     code, out, _ = replayed(capsys, trace, *TABLE, "--policy", "all-host")
     assert code == 0
     assert "ends within a step" in out
-    assert "29 new tokens" in out
+    assert "12 tokens of prefill, 29 of decode" in " ".join(out.split())
 
 
 def test_unusable_traces_are_refused(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
