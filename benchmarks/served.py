@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from launch.processes.runtime import EngineInfo, find_engine
+from launch.runtime import EngineInfo, find_engine
 
 LAUNCH = Path(__file__).parents[1] / "launch.py"
 START_LIMIT, STOP_LIMIT = 300.0, 30.0  # seconds

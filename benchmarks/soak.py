@@ -28,7 +28,7 @@ from launch.chaos.plan import Chaos
 from launch.chaos.pool import wait_recovered
 from launch.chaos.processes import usage
 from launch.equality import compare, rounding_bound
-from launch.processes.runtime import SHM, EngineInfo, segments
+from launch.runtime import SHM, EngineInfo, segments
 from launch.stress.requests import Outcome, Request, ask
 from protocol.client import Client
 from protocol.messages import Sampling

@@ -18,7 +18,7 @@ from launch.bench.plan import requested_policies
 from launch.bench.replay_report import Report, Result, Settings
 from launch.command_line.options import Options
 from launch.errors import LaunchError, WrongUsage
-from launch.processes.runtime import cache_root
+from launch.runtime import cache_root
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
 from launch.terminal.progress import ProgressCounter

@@ -10,7 +10,7 @@ from launch.cache.entries import Entry, scan
 from launch.cache.prune import remove, select
 from launch.cache.report import describe, entry_to_json, table, to_json
 from launch.command_line.options import Options
-from launch.processes.runtime import cache_root
+from launch.runtime import cache_root
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
 from shm.errors import ShmError

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.processes.runtime import SHM, reserved_cache
+from launch.runtime import SHM, reserved_cache
 from pipeline.assets import model_dir
 from pipeline.backbone import disk_cache as backbone_cache
 from pipeline.calibration import cost_cache

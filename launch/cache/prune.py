@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launch.cache.entries import UNKNOWN, Entry, writer_of
-from launch.processes.runtime import reserved_cache
+from launch.runtime import reserved_cache
 from pipeline.calibration import file as calibration_file
 from protocol.sockets import runtime_root
 from shm.cache_record import remove_empty

@@ -16,7 +16,7 @@ from launch.command_line.checks import check_request, read_ids, read_text
 from launch.command_line.options import Options
 from launch.connect.reconnect import reconnecting_client
 from launch.errors import WrongUsage
-from launch.processes.runtime import cache_root
+from launch.runtime import cache_root
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
 from launch.terminal.progress import ProgressDisplay

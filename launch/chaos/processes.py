@@ -12,7 +12,7 @@ import psutil
 
 from launch.errors import WrongUsage
 from launch.processes.children import MODULES
-from launch.processes.runtime import running_engines
+from launch.runtime import running_engines
 from protocol.keys import Address
 
 _IPC = "ipc://"

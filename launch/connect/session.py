@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 from launch.command_line.checks import check_engine, client_address
 from launch.command_line.options import Options
-from launch.processes.runtime import find_engine
 from launch.processes.supervisor import Supervisor
+from launch.runtime import find_engine
 from launch.terminal.interrupts import Interrupts
 from protocol.client import Client
 from protocol.keys import Address

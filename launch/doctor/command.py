@@ -35,7 +35,7 @@ from launch.doctor.report import render
 from launch.doctor.trials import TrialFailed
 from launch.errors import LaunchError
 from launch.processes.cores import Cores
-from launch.processes.runtime import cache_root
+from launch.runtime import cache_root
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
 from pipeline.calibration.cost_cache import measured_here

@@ -21,7 +21,7 @@ from launch.command_line.options import Options
 from launch.doctor import costs
 from launch.plan import OPTIONS, Situation, every_format, formats, reasons, refusal, situation
 from launch.processes.cores import Cores
-from launch.processes.runtime import cache_root
+from launch.runtime import cache_root
 from launch.terminal.output import print_json, show
 from launch.terminal.tables import make_table, render
 from pipeline.checkpoint.model_source import ModelSource

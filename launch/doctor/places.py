@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from launch.doctor.finding import Finding
-from launch.processes.runtime import SHM, cache_root, running_engines, sweep
+from launch.runtime import SHM, cache_root, running_engines, sweep
 from pipeline.models.shapes import short_name
 from protocol.errors import ProtocolError
 from protocol.sockets import ipc_endpoint, runtime_root

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.processes.cores import Cores, CpuSet
-from launch.processes.runtime import RuntimeDir
+from launch.runtime import RuntimeDir
 from pipeline.config import SettledConfig
 from shm.segment import engine_prefix
 from shm.store import store_name

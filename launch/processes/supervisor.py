@@ -30,8 +30,8 @@ from launch.processes.cores import Cores
 from launch.processes.group import ProcessGroup
 from launch.processes.limits import Limits
 from launch.processes.monitor import ProcessMonitor, ProcessSlot
-from launch.processes.runtime import EngineInfo, RuntimeDir, cache_root, segments, sweep
 from launch.processes.task_guard import TaskGuard
+from launch.runtime import EngineInfo, RuntimeDir, cache_root, segments, sweep
 from launch.terminal.progress import ProgressDisplay
 from pipeline.assets import model_dir
 from pipeline.config import EngineConfig

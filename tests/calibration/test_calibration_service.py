@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from launch.processes.runtime import cache_root
+from launch.runtime import cache_root
 from pipeline.calibration.file import calibration_path, load
 from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.processes.runtime import segments
 from launch.processes.supervisor import Supervisor
+from launch.runtime import segments
 from pipeline.config import EngineConfig
 from protocol.client import Client
 from protocol.messages import Token

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.marked_engine import ROOT, Engine, Place
-from launch.processes.runtime import sweep
+from launch.runtime import sweep
 from protocol.sockets import runtime_root
 from shm.locks import sweep as sweep_stores
 from shm.segment import unlink

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from benchmarks.marked_engine import Engine, Place
-from launch.processes.runtime import sweep
+from launch.runtime import sweep
 from protocol.sockets import runtime_root
 from shm.locks import BUILD_ROOT
 from shm.locks import sweep as sweep_stores

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.marked_engine import LIMIT, Engine, Place
 from benchmarks.supervisor_kills import GONE_LIMIT
-from launch.processes.runtime import sweep
+from launch.runtime import sweep
 from protocol.sockets import runtime_root
 from shm.disk_cache import sweep_cache
 from shm.locks import sweep as sweep_stores

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from benchmarks.marked_engine import MARK, ROOT, Engine, Place, marked
-from launch.processes.runtime import sweep
+from launch.runtime import sweep
 from protocol.sockets import runtime_root
 from shm.locks import sweep as sweep_stores
 

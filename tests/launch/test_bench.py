@@ -19,7 +19,7 @@ from launch.bench.prompts import make_prompts
 from launch.bench.run import Disturbed, measure
 from launch.cli import main
 from launch.errors import WrongUsage
-from launch.processes.runtime import find_engine
+from launch.runtime import find_engine
 from pipeline.policies.presets import PRESETS
 from protocol.client import Client
 from protocol.messages import PolicyChanged

@@ -22,7 +22,7 @@ from launch.cache.prune import DAY, remove, select
 from launch.cache.report import table
 from launch.command_line.options import parse
 from launch.errors import WrongUsage
-from launch.processes.runtime import cache_root
+from launch.runtime import cache_root
 from pipeline.calibration import cost_cache
 from pipeline.config import EngineConfig
 from pipeline.policies.costs import Costs

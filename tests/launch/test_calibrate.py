@@ -23,7 +23,7 @@ from engines import LAUNCH, Launched, wait_until
 from transformers import AutoModelForCausalLM
 
 from launch.cli import main
-from launch.processes.runtime import cache_root
+from launch.runtime import cache_root
 from pipeline.assets import heldout, model_dir
 from pipeline.calibration.file import calibration_path, load
 from pipeline.calibration.windows import Division, Window

@@ -29,8 +29,8 @@ from engines import (
 
 from launch.errors import StartFailed
 from launch.processes.limits import Limits
-from launch.processes.runtime import sweep
 from launch.processes.supervisor import Supervisor
+from launch.runtime import sweep
 from pipeline.config import EngineConfig
 from protocol.sockets import runtime_root
 from shm.locks import build_lock

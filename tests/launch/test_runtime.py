@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from launch.errors import WrongUsage
-from launch.processes.runtime import EngineInfo, RuntimeDir, find_engine, running_engines, segments, sweep
+from launch.runtime import EngineInfo, RuntimeDir, find_engine, running_engines, segments, sweep
 from protocol.messages import VERSION
 from protocol.sockets import runtime_root
 from shm.segment import engine_prefix
@@ -105,7 +105,7 @@ def test_engine_of_another_version_is_listed_and_refused(claimed: RuntimeDir) ->
 
 def test_sweep_removes_killed_engines_and_not_running_ones(claimed: RuntimeDir) -> None:
     script = (
-        "import os, signal; from launch.processes.runtime import RuntimeDir\n"
+        "import os, signal; from launch.runtime import RuntimeDir\n"
         "RuntimeDir.claim('rt-dead'); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=30)

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launch.processes.runtime import cache_root
 from launch.processes.supervisor import Supervisor
+from launch.runtime import cache_root
 from pipeline.backbone.disk_cache import NAME, UNFINISHED, BackboneCache
 from pipeline.config import EngineConfig
 from protocol.client import Client

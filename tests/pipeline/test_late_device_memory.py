@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch.equality import Verdict, compare
-from launch.processes.runtime import segments
+from launch.runtime import segments
 from protocol.errors import RequestFailed
 from protocol.sockets import Identity
 

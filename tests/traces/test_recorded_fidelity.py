@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from launch.cli import main
-from launch.processes.runtime import cache_root
+from launch.runtime import cache_root
 from pipeline.assets import model_dir
 from pipeline.calibration.file import calibration_path, save
 from pipeline.checkpoint.open import open_model

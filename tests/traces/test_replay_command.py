@@ -13,7 +13,7 @@ import pytest
 from trace_files import FINGERPRINT, drawn_steps, make_header, told_steps, write_trace
 
 from launch.cli import main
-from launch.processes.runtime import cache_root
+from launch.runtime import cache_root
 from pipeline.calibration.cost_cache import Record, Setting, keep, processor
 from pipeline.calibration.file import NAME, save
 from pipeline.policies.calibration import Calibration
