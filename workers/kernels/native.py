@@ -27,7 +27,7 @@ VARIANTS = {  # best first
     "avx2": "AVX2",
     "portable": "portable C",
 }
-VERSION = 3  # of the functions in c/kernels.h
+VERSION = 4  # of the functions in c/kernels.h
 OTHER_VERSION = "compiled from another version: install again"
 BF16_BITS = 16
 LINE = 64  # bytes of a cache line: how scratch is aligned
@@ -108,10 +108,10 @@ class Library:
         self._work.restype = None
         self._read: Any = functions.tandem_read
         self._read.argtypes, self._read.restype = (pointer, pointer, size), ctypes.c_uint64
-        self._team: Any = functions.tandem_team
-        self._team.argtypes, self._team.restype = (size,), pointer
-        self._dismiss: Any = functions.tandem_dismiss
-        self._dismiss.argtypes, self._dismiss.restype = (pointer,), None
+        self._start_team: Any = functions.tandem_team_create
+        self._start_team.argtypes, self._start_team.restype = (size,), pointer
+        self._end_team: Any = functions.tandem_team_destroy
+        self._end_team.argtypes, self._end_team.restype = (pointer,), None
 
     def kernel(self, geometry: Geometry, team: Team | None = None) -> Kernel:
         return Kernel(self, geometry, team)
@@ -144,14 +144,14 @@ class Team:
         """Use `Library.team`."""
         self.threads = threads
         self._library = library
-        self.handle: int | None = library._team(threads)
+        self.handle: int | None = library._start_team(threads)
         if self.handle is None:
             raise OSError(f"the system does not give {threads} threads")
 
     def close(self) -> None:
         """End the threads. No kernel may use them any more."""
         if self.handle is not None:
-            self._library._dismiss(self.handle)
+            self._library._end_team(self.handle)
             self.handle = None
 
 

@@ -2,7 +2,7 @@
  * (8 * 2 * 15 * 127 < 32768), and then in 32 bits. Nothing saturates. */
 #include "kernels.h"
 
-#include "half.h"
+#include "blocks256.h"
 
 /* The compiler is to add here: left to itself it forms all products first, and has not the registers for them. */
 #define NOW(sum) __asm__("" : "+x"(sum))

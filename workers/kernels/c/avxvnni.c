@@ -1,7 +1,7 @@
 /* AVX-VNNI: the dot-product instruction of AVX-512 on registers of 256 bits. */
 #include "kernels.h"
 
-#include "half.h"
+#include "blocks256.h"
 
 #include <cpuid.h>
 

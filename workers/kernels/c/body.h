@@ -1,21 +1,21 @@
-/* What all variants share; included by each after block_int4 and block_int8:
+/* The kernels of all variants. Each variant includes this file after it has defined
  *
- *     block_int4(block, groups, group, codes, factors, rows, y)
+ *     block_int4(block, groups, group, codes, factors, rows, y)       and block_int8, likewise,
  *
- * computes one block of 16 outputs for `rows` (a constant, 1 to ROWS) rows into y [rows, 16]. codes and factors
+ * which compute one block of 16 outputs for `rows` (a constant, 1 to ROWS) rows into y [rows, 16]. codes and factors
  * are packed: for each group the rows' codes, one row after the other, and the rows' factors.
  */
+#include "attention.h"
+#include "bf16_tiles.h"
 #include "team.h"
+#include "vectors.h"
+#include "work.h"
 
-#include <math.h>
 #include <string.h>
 
-int tandem_kernels_version(void) { return 3; }
+int tandem_kernels_version(void) { return 4; }
 
 enum { STRIP = 128 }; /* rows whose activations stay in a core's cache while all blocks pass by */
-
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t rounded_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
 static int64_t block_bytes(const struct weights *w, int64_t inputs) {
     int64_t groups = (inputs + w->group - 1) / w->group;
@@ -24,35 +24,10 @@ static int64_t block_bytes(const struct weights *w, int64_t inputs) {
 
 /* --- activations ------------------------------------------------------------------------------------------- */
 
-static float exponential(float x) {
-    /* exp within 2 units of the last place, written so that compilers turn a loop of it into vectors */
-    float y = x > -87.0f ? x : -87.0f; /* NaN becomes -87 here ... */
-    y = y < 89.0f ? y : 89.0f;         /* beyond 88.7 the result is infinite */
-    float n = y * 1.44269504f + 12582912.0f;
-    n -= 12582912.0f; /* rounded to an integer by the addition above */
-    float r = y - n * 0.693359375f;
-    r += n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    uint32_t bits = (uint32_t)((int32_t)n + 127) << 23;
-    float power;
-    memcpy(&power, &bits, 4);
-    return x == x ? p * power : x; /* ... and is NaN here */
-}
-
-static void gated(float *restrict gate, const float *restrict up, int64_t n) {
-    for (int64_t i = 0; i < n; i++) gate[i] = gate[i] / (1.0f + exponential(-gate[i])) * up[i];
-}
-
 static void quantize_row(const float *x, int64_t inputs, int64_t group, int8_t *codes, float *factors) {
     for (int64_t start = 0; start < inputs; start += group, codes += group, factors += 2) {
         int64_t n = least(group, inputs - start);
-        int32_t most = 0; /* of the magnitudes' bits, which are ordered like them, and NaN beyond all: it stays */
+        int32_t most = 0; /* largest bit pattern of a magnitude; they order like the magnitudes, NaN above all */
         for (int64_t i = 0; i < n; i++) {
             int32_t bits;
             memcpy(&bits, x + start + i, 4);
@@ -76,9 +51,6 @@ static void quantize_row(const float *x, int64_t inputs, int64_t group, int8_t *
         factors[1] = (float)sum;
     }
 }
-
-#include "plain.h"
-#include "attend.h"
 
 void tandem_quantize(const struct weights *w, const float *x, int64_t rows, void *codes, float *factors) {
     int64_t padded = rounded_up(w->inputs, w->group);
@@ -187,7 +159,7 @@ static void blocks_of(void *product, int64_t lo, int64_t hi) { blocks(product, l
 
 /* --- a matrix ------------------------------------------------------------------------------------------------- */
 
-/* Where things lie in the caller's scratch. */
+/* The parts of the caller's scratch. */
 struct scratch {
     struct packed x;     /* [rows, inputs] */
     struct packed inner; /* [rows, channels] */
@@ -197,7 +169,7 @@ struct scratch {
     int64_t bytes;
 };
 
-static struct scratch cut(const struct weights *w, int64_t rows, void *from) {
+static struct scratch lay_out(const struct weights *w, int64_t rows, void *from) {
     struct scratch s;
     uint8_t *at = from;
     int64_t inputs = rounded_up(w->inputs, w->group), channels = w->channels;
@@ -214,14 +186,14 @@ static struct scratch cut(const struct weights *w, int64_t rows, void *from) {
     return s;
 }
 
-int64_t tandem_scratch(const struct weights *w, int64_t rows) { return cut(w, rows, NULL).bytes; }
+int64_t tandem_scratch(const struct weights *w, int64_t rows) { return lay_out(w, rows, NULL).bytes; }
 
 void tandem_matmul(struct team *team, const struct weights *w, const uint8_t *matrix, const struct activations *x,
-                   int64_t rows, float *y, void *memory, int64_t watch) {
-    struct scratch s = cut(w, rows, memory);
+                   int64_t rows, float *y, void *memory, int64_t spin_ns) {
+    struct scratch s = lay_out(w, rows, memory);
     pack(w, w->inputs, x, NULL, rows, s.x);
     struct product product = {w, matrix, w->inputs, w->outputs, s.x, rows, y, w->outputs, 0};
-    share(team, blocks_of, &product, (w->outputs + BLOCK - 1) / BLOCK, watch);
+    parallel_for(team, blocks_of, &product, (w->outputs + BLOCK - 1) / BLOCK, spin_ns);
 }
 
 /* --- tiles of an expert --------------------------------------------------------------------------------------- */
@@ -237,7 +209,7 @@ static void activate(void *context, int64_t lo, int64_t hi) {
     int64_t channels = w->channels;
     for (int64_t r = lo; r < hi; r++) {
         float *both = s->both + r * 2 * channels;
-        gated(both, both + channels, channels);
+        silu_times(both, both + channels, channels);
         quantize_row(both, channels, w->group, s->plain.codes + r * channels,
                      s->plain.factors + 2 * r * (channels / w->group));
     }
@@ -246,14 +218,14 @@ static void activate(void *context, int64_t lo, int64_t hi) {
 void tandem_tiles(struct team *team, const struct weights *w, const uint8_t *tiles, int64_t number,
                   const struct activations *x, const int32_t *chosen, int64_t count, float *y, void *memory,
                   volatile uint64_t *ticks) {
-    struct scratch s = cut(w, count, memory);
+    struct scratch s = lay_out(w, count, memory);
     int64_t channels = w->channels;
     if (w->bits == BF16) {
         float *rows = (float *)s.x.codes;
         for (int64_t r = 0; r < count; r++)
             memcpy(rows + r * w->inputs, (const float *)x->codes + chosen[r] * w->inputs,
                    (size_t)w->inputs * sizeof(float));
-        plain_tiles(team, w, (const uint16_t *)tiles, number, rows, count, s.both, s.both + count * channels, s.part,
+        bf16_tiles(team, w, (const uint16_t *)tiles, number, rows, count, s.both, s.both + count * channels, s.part,
                     y, ticks);
         return;
     }
@@ -264,19 +236,17 @@ void tandem_tiles(struct team *team, const struct weights *w, const uint8_t *til
     struct inner inner = {w, &s};
     struct activations middle = {s.plain.codes, s.plain.factors};
     for (int64_t tile = 0; tile < number; tile++) {
-        int64_t watch = tile + 1 < number ? MOMENT : 0;
+        int64_t spin_ns = tile + 1 < number ? WAKE_NS : 0;
         struct product in = {w, tiles, w->inputs, 2 * channels, s.x, count, s.both, 2 * channels, 0};
         struct product out = {w, tiles + wide, channels, w->outputs, s.inner, count, y, w->outputs, tile > 0};
-        share(team, blocks_of, &in, 2 * channels / BLOCK, MOMENT);
-        share(count < ROWS ? NULL : team, activate, &inner, count, MOMENT);
+        parallel_for(team, blocks_of, &in, 2 * channels / BLOCK, WAKE_NS);
+        parallel_for(count < ROWS ? NULL : team, activate, &inner, count, WAKE_NS);
         pack(w, channels, &middle, NULL, count, s.inner);
-        share(team, blocks_of, &out, blocks_down, watch);
+        parallel_for(team, blocks_of, &out, blocks_down, spin_ns);
         tiles += wide + blocks_down * block_bytes(w, channels);
         if (ticks) (*ticks)++;
     }
 }
-
-#include "work.h"
 
 /* --- the pace of memory ---------------------------------------------------------------------------------------- */
 
@@ -301,6 +271,6 @@ static void read_lines(void *context, int64_t lo, int64_t hi) {
 
 uint64_t tandem_read(struct team *team, const uint8_t *memory, int64_t bytes) {
     struct reading reading = {memory, 0};
-    share(team, read_lines, &reading, bytes / 64, 0);
+    parallel_for(team, read_lines, &reading, bytes / 64, 0);
     return reading.sum;
 }

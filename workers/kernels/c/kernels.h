@@ -1,10 +1,10 @@
-/* Expert kernels: what every variant's library exports, all of it plain C called through ctypes.
+/* Expert kernels: the functions that every variant's library exports, plain C called through ctypes.
  *
- * A variant (avx512.c, avxvnni.c, avx2.c, portable.c) says how one block of 16 outputs is computed for a few rows,
- * and then includes body.h, which is the rest: loops over blocks, tiles and rows, the inner activations.
+ * A variant (avx512.c, avxvnni.c, avx2.c, portable.c) defines how one block of 16 outputs is computed for a few rows,
+ * and then includes body.h, which has the rest: loops over blocks, tiles and rows, the inner activations.
  *
- * The bytes of weights are drawn in shm/formats.py and shm/blocks.py. Arrays are row-major; sizes are counted in numbers unless they
- * say bytes. Nothing here allocates or checks: the caller has done both.
+ * shm/formats.py and shm/blocks.py draw the bytes of weights. Arrays are row-major; sizes are counted in numbers
+ * unless they say bytes. Nothing here allocates or checks: the caller has done both.
  *
  * Integer formats. Activations are quantized to int8 by groups of inputs; each group has a scale and the sum of
  * its codes, next to each other ("factors"). For each group of a block of outputs
@@ -22,7 +22,7 @@
 #include <stdint.h>
 
 enum { BLOCK = 16 }; /* outputs interleaved in the integer formats */
-enum { ROWS = 8 };   /* rows that one reading of a block is applied to, at most */
+enum { ROWS = 8 };   /* most rows that one read of a block is applied to */
 
 enum { INT4 = 4, INT8 = 8, BF16 = 16 }; /* bits of a weight: which format */
 
@@ -43,25 +43,25 @@ struct activations {
 
 struct team; /* threads that share one computation; NULL is the calling thread alone */
 
-/* Raised with every change of what is below: a library that an older checkout left behind is not used. */
+/* Raised with every change of the functions below, so that a library compiled from an older checkout is not used. */
 int tandem_kernels_version(void);
 
 /* Whether this CPU has what the variant was compiled for. */
 int tandem_supported(void);
 
-/* x float32 [rows, inputs] as activations; what whole groups have beyond the inputs becomes 0. */
+/* x float32 [rows, inputs] as activations; padding of the inputs to whole groups becomes 0. */
 void tandem_quantize(const struct weights *weights, const float *x, int64_t rows, void *codes, float *factors);
 
 /* Bytes of scratch that the functions below need for `rows` rows. */
 int64_t tandem_scratch(const struct weights *weights, int64_t rows);
 
-/* y float32 [rows, outputs] = x @ W.T of one matrix (integer formats). `scratch` is 64-byte aligned. `watch`:
- * nanoseconds in which the team's threads look for the next call before they sleep. */
+/* y float32 [rows, outputs] = x @ W.T of one matrix (integer formats). `scratch` is 64-byte aligned. `spin_ns`:
+ * nanoseconds for which the team's threads spin for the next call before they sleep. */
 void tandem_matmul(struct team *team, const struct weights *weights, const uint8_t *matrix,
-                   const struct activations *x, int64_t rows, float *y, void *scratch, int64_t watch);
+                   const struct activations *x, int64_t rows, float *y, void *scratch, int64_t spin_ns);
 
 /* y float32 [count, H] = the sum of the outputs of `number` consecutive tiles for the rows chosen[0..count) of x.
- * `ticks` (may be NULL) is incremented after each tile: progress was made. */
+ * `ticks` (may be NULL) is incremented after each tile, as a sign of progress. */
 void tandem_tiles(struct team *team, const struct weights *weights, const uint8_t *tiles, int64_t number,
                   const struct activations *x, const int32_t *chosen, int64_t count, float *y, void *scratch,
                   volatile uint64_t *ticks);
@@ -69,51 +69,51 @@ void tandem_tiles(struct team *team, const struct weights *weights, const uint8_
 /* All items of a Work: y [rows of x, H] += for each item, its rows' weights times the sum of its tiles' outputs.
  * items [number, 3]: expert, first tile, end; item i has the rows rows[offsets[i]..offsets[i + 1]) of x, and their
  * weights. `layer`: the first expert's first tile. The same bits as tandem_tiles item by item. parts: for each tile
- * its rows' outputs; `scratch`, 64-byte aligned: `room` bytes, a multiple of 64, for each thread of the team, as
- * many as tandem_scratch says for the largest number of rows. */
+ * its rows' outputs; `scratch`, 64-byte aligned: `scratch_bytes` bytes, a multiple of 64, for each thread of the team, as
+ * many as tandem_scratch returns for the largest number of rows. */
 void tandem_work(struct team *team, const struct weights *weights, const uint8_t *layer, int64_t expert_bytes,
                  int64_t tile_bytes, const int32_t *items, const int32_t *offsets, int64_t number,
                  const struct activations *x, const int32_t *rows, const float *row_weights, float *y, float *parts,
-                 void *scratch, int64_t room, volatile uint64_t *ticks);
+                 void *scratch, int64_t scratch_bytes, volatile uint64_t *ticks);
 
-/* The sum of `bytes` bytes, a multiple of 64, as 64-bit numbers: what reading memory costs and no more. */
+/* The sum of `bytes` bytes, a multiple of 64, as 64-bit numbers: its time is that of reading memory. */
 uint64_t tandem_read(struct team *team, const uint8_t *memory, int64_t bytes);
 
 /* Attention of one new token of one sequence, at `position` (tokens before it). `bits` of the cached numbers: BF16
- * or 32. cosines and sines [width] turn number i with number i + width / 2, and the sines carry the halves' signs.
- * Its keys and values are cached, and it sees itself and what is cached before it. */
+ * or 32. cosines and sines [width] rotate number i with number i + width / 2 (RoPE), and the sines carry the halves'
+ * signs. The token's keys and values are stored in the cache; it attends to itself and to the tokens cached before. */
 
 struct grouped { /* query heads in groups that share keys and values */
     int64_t bits, heads, kv_heads, width;
-    int64_t window; /* tokens that are seen at most, the new one included; 0: all */
+    int64_t window; /* most tokens attended to, the new one included; 0: all */
     int64_t normed; /* RMS norm of queries and keys: 0 none, 1 of each head, 2 of all heads together */
     const float *query_norm, *key_norm;
     float eps, clip, scale; /* clip 0: none */
 };
 
 /* qkv [(heads + 2 kv_heads) * width], changed in place; keys, values [kv_heads, capacity, width]; out [heads *
- * width]; scratch: heads * tokens seen. */
+ * width]; scratch: heads * tokens attended to. */
 void tandem_grouped(struct team *team, const struct grouped *grouped, float *qkv, const float *cosines,
                     const float *sines, void *keys, void *values, int64_t capacity, int64_t position, float *out,
-                    float *scratch, int64_t watch);
+                    float *scratch, int64_t spin_ns);
 
-struct latent { /* keys and values are expanded from one cached vector: for a single token by expanding the query */
-    int64_t bits, heads, rank, plain, rotated, value;
+struct latent { /* keys and values are expanded from one cached vector; for a single token, the query is instead */
+    int64_t bits, heads, rank, nope, rope, value;
     const float *norm;     /* [rank], of the latent */
-    const void *expansion; /* [heads, plain + value, rank], of the cached numbers' type */
+    const void *expansion; /* [heads, nope + value, rank], of the cached numbers' type */
     float eps, scale;
 };
 
-/* q [heads, plain + rotated] and latent [rank + rotated], changed in place; cache [capacity, rank + rotated]; out
- * [heads * value]; scratch: heads * (2 rank + rotated + tokens seen). */
+/* q [heads, nope + rope] and latent [rank + rope], changed in place; cache [capacity, rank + rope]; out
+ * [heads * value]; scratch: heads * (2 rank + rope + tokens attended to). */
 void tandem_latent(struct team *team, const struct latent *which, float *q, float *latent, const float *cosines,
-                   const float *sines, void *cache, int64_t position, float *out, float *scratch, int64_t watch);
+                   const float *sines, void *cache, int64_t position, float *out, float *scratch, int64_t spin_ns);
 
 /* out [rows, width] = x / sqrt(mean(x^2) + eps) * weight, row by row. */
 void tandem_rms_norm(const float *x, const float *weight, int64_t rows, int64_t width, float eps, float *out);
 
-/* A team of `threads` threads, the caller included. NULL where the system has no more threads to give. */
-struct team *tandem_team(int64_t threads);
-void tandem_dismiss(struct team *team);
+/* A team of `threads` threads, the caller included. NULL if the system refuses a thread. */
+struct team *tandem_team_create(int64_t threads);
+void tandem_team_destroy(struct team *team);
 
 #endif

@@ -1,5 +1,5 @@
-/* Threads that share one computation. Who waits sleeps, for expert workers need the cores; only within a
- * computation of several parts, and for as long as one wake-up takes, does it watch first. */
+/* Threads that share one computation. A waiting thread sleeps, because expert workers need the cores; it spins first
+ * only within a computation of several parts, for about as long as one wake-up takes. */
 #ifndef TANDEM_TEAM_H
 #define TANDEM_TEAM_H
 
@@ -11,35 +11,35 @@
 
 typedef void (*part_t)(void *context, int64_t lo, int64_t hi);
 
-enum { MOMENT = 50000 }; /* nanoseconds of watching before sleep: what waking another core takes */
-enum { LOOKS = 64 };     /* between two looks at the clock */
+enum { WAKE_NS = 50000 }; /* nanoseconds to spin before sleeping: about what waking another core takes */
+enum { PAUSES = 64 };     /* between two readings of the clock */
 
 struct team {
     pthread_mutex_t lock;
     pthread_cond_t begin, end;
-    int64_t threads, started; /* `started`: beside the caller */
-    int64_t round;            /* counts what was shared; atomic */
-    int64_t left;             /* threads that have not finished this round; atomic */
+    int64_t threads, started; /* `started`: without the caller */
+    int64_t round;            /* number of the current parallel_for; atomic */
+    int64_t unfinished;       /* threads that have not finished this round; atomic */
     int64_t sleeping;         /* threads that wait on `begin` */
-    int64_t watch;            /* nanoseconds to look for the next round before they sleep */
-    int stop, asleep;         /* `asleep`: the caller waits on `end` */
+    int64_t spin_ns;          /* nanoseconds to spin for the next round before sleeping */
+    int stop, caller_waits;   /* `caller_waits`: the caller waits on `end` */
     part_t part;
     void *context;
     int64_t n;
     pthread_t *thread;
 };
 
-struct seat {
+struct member {
     struct team *team;
     int64_t index;
 };
 
-static void do_part(const struct team *team, int64_t index) {
+static void run_part(const struct team *team, int64_t index) {
     int64_t lo = team->n * index / team->threads, hi = team->n * (index + 1) / team->threads;
     if (lo < hi) team->part(team->context, lo, hi);
 }
 
-static void rest(void) {
+static void cpu_pause(void) {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
 #else
@@ -47,13 +47,13 @@ static void rest(void) {
 #endif
 }
 
-/* Wait until `*number` is `wanted` (or, with `other`, no longer is), for at most so many nanoseconds. */
-static void look(const int64_t *number, int64_t wanted, int other, int64_t nanoseconds) {
+/* Spin for at most so many nanoseconds while (*number == value) is `equal`. */
+static void spin_while(const int64_t *number, int64_t value, int equal, int64_t nanoseconds) {
     struct timespec now;
     int64_t until = 0;
-    for (int64_t i = 0; nanoseconds > 0 && (__atomic_load_n(number, __ATOMIC_ACQUIRE) == wanted) == other; i++) {
-        rest();
-        if (i % LOOKS) continue;
+    for (int64_t i = 0; nanoseconds > 0 && (__atomic_load_n(number, __ATOMIC_ACQUIRE) == value) == equal; i++) {
+        cpu_pause();
+        if (i % PAUSES) continue;
         clock_gettime(CLOCK_MONOTONIC, &now);
         int64_t at = now.tv_sec * 1000000000LL + now.tv_nsec;
         if (!until) until = at + nanoseconds;
@@ -61,53 +61,53 @@ static void look(const int64_t *number, int64_t wanted, int other, int64_t nanos
     }
 }
 
-static void *sit(void *given) {
-    struct seat seat = *(struct seat *)given;
-    struct team *team = seat.team;
-    free(given);
-    for (int64_t done = 0, watch = 0;;) {
-        look(&team->round, done, 1, watch);
+static void *member_main(void *context) {
+    struct member member = *(struct member *)context;
+    struct team *team = member.team;
+    free(context);
+    for (int64_t done = 0, spin_ns = 0;;) {
+        spin_while(&team->round, done, 1, spin_ns);
         pthread_mutex_lock(&team->lock);
         team->sleeping++;
         while (team->round == done && !team->stop) pthread_cond_wait(&team->begin, &team->lock);
         team->sleeping--;
         int stop = team->stop;
-        done = team->round, watch = team->watch;
+        done = team->round, spin_ns = team->spin_ns;
         pthread_mutex_unlock(&team->lock);
         if (stop) return NULL;
-        do_part(team, seat.index);
-        if (__atomic_sub_fetch(&team->left, 1, __ATOMIC_ACQ_REL) == 0) {
+        run_part(team, member.index);
+        if (__atomic_sub_fetch(&team->unfinished, 1, __ATOMIC_ACQ_REL) == 0) {
             pthread_mutex_lock(&team->lock);
-            if (team->asleep) pthread_cond_signal(&team->end);
+            if (team->caller_waits) pthread_cond_signal(&team->end);
             pthread_mutex_unlock(&team->lock);
         }
     }
 }
 
-/* Call part(context, lo, hi) so that [0, n) is covered once, in equal parts; return when all are done. `watch`:
- * nanoseconds in which the threads look for the next call before they sleep. */
-static void share(struct team *team, part_t part, void *context, int64_t n, int64_t watch) {
+/* Call part(context, lo, hi) so that [0, n) is covered once, in equal parts; return when all are done. `spin_ns`:
+ * nanoseconds for which the threads spin for the next call before they sleep. */
+static void parallel_for(struct team *team, part_t part, void *context, int64_t n, int64_t spin_ns) {
     if (!team) {
         part(context, 0, n);
         return;
     }
     pthread_mutex_lock(&team->lock);
-    team->part = part, team->context = context, team->n = n, team->watch = watch;
-    __atomic_store_n(&team->left, team->started, __ATOMIC_RELAXED);
+    team->part = part, team->context = context, team->n = n, team->spin_ns = spin_ns;
+    __atomic_store_n(&team->unfinished, team->started, __ATOMIC_RELAXED);
     __atomic_store_n(&team->round, team->round + 1, __ATOMIC_RELEASE);
     if (team->sleeping) pthread_cond_broadcast(&team->begin);
     pthread_mutex_unlock(&team->lock);
-    do_part(team, 0);
-    look(&team->left, 0, 0, MOMENT);
-    if (!__atomic_load_n(&team->left, __ATOMIC_ACQUIRE)) return;
+    run_part(team, 0);
+    spin_while(&team->unfinished, 0, 0, WAKE_NS);
+    if (!__atomic_load_n(&team->unfinished, __ATOMIC_ACQUIRE)) return;
     pthread_mutex_lock(&team->lock);
-    team->asleep = 1;
-    while (__atomic_load_n(&team->left, __ATOMIC_ACQUIRE)) pthread_cond_wait(&team->end, &team->lock);
-    team->asleep = 0;
+    team->caller_waits = 1;
+    while (__atomic_load_n(&team->unfinished, __ATOMIC_ACQUIRE)) pthread_cond_wait(&team->end, &team->lock);
+    team->caller_waits = 0;
     pthread_mutex_unlock(&team->lock);
 }
 
-void tandem_dismiss(struct team *team) {
+void tandem_team_destroy(struct team *team) {
     pthread_mutex_lock(&team->lock);
     team->stop = 1;
     pthread_cond_broadcast(&team->begin);
@@ -120,7 +120,7 @@ void tandem_dismiss(struct team *team) {
     free(team);
 }
 
-struct team *tandem_team(int64_t threads) {
+struct team *tandem_team_create(int64_t threads) {
     struct team *team = calloc(1, sizeof *team);
     if (!team) return NULL;
     team->thread = calloc((size_t)threads, sizeof *team->thread);
@@ -133,11 +133,11 @@ struct team *tandem_team(int64_t threads) {
     pthread_cond_init(&team->begin, NULL);
     pthread_cond_init(&team->end, NULL);
     for (int64_t i = 1; i < threads; i++) {
-        struct seat *seat = malloc(sizeof *seat);
-        if (seat) *seat = (struct seat){team, i};
-        if (!seat || pthread_create(&team->thread[i - 1], NULL, sit, seat)) {
-            free(seat);
-            tandem_dismiss(team);
+        struct member *member = malloc(sizeof *member);
+        if (member) *member = (struct member){team, i};
+        if (!member || pthread_create(&team->thread[i - 1], NULL, member_main, member)) {
+            free(member);
+            tandem_team_destroy(team);
             return NULL;
         }
         team->started++;

@@ -1,5 +1,10 @@
-/* All items of a Work in one call, for few rows: threads take whole tiles, one after the other, so that they meet
- * once and not three times a tile. Part of body.h, the last. */
+/* All items of a Work in one call, for few rows: threads take whole tiles, one after the other, so that they
+ * synchronise once a Work and not three times a tile. Part of body.h. */
+#ifndef TANDEM_WORK_H
+#define TANDEM_WORK_H
+
+#include "kernels.h"
+#include "team.h"
 
 struct work {
     const struct weights *w;
@@ -9,8 +14,8 @@ struct work {
     const struct activations *x;
     float *parts; /* of each tile the outputs [count, H] of its rows */
     uint8_t *scratch;
-    int64_t room; /* bytes of scratch for one thread */
-    int64_t next; /* tile to be taken; atomic */
+    int64_t scratch_bytes; /* bytes of scratch for one thread */
+    int64_t next; /* the next tile to take; atomic */
     volatile uint64_t *ticks;
 };
 
@@ -33,14 +38,14 @@ static void take_tiles(void *context, int64_t lo, int64_t hi) {
             const int32_t *which = k->items + 3 * item;
             tandem_tiles(NULL, k->w, k->layer + which[0] * k->expert_bytes + (which[1] + at) * k->tile_bytes, 1, k->x,
                          k->rows + k->offsets[item], count, parts + at * count * k->w->outputs,
-                         k->scratch + thread * k->room, NULL);
+                         k->scratch + thread * k->scratch_bytes, NULL);
             if (k->ticks) __atomic_add_fetch(k->ticks, 1, __ATOMIC_RELAXED);
         }
     }
 }
 
 /* y[row] += weight * the sum of the tiles' outputs, in their order; items in theirs. */
-static void add_up(const struct work *k, const float *weights, float *y) {
+static void combine_tiles(const struct work *k, const float *weights, float *y) {
     int64_t width = k->w->outputs;
     float *parts = k->parts;
     for (int64_t item = 0; item < k->number; item++) {
@@ -59,11 +64,13 @@ static void add_up(const struct work *k, const float *weights, float *y) {
 void tandem_work(struct team *team, const struct weights *w, const uint8_t *layer, int64_t expert_bytes,
                  int64_t tile_bytes, const int32_t *items, const int32_t *offsets, int64_t number,
                  const struct activations *x, const int32_t *rows, const float *weights, float *y, float *parts,
-                 void *scratch, int64_t room, volatile uint64_t *ticks) {
+                 void *scratch, int64_t scratch_bytes, volatile uint64_t *ticks) {
     struct work k = {.w = w, .layer = layer, .expert_bytes = expert_bytes, .tile_bytes = tile_bytes, .number = number,
                      .items = items, .offsets = offsets, .rows = rows, .x = x, .parts = parts, .scratch = scratch,
-                     .room = room, .ticks = ticks};
+                     .scratch_bytes = scratch_bytes, .ticks = ticks};
     for (int64_t item = 0; item < number; item++) k.tiles += tiles_of(&k, item);
-    share(team, take_tiles, &k, team ? team->threads : 1, 0);
-    add_up(&k, weights, y);
+    parallel_for(team, take_tiles, &k, team ? team->threads : 1, 0);
+    combine_tiles(&k, weights, y);
 }
+
+#endif

@@ -1,12 +1,14 @@
-/* bf16 tiles, row-major: gate rows [T, H], up rows [T, H], down's columns as rows [T, H]. Written with the vectors of
- * gcc and clang, which become whatever the variant's processor has; VFMA(a, b, c) is a * b + c,
- * VECTOR_BYTES the width of a register, WIDENED turns that many bf16 numbers into float32. Part of body.h. */
+/* bf16 tiles, row-major: gate rows [T, H], up rows [T, H], down's columns as rows [T, H]. Part of body.h. */
+#ifndef TANDEM_BF16_TILES_H
+#define TANDEM_BF16_TILES_H
 
-enum { LANES = VECTOR_BYTES / 4 }; /* numbers of a vector */
-enum { PAIR = 2 * LANES };         /* they are taken two vectors at a time */
-enum { TOGETHER = 8 };             /* channels whose rows of down are added in one pass */
-enum { TALL = 4 };                 /* rows of gate or up that are taken together */
-enum { FEW = 4 };                  /* rows that one reading of the weights is applied to, at most */
+#include "kernels.h"
+#include "team.h"
+#include "vectors.h"
+
+enum { TOGETHER = 8 }; /* channels whose rows of down are added in one pass */
+enum { TALL = 4 };     /* rows of gate or up that are taken together */
+enum { FEW = 4 };      /* most rows that one read of the weights is applied to */
 
 #define UP_TO_FEW(call)                                                                                          \
     switch (rows) {                                                                                              \
@@ -16,59 +18,7 @@ enum { FEW = 4 };                  /* rows that one reading of the weights is ap
     default: call(4);                                                                                            \
     }
 
-typedef float vector __attribute__((vector_size(LANES * 4)));
-typedef uint32_t words __attribute__((vector_size(LANES * 4)));
-typedef uint16_t halves __attribute__((vector_size(LANES * 2)));
-
-#ifndef VFMA
-#define VFMA(a, b, c) ((a) * (b) + (c))
-#endif
-
-#ifndef SUM
-INLINE float sum_of_lanes(vector v) {
-    float lanes[LANES];
-    memcpy(lanes, &v, sizeof lanes);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int l = 0; l < half; l++) lanes[l] += lanes[l + half];
-    return lanes[0];
-}
-#define SUM sum_of_lanes
-#endif
-
-INLINE vector loaded(const float *from) {
-    vector v;
-    memcpy(&v, from, sizeof v);
-    return v;
-}
-
-#ifndef WIDENED
-INLINE vector widened_vector(const uint16_t *from) {
-    halves narrow;
-    memcpy(&narrow, from, sizeof narrow);
-    return (vector)(__builtin_convertvector(narrow, words) << 16);
-}
-#define WIDENED widened_vector
-#endif
-
-static float widened(uint16_t number) {
-    uint32_t bits = (uint32_t)number << 16;
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
-/* To nearest even; NaN stays NaN. The rounded numbers stay in float32. */
-static void round_to_bf16(const float *x, int64_t n, float *out) {
-    for (int64_t i = 0; i < n; i++) {
-        uint32_t bits;
-        memcpy(&bits, x + i, 4);
-        uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000u;
-        bits = (bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC00000 : rounded;
-        memcpy(out + i, &bits, 4);
-    }
-}
-
-struct plain {
+struct bf16_tile {
     const struct weights *w;
     const uint16_t *tile;
     const float *x; /* [count, H] */
@@ -107,9 +57,9 @@ INLINE void products(const uint16_t *weights, const int number, int64_t hidden, 
 }
 
 static void gate_and_up(void *context, int64_t lo, int64_t hi) {
-    const struct plain *p = context;
+    const struct bf16_tile *p = context;
     int64_t hidden = p->w->inputs, channels = p->w->channels;
-    /* For one row of x there is nothing to share, and one stream of memory is read faster than several. */
+    /* One row of x shares no reads, and one stream of memory is read faster than several. */
     int64_t tall = p->count > 1 ? TALL : 1;
     for (int half = 0; half < 2; half++) {
         float *out = half ? p->up : p->gate;
@@ -132,7 +82,7 @@ static void gate_and_up(void *context, int64_t lo, int64_t hi) {
 }
 
 /* y[r][h] += sum of a[r][t] * down[t][h] for `number` (a constant) channels from t, h in [lo, hi). */
-INLINE void columns(const struct plain *p, int64_t t, const int number, int64_t lo, int64_t hi) {
+INLINE void columns(const struct bf16_tile *p, int64_t t, const int number, int64_t lo, int64_t hi) {
     int64_t hidden = p->w->inputs, channels = p->w->channels;
     const uint16_t *down = p->tile + (2 * channels + t) * hidden;
     int64_t h = lo;
@@ -166,31 +116,33 @@ INLINE void columns(const struct plain *p, int64_t t, const int number, int64_t 
 }
 
 static void down(void *context, int64_t lo, int64_t hi) {
-    const struct plain *p = context;
+    const struct bf16_tile *p = context;
     int64_t channels = p->w->channels, t = 0;
     lo *= PAIR, hi = least(hi * PAIR, p->w->inputs);
     for (; t + TOGETHER <= channels; t += TOGETHER) columns(p, t, TOGETHER, lo, hi);
     for (; t < channels; t++) columns(p, t, 1, lo, hi);
 }
 
-static void activate_plain(void *context, int64_t lo, int64_t hi) {
-    const struct plain *p = context;
+static void activate_bf16(void *context, int64_t lo, int64_t hi) {
+    const struct bf16_tile *p = context;
     int64_t channels = p->w->channels;
-    gated(p->gate + lo * channels, p->up + lo * channels, (hi - lo) * channels);
+    silu_times(p->gate + lo * channels, p->up + lo * channels, (hi - lo) * channels);
     round_to_bf16(p->gate + lo * channels, (hi - lo) * channels, p->gate + lo * channels);
 }
 
-/* `part` has room for y [count, H]; x are the chosen rows [count, H]. */
-static void plain_tiles(struct team *team, const struct weights *w, const uint16_t *tiles, int64_t number,
+/* part: scratch [count, H]; x: the chosen rows [count, H]. */
+static void bf16_tiles(struct team *team, const struct weights *w, const uint16_t *tiles, int64_t number,
                         const float *x, int64_t count, float *gate, float *up, float *part, float *y,
                         volatile uint64_t *ticks) {
     for (int64_t tile = 0; tile < number; tile++, tiles += 3 * w->channels * w->inputs) {
-        struct plain plain = {w, tiles, x, count, gate, up, tile ? part : y};
-        share(team, gate_and_up, &plain, w->channels, MOMENT);
-        share(count < ROWS ? NULL : team, activate_plain, &plain, count, MOMENT);
-        share(team, down, &plain, (w->inputs + PAIR - 1) / PAIR, tile + 1 < number ? MOMENT : 0);
+        struct bf16_tile bf16_tile = {w, tiles, x, count, gate, up, tile ? part : y};
+        parallel_for(team, gate_and_up, &bf16_tile, w->channels, WAKE_NS);
+        parallel_for(count < ROWS ? NULL : team, activate_bf16, &bf16_tile, count, WAKE_NS);
+        parallel_for(team, down, &bf16_tile, (w->inputs + PAIR - 1) / PAIR, tile + 1 < number ? WAKE_NS : 0);
         if (tile)
             for (int64_t i = 0; i < count * w->inputs; i++) y[i] += part[i];
         if (ticks) (*ticks)++;
     }
 }
+
+#endif

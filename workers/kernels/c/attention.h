@@ -1,9 +1,17 @@
-/* Attention of one new token, and RMS norm: what lies between two products with weights. The cached numbers are
- * bf16 or float32, everything else is float32. Heads do not mix, and each is computed by one thread: the bits do not
- * depend on how many there are. Part of body.h, behind plain.h. */
+/* Attention of one new token, and RMS norm: the operations between two products with weights. The cached numbers
+ * are bf16 or float32, everything else is float32. Heads do not mix, and each is computed by one thread, so the bits
+ * do not depend on the number of threads. Part of body.h. */
+#ifndef TANDEM_ATTENTION_H
+#define TANDEM_ATTENTION_H
 
-enum { SHARING = 4 }; /* query heads that one reading of their keys and values serves, at most */
-enum { WIDE = 4 };    /* vectors of a value that are gathered in one pass over the tokens */
+#include "kernels.h"
+#include "team.h"
+#include "vectors.h"
+
+#include <math.h>
+
+enum { SHARING = 4 }; /* most query heads that one read of their keys and values serves */
+enum { WIDE = 4 };    /* vectors of a value that are summed in one pass over the tokens */
 
 INLINE vector cached(const void *from, int64_t at, const int bits) {
     return bits == BF16 ? WIDENED((const uint16_t *)from + at) : loaded((const float *)from + at);
@@ -13,7 +21,7 @@ INLINE float one_cached(const void *from, int64_t at, const int bits) {
     return bits == BF16 ? widened(((const uint16_t *)from)[at]) : ((const float *)from)[at];
 }
 
-static void keep(const float *x, int64_t n, void *to, int64_t at, int64_t bits) {
+static void store_cached(const float *x, int64_t n, void *to, int64_t at, int64_t bits) {
     if (bits != BF16) {
         memcpy((float *)to + at, x, (size_t)n * sizeof *x);
         return;
@@ -42,8 +50,8 @@ static void rms_norm(const float *x, const float *weight, int64_t n, float eps, 
     for (i = 0; i < n; i++) out[i] = x[i] * scale * weight[i];
 }
 
-/* In place; number i turns with number i + width / 2. The sines carry the signs of the halves. */
-static void turn(float *x, const float *cosines, const float *sines, int64_t width) {
+/* RoPE in place: number i rotates with number i + width / 2. The sines carry the signs of the halves. */
+static void rotate(float *x, const float *cosines, const float *sines, int64_t width) {
     int64_t half = width / 2;
     for (int64_t i = 0; i < half; i++) {
         float a = x[i], b = x[i + half];
@@ -59,8 +67,8 @@ struct stream {
 };
 
 /* scores[r][t - first] = scale * q[r] . key t for `heads` (a constant) heads that share keys. */
-INLINE void scored(const struct stream *s, const int bits, const float *q, int64_t stride, const int heads,
-                   int64_t first, int64_t tokens, float scale, float *scores, int64_t room) {
+INLINE void score_keys(const struct stream *s, const int bits, const float *q, int64_t stride, const int heads,
+                   int64_t first, int64_t tokens, float scale, float *scores, int64_t scores_stride) {
     int64_t whole = s->key_width / LANES * LANES;
     for (int64_t t = first; t < tokens; t++) {
         vector sums[SHARING];
@@ -73,7 +81,7 @@ INLINE void scored(const struct stream *s, const int bits, const float *q, int64
             float sum = SUM(sums[r]);
             for (int64_t i = whole; i < s->key_width; i++)
                 sum += one_cached(s->keys, t * s->step + i, bits) * q[r * stride + i];
-            scores[r * room + t - first] = sum * scale;
+            scores[r * scores_stride + t - first] = sum * scale;
         }
     }
 }
@@ -88,8 +96,8 @@ static void softmax(float *scores, int64_t n) {
 }
 
 /* out[r] = the sum of scores[r][t - first] * value t. */
-INLINE void mixed(const struct stream *s, const int bits, const int heads, int64_t first, int64_t tokens,
-                     const float *scores, int64_t room, float *out) {
+INLINE void weigh_values(const struct stream *s, const int bits, const int heads, int64_t first, int64_t tokens,
+                     const float *scores, int64_t scores_stride, float *out) {
     int64_t i = 0, width = s->value_width;
     for (; i + WIDE * LANES <= width; i += WIDE * LANES) {
         vector sums[SHARING][WIDE];
@@ -99,7 +107,7 @@ INLINE void mixed(const struct stream *s, const int bits, const int heads, int64
             for (int v = 0; v < WIDE; v++) {
                 vector value = cached(s->values, t * s->step + i + v * LANES, bits), zero = {0};
                 for (int r = 0; r < heads; r++)
-                    sums[r][v] = VFMA(value, scores[r * room + t - first] - zero, sums[r][v]);
+                    sums[r][v] = VFMA(value, scores[r * scores_stride + t - first] - zero, sums[r][v]);
             }
         for (int r = 0; r < heads; r++)
             for (int v = 0; v < WIDE; v++) memcpy(out + r * width + i + v * LANES, &sums[r][v], sizeof(vector));
@@ -108,25 +116,25 @@ INLINE void mixed(const struct stream *s, const int bits, const int heads, int64
         for (int r = 0; r < heads; r++) {
             float sum = 0.0f;
             for (int64_t t = first; t < tokens; t++)
-                sum += one_cached(s->values, t * s->step + i, bits) * scores[r * room + t - first];
+                sum += one_cached(s->values, t * s->step + i, bits) * scores[r * scores_stride + t - first];
             out[r * width + i] = sum;
         }
 }
 
-INLINE void attended(const struct stream *s, const int bits, const float *q, int64_t stride, const int heads,
+INLINE void attend_heads(const struct stream *s, const int bits, const float *q, int64_t stride, const int heads,
                      int64_t first, int64_t tokens, float scale, float *scores, float *out) {
-    int64_t room = tokens - first;
-    scored(s, bits, q, stride, heads, first, tokens, scale, scores, room);
-    for (int r = 0; r < heads; r++) softmax(scores + r * room, room);
-    mixed(s, bits, heads, first, tokens, scores, room, out);
+    int64_t seen = tokens - first;
+    score_keys(s, bits, q, stride, heads, first, tokens, scale, scores, seen);
+    for (int r = 0; r < heads; r++) softmax(scores + r * seen, seen);
+    weigh_values(s, bits, heads, first, tokens, scores, seen, out);
 }
 
 /* `number` heads, at most SHARING, that share keys and values; q [number, stride]. */
 static void attend(const struct stream *s, int64_t bits, const float *q, int64_t stride, int64_t number, int64_t first,
                    int64_t tokens, float scale, float *scores, float *out) {
 #define ATTEND(n)                                                                                                \
-    (bits == BF16 ? attended(s, BF16, q, stride, n, first, tokens, scale, scores, out)                          \
-                  : attended(s, 32, q, stride, n, first, tokens, scale, scores, out))
+    (bits == BF16 ? attend_heads(s, BF16, q, stride, n, first, tokens, scale, scores, out)                          \
+                  : attend_heads(s, 32, q, stride, n, first, tokens, scale, scores, out))
     switch (number) {
     case 1: ATTEND(1); break;
     case 2: ATTEND(2); break;
@@ -137,7 +145,7 @@ static void attend(const struct stream *s, int64_t bits, const float *q, int64_t
 
 /* --- heads in groups that share keys and values -------------------------------------------------------------- */
 
-struct one_token {
+struct token_attention {
     const struct grouped *grouped;
     const struct latent *latent;
     const float *cosines, *sines;
@@ -147,8 +155,8 @@ struct one_token {
     float *scores, *out;
 };
 
-static void some_heads(void *context, int64_t lo, int64_t hi) {
-    const struct one_token *o = context;
+static void grouped_heads(void *context, int64_t lo, int64_t hi) {
+    const struct token_attention *o = context;
     const struct grouped *g = o->grouped;
     int64_t shared = g->heads / g->kv_heads, bytes = g->bits / 8;
     for (int64_t head = lo, n; head < hi; head += n) {
@@ -162,7 +170,7 @@ static void some_heads(void *context, int64_t lo, int64_t hi) {
 
 void tandem_grouped(struct team *team, const struct grouped *g, float *qkv, const float *cosines, const float *sines,
                     void *keys, void *values, int64_t capacity, int64_t position, float *out, float *scratch,
-                    int64_t watch) {
+                    int64_t spin_ns) {
     int64_t both[2] = {g->heads * g->width, g->kv_heads * g->width};
     const float *norms[2] = {g->query_norm, g->key_norm};
     float *k = qkv + both[0], *v = k + both[1];
@@ -177,22 +185,22 @@ void tandem_grouped(struct team *team, const struct grouped *g, float *qkv, cons
     if (g->clip > 0.0f)
         for (int64_t i = 0; i < both[0] + 2 * both[1]; i++)
             qkv[i] = qkv[i] > g->clip ? g->clip : qkv[i] < -g->clip ? -g->clip : qkv[i];
-    for (int64_t head = 0; head < g->heads + g->kv_heads; head++) turn(qkv + head * g->width, cosines, sines, g->width);
+    for (int64_t head = 0; head < g->heads + g->kv_heads; head++) rotate(qkv + head * g->width, cosines, sines, g->width);
     for (int64_t head = 0; head < g->kv_heads; head++) {
         int64_t at = (head * capacity + position) * g->width;
-        keep(k + head * g->width, g->width, keys, at, g->bits);
-        keep(v + head * g->width, g->width, values, at, g->bits);
+        store_cached(k + head * g->width, g->width, keys, at, g->bits);
+        store_cached(v + head * g->width, g->width, values, at, g->bits);
     }
     int64_t tokens = position + 1, first = g->window && tokens > g->window ? tokens - g->window : 0;
-    struct one_token o = {.grouped = g, .q = qkv, .keys = keys, .values = values, .capacity = capacity,
+    struct token_attention o = {.grouped = g, .q = qkv, .keys = keys, .values = values, .capacity = capacity,
                           .first = first, .tokens = tokens, .scores = scratch, .out = out};
-    share(team, some_heads, &o, g->heads, watch);
+    parallel_for(team, grouped_heads, &o, g->heads, spin_ns);
 }
 
 /* --- latent attention ---------------------------------------------------------------------------------------- */
 
 /* y [rank] = the sum of q[i] * row i of `rows` rows [rank]. */
-INLINE void combined(const void *rows, const int bits, int64_t number, int64_t rank, const float *q, float *y) {
+INLINE void weighted_rows(const void *rows, const int bits, int64_t number, int64_t rank, const float *q, float *y) {
     int64_t i = 0;
     for (; i + WIDE * LANES <= rank; i += WIDE * LANES) {
         vector sums[WIDE] = {{0}}, zero = {0};
@@ -207,43 +215,45 @@ INLINE void combined(const void *rows, const int bits, int64_t number, int64_t r
     }
 }
 
-INLINE void latent_head(const struct one_token *o, const int bits, int64_t head, float *room) {
+INLINE void latent_head(const struct token_attention *o, const int bits, int64_t head, float *scratch) {
     const struct latent *l = o->latent;
-    int64_t width = l->plain + l->rotated, latent = l->rank + l->rotated;
-    float *q = o->q + head * width, *down = room, *up = room + latent, *scores = up + l->rank;
-    const char *rows = (const char *)l->expansion + head * (l->plain + l->value) * l->rank * (bits / 8);
-    combined(rows, bits, l->plain, l->rank, q, down);
-    memcpy(down + l->rank, q + l->plain, (size_t)l->rotated * sizeof *q);
-    turn(down + l->rank, o->cosines, o->sines, l->rotated);
+    int64_t width = l->nope + l->rope, latent = l->rank + l->rope;
+    float *q = o->q + head * width, *down = scratch, *up = scratch + latent, *scores = up + l->rank;
+    const char *rows = (const char *)l->expansion + head * (l->nope + l->value) * l->rank * (bits / 8);
+    weighted_rows(rows, bits, l->nope, l->rank, q, down);
+    memcpy(down + l->rank, q + l->nope, (size_t)l->rope * sizeof *q);
+    rotate(down + l->rank, o->cosines, o->sines, l->rope);
     struct stream s = {o->keys, o->keys, latent, latent, l->rank};
-    attended(&s, bits, down, latent, 1, o->first, o->tokens, l->scale, scores, up);
-    struct stream values = {rows + l->plain * l->rank * (bits / 8), NULL, l->rank, l->rank, 0};
-    scored(&values, bits, up, 0, 1, 0, l->value, 1.0f, o->out + head * l->value, 0);
+    attend_heads(&s, bits, down, latent, 1, o->first, o->tokens, l->scale, scores, up);
+    struct stream values = {rows + l->nope * l->rank * (bits / 8), NULL, l->rank, l->rank, 0};
+    score_keys(&values, bits, up, 0, 1, 0, l->value, 1.0f, o->out + head * l->value, 0);
 }
 
-static void some_latent_heads(void *context, int64_t lo, int64_t hi) {
-    const struct one_token *o = context;
+static void latent_heads(void *context, int64_t lo, int64_t hi) {
+    const struct token_attention *o = context;
     const struct latent *l = o->latent;
     for (int64_t head = lo; head < hi; head++) {
-        float *room = o->scores + head * (2 * l->rank + l->rotated + o->tokens);
+        float *scratch = o->scores + head * (2 * l->rank + l->rope + o->tokens);
         if (l->bits == BF16)
-            latent_head(o, BF16, head, room);
+            latent_head(o, BF16, head, scratch);
         else
-            latent_head(o, 32, head, room);
+            latent_head(o, 32, head, scratch);
     }
 }
 
 void tandem_latent(struct team *team, const struct latent *l, float *q, float *latent, const float *cosines,
-                   const float *sines, void *cache, int64_t position, float *out, float *scratch, int64_t watch) {
-    int64_t width = l->rank + l->rotated;
+                   const float *sines, void *cache, int64_t position, float *out, float *scratch, int64_t spin_ns) {
+    int64_t width = l->rank + l->rope;
     rms_norm(latent, l->norm, l->rank, l->eps, latent);
-    turn(latent + l->rank, cosines, sines, l->rotated);
-    keep(latent, width, cache, position * width, l->bits);
-    struct one_token o = {.latent = l, .cosines = cosines, .sines = sines, .q = q, .keys = cache,
+    rotate(latent + l->rank, cosines, sines, l->rope);
+    store_cached(latent, width, cache, position * width, l->bits);
+    struct token_attention o = {.latent = l, .cosines = cosines, .sines = sines, .q = q, .keys = cache,
                           .tokens = position + 1, .scores = scratch, .out = out};
-    share(team, some_latent_heads, &o, l->heads, watch);
+    parallel_for(team, latent_heads, &o, l->heads, spin_ns);
 }
 
 void tandem_rms_norm(const float *x, const float *weight, int64_t rows, int64_t width, float eps, float *out) {
     for (int64_t r = 0; r < rows; r++) rms_norm(x + r * width, weight, width, eps, out + r * width);
 }
+
+#endif

@@ -1,0 +1,95 @@
+/* Scalars and vectors of float32 and bf16, for everything that body.h puts together. Written with the vector types
+ * of gcc and clang, which become whatever the variant's processor has. A variant defines INLINE and VECTOR_BYTES (the
+ * width of a register) first, and where it has a better instruction also VFMA(a, b, c) = a * b + c, SUM (of a
+ * vector's lanes) and WIDENED (as many bf16 numbers as float32). */
+#ifndef TANDEM_VECTORS_H
+#define TANDEM_VECTORS_H
+
+#include <stdint.h>
+#include <string.h>
+
+enum { LANES = VECTOR_BYTES / 4 }; /* numbers of a vector */
+enum { PAIR = 2 * LANES };         /* numbers are taken two vectors at a time */
+
+typedef float vector __attribute__((vector_size(LANES * 4)));
+typedef uint32_t words __attribute__((vector_size(LANES * 4)));
+typedef uint16_t halves __attribute__((vector_size(LANES * 2)));
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t rounded_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+#ifndef VFMA
+#define VFMA(a, b, c) ((a) * (b) + (c))
+#endif
+
+#ifndef SUM
+INLINE float sum_of_lanes(vector v) {
+    float lanes[LANES];
+    memcpy(lanes, &v, sizeof lanes);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int l = 0; l < half; l++) lanes[l] += lanes[l + half];
+    return lanes[0];
+}
+#define SUM sum_of_lanes
+#endif
+
+INLINE vector loaded(const float *from) {
+    vector v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+
+#ifndef WIDENED
+INLINE vector widened_vector(const uint16_t *from) {
+    halves narrow;
+    memcpy(&narrow, from, sizeof narrow);
+    return (vector)(__builtin_convertvector(narrow, words) << 16);
+}
+#define WIDENED widened_vector
+#endif
+
+static float widened(uint16_t number) {
+    uint32_t bits = (uint32_t)number << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+/* To nearest even; NaN stays NaN. The rounded numbers stay in float32. */
+static void round_to_bf16(const float *x, int64_t n, float *out) {
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, x + i, 4);
+        uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000u;
+        bits = (bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC00000 : rounded;
+        memcpy(out + i, &bits, 4);
+    }
+}
+
+/* exp within 2 units of the last place, written so that compilers turn a loop of it into vectors. */
+static float exponential(float x) {
+    float y = x > -87.0f ? x : -87.0f; /* NaN becomes -87 here ... */
+    y = y < 89.0f ? y : 89.0f;         /* beyond 88.7 the result is infinite */
+    float n = y * 1.44269504f + 12582912.0f;
+    n -= 12582912.0f; /* rounded to an integer by the addition above */
+    float r = y - n * 0.693359375f;
+    r += n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    uint32_t bits = (uint32_t)((int32_t)n + 127) << 23;
+    float power;
+    memcpy(&power, &bits, 4);
+    return x == x ? p * power : x; /* ... and is NaN here */
+}
+
+/* gate[i] = silu(gate[i]) * up[i] */
+static void silu_times(float *restrict gate, const float *restrict up, int64_t n) {
+    for (int64_t i = 0; i < n; i++) gate[i] = gate[i] / (1.0f + exponential(-gate[i])) * up[i];
+}
+
+#endif
