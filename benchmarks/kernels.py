@@ -1,8 +1,8 @@
-"""`python -m workers.kernels.bench [--json] [--quick]`: expert kernels against the pace of memory.
+"""`python -m benchmarks.kernels [--json] [--quick]`: expert kernels compared with memory bandwidth.
 
-Every case is one whole expert, read from shared memory as a worker maps it, a different one each time so that
-no cache has it. Reading alone is timed in turns with the cases: `ratio` is a case's bytes per second over the
-median of all readings with as many cores.
+Every case computes one whole expert in shared memory mapped as in a worker, another expert each time so that
+no cache holds it. Plain reads are timed in turns with the cases: `ratio` is a case's bytes per second over
+the median of all plain reads with as many cores.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ SHAPES = {  # I, H
 }
 ROWS = (1, 4, 16, 64, 512)
 FORMATS_TIMED = ("bf16", "int8", "int4", "int4-g128")
-TORCH = "torch"  # the variant of the reference kernel: bf16 at many rows runs there
-READ_BYTES = 1 << 28  # of one reading
+TORCH = "torch"  # the reference kernel as a variant: the engine computes bf16 at many rows with it
+READ_BYTES = 1 << 28  # of one plain read
 SECONDS = {False: 0.6, True: 0.15}  # for one case, by --quick
-RUNS = {False: 7, True: 3}  # of one case, at least
-SLOW_ROWS = 16  # the slower variants and the small differences are timed to here, with --quick
+MIN_CALLS = {False: 7, True: 3}  # of one case, by --quick
+SLOW_ROWS = 16  # most rows at which variants other than the best are timed
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Case:
 
 
 class Bench:
-    """The weights' memory, the readings of it, and the cases timed so far."""
+    """The memory of the weights, the timings of plain reads, and the cases timed so far."""
 
     def __init__(self, memory: Bytes, quick: bool) -> None:
         self.quick = quick
@@ -72,26 +72,26 @@ class Bench:
         self._rng = np.random.default_rng(0)
 
     def time(self, format: TileFormat, variant: str, shape: tuple[int, int], rows: int, cores: int) -> None:
-        """Add a case."""
+        """Time one case and record it."""
         self.read(cores)
         channels, hidden = shape
         layout = _layout(format, shape)
-        run = self._runner(layout, variant, rows, cores)
+        compute = self._kernel_call(layout, variant, rows, cores)
         expert = layout.tile_bytes * layout.shape.tiles
         seconds: list[float] = []
         until = time.perf_counter() + SECONDS[self.quick]
-        run(self._next(expert))  # the first call makes room for what lies between
-        while len(seconds) < RUNS[self.quick] or time.perf_counter() < until:
+        compute(self._next(expert))  # the first call allocates scratch
+        while len(seconds) < MIN_CALLS[self.quick] or time.perf_counter() < until:
             data = self._next(expert)
             started = time.perf_counter()
-            run(data)
+            compute(data)
             seconds.append(time.perf_counter() - started)
         took, useful = median(seconds), expert * channels / layout.shape.padded
         pace, work = useful / took / 1e9, 6 * channels * hidden * rows / took / 1e9
         self.cases.append(Case(format.name, variant, shape, rows, cores, took * 1e6, pace, 0, work))
 
     def read(self, cores: int) -> None:
-        """Time reading, by our own loop and by torch.sum, over memory that no cache has."""
+        """Time plain reads, by the C loop and by torch.sum, of memory that no cache holds."""
         library = best()
         readings = self._readings.setdefault(cores, {})
         data = self._next(READ_BYTES)
@@ -104,7 +104,7 @@ class Bench:
 
     @property
     def read_gb_s(self) -> dict[int, float]:
-        """For each number of cores, the better of the two ways' medians."""
+        """For each number of cores, the better of the two loops' medians."""
         return {
             cores: max(median(rates) for rates in ways.values()) / 1e9
             for cores, ways in self._readings.items()
@@ -127,7 +127,9 @@ class Bench:
             if team is not None:
                 team.close()
 
-    def _runner(self, layout: StoreLayout, variant: str, rows: int, cores: int) -> Callable[[Bytes], object]:
+    def _kernel_call(
+        self, layout: StoreLayout, variant: str, rows: int, cores: int
+    ) -> Callable[[Bytes], object]:
         hidden = layout.shape.hidden
         x = self._rng.standard_normal((rows, hidden)).astype(np.float32)
         chosen = np.arange(rows, dtype=np.int32)
@@ -140,7 +142,7 @@ class Bench:
         torch.set_num_threads(cores)
         reference = ReferenceKernel(layout)
         every, inputs = torch.from_numpy(chosen.astype(np.int64)), reference.activations(torch.from_numpy(x))
-        return lambda data: reference.run(torch.from_numpy(data), inputs, every)
+        return lambda data: reference.compute(torch.from_numpy(data), inputs, every)
 
     def _team(self, library: Library, cores: int) -> Team | None:
         key = library.variant, cores
@@ -149,7 +151,7 @@ class Bench:
         return self._teams[key]
 
     def _next(self, size: int) -> Bytes:
-        """So many bytes that were not used lately; they begin where an expert does."""
+        """The next `size` bytes, least recently used; they start at an expert."""
         self._at = -(-self._at // size) * size
         if self._at + size > len(self._memory):
             self._at = 0
@@ -159,7 +161,7 @@ class Bench:
 
 
 def _layout(format: TileFormat, shape: tuple[int, int]) -> StoreLayout:
-    """One expert in the tiles that an engine cuts it into."""
+    """One expert in the engine's default tiles."""
     channels, hidden = shape
     return StoreLayout(ExpertShape(1, 1, hidden, channels, suitable_tile(hidden, channels, format)), format)
 
@@ -172,7 +174,7 @@ def _rate(read: Callable[[], object], size: int) -> float:
 
 def measure(quick: bool, show: Callable[[str], None]) -> dict[str, object]:
     """All cases, as the JSON object that `--json` prints."""
-    everybody = len(os.sched_getaffinity(0))
+    all_cores = len(os.sched_getaffinity(0))
     with _weights() as memory, torch.inference_mode():
         bench = Bench(memory, quick)
         try:
@@ -181,24 +183,24 @@ def measure(quick: bool, show: Callable[[str], None]) -> dict[str, object]:
                     show(f"{name} {format.name}")
                     bench.fill(format, shape)
                     for variant, rows in _plan(format, shape, quick):
-                        for cores in sorted({1, everybody}):
+                        for cores in sorted({1, all_cores}):
                             bench.time(format, variant, shape, rows, cores)
         finally:
             bench.close()
         read = bench.read_gb_s
         results = [asdict(case) | {"ratio": case.gb_s / read[case.cores]} for case in bench.cases]
-    return {"read_gb_s": {"1": read[1], "all": read[everybody]}, "results": results}
+    return {"read_gb_s": {"1": read[1], "all": read[all_cores]}, "results": results}
 
 
 def _plan(format: TileFormat, shape: tuple[int, int], quick: bool) -> Iterator[tuple[str, int]]:
-    """Variants and rows to time. bf16 at many rows runs through torch, as in the engine; there it also is
-    what the quantized formats are compared with. --quick leaves out what is slow and tells little."""
-    here = [name for name in VARIANTS if isinstance(load(name), Library)]
+    """Variants and rows to time. torch computes bf16 at many rows, as in the engine, and is the baseline of
+    the quantized formats. --quick leaves out slow cases of little interest."""
+    available = [name for name in VARIANTS if isinstance(load(name), Library)]
     large = shape == SHAPES["Mixtral-8x7B"]
-    for variant, rows in ((v, r) for v in here for r in ROWS):
+    for variant, rows in ((v, r) for v in available for r in ROWS):
         if format.name == "bf16" and rows > BF16_ROWS:
             continue
-        first = variant == here[0]
+        first = variant == available[0]
         if quick and format.name == "int4" and rows == 1 and not large:
             yield variant, rows  # how the variants compare
         elif quick and not (
@@ -213,10 +215,10 @@ def _plan(format: TileFormat, shape: tuple[int, int], quick: bool) -> Iterator[t
 
 @contextmanager
 def _weights() -> Iterator[Bytes]:
-    """Memory that is mapped as the store's is."""
+    """Shared memory mapped like a store."""
     name = f"/tandem-bench-{os.getpid()}"
     segment = Segment.create(name, MEMORY)
-    unlink(name)  # gone with this process, however it ends
+    unlink(name)  # released when this process exits, for whatever reason
     try:
         yield segment.array
     finally:
@@ -239,15 +241,15 @@ def _table(found: dict[str, object]) -> Table:
 
 
 def main() -> int:
-    """Exits with 0, or 1 where there is no memory for it."""
-    parser = argparse.ArgumentParser(prog="python -m workers.kernels.bench", description=__doc__)
+    """The exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("--quick", action="store_true", help="less than a minute")
-    told = parser.parse_args()
+    options = parser.parse_args()
     console = Console(stderr=True)
     with console.status("filling memory ...") as status:
-        found = measure(told.quick, status.update)
-    if told.json:
+        found = measure(options.quick, status.update)
+    if options.json:
         print(json.dumps(found))
     else:
         read = found["read_gb_s"]

@@ -70,7 +70,7 @@ class EncodedExperts(torch.nn.Module):
         for expert, data in enumerate(self.data):
             rows, place = torch.where(chosen == expert)
             if len(rows):
-                part = self.kernel.run(torch.from_numpy(data), activations, rows)
+                part = self.kernel.compute(torch.from_numpy(data), activations, rows)
                 y.index_add_(0, rows, part * weights[rows, place, None])
         return y
 

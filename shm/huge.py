@@ -30,7 +30,7 @@ HUGE = 1 << 21
 MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # <asm-generic/mman-common.h>; the mmap module may not know them
 MAP_FIXED = 0x10
 PROTECTION = mmap.PROT_READ | mmap.PROT_WRITE
-MOVED_BYTES = 1 << 22  # copied at a time: between two of them, it can be stopped
+COPY_BYTES = 1 << 22  # copied at a time: between two of them, it can be stopped
 FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -73,13 +73,13 @@ def map_file(descriptor: int, offset: int, size: int) -> Bytes:
     return np.frombuffer(memoryview(_owned(start, room)), np.uint8)[skipped:][:size]
 
 
-def moved(data: Bytes, going: Callable[[], bool]) -> Bytes | None:
+def copy_to_private(data: Bytes, proceed: Callable[[], bool]) -> Bytes | None:
     """A copy in `private` memory; None where `going` said no meanwhile. Lets other threads run."""
     room = private(len(data))
-    for at in range(0, len(data), MOVED_BYTES):
-        if not going():
+    for at in range(0, len(data), COPY_BYTES):
+        if not proceed():
             return None
-        room[at : at + MOVED_BYTES] = data[at : at + MOVED_BYTES]
+        room[at : at + COPY_BYTES] = data[at : at + COPY_BYTES]
     return room
 
 

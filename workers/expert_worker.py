@@ -77,7 +77,7 @@ def serve(peer: ChildEndpoint, store: Store, line: ControlLine, team: Team | Non
             experts.prepare()
             started = time.perf_counter()
             line.begin(work.seq)
-            y = experts.run(work)
+            y = experts.compute(work)
             line.end()
             busy = time.perf_counter() - started
             if slowdown > 1:

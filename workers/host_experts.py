@@ -27,10 +27,10 @@ class HostExperts:
             self._kernel.prepare()
             self._prepared = True
 
-    def run(self, work: Work) -> Float32:
+    def compute(self, work: Work) -> Float32:
         """The weighted sum over the items: float32 [R, H], a row for each row of `work.x`."""
         activations = self._kernel.activations(work.x)
-        few = self._kernel.work(work, self._store.tiles(work.layer, 0, 0, 1), activations)
+        few = self._kernel.compute_work(work, self._store.tiles(work.layer, 0, 0, 1), activations)
         if few is not None:
             return few
         y = np.zeros(work.x.shape, np.float32)
@@ -38,7 +38,7 @@ class HostExperts:
             work.items.tolist(), work.offsets.tolist(), work.offsets[1:].tolist(), strict=False
         ):
             rows = work.rows[start:end]
-            part = self._kernel.run(self._store.tiles(work.layer, expert, lo, hi), activations, rows)
+            part = self._kernel.compute(self._store.tiles(work.layer, expert, lo, hi), activations, rows)
             part *= work.weights[start:end, None]
             y[rows] += part  # an item names a row once
         return y

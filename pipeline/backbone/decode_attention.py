@@ -11,8 +11,8 @@ from torch import Tensor
 from pipeline.backbone.batch import Batch
 from pipeline.device.base import Device
 from pipeline.models.spec import GroupedQuery, Latent
-from workers.kernels.attention import GroupedHeads, LatentHeads, RMSNorm, Turn
-from workers.kernels.matrix import WATCH, WATCHED_ROWS
+from workers.kernels.attention import CosSin, GroupedHeads, LatentHeads, RMSNorm
+from workers.kernels.matrix import SPIN_NS, SPIN_ROWS
 
 
 class GroupedQueryDecode:
@@ -56,7 +56,7 @@ class GroupedQueryDecode:
         spin = _spin_ns(self._spin, batch)
         for row, span in enumerate(batch.spans):
             keys, values = span.kv.layers[layer]
-            self._heads.one(
+            self._heads.attend(
                 _row(qkv, row),
                 _cos_sin(batch, row),
                 (keys.data_ptr(), values.data_ptr()),
@@ -93,8 +93,8 @@ class LatentDecode:
             bits=8 * dtype.itemsize,
             heads=spec.heads,
             rank=spec.rank,
-            plain=spec.nope_dim,
-            rotated=spec.rope_dim,
+            nope=spec.nope_dim,
+            rope=spec.rope_dim,
             value=spec.value_dim,
             norm=norm.data_ptr(),
             expansion=self._expansion.data_ptr(),
@@ -109,7 +109,7 @@ class LatentDecode:
         spin = _spin_ns(self._spin, batch)
         for row, span in enumerate(batch.spans):
             (cache,) = span.kv.layers[layer]
-            self._heads.one(
+            self._heads.attend(
                 _row(q, row),
                 _row(latent, row),
                 _cos_sin(batch, row),
@@ -142,10 +142,10 @@ def _row(x: Tensor, row: int) -> int:
     return x.data_ptr() + x.element_size() * row * x.stride(0)
 
 
-def _cos_sin(batch: Batch, row: int) -> Turn:
+def _cos_sin(batch: Batch, row: int) -> CosSin:
     cos, sin = batch.cos_sin
-    return Turn(_row(cos, row), _row(sin, row))
+    return CosSin(_row(cos, row), _row(sin, row))
 
 
 def _spin_ns(spin: bool, batch: Batch) -> int:
-    return WATCH if spin and batch.rows <= WATCHED_ROWS else 0
+    return SPIN_NS if spin and batch.rows <= SPIN_ROWS else 0

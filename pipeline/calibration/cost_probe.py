@@ -130,7 +130,7 @@ class _Probe:
             ticket = self._submit(rows)
             started = time.perf_counter()
             for slot in range(count):
-                engine.kernel.run(self._memory.slab.slot(slot), x, every)
+                engine.kernel.compute(self._memory.slab.slot(slot), x, every)
             engine.device.wait(engine.device.fence())
             elapsed = time.perf_counter() - started
             ticket.result()

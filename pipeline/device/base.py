@@ -53,7 +53,7 @@ class DeviceKernel(Protocol):
     def activations(self, x: Tensor) -> Any:
         """Hidden states float32 [R, H] in the form that `run` reads; once per layer."""
 
-    def run(self, tiles: Tensor, x: Any, rows: Tensor) -> Tensor:
+    def compute(self, tiles: Tensor, x: Any, rows: Tensor) -> Tensor:
         """The sum of the outputs of consecutive tiles (uint8 [number * tile_bytes]) for the rows x[rows]
         (int64 [n]): float32 [n, H], a new tensor."""
 

@@ -59,8 +59,8 @@ class CpuKernel:
     def activations(self, x: Tensor) -> Activations:
         return self._kernel.activations(x.numpy())
 
-    def run(self, tiles: Tensor, x: Activations, rows: Tensor) -> Tensor:
-        return torch.from_numpy(self._kernel.run(tiles.numpy(), x, rows.to(torch.int32).numpy()))
+    def compute(self, tiles: Tensor, x: Activations, rows: Tensor) -> Tensor:
+        return torch.from_numpy(self._kernel.compute(tiles.numpy(), x, rows.to(torch.int32).numpy()))
 
 
 class CpuDevice(Device):

@@ -149,7 +149,7 @@ class DeviceMemory:
         sums: dict[int, Tensor] = {}
 
         def add(expert: int, slot: int) -> None:
-            part = kernel.run(self.slab.slot(slot), inputs, rows[expert])
+            part = kernel.compute(self.slab.slot(slot), inputs, rows[expert])
             sums[expert] = sums[expert].add_(part) if expert in sums else part
 
         for share in work.shares:

@@ -69,7 +69,7 @@ class InlineExpertPool:
         for shard in ticket.shards:
             x = ticket.x[shard.kept]
             work = Work(0, ticket.layer, shard.items, shard.offsets, shard.rows, shard.weights, x)
-            y[shard.kept] += self._experts.run(work)
+            y[shard.kept] += self._experts.compute(work)
         ticket.busy = time.perf_counter() - started
         if self._slowdown > 1:
             time.sleep(ticket.busy * (self._slowdown - 1))

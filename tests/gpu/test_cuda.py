@@ -232,10 +232,10 @@ def test_the_kernel_equals_the_brute_force_and_the_cpu(device: Device, store: St
     x = normal(rows, SHAPE.hidden)
     tiles = torch.from_numpy(store.tiles(0, 3, 0, SHAPE.tiles).copy())
     there, every = tiles.to(device.torch_device), torch.arange(rows)
-    on_device = kernel.run(there, kernel.activations(device.from_host(x)), every.to(device.torch_device))
+    on_device = kernel.compute(there, kernel.activations(device.from_host(x)), every.to(device.torch_device))
     (found,) = device.to_host(on_device)
     expected = brute_force.expert(*weights_of(0, 3), x, format)
-    on_cpu = kernel.run(tiles, kernel.activations(torch.from_numpy(x)), every).numpy()
+    on_cpu = kernel.compute(tiles, kernel.activations(torch.from_numpy(x)), every).numpy()
     assert expected.agrees(found)
     assert (np.abs(found - on_cpu) <= 2 * expected.bound).all()
 

@@ -116,7 +116,7 @@ def by_hand(engine: Engine, store: Store, new: TokenSpan, cut: int, stale: bool)
             for tile in range(store.layout.shape.tiles):
                 data = torch.from_numpy(store.tiles(layer, expert, tile, tile + 1).copy())
                 x = kernel.activations(device if tile < cut else host)
-                y += weight * kernel.run(data, x, row)
+                y += weight * kernel.compute(data, x, row)
         return y
 
     with torch.inference_mode():

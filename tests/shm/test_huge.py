@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shm.huge import HUGE, MOVED_BYTES, collapse, map_file, map_shared, moved, private
+from shm.huge import COPY_BYTES, HUGE, collapse, copy_to_private, map_file, map_shared, private
 from shm.segment import Segment, unlink
 
 SIZE = 3 * HUGE + 12345  # whole huge pages and a rest that is no whole page
@@ -117,19 +117,19 @@ def test_a_file_that_is_too_short_is_not_mapped(tmp_path: Path) -> None:
 
 
 def test_moving_copies_all_and_ends_when_it_is_told_to() -> None:
-    data = np.random.default_rng(2).integers(0, 256, 2 * MOVED_BYTES + 11, np.uint8)
+    data = np.random.default_rng(2).integers(0, 256, 2 * COPY_BYTES + 11, np.uint8)
     asked: list[int] = []
 
     def going() -> bool:
         asked.append(1)
         return len(asked) != 5
 
-    found = moved(data, going)
+    found = copy_to_private(data, going)
     np.testing.assert_array_equal(found, data)
     assert found is not None
     assert not np.shares_memory(found, data)
     assert len(asked) == 3
-    assert moved(data, going) is None
+    assert copy_to_private(data, going) is None
     assert len(asked) == 5
 
 

@@ -39,4 +39,6 @@ def run(library: Library, case: Case, team: Team | None = None) -> Float32:
 def reference(layout: StoreLayout, data: NDArray[np.uint8], x: Float32, rows: NDArray[np.int32]) -> Float32:
     kernel = ReferenceKernel(layout)
     activations = kernel.activations(torch.from_numpy(x))
-    return kernel.run(torch.from_numpy(data), activations, torch.from_numpy(rows.astype(np.int64))).numpy()
+    return kernel.compute(
+        torch.from_numpy(data), activations, torch.from_numpy(rows.astype(np.int64))
+    ).numpy()

@@ -52,7 +52,7 @@ def in_c(library: Library, layout: StoreLayout, tiles: NDArray[np.uint8], x: Flo
 def in_torch(layout: StoreLayout, tiles: NDArray[np.uint8], x: Float32) -> Float32:
     kernel = ReferenceKernel(layout)
     activations = kernel.activations(torch.from_numpy(x))
-    return kernel.run(torch.from_numpy(tiles), activations, torch.arange(len(x))).numpy()
+    return kernel.compute(torch.from_numpy(tiles), activations, torch.arange(len(x))).numpy()
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -62,7 +62,7 @@ def test_format_and_rows_alone_choose_the_code(name: str) -> None:
     most = {"f32": 0, "bf16": BF16_IN_C}.get(name, 1 << 62)
     for rows in (1, 2, BF16_IN_C, BF16_IN_C + 1, 17):
         x = states(rows)
-        found = kernel.run(tiles, kernel.activations(x), np.arange(rows, dtype=np.int32))
+        found = kernel.compute(tiles, kernel.activations(x), np.arange(rows, dtype=np.int32))
         if library is not None and rows <= most:
             np.testing.assert_array_equal(bits(found), bits(in_c(library, layout, tiles, x)))
         else:
@@ -78,7 +78,7 @@ def test_activations_serve_any_rows_and_both_codes(name: str) -> None:
         rows = np.array(some, np.int32)
         fresh = HostKernel(layout)
         np.testing.assert_array_equal(
-            bits(kernel.run(tiles, once, rows)), bits(fresh.run(tiles, fresh.activations(x), rows))
+            bits(kernel.compute(tiles, once, rows)), bits(fresh.compute(tiles, fresh.activations(x), rows))
         )
 
 
@@ -90,7 +90,7 @@ def test_progress_is_counted_by_tiles(name: str) -> None:
         line = segment.line("worker", 0)
         kernel = HostKernel(layout, line=line)
         for calls, rows in enumerate((1, 17), start=1):
-            kernel.run(tiles, kernel.activations(states(rows)), np.arange(rows, dtype=np.int32))
+            kernel.compute(tiles, kernel.activations(states(rows)), np.arange(rows, dtype=np.int32))
             assert line.ticks == calls * TILES
             assert segment.line("prefetcher", 0).ticks == 0
     finally:
@@ -121,7 +121,7 @@ def test_a_worker_and_the_device_cpu_give_the_same_bits(name: str) -> None:
             ends = np.array([0, rows], np.int32)
             place.send(worker, Work(rows, 1, items, ends, every, np.ones(rows, np.float32), x))
             tiles = torch.from_numpy(store.tiles(1, expert, 0, store.layout.shape.tiles).copy())
-            here = kernel.run(tiles, kernel.activations(device.from_host(x)), torch.arange(rows))
+            here = kernel.compute(tiles, kernel.activations(device.from_host(x)), torch.arange(rows))
             np.testing.assert_array_equal(bits(place.expect(Partial).y), bits(here.numpy()))
         assert place.shut_down(worker, place.control) == 0
         assert place.complaints() == ""

@@ -45,7 +45,7 @@ class Case:
 
     def run(self, data: Tensor) -> Tensor:
         kernel = ReferenceKernel(self.layout)
-        return kernel.run(data, kernel.activations(torch.from_numpy(self.x)), torch.arange(len(self.x)))
+        return kernel.compute(data, kernel.activations(torch.from_numpy(self.x)), torch.arange(len(self.x)))
 
 
 def make_case(hidden: int, intermediate: int, tile: int, rows: int, format: str, seed: int) -> Case:

@@ -36,7 +36,7 @@ class Case:
         kernel = ReferenceKernel(self.layout)
         size = self.layout.tile_bytes
         data = torch.from_numpy(self.data[first * size : None if last is None else last * size])
-        return kernel.run(
+        return kernel.compute(
             data, kernel.activations(torch.from_numpy(self.x)), torch.arange(len(self.x))
         ).numpy()
 
@@ -147,8 +147,8 @@ def test_rows_are_chosen_and_repeated(case: Case, data: st.DataObject) -> None:
     kernel = ReferenceKernel(case.layout)
     rows = torch.tensor(data.draw(st.lists(st.integers(0, len(case.x) - 1), min_size=1, max_size=8)))
     x = torch.from_numpy(case.x)
-    chosen = kernel.run(torch.from_numpy(case.data), kernel.activations(x), rows)
-    alone = kernel.run(torch.from_numpy(case.data), kernel.activations(x[rows]), torch.arange(len(rows)))
+    chosen = kernel.compute(torch.from_numpy(case.data), kernel.activations(x), rows)
+    alone = kernel.compute(torch.from_numpy(case.data), kernel.activations(x[rows]), torch.arange(len(rows)))
     np.testing.assert_array_equal(chosen.numpy(), alone.numpy())
 
 
@@ -172,5 +172,5 @@ def test_progress_is_counted_for_each_tile() -> None:
     case = make_case("int4", 70, 200, 1, 3, 0.0, 1)
     ticks: list[None] = []
     kernel = ReferenceKernel(case.layout, lambda: ticks.append(None))
-    kernel.run(torch.from_numpy(case.data), kernel.activations(torch.from_numpy(case.x)), torch.arange(3))
+    kernel.compute(torch.from_numpy(case.data), kernel.activations(torch.from_numpy(case.x)), torch.arange(3))
     assert len(ticks) == case.layout.shape.tiles

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from workers.kernels.attention import NORMS, GroupedHeads, LatentHeads, RMSNorm, Turn
+from workers.kernels.attention import NORMS, CosSin, GroupedHeads, LatentHeads, RMSNorm
 from workers.kernels.native import Library, Team
 
 EPS = 1e-6
@@ -115,14 +115,14 @@ def test_grouped_heads(
         eps=EPS,
         clip=clip,
     )
-    kernel.one(
+    kernel.attend(
         qkv.ctypes.data,
-        Turn(cos.ctypes.data, sin.ctypes.data),
+        CosSin(cos.ctypes.data, sin.ctypes.data),
         (caches[0].ctypes.data, caches[1].ctypes.data),
         capacity,
         position,
         out.ctypes.data,
-        watch=1000,
+        spin_ns=1000,
     )
     for cache, old, new in zip(caches, before, (k, v), strict=True):
         fits = {"rtol": 1e-5, "atol": 1e-5} if bits == 32 else {"rtol": 2**-8, "atol": 1e-5}
@@ -141,20 +141,20 @@ def test_grouped_heads(
     seed=st.integers(0, 1000),
     heads=st.integers(1, 5),
     rank=st.integers(1, 150),
-    plain=st.integers(1, 40),
+    nope=st.integers(1, 40),
     half=st.integers(1, 20),
     value=st.integers(1, 40),
     position=st.integers(0, 40),
     bits=st.sampled_from([16, 32]),
 )
-def test_latent_heads(library, team, seed, heads, rank, plain, half, value, position, bits) -> None:
+def test_latent_heads(library, team, seed, heads, rank, nope, half, value, position, bits) -> None:
     """As it is defined: keys and values expanded from every cached latent."""
-    random, rotated = np.random.default_rng(seed), 2 * half
-    q, latent = numbers(random, heads, plain + rotated), numbers(random, rank + rotated)
-    cache = as_cached(numbers(random, position + 2, rank + rotated), bits)
+    random, rope = np.random.default_rng(seed), 2 * half
+    q, latent = numbers(random, heads, nope + rope), numbers(random, rank + rope)
+    cache = as_cached(numbers(random, position + 2, rank + rope), bits)
     before, weight = cache.copy(), numbers(random, rank)
-    expansion = as_cached(numbers(random, heads, plain + value, rank) * np.float32(rank**-0.5), bits)
-    angles, scale = random.uniform(0, 6, half), float((plain + rotated) ** -0.5)
+    expansion = as_cached(numbers(random, heads, nope + value, rank) * np.float32(rank**-0.5), bits)
+    angles, scale = random.uniform(0, 6, half), float((nope + rope) ** -0.5)
     cos, sin = tables(angles)
     new = latent.astype(np.float64)
     new = np.concatenate((normed(new[:rank], weight), turned(new[rank:], angles)))
@@ -167,17 +167,17 @@ def test_latent_heads(library, team, seed, heads, rank, plain, half, value, posi
         bits=bits,
         heads=heads,
         rank=rank,
-        plain=plain,
-        rotated=rotated,
+        nope=nope,
+        rope=rope,
         value=value,
         norm=weight.ctypes.data,
         expansion=expansion.ctypes.data,
         eps=EPS,
         scale=scale,
     )
-    turn = Turn(cos.ctypes.data, sin.ctypes.data)
-    kernel.one(
-        q.ctypes.data, latent.ctypes.data, turn, cache.ctypes.data, position, out.ctypes.data, watch=1000
+    cos_sin = CosSin(cos.ctypes.data, sin.ctypes.data)
+    kernel.attend(
+        q.ctypes.data, latent.ctypes.data, cos_sin, cache.ctypes.data, position, out.ctypes.data, spin_ns=1000
     )
     fits = {"rtol": 1e-5, "atol": 1e-5} if bits == 32 else {"rtol": 2**-8, "atol": 1e-5}
     np.testing.assert_allclose(read(cache)[position], new, **fits)
@@ -185,10 +185,10 @@ def test_latent_heads(library, team, seed, heads, rank, plain, half, value, posi
     np.testing.assert_array_equal(cache, before)
     cached, expanded = read(cache)[: position + 1], read(expansion)
     for head in range(heads):
-        both = cached[:, :rank] @ expanded[head].T  # [tokens, plain + value]
-        keys = np.concatenate((both[:, :plain], cached[:, rank:]), axis=1)
-        query = np.concatenate((queries[head, :plain], turned(queries[head, plain:], angles)))
-        wanted = softmax(keys @ query * scale) @ both[:, plain:]
+        both = cached[:, :rank] @ expanded[head].T  # [tokens, nope + value]
+        keys = np.concatenate((both[:, :nope], cached[:, rank:]), axis=1)
+        query = np.concatenate((queries[head, :nope], turned(queries[head, nope:], angles)))
+        wanted = softmax(keys @ query * scale) @ both[:, nope:]
         np.testing.assert_allclose(out[head], wanted, rtol=5e-4, atol=5e-5)
 
 
@@ -219,14 +219,14 @@ def test_many_tokens_are_shared_and_give_the_same_bits(library) -> None:
             query_norm=None, key_norm=None, eps=EPS, clip=None,
         )  # fmt: skip
         x, out = qkv.copy(), np.empty((8, width), np.float32)
-        kernel.one(
+        kernel.attend(
             x.ctypes.data,
-            Turn(cos.ctypes.data, sin.ctypes.data),
+            CosSin(cos.ctypes.data, sin.ctypes.data),
             (caches[0].ctypes.data, caches[1].ctypes.data),
             tokens,
             tokens - 1,
             out.ctypes.data,
-            watch=0,
+            spin_ns=0,
         )
         found.append(out)
         if made is not None:

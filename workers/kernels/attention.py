@@ -1,8 +1,8 @@
-"""The C kernels of what lies between two products with weights when one token is decoded: attention of one
-new token, and RMS norm. `c/kernels.h` says what they compute.
+"""C kernels of attention of one new token, and of RMS norm: the operations between two products with weights
+at decode. `c/kernels.h` specifies them.
 
-Arrays are given by their addresses, because their owner's tensors know those: what is behind them is checked
-where they are made. Everything but the cached numbers is float32.
+Arrays are passed by address, because the callers hold torch tensors; the callers check shapes and types when
+they create those. Everything but the cached numbers is float32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from workers.kernels.native import Library, Team
 
 Address = int
 NORMS = ("", "head", "all")  # of queries and keys: none, of each head, of all heads together
-SHARED_BYTES = 1 << 17  # of the cache: below, one core reads them sooner than it wakes another
+SHARED_BYTES = 1 << 17  # of the KV cache: less than this, one core reads sooner than it wakes another
 
 
 class _Grouped(ctypes.Structure):
@@ -30,30 +30,30 @@ class _Grouped(ctypes.Structure):
 
 class _Latent(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("bits", "heads", "rank", "plain", "rotated", "value")),
+        *((name, ctypes.c_int64) for name in ("bits", "heads", "rank", "nope", "rope", "value")),
         *((name, ctypes.c_void_p) for name in ("norm", "expansion")),
         *((name, ctypes.c_float) for name in ("eps", "scale")),
     )
 
 
 @dataclass(frozen=True)
-class Turn:
-    """Cosines and sines [width] of a position; the sines carry the signs of the halves."""
+class CosSin:
+    """RoPE's cosines and sines [width] of a position; the sines carry the signs of the halves."""
 
     cosines: Address
     sines: Address
 
 
 class _Scratch:
-    """Room for float32 numbers that grows."""
+    """A growing float32 buffer."""
 
     def __init__(self) -> None:
-        self._room = np.empty(0, np.float32)
+        self._buffer = np.empty(0, np.float32)
 
     def address(self, numbers: int) -> Address:
-        if numbers > len(self._room):
-            self._room = np.empty(2 * numbers, np.float32)
-        address: Address = self._room.ctypes.data
+        if numbers > len(self._buffer):
+            self._buffer = np.empty(2 * numbers, np.float32)
+        address: Address = self._buffer.ctypes.data
         return address
 
 
@@ -98,25 +98,25 @@ class GroupedHeads:
         )
         self._scratch = _Scratch()
 
-    def one(
+    def attend(
         self,
         qkv: Address,
-        turn: Turn,
+        cos_sin: CosSin,
         streams: tuple[Address, Address],
         capacity: int,
         position: int,
         out: Address,
-        watch: int,
+        spin_ns: int,
     ) -> None:
         """A token after `position` others: qkv [(heads + 2 kv_heads) * width], changed in place; the streams
-        are keys and values [kv_heads, capacity, width]; out [heads * width]. `watch`: nanoseconds in which
-        the team looks for what comes next."""
+        are keys and values [kv_heads, capacity, width]; out [heads * width]. `spin_ns`: nanoseconds for
+        which the team spins for the next call."""
         seen = position + 1 if self._window is None else min(position + 1, self._window)
-        team = _worth(self._team, seen * self._token_bytes, watch)
+        team = _team_if_worthwhile(self._team, seen * self._token_bytes, spin_ns)
         scratch = self._scratch.address(self._heads * seen)
         self._function(
-            team, ctypes.byref(self._facts), qkv, turn.cosines, turn.sines, *streams, capacity, position, out,
-            scratch, watch,
+            team, ctypes.byref(self._facts), qkv, cos_sin.cosines, cos_sin.sines, *streams, capacity,
+            position, out, scratch, spin_ns,
         )  # fmt: skip
 
 
@@ -131,41 +131,41 @@ class LatentHeads:
         bits: int,
         heads: int,
         rank: int,
-        plain: int,
-        rotated: int,
+        nope: int,
+        rope: int,
         value: int,
         norm: Address,
         expansion: Address,
         eps: float,
         scale: float,
     ) -> None:
-        """`norm` [rank]; `expansion` [heads, plain + value, rank], of `bits` each like the cached numbers."""
+        """`norm` [rank]; `expansion` [heads, nope + value, rank], of `bits` each like the cached numbers."""
         self._function = _function(library.functions.tandem_latent, 7, (1, 2, 1))
         self._team = team
-        self._heads, self._room = heads, 2 * rank + rotated
-        self._token_bytes = (rank + rotated) * bits // 8
-        self._expansion_bytes = heads * (plain + value) * rank * bits // 8
-        self._facts = _Latent(bits, heads, rank, plain, rotated, value, norm, expansion, eps, scale)
+        self._heads, self._head_scratch = heads, 2 * rank + rope
+        self._token_bytes = (rank + rope) * bits // 8
+        self._expansion_bytes = heads * (nope + value) * rank * bits // 8
+        self._facts = _Latent(bits, heads, rank, nope, rope, value, norm, expansion, eps, scale)
         self._scratch = _Scratch()
 
-    def one(
+    def attend(
         self,
         q: Address,
         latent: Address,
-        turn: Turn,
+        cos_sin: CosSin,
         cache: Address,
         position: int,
         out: Address,
-        watch: int,
+        spin_ns: int,
     ) -> None:
-        """A token after `position` others: q [heads, plain + rotated] and latent [rank + rotated], changed in
-        place; cache [capacity, rank + rotated]; out [heads * value]."""
+        """A token after `position` others: q [heads, nope + rope] and latent [rank + rope], changed in place;
+        cache [capacity, rank + rope]; out [heads * value]."""
         seen = position + 1
-        team = _worth(self._team, seen * self._token_bytes + self._expansion_bytes, watch)
-        scratch = self._scratch.address(self._heads * (self._room + seen))
+        team = _team_if_worthwhile(self._team, seen * self._token_bytes + self._expansion_bytes, spin_ns)
+        scratch = self._scratch.address(self._heads * (self._head_scratch + seen))
         self._function(
-            team, ctypes.byref(self._facts), q, latent, turn.cosines, turn.sines, cache, position, out,
-            scratch, watch,
+            team, ctypes.byref(self._facts), q, latent, cos_sin.cosines, cos_sin.sines, cache, position, out,
+            scratch, spin_ns,
         )  # fmt: skip
 
 
@@ -184,9 +184,9 @@ class RMSNorm:
         self._function(x, self._weight, rows, self._width, self._eps, out)
 
 
-def _worth(team: Team | None, nbytes: int, watch: int) -> int | None:
-    """The team's handle where its threads are awake, or there is enough to read to wake them."""
-    return None if team is None or not (watch or nbytes >= SHARED_BYTES) else team.handle
+def _team_if_worthwhile(team: Team | None, nbytes: int, spin_ns: int) -> int | None:
+    """The team's handle if its threads spin already, or `nbytes` to read are worth waking them."""
+    return None if team is None or not (spin_ns or nbytes >= SHARED_BYTES) else team.handle
 
 
 def _function(function: Any, pointers: int, then: tuple[int, int, int]) -> Any:

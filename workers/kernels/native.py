@@ -1,8 +1,8 @@
-"""The C kernels: which variants there are, and their functions for numpy arrays.
+"""The C kernels: their variants, and their functions for numpy arrays.
 
-`c/kernels.h` says what a library exports and what it computes. Each variant is a library of its own, compiled
-at installation where there is a compiler that knows its instructions; which one runs is chosen by what the
-processor has. The functions release the interpreter's lock.
+`c/kernels.h` specifies what a library exports and computes. Each variant is a library of its own, compiled at
+installation if the compiler supports its instructions; `best` picks the fastest variant that this processor
+supports. The functions release the GIL.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Geometry:
 
     def __post_init__(self) -> None:
         if not isinstance(self.format, BlockFormat | BF16):
-            raise ValueError(f"there is no C kernel for {self.format.name}")
+            raise ValueError(f"no C kernel computes {self.format.name}")
         if self.channels % self.format.granularity:
             raise ValueError(f"{self.channels} channels are no whole groups of {self.format.granularity}")
 
@@ -85,7 +85,7 @@ class Quantized:
 
 
 class Library:
-    """One variant's functions. They check shapes and types: behind them there are only pointers."""
+    """One variant's functions. They check shapes and types, because C sees only pointers."""
 
     def __init__(self, variant: str, functions: ctypes.CDLL) -> None:
         """Use `load`."""
@@ -118,7 +118,7 @@ class Library:
 
     def read(self, memory: Bytes, team: Team | None = None) -> int:
         """Read all of `memory`, contiguous and a multiple of 64 bytes, and return its sum as 64-bit numbers:
-        what it costs is what memory costs."""
+        the time it takes is that of reading memory."""
         if not memory.flags.c_contiguous or memory.nbytes % LINE:
             raise ValueError(f"{memory.nbytes} bytes are no whole lines of {LINE}")
         handle = None if team is None else team.handle
@@ -126,19 +126,19 @@ class Library:
         return total
 
     def team(self, threads: int) -> Team | None:
-        """Threads for `kernel`, the caller's included; None for one, and where the system gives no more: the
-        caller then computes alone, the same bits."""
+        """A team of `threads` threads for `kernel`, the caller included; None for one thread, or if the
+        system refuses more: the caller then computes alone, the same bits."""
         if threads < 2:
             return None
         try:
             return Team(self, threads)
         except OSError as e:
-            log.warning(f"{e}: one computes alone")
+            log.warning(f"{e}: computing with one thread")
             return None
 
 
 class Team:
-    """Threads that compute together, for one calling thread at a time. They end with `close`."""
+    """Threads that share computations, for one calling thread at a time, until `close`."""
 
     def __init__(self, library: Library, threads: int) -> None:
         """Use `Library.team`."""
@@ -149,14 +149,14 @@ class Team:
             raise OSError(f"the system does not give {threads} threads")
 
     def close(self) -> None:
-        """End the threads. No kernel may use them any more."""
+        """End the threads. No kernel may use them afterwards."""
         if self.handle is not None:
             self._library._end_team(self.handle)
             self.handle = None
 
 
 class Kernel:
-    """Computes one geometry. Used by one thread at a time, and holds that one's scratch memory."""
+    """Computes one geometry. Used by one thread at a time, and holds its scratch memory."""
 
     def __init__(self, library: Library, geometry: Geometry, team: Team | None) -> None:
         """Use `Library.kernel`."""
@@ -187,14 +187,14 @@ class Kernel:
         self._library._quantize(self._address, x.ctypes.data, len(x), codes.ctypes.data, factors.ctypes.data)
         return Quantized(codes, factors)
 
-    def matmul(self, matrix: Bytes, x: Quantized, watch: int = 0) -> Float32:
-        """x @ W.T: float32 [R, outputs]. matrix: uint8 [matrix_bytes] of a quantized format. `watch`:
-        nanoseconds in which the team looks for another call before it sleeps."""
+    def matmul(self, matrix: Bytes, x: Quantized, spin_ns: int = 0) -> Float32:
+        """x @ W.T: float32 [R, outputs]. matrix: uint8 [matrix_bytes] of a quantized format. `spin_ns`:
+        nanoseconds for which the team spins for the next call before it sleeps."""
         rows = self._check(matrix, x, self._matrix_bytes)
         y = np.empty((rows, self.geometry.outputs), np.float32)
         self._library._matmul(
             self._handle, self._address, matrix.ctypes.data, self._pointers(x), rows, y.ctypes.data,
-            self._room(rows), watch,
+            self._scratch_address(rows), spin_ns,
         )  # fmt: skip
         return y
 
@@ -203,13 +203,13 @@ class Kernel:
         uint8 [number * tile_bytes]; `ticks`: address of a 64-bit counter, increased with each tile."""
         self._check(tiles, x, self._tile_bytes)
         if len(rows) and not (rows.min() >= 0 and rows.max() < len(x.codes)):
-            raise IndexError("a row that is not there")
+            raise IndexError("a row outside x")
         rows = np.require(rows, np.int32, ["C", "A"])
         y = np.empty((len(rows), self.geometry.outputs), np.float32)
         number = len(tiles) // self._tile_bytes
         self._library._tiles(
             self._handle, self._address, tiles.ctypes.data, number, self._pointers(x), rows.ctypes.data,
-            len(rows), y.ctypes.data, self._room(len(rows)), ticks,
+            len(rows), y.ctypes.data, self._scratch_address(len(rows)), ticks,
         )  # fmt: skip
         return y
 
@@ -225,24 +225,25 @@ class Kernel:
         ticks: int | None = None,
     ) -> Float32:
         """The weighted sum over items, as in a Work message: float32 [rows of x, H]; the same bits as `tiles`
-        item by item. `layer`: the layer's first tile; what the items name is the caller's to check."""
+        item by item. `layer`: the layer's first tile. The caller has checked the items' experts and
+        tiles."""
         self._check(layer, x, self._tile_bytes)
-        # What came as a message may lie anywhere.
+        # Arrays out of a message may be unaligned.
         items, offsets, rows = (np.require(each, np.int32, ["C", "A"]) for each in (items, offsets, rows))
         weights = np.require(weights, np.float32, ["C", "A"])
         counts = np.diff(offsets)
         most, outputs = int(counts.max(initial=0)), self.geometry.outputs
         y = np.zeros((len(x.codes), outputs), np.float32)
         parts = np.empty(int(((items[:, 2] - items[:, 1]) * counts).sum()) * outputs, np.float32)
-        room = -(-self._library._scratch(self._address, most) // LINE) * LINE
+        per_thread = -(-self._library._scratch(self._address, most) // LINE) * LINE
         threads = 1 if self._team is None else self._team.threads
-        if threads * room + LINE > len(self._work_scratch):
-            self._work_scratch = np.empty(threads * room + LINE, np.uint8)
+        if threads * per_thread + LINE > len(self._work_scratch):
+            self._work_scratch = np.empty(threads * per_thread + LINE, np.uint8)
         scratch = -(-self._work_scratch.ctypes.data // LINE) * LINE
         self._library._work(
             self._handle, self._address, layer.ctypes.data, expert_bytes, self._tile_bytes, items.ctypes.data,
             offsets.ctypes.data, len(items), self._pointers(x), rows.ctypes.data, weights.ctypes.data,
-            y.ctypes.data, parts.ctypes.data, scratch, room, ticks,
+            y.ctypes.data, parts.ctypes.data, scratch, per_thread, ticks,
         )  # fmt: skip
         return y
 
@@ -251,7 +252,7 @@ class Kernel:
         return None if self._team is None else self._team.handle
 
     def _check(self, data: Bytes, x: Quantized, unit: int) -> int:
-        """Rows of x. Raises ValueError for what does not fit."""
+        """Rows of x. Raises ValueError if weights or activations do not fit this geometry."""
         g = self.geometry
         if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous:
             raise ValueError("weights are contiguous bytes")
@@ -269,8 +270,8 @@ class Kernel:
     def _pointers(self, x: Quantized) -> Any:
         return ctypes.byref(_Activations(x.codes.ctypes.data, x.factors.ctypes.data))
 
-    def _room(self, rows: int) -> int:
-        """The address of scratch for so many rows."""
+    def _scratch_address(self, rows: int) -> int:
+        """Address of scratch for `rows` rows."""
         if rows > self._rows:
             self._scratch = np.empty(self._library._scratch(self._address, rows) + LINE, np.uint8)
             self._rows = rows
@@ -280,7 +281,7 @@ class Kernel:
 
 @cache
 def load(variant: str) -> Library | str:
-    """A variant's library, or why there is none, in a few words."""
+    """A variant's library, or in a few words the reason why it cannot be used."""
     for suffix in EXTENSION_SUFFIXES:
         path = Path(__file__).with_name(f"_{variant}{suffix}")
         if path.exists():
@@ -302,5 +303,5 @@ def load(variant: str) -> Library | str:
 
 @cache
 def best() -> Library | None:
-    """The first variant of VARIANTS that runs here; None where none was compiled."""
+    """The first variant of VARIANTS that this machine can use; None if none was compiled."""
     return next((found for name in VARIANTS if isinstance(found := load(name), Library)), None)

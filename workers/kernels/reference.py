@@ -1,9 +1,9 @@
-"""The reference kernel: every format through plain torch operations, on the CPU and on CUDA.
+"""The reference kernel: every format in plain torch operations, on the CPU and on CUDA.
 
 Arithmetic of the plain formats (f32, bf16): matrix products in the format's own dtype. Of the quantized
 ones: activations, and between the matrices silu(gate) * up, are rounded to int8 steps group by group, and
 products are summed in float32 (`unpack.py`). Everything between tiles and experts is float32.
-The order of the operations depends on the tiles and rows alone, so the same call gives the same bits.
+The order of the operations depends only on the tiles and rows, so the same call gives the same bits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
 def tile_numbers(layout: StoreLayout, tile: Tensor) -> tuple[Tensor, Tensor]:
-    """The numbers that a tile's bytes stand for, float32: gate's rows over up's [2T, H], and down's columns
+    """A tile's weights, float32: gate's rows over up's [2T, H], and down's columns
     [T, H]. tile: uint8 [tile_bytes]."""
     channels, hidden, blocks = layout.shape.tile, layout.shape.hidden, layout.format
     if not isinstance(blocks, BlockFormat):
@@ -34,10 +34,10 @@ def tile_numbers(layout: StoreLayout, tile: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class ReferenceKernel:
-    """Computes tiles whose bytes lie in a uint8 tensor, on that tensor's device."""
+    """Computes tiles in a uint8 tensor, on that tensor's device."""
 
     def __init__(self, layout: StoreLayout, tick: Callable[[], None] | None = None) -> None:
-        """`tick` is called after each tile: progress was made."""
+        """`tick` is called after each tile, as a sign of progress."""
         self._tick = tick
         self._tile = layout.shape.tile
         self._hidden = layout.shape.hidden
@@ -46,13 +46,12 @@ class ReferenceKernel:
         self._blocks = layout.format if isinstance(layout.format, BlockFormat) else None
 
     def activations(self, x: Tensor) -> Tensor:
-        """Hidden states float32 [R, H] as the kernel reads them, a row for each row; once per Work, not once
-        per expert."""
+        """Hidden states float32 [R, H] in the kernel's form [R, ...]; once a Work, not once an expert."""
         return x.to(self._plain) if self._blocks is None else int8_steps(x, self._blocks.group)
 
-    def run(self, data: Tensor, x: Tensor, rows: Tensor) -> Tensor:
+    def compute(self, data: Tensor, x: Tensor, rows: Tensor) -> Tensor:
         """Sum of the outputs of consecutive tiles. data: uint8 [tiles * tile_bytes]; x: `activations`; rows:
-        int64 [n], which of its rows. Returns float32 [n, H], a new tensor."""
+        int64 [n], indices into it. Returns float32 [n, H], a new tensor."""
         x = x[rows]
         total: Tensor | None = None
         for tile in data.view(-1, self._tile_bytes):
@@ -61,7 +60,7 @@ class ReferenceKernel:
             if self._tick is not None:
                 self._tick()
         if total is None:
-            raise ValueError("no tiles to run")
+            raise ValueError("no tiles")
         return total
 
     def _tile_output(self, tile: Tensor, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""The quantized formats through torch, on any device: weights from their records, activations to int8 steps.
+"""The quantized formats in torch, on any device: dequantized weights, activations rounded to int8 steps.
 
-This is the arithmetic that every kernel of those formats does, written for reading and not for speed:
-matrices become float32 numbers, and activations the numbers that their int8 codes stand for.
+This is the arithmetic of every kernel of those formats, written to be read and not for speed: matrices become
+float32, and activations the float32 values of their int8 codes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from shm.blocks import HEAD_BYTES, LANES, BlockFormat, Int4
 
 
 def dequantize(format: BlockFormat, data: Tensor, n: int, k: int) -> Tensor:
-    """A matrix's numbers, float32 [n, k padded to whole groups]; what pads the inputs is not 0 there, and
-    meets activations that are. data: uint8 [format.matrix_bytes(n, k)]."""
+    """A matrix's weights, float32 [n, k padded to whole groups]. Padding of the inputs is not 0 here: the
+    activations are 0 there. data: uint8 [format.matrix_bytes(n, k)]."""
     records = data.view(-1, -(-k // format.group), format.record_bytes)  # [blocks, groups, bytes]
     head = records[..., :HEAD_BYTES].contiguous()
     codes = records[..., HEAD_BYTES:].reshape(*records.shape[:2], -1, 1, LANES, 4)  # j, 1, i, b
@@ -31,8 +31,8 @@ def dequantize(format: BlockFormat, data: Tensor, n: int, k: int) -> Tensor:
 
 
 def int8_steps(x: Tensor, group: int) -> Tensor:
-    """Activations [R, K] as their int8 codes stand for them: float32 [R, K padded with 0 to whole groups],
-    each group of a row in steps of its largest magnitude / 127."""
+    """Activations [R, K] rounded to int8 codes and back: float32 [R, K padded with 0 to whole groups], each
+    group of a row in steps of its largest magnitude / 127."""
     groups = functional.pad(x.float(), (0, -x.shape[-1] % group)).view(len(x), -1, group)
     step = groups.abs().amax(dim=-1, keepdim=True) / 127
     codes = torch.where(step > 0, groups / step, 0).round().clamp(-127, 127)
