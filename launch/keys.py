@@ -18,7 +18,7 @@ from protocol.keys import (
     write_client_keys,
     write_engine_keys,
 )
-from protocol.sockets import private_directory
+from protocol.private_files import private_directory
 
 ADVICE = """\
 {engine}

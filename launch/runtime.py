@@ -30,7 +30,9 @@ from launch.errors import WrongUsage
 from pipeline.models.shapes import short_name
 from protocol.errors import ProtocolError
 from protocol.messages import VERSION
-from protocol.sockets import ipc_endpoint, private_directory, runtime_root
+from protocol.private_files import private_directory
+from protocol.sockets import ipc_endpoint, runtime_root
+from shm.atomic_file import atomic_file
 from shm.segment import engine_prefix
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,32}")
@@ -95,11 +97,8 @@ class RuntimeDir:
         self._write("cache.json", list(fingerprints))
 
     def _write(self, name: str, data: object) -> None:
-        temporary = self.path / f"{name}.new"
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(fd, "w", encoding="utf-8") as f:
-            json.dump(data, f)
-        temporary.rename(self.path / name)
+        with atomic_file(self.path / name) as file:
+            file.write(json.dumps(data).encode())
 
     def remove(self) -> None:
         """Remove the engine's segments and the directory, then release the lock. Idempotent."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from launch.command_line.checks import check_output, check_request, read_ids, read_text, unfinished
+from launch.command_line.checks import check_output, check_request, read_ids, read_text
 from launch.command_line.options import Options
 from launch.connect.reconnect import reconnecting_client
 from launch.errors import OutputFailed, WrongUsage
@@ -19,48 +19,40 @@ from launch.terminal.output import print_json, show
 from pipeline.counters import difference, fidelity
 from protocol.client import Client
 from protocol.messages import F32Matrix, Score
+from shm.atomic_file import atomic_file
 
 
-class Matrix:
-    """A .npy file of float32 [positions, vocabulary], written block by block under a temporary name; it gets
-    its own name when the context ends without an error."""
+class MatrixFile:
+    """A .npy file of float32 [positions, vocabulary], written block by block."""
 
-    def __init__(self, path: Path, vocabulary: int) -> None:
-        self._path = path
+    def __init__(self, file: BinaryIO, vocabulary: int) -> None:
+        self._file = file
         self._vocabulary = vocabulary
-        self._temporary = unfinished(path)
         self._rows = 0
-
-    def __enter__(self) -> Matrix:
-        fd = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        self._file = os.fdopen(fd, "wb")
-        self._write_header()
-        self._data = self._file.tell()
-        return self
+        self.write_header()
 
     def append(self, rows: F32Matrix) -> None:
         """[n, vocabulary]"""
         self._file.write(np.ascontiguousarray(rows, dtype="<f4").data)
         self._rows += len(rows)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._file:
-            if kind is None:
-                self._file.seek(0)
-                self._write_header()
-        if kind is None:
-            self._temporary.rename(self._path)
-        else:
-            self._temporary.unlink()
-
-    def _write_header(self) -> None:
+    def write_header(self) -> None:
+        """Write or update the header, which holds the number of rows."""
+        self._file.seek(0)
         # numpy pads a header so that its first dimension can grow without moving the data
         shape = (self._rows, self._vocabulary)
         np.lib.format.write_array_header_1_0(
             self._file, {"descr": "<f4", "fortran_order": False, "shape": shape}
         )
+
+
+@contextmanager
+def matrix_file(path: Path, vocabulary: int) -> Iterator[MatrixFile]:
+    """A MatrixFile that replaces `path` when the block ends without an exception. Raises OSError."""
+    with atomic_file(path) as file:
+        matrix = MatrixFile(file, vocabulary)
+        yield matrix
+        matrix.write_header()
 
 
 async def score(options: Options, interrupts: Interrupts) -> int:
@@ -88,7 +80,7 @@ async def score(options: Options, interrupts: Interrupts) -> int:
             count, nll = await _sum(client, asked, None)
         else:
             try:
-                with Matrix(out, client.welcome.vocabulary) as matrix:
+                with matrix_file(out, client.welcome.vocabulary) as matrix:
                     count, nll = await _sum(client, asked, matrix)
             except OSError as e:
                 raise OutputFailed(f"--out {out}: {e.strerror}") from e
@@ -111,7 +103,7 @@ async def score(options: Options, interrupts: Interrupts) -> int:
     return 0
 
 
-async def _sum(client: Client, asked: dict[str, Any], matrix: Matrix | None) -> tuple[int, float]:
+async def _sum(client: Client, asked: dict[str, Any], matrix: MatrixFile | None) -> tuple[int, float]:
     """Tokens, and the sum of their negative log-probabilities in nats (the first token has none)."""
     count, nll = 0, 0.0
     async for block in client.score(**asked):

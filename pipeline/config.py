@@ -10,6 +10,11 @@ DEFAULT_CONTEXT = 8192  # tokens, where the model would take more
 KV_CONTEXTS = 4  # full contexts that the KV cache holds, where they fit
 DEFAULT_CACHE = 0.25  # share of all expert tiles, where it fits; a GPU takes as many as it can hold
 
+# Sizes that the memory plan and the code it plans for have in common.
+KV_BLOCK = 64  # tokens: the KV cache grows in whole blocks
+EXPANDED_KV_BYTES = 1 << 27  # keys and values that latent attention expands at a time
+BACKGROUND_ORDERS = 64  # most background fetches under way: more would only fill the prefetcher's socket
+
 DeviceName = Literal["auto", "cpu", "cuda"]
 FormatName = Literal["f32", "bf16", "int8", "int4", "int4-g128"]  # of expert tiles, see shm/layout.py
 BackboneDType = Literal["f32", "bf16", "int8", "int4"]

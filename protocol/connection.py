@@ -22,12 +22,11 @@ from protocol.errors import (
     VersionMismatch,
 )
 from protocol.keys import Address
-from protocol.messages import VERSION, Cancel, Error, Heartbeat, Hello, Welcome
+from protocol.messages import SAY_HELLO, VERSION, Cancel, Error, Heartbeat, Hello, Welcome
 from protocol.sockets import HWM, connect_dealer
 
 HEARTBEAT_SECONDS = 0.5
 SILENCE_SECONDS = 2.5
-STRANGER = "say Hello first"  # what a coordinator tells whom it does not know, or no longer
 _WAITS = 10  # a silence is this many waits in a row without a message
 
 
@@ -78,7 +77,7 @@ class Connection:
             message = decode(frames)
             if isinstance(message, Error) and message.request == -1:
                 text = f"the engine ended this connection: {message.text}"
-                if message.text == STRANGER:
+                if message.text == SAY_HELLO:
                     raise ConnectionLost(text, dropped=not self._has_broken())
                 raise EngineGone(text)
             if not isinstance(message, Heartbeat):

@@ -9,6 +9,10 @@ class MalformedMessage(ProtocolError):
     """Frames that are not a message of this version: wrong tag, types, sizes, counts or limits."""
 
 
+class NotPrivate(ProtocolError):
+    """A file or directory is not this user's, or other users can read or write it."""
+
+
 class VersionMismatch(ProtocolError):
     """The peer speaks another version of the protocol."""
 

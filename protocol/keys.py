@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,8 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from protocol.errors import ProtocolError
+from protocol.errors import NotPrivate, ProtocolError
+from protocol.private_files import OTHERS_READ_OR_WRITE, check_private
 
 ENGINE_FILE, CLIENT_FILE = "engine.key", "client.key"
 _KINDS = {
@@ -120,12 +120,18 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def _read(path: Path, kind: str) -> dict[str, Any]:
+    remedies = {
+        "owner": "; use a key file of your own",
+        "mode": f"; make new keys, or if nobody else has read it run: chmod 600 {path}",
+    }
     try:
         # Not blocking: a pipe's writer might never come.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(fd, "rb") as file:
-            _check_file(path, os.fstat(fd))
+            check_private(os.fstat(fd), OTHERS_READ_OR_WRITE, remedies=remedies)
             content = file.read(_LARGEST)
+    except NotPrivate as e:
+        raise ProtocolError(f"{path} {e}") from None
     except FileNotFoundError:
         raise ProtocolError(f"there is no key file {path}; make keys with: launch.py keys") from None
     except (OSError, ValueError) as e:  # ValueError: a name with a NUL
@@ -140,19 +146,6 @@ def _read(path: Path, kind: str) -> dict[str, Any]:
     if found["kind"] != kind:
         raise ProtocolError(f"{path} is {_KINDS[found['kind']]}; what is needed here is {_KINDS[kind]}")
     return found
-
-
-def _check_file(path: Path, found: os.stat_result) -> None:
-    mode = stat.S_IMODE(found.st_mode)
-    if not stat.S_ISREG(found.st_mode):
-        raise ProtocolError(f"{path} is not a file")
-    if found.st_uid != os.getuid():
-        raise ProtocolError(f"{path} belongs to user {found.st_uid}, not to you; use a key file of your own")
-    if mode & 0o077:
-        raise ProtocolError(
-            f"{path} is open to other users (mode {mode:04o}); make new keys, or if nobody else has read it "
-            f"run: chmod 600 {path}"
-        )
 
 
 def _checked_pair(path: Path, found: dict[str, Any]) -> tuple[bytes, bytes]:

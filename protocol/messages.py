@@ -470,3 +470,4 @@ TAGS: dict[int, type] = {
     70: Hung,
 }
 VERSION = 4
+SAY_HELLO = "say Hello first"  # the text of the Error that answers a peer without a Welcome

@@ -19,7 +19,6 @@ from __future__ import annotations
 import hmac
 import os
 import re
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,11 +28,13 @@ import zmq
 from protocol.checks import DEFAULT
 from protocol.errors import MalformedMessage, ProtocolError
 from protocol.keys import ClientKeys, EngineKeys
+from protocol.private_files import check_private_directory, private_directory
 
 Socket = TypeVar("Socket", bound="zmq.Socket[Any]")
 
 IPC_PATH_MAX = 107  # bytes: sockaddr_un.sun_path without its final NUL
-HWM = 1000  # messages each way and peer
+HWM = 1000  # messages, each way and for each peer
+CHILD_HWM = 64  # messages of one child that may wait to be read; also of a peer that is not a child
 LINGER_MS = 500  # how long a closed socket still delivers its last messages, in the background
 RECONNECT_MS, RECONNECT_MAX_MS = 10, 100
 HANDSHAKE_MS = 5000  # a peer that connects and says nothing is dropped after this
@@ -93,33 +94,6 @@ def runtime_root() -> Path:
     return private_directory(Path(f"/tmp/tandem-{os.getuid()}"))
 
 
-def private_directory(path: Path) -> Path:
-    """Make this directory with mode 0700, or check that the one there is this user's, and a real directory
-    that nobody else can enter. Its parent must exist. Raises ProtocolError."""
-    try:
-        path.mkdir(mode=0o700, exist_ok=True)
-    except FileExistsError:
-        pass  # something else of that name: said below
-    except OSError as e:
-        raise ProtocolError(f"cannot create {path}: {e.strerror}") from e
-    _check_private(path)
-    return path
-
-
-def _check_private(path: Path) -> None:
-    try:
-        found = path.lstat()
-    except OSError as e:
-        raise ProtocolError(f"cannot use {path}: {e.strerror}") from e
-    mode = stat.S_IMODE(found.st_mode)
-    if not stat.S_ISDIR(found.st_mode):
-        raise ProtocolError(f"{path} is not a directory; remove it and start again")
-    if found.st_uid != os.getuid():
-        raise ProtocolError(f"{path} belongs to user {found.st_uid}, not to you; have it removed")
-    if mode & 0o077:
-        raise ProtocolError(f"{path} is open to other users (mode {mode:04o}); run: chmod 700 {path}")
-
-
 def ipc_endpoint(runtime: Path, name: str) -> str:
     """The endpoint of a socket file in a runtime directory. Raises ProtocolError where the path is relative
     or longer than a socket address can be."""
@@ -165,7 +139,7 @@ def bind_router(
     """
     path = None if _is_tcp(endpoint, keys) else _socket_path(endpoint)
     if path is not None:
-        _check_private(path.parent)
+        check_private_directory(path.parent)
     socket = context.socket(zmq.ROUTER)
     try:
         _configure(socket, send_hwm, receive_hwm, largest + (_ENCRYPTION if keys else 0))

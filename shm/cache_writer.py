@@ -18,6 +18,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
+from protocol.errors import NotPrivate
+from protocol.private_files import OTHERS_READ_OR_WRITE, check_private
 from shm.cache_record import remove_empty
 from shm.disk_cache import UNFINISHED, store_path
 from shm.file_locks import try_lock
@@ -162,7 +164,9 @@ def _private_folder(folder: Path) -> None:
     for above in reversed(missing):
         above.mkdir(mode=0o700, exist_ok=True)
     status = folder.stat()
-    if status.st_uid != os.geteuid():
-        raise OSError(errno.EPERM, "the folder belongs to another user", str(folder))
-    if status.st_mode & 0o077:
+    try:
+        check_private(status, forbidden=0, directory=True)
+    except NotPrivate as e:
+        raise OSError(errno.EPERM, str(e), str(folder)) from None
+    if status.st_mode & OTHERS_READ_OR_WRITE:
         folder.chmod(0o700)

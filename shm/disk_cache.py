@@ -15,13 +15,14 @@ import contextlib
 import fcntl
 import os
 import re
-import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
+from protocol.errors import NotPrivate
+from protocol.private_files import check_private
 from shm.cache_record import remove_empty
 from shm.checksums import damaged_layers, name_layers
 from shm.errors import StoreDamaged, StoreInvalid
@@ -58,12 +59,13 @@ class CachedStore:
         except OSError as e:
             raise StoreInvalid(f"the cached store {path} cannot be used: {e.strerror}") from None
         try:
-            size = _size_of_own(descriptor)
+            status = os.fstat(descriptor)
+            check_private(status)
             head = np.frombuffer(os.pread(descriptor, PAGE + MAX_MANIFEST, 0), dtype=np.uint8)
-            manifest, start = read_head(head, size)
+            manifest, start = read_head(head, status.st_size)
             if manifest.fingerprint != fingerprint:
                 raise StoreInvalid(f"it belongs to another model ({manifest.source})")
-        except (StoreInvalid, OSError) as e:
+        except (StoreInvalid, NotPrivate, OSError) as e:
             os.close(descriptor)
             reason = e.strerror if isinstance(e, OSError) else e
             raise StoreInvalid(f"the cached store {path} cannot be used: {reason}") from None
@@ -145,16 +147,6 @@ def sweep_cache(folder: Path) -> list[Path]:
                 removed.append(temporary)
             remove_empty(entry)
     return removed
-
-
-def _size_of_own(descriptor: int) -> int:
-    """Bytes of an open file. Raises StoreInvalid unless it is one that only this user can have written."""
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
-        raise StoreInvalid("it is not a file")
-    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise StoreInvalid("other users can write it")
-    return status.st_size
 
 
 def store_path(folder: Path, fingerprint: str) -> Path:

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from protocol.errors import NotPrivate
+from protocol.private_files import private_directory
 from shm.errors import ShmError
 
 POLL_SECONDS = 0.05
@@ -55,12 +57,9 @@ def leads_to(path: Path, descriptor: int) -> bool:
         return False
 
 
-def own_folder(folder: Path) -> Path:
-    """Make this folder, or check that the one there is this user's alone. Raises ShmError."""
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if status.st_uid != os.geteuid():
-        raise ShmError(f"the folder {folder} belongs to another user")
-    if status.st_mode & 0o077:
-        raise ShmError(f"the folder {folder} is open to other users; run: chmod 700 {folder}")
-    return folder
+def private_folder(folder: Path) -> Path:
+    """`private_directory`, but raises ShmError."""
+    try:
+        return private_directory(folder)
+    except NotPrivate as e:
+        raise ShmError(str(e)) from None

@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from shm.errors import SegmentMissing, ShmError, StoreInvalid
-from shm.file_locks import leads_to, own_folder, try_lock, wait_lock
+from shm.file_locks import leads_to, private_folder, try_lock, wait_lock
 from shm.segment import SHM_FOLDER, unlink
 from shm.store import STORE_PREFIX, Store, store_name
 
@@ -253,7 +253,7 @@ def _segment_path(name: str) -> Path:
 
 
 def _lock_folder(root: Path) -> Path:
-    return own_folder(root / LOCK_FOLDER)
+    return private_folder(root / LOCK_FOLDER)
 
 
 def _use_path(root: Path, fingerprint: str) -> Path:
@@ -261,7 +261,7 @@ def _use_path(root: Path, fingerprint: str) -> Path:
 
 
 def _build_folder() -> Path:
-    return _lock_folder(own_folder(Path(BUILD_ROOT.format(uid=os.geteuid()))))
+    return _lock_folder(private_folder(Path(BUILD_ROOT.format(uid=os.geteuid()))))
 
 
 def _build_path(fingerprint: str) -> Path:

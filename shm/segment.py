@@ -20,6 +20,8 @@ from types import TracebackType
 import posix_ipc
 import psutil
 
+from protocol.errors import NotPrivate
+from protocol.private_files import check_private
 from shm.cgroup import free_memory
 from shm.errors import NotEnoughMemory, SegmentEmpty, SegmentMissing, ShmError
 from shm.huge import HUGE, collapse, map_shared
@@ -114,11 +116,12 @@ class Segment:
         try:
             status = os.fstat(memory.fd)
             # Anybody can create names in /dev/shm; another user's bytes must not pass for ours.
-            if status.st_uid != os.geteuid():
-                raise ShmError(f"the shared-memory segment {name} belongs to another user")
+            check_private(status, forbidden=0)
             if status.st_size == 0:
                 raise SegmentEmpty(f"the shared-memory segment {name} is empty")
             return cls(name, memory.fd, status.st_size, writable)
+        except NotPrivate as e:
+            raise ShmError(f"the shared-memory segment {name} {e}") from None
         finally:
             memory.close_fd()
 

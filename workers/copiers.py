@@ -16,8 +16,8 @@ from shm.layout import Bytes
 from shm.slab import Slab
 from shm.store import Store
 from workers.cuda import call, constant, open_ipc_handle, page_lock, page_unlock, registered_parts
+from workers.emulation import sleep_until
 
-PACE = 0.5  # seconds of an emulated copy between two signs of progress
 Tick = Callable[[], None]
 
 
@@ -128,9 +128,7 @@ class PacedCopier:
     def finish(self) -> None:
         self._inner.finish()
         due = self._due.popleft()
-        while (left := due - time.perf_counter()) > 0:
-            time.sleep(min(left, PACE))
-            self._tick()
+        sleep_until(due, self._tick)
 
     def close(self) -> None:
         self._inner.close()

@@ -20,13 +20,12 @@ from shm.errors import ShmError
 from shm.layout import ExpertShape
 from shm.store import Store
 from workers.child_endpoint import ChildEndpoint
+from workers.emulation import sleep_until
 from workers.host_experts import HostExperts
 from workers.kernels.native import Team, best
 from workers.lifetime import pin
 
 log = logging.getLogger(__name__)
-
-PACE = 0.5  # seconds of an emulated computation between two signs of progress
 
 
 def fault_of(work: Work, shape: ExpertShape) -> str | None:
@@ -79,19 +78,9 @@ def serve(peer: ChildEndpoint, store: Store, line: ControlLine, team: Team | Non
             line.begin(work.seq)
             y = experts.compute(work)
             line.end()
-            busy = time.perf_counter() - started
-            if slowdown > 1:
-                wait(busy * (slowdown - 1), line)
-                busy *= slowdown
+            busy = (time.perf_counter() - started) * slowdown
+            sleep_until(started + busy, line.tick)
             peer.send(Partial(work.seq, peer.incarnation, busy, y))
-
-
-def wait(seconds: float, line: ControlLine) -> None:
-    """Stand in for computing so long."""
-    until = time.perf_counter() + seconds
-    while (left := until - time.perf_counter()) > 0:
-        time.sleep(min(left, PACE))
-        line.tick()
 
 
 def main(config: dict[str, Any]) -> int:

@@ -8,15 +8,16 @@ exported weights.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
+
+from shm.atomic_file import SHARED, atomic_file
 
 
 @dataclass(frozen=True)
@@ -253,11 +254,8 @@ def export(model: Model, folder: Path, dtype: torch.dtype = torch.bfloat16) -> N
     }
     generation = {"bos_token_id": 0, "eos_token_id": [1, 6], "pad_token_id": 2, "do_sample": False}
     for name, values in (("config.json", config), ("generation_config.json", generation)):
-        part = folder / f".{name}.part"
-        part.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        os.replace(part, folder / name)
+        with atomic_file(folder / name, SHARED) as file:
+            file.write(json.dumps(values, indent=2, sort_keys=True).encode() + b"\n")
     tensors = {name: tensor.to(dtype).contiguous().clone() for name, tensor in model.tensors().items()}
-    part = folder / ".model.safetensors.part"
-    save_file(tensors, part, metadata={"format": "pt"})
-    part.chmod(0o644)
-    os.replace(part, folder / "model.safetensors")
+    with atomic_file(folder / "model.safetensors", SHARED) as file:
+        file.write(save(tensors, metadata={"format": "pt"}))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -11,10 +10,10 @@ from typing import Any
 
 from launch.bench.report import Report
 from launch.bench.result import PolicyResult
-from launch.command_line.checks import unfinished
 from launch.errors import OutputFailed, WrongUsage
 from launch.phase_profile import PhaseProfile
 from launch.terminal.format import percent
+from shm.atomic_file import SHARED, atomic_file, check_creatable
 
 log = logging.getLogger("tandem")
 
@@ -40,8 +39,7 @@ def check_picture(path: Path) -> None:
         kinds = f"{', '.join(KINDS[:-1])} or {KINDS[-1]}"
         raise WrongUsage(f"--plot {path}: a picture's name ends in {kinds}")
     try:
-        os.close(os.open(unfinished(path), os.O_WRONLY | os.O_CREAT, 0o600))
-        unfinished(path).unlink()
+        check_creatable(path)
     except OSError as e:
         raise WrongUsage(f"--plot {path}: no file can be made there: {e.strerror}") from None
 
@@ -76,10 +74,9 @@ def draw(report: Report, path: Path) -> None:
         figure.suptitle(_title(report), fontsize=10, color=INK, x=0.01, ha="left")
         figure.tight_layout(w_pad=2.0)
         try:
-            figure.savefig(unfinished(path), format=path.suffix[1:].lower(), dpi=150)
-            unfinished(path).rename(path)
+            with atomic_file(path, SHARED) as file:
+                figure.savefig(file, format=path.suffix[1:].lower(), dpi=150)
         except OSError as e:
-            unfinished(path).unlink(missing_ok=True)
             raise OutputFailed(f"--plot {path}: {e.strerror}") from e
         finally:
             pyplot.close(figure)

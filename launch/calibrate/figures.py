@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launch.command_line.checks import unfinished
 from launch.errors import OutputFailed, WrongUsage
 from launch.terminal.format import percent
 from pipeline.calibration.summary import mean_accuracy
 from pipeline.policies.calibration import Calibration
+from shm.atomic_file import SHARED, atomic_file, check_creatable
 
 DPI = 150
 INK, FAINT = "#333333", "#999999"
@@ -31,9 +30,7 @@ def check_folder(folder: Path) -> None:
     """Create the folder. Raises WrongUsage where no file can be created in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = unfinished(folder / "probe")
-        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT, 0o600))
-        probe.unlink()
+        check_creatable(folder / "probe")
     except OSError as e:
         raise WrongUsage(f"--report {folder}: no file can be created there: {e.strerror}") from None
 
@@ -65,12 +62,11 @@ def draw(calibration: Calibration, about: dict[str, Any], folder: Path) -> list[
                 figure = make(pyplot)
                 try:
                     figure.text(0.01, 0.005, _footnote(about), fontsize=7, color=FAINT, va="bottom")
-                    figure.savefig(unfinished(path), format="png", dpi=DPI)
+                    with atomic_file(path, SHARED) as file:
+                        figure.savefig(file, format="png", dpi=DPI)
                 finally:
                     pyplot.close(figure)
-            unfinished(path).rename(path)
         except OSError as e:
-            unfinished(path).unlink(missing_ok=True)
             raise OutputFailed(f"--report {path}: {e.strerror}") from e
         written.append(path)
     return written

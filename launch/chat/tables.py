@@ -16,6 +16,7 @@ from launch.chat.settings import KEYS, AnswerSettings, value_text
 from launch.phase_profile import PhaseProfile
 from launch.terminal.format import percent
 from launch.terminal.tables import make_grid, make_table
+from pipeline.arrays import PHASES
 from pipeline.policies.presets import PARTS, PRESETS
 from protocol.messages import Welcome
 from shm.segment import byte_size
@@ -32,7 +33,6 @@ SUMMARY_HELP = (
     "Below an answer: tokens, speed, time to the first token, prompt tokens whose KV was reused, "
     "share of the expert tiles computed on the host, bytes moved to the device."
 )
-PHASES = ("prefill", "decode")
 
 
 def help_text() -> RenderableType:

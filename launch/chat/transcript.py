@@ -8,9 +8,6 @@ Questions and answers alternate, from the first question to the last answer.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from launch.command_line.checks import read_file
 from launch.command_line.grammar import nearest
 from launch.errors import OutputFailed, WrongUsage
 from protocol.messages import ChatMessage
+from shm.atomic_file import atomic_file
 
 LARGEST = 16 << 20  # bytes of a file that is read; a conversation fits a model's context
 FIELDS = ("model", "system", "messages")
@@ -38,18 +36,9 @@ def save(transcript: Transcript, path: Path) -> None:
     try:
         if path.is_dir():
             raise OutputFailed(f"{path} is a directory")
-        fd, temporary = tempfile.mkstemp(prefix=f".{path.name[:40]}.", dir=path.parent)  # mode 0600
+        with atomic_file(path, sync=True) as file:
+            file.write(text.encode())
     except OSError as e:
-        raise OutputFailed(f"cannot write {path}: {e.strerror}") from e
-    try:
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as e:
-        with suppress(OSError):
-            os.unlink(temporary)
         raise OutputFailed(f"cannot write {path}: {e.strerror}") from e
 
 

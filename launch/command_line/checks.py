@@ -33,6 +33,7 @@ from protocol.keys import (
     read_engine_keys,
 )
 from protocol.sockets import check_tcp
+from shm.atomic_file import check_creatable
 from shm.layout import format_named
 
 MAX_TEXT_BYTES = 64 << 20  # of a text or a list of ids: far more than any context holds
@@ -143,15 +144,9 @@ def check_output(path: Path) -> None:
     try:
         if path.is_dir():
             raise WrongUsage(f"--out {path}: it is a folder")
-        os.close(os.open(unfinished(path), os.O_WRONLY | os.O_CREAT, 0o600))
-        unfinished(path).unlink()
+        check_creatable(path)
     except OSError as e:
         raise WrongUsage(f"--out {path}: no file can be made there: {e.strerror}") from None
-
-
-def unfinished(path: Path) -> Path:
-    """The name of a file until it is complete."""
-    return path.with_name(f".{path.name}.{os.getpid()}")
 
 
 def check_request(source: Path, request: object) -> None:

@@ -15,11 +15,10 @@ from pipeline.rate_limit import SparseLog
 from protocol.checks import DEFAULT
 from protocol.codec import decode, encode
 from protocol.errors import MalformedMessage
-from protocol.sockets import Identity, bind_router, parse_identity
+from protocol.sockets import CHILD_HWM, Identity, bind_router, parse_identity
 
 log = logging.getLogger(__name__)
 
-RECEIVE_HWM = 64  # unread messages of one peer, which may be a stranger
 TURN_SECONDS = 0.002  # of receiving without giving other tasks a turn
 
 
@@ -32,7 +31,7 @@ class Control:
         self.key = secrets.token_bytes(32)
         self._log = SparseLog(log)
         self._context = zmq.asyncio.Context()
-        self._socket = bind_router(self._context, endpoint, receive_hwm=RECEIVE_HWM, largest=DEFAULT.header)
+        self._socket = bind_router(self._context, endpoint, receive_hwm=CHILD_HWM, largest=DEFAULT.header)
         self._turn = 0.0  # when this task's turn in the event loop began
 
     async def receive(self) -> tuple[Identity, object]:

@@ -18,10 +18,10 @@ from pipeline.backbone.decode_attention import GroupedQueryDecode, LatentDecode
 from pipeline.backbone.linear import Precision
 from pipeline.backbone.rope import rotate
 from pipeline.backbone.weights import Weights
+from pipeline.config import EXPANDED_KV_BYTES
 from pipeline.models.spec import GroupedQuery, Latent
 
 LATENT_EPS = 1e-6  # of the norms of latents; the config's rms_norm_eps does not apply to them
-EXPANDED_BYTES = 1 << 27  # of the keys and values that latent attention expands at a time
 
 
 class Attention(Protocol):
@@ -174,7 +174,7 @@ class LatentAttention:
         a few at a time: all of them together would take far more memory than the cache."""
         s = self._spec
         bytes_per_token = 2 * s.qk_dim * cached.element_size()  # of one head's key and value, expanded
-        step = max(1, EXPANDED_BYTES // (bytes_per_token * len(cached)))
+        step = max(1, EXPANDED_KV_BYTES // (bytes_per_token * len(cached)))
         outputs = [
             self._attend_heads(slice(lo, lo + step), q_nope, q_rope, cached, mask)
             for lo in range(0, s.heads, step)

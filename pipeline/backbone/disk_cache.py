@@ -20,6 +20,8 @@ from pathlib import Path
 import msgpack
 
 from pipeline.checkpoint.model_source import ModelSource
+from protocol.errors import NotPrivate
+from protocol.private_files import check_private
 from shm.cache_record import CacheRecord, note_use
 from shm.file_locks import try_lock
 from shm.huge import map_file
@@ -158,8 +160,7 @@ def _open(path: Path) -> tuple[int | None, Entries]:
         return None, {}
     try:
         status = os.fstat(descriptor)
-        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-            raise ValueError("another user may have written it")
+        check_private(status)
         length = int.from_bytes(os.pread(descriptor, 8, status.st_size - 8), "little")
         if not 0 < length <= min(MAX_INDEX, status.st_size - 8):
             raise ValueError("it has no index")
@@ -167,7 +168,7 @@ def _open(path: Path) -> tuple[int | None, Entries]:
         if found["version"] != VERSION:
             raise ValueError("it is of another version")
         entries = {str(name): (int(a), int(b), int(c)) for name, (a, b, c) in found["matrices"].items()}
-    except (OSError, ValueError, TypeError, KeyError) as e:
+    except (OSError, NotPrivate, ValueError, TypeError, KeyError) as e:
         log.warning(f"{path} is not used: {e}")
         os.close(descriptor)
         path.unlink(missing_ok=True)

@@ -11,10 +11,10 @@ import itertools
 import torch
 from torch import Tensor
 
+from pipeline.config import KV_BLOCK
 from pipeline.errors import RequestError
 from pipeline.models.spec import ModelSpec
 
-BLOCK = 64  # tokens; capacity is allocated in whole blocks
 GROWTH = 1.25  # factor by which a sequence grows, so that it is seldom copied
 
 
@@ -124,4 +124,4 @@ class KVCache:
 
 def capacity_for(tokens: int, limit: int) -> int:
     """`tokens` rounded up to whole blocks, at most `limit`."""
-    return min(-(-tokens // BLOCK) * BLOCK, limit)
+    return min(-(-tokens // KV_BLOCK) * KV_BLOCK, limit)

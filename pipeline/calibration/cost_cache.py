@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
@@ -21,6 +20,9 @@ from typing import Any
 
 from pipeline.errors import PolicyError
 from pipeline.policies.costs import MAX_FILE_BYTES, Costs
+from protocol.errors import NotPrivate
+from protocol.private_files import check_private
+from shm.atomic_file import atomic_file
 from shm.kernel_files import contents, parse_cpuinfo
 
 FOLDER = "costs"
@@ -111,16 +113,8 @@ def keep(cache: Path, record: Record) -> None:
     folder = cache / FOLDER
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd, temporary = tempfile.mkstemp(prefix=".new-", dir=folder)  # mode 0600
-        try:
-            with os.fdopen(fd, "w", encoding="utf-8") as file:
-                json.dump(record.to_json(), file, indent=1)
-                file.write("\n")
-            os.replace(temporary, folder / record.setting.name)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)
-            raise
+        with atomic_file(folder / record.setting.name) as file:
+            file.write(json.dumps(record.to_json(), indent=1).encode() + b"\n")
     except OSError as e:
         log.warning(f"costs could not be kept in {folder}, the next start measures them again: {e.strerror}")
 
@@ -141,14 +135,12 @@ def read(path: Path) -> Record:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     try:
         with os.fdopen(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-                raise ValueError("it could be another user's work")
+            check_private(os.fstat(descriptor))
             raw = file.read(MAX_FILE_BYTES + 1)
         if len(raw) > MAX_FILE_BYTES:
             raise ValueError("it is too large")
         return Record.from_json(json.loads(raw))
-    except (OSError, TypeError, KeyError, AttributeError, RecursionError, PolicyError) as e:
+    except (OSError, NotPrivate, TypeError, KeyError, AttributeError, RecursionError, PolicyError) as e:
         raise ValueError(str(e)) from e
 
 

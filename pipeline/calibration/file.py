@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
 import zlib
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,9 @@ from pipeline.calibration.summary import describe
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.errors import CalibrationError
 from pipeline.policies.calibration import Calibration
+from protocol.errors import NotPrivate
+from protocol.private_files import check_private
+from shm.atomic_file import atomic_file
 from shm.cache_record import CacheRecord, note_use
 
 NAME, READABLE = "calibration.safetensors", "calibration.txt"
@@ -59,8 +61,12 @@ def save(path: Path, calibration: Calibration, about: dict[str, Any]) -> None:
     facts["crc32"] = _checksum(facts, tensors)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.parent.chmod(0o700)
-    _write(path.with_name(READABLE), describe(calibration, about).encode())
-    _write(path, save_tensors(tensors, {KEY: json.dumps(facts)}))
+    for target, data in (
+        (path.with_name(READABLE), describe(calibration, about).encode()),
+        (path, save_tensors(tensors, {KEY: json.dumps(facts)})),
+    ):
+        with atomic_file(target, sync=True) as file:
+            file.write(data)
     note_use(path.parent, _record(about))
 
 
@@ -120,12 +126,10 @@ def _bytes_of_own(path: Path) -> bytes:
     """The content of a regular file that only this user may have written. Raises CalibrationError."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise _unusable(path, "it is no file")
-            if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-                raise _unusable(path, "it could be another user's work")
+            check_private(os.fstat(file.fileno()))
             data = file.read(MOST_BYTES + 1)
+    except NotPrivate as e:
+        raise _unusable(path, f"it {e}") from None
     except OSError as e:
         raise _unusable(path, e.strerror or str(e)) from None
     if len(data) > MOST_BYTES:

@@ -24,7 +24,7 @@ from protocol.checks import DEFAULT
 from protocol.codec import decode, encode
 from protocol.errors import MalformedMessage
 from protocol.messages import VERSION, Hung, Ready, WorkerDied, WorkerUp
-from protocol.sockets import Identity, bind_router, ipc_endpoint, parse_identity
+from protocol.sockets import CHILD_HWM, Identity, bind_router, ipc_endpoint, parse_identity
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,6 @@ SEND_LIMIT = 30.0  # seconds for a child whose queue is full to take a message
 SLICE_MS = 10  # of a wait, between two looks at the exit events
 COPY_BELOW = 65536  # bytes; copying less is cheaper than tracking the buffer
 DRAIN_SECONDS = 0.001  # for what has arrived, so that a flood of foreign messages is no endless loop
-RECEIVE_HWM = 64  # messages of one sender that may wait to be read
 RECOVERIES = 256  # of the latest ones, in the statistics
 
 SendToSupervisor = Callable[[object], None]
@@ -86,7 +85,7 @@ class ChildServerSocket:
         self._socket = bind_router(
             self._context,
             ipc_endpoint(runtime, socket),
-            receive_hwm=RECEIVE_HWM,
+            receive_hwm=CHILD_HWM,
             largest=max(largest, DEFAULT.header),
         )
         self.role = role

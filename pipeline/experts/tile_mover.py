@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from pipeline.config import BACKGROUND_ORDERS
 from pipeline.counters import PhaseCounters
 from pipeline.device import Device
 from pipeline.experts.expert_cache import ExpertCache
@@ -19,7 +20,6 @@ from pipeline.experts.fetch_link import DEMANDED, PLACED, PREDICTED, FetchLink, 
 from pipeline.experts.shares import Missing
 from pipeline.policies.view import Target
 
-BACKGROUND = 64  # background orders at most: more would only fill the prefetcher's socket
 RESTART_LIMIT = 10.0  # seconds that `wait_idle` waits for a new prefetcher
 
 Key = tuple[int, int]  # layer, expert
@@ -237,7 +237,7 @@ class TileMover:
         count = int(self.cache.target[key]) - lo
         if count <= 0 or key in self._background or key in self._streamed:
             return True
-        if len(self._background) == BACKGROUND:
+        if len(self._background) == BACKGROUND_ORDERS:
             return False
         order = self._order(*key, lo, count, PLACED if prediction is None else PREDICTED)
         if order is None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipeline.checkpoint.model_source import ModelSource
-from pipeline.config import DEFAULT_CONTEXT, EngineConfig, FormatName
+from pipeline.config import DEFAULT_CONTEXT, EXPANDED_KV_BYTES, EngineConfig, FormatName
 from pipeline.device.base import SLOT_ALIGNMENT
 from pipeline.memory.limits import CHUNK_MAX
 from pipeline.models.architecture import TensorSpec
@@ -30,7 +30,7 @@ PREFETCHER = {"cpu": 50_000_000, "cuda": 500_000_000}
 GPU_CONTEXT = 600_000_000  # GPU memory of a second process; the coordinator's is not part of the free memory
 HIDDEN_COPIES = 8  # float32 hidden states of a step that exist at once, about
 MASK_BYTES = 5  # for a row and a token that it may attend to: a bool, and torch's float copy of it
-EXPANDED_BYTES = 4 << 27  # of latent attention: four copies of the block that attention.py expands
+EXPANDED_COPIES = 4  # of the keys and values that latent attention expands
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     activations = 4 * rows * (spec.vocabulary + HIDDEN_COPIES * spec.hidden)
     activations += MASK_BYTES * rows * (config.context or min(spec.max_positions, DEFAULT_CONTEXT))
     if isinstance(spec.attention, Latent):
-        activations += EXPANDED_BYTES
+        activations += EXPANDED_COPIES * EXPANDED_KV_BYTES
     # Each weight is read as float32, whatever its dtype in memory, before activations are allocated.
     largest = 4 * max(math.prod(want.shape) for want in wants)
     device = "cuda" if cuda else "cpu"

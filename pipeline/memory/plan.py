@@ -21,6 +21,7 @@ from math import ceil, floor
 
 from pipeline.config import (
     DEFAULT_CACHE,
+    KV_BLOCK,
     KV_CONTEXTS,
     EngineConfig,
     FormatName,
@@ -35,7 +36,6 @@ FREE_BYTES = 2_000_000_000  # left for the rest of the machine
 AUTOMATIC: tuple[FormatName, ...] = ("bf16", "int8", "int4", "int4-g128")
 GOOD_CONTEXT = 4096  # tokens: for less than that, a less exact format is the better choice
 LEAST_CONTEXT = 1024  # a shorter one is never chosen
-CONTEXT_STEP = 64  # tokens of a block of the KV cache
 CACHE_STEPS = 1000  # a cache that is chosen is a whole number of thousandths
 
 
@@ -156,12 +156,12 @@ def plan_format(
 
     if asked.context is None:
         most = choose_context(None, needs.spec)
-        plan = grow(plan, min(most, asked.kv_tokens or most), CONTEXT_STEP, longer_context)
+        plan = grow(plan, min(most, asked.kv_tokens or most), KV_BLOCK, longer_context)
     usual = floor(DEFAULT_CACHE * CACHE_STEPS)
     if asked.expert_cache is None and slab:
         plan = grow(plan, usual, 1, larger_cache)
     if asked.kv_tokens is None:
-        plan = grow(plan, KV_CONTEXTS * plan.context, CONTEXT_STEP, more_contexts)
+        plan = grow(plan, KV_CONTEXTS * plan.context, KV_BLOCK, more_contexts)
     if asked.expert_cache is None and (machine.gpu is not None or not slab):
         # Without a slab now: for policies that are set later, with the memory that is left then.
         plan = replace(plan, slab=True)

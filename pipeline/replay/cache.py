@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.arrays import IntArray
+from pipeline.config import BACKGROUND_ORDERS
 from pipeline.errors import PlanError
 from pipeline.policies.view import ModelShape, Target
 from pipeline.replay.outcome import PhaseOutcome
 
 Key = tuple[int, int]  # layer, expert
-BACKGROUND = 64  # orders under way at most, as in the engine
 
 
 class Order:
@@ -193,7 +193,7 @@ class SimulatedCache:
         count = int(self.target[key]) - lo
         if count <= 0 or key in self._background:
             return True
-        if len(self._background) == BACKGROUND:
+        if len(self._background) == BACKGROUND_ORDERS:
             return False
         booked = self._predicted[key].counters if predicted else None
         order = self._background[key] = Order(key, lo, count, booked, now)

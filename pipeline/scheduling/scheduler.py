@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pipeline.arrays import Phase
-from pipeline.backbone.kv_cache import BLOCK, GROWTH, KVCache, SequenceKV, capacity_for
+from pipeline.backbone.kv_cache import GROWTH, KVCache, SequenceKV, capacity_for
 from pipeline.counters import difference, fidelity
 from pipeline.engine.engine import Engine
 from pipeline.errors import NumberInUse, PipelineError, RequestError, ShardFailed
@@ -155,7 +155,7 @@ class Scheduler:
         running sequences may need next."""
         wanted = capacity_for(len(job.tokens) + 1, job.max_kv_tokens) if job.grows else job.max_kv_tokens
         growing = [(j, j.kv.capacity) for j in self._running if j.grows and j.kv is not None]
-        soon = sum(min(BLOCK, j.max_kv_tokens - capacity) for j, capacity in growing)
+        soon = sum(min(KV_BLOCK, j.max_kv_tokens - capacity) for j, capacity in growing)
         if wanted + soon > self._prefixes.available:
             return None
         first = job.admission < 0  # a preempted job's prefix was released, and a newer turn's may be kept

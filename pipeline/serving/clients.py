@@ -23,12 +23,12 @@ from pipeline.rate_limit import RateLimiter, SparseLog
 from pipeline.serving.client_sockets import ClientSocket, TcpListener
 from pipeline.serving.outbox import Outbox, frames_of
 from protocol.codec import decode
+from protocol.connection import HEARTBEAT_SECONDS
 from protocol.errors import MalformedMessage
-from protocol.messages import VERSION, Error, Heartbeat, Hello, Welcome
+from protocol.messages import SAY_HELLO, VERSION, Error, Heartbeat, Hello, Welcome
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT = 0.5  # seconds
 SILENCE_LIMIT = 10.0  # seconds without a message, or without reading one, that disconnect a client
 CONGESTED_BYTES = 64 << 20  # queued for one client, beyond which its requests pause
 QUEUE_LIMIT = 32768  # messages queued for one client, which sends requests and does not read
@@ -167,7 +167,7 @@ class Clients:
         size = sum(map(len, frames))
         if client is None and size > LARGEST_HELLO:
             self.malformed += 1
-            self.refuse(sender, "say Hello first")
+            self.refuse(sender, SAY_HELLO)
             return
         try:
             message: Any = decode(frames)
@@ -178,7 +178,7 @@ class Clients:
         if isinstance(message, Hello):
             self._greet(sender, message)
         elif client is None:
-            self.refuse(sender, "say Hello first")
+            self.refuse(sender, SAY_HELLO)
         else:
             client.last_message = time.monotonic()
             if not isinstance(message, Heartbeat):
@@ -235,7 +235,7 @@ class Clients:
 
     async def _send_heartbeats(self) -> None:
         while True:
-            await asyncio.sleep(HEARTBEAT)
+            await asyncio.sleep(HEARTBEAT_SECONDS)
             now = time.monotonic()
             for name, client in list(self._clients.items()):
                 if now - client.last_message > SILENCE_LIMIT:

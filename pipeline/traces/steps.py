@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.arrays import Phase
+from pipeline.arrays import PHASES, Phase
 from pipeline.errors import TraceError
 from pipeline.policies.view import Routing
 from pipeline.traces.header import Header
@@ -20,7 +20,6 @@ Cuts = NDArray[np.uint16]
 
 FRAME = struct.Struct("<II")  # bytes of the body, their CRC-32
 HEAD = struct.Struct("<QIB3x")  # number, rows, phase
-PHASES: tuple[Phase, ...] = ("prefill", "decode")
 PREDICTED, STALE, CHANGED, LOGITS, FIRST = 1, 2, 4, 8, 16  # flags of a layer
 MAX_BODY = 1 << 30
 LARGEST_HALF = 65504.0

@@ -177,7 +177,7 @@ def test_what_is_no_file_of_ours(path: Path, tmp_path: Path) -> None:
         load(path)
     save(path, SMALL, {})
     path.chmod(0o622)
-    with pytest.raises(CalibrationError, match="another user"):
+    with pytest.raises(CalibrationError, match="is open to other users"):
         load(path)
     path.unlink()
     os.mkfifo(path)

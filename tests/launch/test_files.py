@@ -12,7 +12,7 @@ import pytest
 from launch.chat.lines import Lines
 from launch.command_line.checks import read_ids, read_text
 from launch.errors import WrongUsage
-from launch.score import Matrix
+from launch.score import matrix_file
 from launch.stress.script import read_script
 
 
@@ -65,7 +65,7 @@ def test_a_matrix_is_what_numpy_reads(tmp_path: Path) -> None:
     blocks = [
         np.random.default_rng(i).standard_normal((n, 7)).astype(np.float32) for i, n in enumerate((3, 1, 200))
     ]
-    with Matrix(tmp_path / "p.npy", 7) as matrix:
+    with matrix_file(tmp_path / "p.npy", 7) as matrix:
         for block in blocks:
             matrix.append(block)
         assert not (tmp_path / "p.npy").exists()
@@ -74,6 +74,6 @@ def test_a_matrix_is_what_numpy_reads(tmp_path: Path) -> None:
 
 
 def test_an_unfinished_matrix_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), Matrix(tmp_path / "p.npy", 7):
+    with pytest.raises(RuntimeError), matrix_file(tmp_path / "p.npy", 7):
         raise RuntimeError("the engine is gone")
     assert list(tmp_path.iterdir()) == []

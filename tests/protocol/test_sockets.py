@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import MalformedMessage, ProtocolError
+from protocol.private_files import private_directory
 from protocol.sockets import (
     IPC_PATH_MAX,
     Identity,
@@ -19,7 +20,6 @@ from protocol.sockets import (
     connect_dealer,
     ipc_endpoint,
     parse_identity,
-    private_directory,
     runtime_root,
 )
 

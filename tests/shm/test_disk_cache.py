@@ -144,8 +144,8 @@ BAD_FILES = {
     "not a file": make_folder,
     "is not a file": make_pipe,
     "symbolic links": make_loop,
-    "other users can write it|Permission denied": make_unreadable,
-    "can write it": lambda path: path.chmod(0o620),
+    "belongs to user 12345|Permission denied": make_unreadable,
+    "is open to other users .mode 0620": lambda path: path.chmod(0o620),
     "shorter than a store's header": lambda path: path.write_bytes(b""),
     "not a store": lambda path: path.write_bytes(b"\x7fELF" + path.read_bytes()[4:]),
 }

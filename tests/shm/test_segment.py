@@ -106,7 +106,7 @@ def test_another_users_segment_is_refused(name):
         pytest.skip("only root can give a file to another user")
     Segment.create(name, 100).close()
     os.chown(file_of(name), 12345, 12345)
-    with pytest.raises(ShmError, match="another user"):
+    with pytest.raises(ShmError, match="belongs to user 12345, not to you"):
         Segment.attach(name)
 
 

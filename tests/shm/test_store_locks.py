@@ -299,5 +299,5 @@ def test_a_lock_folder_of_another_user_is_refused(fingerprint, tmp_path):
         pytest.skip("only root can give a folder to another user")
     (tmp_path / ".locks").mkdir()
     os.chown(tmp_path / ".locks", 12345, 12345)
-    with pytest.raises(ShmError, match="another user"), build_lock(fingerprint, tmp_path):
+    with pytest.raises(ShmError, match="belongs to user 12345, not to you"), build_lock(fingerprint, tmp_path):
         pytest.fail("the lock was given")

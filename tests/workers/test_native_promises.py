@@ -117,7 +117,7 @@ def test_no_rows_give_nothing_and_inputs_are_not_changed(library: Library, name:
 
 
 def test_only_formats_with_a_kernel_and_whole_groups_are_geometries() -> None:
-    with pytest.raises(ValueError, match="no C kernel for f32"):
+    with pytest.raises(ValueError, match="no C kernel computes f32"):
         Geometry(format_named("f32"), 16, 16, 16)
     with pytest.raises(ValueError, match="no whole groups of 64"):
         Geometry(format_named("int4"), 16, 16, 96)

@@ -1,0 +1,62 @@
+"""Files and directories that belong to this user, and that no other user can read or write."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from protocol.errors import NotPrivate
+
+OTHERS_WRITE = 0o022  # mode bits: group or others may write
+OTHERS_READ_OR_WRITE = 0o077
+
+
+def check_private(
+    status: os.stat_result,
+    forbidden: int = OTHERS_WRITE,
+    *,
+    directory: bool = False,
+    remedies: Mapping[str, str] | None = None,
+) -> None:
+    """Raises NotPrivate unless this is the status of a file (with `directory`, of a directory) of this user
+    without any of the mode bits `forbidden`. The error names the first of "kind", "owner" and "mode" that is
+    wrong, followed by the remedy of that name."""
+    mode = stat.S_IMODE(status.st_mode)
+    if not (stat.S_ISDIR if directory else stat.S_ISREG)(status.st_mode):
+        name, text = "kind", f"is not a {'directory' if directory else 'file'}"
+    elif status.st_uid != os.geteuid():
+        name, text = "owner", f"belongs to user {status.st_uid}, not to you"
+    elif mode & forbidden:
+        name, text = "mode", f"is open to other users (mode {mode:04o})"
+    else:
+        return
+    raise NotPrivate(text + (remedies or {}).get(name, ""))
+
+
+def private_directory(path: Path) -> Path:
+    """Make this directory with mode 0700, or check that the existing one is a real directory that only this
+    user can enter. Its parent must exist. Raises NotPrivate."""
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        check_private_directory(path)
+    except OSError as e:
+        raise NotPrivate(f"cannot create {path}: {e.strerror}") from e
+    return path
+
+
+def check_private_directory(path: Path) -> None:
+    """Raises NotPrivate unless this is a real directory that only this user can enter."""
+    remedies = {
+        "kind": "; remove it and start again",
+        "owner": "; have it removed",
+        "mode": f"; run: chmod 700 {path}",
+    }
+    try:
+        check_private(path.lstat(), OTHERS_READ_OR_WRITE, directory=True, remedies=remedies)
+    except NotPrivate as e:
+        raise NotPrivate(f"{path} {e}") from None
+    except OSError as e:
+        raise NotPrivate(f"cannot use {path}: {e.strerror}") from e
