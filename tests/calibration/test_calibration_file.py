@@ -181,7 +181,7 @@ def test_what_is_no_file_of_ours(path: Path, tmp_path: Path) -> None:
         load(path)
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(CalibrationError, match="is no file"):
+    with pytest.raises(CalibrationError, match="is not a file"):
         load(path)
     path.unlink()
     path.write_bytes(save_tensors({"weight": np.ones(3, np.float32)}))

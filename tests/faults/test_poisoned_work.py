@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,7 +61,7 @@ class CutOff:
     successors have mapped it."""
 
     def __init__(self, supervisor: Supervisor, client: Client, workers: int) -> None:
-        (self._store,) = Path(SHM_FOLDER).glob(f"tandem-store-{client.welcome.fingerprint[:16]}*")
+        self._store = store_file(client)
         self._size = self._store.stat().st_size
         self._supervisor, self._workers = supervisor, workers
         self._victims: set[Identity] = set()
@@ -105,6 +107,46 @@ async def ended(client: Client, prompt: list[int]) -> str:
         with pytest.raises(RequestFailed) as failure:
             await answer(client, prompt, LENGTH)
     return str(failure.value)
+
+
+# A forked successor would compute before it can be crashed.
+@pytest.mark.usefixtures("executed_processes")
+@pytest.mark.timeout(300)
+async def test_a_successor_that_crashes_before_its_first_work_does_not_count_against_the_request(
+    start_engine, tiny_model, prompts
+) -> None:
+    """The control line still names the Work in which the first worker crashed; it is no longer computed."""
+    prompt = prompts.guilty[0]
+    first, second, third = (Identity("worker", 0, incarnation) for incarnation in range(3))
+    async with start_engine(config(tiny_model, workers=1)) as (supervisor, client):
+        state = State(supervisor, client)
+        await state.whole()
+        reference = await answer(client, prompt, LENGTH)
+        store = store_file(client)
+        size = store.stat().st_size
+        os.truncate(store, size - LAST_BYTES)
+        try:
+            request = asyncio.create_task(answer(client, prompt, LENGTH))
+            await until(lambda: first not in supervisor.pids)
+        finally:
+            os.truncate(store, size)
+        await until(lambda: second in supervisor.pids)
+        os.kill(supervisor.pids[second], signal.SIGABRT)  # it is still importing
+        async with asyncio.timeout(LIMIT):
+            assert same(await request, reference)
+        await state.whole()
+        assert [child for child in supervisor.pids if child.role == "worker"] == [third]
+
+
+def store_file(client: Client) -> Path:
+    (store,) = Path(SHM_FOLDER).glob(f"tandem-store-{client.welcome.fingerprint[:16]}*")
+    return store
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT):
+        while not condition():  # noqa: ASYNC110 - of processes, which set no event
+            await asyncio.sleep(0.001)
 
 
 # A forked successor is at work before the store has been cut off for it.

@@ -15,7 +15,15 @@ from shm.checksums import damaged_layers, name_layers
 from shm.crc32 import join_crc32
 from shm.errors import SegmentMissing, StoreDamaged, StoreInvalid
 from shm.layout import PAGE, ExpertShape
-from shm.manifest import READY, StoreManifest, pack_head, read_head, store_bytes
+from shm.manifest import (
+    BUILDING,
+    READY,
+    STATE_OFFSET,
+    StoreManifest,
+    pack_head,
+    read_head,
+    store_bytes,
+)
 from shm.segment import Segment
 from shm.store import Store, StoreBuilder, store_name
 
@@ -41,6 +49,41 @@ def test_a_store_gives_back_what_was_built(fingerprint):
         whole = store.tiles(1, 2, 0, SHAPE.tiles)
         np.testing.assert_array_equal(whole[-store.layout.tile_bytes :], store.tiles(1, 2, 6, 7))
         assert store.tiles(0, 0, 3, 3).size == 0
+
+
+class RecordedArray(np.ndarray):
+    """Calls `wrote` after each assignment to it or to a view of it."""
+
+    def __array_finalize__(self, source) -> None:
+        self.wrote = getattr(source, "wrote", None)
+
+    def __setitem__(self, key, value) -> None:
+        super().__setitem__(key, value)
+        if self.wrote is not None:
+            self.wrote()
+
+
+def test_a_store_becomes_ready_by_a_write_of_its_own_after_everything_else(fingerprint):
+    """A write of more than the state could be seen in any order by another process."""
+    manifest = StoreManifest(fingerprint, SHAPE, "bf16", "/models/tiny")
+    builder = StoreBuilder.create(store_name(fingerprint), manifest)
+    fill(builder)
+    memory = builder.segment.array
+    start = store_bytes(manifest) - builder.layout.total_bytes
+    heads = [memory[:start].tobytes()]
+    recorded = memory.view(RecordedArray)
+    recorded.wrote = lambda: heads.append(memory[:start].tobytes())
+    builder.segment._array = recorded
+    finished = builder.finish()
+    state = slice(STATE_OFFSET, STATE_OFFSET + 4)
+    assert [head[state] for head in heads[:-1]] == [BUILDING.to_bytes(4, "little")] * (len(heads) - 1)
+    assert heads[-1][state] == READY.to_bytes(4, "little")
+    changed = [at for at, pair in enumerate(zip(*heads[-2:], strict=True)) if pair[0] != pair[1]]
+    assert set(changed) <= set(range(STATE_OFFSET, STATE_OFFSET + 4))
+    written, _ = read_head(np.frombuffer(heads[-1], np.uint8), store_bytes(manifest))
+    assert written == finished
+    assert all(written.checksums)
+    Store.attach(store_name(fingerprint), fingerprint).close()
 
 
 def test_a_writable_mapping_still_gives_read_only_views(fingerprint):

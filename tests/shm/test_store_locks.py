@@ -166,6 +166,16 @@ def test_many_leases_at_once_leave_nothing_behind(fingerprint, tmp_path):
     assert holder.release(keep=False)
 
 
+def test_the_use_file_exists_after_a_build_whose_store_had_users_that_removed_it(fingerprint, tmp_path):
+    """Without it the sweep of a start after a crash would not find the store."""
+    use = tmp_path / ".locks" / f"{fingerprint[:16]}.use"
+    with build_lock(fingerprint, tmp_path):
+        build(fingerprint)
+        use.unlink()  # as the last user of the store does
+    assert use.exists()
+    assert sweep(tmp_path) == [store_name(fingerprint)]
+
+
 def test_the_sweep_removes_what_killed_engines_left(fingerprint, tmp_path):
     build(fingerprint)
     with killed_user(fingerprint, tmp_path):
@@ -299,5 +309,8 @@ def test_a_lock_folder_of_another_user_is_refused(fingerprint, tmp_path):
         pytest.skip("only root can give a folder to another user")
     (tmp_path / ".locks").mkdir()
     os.chown(tmp_path / ".locks", 12345, 12345)
-    with pytest.raises(ShmError, match="belongs to user 12345, not to you"), build_lock(fingerprint, tmp_path):
+    with (
+        pytest.raises(ShmError, match="belongs to user 12345, not to you"),
+        build_lock(fingerprint, tmp_path),
+    ):
         pytest.fail("the lock was given")
