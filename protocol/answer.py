@@ -1,4 +1,4 @@
-"""One answer as it comes, token by token. Knows its number and how to cancel it; `client.py` feeds it."""
+"""The answer to one request, token by token. `pending.py` feeds it."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ class Result:
 
 
 class Answer:
-    """The answer to a Generate, as it comes: `async for token in answer` gives each Token from the first.
+    """The answer to a Generate: `async for token in answer` yields each Token from the first.
 
-    Leaving the loop before the end, by whatever way, cancels the request. The loop ends at Done, or raises
-    RequestFailed with the engine's reason, or what ended the client (EngineGone). Where an engine has died
-    and the client went on with another, `done.stats` are that other's alone.
+    Leaving the loop before the end, in any way, cancels the request. The loop ends at Done, or raises
+    RequestFailed with the engine's reason, or the error that ended the client (EngineGone). If the engine was
+    restarted meanwhile, `done.stats` are those of the last engine alone.
     """
 
     def __init__(self, request: int, cancel: Callable[[int], None]) -> None:
-        """`cancel` asks for the end of the request of this number."""
+        """`cancel` sends a Cancel for the request of this number."""
         self.request = request
-        self.done: Done | None = None  # set once it has arrived, even where tokens before it are yet unread
+        self.done: Done | None = None  # set on arrival, even if tokens before it are still unread
         self.on_queued: Callable[[int], None] | None = None
-        """Called in the event loop with the request's position while it waits for room: 1 is the next."""
+        """Called in the event loop with the request's position while it is queued: 1 is the next."""
         self._cancel = cancel
         self._tokens: list[Token] = []
         self._failure: ProtocolError | None = None
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     async def __aiter__(self) -> AsyncGenerator[Token, None]:
         position = 0
@@ -47,25 +47,25 @@ class Answer:
                     position += 1
                 if self._over:
                     break
-                self._news.clear()
-                await self._news.wait()
+                self._changed.clear()
+                await self._changed.wait()
         finally:
             await self.cancel()
         if self._failure is not None:
             raise self._failure
 
     async def cancel(self) -> None:
-        """Ask the engine to end this request; its Done follows. Nothing happens where it has ended."""
+        """Ask the engine to end this request; its Done follows. Does nothing after the end."""
         if not self._over:
             self._cancel(self.request)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Those that have come so far."""
+        """The tokens received so far."""
         return tuple(token.token for token in self._tokens)
 
     async def result(self) -> Result:
-        """Wait for the end and give everything. Raises as the loop does."""
+        """Wait for the end and return the whole answer. Raises as the loop does."""
         async for _ in self:
             pass
         assert self.done is not None  # the loop ends without an exception only at Done
@@ -76,8 +76,8 @@ class Answer:
     def _over(self) -> bool:
         return self.done is not None or self._failure is not None
 
-    def take(self, message: Queued | Token | Done | ProtocolError) -> None:
-        """For the client's receiver: the next message of this request, or what ended it."""
+    def feed(self, message: Queued | Token | Done | ProtocolError) -> None:
+        """For the client's receiver: the next message of this request, or the error that ended it."""
         match message:
             case Queued():
                 if self.on_queued is not None:
@@ -92,4 +92,4 @@ class Answer:
                 self.done = message
             case ProtocolError():
                 self._failure = message
-        self._news.set()
+        self._changed.set()

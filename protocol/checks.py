@@ -1,4 +1,4 @@
-"""What a single value of a message must be, and how much of it there may be. Knows no message.
+"""Checks of single values of a message: type, range and size. Knows no message.
 
 Each check returns the value or raises MalformedMessage with the end of a sentence.
 """
@@ -16,7 +16,7 @@ INT_MIN, INT_MAX = -(1 << 63), (1 << 63) - 1
 
 @dataclass(frozen=True)
 class Limits:
-    """What a receiver is willing to allocate for one message."""
+    """The most that a receiver allocates for one message."""
 
     header: int = 4 << 20  # bytes of the msgpack map, so also of any string in it
     frame: int = 256 << 20  # bytes of one array
@@ -40,7 +40,7 @@ def type_name(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A stranger's value in an error message: one line, bounded, whatever it is."""
+    """An untrusted value for an error message: one line of bounded length."""
     if isinstance(value, int) and value.bit_length() > 64:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, str | bytes):

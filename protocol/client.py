@@ -1,4 +1,4 @@
-"""The client library: everything that talks to an engine as a person or a script would.
+"""The client library: requests to an engine, for the command line, scripts and tests.
 
     async with Client.connect(endpoint, name="demo") as client:
         answer = client.generate(prompt="What is a generator?", max_tokens=64)
@@ -6,14 +6,14 @@
             print(token.text, end="")
 
 Works on asyncio and uvloop. One task per client receives for all its requests. Answers are small (at most
-`max_tokens` messages) and are kept as they arrive, so a slow reader of one never holds up another. Scores
-can be hundreds of megabytes: `score` therefore opens a connection of its own, from which the caller's loop
-receives directly. A slow caller fills that connection's short queue and so slows the engine down, for
-itself alone; the heartbeats of both connections go on beside it.
+`max_tokens` messages) and are buffered on arrival, so a slow reader of one never delays another. Scores can
+be hundreds of megabytes, so `score` opens a connection of its own, from which the caller's loop receives
+directly. A slow caller fills that connection's short queue and thereby slows down only its own score; the
+heartbeats of both connections continue.
 
-With `retry`, a client survives its engine: it waits for another at the same address, of the same model, and
-asks it for what is missing. An answer then goes on where it was, after a pause. It is what it would have been
-without (to rounding) where it is greedy or seeded; otherwise its rest is drawn anew, as good a sample.
+With `retry`, a client survives the exit of its engine: it reconnects to an engine of the same model at the
+same address and requests the missing part. An answer then continues after a pause. If it is greedy or seeded,
+it is the answer of an uninterrupted engine (to rounding); otherwise the rest is a new sample.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from protocol.messages import (
     StatsReply,
     Welcome,
 )
-from protocol.pending import Pending, another
-from protocol.scoring import scored
+from protocol.pending import Pending, copy_of
+from protocol.scoring import score_blocks
 
-REPLY_SECONDS = 60.0  # for Stats, which wait for no other request
-POLICY_SECONDS = 900.0  # for SetPolicy, which may place many gigabytes and measure costs
+REPLY_SECONDS = 60.0  # for Stats, which are not queued behind other requests
+POLICY_SECONDS = 900.0  # for SetPolicy, which may copy many gigabytes and measure costs
 
 
 class Client:
@@ -59,12 +59,14 @@ class Client:
         self.on_policy: Callable[[PolicyChanged], None] | None = None
         """Called in the event loop when another client has changed the policy."""
         self.on_pause: Callable[[ProtocolError], None] | None = None
-        """Called in the event loop with the reason when the connection was lost and a new one is tried."""
+        """Called in the event loop with the reason when the connection is lost and the client reconnects."""
         self.on_reconnect: Callable[[], None] | None = None
-        """Called in the event loop when there is one, and all that was under way has been asked for again."""
+        """Called in the event loop after a reconnection, when unfinished requests have been sent again."""
         self._endpoint = address.endpoint
         self._address, self._name, self._timeout, self._retry = address, name, timeout, retry
-        self._link = Link(address, name, timeout, retry, paused=self._paused, resumed=self._resumed)
+        self._link = Link(
+            address, name, timeout, retry, on_lost=self._on_lost, on_reconnected=self._on_reconnected
+        )
         self._pending = Pending(self._link)
         self._requests = itertools.count()
         self._ended: ProtocolError | None = None
@@ -75,10 +77,10 @@ class Client:
     async def connect(
         where: str | Address, *, name: str = "", timeout: float = 5.0, retry: float = 0.0
     ) -> AsyncIterator[Client]:
-        """A client for the length of the block; an engine that is starting is waited for, and one that is
-        gone, for `retry` seconds.
+        """A client for the length of the block. It waits `timeout` seconds for a starting engine and `retry`
+        seconds for a restart.
 
-        Raises EngineGone where nobody answers within `timeout` seconds, VersionMismatch where the engine
+        Raises EngineGone if no engine answers within `timeout` seconds, VersionMismatch if the engine
         speaks another version, ProtocolError for an endpoint that cannot be used.
         """
         client = Client(Address(where) if isinstance(where, str) else where, name, timeout, retry)
@@ -97,12 +99,12 @@ class Client:
 
     @property
     def welcome(self) -> Welcome:
-        """What the engine said it is; of the latest one, where there were several."""
+        """The Welcome of the engine, of the latest one after a reconnection."""
         return self._link.welcome
 
     @property
     def strays(self) -> int:
-        """Tokens and ends that came for a request which had ended: an engine's mistake, never expected."""
+        """Tokens and ends of requests that had already ended: always 0 unless the engine has a bug."""
         return self._pending.strays
 
     def generate(
@@ -117,10 +119,10 @@ class Client:
         ignore_eos: bool = False,
         conversation: str | None = None,
     ) -> Answer:
-        """Ask for an answer to exactly one of `prompt`, `token_ids`, `messages`; the request is sent at once.
+        """Request an answer to exactly one of `prompt`, `token_ids`, `messages`; the request is sent at once.
 
-        Raises EngineGone, and MalformedMessage for values of a wrong type. What the engine refuses is
-        raised by the answer.
+        Raises EngineGone, and MalformedMessage for values of a wrong type. The answer raises the engine's
+        refusal.
         """
         request = self._next_request()
         return self._pending.generate(
@@ -148,12 +150,14 @@ class Client:
     ) -> AsyncGenerator[Scores, None]:
         """Log-probabilities of exactly one of `text`, `token_ids`, block by block; see messages.Score.
 
-        Ends when all have come. Leaving the loop before cancels the request. Raises RequestFailed with the
+        Ends after the last block. Leaving the loop before cancels the request. Raises RequestFailed with the
         engine's reason, or where the engine cancelled the request; EngineGone, MalformedMessage.
         """
         ids = None if token_ids is None else tuple(token_ids)
         asked = Score(self._next_request(), text, ids, stepwise, prefill, full)
-        blocks = scored(asked, self._address, f"{self._name}/score", self._timeout, self._retry, self.welcome)
+        blocks = score_blocks(
+            asked, self._address, f"{self._name}/score", self._timeout, self._retry, self.welcome
+        )
         async with aclosing(blocks):
             async for block in blocks:
                 yield block
@@ -164,8 +168,8 @@ class Client:
         return reply.stats
 
     async def set_policy(self, name: str, options: dict[str, str] | None = None) -> PolicyChanged:
-        """Change the engine's policy for everybody. Raises RequestFailed with the engine's reason where it
-        is unknown or cannot be had, EngineGone."""
+        """Change the engine's policy for all clients. Raises RequestFailed with the engine's reason if the
+        policy is unknown or not possible here, EngineGone."""
         asked = SetPolicy(self._next_request(), name, dict(options or {}))
         reply: PolicyChanged = await self._ask(asked, POLICY_SECONDS)
         return reply
@@ -184,25 +188,25 @@ class Client:
         RequestFailed with the engine's reason, EngineGone, MalformedMessage."""
         ids = None if token_ids is None else tuple(token_ids)
         asked = Calibrate(self._next_request(), text, ids, tokens)
-        calibrated: Calibrated = await self._pending.ask(asked, on_progress)
+        calibrated: Calibrated = await self._pending.request(asked, on_progress)
         return calibrated
 
     async def lost(self) -> ProtocolError:
-        """Wait until the engine is given up; returns what every call raises from then on."""
+        """Wait until the client gives the engine up; returns the error that later calls raise."""
         await self._lost.wait()
         assert self._ended is not None
-        return another(self._ended)
+        return copy_of(self._ended)
 
     def _next_request(self) -> int:
         if self._ended is not None:
-            raise another(self._ended)
+            raise copy_of(self._ended)
         return next(self._requests)
 
     async def _ask(self, message: Stats | SetPolicy, limit: float) -> Any:
         limit += self._retry
         try:
             async with asyncio.timeout(limit):
-                return await self._pending.ask(message)
+                return await self._pending.request(message)
         except TimeoutError:
             asked = type(message).__name__
             raise RequestFailed(f"the engine did not answer {asked} in {limit:g} s") from None
@@ -215,36 +219,36 @@ class Client:
             self._end(e)
         except Exception as e:
             self._end(EngineGone(f"this client failed: {e!r}"))
-            raise  # by `connect`, when the block ends
+            raise  # `connect` raises it at the end of its block
 
     def _dispatch(self, message: object) -> None:
         match message:
             case PolicyChanged(request=-1):
                 if self.on_policy is not None:
-                    # An error in a callback is the event loop's to report, not the end of this receiver.
+                    # The event loop reports an error in a callback; it must not end this receiver.
                     asyncio.get_running_loop().call_soon(self.on_policy, message)
             case _:
                 self._pending.dispatch(message)
 
-    def _paused(self, lost: ProtocolError) -> None:
-        self._pending.lose_engine()
+    def _on_lost(self, lost: ProtocolError) -> None:
+        self._pending.on_engine_lost()
         if self.on_pause is not None:
             asyncio.get_running_loop().call_soon(self.on_pause, lost)
 
-    async def _resumed(self) -> None:
-        await self._pending.ask_again()
+    async def _on_reconnected(self) -> None:
+        await self._pending.resend()
         if self.on_reconnect is not None:
             asyncio.get_running_loop().call_soon(self.on_reconnect)
 
     def _end(self, reason: ProtocolError) -> None:
-        """Fail everything that waits, and all later calls."""
+        """Fail every pending and later call."""
         if self._ended is None:
             self._ended = reason
             self._lost.set()
             self._pending.fail(reason)
 
     def _close(self) -> None:
-        """Leave nothing running in the engine for a client that goes."""
+        """Cancel this client's requests in the engine."""
         if self._ended is None:
             self._pending.cancel_all()
             self._end(EngineGone("this client is closed"))

@@ -1,6 +1,6 @@
-"""One client socket of a coordinator: handshake, heartbeats, and the judgement that the engine is gone.
+"""One connection of a client to a coordinator: handshake, heartbeats, and detection of a lost engine.
 
-Knows nothing of requests, nor of other connections before and after it; `link.py` knows those.
+Knows no requests, and no connections before or after it; `link.py` does.
 """
 
 from __future__ import annotations
@@ -27,41 +27,42 @@ from protocol.sockets import HWM, connect_dealer
 
 HEARTBEAT_SECONDS = 0.5
 SILENCE_SECONDS = 2.5
-_WAITS = 10  # a silence is this many waits in a row without a message
+_WAITS = 10  # SILENCE_SECONDS are this many waits in a row without a message
 
 
 class Connection:
-    """A DEALER that has been welcomed. Made by `open_connection`; used by one task at a time."""
+    """A DEALER that has received its Welcome. Created by `open_connection`; used by one task at a time."""
 
     def __init__(self, socket: zmq.asyncio.Socket, endpoint: str) -> None:
         self._socket = socket
         self._endpoint = endpoint
         self._heart: asyncio.Task[None] | None = None
-        # Gets a message when the transport breaks, as it does where the process at the other end dies.
+        # Gets a message when the transport breaks, for instance when the process at the other end exits.
         self._breaks = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self.welcome: Welcome
 
     def send(self, message: object) -> None:
-        """Queue a message, at once. Raises MalformedMessage for one that cannot be encoded, RequestFailed
-        where the queue towards the engine is full."""
+        """Queue a message without waiting. Raises MalformedMessage if it cannot be encoded, RequestFailed if
+        the queue to the engine is full."""
         try:
-            # Not waiting, this has happened when it returns, and the future only carries how it went.
+            # With NOBLOCK the send is done when this returns; the future only carries its outcome.
             sent = self._socket.send_multipart(encode(message), flags=zmq.NOBLOCK)
             cast("asyncio.Future[None]", sent).result()
         except zmq.Again:
             raise RequestFailed(f"{HWM} messages already wait to be taken by the engine; ask later") from None
 
     def cancel(self, request: int) -> None:
-        """Queue a Cancel. Where the queue is full nobody is there to take it, and nothing to be ended."""
+        """Queue a Cancel. A full queue means that no engine reads it, so nothing is left to cancel."""
         with suppress(RequestFailed):
             self.send(Cancel(request))
 
     async def receive(self) -> object:
-        """The next message that is no heartbeat. Raises ConnectionLost after 2.5 s of waiting without any,
-        and where the engine does not know this client; EngineGone where it has another reason to end this.
+        """The next message other than a heartbeat. Raises ConnectionLost after 2.5 s of waiting without any
+        message, and if the engine does not know this client; EngineGone if the engine ended the connection
+        for another reason.
 
-        Only time spent waiting here counts as the engine's silence, in short waits: what a busy program
-        did not read, or could not read while its event loop was held up, is not held against the engine.
+        Only time spent waiting here counts as the engine's silence, in short waits: messages that a busy
+        program did not read, or could not read while its event loop was blocked, are no silence.
         """
         silent_waits = 0
         while silent_waits < _WAITS:
@@ -71,8 +72,8 @@ class Connection:
                 silent_waits += 1
                 continue
             silent_waits = 0
-            # Receiving what is already there does not suspend: without this a stream that is always ahead
-            # of its reader would keep every other task from running, the heartbeats too.
+            # Receiving a waiting message does not suspend: without this a stream faster than its reader
+            # would keep every other task from running, heartbeats included.
             await asyncio.sleep(0)
             message = decode(frames)
             if isinstance(message, Error) and message.request == -1:
@@ -85,12 +86,12 @@ class Connection:
         raise ConnectionLost(f"the engine at {self._endpoint} has been silent for {SILENCE_SECONDS} s")
 
     def _has_broken(self) -> bool:
-        """Whether somebody else may be at the other end now, to whom ZeroMQ has connected by itself."""
+        """Whether the transport broke, so that ZeroMQ may have reconnected to another process by itself."""
         return bool(cast(int, self._breaks.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     async def shake_hands(self, name: str) -> None:
-        """Hello and Welcome, and heartbeats from then on. Raises VersionMismatch; waits without a limit of
-        its own."""
+        """Exchange Hello and Welcome, then start heartbeats. Raises VersionMismatch; has no time limit of its
+        own."""
         self.send(Hello(VERSION, name))
         frames = [b""]
         try:
@@ -118,12 +119,12 @@ class Connection:
     async def _beat(self) -> None:
         """Send heartbeats until cancelled."""
         while True:
-            with suppress(RequestFailed):  # a full queue: the engine will see life enough in it
+            with suppress(RequestFailed):  # messages in a full queue serve as heartbeats, too
                 self.send(Heartbeat(time.monotonic()))
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
     async def close(self, *, deliver: bool) -> None:
-        """End it; `deliver`: what is still queued goes out, within the socket's linger time."""
+        """Close the connection; `deliver`: send what is still queued, within the socket's linger time."""
         try:
             if self._heart is not None:
                 heart, self._heart = self._heart, None
@@ -137,9 +138,9 @@ class Connection:
 async def open_connection(
     address: Address, name: str, timeout: float, *, receive_hwm: int = HWM
 ) -> Connection:
-    """A welcomed connection that sends heartbeats until it is closed.
+    """A connection after its Welcome, which sends heartbeats until it is closed.
 
-    Raises ConnectionLost where nobody answers within `timeout` seconds, VersionMismatch, and ProtocolError
+    Raises ConnectionLost if no engine answers within `timeout` seconds, VersionMismatch, and ProtocolError
     for an unusable endpoint.
     """
     context = zmq.asyncio.Context.instance()
@@ -161,7 +162,7 @@ async def open_connection(
 
 
 async def end_task(task: asyncio.Task[None]) -> None:
-    """Cancel a task of ours and wait for it; if it had failed on its own, that is raised here."""
+    """Cancel this task and wait for it. Raises its exception if it had failed before."""
     task.cancel()
     await asyncio.wait([task])
     if not task.cancelled():

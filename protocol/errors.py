@@ -18,12 +18,12 @@ class VersionMismatch(ProtocolError):
 
 
 class EngineGone(ProtocolError):
-    """The engine cannot be reached, or has been silent for longer than the heartbeat allows."""
+    """The engine cannot be reached, or has been silent for longer than heartbeats allow."""
 
 
 class ConnectionLost(EngineGone):
-    """This connection is over, or did not come about, and another one may do better: the engine is silent, or
-    another has taken its place, or (`dropped`) it is still the same and has forgotten this client."""
+    """This connection is lost or could not be opened, and a new one may work: the engine is silent or was
+    restarted, or (`dropped`) it still runs and has dropped this client."""
 
     def __init__(self, text: str, dropped: bool = False) -> None:
         super().__init__(text)

@@ -1,8 +1,8 @@
-"""CURVE keys: who may talk to an engine over tcp, and to which engine a client talks.
+"""CURVE keys: which clients an engine admits over tcp, and which engine a client trusts.
 
 A key file is a JSON object with `kind`, `public` and `secret`, the last two 40 characters of Z85 each; an
-engine's also has `clients`, the public keys that it lets in, and a client's has `engine`, the engine's public
-key. It belongs to its user alone, mode 0600: what others could read is no secret any more, and is refused.
+engine's also has `clients`, the public keys that it admits, and a client's has `engine`, the engine's public
+key. It must be private (mode 0600): a file that other users can read is refused.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ClientKeys:
 
 @dataclass(frozen=True)
 class EngineKeys:
-    """An engine's key pair and the public keys of the clients that it lets in, each 40 characters of Z85."""
+    """An engine's key pair and the public keys of the clients that it admits, each 40 characters of Z85."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -50,21 +50,21 @@ class EngineKeys:
 
 @dataclass(frozen=True)
 class Address:
-    """Where an engine takes clients. `keys` None: a local one, ipc://."""
+    """An endpoint of an engine for clients. `keys` None: a local one, ipc://."""
 
     endpoint: str
     keys: ClientKeys | None = None
 
 
 def keys_folder() -> Path:
-    """Where key files are unless a person says otherwise: $XDG_CONFIG_HOME/tandem/keys, usually
+    """The default folder of key files: $XDG_CONFIG_HOME/tandem/keys, usually
     ~/.config/tandem/keys."""
     given = os.environ.get("XDG_CONFIG_HOME", "")
     return (Path(given) if os.path.isabs(given) else Path.home() / ".config") / "tandem" / "keys"
 
 
 def new_keys() -> tuple[EngineKeys, ClientKeys]:
-    """Fresh keys of an engine and of one client that it lets in."""
+    """New keys of an engine and of one client that it admits."""
     engine_public, engine_secret = zmq.curve_keypair()
     client_public, client_secret = zmq.curve_keypair()
     engine = EngineKeys(engine_public, engine_secret, frozenset({client_public}))
@@ -72,24 +72,24 @@ def new_keys() -> tuple[EngineKeys, ClientKeys]:
 
 
 def write_engine_keys(path: Path, keys: EngineKeys) -> None:
-    """A new file, mode 0600. Raises ProtocolError where there is one already, or none can be made."""
+    """Create the file, mode 0600. Raises ProtocolError if it exists or cannot be created."""
     clients = sorted(key.decode() for key in keys.clients)
     _write(path, {"kind": _ENGINE} | _pair(keys) | {"clients": clients})
 
 
 def write_client_keys(path: Path, keys: ClientKeys) -> None:
-    """A new file, mode 0600. Raises ProtocolError where there is one already, or none can be made."""
+    """Create the file, mode 0600. Raises ProtocolError if it exists or cannot be created."""
     _write(path, {"kind": _CLIENT} | _pair(keys) | {"engine": keys.engine.decode()})
 
 
 def read_engine_keys(path: Path) -> EngineKeys:
-    """Raises ProtocolError, one line that says what to do, for a file that is missing, not this user's alone,
-    a client's, or damaged."""
+    """Raises ProtocolError, one line that says what to do, for a file that is missing, not private, a
+    client's, or damaged."""
     found = _read(path, _ENGINE)
     public, secret = _checked_pair(path, found)
     clients = found.get("clients")
     if type(clients) is not list or not clients:
-        raise ProtocolError(f'{path}: "clients" must be a list of the public keys that are let in')
+        raise ProtocolError(f'{path}: "clients" must be a list of the public keys to admit')
     return EngineKeys(public, secret, frozenset(_key(path, "clients", key) for key in clients))
 
 
@@ -112,7 +112,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
         raise ProtocolError(f"cannot write {path}: {e.strerror}") from e
     try:
         with os.fdopen(fd, "w", encoding="ascii") as file:
-            os.fchmod(fd, 0o600)  # a umask may have taken more away
+            os.fchmod(fd, 0o600)  # whatever the umask
             file.write(json.dumps(content, indent=2) + "\n")
     except OSError as e:
         path.unlink()
@@ -125,7 +125,7 @@ def _read(path: Path, kind: str) -> dict[str, Any]:
         "mode": f"; make new keys, or if nobody else has read it run: chmod 600 {path}",
     }
     try:
-        # Not blocking: a pipe's writer might never come.
+        # Not blocking: opening a pipe would wait for a writer.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(fd, "rb") as file:
             check_private(os.fstat(fd), OTHERS_READ_OR_WRITE, remedies=remedies)
@@ -162,12 +162,12 @@ def _key(path: Path, name: str, value: Any) -> bytes:
         if len(key) == 40 and len(binary_key(key)) == _BINARY:
             return bytes(key)
     except (AttributeError, ValueError):
-        pass  # no text, or not ASCII: said below, as for every other value that is no key
+        pass  # not text or not ASCII: the same error as for every other value below
     raise ProtocolError(f'{path}: "{name}" holds something that is no key of 40 characters')
 
 
 def binary_key(key: bytes) -> bytes:
-    """The 32 bytes that 40 characters of Z85 stand for. Raises ValueError."""
+    """The 32 bytes of a key of 40 Z85 characters. Raises ValueError."""
     try:
         binary: bytes = z85.decode(key)
     except (KeyError, struct.error, ValueError) as e:  # a wrong character, value, length

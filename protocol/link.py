@@ -1,7 +1,7 @@
-"""A client's way to one engine that outlives the engine's deaths: one connection after the other.
+"""A client's link to one engine: a connection, and with `retry` a new one after each restart of the engine.
 
-Knows nothing of what is asked over it: who owns a link is told when a connection is lost, and sends again
-what matters once there is a new one.
+Knows no requests: the owner of a link gets a callback when a connection is lost, and sends its unfinished
+requests again in a callback after the reconnection.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from protocol.keys import Address
 from protocol.messages import Welcome
 from protocol.sockets import HWM
 
-ATTEMPT_SECONDS = 2.0  # for one Hello: it is lost with an engine that dies before it has answered
-DROPS = 3  # times that an engine may have forgotten this client while it lived on itself
-DROPS_SECONDS = 600.0  # within which those count
-DEATHS = 3  # of an engine, in a row, that a request may have been under way in without getting any further
+ATTEMPT_SECONDS = 2.0  # for one Hello, which is lost if the engine exits before it answers
+MAX_DROPS = 3  # times that a running engine may drop this client, within
+DROPS_SECONDS = 600.0
+MAX_EXITS = 3  # of an engine, in a row and without progress of a request, after which that request fails
 
 
 class Link:
@@ -35,42 +35,42 @@ class Link:
         timeout: float,
         retry: float,
         *,
-        paused: Callable[[ProtocolError], None],
-        resumed: Callable[[], Awaitable[None]],
+        on_lost: Callable[[ProtocolError], None],
+        on_reconnected: Callable[[], Awaitable[None]],
         receive_hwm: int = HWM,
         known: Welcome | None = None,
     ) -> None:
-        """`timeout`: seconds until somebody must have answered at first; `retry`: seconds for which a lost
-        engine is waited for, 0: not at all. `paused` is called with the reason as soon as a connection is
-        lost, and `resumed` awaited once there is another; what they raise is raised by `receive`. `known`:
-        the engine that must be found, if not any."""
+        """`timeout`: seconds for the first answer; `retry`: seconds to wait for a restart of the engine, 0:
+        not at all. `on_lost` is called with the reason as soon as a connection is lost, and `on_reconnected`
+        awaited after the next one is open; `receive` raises what they raise. `known`: the only engine to
+        accept; None: any."""
         self._address, self._name, self._timeout, self._retry = address, name, timeout, retry
-        self._paused, self._resumed = paused, resumed
+        self._on_lost, self._on_reconnected = on_lost, on_reconnected
         self._receive_hwm = receive_hwm
         self._known = known
         self._connection: Connection | None = None
-        self._drops: list[float] = []  # when this client was forgotten
+        self._drops: list[float] = []  # times at which a running engine had dropped this client
 
     @property
     def up(self) -> bool:
-        """Whether there is a connection, as far as is known."""
+        """Whether a connection is open, as far as this side knows."""
         return self._connection is not None
 
     @property
     def welcome(self) -> Welcome:
-        """The engine's, the latest; there from `open` on."""
+        """The latest engine's; set by `open`."""
         assert self._known is not None
         return self._known
 
     async def open(self) -> None:
-        """Connect for the first time; an engine that is `known` may have died, and is waited for like one
-        that dies later. Raises what `open_connection` does, EngineGone for another model."""
+        """Connect for the first time; a `known` engine may be restarting, so this waits for it as after a
+        loss. Raises what `open_connection` does, EngineGone for another model."""
         try:
             await self._open(self._timeout)
-        except ConnectionLost as nobody:
+        except ConnectionLost as failure:
             if self._known is None or self._retry <= 0:
                 raise
-            await self._wait_for_engine(nobody)
+            await self._wait_for_engine(failure)
 
     async def _open(self, timeout: float) -> None:
         connection = await open_connection(self._address, self._name, timeout, receive_hwm=self._receive_hwm)
@@ -89,16 +89,16 @@ class Link:
             await connection.close(deliver=True)
 
     def send(self, message: object) -> None:
-        """Queue a message. Between two connections it is only checked: `resumed` sends it, if need be. Raises
-        MalformedMessage, and RequestFailed where too many are queued."""
+        """Queue a message. Without a connection the message is only checked, and `on_reconnected` sends it.
+        Raises MalformedMessage, and RequestFailed if too many are queued."""
         if self._connection is None:
             encode(message)
         else:
             self._connection.send(message)
 
-    async def send_again(self, message: object) -> None:
-        """For `resumed`: send as soon as there is room. Raises MalformedMessage; ConnectionLost where there
-        is none for too long."""
+    async def send_when_possible(self, message: object) -> None:
+        """For `on_reconnected`: send as soon as the queue takes it. Raises MalformedMessage; ConnectionLost
+        if the queue stays full for too long."""
         deadline = time.monotonic() + SILENCE_SECONDS
         while True:
             try:
@@ -109,42 +109,42 @@ class Link:
                 await asyncio.sleep(0.01)
 
     def cancel(self, request: int) -> None:
-        """Queue a Cancel, where somebody is there to take it."""
+        """Queue a Cancel, if connected."""
         if self._connection is not None:
             self._connection.cancel(request)
 
     async def receive(self) -> object:
-        """The next message that is no heartbeat, however many engines it takes. Raises EngineGone where the
-        engine is given up, and what a connection's `receive` and `open_connection` raise otherwise."""
+        """The next message other than a heartbeat, across reconnections. Raises EngineGone when the link
+        gives the engine up, and what a connection's `receive` and `open_connection` raise otherwise."""
         while True:
             assert self._connection is not None
             try:
                 return await self._connection.receive()
             except ConnectionLost as lost:
-                await self._replace(lost)
+                await self._reconnect(lost)
 
-    async def _replace(self, lost: ConnectionLost) -> None:
+    async def _reconnect(self, lost: ConnectionLost) -> None:
         while True:
             if self._retry <= 0:
                 raise EngineGone(str(lost))
-            self._judge(lost)
+            self._count_drop(lost)
             if self._connection is not None:
                 connection, self._connection = self._connection, None
                 await connection.close(deliver=False)
-            self._paused(lost)
+            self._on_lost(lost)
             await self._wait_for_engine(lost)
             try:
-                return await self._resumed()
+                return await self._on_reconnected()
             except ConnectionLost as again:
                 lost = again
 
-    def _judge(self, lost: ConnectionLost) -> None:
-        """An engine that lives and has forgotten this client found it silent, or cut it off for what it did;
-        the client may have been suspended, but who comes back again and again is no guest."""
+    def _count_drop(self, lost: ConnectionLost) -> None:
+        """A running engine drops a client that was silent (it may have been suspended) or sent too much.
+        Raises EngineGone if that happens often: the client must not reconnect for ever."""
         if lost.dropped:
             now = time.monotonic()
             self._drops = [t for t in self._drops if now - t < DROPS_SECONDS] + [now]
-            if len(self._drops) > DROPS:
+            if len(self._drops) > MAX_DROPS:
                 raise EngineGone(
                     f"the engine dropped this client {len(self._drops)} times in a short while; "
                     "it did not read, was silent, or sent too much"
@@ -152,18 +152,18 @@ class Link:
 
     async def _wait_for_engine(self, lost: ConnectionLost) -> None:
         deadline = time.monotonic() + self._retry
-        while (left := deadline - time.monotonic()) > 0:
+        while (rest := deadline - time.monotonic()) > 0:
             if self._stopped():
                 raise EngineGone(f"{lost} (it has ended)")
             try:
-                return await self._open(min(left, ATTEMPT_SECONDS))
+                return await self._open(min(rest, ATTEMPT_SECONDS))
             except ConnectionLost:
                 continue
         raise EngineGone(f"{lost} (none came in its place within {self._retry:g} s)")
 
     def _stopped(self) -> bool:
-        """Whether the engine itself is gone, and not only its coordinator: its directory was removed, as by
-        one that ends in order, or nobody holds the lock in it any more."""
+        """Whether the whole engine has ended, and not only its coordinator: its directory was removed, as by
+        an orderly stop, or no process holds the lock in it."""
         scheme, _, path = self._address.endpoint.partition("://")
         if scheme != "ipc":
             return False
@@ -179,24 +179,24 @@ class Link:
 
 
 class RetryBudget:
-    """How often a request was under way when an engine died, since it last got any further."""
+    """Counts the engine exits during one request since its last progress."""
 
     def __init__(self) -> None:
-        self._deaths = 0
+        self._exits = 0
         self._progress = -1
 
-    def lost(self, progress: int) -> RequestFailed | None:
-        """The engine has died, and this much of the answer has come. Returns what to end the request with,
-        where it may be what kills the engine."""
-        self._deaths = self._deaths + 1 if progress == self._progress else 1
+    def count_loss(self, progress: int) -> RequestFailed | None:
+        """Count an engine exit after `progress` tokens or rows of the answer. Returns the error to end the
+        request with if the request itself may crash the engine."""
+        self._exits = self._exits + 1 if progress == self._progress else 1
         self._progress = progress
-        if self._deaths < DEATHS:
+        if self._exits < MAX_EXITS:
             return None
         return RequestFailed(
-            f"the engine died {DEATHS} times while this request got no further; it is not sent again"
+            f"the engine died {MAX_EXITS} times while this request got no further; it is not sent again"
         )
 
 
 def _model(welcome: Welcome) -> tuple[str, ...]:
-    """What must be the same for an answer to go on."""
+    """The properties that must be equal for an answer to continue."""
     return welcome.model, welcome.fingerprint[:16], welcome.format, welcome.backbone_dtype

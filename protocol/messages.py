@@ -89,15 +89,16 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Generate:
-    """Ask for an answer. Exactly one of `prompt`, `token_ids`, `messages` is given.
+    """Request an answer. Exactly one of `prompt`, `token_ids`, `messages` is given.
 
     The coordinator answers any number of Queued and Token and then exactly one Done with the same `request`.
-    `request` is the client's own number, unique among its live requests. What was computed for a request
-    of a `conversation` is kept when it ends: the next of that name computes only what follows the longest
-    common prefix of the two. Names are each client's own, and what is kept goes with its connection.
+    `request` is the client's own number, unique among its unfinished requests. The KV cache of a request
+    of a `conversation` is kept when it ends: the next request of that conversation computes only the tokens
+    after the longest common prefix. Names belong to a client, and its connection's end frees what was kept.
 
-    `resume` are the answer's first tokens where the client has them already (of an engine that died, say):
-    the answer goes on behind them. They count against `max_tokens`; the first Token has index len(resume).
+    `resume` are the answer's first tokens if the client has them already (from an engine that exited, for
+    example): the answer continues after them. They count against `max_tokens`; the first Token has index
+    len(resume).
     """
 
     request: int
@@ -114,7 +115,7 @@ class Generate:
 
 @dataclass(frozen=True)
 class Queued:
-    """A request waits for room. Sent when it has to wait, and now and then as its position changes."""
+    """A request waits for KV cache. Sent when it is queued, and now and then as its position changes."""
 
     request: int
     position: int  # 1: the next to be admitted
@@ -122,8 +123,9 @@ class Queued:
 
 @dataclass(frozen=True)
 class Token:
-    """One new token. `text` is what may be shown now: whole characters, and nothing that a stop string may
-    still take back; it can be empty. `margin` and `runner_up` say how near a tie the model was."""
+    """One new token. `text` can be shown now: whole characters, without anything that may turn out to be part
+    of a stop string; it can be empty. `margin` and `runner_up` tell how near a tie the two best tokens
+    were."""
 
     request: int
     index: int  # 0 for the first new token
@@ -139,8 +141,8 @@ class Done:
 
     request: int
     reason: str
-    error: str = ""  # what was wrong and what to do, when reason is "error"
-    text: str = ""  # text held back by Token messages and now certain
+    error: str = ""  # the cause and what to do, if reason is "error"
+    text: str = ""  # the rest of the text that Token messages held back
     stats: Tree = field(default_factory=dict)
     usage: bool = False  # the request is at fault, not the engine
 
@@ -154,7 +156,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Score:
-    """Ask for log-probabilities of a given text; exactly one of `text`, `token_ids`. Answered by Scores
+    """Request log-probabilities of a given text; exactly one of `text`, `token_ids`. Answered by Scores
     blocks in order, then Done. `stepwise`: the first `prefill` tokens (at least 1) as a prefill, the
     rest one token at a time by the decode path. `full`: send the whole [rows, vocabulary] matrix too."""
 
@@ -182,7 +184,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Stats:
-    """Ask for the engine's counters; answered by StatsReply."""
+    """Request the engine's counters; answered by StatsReply."""
 
     request: int
 
@@ -196,8 +198,8 @@ class StatsReply:
 @dataclass(frozen=True)
 class SetPolicy:
     """Change the policy between two steps; answered by PolicyChanged (sent to every client, with
-    `request` -1 for all but the asker) or by Error. The coordinator sends it on to the supervisor, so that
-    its successor, should it die, begins with this policy."""
+    `request` -1 for all other clients) or by Error. The coordinator forwards it to the supervisor, so that a
+    restarted coordinator begins with this policy."""
 
     request: int
     policy: str
@@ -209,24 +211,24 @@ class PolicyChanged:
     request: int
     policy: str
     exact: bool
-    notes: tuple[str, ...] = ()  # what the policy could not do as asked, with the reason
+    notes: tuple[str, ...] = ()  # options that the policy could not apply, with the reason
 
 
 @dataclass(frozen=True)
 class Calibrate:
-    """Run the model over a text and keep what policies plan with in a file of the engine's machine; exactly
-    one of `text`, `token_ids`. Answered by any number of Calibrating, then by one Calibrated, or by a Done
-    that says why not. Nothing else is computed meanwhile: running requests pause and new ones wait."""
+    """Run the model over a text and write the statistics that policies plan with to a file on the engine's
+    machine; exactly one of `text`, `token_ids`. Answered by any number of Calibrating, then by one
+    Calibrated, or by a Done with the reason why not. Meanwhile running requests pause and new ones wait."""
 
     request: int
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
-    tokens: int = 8192  # at most; what a text has beyond is left out
+    tokens: int = 8192  # most tokens used; the rest of the text is left out
 
 
 @dataclass(frozen=True)
 class Calibrating:
-    """How far a Calibrate is: `done` of `total` of a stage, tokens or what the stage counts."""
+    """Progress of a Calibrate: `done` of `total` of a stage, in tokens or the stage's own unit."""
 
     request: int
     stage: str
@@ -236,7 +238,7 @@ class Calibrating:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """A Calibrate's answer. `summary`: what was found, in few numbers; see docs/calibration.md."""
+    """A Calibrate's answer. `summary`: the main results; see docs/calibration.md."""
 
     request: int
     path: str  # of the file, on the engine's machine
@@ -245,14 +247,14 @@ class Calibrated:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Sent both ways; a peer that is silent for too long is taken for dead."""
+    """Sent both ways; a peer that is silent for too long counts as lost."""
 
-    time: float = 0.0  # seconds, the sender's monotonic clock; echoed by nobody
+    time: float = 0.0  # seconds, the sender's monotonic clock; never echoed
 
 
 @dataclass(frozen=True)
 class Error:
-    """A message could not be served. `request` is -1 where no request is meant: the connection is over."""
+    """A message could not be served. `request` -1: not about a request; the connection has ended."""
 
     request: int
     text: str
@@ -263,7 +265,7 @@ class Error:
 
 @dataclass(frozen=True)
 class Ready:
-    """A child can do its work. Sent to the supervisor, and by workers and prefetcher to the coordinator.
+    """A child is ready for work. Sent to the supervisor, and by workers and prefetcher to the coordinator.
     Peers refuse another `version` or `fingerprint`."""
 
     version: int
@@ -272,7 +274,7 @@ class Ready:
     incarnation: int
     pid: int
     fingerprint: str
-    notes: tuple[str, ...] = ()  # for the person who is waiting: what could not be pinned, say
+    notes: tuple[str, ...] = ()  # for the user: cores that could not be pinned, for example
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no one truth value to compare by
@@ -283,7 +285,7 @@ class Work:
     with the routing weights at the same places of `weights`.
     """
 
-    seq: int  # unique within the coordinator's life
+    seq: int  # unique within the coordinator's incarnation
     layer: int
     items: I32Matrix  # [n, 3]
     offsets: I32Vector  # [n + 1]
@@ -304,7 +306,7 @@ class Partial:
 
 @dataclass(frozen=True)
 class WorkFailed:
-    """A worker could not do a Work (its indices are out of range, say); the worker lives on."""
+    """A worker refused a Work (its indices are out of range, for example); the worker continues."""
 
     seq: int
     incarnation: int
@@ -313,14 +315,14 @@ class WorkFailed:
 
 @dataclass(frozen=True)
 class Abandon:
-    """Nobody waits for this Work any more: skip it if it has not been started."""
+    """The result of this Work is no longer needed: skip it if it has not been started."""
 
     seq: int
 
 
 @dataclass(frozen=True)
 class AttachSlab:
-    """Coordinator to prefetcher: where the slab is. kind "shm": `handle` is the segment's name; kind
+    """Coordinator to prefetcher: map this slab. kind "shm": `handle` is the segment's name; kind
     "cuda": a CUDA IPC memory handle."""
 
     kind: str
@@ -350,7 +352,7 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Fetched:
-    """`landed` tiles of the order are in their slots. `final`: nothing more comes for this order (all
+    """`landed` tiles of the order are in their slots. `final`: the last report of this order (all
     landed, or it was cancelled and the tiles after `landed` were not written)."""
 
     id: int
@@ -362,7 +364,7 @@ class Fetched:
 
 @dataclass(frozen=True)
 class CancelFetch:
-    """Stop an order after the tile that is being copied; its final Fetched follows."""
+    """Stop an order after the current tile; its final Fetched follows."""
 
     id: int
 
@@ -395,9 +397,9 @@ class Shutdown:
 
 @dataclass(frozen=True)
 class WorkerDied:
-    """Supervisor to coordinator: this life of a worker or the prefetcher has ended. `crashed`: by its own
-    doing, or because it hung; not by a SIGKILL or SIGTERM from outside. `seq`: the Work that it was
-    computing, -1 where there was none."""
+    """Supervisor to coordinator: this incarnation of a worker or the prefetcher has exited. `crashed`: it
+    failed or hung, and was not ended by a SIGKILL or SIGTERM from outside. `seq`: the Work that it was
+    computing, -1 if none."""
 
     role: str  # worker | prefetcher
     index: int
@@ -408,8 +410,8 @@ class WorkerDied:
 
 @dataclass(frozen=True)
 class WorkerUp:
-    """Coordinator to supervisor: this life of a worker or the prefetcher does its work, which takes a little
-    longer than its Ready: a worker has imported what it computes with, a prefetcher has mapped the slab."""
+    """Coordinator to supervisor: this incarnation of a worker or the prefetcher does its work. That is a
+    little later than its Ready: a worker has imported its kernels, a prefetcher has mapped the slab."""
 
     role: str
     index: int
@@ -418,7 +420,7 @@ class WorkerUp:
 
 @dataclass(frozen=True)
 class Hung:
-    """Coordinator to supervisor: this life has work and makes no progress. Kill it."""
+    """Coordinator to supervisor: kill this incarnation, which has work and makes no progress."""
 
     role: str
     index: int
@@ -427,7 +429,7 @@ class Hung:
 
 @dataclass(frozen=True)
 class Needed:
-    """Coordinator to supervisor: start this child, which a policy needs and the first one did not."""
+    """Coordinator to supervisor: start this child, which the new policy needs and the first one did not."""
 
     role: str  # prefetcher
 

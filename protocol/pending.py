@@ -1,4 +1,4 @@
-"""What a client has asked for and not yet got to the end of, and what becomes of it when the engine dies."""
+"""A client's unfinished requests, and how they continue when the engine is restarted."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from protocol.messages import (
 
 
 @dataclass
-class _Asked:
+class _PendingAnswer:
     """A Generate that has not ended."""
 
     message: Generate
     answer: Answer
     cancelled: bool = False
-    lives: RetryBudget = field(default_factory=RetryBudget)
+    retries: RetryBudget = field(default_factory=RetryBudget)
 
 
 @dataclass
-class _Waiting:
+class _PendingReply:
     """A Stats, SetPolicy or Calibrate that has not been answered."""
 
     message: Stats | SetPolicy | Calibrate
     reply: asyncio.Future[Any]
     on_progress: Callable[[Calibrating], None] | None = None
-    lives: RetryBudget = field(default_factory=RetryBudget)
+    retries: RetryBudget = field(default_factory=RetryBudget)
 
-    def settle(self, reply: object) -> None:
-        if self.reply.done():  # given up by its caller in this very moment
+    def resolve(self, reply: object) -> None:
+        if self.reply.done():  # its caller has just been cancelled
             return
         if isinstance(reply, ProtocolError):
             self.reply.set_exception(reply)
@@ -55,103 +55,105 @@ class _Waiting:
 
 
 class Pending:
-    """The live requests of one client, by their numbers. Each ends once: by the engine's word, or by ours
-    where there is no engine to say it."""
+    """The unfinished requests of one client, by number. Each ends once: by the engine's message, or here if
+    no engine is left to send it."""
 
     def __init__(self, link: Link) -> None:
-        self.strays = 0  # Tokens and ends for requests that had ended
+        self.strays = 0  # Tokens and ends of requests that had already ended
         self._link = link
-        self._answers: dict[int, _Asked] = {}
-        self._replies: dict[int, _Waiting] = {}
-        self._given_up: set[int] = set()  # of Calibrates that were cancelled: their Done is yet to come
+        self._answers: dict[int, _PendingAnswer] = {}
+        self._replies: dict[int, _PendingReply] = {}
+        self._cancelled: set[int] = set()  # cancelled Calibrates whose Done has not arrived
 
     def generate(self, message: Generate) -> Answer:
-        """Raises MalformedMessage, and RequestFailed where too much waits to be sent."""
+        """Raises MalformedMessage, and RequestFailed if too many messages wait to be sent."""
         self._link.send(message)
         answer = Answer(message.request, self._cancel)
-        self._answers[message.request] = _Asked(message, answer)
+        self._answers[message.request] = _PendingAnswer(message, answer)
         return answer
 
-    async def ask(
+    async def request(
         self,
         message: Stats | SetPolicy | Calibrate,
         on_progress: Callable[[Calibrating], None] | None = None,
     ) -> Any:
-        """The reply. `on_progress` is called in the event loop with what comes before it. A Calibrate that is
-        not waited for any more is cancelled. Raises as `generate`, RequestFailed with the engine's reason,
-        what `fail` was given."""
+        """Send the message and return its reply. `on_progress` is called in the event loop with each
+        Calibrating. If the caller is cancelled, so is its Calibrate. Raises as `generate`, RequestFailed
+        with the engine's reason, and the error given to `fail`."""
         self._link.send(message)
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._replies[message.request] = _Waiting(message, reply, on_progress)
+        self._replies[message.request] = _PendingReply(message, reply, on_progress)
         try:
             return await reply
         except asyncio.CancelledError:
             if isinstance(message, Calibrate) and self._link.up:
-                self._given_up.add(message.request)
+                self._cancelled.add(message.request)
                 self._link.cancel(message.request)
             raise
         finally:
             del self._replies[message.request]
 
     def dispatch(self, message: object) -> None:
-        """Give a message to whoever asked. What belongs to no request (any more) is dropped."""
+        """Pass a message to its request. A message of no unfinished request is dropped."""
         match message:
-            case Token(request=request) | Queued(request=request) if asked := self._answers.get(request):
-                asked.answer.take(message)
-            case Done(request=request) if asked := self._answers.pop(request, None):
-                asked.answer.take(message)
-            case Error(request=request, text=text) if asked := self._answers.pop(request, None):
-                asked.answer.take(RequestFailed(text, usage=True))
+            case Token(request=request) | Queued(request=request) if pending := self._answers.get(request):
+                pending.answer.feed(message)
+            case Done(request=request) if pending := self._answers.pop(request, None):
+                pending.answer.feed(message)
+            case Error(request=request, text=text) if pending := self._answers.pop(request, None):
+                pending.answer.feed(RequestFailed(text, usage=True))
             case (
                 StatsReply(request=request) | PolicyChanged(request=request) | Calibrated(request=request)
             ) if request in self._replies:
-                self._replies[request].settle(message)
+                self._replies[request].resolve(message)
             case Calibrating(request=request):
-                asked_for = self._replies.get(request)
-                if asked_for is not None and asked_for.on_progress is not None:
-                    asyncio.get_running_loop().call_soon(asked_for.on_progress, message)
+                progressing = self._replies.get(request)
+                if progressing is not None and progressing.on_progress is not None:
+                    asyncio.get_running_loop().call_soon(progressing.on_progress, message)
             case Done(request=request, reason=reason) as done if request in self._replies:
-                text = "the engine gave this up; it is shutting down" if reason == "cancelled" else done.error
-                self._replies[request].settle(RequestFailed(text, done.usage))
+                text = (
+                    "the engine cancelled this; it is shutting down" if reason == "cancelled" else done.error
+                )
+                self._replies[request].resolve(RequestFailed(text, done.usage))
             case Error(request=request, text=text) if request in self._replies:
-                self._replies[request].settle(RequestFailed(text, usage=True))
-            case Done(request=request) | Calibrated(request=request) if request in self._given_up:
-                self._given_up.remove(request)
+                self._replies[request].resolve(RequestFailed(text, usage=True))
+            case Done(request=request) | Calibrated(request=request) if request in self._cancelled:
+                self._cancelled.remove(request)
             case Token() | Done() | Queued() | Calibrated():
                 self.strays += 1
 
-    def lose_engine(self) -> None:
-        """End what was cancelled, and what may be killing one engine after the other. The rest waits."""
-        self._given_up.clear()
-        for asked in list(self._answers.values()):
-            failure = asked.lives.lost(len(asked.answer.token_ids))
-            if asked.cancelled:
-                self._end_cancelled(asked)
+    def on_engine_lost(self) -> None:
+        """End cancelled requests and those that may have crashed several engines. The others wait."""
+        self._cancelled.clear()
+        for pending in list(self._answers.values()):
+            failure = pending.retries.count_loss(len(pending.answer.token_ids))
+            if pending.cancelled:
+                self._end_cancelled(pending)
             elif failure is not None:
-                self._answers.pop(asked.message.request).answer.take(failure)
+                self._answers.pop(pending.message.request).answer.feed(failure)
         for waiting in self._replies.values():
-            failure = waiting.lives.lost(0)
+            failure = waiting.retries.count_loss(0)
             if failure is not None:
-                waiting.settle(failure)
+                waiting.resolve(failure)
 
-    async def ask_again(self) -> None:
-        """Ask a new engine for what is missing; what is asked for from now on, `generate` and `ask` send.
-        Raises ConnectionLost."""
+    async def resend(self) -> None:
+        """Request the missing parts from the new engine; `generate` and `request` send later requests. Raises
+        ConnectionLost."""
         replies = list(self._replies.values())
-        for asked in list(self._answers.values()):
-            if asked.cancelled:
-                self._end_cancelled(asked)
+        for pending in list(self._answers.values()):
+            if pending.cancelled:
+                self._end_cancelled(pending)
                 continue
             try:
-                await self._link.send_again(replace(asked.message, resume=asked.answer.token_ids))
-            except MalformedMessage as e:  # question and answer together are more than a message may hold
-                self._answers.pop(asked.message.request).answer.take(e)
+                await self._link.send_when_possible(replace(pending.message, resume=pending.answer.token_ids))
+            except MalformedMessage as e:  # prompt and answer together exceed a message's limit
+                self._answers.pop(pending.message.request).answer.feed(e)
         for waiting in replies:
             if not waiting.reply.done():
-                await self._link.send_again(waiting.message)
+                await self._link.send_when_possible(waiting.message)
 
     def cancel_all(self) -> None:
-        """Leave nothing running in the engine."""
+        """Cancel everything that the engine still computes for this client."""
         for request in self._answers:
             self._link.cancel(request)
         for request, waiting in self._replies.items():
@@ -159,28 +161,28 @@ class Pending:
                 self._link.cancel(request)
 
     def fail(self, reason: ProtocolError) -> None:
-        """There is no engine any more: raise this for everything."""
-        for asked in self._answers.values():
-            asked.answer.take(another(reason))
+        """The client has given the engine up: end every request with this error."""
+        for pending in self._answers.values():
+            pending.answer.feed(copy_of(reason))
         self._answers.clear()
         for waiting in self._replies.values():
-            waiting.settle(another(reason))
+            waiting.resolve(copy_of(reason))
 
     def _cancel(self, request: int) -> None:
-        asked = self._answers.get(request)
-        if asked is not None:
-            asked.cancelled = True
+        pending = self._answers.get(request)
+        if pending is not None:
+            pending.cancelled = True
             self._link.cancel(request)
             if not self._link.up:
-                self._end_cancelled(asked)
+                self._end_cancelled(pending)
 
-    def _end_cancelled(self, asked: _Asked) -> None:
-        """In the place of an engine that will not say it."""
-        request = asked.message.request
+    def _end_cancelled(self, pending: _PendingAnswer) -> None:
+        """End it without the Done that the lost engine cannot send."""
+        request = pending.message.request
         if self._answers.pop(request, None) is not None:
-            asked.answer.take(Done(request, "cancelled"))
+            pending.answer.feed(Done(request, "cancelled"))
 
 
-def another(error: ProtocolError) -> ProtocolError:
-    """The same error to raise in one more place: an exception object belongs to one traceback."""
+def copy_of(error: ProtocolError) -> ProtocolError:
+    """A copy to raise in another place: an exception object belongs to one traceback."""
     return type(error)(str(error))

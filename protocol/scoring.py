@@ -10,24 +10,24 @@ from protocol.keys import Address
 from protocol.link import Link, RetryBudget
 from protocol.messages import Done, Error, Score, Scores, Welcome
 
-SCORES_HWM = 4  # blocks of Scores that may wait on this side
+SCORES_HWM = 4  # blocks of Scores that may wait to be read
 
 
-async def scored(
+async def score_blocks(
     asked: Score, address: Address, name: str, timeout: float, retry: float, known: Welcome
 ) -> AsyncGenerator[Scores, None]:
-    """Each row once, in order, also where an engine dies and the next is asked for all of them again. Other
-    arguments as for `Link`. Leaving the loop before the end cancels the request. Raises RequestFailed,
-    EngineGone, MalformedMessage."""
-    rows = 0  # that have come
-    lives = RetryBudget()
+    """Yield each row once, in order, even if the engine is restarted and sends all of them again. `known`:
+    the engine that the caller is connected to; other arguments as for `Link`. Leaving the loop before the end
+    cancels the request. Raises RequestFailed, EngineGone, MalformedMessage."""
+    rows = 0  # received
+    retries = RetryBudget()
 
-    def paused(lost: ProtocolError) -> None:
-        failure = lives.lost(rows)
+    def on_lost(lost: ProtocolError) -> None:
+        failure = retries.count_loss(rows)
         if failure is not None:
             raise failure
 
-    async def resumed() -> None:
+    async def on_reconnected() -> None:
         link.send(asked)
 
     link = Link(
@@ -35,8 +35,8 @@ async def scored(
         name,
         timeout,
         retry,
-        paused=paused,
-        resumed=resumed,
+        on_lost=on_lost,
+        on_reconnected=on_reconnected,
         receive_hwm=SCORES_HWM,
         known=known,
     )
@@ -55,7 +55,7 @@ async def scored(
                     if reason == "error":
                         raise RequestFailed(done.error, done.usage)
                     if reason == "cancelled":
-                        raise RequestFailed("the engine gave this request up; it is shutting down")
+                        raise RequestFailed("the engine cancelled this request; it is shutting down")
                     return
                 case Error(request=its, text=error) if its == asked.request:
                     raise RequestFailed(error, usage=True)

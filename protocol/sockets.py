@@ -1,17 +1,17 @@
-"""ZeroMQ sockets as Tandem uses them, and where they live in the file system.
+"""ZeroMQ sockets with Tandem's options, and their paths in the file system.
 
 Sockets are ipc:// in a directory that only its user can enter, or tcp:// with CURVE keys: encrypted, and
-between peers that have proved who they are. Whoever binds is a ROUTER, the others are DEALERs. Works for
+between authenticated peers. The side that binds is a ROUTER, the other side a DEALER. Works for
 zmq.Context and zmq.asyncio.Context alike. Knows no messages.
 
-What libzmq does on Linux, found by trying: binding creates the socket file with the umask's permissions, so
-it is narrowed right after, and the 0700 directory closes the moment between. Binding replaces a socket
-file that is already there, even one that somebody listens on: two engines are kept apart by their
-directories' locks, not by this. Closing leaves the file; the directory's owner removes it.
+Behaviour of libzmq on Linux, found by experiment: binding creates the socket file with the umask's
+permissions, so `bind_router` narrows them right after, and the 0700 directory protects it in between. Binding
+replaces an existing socket file, even of a listening process: the locks of runtime directories keep two
+engines apart, not the sockets. Closing leaves the file; the directory's owner removes it.
 
-What it does not do: a receive HWM counts whole messages and MAXMSGSIZE single frames, so a peer that speaks
-ZMTP itself and never ends its message is held in memory, frame by frame, until it is disconnected. Over ipc
-such a peer is the user's own process, over tcp somebody who was given a key.
+A limit that libzmq lacks: a receive HWM counts whole messages and MAXMSGSIZE single frames, so a peer that
+speaks ZMTP itself and never ends its message fills memory, frame by frame, until it disconnects. Over ipc
+such a peer is a process of the same user, over tcp the owner of an admitted key.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ HWM = 1000  # messages, each way and for each peer
 CHILD_HWM = 64  # messages of one child that may wait to be read; also of a peer that is not a child
 LINGER_MS = 500  # how long a closed socket still delivers its last messages, in the background
 RECONNECT_MS, RECONNECT_MAX_MS = 10, 100
-HANDSHAKE_MS = 5000  # a peer that connects and says nothing is dropped after this
+HANDSHAKE_MS = 5000  # after which a peer that connects and sends nothing is dropped
 
 LARGEST = max(DEFAULT.frame, DEFAULT.header)  # bytes of a frame
-TCP_PROBE_S, TCP_PROBES = 5, 3  # a tcp peer whose machine answers none of so many is disconnected
+TCP_PROBE_S, TCP_PROBES = 5, 3  # a tcp peer whose machine answers none of these probes is disconnected
 
 _IPC, _TCP = "ipc://", "tcp://"
 _HOST_AND_PORT = re.compile(r"tcp://(\*|\[[0-9a-fA-F:.%a-z]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
@@ -53,7 +53,7 @@ _IDENTITY = re.compile(
 
 @dataclass(frozen=True)
 class Identity:
-    """Which incarnation of which child a ROUTER's identity frame names."""
+    """A child process of the engine, as a ROUTER's identity frame names it."""
 
     role: str  # loader | coordinator | worker | prefetcher
     index: int
@@ -61,9 +61,9 @@ class Identity:
 
     def prove(self, key: bytes) -> bytes:
         """The child's ROUTER identity, `<role>-<index>-<incarnation>-<proof>`: never used twice, because a
-        ROUTER ignores a second peer of the same name as long as it remembers the first. The proof is made
-        from the engine's `key`, which its processes alone know: nobody else can speak for a child, or take
-        its name before it does. Raises MalformedMessage for an identity that cannot be."""
+        ROUTER ignores a second peer of the same name as long as it remembers the first. The proof is a MAC
+        with the engine's `key`, which only its processes know: no other process can act as a child or take
+        its name first. Raises MalformedMessage for an invalid identity."""
         stated = f"{self.role}-{self.index}-{self.incarnation}".encode()
         name = stated + b"-" + _proof(stated, key)
         parse_identity(name, key)
@@ -85,9 +85,9 @@ def _proof(stated: bytes, key: bytes) -> bytes:
 
 
 def runtime_root() -> Path:
-    """The directory of this user's runtime directories, made if it is missing: $XDG_RUNTIME_DIR/tandem, or
-    /tmp/tandem-<uid> where the session has no such directory of its own (under su, say). Raises
-    ProtocolError where it is not private to this user."""
+    """The directory of this user's runtime directories, created if missing: $XDG_RUNTIME_DIR/tandem, or
+    /tmp/tandem-<uid> if the session has no runtime directory of this user (under su, for example). Raises
+    NotPrivate."""
     session = os.environ.get("XDG_RUNTIME_DIR", "")
     if os.path.isabs(session) and os.path.isdir(session) and os.stat(session).st_uid == os.getuid():
         return private_directory(Path(session) / "tandem")
@@ -95,8 +95,8 @@ def runtime_root() -> Path:
 
 
 def ipc_endpoint(runtime: Path, name: str) -> str:
-    """The endpoint of a socket file in a runtime directory. Raises ProtocolError where the path is relative
-    or longer than a socket address can be."""
+    """The endpoint of a socket file in a runtime directory. Raises ProtocolError if the path is relative or
+    too long for a socket address."""
     path = runtime / name
     length = len(os.fsencode(path))
     if not path.is_absolute():
@@ -129,12 +129,12 @@ def bind_router(
     """A ROUTER bound to an ipc endpoint in a private directory (its file has mode 0600), or with `keys` to
     tcp://ADDRESS:PORT. Frames of more than `largest` bytes end their sender's connection.
 
-    On tcp nobody gets in without an answer of this context's ZAP handler (ZeroMQ's RFC 27, bound to
-    inproc://zeromq.zap.01): the caller has one that admits `keys.clients` and nobody else.
+    On tcp this context's ZAP handler (ZeroMQ's RFC 27, bound to inproc://zeromq.zap.01) must admit each peer:
+    the caller provides one that admits exactly `keys.clients`.
 
-    Sending to a peer that is not there raises zmq.ZMQError with EHOSTUNREACH. Send with zmq.NOBLOCK: where
-    the peer's queue of `send_hwm` messages is full that raises zmq.Again, while a blocking send makes every
-    other peer wait, and on an asyncio socket raises zmq.Again as soon as any *other* queue has room.
+    Sending to an unknown peer raises zmq.ZMQError with EHOSTUNREACH. Send with zmq.NOBLOCK, which raises
+    zmq.Again if the peer's queue of `send_hwm` messages is full; a blocking send makes every other peer wait,
+    and on an asyncio socket raises zmq.Again as soon as any *other* queue can take a message.
     Raises ProtocolError for an unusable endpoint or directory.
     """
     path = None if _is_tcp(endpoint, keys) else _socket_path(endpoint)
@@ -149,7 +149,7 @@ def bind_router(
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
             socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
-            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no handler: nobody gets in, not everybody
+            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler admit no peer, instead of all
             socket.setsockopt(zmq.IPV6, int("[" in endpoint or "*" in endpoint))
         socket.bind(endpoint)
         if path is not None:
@@ -169,9 +169,9 @@ def connect_dealer(
     keys: ClientKeys | None = None,
 ) -> Socket:
     """A DEALER that connects to an ipc endpoint, or with `keys` to tcp://HOST:PORT, at once or as soon as
-    somebody binds it, and again after its peer was replaced. `receive_hwm` messages may wait to be read; then
-    the peer has to. Raises ProtocolError for an unusable endpoint. A host that does not answer, or does not
-    let these keys in, is silence."""
+    it is bound, and again after its peer is replaced. `receive_hwm` messages may wait to be read; then the
+    peer waits. Raises ProtocolError for an unusable endpoint. A host that does not answer or does not admit
+    these keys is silent."""
     if not _is_tcp(endpoint, keys):
         _socket_path(endpoint)
     socket = context.socket(zmq.DEALER)
@@ -192,7 +192,8 @@ def connect_dealer(
 
 
 def _is_tcp(endpoint: str, keys: object | None) -> bool:
-    """Raises ProtocolError for tcp without keys or otherwise unusable, and for keys without tcp."""
+    """Whether this is tcp. Raises ProtocolError for tcp without keys or malformed, and for keys without
+    tcp."""
     if not endpoint.startswith(_TCP):
         if keys is not None:
             raise ProtocolError(f"endpoint {endpoint[:100]!r} is not tcp://HOST:PORT, and keys are for that")
@@ -204,12 +205,12 @@ def _is_tcp(endpoint: str, keys: object | None) -> bool:
 
 
 def _probe_peers(socket: zmq.Socket[Any]) -> None:
-    """Over ipc the end of a peer closes its connection; a machine that is switched off closes nothing."""
+    """Detect peers whose machine was switched off: unlike an exiting process, it closes no connection."""
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, TCP_PROBE_S)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, TCP_PROBE_S)
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, TCP_PROBES)
-    socket.setsockopt(zmq.TCP_MAXRT, TCP_PROBE_S * TCP_PROBES * 1000)  # the same for what is under way to it
+    socket.setsockopt(zmq.TCP_MAXRT, TCP_PROBE_S * TCP_PROBES * 1000)  # the same for unacknowledged data
 
 
 def _configure(socket: zmq.Socket[Any], send_hwm: int, receive_hwm: int, largest: int) -> None:
@@ -226,5 +227,5 @@ def _socket_path(endpoint: str) -> Path:
     path = Path(endpoint.removeprefix(_IPC))
     if not endpoint.startswith(_IPC) or not path.is_absolute():
         raise ProtocolError(f"endpoint {endpoint!r} is not ipc:// with an absolute path")
-    ipc_endpoint(path.parent, path.name)  # for its check of the length
+    ipc_endpoint(path.parent, path.name)  # checks the length
     return path

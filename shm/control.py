@@ -1,10 +1,10 @@
-"""The control segment: what each worker and the prefetcher is doing, written by them and read by others.
+"""The control segment: progress and current Work of each worker and the prefetcher, written by them.
 
     line 0: the prefetcher    line 1 + i: worker i
 
 A line is 64 bytes, so that no two writers share a cache line: its first number (int64) counts progress and
-only grows; the second is the Work that is being computed, IDLE where none is. Each number is written whole,
-by one process. Who reads two of them may see them a moment apart.
+only grows; the second is the Work that is being computed, or IDLE. Each number is written atomically, by one
+process. A reader of both numbers may see them a moment apart.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ IDLE = -1
 
 
 class ControlSegment:
-    """Lines for the prefetcher and so many workers."""
+    """One line for the prefetcher and one for each worker."""
 
     def __init__(self, segment: Segment) -> None:
         """View a segment. Use `create` or `attach`."""
@@ -27,7 +27,7 @@ class ControlSegment:
 
     @classmethod
     def create(cls, name: str, workers: int) -> ControlSegment:
-        """A new segment. Raises NotEnoughMemory, and ShmError where the name is taken."""
+        """A new segment. Raises NotEnoughMemory, and ShmError if the name is taken."""
         made = cls(Segment.create(name, (1 + workers) * LINE * 8))
         made.line("prefetcher", 0).end()
         for index in range(workers):
@@ -40,7 +40,7 @@ class ControlSegment:
         return cls(Segment.attach(name, writable=True))
 
     def line(self, role: str, index: int) -> ControlLine:
-        """The line of a worker or of the prefetcher. Raises IndexError where there is none."""
+        """The line of a worker or of the prefetcher. Raises IndexError if it does not exist."""
         if index < 0:
             raise IndexError(f"no line of {role} {index}")
         row = 1 + index if role == "worker" else 0
@@ -52,26 +52,26 @@ class ControlSegment:
 
 
 class ControlLine:
-    """One peer's line."""
+    """The line of one child."""
 
     def __init__(self, numbers: NDArray[np.int64]) -> None:
         self._numbers = numbers
 
     def tick(self) -> None:
-        """Progress was made."""
+        """Count one step of progress."""
         self._numbers[0] += 1
 
     @property
     def address(self) -> int:
-        """Where this process sees the count of progress, for code that counts by itself."""
+        """Address of the progress counter in this process, for C code that increments it."""
         return int(self._numbers.ctypes.data)
 
     def begin(self, seq: int) -> None:
-        """This Work is being computed from now on."""
+        """Record that this Work is being computed."""
         self._numbers[1] = seq
 
     def end(self) -> None:
-        """No Work is being computed."""
+        """Record that no Work is being computed."""
         self._numbers[1] = IDLE
 
     @property

@@ -1,7 +1,7 @@
-"""Lock files: flock, which the kernel gives back however a process ends, on files that come and go.
+"""Lock files: flock, which the kernel releases when a process exits for any reason, on removable files.
 
-A lock file is removed by a holder of its exclusive lock. Whoever locks a file therefore makes sure afterwards
-that the name still leads to it, and otherwise starts again.
+The holder of a file's exclusive lock may remove it. So after locking, these functions check that the name
+still leads to the locked file, and otherwise start again.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ POLL_SECONDS = 0.05
 
 
 def try_lock(path: Path, operation: int) -> int | None:
-    """The descriptor of the file, which is made if it is missing, with this flock; None where others hold
-    one. Raises OSError where the file cannot be opened."""
+    """The descriptor of the file, created if missing, with this flock; None if another process holds a
+    conflicting lock. Raises OSError if the file cannot be opened."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -34,11 +34,11 @@ def try_lock(path: Path, operation: int) -> int | None:
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # its last holder removed it just now: there is a new file, or none
+        os.close(descriptor)  # its last holder has just removed it: lock the new file
 
 
 def wait_lock(path: Path, operation: int, seconds: float, waiting: Callable[[], None] | None) -> int:
-    """As `try_lock`, for so many seconds; `waiting` is called in between. Raises ShmError after them."""
+    """`try_lock` for up to so many seconds; `waiting` is called in between. Raises ShmError after them."""
     deadline = time.monotonic() + seconds
     while (descriptor := try_lock(path, operation)) is None:
         if time.monotonic() > deadline:
@@ -50,7 +50,7 @@ def wait_lock(path: Path, operation: int, seconds: float, waiting: Callable[[], 
 
 
 def leads_to(path: Path, descriptor: int) -> bool:
-    """Whether the name still stands for the open file."""
+    """Whether the name still leads to the open file."""
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:

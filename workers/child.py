@@ -1,7 +1,8 @@
 """Process entry of every child: `python -m workers.child MODULE --lifeline FD` runs MODULE's `main(config)`.
 
-The process is tied to its parent's life before it imports what it runs: importing torch can take longer than
-a killed parent's children may live. It may be told later what it is to do: then it has imported by that time.
+The process watches its parent before it imports the module, because importing torch takes seconds, and the
+children of a killed parent must exit at once. Its configuration may come later than the start; the import
+runs meanwhile.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from workers.lifetime import enter
 
 
 def main() -> None:
-    """Exits with what the module's `main` returns."""
+    """Exits with the exit code that the module's `main` returns."""
     if len(sys.argv) != 4 or sys.argv[2] != "--lifeline" or not sys.argv[3].isdigit():
         sys.exit("this process is started by launch.py, not by hand")
-    told = enter(int(sys.argv[3]))
-    # Nothing that is imported becomes garbage: to look for it takes an eighth of the coordinator's imports.
+    config = enter(int(sys.argv[3]))
+    # Imports create no garbage: collecting takes an eighth of the time of the coordinator's imports.
     gc.disable()
     module = importlib.import_module(sys.argv[1])
     gc.freeze()
     gc.enable()
-    sys.exit(module.main(told.result()))
+    sys.exit(module.main(config.result()))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What an expert worker and the prefetcher share: their sockets, their READY, their shutdown.
+"""The sockets of an expert worker or the prefetcher, their Ready and their Shutdown.
 
-A peer has two DEALER sockets: `control` to the supervisor and `work` to the coordinator. It announces
-itself on both, then serves until one of them says Shutdown. As a thread of the coordinator it has no
-supervisor and only the second socket.
+A child has two DEALER sockets: `control` to the supervisor and `work` to the coordinator. It announces itself
+on both, then serves until one of them sends Shutdown. The prefetcher as a thread of the coordinator has only
+the second socket.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from protocol.errors import MalformedMessage
 from protocol.messages import VERSION, Failed, Ready, Shutdown
 from protocol.sockets import connect_dealer, ipc_endpoint
 
-POLL_LIMIT_MS = 1000  # no wait is longer, so that a lost wake-up costs a second and not for ever
+POLL_LIMIT_MS = 1000  # longest wait, so that a lost wake-up costs at most a second
 
 log = logging.getLogger(__name__)
 
 
 class ChildEndpoint:
-    """One child's two sockets. Not thread-safe: used by the thread that made it."""
+    """One child's two sockets. Not thread-safe: used by the thread that created it."""
 
     def __init__(self, config: dict[str, Any], work_socket: str, supervised: bool = True) -> None:
         self.role: str = config["role"]
@@ -47,23 +47,23 @@ class ChildEndpoint:
         self.stopped = False
 
     def announce(self, notes: tuple[str, ...] = ()) -> None:
-        """Say Ready to the coordinator and the supervisor."""
+        """Send Ready to the coordinator and the supervisor."""
         ready = Ready(VERSION, self.role, self.index, self.incarnation, os.getpid(), self._fingerprint, notes)
         for socket in self._sockets:
             socket.send_multipart(encode(ready))
 
     def fail(self, text: str) -> None:
-        """Tell the supervisor why this process ends."""
+        """Send the supervisor the reason why this process exits."""
         self._sockets[-1].send_multipart(encode(Failed(self.role, text, usage=False)))
 
     def send(self, message: object) -> None:
-        """Send to the coordinator. Large tensors are not copied: the message must not change any more."""
+        """Send to the coordinator. Large arrays are not copied: do not change them afterwards."""
         frames = encode(message)
         self._work.send_multipart(frames, copy=sum(map(len, frames)) < 65536)
 
     def receive(self, wait: bool) -> Iterator[object]:
-        """Messages that are here; with `wait`, wait for one, at most a second. Shutdown is taken in here: it
-        sets `stopped`. A frame that is no message is logged and dropped."""
+        """The messages that have arrived; with `wait`, wait for one, at most a second. A Shutdown only sets
+        `stopped`. A malformed message is logged and dropped."""
         for socket, _ in self._poller.poll(POLL_LIMIT_MS if wait else 0):
             while not self.stopped:
                 try:
@@ -84,7 +84,7 @@ class ChildEndpoint:
         return message
 
     def close(self) -> None:
-        """Send what is queued (for at most the sockets' linger time) and close."""
+        """Send queued messages (for at most the sockets' linger time) and close."""
         for socket in self._sockets:
             socket.close()
         self._context.term()

@@ -1,7 +1,7 @@
-"""How the prefetcher copies a tile into a slot: within host memory, or over the link to a GPU.
+"""Copies of tiles into slots: within host memory, or over the link to a GPU.
 
-`start` begins a copy and `finish` returns when it has completed. Copies complete in the order in which they
-were started; at most `depth` may be under way.
+`start` begins a copy and `finish` returns when it has completed. Copies complete in the order of their start;
+at most `depth` may be under way.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class CudaCopier:
 
     @staticmethod
     def _new_event() -> Any:
-        # Blocking: by default whoever waits for an event spins, on a core that a worker computes on.
+        # Blocking: by default a wait for an event spins, on a core that a worker needs.
         flags = constant("cudaEventDisableTiming") | constant("cudaEventBlockingSync")
         return call("cudaEventCreateWithFlags", flags)
 
@@ -109,7 +109,7 @@ class CudaCopier:
 
 class PacedCopier:
     """Slows another copier to a link of `gbps` 1e9 bytes a second (emulation). Deadlines accumulate, so
-    that the inexactness of each sleep does not. A wait is progress, and ticks."""
+    that the inexactness of each sleep does not. A wait counts as progress, and ticks."""
 
     def __init__(self, inner: Copier, gbps: float, tick: Tick) -> None:
         self._inner = inner
@@ -135,7 +135,7 @@ class PacedCopier:
 
 
 def open_copier(order: AttachSlab, store: Store, link_gbps: float | None, tick: Tick) -> Copier:
-    """The copier for a slab in another process. Raises ShmError or CudaError where it cannot be attached."""
+    """The copier for a slab of another process. Raises ShmError or CudaError if it cannot be attached."""
     copier: Copier
     if order.kind == "cuda":
         address = open_ipc_handle(order.device, order.handle)
@@ -146,5 +146,5 @@ def open_copier(order: AttachSlab, store: Store, link_gbps: float | None, tick: 
 
 
 def paced(copier: Copier, link_gbps: float | None, tick: Tick) -> Copier:
-    """The copier at the pace of an emulated link; None: at its own."""
+    """The copier, slowed to an emulated link; None: not slowed."""
     return copier if link_gbps is None else PacedCopier(copier, link_gbps, tick)

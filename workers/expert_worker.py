@@ -1,8 +1,7 @@
 """Process entry: an expert worker. It maps the store, receives Work, returns one Partial per Work.
 
-It holds no state that matters: any worker can redo any Work, and for the same Work the bits are the
-same. It is cheap to replace: torch, if the store's format needs it (`workers/kernels/host.py`), is imported
-with the first Work, after it has said Ready.
+It is stateless: any worker can redo any Work, with the same bits. It is cheap to restart: torch, if the
+store's format needs it (`workers/kernels/host.py`), is imported with the first Work, after Ready.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def fault_of(work: Work, shape: ExpertShape) -> str | None:
-    """Why this Work cannot be done, or None. The codec has checked types; this checks what they say."""
+    """Why this Work is invalid, or None. The codec has checked types; this checks values."""
     items, offsets = work.items, work.offsets.tolist()
     if not 0 <= work.layer < shape.layers or work.x.shape[1] != shape.hidden:
         return f"no layer {work.layer} with rows of {work.x.shape[1]} numbers"
@@ -37,7 +36,7 @@ def fault_of(work: Work, shape: ExpertShape) -> str | None:
         return f"{len(items)} items of {items.shape[1]} numbers with {len(offsets)} offsets"
     if offsets[0] != 0 or offsets[-1] != len(work.rows) or len(work.rows) != len(work.weights):
         return "offsets, rows and weights do not fit each other"
-    # Plain numbers: at decode there are a few items, and this is on every layer's way.
+    # Plain numbers are faster than arrays for the few items of a decode step.
     for (expert, lo, hi), start, end in zip(items.tolist(), offsets, offsets[1:], strict=False):
         if not 0 <= expert < shape.experts or lo < 0 or hi > shape.tiles:
             return "an expert or tile outside the model"
@@ -54,8 +53,8 @@ def fault_of(work: Work, shape: ExpertShape) -> str | None:
 
 
 def serve(peer: ChildEndpoint, store: Store, line: ControlLine, team: Team | None, slowdown: float) -> None:
-    """Answer Work until Shutdown; progress is counted on `line`. `slowdown` > 1 waits after each Work, to
-    stand in for a slower host."""
+    """Answer Work until Shutdown; `line` counts progress. `slowdown` > 1 waits after each Work, to emulate a
+    slower host."""
     experts = HostExperts(store, team, line)
     waiting: deque[Work] = deque()
     while not peer.stopped:
@@ -84,7 +83,7 @@ def serve(peer: ChildEndpoint, store: Store, line: ControlLine, team: Team | Non
 
 
 def main(config: dict[str, Any]) -> int:
-    """A worker's life; the exit code."""
+    """Run a worker; returns its exit code."""
     note = pin(config["cores"])
     peer = ChildEndpoint(config, "work.sock")
     try:

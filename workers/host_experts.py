@@ -1,4 +1,4 @@
-"""The store's experts as a process computes them: a worker's Works, or the coordinator's own share."""
+"""Computes Works on the store's experts: in an expert worker, or in the coordinator without workers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from workers.kernels.native import Team
 
 
 class HostExperts:
-    """The store's experts as this process computes them."""
+    """Computes Works with this process's kernel."""
 
     def __init__(self, store: Store, team: Team | None, line: ControlLine | None) -> None:
-        """`line`: where progress is counted."""
+        """`line`: the progress counter."""
         self._store = store
         self._kernel = HostKernel(store.layout, team, line)
         self._prepared = False
 
     def prepare(self) -> None:
-        """Whatever a Work may need, so that none is the slower for being the first."""
+        """Import everything that a Work may need, so that the first one is not slower."""
         if not self._prepared:
             self._kernel.prepare()
             self._prepared = True

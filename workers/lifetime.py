@@ -1,11 +1,11 @@
-"""How a child process begins and ends: its configuration, its cores, its parent's death.
+"""A child process's configuration, its cores, and its exit with its parent.
 
 The parent starts `python -m workers.child MODULE --lifeline FD` and keeps the pipe's other end open. The
 child reads its configuration from the pipe (4 bytes length, big endian, then a msgpack map) and then watches
-it: end of file means that the parent is gone, however it went, and the child exits at once. The configuration
-may come long after the start: meanwhile the child imports what it will run. The kernel's
-parent-death signal says the same a little earlier. Children ignore SIGINT: a Ctrl-C in the terminal
-reaches them too, and the supervisor ends them in order.
+it: end of file means that the parent has exited, for whatever reason, and the child exits at once. The
+configuration may come long after the start: meanwhile the child imports its module. The kernel's parent-death
+signal usually acts a little earlier. Children ignore SIGINT: a Ctrl-C in the terminal reaches them too, and
+the supervisor stops them in order.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ MAX_CONFIG = 1 << 20
 
 
 def enter(lifeline: int) -> Future[dict[str, Any]]:
-    """Tie the process to its parent's life and read its configuration from this descriptor while the caller
-    goes on; its `role` then prefixes the log lines. Exits where it was not started by a supervisor."""
+    """Exit with the parent from now on, and read the configuration from this descriptor while the caller
+    continues; its `role` then prefixes the log lines. Exits if no supervisor started this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    told: Future[dict[str, Any]] = Future()
-    threading.Thread(target=_watch, args=(lifeline, told), name="lifeline", daemon=True).start()
-    return told
+    config: Future[dict[str, Any]] = Future()
+    threading.Thread(target=_watch, args=(lifeline, config), name="lifeline", daemon=True).start()
+    return config
 
 
 def pack_config(config: dict[str, Any]) -> bytes:
@@ -43,7 +43,7 @@ def pack_config(config: dict[str, Any]) -> bytes:
 
 
 def pin(cores: list[int]) -> str:
-    """Bind this process to these cores. Returns "" or, where it is not allowed, one line that says so."""
+    """Bind this process to these cores. Returns "", or if the system refuses, one line with the reason."""
     if not cores:
         return ""
     try:
@@ -66,7 +66,7 @@ def _read_exactly(fd: int, count: int) -> bytes:
     return data
 
 
-def _watch(lifeline: int, told: Future[dict[str, Any]]) -> NoReturn:
+def _watch(lifeline: int, received: Future[dict[str, Any]]) -> NoReturn:
     length = int.from_bytes(_read_exactly(lifeline, 4), "big")
     if length > MAX_CONFIG:
         _give_up("the lifeline holds no configuration")
@@ -75,12 +75,12 @@ def _watch(lifeline: int, told: Future[dict[str, Any]]) -> NoReturn:
     logging.basicConfig(
         level=config.get("log_level", "INFO"), stream=sys.stderr, format=f"[{role}] %(message)s", force=True
     )
-    told.set_result(config)
+    received.set_result(config)
     os.read(lifeline, 1)  # returns only at end of file: the parent writes nothing after the configuration
     os._exit(EXIT_PARENT_GONE)
 
 
 def _give_up(why: str) -> NoReturn:
-    """End the process from a thread that is not its main one."""
+    """End the process from a thread other than its main one."""
     print(why, file=sys.stderr, flush=True)
     os._exit(1)

@@ -29,12 +29,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(order=True)
 class Order:
-    """A Fetch under way. Ordered by urgency, then age."""
+    """A Fetch that is being carried out. Ordered by urgency, then age."""
 
     urgency: int
     age: int
     fetch: Fetch = field(compare=False)
-    started: int = field(default=0, compare=False)  # tiles whose copy was begun
+    started: int = field(default=0, compare=False)  # tiles whose copy has begun
     landed: int = field(default=0, compare=False)
     cancelled: bool = field(default=False, compare=False)
     seconds: float = field(default=0.0, compare=False)
@@ -45,23 +45,23 @@ class Order:
 
 
 class CopyLoop:
-    """Serves one coordinator: in a process of its own, or in a thread of the coordinator."""
+    """Copies tiles for one coordinator: in a process of its own, or in a thread of the coordinator."""
 
     def __init__(self, peer: ChildEndpoint, store: Store, link_gbps: float | None, tick: Tick) -> None:
-        """`tick` is called whenever progress was made."""
+        """`tick` is called with every progress."""
         self._tick = tick
         self._peer = peer
         self._store = store
         self._link_gbps = link_gbps
         self._copier: Copier | None = None
-        self._orders: dict[int, Order] = {}  # all whose final Fetched was not sent
+        self._orders: dict[int, Order] = {}  # those whose final Fetched has not been sent
         self._queue: list[Order] = []  # heap
         self._running: deque[tuple[Order, float]] = deque()
         self._age = 0
         self._copied_at = 0.0  # when the last copy completed
 
     def run(self) -> None:
-        """Until Shutdown."""
+        """Serve orders until Shutdown."""
         while not self._peer.stopped:
             busy = bool(self._queue or self._running)
             for message in self._peer.receive(wait=not busy):
@@ -74,7 +74,7 @@ class CopyLoop:
             self._copier.close()
 
     def attach(self, copier: Copier) -> None:
-        """Use this copier; for the coordinator's thread, which has the slab in its own address space."""
+        """Use this copier; for the coordinator's thread, which has the slab in its address space."""
         self._copier = copier
 
     def _accept(self, message: object) -> None:
@@ -93,7 +93,7 @@ class CopyLoop:
                 if order_or_none is not None:
                     order_or_none.cancelled = True
                     if order_or_none.landed == order_or_none.started:
-                        self._report(order_or_none)  # not when its turn comes: who cancelled may be waiting
+                        self._report(order_or_none)  # now, because the coordinator may be waiting for it
             case _:
                 log.warning("unexpected %s", type(message).__name__)
 
@@ -119,14 +119,14 @@ class CopyLoop:
         self._copier.finish()
         now = time.perf_counter()
         order.landed += 1
-        order.seconds += now - max(began, self._copied_at)  # it may have waited for the one before
+        order.seconds += now - max(began, self._copied_at)  # it may have waited for the previous copy
         self._copied_at = now
         self._report(order)
 
     def _report(self, order: Order) -> None:
         fetch = order.fetch
         if fetch.id not in self._orders:
-            return  # its final report has left
+            return  # its final report has been sent
         final = order.exhausted and order.landed == order.started
         if final:
             del self._orders[fetch.id]
@@ -134,7 +134,7 @@ class CopyLoop:
 
 
 def main(config: dict[str, Any]) -> int:
-    """The prefetcher's life; the exit code."""
+    """Run the prefetcher; returns its exit code."""
     note = pin(config["cores"])
     peer = ChildEndpoint(config, "fetch.sock")
     try:

@@ -215,7 +215,7 @@ async def test_scores_end_with_their_reason(endpoint):
         with pytest.raises(RequestFailed, match=r"^no such token$") as failure:
             await drain(client.score(text="error"))
         assert failure.value.usage
-        with pytest.raises(RequestFailed, match="gave this request up") as failure:
+        with pytest.raises(RequestFailed, match="cancelled this request") as failure:
             await drain(client.score(text="cancelled"))
         assert not failure.value.usage
         with pytest.raises(RequestFailed, match=r"^not now$"):

@@ -1,5 +1,7 @@
 """The codec on everything else: no frames, however made, get anything out of decode but MalformedMessage."""
 
+import math
+
 import msgpack
 import numpy as np
 import pytest
@@ -221,6 +223,13 @@ def test_sixteen_levels_are_accepted():
     assert attempt(encode(StatsReply(1, stats))) == StatsReply(1, stats)
     with pytest.raises(MalformedMessage, match="deeper than 16"):
         encode(StatsReply(1, {"a": stats}))
+
+
+def test_nan_in_a_tree_arrives_as_nan():
+    """Hypothesis hardly ever puts NaN into a message that is valid otherwise."""
+    reply = StatsReply(1, {"a": math.nan, "b": [1.0, {"c": math.nan}]})
+    assert same(attempt(encode(reply)), reply)
+    assert not same(StatsReply(1, {"a": 0.0}), StatsReply(1, {"a": math.nan}))
 
 
 def test_limits():
