@@ -17,6 +17,7 @@ from typing import Any
 
 from pipeline.arrays import Phase
 from pipeline.backbone.kv_cache import GROWTH, KVCache, SequenceKV, capacity_for
+from pipeline.config import KV_BLOCK
 from pipeline.counters import difference, fidelity
 from pipeline.engine.engine import Engine
 from pipeline.errors import NumberInUse, PipelineError, RequestError, ShardFailed

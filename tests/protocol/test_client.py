@@ -92,9 +92,7 @@ async def test_a_calibration_that_nobody_waits_for_is_cancelled(endpoint, closes
     async with engine(endpoint) as server:
         async with Client.connect(endpoint) as client:
             begun = asyncio.Event()
-            waiting = asyncio.create_task(
-                client.calibrate(text="slow", on_progress=lambda far: begun.set())
-            )
+            waiting = asyncio.create_task(client.calibrate(text="slow", on_progress=lambda far: begun.set()))
             await begun.wait()
             if not closes:
                 waiting.cancel()
