@@ -6,7 +6,8 @@ import pytest
 import torch
 from test_models import GOOD
 
-from pipeline.backbone.kv_cache import BLOCK, KVCache, capacity_for
+from pipeline.backbone.kv_cache import KVCache, capacity_for
+from pipeline.config import KV_BLOCK
 from pipeline.errors import RequestError
 from pipeline.models.registry import model_spec
 
@@ -91,10 +92,10 @@ def test_sequences_do_not_share_memory(cache) -> None:
 
 
 def test_capacity_is_whole_blocks_up_to_the_limit() -> None:
-    assert capacity_for(1, 1000) == BLOCK
-    assert capacity_for(BLOCK, 1000) == BLOCK
-    assert capacity_for(BLOCK + 1, 1000) == 2 * BLOCK
-    assert capacity_for(BLOCK + 1, BLOCK + 5) == BLOCK + 5
+    assert capacity_for(1, 1000) == KV_BLOCK
+    assert capacity_for(KV_BLOCK, 1000) == KV_BLOCK
+    assert capacity_for(KV_BLOCK + 1, 1000) == 2 * KV_BLOCK
+    assert capacity_for(KV_BLOCK + 1, KV_BLOCK + 5) == KV_BLOCK + 5
 
 
 LATENT = {

@@ -11,7 +11,8 @@ from thread_engine import CONTEXT as LONGEST
 from thread_engine import engine_in_threads
 
 from launch.equality import Verdict, compare
-from pipeline.backbone.kv_cache import BLOCK, KVCache
+from pipeline.backbone.kv_cache import KVCache
+from pipeline.config import KV_BLOCK
 from pipeline.errors import RequestError
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
@@ -327,12 +328,12 @@ def test_kv_of_a_failed_request_is_not_reused(harness, monkeypatch) -> None:
 def test_admission_leaves_capacity_for_running_sequences_to_grow(engine) -> None:
     """A sequence is one token short of its capacity: a request that fits beside it only now waits, instead of
     being preempted a step later."""
-    harness = Harness(engine, 2 * BLOCK, 2 * BLOCK)
-    harness.scheduler.submit(b"a", ask(0, BLOCK - 4, 40))
+    harness = Harness(engine, 2 * KV_BLOCK, 2 * KV_BLOCK)
+    harness.scheduler.submit(b"a", ask(0, KV_BLOCK - 4, 40))
     while len(harness.to(b"a", Token)) < 4:
         harness.scheduler.round()
     (job,) = harness.scheduler._running
-    assert (job.filled, job.kv.capacity) == (BLOCK - 1, BLOCK)
+    assert (job.filled, job.kv.capacity) == (KV_BLOCK - 1, KV_BLOCK)
     harness.scheduler.submit(b"b", ask(0, 4, 40))
     harness.finish()
     assert harness.scheduler.stats()["preemptions"] == 0
