@@ -28,3 +28,11 @@ def test_named_files_and_links_exist(page: Path) -> None:
 def test_shown_commands_are_understood(page: Path) -> None:
     for words in COMMAND.findall(page.read_text()):
         parse(shlex.split(words))
+
+
+def test_decode_path_is_read_in_one_sitting() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    section = text.partition("## The decode path: read these")[2].partition("\n## ")[0]
+    files = [ROOT / path for path in re.findall(r"^\| `([\w./]+)` \|", section, re.MULTILINE)]
+    assert 15 <= len(files) <= 20
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 3500
