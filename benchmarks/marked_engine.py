@@ -20,7 +20,7 @@ import psutil
 from pipeline.checkpoint.index import CheckpointIndex, fingerprint
 from pipeline.models.registry import expert_shape
 from shm.layout import format_named
-from shm.locks import BUILD_ROOT
+from shm.locks import build_folder
 from shm.store import store_name
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,7 +62,7 @@ class Place:
         if (SHM / store_name(self.key)[1:]).exists():
             found.append("store")
         found += ["directory" for path in (self.runtime / "tandem").glob("*") if path.name != ".locks"]
-        locks = [self.runtime / "tandem" / ".locks", Path(BUILD_ROOT.format(uid=os.geteuid())) / ".locks"]
+        locks = [self.runtime / "tandem" / ".locks", build_folder()]
         found += [f"lock .{p.suffix[1:]}" for folder in locks for p in folder.glob(f"{self.key[:16]}.*")]
         found += ["half-written cache" for _ in self.cache.glob("tandem/*/store.tmp")]
         return found + ["empty folder" for p in self.cache.glob("tandem/*") if not any(p.iterdir())]

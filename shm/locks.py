@@ -36,10 +36,9 @@ from pathlib import Path
 from shm.errors import SegmentMissing, ShmError, StoreInvalid
 from shm.file_locks import leads_to, private_folder, try_lock, wait_lock
 from shm.segment import SHM_FOLDER, unlink
-from shm.store import STORE_PREFIX, Store, store_name
+from shm.store import Store, store_name, store_prefix, store_space
 
 LOCK_FOLDER = ".locks"
-BUILD_ROOT = "/tmp/tandem-{uid}"  # nothing of the environment: all of a user's engines must find it
 KEEP = b"keep"
 KEY = re.compile(r"[0-9a-f]{16}")  # of a fingerprint, in the names of its files
 USE_WAIT_SECONDS = 10.0  # others hold the exclusive lock only while they unlink
@@ -190,9 +189,10 @@ def _claim_unused(fingerprint: str) -> int | None:
 def _known_keys(root: Path) -> list[str]:
     """Of every store that has a lock file or a segment."""
     keys = {path.stem for path in _lock_folder(root).glob("*.use")}
-    keys |= {path.stem for path in _build_folder().glob("*.build")}
-    segments = Path(SHM_FOLDER).glob(f"{STORE_PREFIX[1:]}*-{os.geteuid()}")
-    keys |= {path.name.removeprefix(STORE_PREFIX[1:]).split("-")[0] for path in segments}
+    keys |= {path.stem for path in build_folder().glob("*.build")}
+    prefix = store_prefix()[1:]
+    segments = Path(SHM_FOLDER).glob(f"{prefix}*-{os.geteuid()}")
+    keys |= {path.name.removeprefix(prefix).split("-")[0] for path in segments}
     return sorted(key for key in keys if KEY.fullmatch(key))
 
 
@@ -260,9 +260,13 @@ def _use_path(root: Path, fingerprint: str) -> Path:
     return _lock_folder(root) / f"{fingerprint[:16]}.use"
 
 
-def _build_folder() -> Path:
-    return _lock_folder(private_folder(Path(BUILD_ROOT.format(uid=os.geteuid()))))
+def build_folder() -> Path:
+    """The folder of the build locks. It does not depend on the runtime directory: all of a user's engines, or
+    those of one space (`store_space`), must find it."""
+    space = store_space()
+    root = Path(f"/tmp/tandem-{os.geteuid()}" + (f"-{space}" if space else ""))
+    return _lock_folder(private_folder(root))
 
 
 def _build_path(fingerprint: str) -> Path:
-    return _build_folder() / f"{fingerprint[:16]}.build"
+    return build_folder() / f"{fingerprint[:16]}.build"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -36,16 +37,33 @@ from shm.numa import interleave
 from shm.segment import SHM_FOLDER, Segment, unlink
 
 STORE_PREFIX = "/tandem-store-"
+STORE_SPACE = "TANDEM_STORE_SPACE"  # the environment variable
 SUM_BYTES = 1 << 24  # summed at a time: between two of them, verifying can be stopped
 PART_BYTES = 1 << 22  # of an expert, settled by one thread
 
 Keep = Callable[[int, Bytes], None]  # first byte in the store, the bytes from there on
 
 
+def store_space() -> str:
+    """The name of a separate set of stores and of their locks, from the environment; empty in ordinary use.
+    Each process of the tests has its own: engines of different spaces neither share nor sweep stores.
+    Raises ShmError for a name with other characters than letters, digits and underscores."""
+    space = os.environ.get(STORE_SPACE, "")
+    if space and not re.fullmatch(r"[A-Za-z0-9_]{1,64}", space):
+        raise ShmError(f"{STORE_SPACE} may hold letters, digits and underscores only, not {space!r}")
+    return space
+
+
+def store_prefix() -> str:
+    """The beginning of the names of this space's stores."""
+    space = store_space()
+    return f"{STORE_PREFIX}{space}-" if space else STORE_PREFIX
+
+
 def store_name(fingerprint: str) -> str:
     """The segment's name, the same for all engines of this user and model. The user is part of it: two
     people may run the same model from one directory, and neither may open the other's segment."""
-    return f"{STORE_PREFIX}{fingerprint[:16]}-{os.geteuid()}"
+    return f"{store_prefix()}{fingerprint[:16]}-{os.geteuid()}"
 
 
 class Store:

@@ -1,8 +1,8 @@
 """What all tests share: a folder, a tiny model, engines, and the session's leak check.
 
-The tests have runtime and cache directories of their own, so that a user's engines are neither seen nor
-touched. A session that leaves a process, a segment or a runtime directory behind fails and lists it. `-n 2`
-runs the tests in two processes, each with such directories of its own.
+The tests have runtime and cache directories and a store space (`shm.store.store_space`) of their own, so
+that a user's engines are neither seen nor touched. A session that leaves a process, a segment or a runtime
+directory behind fails and lists it. `-n 2` runs the tests in two processes, each with its own of all these.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -32,6 +33,8 @@ from launch.processes.supervisor import Supervisor
 from pipeline.assets import model_dir
 from pipeline.config import EngineConfig
 from protocol.client import Client
+from shm.locks import build_folder
+from shm.store import STORE_SPACE
 
 TESTS = Path(__file__).parent
 LONGEST = (
@@ -66,6 +69,13 @@ PLACE = _place()
 
 os.environ["XDG_RUNTIME_DIR"] = str(PLACE)
 os.environ["XDG_CACHE_HOME"] = str(PLACE / "cache")
+os.environ[STORE_SPACE] = "_".join(PLACE.parts[2:]).replace("-", "_")
+
+# Where nohup or a shell's & started this process, it ignores these signals, and so would every process that a
+# test starts and interrupts. A handler is not inherited; this process still does not end.
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, lambda number, frame: None)
 
 # Torch in this process shares the cores with engines: its idle threads must not spin. Read on import.
 os.environ |= SETTINGS
@@ -226,6 +236,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         if all_found and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
     shutil.rmtree(PLACE, ignore_errors=True)
+    shutil.rmtree(build_folder().parent, ignore_errors=True)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

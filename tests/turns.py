@@ -1,5 +1,5 @@
-"""A pytest plugin for tests that run in several processes: those marked `alone`, which measure, or touch what
-all of a user's engines share, exclude all others."""
+"""A pytest plugin for tests that run in several processes: those marked `alone`, which measure, exclude all
+others."""
 
 from __future__ import annotations
 

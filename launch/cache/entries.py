@@ -29,13 +29,12 @@ from shm.cache_record import RECORD, last_use, read_record
 from shm.disk_cache import FINGERPRINT, STORE_FILE, UNFINISHED, CachedStore
 from shm.errors import ShmError
 from shm.locks import unused_store
-from shm.store import STORE_PREFIX, Store
+from shm.store import Store, store_prefix
 
 UNKNOWN = "unknown"
 KINDS = {STORE_FILE: "store", backbone_cache.NAME: "backbone", calibration_file.NAME: "calibration"}
 LOCKED = (UNFINISHED, backbone_cache.UNFINISHED)  # their writers hold a lock on them
 WRITING_SECONDS = 60.0  # a small file that has no lock may be written for so long
-KEPT_STORE = re.compile(rf"{STORE_PREFIX[1:]}([0-9a-f]{{16}})-{os.geteuid()}")
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,7 @@ class Entry:
     @property
     def fingerprint(self) -> str:
         """Of a store, a backbone or a calibration; of a kept store its first 16 digits."""
-        kept = KEPT_STORE.fullmatch(self.path.name)
-        return kept[1] if kept else self.path.parent.name
+        return _kept_key(self.path) or self.path.parent.name
 
 
 def scan(folder: Path) -> list[Entry]:
@@ -76,7 +74,7 @@ def scan(folder: Path) -> list[Entry]:
             else:
                 found.append(_unknown(path))
     for path in _children(SHM):
-        if KEPT_STORE.fullmatch(path.name):
+        if _kept_key(path):
             with suppress(FileNotFoundError):
                 found.append(_kept_store(path, reserved))
     return sorted(found, key=lambda entry: entry.last_use)
@@ -102,6 +100,12 @@ def writer_of(path: Path) -> str:
     elif time.time() - path.lstat().st_mtime < WRITING_SECONDS:
         return "its writer"
     return ""
+
+
+def _kept_key(path: Path) -> str:
+    """The first 16 digits of the fingerprint in the name of a store's segment; empty for other names."""
+    match = re.fullmatch(rf"{store_prefix()[1:]}([0-9a-f]{{16}})-{os.geteuid()}", path.name)
+    return match[1] if match else ""
 
 
 def _children(folder: Path) -> list[Path]:
@@ -158,7 +162,7 @@ def _costs(path: Path) -> Entry:
 
 def _kept_store(path: Path, reserved: dict[str, str]) -> Entry:
     size, used = _size_and_time(path)
-    fingerprint = path.name.removeprefix(STORE_PREFIX[1:]).split("-")[0]
+    fingerprint = _kept_key(path)
     in_use = store_in_use(fingerprint)
     engines = [f"engine {name}" for folder, name in reserved.items() if folder.startswith(fingerprint)]
     try:

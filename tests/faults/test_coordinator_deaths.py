@@ -18,6 +18,7 @@ from launch.processes.supervisor import Supervisor
 from protocol.client import Client
 from protocol.errors import EngineGone
 from shm.segment import SHM_FOLDER
+from shm.store import store_name
 
 pytestmark = pytest.mark.timeout(300)  # starts of engines, on a machine that may be busy
 
@@ -40,9 +41,7 @@ async def loaders(supervisor: Supervisor) -> set[int]:
 
 
 def the_store(client: Client) -> os.stat_result:
-    name = f"tandem-store-{client.welcome.fingerprint[:16]}"
-    (path,) = list(SHM.glob(f"{name}*"))
-    return path.stat()
+    return (SHM / store_name(client.welcome.fingerprint)[1:]).stat()
 
 
 async def knows(client: Client) -> float:

@@ -23,6 +23,7 @@ from protocol.errors import RequestFailed
 from protocol.messages import Token
 from protocol.sockets import Identity
 from shm.segment import SHM_FOLDER
+from shm.store import store_name
 
 LENGTH = 5  # tokens of an answer
 DRAWN = 1024  # prompts, of two tokens each
@@ -141,8 +142,7 @@ async def test_a_successor_that_crashes_before_its_first_work_does_not_count_aga
 
 
 def store_file(client: Client) -> Path:
-    (store,) = Path(SHM_FOLDER).glob(f"tandem-store-{client.welcome.fingerprint[:16]}*")
-    return store
+    return Path(SHM_FOLDER) / store_name(client.welcome.fingerprint)[1:]
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -16,7 +16,7 @@ import pytest
 from benchmarks.marked_engine import Engine, Place
 from launch.runtime import sweep
 from protocol.sockets import runtime_root
-from shm.locks import BUILD_ROOT
+from shm.locks import build_folder
 from shm.locks import sweep as sweep_stores
 from shm.store import store_name
 
@@ -46,12 +46,12 @@ class Made:
 
 def made_by(place: Place, name: str) -> Made:
     store = store_name(place.key)[1:]
-    build = Path(BUILD_ROOT.format(uid=os.geteuid()))
+    build = build_folder()
     return Made(
         runtime=[place.runtime / "tandem", *(place.runtime / "tandem").rglob("*")],
         cache=[place.cache, *place.cache.rglob("*")],
         segments=[p for p in SHM.iterdir() if p.name == store or p.name.startswith(f"tandem-{name}-")],
-        locks=[build, build / ".locks", *(build / ".locks").iterdir()],
+        locks=[build.parent, build, *build.iterdir()],
     )
 
 
@@ -64,7 +64,6 @@ def open_files(processes: list[psutil.Process], places: tuple[Path, ...]) -> set
     return {path for path in found if any(path.is_relative_to(folder) for folder in places)}
 
 
-@pytest.mark.alone  # lock files of other engines come and go in the folder that all share
 def test_nobody_else_can_use_what_a_running_engine_made(place: Place) -> None:
     name = f"files-{os.getpid()}"
     old = os.umask(0)

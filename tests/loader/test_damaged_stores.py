@@ -18,9 +18,6 @@ from shm.locks import StoreLease
 from shm.segment import unlink
 from shm.store import store_name
 
-# Any engine's start may sweep a store that was damaged here, and a loader logs what it sweeps.
-pytestmark = pytest.mark.alone
-
 TENSORS = tiny_checkpoint.expert_tensors()
 
 

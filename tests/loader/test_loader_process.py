@@ -19,9 +19,6 @@ from shm.segment import unlink
 from shm.store import Store, store_name
 from workers.lifetime import EXIT_PARENT_GONE
 
-# Any engine's start may sweep stores of these tests, and a loader logs what it sweeps.
-pytestmark = pytest.mark.alone
-
 
 def test_store_comes_from_checkpoint_then_segment_then_cache(supervisor, model):
     first = supervisor.load(model)

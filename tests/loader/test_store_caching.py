@@ -19,9 +19,6 @@ from shm.cache_writer import write_cache
 from shm.segment import unlink
 from shm.store import Store, StoreBuilder, store_name
 
-# Any engine's start may sweep stores and files of these tests, and a loader logs what it sweeps.
-pytestmark = pytest.mark.alone
-
 
 @pytest.mark.parametrize(
     ("dtype", "format_name", "worth"),

@@ -193,7 +193,6 @@ def test_an_expert_is_summed_in_parts_that_any_thread_may_take(fingerprint, monk
         store.verify()
 
 
-@pytest.mark.alone  # any engine's start may sweep it
 def test_a_segment_without_bytes_is_no_store(fingerprint):
     file_of(fingerprint).touch(mode=0o600)
     with pytest.raises(StoreInvalid, match="it is empty"):
@@ -213,7 +212,6 @@ def test_attaching_takes_milliseconds_whatever_the_size(fingerprint):
     assert best < 0.01
 
 
-@pytest.mark.alone
 def test_a_segment_that_is_no_store_is_refused(fingerprint):
     with Segment.create(store_name(fingerprint), 3 * PAGE) as segment:
         segment.array[:] = 1

@@ -1,6 +1,7 @@
 """Who builds a store and who removes it: locks between real processes, some of which are killed."""
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -11,13 +12,11 @@ from pathlib import Path
 import pytest
 from small_store import ROOT, SHAPE, build, file_of, fill
 
+from shm import locks
 from shm.errors import SegmentMissing, ShmError
-from shm.locks import StoreLease, build_lock, remove_unused, sweep
+from shm.locks import StoreLease, build_folder, build_lock, remove_unused, sweep
 from shm.manifest import BUILDING, StoreManifest, pack_head
-from shm.store import Store, StoreBuilder, store_name
-
-# What these leave half built, any engine's start may sweep.
-pytestmark = pytest.mark.alone
+from shm.store import STORE_SPACE, Store, StoreBuilder, store_name
 
 RACER = """
 import sys, time
@@ -284,7 +283,7 @@ def test_lock_files_of_killed_builders_are_swept(fingerprint, tmp_path):
     )
     there = str(tmp_path / "there")
     subprocess.run([sys.executable, "-c", code, fingerprint, there], cwd=ROOT, timeout=30)
-    left = Path(f"/tmp/tandem-{os.geteuid()}/.locks/{fingerprint[:16]}.build")
+    left = build_folder() / f"{fingerprint[:16]}.build"
     assert left.exists()
     (tmp_path / "here").mkdir()
     assert sweep(tmp_path / "here") == []
@@ -314,3 +313,31 @@ def test_a_lock_folder_of_another_user_is_refused(fingerprint, tmp_path):
         build_lock(fingerprint, tmp_path),
     ):
         pytest.fail("the lock was given")
+
+
+def test_spaces_share_neither_stores_nor_locks(fingerprint, tmp_path, monkeypatch):
+    leave_half_built(fingerprint)
+    here = file_of(fingerprint)
+    with build_lock(fingerprint, tmp_path):
+        folder = build_folder()
+        monkeypatch.setenv(STORE_SPACE, "elsewhere")
+        try:
+            assert sweep(tmp_path) == []
+            assert here.exists()
+            assert file_of(fingerprint) != here
+            with build_lock(fingerprint, tmp_path):  # at once, although the other space's is held
+                assert build_folder() != folder
+        finally:
+            shutil.rmtree(build_folder().parent)
+    monkeypatch.setenv(STORE_SPACE, "")  # not swept here: other programs' stores are in it
+    assert fingerprint[:16] not in locks._known_keys(tmp_path)
+    monkeypatch.undo()
+    assert fingerprint[:16] in locks._known_keys(tmp_path)
+    assert sweep(tmp_path) == [store_name(fingerprint)]
+
+
+@pytest.mark.parametrize("space", ["a/b", "..", "a-b", "a" * 65])
+def test_a_space_is_one_plain_word(space, monkeypatch):
+    monkeypatch.setenv(STORE_SPACE, space)
+    with pytest.raises(ShmError, match=r"^TANDEM_STORE_SPACE may hold letters"):
+        store_name("f" * 64)
