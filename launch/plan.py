@@ -210,10 +210,10 @@ def _others(asked: EngineConfig) -> Iterator[EngineConfig]:
 
 def _options(plan: Plan, asked: EngineConfig, other: EngineConfig) -> str:
     """The options that change the given configuration into this plan."""
-    settled = plan.settled(other)
+    resolved = plan.resolved(other)
     changed = []
     for name, option in OPTIONS.items():
-        before, after = getattr(asked, name), getattr(settled, name)
+        before, after = getattr(asked, name), getattr(resolved, name)
         if before is not None and before != after:
             changed.append(f"{option} {after}")
     if asked.backbone_dtype != other.backbone_dtype:

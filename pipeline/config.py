@@ -69,7 +69,7 @@ class EngineConfig:
 
 
 @dataclass(frozen=True)
-class SettledConfig(EngineConfig):
+class ResolvedConfig(EngineConfig):
     """A configuration in which everything that depends on memory is chosen: what an engine's processes
     get."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import SettledConfig
+from pipeline.config import ResolvedConfig
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class CoordinatorConfig:
     workers: WorkerCores
     prefetcher: str  # process | thread
     slab: bool  # the first policy keeps experts on the device, and the prefetcher is being started
-    options: SettledConfig
+    options: ResolvedConfig
 
     @classmethod
     def from_map(cls, config: dict[str, Any]) -> CoordinatorConfig:
@@ -58,5 +58,5 @@ class CoordinatorConfig:
             workers=WorkerCores(tuple(config["workers"]), config["nodes"]),
             prefetcher=config["prefetcher"],
             slab=config["slab"],
-            options=SettledConfig.from_map(config["config"]),
+            options=ResolvedConfig.from_map(config["config"]),
         )

@@ -11,7 +11,7 @@ from launch.cache.report import describe, free_bytes
 from pipeline.backbone import disk_cache as backbone_cache
 from pipeline.calibration.file import calibration_path
 from pipeline.checkpoint.open import open_model
-from pipeline.config import SettledConfig
+from pipeline.config import ResolvedConfig
 from pipeline.memory.needs import Needs
 from pipeline.models.registry import expert_shape
 from shm.disk_cache import store_path
@@ -29,7 +29,7 @@ class CacheUse:
     missing: int
 
 
-def cache_use(model: Path, config: SettledConfig, needs: Needs, folder: Path) -> CacheUse:
+def cache_use(model: Path, config: ResolvedConfig, needs: Needs, folder: Path) -> CacheUse:
     """Raises ModelError, UsageError."""
     source = open_model(model)
     shape = expert_shape(source.config, config.tile, format_named(config.format))

@@ -82,8 +82,8 @@ def _text(
     if chosen is None:
         parts.append(Text(why[0], style="bold red"))
     else:
-        settled = chosen.settled(now.config)
-        words = [f"{option} {getattr(settled, name)}" for name, option in OPTIONS.items()]
+        resolved = chosen.resolved(now.config)
+        words = [f"{option} {getattr(resolved, name)}" for name, option in OPTIONS.items()]
         parts.append(Text("It fits. An engine would start with", style="bold green"))
         parts.append("  " + " ".join(words if chosen.slab else words[:-1]))
         parts += [Text(f"  {line}", style="dim") for line in why]
@@ -127,13 +127,13 @@ def _verdict(plan: Plan, chosen: bool, now: Situation) -> str:
 def _report(
     source: ModelSource, now: Situation, rows: Sequence[Plan], chosen: Plan | None, why: Sequence[str]
 ) -> dict[str, Any]:
-    settled = None if chosen is None else chosen.settled(now.config)
+    resolved = None if chosen is None else chosen.resolved(now.config)
     return {
         "model": source.name,
         "fits": chosen is not None,
         "device": now.config.device,
         "policy": now.config.policy,
-        "chosen": None if settled is None else {name: getattr(settled, name) for name in OPTIONS},
+        "chosen": None if resolved is None else {name: getattr(resolved, name) for name in OPTIONS},
         "why": list(why),
         "formats": [
             {

@@ -8,7 +8,7 @@ from typing import Any
 
 from launch.processes.cores import Cores, CpuSet
 from launch.runtime import RuntimeDir
-from pipeline.config import SettledConfig
+from pipeline.config import ResolvedConfig
 from shm.segment import engine_prefix
 from shm.store import store_name
 
@@ -18,7 +18,7 @@ class ChildConfigs:
     """`slab`: the first policy keeps experts on the device, so the prefetcher is needed from the start.
     `reserve`: bytes of memory that the store must leave free."""
 
-    config: SettledConfig
+    config: ResolvedConfig
     model: Path
     cores: Cores
     runtime: RuntimeDir

@@ -119,7 +119,7 @@ class Supervisor:
             plan, lines = await asyncio.to_thread(make_plan, self.model, now)
         except ModelError as e:
             raise StartFailed(str(e), usage=True) from None
-        self.config = config = plan.settled(now.config)
+        self.config = config = plan.resolved(now.config)
         for line in without_effect(replace(now.config, format=config.format), now.policy, self.model):
             log.warning(f"note: {line}")
         self._runtime = RuntimeDir.claim(self.name)
@@ -144,7 +144,7 @@ class Supervisor:
 
     async def _reserve_cache(self, runtime: RuntimeDir, asked: EngineConfig, plan: Plan) -> None:
         """Keep `launch.py cache` from pruning the files of this engine; warn where the disk is full."""
-        config = plan.settled(asked)
+        config = plan.resolved(asked)
         use = await asyncio.to_thread(cache_use, self.model, config, plan.needs, cache_root())
         runtime.reserve_cache(use.fingerprints)
         if line := full_disk_line(cache_root(), use.missing):
@@ -152,7 +152,7 @@ class Supervisor:
 
     def _child_configs(self, now: Situation, plan: Plan, runtime: RuntimeDir, key: bytes) -> ChildConfigs:
         return ChildConfigs(
-            config=plan.settled(now.config),
+            config=plan.resolved(now.config),
             model=self.model,
             cores=self._cores,
             runtime=runtime,

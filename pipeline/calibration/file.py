@@ -196,18 +196,3 @@ def _threshold(value: object) -> float | None:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf:
         return float(value)
     raise ValueError("its threshold is no number of at least 0")
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write a complete file or none."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise

@@ -25,7 +25,7 @@ from pipeline.config import (
     KV_CONTEXTS,
     EngineConfig,
     FormatName,
-    SettledConfig,
+    ResolvedConfig,
 )
 from pipeline.device.base import SPARE_BYTES
 from pipeline.memory.limits import STAGING_TILES, cache_tiles, choose_context, kv_budget
@@ -110,11 +110,11 @@ class Plan:
         memory = self.pools(machine)[0]
         return memory.needed - memory.parts["experts"] - memory.parts["processes"]
 
-    def settled(self, config: EngineConfig) -> SettledConfig:
+    def resolved(self, config: EngineConfig) -> ResolvedConfig:
         """The configuration with this plan's choices."""
         given = {field.name: getattr(config, field.name) for field in fields(config)}
         chosen = {name: getattr(self, name) for name in ("context", "kv_tokens", "expert_cache")}
-        return SettledConfig(**(given | chosen | {"format": self.needs.format}))
+        return ResolvedConfig(**(given | chosen | {"format": self.needs.format}))
 
 
 def smallest(needs: Needs, asked: EngineConfig, slab: bool, least: int = LEAST_CONTEXT) -> Plan:

@@ -17,7 +17,7 @@ from launch.cli import main
 from launch.command_line.options import SIZES, parse
 from launch.plan import Situation, every_format, formats, make_plan, memory_lines, reasons, refusal, situation
 from pipeline.checkpoint.open import open_model
-from pipeline.config import EngineConfig, SettledConfig
+from pipeline.config import EngineConfig, ResolvedConfig
 from pipeline.errors import ModelError, UsageError
 from pipeline.memory.plan import AUTOMATIC, Machine
 
@@ -247,15 +247,15 @@ def test_every_option_of_a_plan_is_understood() -> None:
 async def test_children_receive_the_chosen_values(start_engine: Any, tiny_model: Path) -> None:
     config = EngineConfig(model=tiny_model, device="cpu", workers=1, kv_tokens=300)
     async with start_engine(config) as (supervisor, client):
-        settled = supervisor.config
-        assert isinstance(settled, SettledConfig)
+        resolved = supervisor.config
+        assert isinstance(resolved, ResolvedConfig)
         assert (client.welcome.format, client.welcome.context) == ("bf16", 256)
         stats = await client.stats()
         assert stats["scheduler"]["kv_tokens"] == 300
         await client.set_policy("on-demand", {})
         stats = await client.stats()
         assert stats["cache"]["capacity_tiles"] == 2 * 4 // 4  # of one tile an expert
-        assert supervisor.config == replace(settled, policy="on-demand")
+        assert supervisor.config == replace(resolved, policy="on-demand")
 
 
 def test_start_logs_its_memory_plan_in_one_line(tiny_model: Path) -> None:

@@ -15,7 +15,7 @@ from thread_engine import CONTEXT, engine_in_threads
 from pipeline.calibration import cost_cache, cost_probe
 from pipeline.calibration.cost_cache import FOLDER, Record, Setting, find, keep, measured_here
 from pipeline.calibration.cost_probe import costs_for
-from pipeline.config import SettledConfig
+from pipeline.config import ResolvedConfig
 from pipeline.coordinator_config import CoordinatorConfig, WorkerCores
 from pipeline.errors import PolicyError
 from pipeline.policies.costs import Costs
@@ -115,10 +115,10 @@ def test_second_start_does_not_measure_again(
 ) -> None:
     monkeypatch.setattr(cost_probe, "BUDGET", 0.1)
     cache = tmp_path / "cache"
-    config = SettledConfig()
+    config = ResolvedConfig()
     with engine_in_threads(tiny_model, tmp_path) as (engine, memory):
 
-        def coordinator(config: SettledConfig) -> CoordinatorConfig:
+        def coordinator(config: ResolvedConfig) -> CoordinatorConfig:
             return CoordinatorConfig(
                 engine="e",
                 runtime=tmp_path,

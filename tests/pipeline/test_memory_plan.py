@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pipeline.checkpoint.open import open_model
-from pipeline.config import DEFAULT_CACHE, DEFAULT_CONTEXT, EngineConfig, SettledConfig
+from pipeline.config import DEFAULT_CACHE, DEFAULT_CONTEXT, EngineConfig, ResolvedConfig
 from pipeline.device.base import SPARE_BYTES
 from pipeline.errors import UsageError
 from pipeline.memory.limits import STAGING_TILES, cache_tiles
@@ -163,12 +163,12 @@ def test_settled_config_changes_only_the_choices() -> None:
     asked = EngineConfig(workers=3, seed=5, policy_options={"a": "b"}, kv_tokens=9000)
     plan = choose(every("olmoe-1b-7b", False), asked, Machine(40 * GB, 40 * GB), False)
     assert plan is not None
-    settled = plan.settled(asked)
-    assert isinstance(settled, SettledConfig)
+    resolved = plan.resolved(asked)
+    assert isinstance(resolved, ResolvedConfig)
     chosen = {"format": plan.needs.format, "context": 4096, "kv_tokens": 9000, "expert_cache": 0.25}
     for field in fields(asked):
-        assert getattr(settled, field.name) == chosen.get(field.name, getattr(asked, field.name))
-    assert SettledConfig.from_map(vars(settled)) == settled
+        assert getattr(resolved, field.name) == chosen.get(field.name, getattr(asked, field.name))
+    assert ResolvedConfig.from_map(vars(resolved)) == resolved
 
 
 def test_plans_of_typical_machines() -> None:
