@@ -74,7 +74,7 @@ def costs_for(engine: Engine, coordinator: CoordinatorConfig, context: int) -> C
 
 def measure_costs(engine: Engine, context: int = ROWS[-1]) -> Costs:
     """Medians per tile, and per layer for the rest. Raises PolicyError where the engine has no slab."""
-    if not isinstance(engine.memory, DeviceMemory):
+    if not engine.memory.exists:
         raise PolicyError("costs are measured with room for experts on the device: give --expert-cache")
     share = BUDGET / (3 * len(ROWS) + 1)
     probe = _Probe(engine, engine.memory)

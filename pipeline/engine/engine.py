@@ -37,21 +37,14 @@ class Engine:
 
     driver: PolicyDriver[Ticket]  # set by `set_policy`
 
-    def __init__(
-        self,
-        backbone: Backbone,
-        layout: StoreLayout,
-        device: Device,
-        pool: HostPool,
-        memory: DeviceMemory | None,
-    ) -> None:
-        """`memory` None: there is no slab, and only policies with `uses_device` False can be set."""
+    def __init__(self, backbone: Backbone, layout: StoreLayout, device: Device, pool: HostPool) -> None:
+        """Without a slab: set `memory` before a policy with `uses_device`."""
         s = layout.shape
         self.backbone = backbone
         self.layout = layout
         self.device = device
         self.pool = pool
-        self.memory = memory or EmptyDeviceMemory(s.layers, s.experts)
+        self.memory: DeviceMemory | EmptyDeviceMemory = EmptyDeviceMemory(s.layers, s.experts)
         self.shape = ModelShape(s.layers, s.experts, s.tiles, backbone.spec.top_k)
         self.counters = Counters(layout.tile_bytes, s.layers)
         self.observers: list[Observer] = []
@@ -75,7 +68,7 @@ class Engine:
         prefetcher. Returns its notes. Raises PolicyError where the policy lacks a slab or anything else; the
         policy before is kept then."""
         memory, decode = self.memory, self.counters.phases["decode"]
-        if policy.uses_device and isinstance(memory, EmptyDeviceMemory):
+        if policy.uses_device and not memory.exists:
             raise PolicyError(f"policy {policy.name} keeps experts on the device, and there is no slab")
         view = View(
             shape=self.shape,

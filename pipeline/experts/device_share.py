@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ class DeviceWork:
 class EmptyDeviceMemory:
     """An engine without a slab: its capacity is 0, nothing is resident, and nothing is ever moved."""
 
+    exists: Literal[False] = False
     capacity = 0
     idle = True
 
@@ -44,26 +46,10 @@ class EmptyDeviceMemory:
         self.residency: IntArray = np.zeros((layers, experts), np.int32)
         self.target = self.residency
 
-    def audit(self) -> None:
-        """As in DeviceMemory."""
+    def _nothing(self, *_: object) -> None:
+        """What DeviceMemory does with its tiles: here are none."""
 
-    def count_in(self, counters: PhaseCounters) -> None:
-        """As in DeviceMemory."""
-
-    def poll(self) -> None:
-        """As in DeviceMemory."""
-
-    def collect_landings(self) -> None:
-        """As in DeviceMemory."""
-
-    def retarget(self, targets: Iterable[Target]) -> None:
-        """As in DeviceMemory."""
-
-    def prefetch(self, targets: Iterable[Target]) -> None:
-        """As in DeviceMemory."""
-
-    def end_layer(self, targets: Iterable[Target]) -> None:
-        """As in DeviceMemory."""
+    audit = count_in = poll = collect_landings = retarget = prefetch = end_layer = _nothing
 
     def wait_idle(self) -> bool:
         return True
@@ -80,6 +66,8 @@ class EmptyDeviceMemory:
 
 class DeviceMemory:
     """The slab, and the mover that keeps its residency at the policy's targets."""
+
+    exists: Literal[True] = True
 
     def __init__(self, mover: TileMover, slab: SlabMemory) -> None:
         self.mover = mover

@@ -79,7 +79,7 @@ class EngineParts:
         self.kv = KVCache(spec, backbone.dtype, device.torch_device, held)
         self.kv_bytes = held * spec.kv_numbers_per_token * backbone.dtype.itemsize  # of a full KV cache
         layout = self.store.layout
-        self.engine = Engine(backbone, layout, device, pool, None)
+        self.engine = Engine(backbone, layout, device, pool)
         library = best()
         missing = "torch; none were compiled: see launch.py doctor"
         self.notes = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.experts.device_share import DeviceMemory
 from pipeline.scheduling.scheduler import Scheduler
 from pipeline.serving.engine_parts import EngineParts
 from pipeline.serving.policy_switch import PolicySwitch
@@ -65,8 +64,9 @@ class EngineStatus:
         }
         if (costs := self._policies.inputs.costs) is not None:
             stats["costs"] = costs.to_json()
-        if isinstance(engine.memory, DeviceMemory):
-            mover, cache = engine.memory.mover, engine.memory.mover.cache
+        memory = engine.memory
+        if memory.exists:
+            mover, cache = memory.mover, memory.mover.cache
             stats["cache"] = {
                 "capacity_tiles": cache.capacity,
                 "resident_tiles": int(cache.residency.sum()),

@@ -8,7 +8,6 @@ import logging
 from pipeline.calibration.cost_probe import costs_for
 from pipeline.calibration.file import calibration_path, load
 from pipeline.errors import CalibrationError
-from pipeline.experts.device_share import EmptyDeviceMemory
 from pipeline.memory.limits import full_memory_in_one_line
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
@@ -39,7 +38,7 @@ class PolicySwitch:
         announces itself; the policy in use is then kept."""
         engine = self._parts.engine
         policy: Policy = make_policy(request, self._parts.config.options.seed)
-        if policy.uses_device and isinstance(engine.memory, EmptyDeviceMemory):
+        if policy.uses_device and not engine.memory.exists:
             engine.memory = open_device_memory(self._parts)
         costs, calibration = self.inputs.costs_for(policy), self.inputs.calibration_for(policy)
         notes = engine.set_policy(policy, costs, calibration)

@@ -32,7 +32,7 @@ def test_measured_costs(tiny_model, tmp_path, monkeypatch) -> None:
         assert {key: memory.mover.cache.slots_of(*key) for key in slots} == slots
         assert memory.mover.cache.residency.sum() == 4
         assert memory.mover.demanded > 0
-        without = Engine(engine.backbone, engine.layout, engine.device, engine.pool, None)
+        without = Engine(engine.backbone, engine.layout, engine.device, engine.pool)
         with pytest.raises(PolicyError, match="--expert-cache"):
             measure_costs(without)
     assert costs.rows == ROWS

@@ -71,7 +71,9 @@ def engine_in_threads(
         spec = model_spec(source.config)
         backbone = Backbone(source, spec, Precision("f32", parts.device), CONTEXT)
         try:
-            yield Engine(backbone, store.layout, parts.device, pool, memory), memory
+            engine = Engine(backbone, store.layout, parts.device, pool)
+            engine.memory = memory
+            yield engine, memory
         finally:
             socket.send(0, Shutdown())
             thread.join(LIMIT)
