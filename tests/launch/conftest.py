@@ -1,13 +1,15 @@
-"""A Hub on this machine, for the tests of `--model org/name`."""
+"""A Hub on this machine, for the tests of `--model org/name`, and the errors of a command line."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hub_home import Home, repository_files
 from hub_server import HubServer
+
+from launch.cli import main
 
 
 @pytest.fixture
@@ -25,3 +27,18 @@ def home(tmp_path: Path, hub: HubServer) -> Home:
 def files(tiny_model: Path) -> dict[str, bytes]:
     """The tiny model as a repository has it."""
     return repository_files(tiny_model)
+
+
+@pytest.fixture
+def complaint(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """The one line that a wrong command line gets."""
+
+    def complaint(*arguments: str) -> str:
+        assert main(list(arguments)) == 2
+        out, err = capfd.readouterr()
+        assert out == ""
+        assert err.startswith("launch.py: ")
+        assert err.count("\n") == 1, err
+        return err.removeprefix("launch.py: ").rstrip("\n")
+
+    return complaint

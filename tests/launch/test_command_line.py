@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli import main
 from launch.command_line.checks import without_effect
 from launch.command_line.options import parse
 from launch.errors import WrongUsage
@@ -32,21 +31,6 @@ def launch(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str
 
 
 Complaint = Callable[..., str]
-
-
-@pytest.fixture
-def complaint(capfd: pytest.CaptureFixture[str]) -> Complaint:
-    """The one line that a wrong command line gets."""
-
-    def complaint(*arguments: str) -> str:
-        assert main(list(arguments)) == 2
-        out, err = capfd.readouterr()
-        assert out == ""
-        assert err.startswith("launch.py: ")
-        assert err.count("\n") == 1, err
-        return err
-
-    return complaint
 
 
 @pytest.mark.parametrize(

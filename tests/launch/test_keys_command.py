@@ -20,21 +20,6 @@ Complaint = Callable[..., str]
 
 
 @pytest.fixture
-def complaint(capfd: pytest.CaptureFixture[str]) -> Complaint:
-    """The one line that a wrong command line gets."""
-
-    def complaint(*arguments: str) -> str:
-        assert main(list(arguments)) == 2
-        out, err = capfd.readouterr()
-        assert out == ""
-        assert err.startswith("launch.py: ")
-        assert err.count("\n") == 1, err
-        return err.removeprefix("launch.py: ").rstrip("\n")
-
-    return complaint
-
-
-@pytest.fixture
 def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Nobody's real configuration: where this test's keys are by default."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))

@@ -11,26 +11,22 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import zmq.asyncio
-from raw_client import RawClient
-
 from pipeline.serving.client_sockets import TcpListener
 from pipeline.serving.clients import Clients
 from protocol.client import Client
-from protocol.keys import Address, ClientKeys, new_keys
+from protocol.keys import Address, new_keys
 from protocol.messages import (
     VERSION,
     Cancel,
     Done,
     Error,
     Generate,
-    Hello,
     SetPolicy,
     Stats,
     StatsReply,
     Welcome,
 )
-from protocol.sockets import connect_dealer, ipc_endpoint
+from protocol.sockets import ipc_endpoint
 
 WELCOME = Welcome(VERSION, "test", "model", "f" * 64, "cpu", "all-host", True, 100, 100, False, False)
 ENGINE, CLIENT = new_keys()
@@ -102,19 +98,3 @@ async def eventually(condition: Callable[[], bool]) -> None:
             return
         await asyncio.sleep(0.01)
     raise AssertionError("the condition did not become true")
-
-
-@asynccontextmanager
-async def raw(
-    endpoint: str, *, hello: bool = True, identity: bytes = b"", keys: ClientKeys | None = None
-) -> AsyncIterator[RawClient]:
-    """A client that can send anything; with `hello` it has its Welcome."""
-    dealer = connect_dealer(zmq.asyncio.Context.instance(), endpoint, identity=identity, keys=keys)
-    try:
-        client = RawClient(dealer)
-        if hello:
-            await client.send(Hello(VERSION, "raw"))
-            await client.expect(Welcome)
-        yield client
-    finally:
-        dealer.close(linger=0)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import zmq.asyncio
 
 from protocol.codec import decode, encode
+from protocol.keys import ClientKeys
 from protocol.messages import VERSION, Done, Error, Heartbeat, Hello, SetPolicy, Stats, StatsReply, Welcome
 from protocol.sockets import connect_dealer
 
@@ -67,9 +68,11 @@ class RawClient:
 
 
 @asynccontextmanager
-async def raw_client(endpoint: str, hello: bool = True) -> AsyncIterator[RawClient]:
+async def raw_client(
+    endpoint: str, *, hello: bool = True, identity: bytes = b"", keys: ClientKeys | None = None
+) -> AsyncIterator[RawClient]:
     """Connected; with `hello` it has its Welcome."""
-    socket = connect_dealer(zmq.asyncio.Context.instance(), endpoint)
+    socket = connect_dealer(zmq.asyncio.Context.instance(), endpoint, identity=identity, keys=keys)
     try:
         client = RawClient(socket)
         if hello:

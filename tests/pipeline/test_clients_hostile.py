@@ -15,8 +15,9 @@ import psutil
 import pytest
 import zmq
 import zmq.asyncio
-from client_service import CLIENT, WELCOME, Service, eventually, raw, service, works
+from client_service import CLIENT, WELCOME, Service, eventually, service, works
 from raw_client import RawClient
+from raw_client import raw_client as raw
 
 from pipeline.serving.client_sockets import LARGEST, STRANGERS_ANSWERED
 from pipeline.serving.clients import REFUSED_LIMIT, SHUT_OUT_MOST, Clients

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import zmq
 import zmq.asyncio
-from client_service import CLIENT, ENGINE, WELCOME, eventually, free_endpoint, raw, service, works
+from client_service import CLIENT, ENGINE, WELCOME, eventually, free_endpoint, service, works
+from raw_client import raw_client
 
 from pipeline.config import EngineConfig
 from pipeline.serving.client_sockets import TcpListener
@@ -55,7 +56,7 @@ async def test_client_with_known_keys_is_served() -> None:
 @pytest.mark.parametrize("keys", WRONG_KEYS.values(), ids=WRONG_KEYS.keys())
 async def test_wrong_keys_get_no_answer(keys: ClientKeys, caplog: pytest.LogCaptureFixture) -> None:
     async with service(tcp=True) as running:
-        async with raw(running.tcp, hello=False, keys=keys) as stranger:
+        async with raw_client(running.tcp, hello=False, keys=keys) as stranger:
             for _ in range(3):
                 await stranger.send(Hello(VERSION))
             assert not await stranger.socket.poll(700)
@@ -121,8 +122,8 @@ async def test_raw_bytes_get_only_the_greeting(words: bytes, monkeypatch: pytest
 
 
 async def test_same_routing_id_on_both_sockets_is_two_clients() -> None:
-    async with service(tcp=True) as running, raw(running.local, identity=b"same") as local:
-        async with raw(running.tcp, identity=b"same", keys=CLIENT) as remote:
+    async with service(tcp=True) as running, raw_client(running.local, identity=b"same") as local:
+        async with raw_client(running.tcp, identity=b"same", keys=CLIENT) as remote:
             assert running.clients.counts()["connected"] == 2
             await local.send(Stats(1))
             await remote.send(Stats(2))
