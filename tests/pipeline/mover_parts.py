@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.device import Device, SlabMemory, open_device
-from pipeline.experts.expert_cache import ExpertCache
+from pipeline.experts.expert_cache import IN_USE, READY, ExpertCache
 from pipeline.experts.fetch_link import FetchLink
 from pipeline.experts.peers import ChildServerSocket, ExitEvents
+from pipeline.experts.shares import Missing
 from pipeline.experts.tile_mover import TileMover
 from protocol.messages import Shutdown
 from protocol.sockets import Identity
@@ -58,6 +59,46 @@ class MoverParts:
     def holds(self, slot: int, layer: int, expert: int, tile: int) -> bool:
         """Whether a slot has exactly a tile's bytes."""
         return np.array_equal(self.slab.slot(slot).numpy(), self.store.tiles(layer, expert, tile, tile + 1))
+
+
+def check_slots(parts: MoverParts, mover: TileMover) -> None:
+    """The cache is consistent and every READY slot holds its tile: residency is a prefix."""
+    mover.cache.audit()
+    for layer, expert in np.ndindex(mover.cache.residency.shape):
+        slots = mover.cache.slots_of(layer, expert)
+        assert len(slots) == mover.cache.residency[layer, expert] <= mover.cache.target[layer, expert]
+        for tile, slot in enumerate(slots):
+            assert parts.holds(slot, layer, expert, tile)
+
+
+def check_idle(parts: MoverParts, mover: TileMover) -> None:
+    """What holds after `wait_idle`."""
+    assert np.array_equal(mover.cache.residency, mover.cache.target)
+    assert mover.cache.free == mover.cache.slots - mover.cache.target.sum()
+    check_slots(parts, mover)
+
+
+def missing(mover: TileMover, layer: int, cuts: list[int]) -> list[Missing]:
+    """The tiles that are not resident for these cuts, as the engine demands them."""
+    residency = mover.cache.residency[layer].tolist()
+    return [Missing(e, r, p) for e, (r, p) in enumerate(zip(residency, cuts, strict=True)) if r < p]
+
+
+def demand(parts: MoverParts, mover: TileMover, layer: int, wanted: list[Missing]) -> list[Missing]:
+    """Stream, and check each tile when it is yielded. Returns the tiles that were handed back: together with
+    the others each wanted tile once, and the last ones of their expert."""
+    due = {item.expert: item.lo for item in wanted}
+    unfetched: list[Missing] = []
+    for expert, slot in mover.stream(layer, wanted, unfetched):
+        assert parts.holds(slot, layer, expert, due[expert])
+        assert mover.cache.state(slot) in (READY, IN_USE)
+        due[expert] += 1
+        check_slots(parts, mover)
+    for item in sorted(unfetched, key=lambda item: (item.expert, item.lo)):
+        assert item.lo == due[item.expert] < item.hi
+        due[item.expert] = item.hi
+    assert due == {item.expert: item.hi for item in wanted}
+    return unfetched
 
 
 @contextmanager

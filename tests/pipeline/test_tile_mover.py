@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from mover_parts import SLOTS, MoverParts, mover_parts, random_store
+from mover_parts import SLOTS, MoverParts, check_idle, check_slots, demand, missing, mover_parts, random_store
 
 from pipeline.counters import PhaseCounters
 from pipeline.errors import PlanError
-from pipeline.experts.expert_cache import IN_USE, READY
-from pipeline.experts.shares import Missing
 from pipeline.experts.tile_mover import TileMover
 from pipeline.policies.view import Target
 from shm.layout import ExpertShape
@@ -40,39 +38,9 @@ def parts(request, store, tmp_path_factory) -> Iterator[MoverParts]:
         yield parts
 
 
-def check_slots(parts: MoverParts, mover: TileMover) -> None:
-    """The cache is consistent and every READY slot holds its tile."""
-    mover.cache.audit()
-    for layer, expert in EVERY:
-        slots = mover.cache.slots_of(layer, expert)
-        assert len(slots) == mover.cache.residency[layer, expert] <= mover.cache.target[layer, expert]
-        for tile, slot in enumerate(slots):
-            assert parts.holds(slot, layer, expert, tile)
-
-
-def demand(parts: MoverParts, mover: TileMover, layer: int, wanted: list[Missing]) -> None:
-    """Stream, and check each tile when it is yielded: an expert's tiles land in order."""
-    due = {item.expert: list(range(item.lo, item.hi)) for item in wanted}
-    unfetched: list[Missing] = []
-    for expert, slot in mover.stream(layer, wanted, unfetched):
-        assert parts.holds(slot, layer, expert, due[expert].pop(0))
-        assert mover.cache.state(slot) in (READY, IN_USE)
-        check_slots(parts, mover)
-    assert not any(due.values())
-    assert unfetched == []
-
-
 def wait_idle(parts: MoverParts, mover: TileMover) -> None:
     assert mover.wait_idle()
-    assert np.array_equal(mover.cache.residency, mover.cache.target)
-    assert mover.cache.free == mover.cache.slots - mover.cache.target.sum()
-    check_slots(parts, mover)
-
-
-def missing(mover: TileMover, layer: int, cuts: list[int]) -> list[Missing]:
-    """The tiles that are not resident for these cuts, as the engine demands them."""
-    residency = mover.cache.residency[layer].tolist()
-    return [Missing(e, r, p) for e, (r, p) in enumerate(zip(residency, cuts, strict=True)) if r < p]
+    check_idle(parts, mover)
 
 
 @dataclass(frozen=True)
@@ -117,7 +85,7 @@ def test_any_order_of_calls(parts, capacity, staging, orders) -> None:
                 for expert, cut in enumerate(cuts):
                     if cut and mover.cache.residency[layer, expert]:
                         mover.used(layer, expert)
-                demand(parts, mover, layer, wanted)
+                assert demand(parts, mover, layer, wanted) == []
             case Predicted(targets):
                 with suppress(PlanError):
                     mover.retarget(targets, predicted=True)
@@ -156,7 +124,7 @@ def test_predicted_tiles_are_useful_wasted_or_late(parts) -> None:
     mover.retarget([Target(1, 2, TILES)], predicted=True)
     mover.used(0, 0)
     mover.used(0, 0)
-    demand(parts, mover, 1, missing(mover, 1, [0, 0, TILES]))
+    assert demand(parts, mover, 1, missing(mover, 1, [0, 0, TILES])) == []
     mover.retarget([Target(0, 1, 0)])
     counted = mover.counters
     assert (counted.predicted_tiles, counted.useful_tiles, counted.wasted_tiles) == (2 * TILES, TILES, TILES)
@@ -180,7 +148,7 @@ def test_dropped_prediction_counts_in_the_phase_that_made_it(parts) -> None:
 def test_empty_cache_streams_through_one_slot(parts) -> None:
     mover = parts.mover(0, 1)
     for _ in range(2):
-        demand(parts, mover, 1, missing(mover, 1, [TILES] * 3))
+        assert demand(parts, mover, 1, missing(mover, 1, [TILES] * 3)) == []
     assert mover.demanded == 2 * 3 * TILES
     assert mover.placed == 0
     wait_idle(parts, mover)
@@ -190,7 +158,7 @@ def test_demanded_tiles_within_the_target_stay_resident(parts) -> None:
     """They are not fetched a second time in the background."""
     mover = parts.mover(TILES + 2, 2)
     mover.retarget([Target(0, 1, TILES), Target(0, 2, 2)])
-    demand(parts, mover, 0, missing(mover, 0, [1, TILES, 3]))
+    assert demand(parts, mover, 0, missing(mover, 0, [1, TILES, 3])) == []
     assert mover.cache.residency[0].tolist() == [0, TILES, 2]
     wait_idle(parts, mover)
     assert (mover.demanded, mover.placed) == (1 + TILES + 3, 0)
@@ -201,7 +169,7 @@ def test_demand_for_tiles_with_a_background_order(parts) -> None:
     mover = parts.mover(15, 3)
     mover.retarget([Target(1, expert, TILES) for expert in range(3)])
     mover.update()
-    demand(parts, mover, 1, missing(mover, 1, [0, TILES, 2]))
+    assert demand(parts, mover, 1, missing(mover, 1, [0, TILES, 2])) == []
     wait_idle(parts, mover)
     assert mover.cache.residency[1].tolist() == [TILES] * 3
 
@@ -225,6 +193,6 @@ def test_demand_truncates_a_background_order_for_its_slots(parts) -> None:
     mover.retarget([*(Target(0, expert, 0) for expert in range(3)), Target(1, 0, TILES)])
     assert mover.cache.free == 1
     mover.update()
-    demand(parts, mover, 1, missing(mover, 1, [0, TILES, TILES]))
+    assert demand(parts, mover, 1, missing(mover, 1, [0, TILES, TILES])) == []
     wait_idle(parts, mover)
     assert mover.cache.residency.tolist() == [[0, 0, 0], [TILES, 0, 0]]

@@ -11,10 +11,9 @@ import pytest
 from failing_prefetcher import FailingPrefetcher, failing_parts
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from mover_parts import LIMIT, SLOTS, MoverParts, random_store
+from mover_parts import LIMIT, SLOTS, MoverParts, check_idle, check_slots, demand, missing, random_store
 
 from pipeline.errors import PlanError
-from pipeline.experts.shares import Missing
 from pipeline.experts.tile_mover import TileMover
 from pipeline.policies.view import Target
 from shm.layout import ExpertShape
@@ -45,46 +44,12 @@ def shared_scene(store, tmp_path_factory) -> Iterator[tuple[MoverParts, FailingP
         yield scene
 
 
-def check_slots(parts: MoverParts, mover: TileMover) -> None:
-    """The cache is consistent and every READY slot holds its tile: residency is a prefix."""
-    mover.cache.audit()
-    for layer, expert in EVERY:
-        slots = mover.cache.slots_of(layer, expert)
-        assert len(slots) == mover.cache.residency[layer, expert] <= mover.cache.target[layer, expert]
-        for tile, slot in enumerate(slots):
-            assert parts.holds(slot, layer, expert, tile)
-
-
-def missing(mover: TileMover, layer: int, cuts: list[int]) -> list[Missing]:
-    """The tiles that are not resident for these cuts, as the engine demands them."""
-    residency = mover.cache.residency[layer].tolist()
-    return [Missing(e, r, p) for e, (r, p) in enumerate(zip(residency, cuts, strict=True)) if r < p]
-
-
-def demand(parts: MoverParts, mover: TileMover, layer: int, wanted: list[Missing]) -> list[Missing]:
-    """Stream, and check each tile when it is yielded. Returns the tiles that were handed back: together with
-    the others each wanted tile once, and the last ones of their expert."""
-    due = {item.expert: item.lo for item in wanted}
-    unfetched: list[Missing] = []
-    for expert, slot in mover.stream(layer, wanted, unfetched):
-        assert parts.holds(slot, layer, expert, due[expert])
-        due[expert] += 1
-        check_slots(parts, mover)
-    for item in sorted(unfetched, key=lambda item: (item.expert, item.lo)):
-        assert item.lo == due[item.expert] < item.hi
-        due[item.expert] = item.hi
-    assert due == {item.expert: item.hi for item in wanted}
-    return unfetched
-
-
 def wait_idle(parts: MoverParts, prefetcher: FailingPrefetcher, mover: TileMover) -> None:
     prefetcher.start()
     deadline = time.monotonic() + LIMIT
     while not mover.wait_idle():  # a new incarnation may take longer than the mover's limit
         assert time.monotonic() < deadline
-    assert np.array_equal(mover.cache.residency, mover.cache.target)
-    assert mover.cache.free == mover.cache.slots - mover.cache.target.sum()
-    check_slots(parts, mover)
+    check_idle(parts, mover)
 
 
 RETARGET = st.lists(

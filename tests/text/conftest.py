@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from family_tokenizers import sentence_pieces
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
 from pipeline.text.tokenizer import Tokenizer
@@ -65,25 +66,7 @@ def byte_level() -> Backend:
 
 
 def llama_style() -> Backend:
-    trained = Backend(models.BPE())
-    trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    trained.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=300, show_progress=False))
-    model = json.loads(trained.to_str())["model"]
-    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁▁", "▁"]
-    names += [piece for piece in model["vocab"] if piece not in names]
-    backend = Backend(
-        models.BPE(
-            vocab={name: index for index, name in enumerate(names)},
-            merges=[tuple(pair) for pair in model["merges"]],
-            unk_token="<unk>",
-            byte_fallback=True,
-            fuse_unk=True,
-        )
-    )
-    backend.normalizer = trained.normalizer
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    backend = sentence_pieces(TEXTS, vocab_size=300)
     backend.add_special_tokens(["<s>", "</s>", "<unk>"])
     backend.add_tokens([AddedToken("<tool>")])
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])

@@ -4,6 +4,7 @@ tokenizer_config.json, each in a model directory of its own."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,12 +140,12 @@ def olmoe() -> tuple[Tokenizer, dict[str, Any]]:
     }
 
 
-def _pieces() -> Tokenizer:
+def sentence_pieces(texts: Sequence[str], **limits: int) -> Tokenizer:
     """SentencePiece: pieces of text, and byte tokens for text without a piece."""
     trained = Tokenizer(models.BPE())
     trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    trainer = trainers.BpeTrainer(vocab_size=330, limit_alphabet=70, show_progress=False)
-    trained.train_from_iterator(TEXTS, trainer)
+    trainer = trainers.BpeTrainer(show_progress=False, **limits)
+    trained.train_from_iterator(texts, trainer)
     model = json.loads(trained.to_str())["model"]
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁▁", "▁"]
     names += [piece for piece in model["vocab"] if piece not in names]
@@ -165,7 +166,7 @@ def _pieces() -> Tokenizer:
 
 
 def mixtral() -> tuple[Tokenizer, dict[str, Any]]:
-    backend = _pieces()
+    backend = sentence_pieces(TEXTS, vocab_size=330, limit_alphabet=70)
     backend.add_special_tokens([_special("<unk>"), _special("<s>"), _special("</s>")])
     _begins_with(backend, "<s>")
     return backend, {
@@ -190,7 +191,7 @@ def mixtral() -> tuple[Tokenizer, dict[str, Any]]:
 
 def phimoe() -> tuple[Tokenizer, dict[str, Any]]:
     """Phi-3.5-MoE: its special tokens strip the white space behind them."""
-    backend = _pieces()
+    backend = sentence_pieces(TEXTS, vocab_size=330, limit_alphabet=70)
     backend.add_special_tokens([_special("<unk>"), _special("<s>"), _special("</s>", rstrip=True)])
     names = ("<|endoftext|>", "<|assistant|>", "<|system|>", "<|end|>", "<|user|>")
     backend.add_special_tokens([_special(name, rstrip=name != "<|endoftext|>") for name in names])
