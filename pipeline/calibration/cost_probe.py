@@ -152,7 +152,7 @@ class _Probe:
     def round_trip(self) -> float:
         """An empty Work to every worker and back."""
         x = np.zeros((1, self._engine.layout.shape.hidden), np.float32)
-        runs = [empty_shard()] * self._engine.pool.workers
+        runs = [empty_shard(worker) for worker in range(self._engine.pool.workers)]
 
         def once() -> float:
             started = time.perf_counter()

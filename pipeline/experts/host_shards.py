@@ -35,12 +35,15 @@ class HostShard:
     rows: IntArray  # [offsets[-1]], indices into `kept`
     weights: FloatArray
     kept: NDArray[np.intp]
+    worker: int  # it was sized for this worker's cores, and lies on its node
 
 
-def empty_shard() -> HostShard:
+def empty_shard(worker: int) -> HostShard:
     """A shard without items, for an x of one row: it warms a worker up, or measures a round trip."""
     none, items = np.zeros(0, np.int32), np.zeros((0, 3), np.int32)
-    return HostShard(items, np.zeros(1, np.int32), none, np.zeros(0, np.float32), np.zeros(1, np.intp))
+    return HostShard(
+        items, np.zeros(1, np.int32), none, np.zeros(0, np.float32), np.zeros(1, np.intp), worker
+    )
 
 
 def cut_into_shards(share: HostShare, workers: WorkerCores, phase: Phase, batch_rows: int) -> list[HostShard]:
@@ -51,7 +54,7 @@ def cut_into_shards(share: HostShare, workers: WorkerCores, phase: Phase, batch_
         return []
     costs = [ROWS_PER_READ + len(rows) for rows in share.rows]  # of one tile of each expert
     parts = _consecutive(share, costs, workers) if phase == "decode" else _by_expert(share, costs, workers)
-    return [_shard(share, part, batch_rows) for part in parts if part]
+    return [_shard(share, part, batch_rows, worker) for worker, part in enumerate(parts) if part]
 
 
 Part = list[tuple[int, int, int]]  # index into the share, tile lo, tile hi
@@ -109,7 +112,7 @@ def _by_expert(share: HostShare, costs: list[int], workers: WorkerCores) -> list
     return [[(i, int(share.lo[i]), int(share.hi[i])) for i in sorted(part)] for part in chosen]
 
 
-def _shard(share: HostShare, part: Part, batch_rows: int) -> HostShard:
+def _shard(share: HostShare, part: Part, batch_rows: int, worker: int) -> HostShard:
     experts = share.experts.tolist()
     offsets = [0]
     for i, _, _ in part:
@@ -127,4 +130,5 @@ def _shard(share: HostShare, part: Part, batch_rows: int) -> HostShard:
         rows=rows,
         weights=np.concatenate([share.weights[i] for i, _, _ in part]),
         kept=kept,
+        worker=worker,
     )

@@ -121,11 +121,11 @@ class WorkerPool:
     def submit_shards(self, layer: int, shards: Sequence[HostShard], x: FloatArray) -> WorkerTicket:
         """Send shards, at most one for each worker."""
         ticket = WorkerTicket(self, *x.shape)
-        for home, shard in enumerate(shards):
+        for shard in shards:
             kept = x if len(shard.kept) == len(x) else x[shard.kept]
             work = self._work(layer, shard, kept)
             ticket.shards[work.seq] = shard
-            self._assign(_Order(work, ticket, home))
+            self._assign(_Order(work, ticket, shard.worker))
         return ticket
 
     def result(self, ticket: WorkerTicket) -> FloatArray:
@@ -211,7 +211,7 @@ class WorkerPool:
     def _on_ready(self, index: int) -> None:
         """Warm a new worker up, and send it the orders that no other worker could take."""
         worker = self._running[index] = _Worker()
-        warm_up = self._work(0, empty_shard(), np.zeros((1, self._hidden), np.float32))
+        warm_up = self._work(0, empty_shard(index), np.zeros((1, self._hidden), np.float32))
         worker.orders[warm_up.seq] = _Order(warm_up, WorkerTicket(self, 1, self._hidden), index, warm_up=True)
         self._socket.send(index, warm_up)
         unassigned, self._unassigned = self._unassigned, []

@@ -23,14 +23,15 @@ X = np.ones((1, HIDDEN), np.float32)
 QUIET = 0.15  # seconds without a message that count as silence
 
 
-def shard_of(tile: int) -> HostShard:
-    """A shard of one tile of expert 0; the tile identifies it in the test."""
+def shard_of(tile: int, worker: int = 0) -> HostShard:
+    """A worker's shard of one tile of expert 0; the tile identifies it in the test."""
     return HostShard(
         np.array([[0, tile, tile + 1]], np.int32),
         np.array([0, 1], np.int32),
         np.zeros(1, np.int32),
         np.ones(1, np.float32),
         np.zeros(1, np.intp),
+        worker,
     )
 
 
@@ -126,4 +127,4 @@ class PoolHarness:
 
     def submit(self, *tiles: int) -> WorkerTicket:
         """Submit a shard of each of these tiles, for worker 0, 1, ..."""
-        return self.pool.submit_shards(0, [shard_of(tile) for tile in tiles], X)
+        return self.pool.submit_shards(0, [shard_of(tile, worker) for worker, tile in enumerate(tiles)], X)

@@ -170,6 +170,14 @@ def test_workers_read_their_own_nodes_tiles_where_nodes_have_equal_cores(batch: 
     assert [len(tiles_of(shard)) for shard in shards] == [6, 7, 13]
 
 
+def test_shards_of_fewer_tiles_than_workers_keep_their_workers() -> None:
+    """One tile on the second of two nodes: the second node's worker computes it."""
+    rows, weights = [np.zeros(1, np.int32)], [np.ones(1, np.float32)]
+    share = HostShare(*(np.array([n], np.int32) for n in (1, 0, 1)), rows, weights)
+    (shard,) = cut_into_shards(share, WorkerCores((1, 3), 2), "decode", 1)
+    assert shard.worker == 1
+
+
 def test_tiles_beyond_a_nodes_cores_go_to_its_neighbour() -> None:
     """All eight tiles, of as many experts, lie on one of two nodes."""
     rows, weights = [np.zeros(1, np.int32)] * 8, [np.ones(1, np.float32)] * 8
