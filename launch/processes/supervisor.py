@@ -14,6 +14,7 @@ import asyncio
 import logging
 import os
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -68,9 +69,8 @@ class Supervisor:
         self._configs: ChildConfigs
         self._log_level = log_level
         self._runtime: RuntimeDir | None = None
-        self._control: Control | None = None
+        self._files = ExitStack()  # closes and removes what the start opened
         self._group: ProcessGroup | None = None
-        self._control_segment: ControlSegment | None = None
         self._monitor: ProcessMonitor | None = None
         self._lease: StoreLease | None = None
         self._load_progress = ProgressDisplay("bytes", "store: ")
@@ -123,11 +123,14 @@ class Supervisor:
         for line in without_effect(replace(now.config, format=config.format), now.policy, self.model):
             log.warning(f"note: {line}")
         self._runtime = RuntimeDir.claim(self.name)
+        self._files.callback(self._runtime.remove)
+        self._files.callback(self._release_store)
         await self._reserve_cache(self._runtime, now.config, plan)
-        self._control = Control(self._runtime.endpoint("control.sock"))
-        self._group = group = ProcessGroup(self._control, self._guard)
+        control = Control(self._runtime.endpoint("control.sock"))
+        self._files.callback(control.close)
+        self._group = group = ProcessGroup(control, self._guard)
         group.on_message, group.on_exit = self._on_message, self._on_exit
-        self._configs = self._child_configs(now, plan, self._runtime, self._control.key)
+        self._configs = self._child_configs(now, plan, self._runtime, control.key)
         log.info(f"model: {self.model}")
         for line in lines:
             log.info(line)
@@ -191,9 +194,10 @@ class Supervisor:
         cores = len({core for cpus in worker_cores for core in cpus.cores})
         if count > cores:
             log.warning(f"warning: {count} workers share {cores} cores; more than one a core is slower")
-        self._control_segment = ControlSegment.create(self._configs.control_name, count)
+        progress = ControlSegment.create(self._configs.control_name, count)
+        self._files.callback(progress.close)
         self._monitor = monitor = ProcessMonitor(
-            group, self._guard, self._control_segment, self._remove_slabs, self._limits
+            group, self._guard, progress, self._remove_slabs, self._limits
         )
         threads = self._cores.computing
         monitor.add_slot("coordinator", 0, lambda: self._configs.for_coordinator(self._fingerprint), threads)
@@ -288,19 +292,13 @@ class Supervisor:
                 await self._group.stop(orderly=bool(self.endpoint))
         finally:
             self.kill()
-            await self._clean_up()
+            await self._guard.end_tasks()
+            if self._group is not None:
+                await self._group.wait_killed()
+            self._files.close()
 
-    async def _clean_up(self) -> None:
-        await self._guard.end_tasks()
-        if self._group is not None:
-            await self._group.wait_killed()
-        if self._control is not None:
-            self._control.close()
-        if self._control_segment is not None:
-            self._control_segment.close()
+    def _release_store(self) -> None:
         if self._lease is not None:
             self._lease.release(self.config.keep_store)
-        elif self._runtime is not None:
+        else:
             sweep_stores(runtime_root())  # a store that a stopped loader has half built
-        if self._runtime is not None:
-            self._runtime.remove()

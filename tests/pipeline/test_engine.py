@@ -30,38 +30,44 @@ PROMPT = [5, 6, 7, 8, 9]
 TOKEN = 11
 
 
-class SecondLayerAhead(Policy):
+class Placed(Policy):
+    """Places whole experts of layer 1, and has the host compute everything."""
+
+    experts: tuple[int, ...] = ()
+
+    def placement(self, view: View) -> IntArray:
+        target = np.zeros((view.shape.layers, view.shape.experts), np.int32)
+        target[1, list(self.experts)] = view.shape.tiles
+        return target
+
+    def plan(self, layer: int, routing: Routing, view: View) -> Plan:
+        return Plan(np.zeros(view.shape.experts, np.int32))
+
+
+class SecondLayerAhead(Placed):
     """Layer 1 as layer 0's x predicts it, the device's part of each expert being `cut` tiles."""
 
     name = "second-layer-ahead"
     exact = False
+    experts = (0, 1)
 
     def __init__(self, cut: int, early: bool) -> None:
         self._cut, self._early = cut, early
-
-    def placement(self, view: View) -> IntArray:
-        """The second layer's experts 0 and 1 as a whole."""
-        target = np.zeros((view.shape.layers, view.shape.experts), np.int32)
-        target[1, :2] = view.shape.tiles
-        return target
 
     def probes(self, layer: int, view: View) -> tuple[int, ...]:
         return (1,) if layer == 0 else ()
 
     def plan(self, layer: int, routing: Routing, view: View) -> Plan:
         assert layer == 0, "the second layer is decided already"
-        return Plan(np.zeros(view.shape.experts, np.int32))
+        return super().plan(layer, routing, view)
 
     def ahead(self, layer: int, signals: Signals, view: View) -> Ahead | None:
         if layer != 0:
             return None
         assert view.router is not None
         said = view.router(signals.probes[1])
-        return Ahead(
-            Gated(said, said, predicted=True),
-            np.full(view.shape.experts, self._cut, np.int32),
-            self._early,
-        )
+        cut = np.full(view.shape.experts, self._cut, np.int32)
+        return Ahead(Gated(said, said, predicted=True), cut, self._early)
 
 
 @dataclass
@@ -103,6 +109,11 @@ def prefilled(engine: Engine, kv: KVCache, room: int = 16) -> TokenSpan:
     sequence = kv.allocate(room)
     engine.step([StepInput(TokenSpan(sequence, PROMPT), "none")], "prefill")
     return TokenSpan(sequence, [TOKEN])
+
+
+def decode(engine: Engine, after: TokenSpan, token: int = TOKEN) -> None:
+    """One more token of a sequence."""
+    engine.step([StepInput(TokenSpan(after.kv, [token]), "none")], "decode")
 
 
 def by_hand(engine: Engine, store: Store, new: TokenSpan, cut: int, stale: bool) -> np.ndarray:
@@ -182,13 +193,10 @@ def test_failed_layer_abandons_the_next_layers_early_share(scene) -> None:
     assert np.isfinite(logits).all()
 
 
-class OneTarget(Policy):
+class OneTarget(Placed):
     """Predicts expert 2 of layer 1 while layer 0 is computed; all is the device's."""
 
     name = "one-target"
-
-    def placement(self, view: View) -> IntArray:
-        return np.zeros((view.shape.layers, view.shape.experts), np.int32)
 
     def plan(self, layer: int, routing: Routing, view: View) -> Plan:
         return Plan(np.full(view.shape.experts, view.shape.tiles, np.int32))
@@ -207,7 +215,7 @@ def test_predicted_tiles_are_fetched_and_counted(scene) -> None:
     engine.set_policy(OneTarget(), None)
     before = engine.counters.snapshot()["decode"]
     for token in range(20, 30):
-        engine.step([StepInput(TokenSpan(new.kv, [token]), "none")], "decode")
+        decode(engine, new, token)
     engine.memory.wait_idle()
     after = engine.counters.snapshot()["decode"]
     kinds = ("predicted", "useful", "wasted")
@@ -217,19 +225,13 @@ def test_predicted_tiles_are_fetched_and_counted(scene) -> None:
     assert counted["predicted"] + late > 0
 
 
-class Wasteful(Policy):
+class Wasteful(Placed):
     """Predicts another expert of layer 1 in each step, and has the host compute everything."""
 
     name = "wasteful"
 
     def __init__(self) -> None:
         self.asked: list[bool] = []  # whether prediction was wanted
-
-    def placement(self, view: View) -> IntArray:
-        return np.zeros((view.shape.layers, view.shape.experts), np.int32)
-
-    def plan(self, layer: int, routing: Routing, view: View) -> Plan:
-        return Plan(np.zeros(view.shape.experts, np.int32))
 
     def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> tuple[Target, ...]:
         if layer:
@@ -245,7 +247,7 @@ def test_predictions_that_are_not_used_are_switched_off(scene) -> None:
     policy = Wasteful()
     engine.set_policy(policy, None)
     for _ in range(240):
-        engine.step([StepInput(TokenSpan(new.kv, [TOKEN]), "none")], "decode")
+        decode(engine, new)
         if not policy.asked[-1]:
             break
     assert not engine.driver.prefetch.on
@@ -259,30 +261,42 @@ def test_meter_of_a_new_policy_ignores_earlier_predictions(scene) -> None:
     policy = Wasteful()
     engine.set_policy(policy, None)
     while engine.driver.prefetch.on:
-        engine.step([StepInput(TokenSpan(new.kv, [TOKEN]), "none")], "decode")
+        decode(engine, new)
     brought = int(engine.driver.prefetch.status.partition(": of ")[2].split()[0])
     assert brought <= 3 * len(policy.asked)
 
 
-class Crowding(Policy):
+class Crowding(Placed):
     """Keeps two experts of layer 1. In layer 0, which the device computes as a whole, it predicts that one of
     them makes way for another one."""
 
     name = "crowding"
+    experts = (0, 1)
 
     def __init__(self, predicts: tuple[Target, ...]) -> None:
         self._predicts = predicts
-
-    def placement(self, view: View) -> IntArray:
-        target = np.zeros((view.shape.layers, view.shape.experts), np.int32)
-        target[1, :2] = view.shape.tiles
-        return target
 
     def plan(self, layer: int, routing: Routing, view: View) -> Plan:
         return Plan(np.full(view.shape.experts, 0 if layer else view.shape.tiles, np.int32))
 
     def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> tuple[Target, ...]:
         return () if layer else self._predicts
+
+
+def recorded_orders(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[int, tuple[int, int, int]]]:
+    """The tiles that are ordered from now on: (urgency, (layer, expert, tile)) of each."""
+    ordered: list[tuple[int, tuple[int, int, int]]] = []
+    link = engine.memory.mover._link
+    order = link.order
+
+    def noted(layer: int, expert: int, lo: int, slots: list[int], urgency: int) -> object:
+        ordered.extend((urgency, (layer, expert, lo + index)) for index in range(len(slots)))
+        return order(layer, expert, lo, slots, urgency)
+
+    monkeypatch.setattr(link, "order", noted)
+    return ordered
 
 
 def test_demanded_tiles_are_ordered_before_predicted_ones(scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,15 +307,7 @@ def test_demanded_tiles_are_ordered_before_predicted_ones(scene, monkeypatch: py
     (expected,) = engine.step([StepInput(new, "last")], "decode")
     new = prefilled(engine, kv)
     engine.set_policy(Crowding((Target(1, 0, 0), Target(1, 2, 3))), None)
-    ordered: list[tuple[int, tuple[int, int, int]]] = []
-    link = engine.memory.mover._link
-    order = link.order
-
-    def noted(layer: int, expert: int, lo: int, slots: list[int], urgency: int) -> object:
-        ordered.extend((urgency, (layer, expert, lo + index)) for index in range(len(slots)))
-        return order(layer, expert, lo, slots, urgency)
-
-    monkeypatch.setattr(link, "order", noted)
+    ordered = recorded_orders(engine, monkeypatch)
     (logits,) = engine.step([StepInput(new, "last")], "decode")
     engine.memory.wait_idle()
     np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-5)
@@ -316,20 +322,12 @@ def test_tile_below_target_is_not_ordered_beside_its_demand(scene, monkeypatch: 
     engine, _, kv = scene
     new = prefilled(engine, kv, room=32)
     engine.set_policy(make_policy(PolicyRequest("mixtral-offloading"), 0), None)
-    ordered: list[tuple[int, int, int, int]] = []
-    link = engine.memory.mover._link
-    order = link.order
-
-    def noted(layer: int, expert: int, lo: int, slots: list[int], urgency: int) -> object:
-        ordered.append((layer, expert, lo, urgency))
-        return order(layer, expert, lo, slots, urgency)
-
-    monkeypatch.setattr(link, "order", noted)
+    ordered = recorded_orders(engine, monkeypatch)
     for token in range(20, 40):
         ordered.clear()
-        engine.step([StepInput(TokenSpan(new.kv, [token]), "none")], "decode")
-        demanded = {entry[:3] for entry in ordered if entry[3] == DEMANDED}
-        assert not demanded & {entry[:3] for entry in ordered if entry[3] == PLACED}
+        decode(engine, new, token)
+        demanded = {tile for urgency, tile in ordered if urgency == DEMANDED}
+        assert not demanded & {tile for urgency, tile in ordered if urgency == PLACED}
 
 
 def test_prediction_must_not_evict_tiles_of_its_own_layer(scene) -> None:
@@ -342,19 +340,19 @@ def test_prediction_must_not_evict_tiles_of_its_own_layer(scene) -> None:
 
     engine.set_policy(Evicting(()), None)
     with pytest.raises(PlanError, match="evicts tiles of a layer that is being computed"):
-        engine.step([StepInput(new, "none")], "decode")
+        decode(engine, new)
     prefilled(engine, kv)
 
 
 def test_forget_trials_clears_popularity_and_counters(scene) -> None:
     engine, _, kv = scene
     new = prefilled(engine, kv)
-    engine.step([StepInput(new, "none")], "decode")
+    decode(engine, new)
     assert engine.driver.view.popularity.sum() > 0
     engine.forget_trials()
     assert engine.driver.view.popularity.sum() == 0
     assert engine.counters.phases["decode"].rows == 0
     engine.set_policy(make_policy(PolicyRequest("all-host"), 0), None)
     assert engine.driver.view.popularity.sum() == 0
-    engine.step([StepInput(TokenSpan(new.kv, [TOKEN]), "none")], "decode")
+    decode(engine, new)
     assert engine.driver.view.popularity.sum() == 2 * 2, "two experts in each of two layers"
