@@ -1,4 +1,4 @@
-"""Array types that every room uses, and the two phases of a request."""
+"""Array types that all packages use, and the two phases of a request."""
 
 from __future__ import annotations
 

@@ -70,8 +70,8 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class ResolvedConfig(EngineConfig):
-    """A configuration in which everything that depends on memory is chosen: what an engine's processes
-    get."""
+    """A configuration with every option that depends on memory chosen by the plan. An engine's processes get
+    it."""
 
     format: FormatName = "bf16"
     expert_cache: float = DEFAULT_CACHE

@@ -12,7 +12,7 @@ from pipeline.config import ResolvedConfig
 @dataclass(frozen=True)
 class WorkerCores:
     """The expert workers in the order of their NUMA nodes: how many cores each computes on, and the number of
-    nodes (1 also where the order has no meaning)."""
+    nodes (1 also where the order is arbitrary)."""
 
     cores: tuple[int, ...]
     nodes: int = 1
@@ -32,7 +32,7 @@ class CoordinatorConfig:
     engine: str  # its name
     runtime: Path
     incarnation: int
-    key: bytes  # with which the engine's children prove their identity
+    key: bytes  # the engine's children prove their identity with it
     control: str  # name of the control segment
     store: str
     fingerprint: str

@@ -19,13 +19,13 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 @dataclass
 class Fidelity:
-    """Sums of routed weight: all that the routers gave, and how much of it was computed otherwise."""
+    """Sums of routed weight: all that the routers gave, and how much of it an approximation changed."""
 
     weight: float = 0.0
-    skipped: float = 0.0  # of experts that were left out
+    skipped: float = 0.0  # of experts that were skipped
     substituted: float = 0.0  # of experts that another expert replaced
     stale: float = 0.0  # computed by the host from the layer before's hidden state
-    predicted: float = 0.0  # given by a prediction; the layer's own router was not run
+    predicted: float = 0.0  # routed by a prediction; the layer's own router was not run
 
     def book(self, gated: Gated, cut: IntArray, tiles: int, stale: bool) -> None:
         """Add one layer's rows. `cut` [E]: tiles of each expert computed on the device."""

@@ -26,8 +26,8 @@ class RequestError(UsageError):
 
 
 class TraceError(UsageError):
-    """A file of `--record` cannot be written, or one for `--replay` cannot be read: no trace, damaged, or of
-    another version."""
+    """A file of `--record` cannot be written, or one for `--replay` cannot be read: not a trace, damaged, or
+    of another version."""
 
 
 class PlanError(PipelineError):
@@ -41,8 +41,8 @@ class PeerLost(PipelineError):
 
 class ShardFailed(PipelineError):
     """A shard of a step cannot be computed: it crashed the workers that tried, or a worker refused it. The
-    requests whose rows it has are at fault, or the experts' bytes; the workers are replaced."""
+    cause is a request with rows in the shard, or the experts' bytes; the workers are restarted."""
 
 
 class NumberInUse(RequestError):
-    """A request has the number of another request of the same client that is being served."""
+    """A client reuses the number of its own request that is being served."""

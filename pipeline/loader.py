@@ -1,14 +1,14 @@
 """The loader process: puts a model's store into shared memory, reports Ready, and exits.
 
 It uses the fastest source available: the segment of another engine, or one kept from before; the disk cache;
-the checkpoint, while writing the disk cache. A store is not cached on disk where that would not be faster:
-one with the checkpoint's own bits (bf16 of BF16, f32 of F32) is read from the checkpoint again, and random
-weights are drawn again. All of it happens under the store's build lock, so engines that start together share
-one store. The loader imports no torch: on a small model, that import would take nearly all of its time.
+the checkpoint, while writing the disk cache. A store is not cached on disk where that would not be faster: a
+store with the checkpoint's own bits (bf16 of BF16, f32 of F32) is read from the checkpoint again, and random
+weights are drawn again. The loader holds the store's build lock meanwhile, so engines that start together
+share one store. The loader imports no torch: on a small model, that import would take nearly all of its time.
 
-A damaged store or cached file is made again, with a warning, but never while another engine uses it. A cached
-file's checksums are verified whenever it is read; those of a store in memory, and of the cached file beside
-it, only on request (`verify`), because attaching otherwise takes no time.
+A damaged store or cached file is written again, with a warning, but never while another engine uses it. A
+cached file's checksums are verified whenever it is read; those of a store in memory, and of the cached file
+beside it, only on request (`verify`), because attaching otherwise takes no time.
 
 The store's first user is the supervisor: after Ready it takes a StoreLease, and where that raises
 SegmentMissing (the last user of an attached store has just left) it starts the loader again.
@@ -72,7 +72,7 @@ class Control:
             now = time.monotonic()
             if now >= self._next or done == total:
                 self._next = now + PROGRESS_SECONDS
-                with contextlib.suppress(zmq.Again):  # losing a report is better than blocking
+                with contextlib.suppress(zmq.Again):  # a lost report is better than a loader that blocks
                     self._socket.send_multipart(encode(Progress(name, done, total)), zmq.DONTWAIT)
                 self._check()
 

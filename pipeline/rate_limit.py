@@ -15,7 +15,7 @@ class RateLimiter:
         self._began = 0.0
 
     def spend(self, cost: int = 1) -> bool:
-        """Count `cost` units. Whether this second's are still within the limit."""
+        """Count `cost` units; False where this second's exceed the limit."""
         now = time.monotonic()
         if now - self._began >= 1.0:
             self._began, self._spent = now, 0
@@ -24,7 +24,8 @@ class RateLimiter:
 
 
 class SparseLog:
-    """Warnings of one kind that a client can cause: `limit` a second are logged, the rest are counted."""
+    """Logs warnings of one kind that a client can cause: `limit` of them a second; the others are only
+    counted."""
 
     def __init__(self, log: logging.Logger, limit: int = 5) -> None:
         self._log = log

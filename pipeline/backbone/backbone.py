@@ -163,7 +163,7 @@ class Backbone:
 
     @property
     def pending_bytes(self) -> int:
-        """Memory that the weights still in files take once they are materialized."""
+        """Memory that the pending weights take once they are materialized."""
         return sum(weights.bytes for weights in list(self._precision.pending))
 
     def materialize(self, proceed: Proceed) -> None:

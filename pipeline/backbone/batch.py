@@ -1,4 +1,4 @@
-"""The input of one step: new tokens of sequences, laid out as rows, and the rows whose logits are wanted."""
+"""The input of one step: new tokens of sequences, laid out as rows, and the rows that need logits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TokenSpan:
 
 @dataclass(frozen=True)
 class StepInput:
-    """A span and the tokens of it whose logits are wanted."""
+    """A span, and which of its tokens need logits."""
 
     span: TokenSpan
     logits: Literal["none", "last", "all"]
@@ -46,7 +46,7 @@ class Batch:
 
 
 def logit_rows(inputs: Sequence[StepInput]) -> tuple[list[int], list[int]]:
-    """The rows of the step whose logits are wanted, and how many of them belong to each input."""
+    """The rows of the step that need logits, and how many of them belong to each input."""
     rows: list[int] = []
     counts = []
     start = 0

@@ -31,7 +31,7 @@ class GroupedQueryDecode:
         """`norms`: weights of queries' and keys' norms; `dtype`: of the KV cache; `spin`: the device's team
         also computes the products before and after, so its threads spin in between."""
         assert device.library is not None
-        self._norms = norms  # kept alive: the kernel reads their memory
+        self._norms = norms  # keeps the tensors: the kernel reads their memory
         self._output_width = spec.heads * spec.head_dim
         self._spin = spin
         query_norm, key_norm = (None, None) if norms is None else (n.data_ptr() for n in norms)

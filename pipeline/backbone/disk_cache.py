@@ -45,7 +45,7 @@ def backbone_fingerprint(source: ModelSource, dtype: str) -> str:
 
 
 class BackboneCache:
-    """One model's matrices in one format. `take` and `keep` are for any thread."""
+    """One model's matrices in one format. Any thread may call `take` and `keep`."""
 
     def __init__(self, folder: Path, fingerprint: str, record: CacheRecord | None = None) -> None:
         """`fingerprint`: 64 hex digits that change whenever the matrices' bytes would."""
@@ -69,7 +69,7 @@ class BackboneCache:
         offset, _, checksum = found
         # Read before it is mapped: a disk error is an exception here, and SIGBUS in a mapping.
         if _checksum(self._descriptor, offset, nbytes) != checksum:
-            with contextlib.suppress(FileNotFoundError):  # another matrix was damaged too, and has warned
+            with contextlib.suppress(FileNotFoundError):  # another damaged matrix has logged the warning
                 self._path.unlink()
                 log.warning(f"{self._path} is damaged: it is made again at the next start")
             return None

@@ -1,6 +1,6 @@
 """Token embeddings that are read from the checkpoint on demand, and copied into memory later.
 
-A step needs few rows and a start none, so an engine is ready before the whole matrix is read.
+A step needs few rows and a start needs none, so an engine is ready before the whole matrix is read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The background thread that copies file-backed weights into memory while requests are served."""
+"""The background thread that copies file-backed weights into memory while the engine serves requests."""
 
 from __future__ import annotations
 

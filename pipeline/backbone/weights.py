@@ -1,4 +1,4 @@
-"""Reads the backbone's tensors by role and keeps each in the form that its kind asks for."""
+"""Reads the backbone's tensors by role and stores each in the form that its kind requires."""
 
 from __future__ import annotations
 

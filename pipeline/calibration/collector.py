@@ -67,12 +67,12 @@ class Activations:
 
 
 class TrainPass(Activations):
-    """Also collects the data of the predictors: the mean of each layer's x, whose differences are DALI's
-    residuals (equation 11), and pairs of a token's last x and the next token's first logits (AdapMoE,
-    equation 9)."""
+    """Also collects the data of the predictors: the mean of each layer's x, from which DALI's residuals
+    follow (equation 11), and pairs of a token's last x and the next token's first logits (AdapMoE, equation
+    9)."""
 
     def __init__(self, shape: ModelShape, hidden: int, every: int) -> None:
-        """`every`: one of so many pairs is kept."""
+        """`every`: of that many pairs one is kept."""
         super().__init__(shape)
         self._sums = np.zeros((shape.layers, hidden))
         self._rows = 0

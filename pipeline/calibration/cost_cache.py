@@ -75,7 +75,7 @@ class Record:
             raise ValueError("it is of another version")
         plain = data["setting"]
         if plain.keys() != {field.name for field in fields(Setting)}:
-            raise ValueError("it does not say what it was measured with")
+            raise ValueError("it has no valid setting")
         kinds: dict[str, Callable[[Any], Any]] = {"cores": int, "workers": tuple}
         setting = Setting(**{name: kinds.get(name, str)(value) for name, value in plain.items()})
         record = cls(
@@ -145,13 +145,13 @@ def read(path: Path) -> Record:
 
 
 def _read(path: Path) -> Record | None:
-    """The record of a file; a file that holds none is removed."""
+    """The record of a file; a file without a valid record is removed."""
     try:
         return read(path)
     except OSError:
         return None
     except ValueError as e:
-        log.warning(f"{path} is not used, its costs are measured anew: {' '.join(str(e).split())[:100]}")
+        log.warning(f"{path} is not used, its costs are measured again: {' '.join(str(e).split())[:100]}")
         with suppress(OSError):
             path.unlink()
         return None

@@ -31,7 +31,7 @@ from pipeline.policies.costs import Costs
 ROWS = (1, 4, 16, 64)
 BUDGET = 2.0  # seconds in all
 ROUND_TRIPS = 50
-OTHER_LAYERS = 4  # layers at most whose time outside their experts is measured
+OTHER_LAYERS = 4  # layers at most that `other` times
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def costs_for(engine: Engine, coordinator: CoordinatorConfig, context: int) -> C
 def measure_costs(engine: Engine, context: int = ROWS[-1]) -> Costs:
     """Medians per tile, and per layer for the rest. Raises PolicyError where the engine has no slab."""
     if not engine.memory.exists:
-        raise PolicyError("costs are measured with room for experts on the device: give --expert-cache")
+        raise PolicyError("measuring costs needs a slab for experts on the device: give --expert-cache")
     share = BUDGET / (3 * len(ROWS) + 1)
     probe = _Probe(engine, engine.memory)
     probe.warm_up()
@@ -114,7 +114,7 @@ class _Probe:
             ticket = self._submit(rows)
             self._fetch()
             ticket.result()
-            return ticket.busy / tiles  # the slowest worker's; the wall time may be the fetch's
+            return ticket.busy / tiles  # of the slowest worker; the wall time may be that of the fetch
 
         return _median(once, seconds)
 

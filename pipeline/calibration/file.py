@@ -88,7 +88,7 @@ def read(path: Path) -> tuple[Calibration, dict[str, Any]]:
         version, fingerprint, checksum = facts["version"], facts["fingerprint"], facts.pop("crc32")
         threshold, about = facts["threshold"], dict(facts["about"])
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as e:
-        raise _unusable(path, f"it is no whole calibration ({type(e).__name__})") from None
+        raise _unusable(path, f"it is not a complete calibration ({type(e).__name__})") from None
     if version != VERSION:
         raise _unusable(path, f"it is of version {str(version)[:20]}, this program's is {VERSION}")
     if fingerprint != path.parent.name:
@@ -147,7 +147,7 @@ def _checked(tensors: dict[str, Array], threshold: object) -> Calibration:
         if array.dtype != dtype or array.shape != shape:
             raise ValueError(f"{name} is {array.dtype}{list(array.shape)}, not {dtype}{list(shape)}")
         if not np.isfinite(array).all():
-            raise ValueError(f"{name} holds what is no number")
+            raise ValueError(f"{name} holds values that are not finite")
         array.flags.writeable = False
         return array
 
@@ -155,12 +155,12 @@ def _checked(tensors: dict[str, Array], threshold: object) -> Calibration:
         return take(name, shape) if name in tensors else None
 
     def width(name: str, otherwise: int) -> int:
-        """Columns of a matrix, whose size is not known otherwise."""
+        """Columns of a matrix; no other array determines this size."""
         return tensors[name].shape[1] if name in tensors and tensors[name].ndim == 2 else otherwise
 
     counts = tensors.get("prefill_counts")
     if counts is None or counts.ndim != 2 or 0 in counts.shape:
-        raise ValueError("prefill_counts is missing or no matrix")
+        raise ValueError("prefill_counts is missing or not a matrix")
     layers, experts = counts.shape
     hidden, most = width("residuals", 0), width("needed", 2)
     result = Calibration(
@@ -176,17 +176,17 @@ def _checked(tensors: dict[str, Array], threshold: object) -> Calibration:
         first_gate=optional("first_gate", experts, hidden),
     )
     if tensors:
-        raise ValueError(f"it holds {min(tensors)[:40]!r}, which is nothing known")
+        raise ValueError(f"it holds {min(tensors)[:40]!r}, an unknown array")
     if min(result.prefill_counts.min(), result.decode_counts.min()) < 0:
-        raise ValueError("it counts below 0")
+        raise ValueError("a count is below 0")
     if any((shares < 0).any() or (shares > 1).any() for shares in result.accuracy.values()):
-        raise ValueError("an accuracy is no share")
+        raise ValueError("an accuracy is outside 0..1")
     if result.sensitivity is not None and (result.sensitivity < 0).any():
         raise ValueError("a sensitivity is below 0")
     if result.needed is not None and (
         most > experts + 1 or (result.needed < 0).any() or abs(result.needed.sum(axis=1) - 1).max() > 1e-4
     ):
-        raise ValueError("what tokens need are no shares")
+        raise ValueError("needed does not consist of shares")
     return result
 
 
@@ -195,4 +195,4 @@ def _threshold(value: object) -> float | None:
         return None
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf:
         return float(value)
-    raise ValueError("its threshold is no number of at least 0")
+    raise ValueError("its threshold is not a number of at least 0")

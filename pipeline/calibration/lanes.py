@@ -12,7 +12,7 @@ from pipeline.calibration.windows import Window
 from pipeline.engine.engine import Engine
 from pipeline.text.sampler import log_softmax
 
-Passed = Callable[[int], None]  # so many more tokens were read; its exceptions end the reading
+Passed = Callable[[int], None]  # takes the number of tokens just read; its exceptions end the reading
 
 
 class Lanes:
@@ -55,8 +55,8 @@ class Lanes:
 
 @contextmanager
 def lanes(engine: Engine, kv: KVCache, windows: Sequence[Window], chunk: int) -> Iterator[Lanes]:
-    """Holds KV cache for the windows within the block. Raises RequestError where it has too few free
-    tokens."""
+    """Allocates KV cache for the windows within the block. Raises RequestError where too few tokens are
+    free."""
     held: list[tuple[Window, SequenceKV]] = []
     try:
         for window in windows:

@@ -63,7 +63,7 @@ class CalibrationContext:
 
 @dataclass
 class Findings:
-    """Facts about a calibration beside its arrays."""
+    """Results of a calibration other than its arrays."""
 
     seconds: dict[str, float] = field(default_factory=dict)  # by stage
     notes: list[str] = field(default_factory=list)  # what could not be measured, and the remedy

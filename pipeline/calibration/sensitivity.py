@@ -38,7 +38,7 @@ from shm.store import Store
 from workers.kernels.reference import tile_numbers
 
 ROWS = 512  # tokens computed together, in whole windows: with more, each expert is read less often
-HEAD_ROWS = 64  # tokens whose logits are in memory at once
+HEAD_ROWS = 64  # rows of logits in memory at once
 LEAST = 3  # tokens of a window: the last one is only a target, and a single row takes the decode path
 
 Progress = Callable[[int, int], None]  # completed passes through a layer, and their total
@@ -115,7 +115,7 @@ class _Model:
         self.device.prepare(max(self.backbone.largest_product(batch.rows), in_tile))
         return batch
 
-    @torch.no_grad()  # not inference mode, whose tensors may not become part of a graph
+    @torch.no_grad()  # not inference mode: its tensors may not become part of a graph
     def forward(self, layer: int, h: Tensor, batch: Batch) -> Tensor:
         """The hidden states after a layer, from those before it."""
         h = self.backbone.attention(layer, h, batch)

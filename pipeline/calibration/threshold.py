@@ -2,8 +2,8 @@
 
 The gate drops a token's smallest weights as long as (their normalised sum)^2 * s_l <= T. For two experts this
 is equation 8, (1 - alpha)^2 * s_l <= T. So only finitely many T differ: those from which on a token of the
-text loses another expert in a layer. The search bisects their ranks, and not their values, which span many
-powers of ten.
+text loses another expert in a layer. The search bisects their ranks, not their values, which span many powers
+of ten.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipeline.arrays import FloatArray
 class Threshold:
     """The result of a search. Losses are the values of `loss`."""
 
-    value: float  # T; 0 where no other kept the loss within the bound
+    value: float  # T; 0 where no other T kept the loss within the bound
     loss: float  # at T
     exact: float  # at 0
     tried: tuple[tuple[float, float], ...]  # every T with its loss, in the order tried; the first is 0
@@ -40,7 +40,7 @@ def perturbations(weights: FloatArray, sensitivity: float) -> FloatArray:
 def largest_threshold(
     candidates: FloatArray, loss: Callable[[float], float], bound: float = 0.005, evaluations: int = 8
 ) -> Threshold:
-    """The largest T of the candidates whose loss is at most (1 + bound) times the one at 0.
+    """The largest candidate T with a loss of at most (1 + bound) times the loss at 0.
 
     `candidates`: the perturbations of the text's tokens in all layers, in any shape. `loss(T)`: the mean
     negative log-likelihood of the text under the adaptive gate with T; it is called with 0, with the largest

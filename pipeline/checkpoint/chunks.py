@@ -33,7 +33,7 @@ Chunk = Callable[[], None]  # reads and encodes its rows; for any thread; raises
 
 
 class Rows(Protocol):
-    """A source of tensor rows: a TensorReader, or memory."""
+    """A source of tensor rows: a TensorReader, or arrays in memory."""
 
     def rows(self, part: TensorRows, lo: int, hi: int) -> RawTensor:
         """See TensorReader.rows; for any thread."""
@@ -175,7 +175,7 @@ class PlainExpert:
 
     def _encode(self, tile: int, lo: int, hi: int) -> None:
         """Encode channels [lo, hi) of a tile, which is three matrices of whole rows. Where the format has the
-        checkpoint's bits, they are copied; else the channels are encoded as a smaller tile, whose matrices
+        checkpoint's bits, they are copied; else the channels are encoded as a smaller tile, and its matrices
         are then copied to their places."""
         shape, tile_format = self._layout.shape, self._layout.format
         first, count = tile * shape.tile + lo, hi - lo

@@ -39,7 +39,7 @@ class Checkpoint(ModelSource):
         return fingerprint(self._index, format_name, tile)
 
     def worth_keeping(self, format_name: str) -> bool:
-        """Not where the store has the checkpoint's bits: reading the checkpoint again is about as fast."""
+        """False where the store has the checkpoint's bits: reading the checkpoint again is about as fast."""
         shape = len(self._spec.moe_layers), self._spec.experts
         names = {part.name for place in np.ndindex(shape) for part in self._locate(*place)}
         return any(SAME_BITS.get(self._index.tensors[name].dtype) != format_name for name in names)

@@ -56,7 +56,7 @@ class RandomModel(ModelSource):
         return hashlib.blake2b(msgpack.packb(facts), digest_size=32).hexdigest()
 
     def worth_keeping(self, format_name: str) -> bool:
-        """Never: drawing it again is about as fast."""
+        """False: drawing the weights again is about as fast."""
         return False
 
     @contextmanager

@@ -96,11 +96,11 @@ class TensorReader:
         return RawTensor(entry.dtype, bits.shape, bits)
 
     def read_ahead(self, part: TensorRows) -> int:
-        """Have the kernel start reading `part` into the page cache; returns its bytes. Raises as `rows`."""
+        """Asks the kernel to read `part` into the page cache; returns its bytes. Raises as `rows`."""
         return self._advise(part, os.POSIX_FADV_WILLNEED)
 
     def drop_pages(self, part: TensorRows) -> None:
-        """Have the kernel drop `part` from the page cache. Raises as `rows`."""
+        """Asks the kernel to drop `part` from the page cache. Raises as `rows`."""
         self._advise(part, os.POSIX_FADV_DONTNEED)
 
     def _advise(self, part: TensorRows, advice: int) -> int:
@@ -137,7 +137,7 @@ class TensorReader:
         if entry.shape != part.shape:
             raise ModelError(
                 f"{entry.file}: the tensor {part.name} has the shape {list(entry.shape)}; "
-                f"config.json says {list(part.shape)}"
+                f"config.json gives {list(part.shape)}"
             )
         return entry, part.shape[-1]
 

@@ -26,7 +26,7 @@ def check_tensors(index: CheckpointIndex, architecture: Architecture, spec: Mode
         name = misshapen[0]
         entry = index.tensors[name]
         raise ModelError(
-            f"{entry.file}: the tensor {name} has the shape {list(entry.shape)}; config.json says "
+            f"{entry.file}: the tensor {name} has the shape {list(entry.shape)}; config.json gives "
             f"{list(required[name])}{_others(misshapen, 'differ')}"
         )
     unread = [name for name in required if index.tensors[name].dtype not in BITS]

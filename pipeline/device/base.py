@@ -36,11 +36,11 @@ class SlabMemory(ABC):
 
     @abstractmethod
     def address(self) -> AttachSlab:
-        """How another process finds this slab."""
+        """The description by which another process maps this slab."""
 
     @abstractmethod
     def local_copier(self, store: Store) -> Copier:
-        """A copier for a thread of this process."""
+        """A copier into this slab for a thread of this process."""
 
     @abstractmethod
     def close(self) -> None:
@@ -78,8 +78,8 @@ class Device(ABC):
 
     @abstractmethod
     def prepare(self, multiply_adds: int) -> None:
-        """Set up for a step whose products have at most this many multiply-adds each. The setup depends on
-        this number alone, so that equal steps give equal bits."""
+        """Set up for a step with products of at most this many multiply-adds each. The setup depends on this
+        number alone, so that equal steps give equal bits."""
 
     @abstractmethod
     def to_host(self, *tensors: Tensor) -> tuple[NDArray[np.float32], ...]:

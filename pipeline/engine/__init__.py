@@ -1,1 +1,2 @@
-"""Steps through the model under a policy: the order in which it is asked, its execution, observers."""
+"""Steps of the model under a policy: the driver that calls the policy, the execution of its plans,
+observers."""

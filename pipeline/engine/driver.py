@@ -1,7 +1,7 @@
-"""The order in which a policy is asked, written once (DESIGN.md section 5).
+"""The one place that calls a policy's methods, in their fixed order (DESIGN.md section 5).
 
-A `PolicyDriver` asks the policy of each layer in turn, and a `LayerExecutor` carries out the answers: with
-tensors and processes (`pipeline/engine/tensor_executor.py`), on the clock of a cost model
+A `PolicyDriver` calls the policy for each layer in turn, and a `LayerExecutor` carries out its decisions:
+with tensors and processes (`pipeline/engine/tensor_executor.py`), on the clock of a cost model
 (`pipeline/replay/machine.py`), or with arrays alone in tests and benchmarks. Imports no torch.
 """
 
@@ -46,8 +46,8 @@ class LayerExecutor(Protocol[Begun]):
     """Carries out one layer. The driver calls these methods in this order."""
 
     def read(self, layer: int, probes: Sequence[int], own: bool) -> Signals:
-        """Compute the routers of `probes` on this layer's x and, if `own`, the layer's own router. What has
-        landed on the device meanwhile is resident from now on."""
+        """Compute the routers of `probes` on this layer's x and, if `own`, the layer's own router. Tiles that
+        have landed on the device meanwhile are resident from now on."""
 
     def begin(self, decision: LayerDecision[Begun]) -> None:
         """Apply the decision's targets, divide the layer, begin the host's share unless it has begun, and
@@ -67,13 +67,13 @@ class LayerExecutor(Protocol[Begun]):
 
 
 class PolicyDriver(Generic[Begun]):
-    """Asks one policy. Keeps what lasts longer than a layer: the next layer where it is decided early, the
-    step count, the prefetch meter, and the popularity of experts."""
+    """Drives one policy. Keeps the state that lasts longer than a layer: the next layer where it is decided
+    early, the step count, the prefetch meter, and the popularity of experts."""
 
     def __init__(self, policy: Policy, view: View, landed: int = 0, useful: int = 0) -> None:
         """`view`: what the policy plans with. Its residency and target are live; its popularity is counted in
-        place. `landed`, `useful`: tiles that earlier policies' predictions have brought, and used. Raises
-        PolicyError where the policy lacks what it needs."""
+        place. `landed`, `useful`: prefetched tiles that landed, and those that were used, under earlier
+        policies. Raises PolicyError where the policy lacks what it needs."""
         self.policy = policy
         self.prefetch = PrefetchMeter(landed, useful)
         self._popularity = view.popularity
@@ -116,19 +116,20 @@ class PolicyDriver(Generic[Begun]):
         executor.end(policy.after(layer, decision.gated.routing, view))
 
     def end_step(self, landed: int, useful: int) -> bool:
-        """A step has been computed. `landed`, `useful`: tiles that predictions brought and that were used, in
+        """A step has been computed. `landed`, `useful`: prefetched tiles that landed and that were used, in
         all decode steps so far. True where prefetching was switched on or off (`prefetch.status`)."""
         phase = self.view.phase
         self.view = replace(self.view, step=self.view.step + 1)
         return phase == "decode" and self.prefetch.step(landed, useful)
 
     def cancel_early(self) -> Begun | None:
-        """The step has failed. Returns the host share that began for a layer that will not be computed."""
+        """The step has failed. Returns the host share that began early for a layer that will not be
+        computed."""
         early, self._early = self._early, None
         return None if early is None else early[1]
 
     def forget_counts(self) -> None:
-        """Start counting anew: popularity, and the tiles that predictions brought and used."""
+        """Reset popularity and the counts of prefetched and used tiles."""
         self._popularity[:] = 0
         self.prefetch = PrefetchMeter()
 
@@ -138,7 +139,7 @@ class PolicyDriver(Generic[Begun]):
             popularity[expert] += rows
 
     def _decide_next(self, decision: LayerDecision[Begun], executor: LayerExecutor[Begun]) -> None:
-        """Where the policy decides the next layer now, the host begins with its share at once."""
+        """Where the policy decides the next layer now, begin the host's share of it at once."""
         ahead = self.policy.ahead(decision.layer, decision.signals, self.view)
         if ahead is not None:
             following = decision.layer + 1

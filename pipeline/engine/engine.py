@@ -1,7 +1,7 @@
 """The engine: steps through the model, under one policy at a time (DESIGN.md section 5).
 
-It executes plans and decides nothing: what is resident and which side computes what comes from the policy, as
-arrays. It knows no requests, no clients and no text.
+It executes plans and decides nothing: the policy decides, as arrays, which tiles are resident and which side
+computes which tiles. The engine knows no requests, no clients and no text.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class Engine:
     def set_policy(
         self, policy: Policy, costs: Costs | None, calibration: Calibration | None = None
     ) -> tuple[str, ...]:
-        """Use a policy from the next step on. Its placement is resident when this returns, unless there is no
-        prefetcher. Returns its notes. Raises PolicyError where the policy lacks a slab or anything else; the
-        policy before is kept then."""
+        """Use a policy from the next step on. Its placement is resident when this returns, unless the
+        prefetcher is down. Returns its notes. Raises PolicyError where the policy needs a slab or anything
+        else that the engine does not have; the previous policy is kept then."""
         memory, decode = self.memory, self.counters.phases["decode"]
         if policy.uses_device and not memory.exists:
-            raise PolicyError(f"policy {policy.name} keeps experts on the device, and there is no slab")
+            raise PolicyError(f"policy {policy.name} keeps experts on the device, and the engine has no slab")
         view = View(
             shape=self.shape,
             phase="decode",
@@ -87,16 +87,16 @@ class Engine:
         placement = self.driver.placement
         memory.retarget(Target(i, e, int(placement[i, e])) for i, e in np.ndindex(placement.shape))
         placed = memory.wait_idle()
-        late = () if placed else ("there is no prefetcher: experts are placed once it is restarted",)
+        late = () if placed else ("the prefetcher is down: experts are placed once it is restarted",)
         return *policy.notes(self.driver.view), *late
 
     def forget_trials(self) -> None:
-        """Start counting anew: the steps so far were trials, not requests."""
+        """Reset all counters: the steps so far were trials, not requests."""
         self.counters = Counters(self.layout.tile_bytes, self.shape.layers)
         self.driver.forget_counts()
 
     def poll_children(self) -> None:
-        """Handle messages, starts and exits of workers and prefetcher, also where no layer waits for them."""
+        """Handle messages, starts and exits of workers and prefetcher while no layer waits for them."""
         self.pool.update(0)
         self.memory.poll()
 

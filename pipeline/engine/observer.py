@@ -1,7 +1,7 @@
 """Observers of the engine, and probes: routers applied to another layer's input.
 
-Traces and calibrations are made by observers. An observer changes nothing that is computed; it may ask for
-probes beside the policy's own.
+Observers make traces and calibrations. An observer does not change the computation; it may request probes
+beside the policy's own.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Probing:
 
 
 def with_observers(layer: int, probes: Sequence[int], observers: Sequence[Observer]) -> list[int]:
-    """The policy's probes of a layer and, behind them, the observers' that are not among them."""
+    """The policy's probes of a layer, followed by those of the observers that are not among them."""
     wanted = list(probes)
     for observer in observers:
         wanted += [target for target in observer.probes(layer) if target not in wanted]

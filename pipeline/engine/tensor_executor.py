@@ -22,8 +22,7 @@ from pipeline.policies.view import Ahead, Signals, Target
 
 @dataclass
 class TensorExecutor:
-    """The expert layers of one step: a `LayerExecutor` whose methods follow each other as
-    `PolicyDriver.layer` calls them."""
+    """The expert layers of one step: a `LayerExecutor`, called in the order of `PolicyDriver.layer`."""
 
     backbone: Backbone
     device: Device
@@ -47,7 +46,7 @@ class TensorExecutor:
     _outputs: list[Tensor] = field(init=False)  # float32 [R, H] each: their sum is what the experts add to h
 
     def read(self, layer: int, probes: Sequence[int], own: bool) -> Signals:
-        """x, the router's logits and the probes' are copied to the host together."""
+        """Copies x, the router's logits and the probes' to the host together."""
         self._x = x = self.backbone.moe_input(layer, self.h)
         wanted = with_observers(layer, probes, self.observers)
         logits = [self.backbone.router(layer, x)] if own else []
@@ -71,7 +70,7 @@ class TensorExecutor:
         self.clock.mark("plan")
 
         self._outputs = []
-        if self.device.on_host:  # on the workers' own cores nothing is gained by computing beside them
+        if self.device.on_host:  # the device shares the workers' cores: computing beside them gains nothing
             self._compute_shared_experts(layer)
         begun = decision.begun
         self._ticket = self._submit(layer, split.host, self._x_host) if begun is None else begun
@@ -81,7 +80,7 @@ class TensorExecutor:
     def begin_early(self, layer: int, ahead: Ahead) -> Ticket:
         resident = self.memory.residency[layer]
         share = split_layer(ahead.gated.routing, ahead.cut, resident, self.tiles).host
-        # a copy: this layer's x is gone before that layer's result is asked for
+        # a copy: this layer's x is overwritten before the next layer's result is read
         ticket = self._submit(layer, share, self._x_host.copy())
         self.clock.mark("submit")
         return ticket
@@ -97,7 +96,7 @@ class TensorExecutor:
         if split.device:
             self._outputs.append(self.memory.compute(self._device_work, self.kernel, self._x, self.clock))
         host = [(split.host, self._ticket)]
-        if missing := self._device_work.missing:  # without a prefetcher, they are the workers' instead
+        if missing := self._device_work.missing:  # the prefetcher is down: the workers compute them
             late = split.handed_over(missing)
             host.append((late, self._submit(layer, late, self._x_host)))
         for share, ticket in host:

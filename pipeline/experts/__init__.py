@@ -1,1 +1,2 @@
-"""A layer's experts: divided between host and device, computed by workers, cached and fetched as tiles."""
+"""The experts of a layer: the split between host and device, the workers' pool, the expert cache, tile
+fetches."""

@@ -26,7 +26,7 @@ def start_copy_thread(
     """Start the thread, which announces itself to `socket`. Returns the function that ends it."""
 
     def no_tick() -> None:
-        """A thread has no progress counter: it cannot hang without the coordinator."""
+        """Does nothing: a thread of the coordinator needs no progress counter of its own."""
 
     def copy() -> None:
         identity = Identity("prefetcher", 0, config.incarnation)

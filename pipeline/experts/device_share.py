@@ -1,7 +1,7 @@
 """The device's share of a layer, and the memory that its tiles are read from.
 
-Missing tiles are ordered as soon as the layer is divided; resident tiles are computed while they are under
-way, and the missing ones as they land.
+Missing tiles are ordered as soon as the layer is divided. The device computes resident tiles while they are
+under way, and each missing tile once it has landed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from pipeline.policies.view import Target
 
 @dataclass(frozen=True)
 class DeviceWork:
-    """One layer's device share; its missing tiles are ordered. `missing` is what of them cannot be fetched
-    because there is no prefetcher: complete once `landing` is exhausted."""
+    """One layer's device share; its missing tiles are ordered. `missing`: those that cannot be fetched
+    because the prefetcher is down; complete once `landing` is exhausted."""
 
     layer: int
     shares: Sequence[DeviceShare]
@@ -90,31 +90,30 @@ class DeviceMemory:
         self.mover.counters = counters
 
     def poll(self) -> None:
-        """Notice a prefetcher that exited or was restarted, take in what has landed, order what is below its
-        target."""
+        """Handle the prefetcher's exit or restart, collect landed tiles, order tiles below their target."""
         self.mover.poll_prefetcher()
 
     def collect_landings(self) -> None:
-        """Count what has landed in the background as resident."""
+        """Count tiles that have landed in the background as resident."""
         self.mover.collect_landings()
 
     def retarget(self, targets: Iterable[Target]) -> None:
-        """Keep these residencies from now on. What shrinks is evicted at once; what grows is fetched with the
-        layer's demand or later in the background."""
+        """Set these residencies as targets. Tiles beyond them are evicted at once; missing tiles are fetched
+        with the layer's demand or later in the background."""
         self.mover.retarget(targets)
 
     def prefetch(self, targets: Iterable[Target]) -> None:
-        """Keep and order what was predicted."""
+        """Set predicted targets and order their tiles."""
         self.mover.retarget(targets, predicted=True)
         self.mover.fetch_missing()
 
     def end_layer(self, targets: Iterable[Target]) -> None:
-        """Apply the targets that follow the layer, and order what is below its target."""
+        """Apply the targets that follow the layer, and order tiles below their target."""
         self.mover.retarget(targets)
         self.mover.update()
 
     def wait_idle(self) -> bool:
-        """Wait until residency equals the targets. False where there is no prefetcher: the tiles are fetched
+        """Wait until residency equals the targets. False where the prefetcher is down: the tiles are fetched
         once it is restarted."""
         return self.mover.wait_idle()
 
@@ -130,7 +129,7 @@ class DeviceMemory:
     def compute(self, work: DeviceWork, kernel: DeviceKernel, x: Tensor, clock: StepClock) -> Tensor:
         """The weighted sum of the shares, float32 [R, H]. Resident tiles are an expert's first, so each
         expert sums its tiles in tile order, and then experts are added in theirs: the bits depend on the cuts
-        and not on what happened to be resident."""
+        and not on which tiles happened to be resident."""
         counters = self.mover.counters
         inputs = kernel.activations(x)
         rows = {s.expert: torch.from_numpy(s.rows.astype(np.int64)).to(x.device) for s in work.shares}

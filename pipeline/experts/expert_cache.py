@@ -11,10 +11,10 @@
 
 A slot that becomes FREE carries the device's fence of that moment; before it is ordered again, the device
 must have passed that fence, because a kernel may still read the slot. `residency` counts an expert's READY
-tiles, which are always its leading ones. A *target* says how many of them to keep.
+tiles, which are always its leading ones. A *target* is the number of tiles to keep.
 
 The cache keeps records; it sends no message and touches no memory. Targets sum to at most `capacity`, and the
-slab has more slots than that, so a demanded tile always finds a slot once what is under way has landed.
+slab has more slots than that, so a demanded tile always finds a slot once the tiles under way have landed.
 """
 
 from __future__ import annotations

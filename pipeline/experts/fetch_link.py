@@ -46,8 +46,8 @@ class FetchLink:
         stall_limit: float = STALL_LIMIT,
         attach_limit: float = ATTACH_LIMIT,
     ) -> None:
-        """`slab`: what every new prefetcher has to map; None: it is a thread that has the slab. `line`: its
-        progress counter; None: it is a thread of this process. Limits are seconds without progress."""
+        """`slab`: the slab that every new prefetcher maps; None for a prefetcher thread, which has it.
+        `line`: the prefetcher's progress counter; None for a thread. Limits are seconds without progress."""
         self.notes: tuple[str, ...] = ()  # of the latest prefetcher
         self._socket = socket
         self._slab = slab
@@ -73,7 +73,7 @@ class FetchLink:
 
     def order(self, layer: int, expert: int, lo: int, slots: list[int], urgency: int) -> Order:
         """Order tiles [lo, lo + len(slots)) of an expert. While the link is not up the order is final at
-        once: a prefetcher that has not mapped the slab must not get it."""
+        once: a prefetcher must not get an order before it has mapped the slab."""
         order = Order(self._next, layer, expert, lo, slots, urgency, final=not self.up)
         self._next += 1
         if order.final:

@@ -1,5 +1,5 @@
-"""The host's side of a layer, as the engine sees it: processes of their own (`worker_pool.py`) or the
-coordinator itself (`inline_pool.py`)."""
+"""The interface of the pools that compute the host's share of a layer: in worker processes (`worker_pool.py`)
+or in the coordinator (`inline_pool.py`)."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from pipeline.experts.shares import HostShare
 class Ticket(Protocol):
     """A layer's host share that a pool has accepted."""
 
-    busy: float  # seconds that the slowest worker computed; known once there is a result
+    busy: float  # seconds that the slowest worker computed; set with the result
 
     @property
     def shards(self) -> Collection[object]:
-        """Its shards; without any the result is zeros."""
+        """The shards of the share; without any the result is zeros."""
 
     def result(self) -> FloatArray:
         """Wait for the partial sums and add them in shard order: float32 [R, H]. Raises ShardFailed where a
-        shard cannot be computed, PeerLost where the engine is to end."""
+        shard cannot be computed, PeerLost where the engine cannot continue."""
 
     def abandon(self) -> None:
-        """Cancel it: its result will not be asked for."""
+        """Cancel the share: `result` will not be called."""
 
 
 class HostPool(Protocol):
@@ -40,7 +40,7 @@ class HostPool(Protocol):
         """Begin a share and return at once. x: float32 [R, H], unchanged until the ticket's result."""
 
     def submit_shards(self, layer: int, shards: Sequence[HostShard], x: FloatArray) -> Ticket:
-        """The same for shards, at most one for each worker."""
+        """As `submit`, for shards, at most one for each worker."""
 
     def update(self, wait_ms: int) -> bool:
         """Handle the workers' messages, starts and exits; False if nothing has arrived."""

@@ -1,7 +1,8 @@
 """The host's share of a layer, cut into one shard for each worker.
 
 The cut depends on the plan and the batch alone, never on timing or on which workers run, and partial sums are
-added in shard order. So the result is the same bits, whichever worker computes a shard (DESIGN.md section 4).
+added in shard order. So any worker can compute any shard, and the result has the same bits (DESIGN.md section
+4).
 
 With several NUMA nodes, decode's tiles are cut in the order of the nodes that hold them (`shm/numa.py`), and
 workers are in that order too. So a worker reads its own node's memory, except where a node holds a larger
@@ -21,14 +22,15 @@ from pipeline.coordinator_config import WorkerCores
 from pipeline.experts.shares import HostShare
 from shm.numa import node_of
 
-# Rows whose products take as long as reading a tile's weights once. Measured on experts of 14336 x 4096: one
-# more row costs a quarter of that read in int4, an eighth in int8, a seventh in bf16.
+# The products of this many rows take as long as one read of a tile's weights. Measured on experts of 14336 x
+# 4096: one more row costs a quarter of that read in int4, an eighth in int8, a seventh in bf16.
 ROWS_PER_READ = 5
 
 
 @dataclass(frozen=True)
 class HostShard:
-    """One worker's part of a share, in the terms of Work; `kept`: the batch's rows that x holds, in order."""
+    """One worker's part of a share, with the fields of Work; `kept`: the batch's rows that x holds, in
+    order."""
 
     items: IntArray  # [n, 3]
     offsets: IntArray  # [n + 1]
@@ -74,7 +76,7 @@ def _consecutive(share: HostShare, costs: list[int], workers: WorkerCores) -> li
         cost = costs[i]
         start = lo
         while True:
-            # the first tile whose middle is at or beyond this shard's end
+            # the first tile with its middle at or beyond this shard's end
             beyond = 2 * ends[shard] * total - cores * (2 * before + cost)
             end = min(hi, lo + max(0, -(-beyond // (2 * cores * cost))))
             if end > start:

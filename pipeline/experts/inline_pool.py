@@ -1,7 +1,7 @@
-"""The host's share computed by the coordinator itself, with its device's threads: `--workers 0`.
+"""A pool that computes the host's share in the coordinator, with the device's threads: `--workers 0`.
 
-No message is sent and no process is woken, which on a machine without a GPU is most of what a small layer
-costs. The price: a crash of a host kernel is the coordinator's own, and the whole engine is restarted.
+It sends no message and wakes no process, which on a machine without a GPU is most of the cost of a small
+layer. In exchange, a crash of a host kernel ends the coordinator, and the whole engine is restarted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ONE_WORKER = WorkerCores.alike(1)
 
 @dataclass
 class InlineTicket:
-    """A layer's host share that is computed when its result is asked for: a `host_pool.Ticket`."""
+    """A layer's host share that is computed by the call of `result`: a `host_pool.Ticket`."""
 
     pool: InlineExpertPool
     layer: int
@@ -38,7 +38,7 @@ class InlineTicket:
         return self.pool.result(self)
 
     def abandon(self) -> None:
-        """Nothing was started."""
+        """Does nothing: the computation has not begun."""
 
 
 class InlineExpertPool:
@@ -77,5 +77,5 @@ class InlineExpertPool:
         return y
 
     def update(self, wait_ms: int) -> bool:
-        """No messages: it has no processes."""
+        """False: a pool without processes receives no messages."""
         return False

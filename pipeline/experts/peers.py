@@ -1,8 +1,8 @@
 """The coordinator's end of a socket to its workers or to its prefetcher: child states, messages both ways.
 
-A child is known by its index. Of each index only the newest incarnation is heard; messages of earlier ones
-are dropped. A child's arrival and its exit are delivered in order among its messages, as its Ready and as
-WorkerDied. Used by the engine's thread alone, but for `give_up` and the two statistics.
+A child is identified by its index. Of each index only the newest incarnation counts; messages of earlier ones
+are dropped. A child's start and its exit are delivered in order among its messages, as its Ready and as
+WorkerDied. Used by the engine's thread alone, except `give_up` and the two statistics.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from protocol.sockets import CHILD_HWM, Identity, bind_router, ipc_endpoint, par
 
 log = logging.getLogger(__name__)
 
-SEND_LIMIT = 30.0  # seconds for a child whose queue is full to take a message
-SLICE_MS = 10  # of a wait, between two looks at the exit events
+SEND_LIMIT = 30.0  # seconds for a child with a full queue to take a message
+SLICE_MS = 10  # of a wait, between two checks of the exit events
 COPY_BELOW = 65536  # bytes; copying less is cheaper than tracking the buffer
-DRAIN_SECONDS = 0.001  # for what has arrived, so that a flood of foreign messages is no endless loop
+DRAIN_SECONDS = 0.001  # for the messages that have arrived: a flood of foreign ones must not hold `receive`
 RECOVERIES = 256  # of the latest ones, in the statistics
 
 SendToSupervisor = Callable[[object], None]
@@ -44,7 +44,7 @@ class ChildState:
     name: bytes
     incarnation: int
     pid: int
-    up: bool = False  # it has answered: it does its work
+    up: bool = False  # it computes or copies: see `mark_up`
     hung: bool = False  # reported to the supervisor, which kills it
 
 
@@ -99,11 +99,11 @@ class ChildServerSocket:
         self._proven: dict[bytes, Identity] = {}  # of running children, by name: each proof is checked once
         self._early: list[tuple[int, object]] = []  # received while a send or `wait_ready` waited
         self._exit_count = 0
-        self._exited_at: dict[int, float] = {}  # by index, until the successor is up
+        self._exited_at: dict[int, float] = {}  # by index, until the next incarnation is up
         self._ready_seconds: deque[float] = deque(maxlen=RECOVERIES)
         self._up_seconds: deque[float] = deque(maxlen=RECOVERIES)
         self.malformed = 0
-        self.behind = False  # messages are left that the last `receive` had no time for
+        self.behind = False  # the last `receive` ran out of time before all messages
 
     @property
     def running(self) -> list[int]:
@@ -131,7 +131,8 @@ class ChildServerSocket:
         self._given_up = reason
 
     def mark_up(self, index: int, incarnation: int) -> None:
-        """This incarnation does its work from now on. Ignored where it has exited meanwhile."""
+        """Mark this incarnation up, and report that to the supervisor. Ignored where it has exited
+        meanwhile."""
         child = self._children.get(index)
         if child is None or child.up or child.incarnation != incarnation:
             return
@@ -142,7 +143,7 @@ class ChildServerSocket:
         self._to_supervisor(WorkerUp(self.role, index, incarnation))
 
     def report_hung(self, index: int) -> None:
-        """This child has work and makes no progress: the supervisor is to kill it."""
+        """Report to the supervisor, which kills it, a child that has work and makes no progress."""
         child = self._children.get(index)
         if child is not None and not child.hung:
             child.hung = True
@@ -150,8 +151,8 @@ class ChildServerSocket:
 
     def send(self, index: int, message: object) -> None:
         """Send to a child. Large tensors are not copied: they must not change until its answer. A message to
-        a child that has exited is dropped: its exit is delivered, or was. Raises PeerLost where a running
-        child takes no message for too long."""
+        a child that has exited is dropped: `receive` delivers its exit. Raises PeerLost where a running child
+        takes no message for too long."""
         child = self._children.get(index)
         if child is None:
             return
@@ -163,7 +164,7 @@ class ChildServerSocket:
                 self._socket.send_multipart([child.name, *frames], zmq.NOBLOCK, copy=small)
                 return
             except zmq.Again:
-                # The child may be waiting for this socket to take what it sends.
+                # The child may be waiting for this socket to receive its own messages.
                 self._early.extend(self._take(10))
                 if self._children.get(index) is not child:
                     return
@@ -175,8 +176,8 @@ class ChildServerSocket:
                 return
 
     def receive(self, wait_ms: int) -> list[tuple[int, object]]:
-        """Messages that are here, as (index, message); waits at most `wait_ms` for the first. Among them are
-        the Ready of each new child and the WorkerDied of each that exited. Raises PeerLost after
+        """Messages that have arrived, as (index, message); waits at most `wait_ms` for the first. Among them
+        are the Ready of each new child and the WorkerDied of each that exited. Raises PeerLost after
         `give_up`."""
         early, self._early = self._early, []
         return early + self._take(0 if early else wait_ms)
@@ -189,8 +190,8 @@ class ChildServerSocket:
         ]
 
     def recovery_stats(self) -> dict[str, Any]:
-        """The number of exits, and the median seconds from an exit until the successor had announced itself
-        (`ready_s`) and did its work (`whole_s`); None where no child was replaced. From any thread."""
+        """The number of exits, and the median seconds from an exit until the next incarnation announced
+        itself (`ready_s`) and was up (`whole_s`); None where no child was restarted. From any thread."""
         ready, up = list(self._ready_seconds), list(self._up_seconds)
         return {
             "deaths": self._exit_count,
@@ -250,7 +251,7 @@ class ChildServerSocket:
         known = self._children.get(index)
         if known is not None and known.incarnation >= incarnation:
             return  # a second Ready, or one of an earlier incarnation
-        if known is not None:  # the successor announced itself before the supervisor reported the exit
+        if known is not None:  # the next incarnation's Ready arrived before the exit event
             self._on_exit(WorkerDied(self.role, index, known.incarnation, False, -1), messages)
         self._children[index] = ChildState(name, incarnation, ready.pid)
         self._proven[name] = identity

@@ -1,14 +1,14 @@
-"""Whether a child that has work makes progress."""
+"""Measures how long a child that has work has made no progress."""
 
 from __future__ import annotations
 
 import time
 
-STALL_SLICE = 0.1  # seconds that one look may count: this process may have stood still itself
+STALL_SLICE = 0.1  # seconds that one reading may count: this process may have been stopped itself
 
 
 class ProgressWatch:
-    """How long a child that has work made no progress. Time in which the watch was not read does not
+    """Seconds without progress of a child that has work. Time in which the watch was not read does not
     count."""
 
     def __init__(self) -> None:
@@ -27,5 +27,5 @@ class ProgressWatch:
         return self._stalled
 
     def reset(self) -> None:
-        """The child has no work, or has just answered: begin anew."""
+        """Restart the count: the child has no work, or has just answered."""
         self._ticks = -1

@@ -57,7 +57,7 @@ class Split:
     device: list[DeviceShare]  # experts ascending
 
     def handed_over(self, missing: Iterable[Missing]) -> HostShare:
-        """The host's share of tiles that were the device's and cannot be fetched."""
+        """The host's share of device tiles that cannot be fetched."""
         shares = {share.expert: share for share in self.device}
         items = sorted(missing, key=lambda item: (item.expert, item.lo))
         return HostShare(
@@ -103,8 +103,8 @@ def split_layer(routing: Routing, cut: IntArray, residency: IntArray, tiles: int
 
 
 def _split_row(routing: Routing, cut: IntArray, residency: IntArray, tiles: int) -> Split:
-    """`split_layer` of a single row, in plain numbers: decode does this in every layer, with processor caches
-    that hold nothing but weights."""
+    """`split_layer` of a single row, in plain numbers: decode calls it in every layer, when the processor's
+    caches hold nothing but weights."""
     if cut.shape != residency.shape:
         raise _wrong_cuts(residency, tiles)
     row = np.zeros(1, np.int32)

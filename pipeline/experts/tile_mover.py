@@ -1,9 +1,10 @@
 """Moves tiles to the device: keeps residency at the policy's targets, and streams what a step demands.
 
-It is the only user of the expert cache's slots and of the fetch link, so the rules that connect the two are
-here. An expert has at most one background order. When the expert is demanded, that order is truncated first,
-and the tiles that it brought are used. Tiles land in order, so what is resident is always a prefix. While the
-prefetcher is being restarted nothing is ordered, and demanded tiles are handed back.
+It is the only user of the expert cache's slots and of the fetch link, so this module has the rules that
+connect the two. An expert has at most one background order. When the expert is demanded, that order is
+truncated first, and its landed tiles are used. Tiles land in order, so the resident tiles are always a
+prefix. While the prefetcher is being restarted, the mover orders nothing and returns demanded tiles as
+unfetched.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class _Prediction:
     """An expert's residency that was predicted and not used yet."""
 
     counters: PhaseCounters  # of the phase that predicted it: its tiles are counted there
-    unused: int = 0  # resident tiles that it brought
+    unused: int = 0  # resident tiles that its orders fetched
 
 
 @dataclass
@@ -39,7 +40,7 @@ class _BackgroundOrder:
 
     order: Order
     prediction: _Prediction | None  # the prediction that it was sent for, also if that was dropped since
-    booked: int = 0  # landed tiles that the cache and the counters know of
+    booked: int = 0  # landed tiles that were passed to the cache and the counters
 
 
 class TileMover:
@@ -66,8 +67,8 @@ class TileMover:
         return not self._background
 
     def retarget(self, targets: Iterable[Target], predicted: bool = False) -> None:
-        """Keep these experts at these residencies from now on: evict at once; grow by demanded tiles and,
-        from the next `update` on, in the background. Predicted targets are fetched before others."""
+        """Set these residencies as targets. Tiles beyond them are evicted at once; missing tiles are fetched
+        on demand and, from the next `update` on, in the background, predicted targets before others."""
         changes = tuple(targets)
         if not changes:
             return
@@ -84,12 +85,12 @@ class TileMover:
                 self._evicted(key, max(0, resident[key] - change.tiles))
 
     def poll_prefetcher(self) -> None:
-        """Notice the prefetcher's start or exit, also while no order is under way; then `update`."""
+        """Handle the prefetcher's start or exit, also while no order is under way; then `update`."""
         self._link.update(0)
         self.update()
 
     def update(self) -> None:
-        """Book landings and order what is still below target."""
+        """Book landed tiles and order tiles that are still below target."""
         self.collect_landings()
         self.fetch_missing()
 
@@ -106,7 +107,7 @@ class TileMover:
                 return
 
     def collect_landings(self) -> None:
-        """Book what has landed in the background."""
+        """Book tiles that have landed in the background."""
         if self._background:
             self._link.update(0)
             for key, entry in list(self._background.items()):
@@ -126,7 +127,7 @@ class TileMover:
 
     def wait_idle(self) -> bool:
         """Wait until residency equals the targets; False where no prefetcher starts within the limit: the
-        rest lands once one runs."""
+        remaining tiles land once one runs."""
         while self.cache.missing or self._background:
             self.update()
             for entry in list(self._background.values())[:1]:
@@ -140,9 +141,9 @@ class TileMover:
         self, layer: int, missing: Iterable[Missing], unfetched: list[Missing]
     ) -> Iterator[tuple[int, int]]:
         """Fetch tiles on demand. The first orders are sent now. The result yields (expert, slot) for each
-        tile once it has landed, in the order given, but first those that a background order had brought. A
-        slot that the target does not keep may be read until the next one is asked for. Tiles that cannot
-        come, because the prefetcher exited, are appended to `unfetched`: always the last tiles of their
+        tile once it has landed, in the order given, but first those that a background order had fetched. A
+        slot that the target does not keep may be read until the iterator advances. Tiles that cannot be
+        fetched, because the prefetcher exited, are appended to `unfetched`: always the last tiles of their
         expert."""
         wanted = self._wanted = deque(missing)
         self._streamed = {(layer, item.expert) for item in wanted}
@@ -225,7 +226,7 @@ class TileMover:
         del self._background[key]
 
     def _finish(self, order: Order) -> None:
-        """Cancel an order and wait until the prefetcher has acknowledged that."""
+        """Cancel an order and wait until the prefetcher has acknowledged it."""
         self._link.cancel(order)
         while not order.final:
             self._link.wait(order, len(order.slots))
@@ -257,7 +258,7 @@ class TileMover:
     def _book(self, entry: _BackgroundOrder) -> None:
         """Book a background order's new landings, and release what a final one did not write."""
         order = entry.order
-        # The expert's present prediction: the order's own, or one made since that was dropped.
+        # The expert's present prediction: the order's own, or a later one.
         present = self._predicted.get((order.layer, order.expert))
         for index in range(entry.booked, order.landed):
             self.placed += 1
@@ -274,14 +275,14 @@ class TileMover:
                 counters = (present or entry.prediction).counters
                 counters.predicted_tiles += 1
                 counters.wasted_tiles += 1
-            # else the prediction was dropped, and a target that is none keeps the tile
+            # else the prediction was dropped, and another target keeps the tile
         entry.booked = order.landed
         if order.final:
             for slot in order.slots[order.landed :]:
                 self.cache.release_loading(slot)
 
     def _evicted(self, key: Key, tiles: int) -> None:
-        """The last `tiles` resident tiles of a predicted expert were evicted: prediction brought the last
+        """The last `tiles` resident tiles of a predicted expert were evicted: predictions fetched the last
         ones."""
         prediction = self._predicted[key]
         wasted = min(prediction.unused, tiles)

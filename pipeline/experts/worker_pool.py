@@ -1,9 +1,9 @@
 """The pool of expert workers: submits a layer's host share, collects the partial sums, survives worker exits.
 
-A shard is cut for one of W workers and usually computed by that one. While that worker is being restarted, or
-has not yet imported its kernels, another computes the shard: the result is the same bits. A Work that was
-being computed when a worker crashed is tried once more; if that worker crashes too, the Work fails its
-request, and not the pool.
+A shard is cut for one of W workers and usually computed by that worker. While it is being restarted, or has
+not yet imported its kernels, another worker computes the shard: the result has the same bits. A Work that was
+being computed when a worker crashed is tried once more; if that worker crashes too, the request fails, and
+the pool continues.
 
 A worker that makes no progress is first *suspect*: an idle worker gets the same Works (the pool hedges), and
 the suspect gets no new ones until it answers. After the whole limit it is reported as hung and killed.
@@ -28,8 +28,8 @@ from protocol.messages import Abandon, Partial, Ready, Work, WorkerDied, WorkFai
 from shm.control import ControlSegment
 
 HEDGE_AFTER = 1 / 6  # of a worker's stall limit, after which an idle worker gets the same Works
-MAX_CRASHES = 2  # of workers over one Work, by their own fault
-MAX_EXITS = 8  # of workers over one Work, by any cause: perhaps the system killed them, out of memory
+MAX_CRASHES = 2  # of workers while they computed one Work, by a crash
+MAX_EXITS = 8  # the same by any cause: the system may kill workers when memory is short
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class SilenceLimits:
     """Seconds without a sign of progress that the pool accepts."""
 
     stall: float = 3.0  # without a tile: the worker is hung
-    stall_row: float = 0.02  # and so much more for each row that it computes
-    first_answer: float = 60.0  # instead of these, until its first answer: imports count no progress
-    pool: float = 120.0  # without a message from any worker: the engine is given up
+    stall_row: float = 0.02  # added for each row that it computes
+    first_answer: float = 60.0  # instead of these, until its first answer: imports do not count as progress
+    pool: float = 120.0  # without a message from any worker: the engine fails
 
 
 @dataclass
@@ -52,7 +52,7 @@ class WorkerTicket:
     shards: dict[int, HostShard] = field(default_factory=dict)  # by seq, in shard order
     partials: dict[int, FloatArray] = field(default_factory=dict)
     busy: float = 0.0  # seconds of computing, of the slowest worker
-    failure: str = ""  # why it will never be complete
+    failure: str = ""  # the reason why it can never be complete
 
     @property
     def complete(self) -> bool:
@@ -97,7 +97,7 @@ class WorkerPool:
         hidden: int,
         limits: SilenceLimits | None = None,
     ) -> None:
-        """`workers`: shards are cut for these, all of them expected. `control`: their progress counters."""
+        """`workers`: the expected workers, for which shards are cut. `control`: their progress counters."""
         self.workers = len(workers)
         self._cores = workers
         self._socket = socket
@@ -130,7 +130,7 @@ class WorkerPool:
 
     def result(self, ticket: WorkerTicket) -> FloatArray:
         """The sum of the ticket's partials: float32 [R, H], added in shard order. Raises ShardFailed where a
-        shard cannot be computed, PeerLost where the engine has to end."""
+        shard cannot be computed, PeerLost where the engine cannot continue."""
         limit = self._limits.pool
         deadline = time.monotonic() + limit
         while not ticket.complete:
@@ -147,7 +147,7 @@ class WorkerPool:
         return y
 
     def abandon(self, ticket: WorkerTicket) -> None:
-        """Its result will not be asked for: drop the Works that have no answer."""
+        """Drop the ticket's Works that have no answer: its `result` will not be called."""
         for index, worker in self._running.items():
             for seq in [seq for seq, order in worker.orders.items() if order.ticket is ticket]:
                 del worker.orders[seq]
@@ -155,7 +155,7 @@ class WorkerPool:
         self._unassigned = [order for order in self._unassigned if order.ticket is not ticket]
 
     def update(self, wait_ms: int) -> bool:
-        """Process the messages that are here, starts and exits of workers among them; True if there were any.
+        """Process the messages that have arrived, starts and exits of workers among them; True if any had.
         Waits at most `wait_ms` for the first."""
         messages = self._socket.receive(wait_ms)
         for index, message in messages:
@@ -178,7 +178,7 @@ class WorkerPool:
     # --- assignment --------------------------------------------------------------------------------------
 
     def _assign(self, order: _Order) -> None:
-        """Send an order to the worker that it was cut for, if that one is able or no other is; else to the
+        """Send an order to the worker that it was cut for, if that worker is able or no other is; else to the
         able worker with the fewest orders."""
         able = self._able() or list(self._running)
         if not able:
@@ -209,7 +209,7 @@ class WorkerPool:
     # --- messages ----------------------------------------------------------------------------------------
 
     def _on_ready(self, index: int) -> None:
-        """Warm a new worker up, and send it the orders that no other worker could take."""
+        """Warm a new worker up, and send it the unassigned orders."""
         worker = self._running[index] = _Worker()
         warm_up = self._work(0, empty_shard(index), np.zeros((1, self._hidden), np.float32))
         worker.orders[warm_up.seq] = _Order(warm_up, WorkerTicket(self, 1, self._hidden), index, warm_up=True)
@@ -232,7 +232,8 @@ class WorkerPool:
             order.ticket.busy = max(order.ticket.busy, partial.busy)
 
     def _on_exit(self, index: int, exited: WorkerDied) -> None:
-        """Send the worker's orders to others; fail the one that it was computing, if that ended too many."""
+        """Send the worker's orders to others. The order that it was computing fails, if it has ended too many
+        workers."""
         worker = self._running.pop(index)
         for seq, order in worker.orders.items():
             if order.warm_up:

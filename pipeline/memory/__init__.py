@@ -1,1 +1,1 @@
-"""What an engine needs of this machine's memory, and how much it may have."""
+"""The memory that an engine needs, and the plan that fits it to the machine."""

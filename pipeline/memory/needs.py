@@ -35,7 +35,7 @@ EXPANDED_COPIES = 4  # of the keys and values that latent attention expands
 
 @dataclass(frozen=True)
 class Needs:
-    """The needs of one model in one format; bytes unless a comment says otherwise."""
+    """The needs of one model in one format, in bytes unless noted otherwise."""
 
     format: FormatName
     store: int  # every expert

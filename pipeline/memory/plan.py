@@ -35,7 +35,7 @@ FREE_BYTES = 2_000_000_000  # left for the rest of the machine
 # By decreasing exactness. Checkpoints are in bf16, f16 or f32: no format of experts is more exact than bf16.
 AUTOMATIC: tuple[FormatName, ...] = ("bf16", "int8", "int4", "int4-g128")
 GOOD_CONTEXT = 4096  # tokens: for less than that, a less exact format is the better choice
-LEAST_CONTEXT = 1024  # a shorter one is never chosen
+LEAST_CONTEXT = 1024  # tokens; the plan never chooses a shorter context
 CACHE_STEPS = 1000  # a cache that is chosen is a whole number of thousandths
 
 

@@ -1,4 +1,5 @@
-"""Policies: what is resident, what the device computes. They see arrays and plan; they never touch a tensor.
+"""Policies: they decide which tiles are resident and which the device computes. They plan with arrays and
+never touch a tensor.
 
 `view.py` is the contract between the engine and a policy; `presets.py` is the one table of presets.
 """

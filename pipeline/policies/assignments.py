@@ -1,7 +1,7 @@
-"""The assignments: which side computes which tiles of a layer's active experts, as cuts (DESIGN.md section
+"""Assignment parts: they divide a layer's active experts between device and host, as cuts (DESIGN.md section
 1).
 
-They plan from the view's costs, the rows that use each expert and what is resident; the algorithms over plain
+They plan from the view's costs, the rows that use each expert and the residency; the algorithms over plain
 seconds are in `balance.py`. A resident tile is not moved: `link` is paid for missing ones only.
 """
 
@@ -21,11 +21,11 @@ from pipeline.policies.costs import Costs
 from pipeline.policies.options import Option, Whole
 from pipeline.policies.view import Routing, View
 
-_TABLE = 512  # row counts whose seconds are looked up; wider batches are few and slow
+_TABLE = 512  # row counts with seconds in a table; wider batches are few and slow
 
 
 class Device(Assignment):
-    """Everything on the device; what is missing is fetched."""
+    """All experts on the device; missing tiles are fetched."""
 
     name: ClassVar[str] = "device"
     help: ClassVar[str] = "every expert on the device, missing ones are fetched"
@@ -36,7 +36,7 @@ class Device(Assignment):
 
 
 class Host(Assignment):
-    """Everything on the host, straight from the store."""
+    """All experts on the host, straight from the store."""
 
     name: ClassVar[str] = "host"
     help: ClassVar[str] = "every expert on the host, nothing is moved"
@@ -48,15 +48,14 @@ class Host(Assignment):
 
 
 class Resident(Assignment):
-    """Each tile is computed where it is, so nothing is fetched on demand, not even while the placement is
-    still landing."""
+    """Each tile is computed where it is: no demand fetches, not even while the placement is still landing."""
 
     name: ClassVar[str] = "resident"
     help: ClassVar[str] = "resident tiles on the device, the others on the host"
     fetches: ClassVar[bool] = False
 
     def cut(self, layer: int, routing: Routing, view: View) -> IntArray:
-        # the smaller of the two: tiles beyond a target are about to be evicted
+        # tiles beyond a target are about to be evicted
         resident: IntArray = np.minimum(view.residency[layer], view.target[layer])
         return resident
 
@@ -85,19 +84,19 @@ class _Seconds:
 
 
 class Active(NamedTuple):
-    """A layer's active experts and what each costs, all of them in the same order."""
+    """A layer's active experts and their costs, all lists in the same order."""
 
     experts: list[int]
     rows: list[int]
     missing: list[int]  # tiles
     link: list[float]  # seconds to move the missing tiles
-    device: list[float]  # seconds for all tiles on the device, without moving any
+    device: list[float]  # seconds for all tiles on the device, without transfers
     host: list[float]  # seconds for all tiles on the host
-    free_tiles: int  # tiles the cache could keep beyond this layer's active experts' resident ones
+    free_tiles: int  # tiles that fit the cache beside the resident tiles of this layer's active experts
 
 
 class ByCosts(Assignment):
-    """An assignment that weighs seconds against each other."""
+    """An assignment that compares the seconds of device, host and link."""
 
     needs_costs = True
 
@@ -117,7 +116,7 @@ class ByCosts(Assignment):
         """The cut of each active expert."""
 
     def _active(self, layer: int, routing: Routing, view: View) -> Active | None:
-        """None where no expert is active. Raises PolicyError where there are no costs."""
+        """None where no expert is active. Raises PolicyError without costs."""
         seconds, costs, tiles = self._seconds, view.costs, view.shape.tiles
         if costs is None:
             raise PolicyError(f"assignment {self.name} plans by costs: none were measured or given (--costs)")
@@ -142,8 +141,8 @@ class ByCosts(Assignment):
 
 class Cheaper(ByCosts):
     """Fiddler (PAPERS.md, baselines): a missing expert is computed on the host where that takes less time
-    than moving it and computing it on the device: t_host(w) < transfer + t_device(w) for w rows. Each expert
-    is decided by itself, without regard to the load of either side."""
+    than its transfer and its computing on the device: t_host(w) < transfer + t_device(w) for w rows. Each
+    expert is decided by itself, without regard to the load of either side."""
 
     name: ClassVar[str] = "cheaper"
     help: ClassVar[str] = "a missing expert on the host where that takes less time than fetching it"
@@ -163,7 +162,7 @@ class Greedy(ByCosts):
     transfer and its computing, which overlap: t_gpu = max(transfer, compute)."""
 
     name: ClassVar[str] = "greedy"
-    help: ClassVar[str] = "DALI's: one expert after the other to the side that is done sooner"
+    help: ClassVar[str] = "DALI's: one expert after the other to the side that finishes sooner"
 
     def tiles(self, active: Active, view: View) -> list[int]:
         device = [max(pair) for pair in zip(active.link, active.device, strict=True)]
@@ -172,12 +171,13 @@ class Greedy(ByCosts):
         return [whole if here else 0 for here in on_device]
 
     def decide(self, device: list[float], active: Active) -> list[bool]:
-        """Which of the active experts the device computes, at `device` seconds each."""
+        """For each active expert whether the device computes it, at `device` seconds each."""
         return balance.greedy(device, active.host, active.missing, active.free_tiles)
 
 
 class Optimum(Greedy):
-    """The fastest assignment of whole experts by DALI's costs; for comparison, as finding it takes long."""
+    """The fastest assignment of whole experts by DALI's costs; for comparison, because the search takes
+    long."""
 
     name: ClassVar[str] = "optimum"
     help: ClassVar[str] = "the fastest assignment of whole experts; slow to find, for comparison"
@@ -225,8 +225,8 @@ class TwoEnded(ByCosts):
 
 
 class Bandwidth(ByCosts):
-    """As current engines do (PAPERS.md, baselines): of the missing tiles so many are fetched that link and
-    host are done together, by their rates; resident tiles are the device's."""
+    """As current engines do (PAPERS.md, baselines): the share of missing tiles is fetched with which link and
+    host finish together, by their rates; the device computes resident tiles."""
 
     name: ClassVar[str] = "bandwidth"
     help: ClassVar[str] = "of the missing tiles the share link / (link + host) is fetched, by their rates"

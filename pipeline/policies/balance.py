@@ -1,8 +1,8 @@
-"""Which of a layer's active experts go to the device and which to the host: the algorithms.
+"""The algorithms that divide a layer's active experts between the device and the host.
 
-Each takes the seconds that each expert takes on either side and answers with a list of booleans, True where
-the device computes it (`fetched` divides experts, and answers with tiles). The two sides work at the same
-time, so a layer takes as long as the slower one: the aim is min max(T_device, T_host), DALI's equation 3.
+Each takes the seconds of every expert on either side and returns a list of booleans, True where the device
+computes the expert (`fetched` divides experts, and returns tiles). The two sides work at the same time, so a
+layer takes as long as the slower one: the aim is min max(T_device, T_host), DALI's equation 3.
 
 `need[i]` is the device memory, in tiles, that giving expert i to the device takes beyond what is resident,
 and `free_tiles` how many are free (DALI's equation 9). An expert that does not fit goes to the host.
@@ -19,25 +19,25 @@ Seconds = Sequence[float]
 Tiles = Sequence[int]
 
 EXACT = 16  # active experts up to which `optimum` searches them all
-WIDE = 64  # the beam that stands in for it beyond
+WIDE = 64  # width of the beam search that replaces it beyond
 
 
 def makespan(on_device: Sequence[bool], device: Seconds, host: Seconds) -> float:
-    """Seconds that an assignment takes: of the two sides' sums the larger."""
+    """Seconds of an assignment: the larger of the two sides' sums."""
     device_total = sum(seconds for seconds, here in zip(device, on_device, strict=True) if here)
     host_total = sum(seconds for seconds, here in zip(host, on_device, strict=True) if not here)
     return max(device_total, host_total)
 
 
 def by_difference(device: Seconds, host: Seconds) -> list[int]:
-    """DALI's order: experts whose two sides differ most come first, ties in the order given."""
+    """DALI's order: by descending difference of the two sides' seconds, ties in the order given."""
     apart = [abs(a - b) for a, b in zip(device, host, strict=True)]
     return sorted(range(len(apart)), key=apart.__getitem__, reverse=True)
 
 
 def greedy(device: Seconds, host: Seconds, need: Tiles, free_tiles: int) -> list[bool]:
-    """DALI's Algorithm 1: one expert after the other to the side whose sum is the smaller with it, to the
-    device where they are equal."""
+    """DALI's Algorithm 1: each expert in turn goes to the side that has the smaller sum with it, to the
+    device where both are equal."""
     on_device = [False] * len(device)
     device_total = host_total = 0.0
     for index in by_difference(device, host):
@@ -52,8 +52,8 @@ def greedy(device: Seconds, host: Seconds, need: Tiles, free_tiles: int) -> list
 
 
 def beam(device: Seconds, host: Seconds, need: Tiles, free_tiles: int, width: int) -> list[bool]:
-    """DALI's comparison: greedy's order, but the `width` assignments that are fastest so far are followed
-    instead of one. Of equally fast ones the one with more on the device stays."""
+    """DALI's comparison: greedy's order, but keeping the `width` fastest assignments so far instead of one.
+    Of equally fast assignments the one with more experts on the device stays."""
     # each: the layer's seconds, the device's, the host's, the free tiles, the device's experts as bits
     beams = [(0.0, 0.0, 0.0, free_tiles, 0)]
     for index in by_difference(device, host):
@@ -78,7 +78,7 @@ def optimum(device: Seconds, host: Seconds, need: Tiles, free_tiles: int) -> lis
         return min(best, wide, key=lambda answer: makespan(answer, device, host))
     limit = makespan(best, device, host)
     order = by_difference(device, host)
-    # work that experts from a place in the order on cannot avoid, wherever they go
+    # the least work of the experts from each place in the order on, on any side
     rest = [0.0] * (len(order) + 1)
     for place in reversed(range(len(order))):
         rest[place] = rest[place + 1] + min(device[order[place]], host[order[place]])
@@ -86,7 +86,7 @@ def optimum(device: Seconds, host: Seconds, need: Tiles, free_tiles: int) -> lis
 
     def search(place: int, here: float, there: float, left: int) -> None:
         nonlocal best, limit
-        # both sides' work is at least what they have and what is left, shared evenly
+        # a lower bound: the work of both sides so far and the least work left, shared evenly
         if max(here, there, (here + there + rest[place]) / 2) >= limit:
             return
         if place == len(order):
@@ -112,8 +112,8 @@ def _same(a: int, b: int, device: Seconds, host: Seconds, need: Tiles) -> bool:
 
 def two_ended(link: Seconds, device: Seconds, host: Seconds, rows: Sequence[int]) -> list[bool]:
     """HybriMoE's: one queue with the resident experts at its head and the missing ones behind, each heaviest
-    first. The device takes from the head, the host from the tail, each time the side that is done with its
-    next one sooner (the device where they are equal). Missing experts are moved one after the other while
+    first. The device takes from the head, the host from the tail, each time the side that would finish its
+    next expert sooner (the device where both are equal). Missing experts are moved one after the other while
     the device computes others: one that takes `link` seconds is computed once it has landed."""
     queue = sorted(range(len(rows)), key=lambda index: (link[index], -rows[index]))
     on_device = [False] * len(rows)

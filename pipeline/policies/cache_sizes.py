@@ -1,7 +1,7 @@
-"""How many experts each layer's cache keeps: AdapMoE's expected on-demand loads and their minimum.
+"""The number of experts that each layer's cache keeps: AdapMoE's expected on-demand loads and their minimum.
 
-E experts a layer, k a token, L layers. A cache of size t holds t of the layer's E experts; which ones is
-taken to be unrelated to which are needed (the paper's equation 10). Sizes are whole experts.
+E experts a layer, k a token, L layers. A cache of size t holds t of the layer's E experts, assumed to be
+independent of the experts that are needed (the paper's equation 10). Sizes are whole experts.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pipeline.policies.view import View
 Floats = NDArray[np.float64]
 Predictor = Literal["raw", "residual"]
 
-# what a size's square adds to its loads: among sizes that load as much, the more even ones are taken. Without
-# prefetch the loads are linear in the size, and every way to share out the total would tie.
+# weight of a size's square, added to its loads: of equal loads the more even sizes win. Without prefetch the
+# loads are linear in the size, and every division of the total would tie.
 _EVEN = 1e-12
 
 
@@ -32,8 +32,8 @@ def expected_loads(experts: int, needed: Sequence[float], accuracy: float) -> Fl
     `needed[j]` is the share of tokens that need j experts, `accuracy` the share of predictions that come
     true. Of j needed experts M ~ Hypergeometric(E, E - t, j) miss the cache; a right prediction has loaded
     one of them in time, so E[(M - accuracy) * 1(M >= 1)] = E[M] - accuracy * P(M >= 1) are left. For j in
-    1..2 this is the paper's equations 11 to 15. Raises ValueError where `needed` counts more experts than
-    there are."""
+    1..2 this is the paper's equations 11 to 15. Raises ValueError where `needed` counts more experts than a
+    layer has."""
     if len(needed) > experts + 1:
         raise ValueError(f"{len(needed) - 1} experts cannot be needed of {experts}")
     loads = np.zeros(experts + 1)
@@ -71,7 +71,7 @@ def best_sizes(loads: ArrayLike, total: int) -> list[int]:
 
 
 def filled(sizes: Sequence[int], experts: int, total: int) -> list[int]:
-    """The sizes with what `total` leaves over added, one expert at a time to the smallest layer."""
+    """The sizes with the rest of `total` added, one expert at a time to the smallest layer."""
     answer = list(sizes)
     for _ in range(min(total, len(answer) * experts) - sum(answer)):
         answer[answer.index(min(answer))] += 1
@@ -79,12 +79,12 @@ def filled(sizes: Sequence[int], experts: int, total: int) -> list[int]:
 
 
 def layer_sizes(view: View, total: int, gated: bool, predictor: Predictor | None = "raw") -> list[int]:
-    """AdapMoE's cache sizes, whole experts a layer, for `total` experts over all layers (all of them are
-    given out, as far as layers have experts).
+    """AdapMoE's cache sizes, whole experts a layer, for `total` experts over all layers (all are distributed,
+    as far as layers have experts).
 
-    `gated`: tokens need as many experts as under the calibrated gate, else always k. `predictor`: whose
-    accuracy counts, None for no prefetch at all; the first layer's is that of its trained gate, 0 where there
-    is none. Raises PolicyError where the calibration is missing."""
+    `gated`: tokens need as many experts as under the calibrated gate, else always k. `predictor`: the
+    predictor with the accuracy to plan with, None without prefetch; the first layer has the accuracy of its
+    trained gate, 0 without one. Raises PolicyError where the calibration is missing."""
     shape, calibration = view.shape, view.calibration
     if calibration is None:
         raise PolicyError(
@@ -94,7 +94,7 @@ def layer_sizes(view: View, total: int, gated: bool, predictor: Predictor | None
         if calibration.needed is None:
             raise PolicyError(
                 "cache sizes need how many experts tokens use under the gate; this calibration does not "
-                "say: calibrate with --backbone-dtype f32 or bf16, or use the model's own gate (gate=own)"
+                "have it: calibrate with --backbone-dtype f32 or bf16, or use the model's own gate (gate=own)"
             )
         needed = calibration.needed.astype(np.float64)
     else:

@@ -16,10 +16,11 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Calibration:
-    """Read-only arrays. What could not be measured (sensitivities of a quantized backbone, say) is None."""
+    """Read-only arrays. Arrays that could not be measured (such as the sensitivities of a quantized backbone)
+    are None."""
 
     prefill_counts: NDArray[np.int64]  # [L, E] rows routed to each expert while prompts were read
-    decode_counts: NDArray[np.int64]  # [L, E] the same while one token at a time was
+    decode_counts: NDArray[np.int64]  # [L, E] the same while one token at a time was decoded
     residuals: Floats  # [L - 1, H] mean of x[l + 1] - x[l] over tokens (DALI)
     residual_logits: Floats  # [L - 1, E] router l + 1 applied to residuals[l]
     accuracy: dict[str, Floats]  # by predictor "raw" | "residual" | "first": [L] share of layer l's experts

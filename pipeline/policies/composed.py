@@ -1,10 +1,10 @@
 """Policies made of five parts: placement, gate, prediction, assignment and replacement (DESIGN.md section 5).
 
-A part is a small object over arrays; the composed policy asks each in its turn and keeps count. Those are
-in whole experts, out of `whole_experts(shape, capacity)`: some are the *reserve* of the prediction, the rest
-is the *cache* of the replacement, which the placement fills at the start. A predicted expert is held in the
-reserve; when its layer is planned the replacement may take it into the cache, and what it does not take is
-released once the layer has been computed.
+A part is a small object over arrays; the composed policy calls each in turn and keeps the counts. It divides
+`whole_experts(shape, capacity)` experts: some are the *reserve* of the prediction, the rest is the *cache* of
+the replacement, which the placement fills at the start. A predicted expert is held in the reserve. When its
+layer is planned, the replacement may take it into the cache; otherwise it is released once the layer has been
+computed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipeline.policies.parts import unused_tiles_note, whole_experts
 from pipeline.policies.view import Gated, Plan, Policy, Routing, Signals, Target, View
 
 Expert = tuple[int, int]  # (layer, expert)
-ApplyGate = Callable[[int, Routing], Routing]  # (layer, predicted routing) -> what its gate would leave of it
+ApplyGate = Callable[[int, Routing], Routing]  # layer, predicted routing -> the gated routing
 
 
 class Part(ABC):
@@ -34,26 +34,26 @@ class Part(ABC):
     options: ClassVar[tuple[Option, ...]] = ()
     needs_costs: bool = False
     needs_calibration: bool = False
-    without: ClassVar[str] = ""  # the option that does without what is missing, as "gate=own"
+    without: ClassVar[str] = ""  # the option that avoids the missing input, as "gate=own"
 
     def join(self, parts: Parts) -> None:
         """Called once with all five parts, before any other method."""
-        del parts  # most parts need none of the others
+        del parts  # most parts do not need the others
 
     def missing(self, view: View) -> str:
-        """What the part needs and the view does not have, as the object of "needs"; "" where nothing is
-        missing."""
+        """The input that the part needs and the view does not have, as the object of "needs"; "" where it has
+        all."""
         if self.needs_calibration and view.calibration is None:
             return "a calibration of this model"
         return ""
 
     def notes(self, view: View) -> tuple[str, ...]:
-        """What cannot be done as it was asked, with the reason; each one line without the policy's name."""
+        """Options that cannot be followed here, with the reason; each one line without the policy's name."""
         return ()
 
 
 class Placement(Part):
-    """Which experts are resident at the start."""
+    """The part that decides which experts are resident at the start."""
 
     @abstractmethod
     def targets(self, view: View, budget: int) -> IntArray:
@@ -61,7 +61,7 @@ class Placement(Part):
 
 
 class Gate(Part):
-    """Which experts a token needs."""
+    """The part that decides which experts a token needs."""
 
     exact: bool = True
 
@@ -75,13 +75,13 @@ class Gate(Part):
 
 
 class Prediction(Part):
-    """Which experts later layers will need."""
+    """The part that predicts which experts later layers will need."""
 
-    predictor: ClassVar[Literal["raw", "residual"] | None] = "raw"  # whose calibrated accuracy it has
+    predictor: ClassVar[Literal["raw", "residual"] | None] = "raw"  # its name in the calibration
 
     @abstractmethod
     def reserve(self, view: View) -> int:
-        """How many experts may be held at once because they were predicted; 0: it predicts nothing."""
+        """Experts that may be held at once because they were predicted; 0: the part predicts nothing."""
 
     @abstractmethod
     def probes(self, layer: int, view: View) -> tuple[int, ...]:
@@ -94,7 +94,7 @@ class Prediction(Part):
 
 
 class Assignment(Part):
-    """Which side computes which tiles: a cut for each active expert."""
+    """The part that decides which side computes which tiles: a cut for each active expert."""
 
     uses_device: ClassVar[bool] = True  # False: every cut is 0
     uses_host: ClassVar[bool] = True  # False: every cut is n
@@ -106,7 +106,7 @@ class Assignment(Part):
 
 
 class Moves(NamedTuple):
-    """Changes of the replacement's cache: experts that leave it, and as many at most that come into it."""
+    """Changes of the replacement's cache: experts that leave it, and at most as many that enter it."""
 
     out: Sequence[Expert]
     into: Sequence[Expert]
@@ -116,8 +116,8 @@ STAY = Moves((), ())
 
 
 class Replacement(Part):
-    """What stays resident. It knows the cache's experts from `start` on and from its own moves; it does not
-    see those that a prediction holds in the reserve."""
+    """The part that decides which experts stay resident. It tracks the cache's experts from `start` on; it
+    does not see those that a prediction holds in the reserve."""
 
     fills: ClassVar[str] = ""  # where new experts come from: "fetched" ones, "swapped" for held ones, or none
 
@@ -133,8 +133,8 @@ class Replacement(Part):
         """Take note of the layer's router logits, before the layer is planned."""
 
     def plan(self, layer: int, rows: dict[int, int], cut: IntArray, view: View) -> Moves:
-        """Before the layer is computed. `rows`: of each active expert. Experts that come into the cache have
-        a cut above 0, so that this step needs them on the device anyway; no active one leaves."""
+        """Before the layer is computed. `rows`: of each active expert. Experts that enter the cache have a
+        cut above 0, so this step needs them on the device anyway; no active one leaves."""
         return STAY
 
     def after(self, layer: int, rows: dict[int, int], view: View) -> Moves:
@@ -168,7 +168,7 @@ class Composed(Policy):
         self.uses_device = parts.assignment.uses_device
         self.uses_host = parts.assignment.uses_host
         self._reserve = 0  # experts
-        self._predicted: set[Expert] = set()  # those that the reserve holds
+        self._predicted: set[Expert] = set()  # experts that the reserve holds
         for part in parts:
             part.join(parts)
 
@@ -182,7 +182,7 @@ class Composed(Policy):
         require(self.name, tuple(self.parts), view)
         shape = view.shape
         whole = whole_experts(shape, view.capacity)
-        # at least half of a small cache is not the prediction's
+        # the reserve is at most half of a small cache
         self._reserve = min(self.parts.prediction.reserve(view), whole // 2)
         self._predicted.clear()
         budget = whole - self._reserve
@@ -191,7 +191,7 @@ class Composed(Policy):
         if sizes is not None:
             for layer, size in enumerate(sizes):
                 placed = np.flatnonzero(targets[layer])
-                if len(placed) > size:  # a layer's most popular ones stay, of equal ones the first
+                if len(placed) > size:  # a layer's most popular experts stay, of equal ones the first
                     order = np.argsort(-view.popularity[layer, placed], kind="stable")
                     targets[layer, placed[order[size:]]] = 0
         self.parts.replacement.start(
@@ -237,8 +237,8 @@ class Composed(Policy):
         return *(Target(of, expert, 0) for of, expert in passed), *targets
 
     def _targets(self, moves: Moves, view: View) -> tuple[Target, ...]:
-        """Those that shrink come first: applied one by one they never exceed the capacity. An expert that
-        comes from the reserve is kept already."""
+        """Shrinking targets come first: applied one by one they never exceed the capacity. An expert from the
+        reserve has its target already."""
         if moves is STAY:
             return ()
         grown = []
@@ -251,14 +251,14 @@ class Composed(Policy):
 
 
 def require(policy: str, parts: Sequence[Part], view: View) -> None:
-    """Raises PolicyError, one line with what to do, where a part lacks what it needs."""
+    """Raises PolicyError, one line with the remedy, where a part lacks an input."""
     if view.costs is None and any(part.needs_costs for part in parts):
         raise PolicyError(f"policy {policy} plans by costs, and none were measured or given (--costs)")
-    lacking = [(part, missing) for part in parts if (missing := part.missing(view))]
-    if lacking:
-        needs = " and ".join(dict.fromkeys(missing for _, missing in lacking))
+    incomplete = [(part, missing) for part in parts if (missing := part.missing(view))]
+    if incomplete:
+        needs = " and ".join(dict.fromkeys(missing for _, missing in incomplete))
         without = " ".join(
-            dict.fromkeys(f"--set {policy}.{part.without}" for part, _ in lacking if part.without)
+            dict.fromkeys(f"--set {policy}.{part.without}" for part, _ in incomplete if part.without)
         )
         raise PolicyError(
             f"policy {policy} needs {needs}: run launch.py calibrate --text FILE (and --model, if given)"

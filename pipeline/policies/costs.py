@@ -1,4 +1,4 @@
-"""What one tile costs on the host, on the device and on the link: the numbers that plans are made from.
+"""The costs of one tile on the host, on the device and on the link: the numbers that policies plan with.
 
 They are measured at start, or read from a file (`--costs FILE`). The file is one JSON object with these keys,
 of which the last two may be left out; all times are seconds:
@@ -6,13 +6,13 @@ of which the last two may be left out; all times are seconds:
     {"rows": [1, 4, 16, 64],                        row counts of the grid, ascending, each at least 1
      "host": [2e-5, 3e-5, 7e-5, 2.4e-4],            one tile at each row count, all workers together
      "device": [4e-6, 4e-6, 5e-6, 9e-6],            one tile at each row count, on the device
-     "link": 5e-5,                                  moving one tile to the device
+     "link": 5e-5,                                  one tile to the device
      "round_trip": 1e-4,                            an empty Work, there and back
      "other": [1e-4, 1e-4, 2e-4, 6e-4],             one layer on the device without its routed experts (0)
      "per": "expert"}                               "host", "device" and "link" are of a whole expert (tile)
 
 "All workers together" means wall time for each tile while every worker computes its share. The host and the
-link read the same memory, so measure one while the other runs; otherwise what a plan gains is imaginary.
+link read the same memory, so measure one while the other runs; otherwise the gain of a plan is imaginary.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Costs:
     rows: tuple[int, ...]  # ascending
     host: tuple[float, ...]  # at those row counts, wall time while all workers share the work
     device: tuple[float, ...]  # at those row counts
-    link: float  # moving one tile
+    link: float  # transfer of one tile
     round_trip: float  # an empty Work
     other: tuple[float, ...] = ()  # at those row counts, a layer on the device outside its routed experts
     per: Unit = "tile"
@@ -71,7 +71,7 @@ class Costs:
                 raise PolicyError(f"costs: '{name}' holds {wrong[0]}; seconds are finite and not negative")
 
     def for_tiles(self, tiles: int) -> Costs:
-        """The same per tile, where an expert has so many."""
+        """The same per tile, for experts of `tiles` tiles."""
         if self.per == "tile":
             return self
         return replace(
@@ -89,7 +89,7 @@ class Costs:
         return self._seconds(self.host, rows, tiles)
 
     def device_seconds(self, rows: ArrayLike, tiles: ArrayLike) -> NDArray[np.float64]:
-        """The same for the device, without moving any tile."""
+        """The same for the device, without transfers."""
         return self._seconds(self.device, rows, tiles)
 
     def other_seconds(self, rows: ArrayLike) -> NDArray[np.float64]:

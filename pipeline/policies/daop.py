@@ -16,7 +16,7 @@ from pipeline.policies.placements import Calibrated, Known, Popular
 from pipeline.policies.view import Ahead, Gated, Plan, Policy, Routing, Signals, Target, View
 
 PLACEMENTS: dict[str, type[Placement]] = {part.name: part for part in (Calibrated, Popular, Known)}
-LIVE_STEPS = 16  # a sequence without a row for more steps than this has ended, as far as can be seen
+LIVE_STEPS = 16  # a sequence without a row for more steps than this counts as ended
 
 
 class Daop(Policy):
@@ -25,13 +25,13 @@ class Daop(Policy):
 
     In prefill, before a layer's experts run, the most used experts on the host change places with the least
     used ones on the device, where they are used `swap` times as much or more (Algorithm 1); uses are counted
-    over the chunks of a prompt and over the sequences that are live. Decoding moves nothing.
+    over the chunks of a prompt and over the live sequences. Decoding changes no residency.
 
-    In decode, from layer `first_layer` on, a layer's routing is what its router chooses for the layer
-    before's input, and its own is not asked (section IV-C). Of the predicted experts, those on the host begin
-    at once, on that input, and those on the device compute the layer's own. Where more than max(1, k // 2)
-    are on the host, the others of them give way to the best-scored experts on the device (graceful
-    degradation)."""
+    In decode, from layer `first_layer` on, a layer's routing is its router's choice for the previous layer's
+    input, and the router is not run on its own (section IV-C). Of the predicted experts, the host computes
+    its own at once, on that input, and the device computes its own on the layer's own input. Where more than
+    max(1, k // 2) are on the host, the rest of them are replaced by the best-scored experts on the device
+    (graceful degradation)."""
 
     name = "daop"
     help: ClassVar[str] = "Experts follow the prompt; the host computes predicted ones a layer early"
@@ -59,7 +59,7 @@ class Daop(Policy):
         ),
         Choice(
             name="predict",
-            help="0: every layer asks its own router, exactly",
+            help="0: every layer runs its own router, exactly",
             default="1",
             choices=("1", "0"),
         ),
@@ -163,10 +163,10 @@ def swaps(counts: list[int], target: list[int], ratio: float) -> list[tuple[int,
 
 
 def degrade(predicted: Routing, logits: FloatArray, cut: IntArray, tiles: int) -> Routing:
-    """Graceful degradation of a predicted routing, row by row: the best max(1, k // 2) of the experts that
-    are not wholly on the device (cut [E] below `tiles`) stay, each of the others gives its slot to the
-    best-scored expert (logits [R, E]) that is on the device and not chosen yet, the lowest-scored ones first;
-    where there is none, it stays too.
+    """Graceful degradation of a predicted routing, row by row. Of the experts that are not wholly on the
+    device (cut [E] below `tiles`), the best max(1, k // 2) stay. Each of the others, the lowest-scored first,
+    is replaced by the best-scored expert (logits [R, E]) that is on the device and not chosen yet; it stays
+    where no such expert is left.
 
     A slot's new weight is its old one times the ratio of the two experts' softmax probabilities; then all of
     the row's weights are scaled to their old sum."""

@@ -1,4 +1,4 @@
-"""The gates: which of the experts that the router chose a token needs."""
+"""Gate parts: they decide which of the router's experts a token needs."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ class AdaptiveGate(Gate):
         self._limit = 0.0  # T
 
     def missing(self, view: View) -> str:
-        lacking = super().missing(view)
-        if lacking or view.calibration is None:
-            return lacking
+        absent = super().missing(view)
+        if absent or view.calibration is None:
+            return absent
         if view.calibration.sensitivity is None:
             return "a calibration with sensitivities"
         if self._threshold is None and view.calibration.threshold is None:
@@ -98,11 +98,11 @@ class AdaptiveGate(Gate):
         return Routing(routing.experts, np.array(kept, np.float32))
 
     def _learn(self, view: View) -> None:
-        """Take the numbers of a calibration, in a form that one token's gate reads quickly."""
-        lacking = self.missing(view)
+        """Read the numbers of a calibration into a form that is fast for one token."""
+        absent = self.missing(view)
         calibration = view.calibration
-        if lacking or calibration is None or calibration.sensitivity is None:
-            raise PolicyError(f"gate {self.name} needs {lacking}: run launch.py calibrate --text FILE")
+        if absent or calibration is None or calibration.sensitivity is None:
+            raise PolicyError(f"gate {self.name} needs {absent}: run launch.py calibrate --text FILE")
         limit = calibration.threshold if self._threshold is None else self._threshold
         assert limit is not None
         self._calibration, self._limit = calibration, limit
@@ -116,7 +116,8 @@ def _own_routing(signals: Signals, view: View) -> Routing:
 
 
 def _gate_row(weights: list[float], sensitivity: float, limit: float) -> list[float]:
-    """One token's weights with the smallest ones dropped, of equal ones the last; empty where none is."""
+    """One token's weights with the smallest ones dropped, of equal ones the last; empty where none is
+    dropped."""
     total = sum(weights)
     if total <= 0:
         return []
@@ -149,7 +150,7 @@ def _gate_rows(weights: FloatArray, sensitivity: float, limit: float) -> FloatAr
     np.put_along_axis(drop, order, dropped, axis=1)
     kept = np.where(drop, 0, wide)
     left = kept.sum(axis=1, keepdims=True)
-    # nothing but weights of 0 was dropped where the sums are equal: such a row keeps its bits
+    # where the sums are equal only weights of 0 were dropped: such a row keeps its bits
     rescaled = kept * (total / np.where(left > 0, left, 1))
     return np.where(left == total, weights, rescaled).astype(np.float32)
 

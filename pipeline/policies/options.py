@@ -1,6 +1,7 @@
 """The options that presets and parts declare, and the reading of their values from text.
 
-What declares options takes each of them by keyword, already read; defaults live here and nowhere else.
+A class that declares options takes each of them by keyword, already parsed; defaults are defined here and
+nowhere else.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pipeline.errors import PolicyError
 
 @dataclass(frozen=True)
 class Choice:
-    """An option that is one of a few words."""
+    """An option with a few words as values."""
 
     name: str
     help: str
@@ -41,7 +42,7 @@ class Whole:
 
     name: str
     help: str
-    default: int | None  # None: it follows from the model's shape, see `help`
+    default: int | None  # None: derived from the model's shape, see `help`
     low: int
     high: int
 
@@ -62,10 +63,10 @@ class Whole:
 
 @dataclass(frozen=True)
 class Seed(Whole):
-    """A whole number that draws follow from; by default the engine's seed."""
+    """The seed of a part's random draws; by default the engine's seed."""
 
     name: str = "seed"
-    help: str = "what all draws follow from; by default the engine's --seed"
+    help: str = "the seed of all draws; by default the engine's --seed"
     default: int | None = None
     low: int = 0
     high: int = 2**63 - 1
@@ -77,7 +78,7 @@ class Real:
 
     name: str
     help: str
-    default: float | None  # None: it follows from the calibration, see `help`
+    default: float | None  # None: derived from the calibration, see `help`
     low: float
     high: float
 
@@ -128,7 +129,8 @@ def parse_options(
 
 
 def no_such_option(preset: str, name: str, declared: Iterable[str], why: str = "") -> PolicyError:
-    """The error for an option that the preset does not have: the ones that it has, or the reason `why`."""
+    """The error for an option that the preset does not have, with the options that it has, or the reason
+    `why`."""
     known = list(declared)
     has = why or (f"it has {', '.join(known)}" if known else "it has none")
     near = "" if why else did_you_mean(name, known)
@@ -136,6 +138,6 @@ def no_such_option(preset: str, name: str, declared: Iterable[str], why: str = "
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The nearest known names as the middle of a sentence, or nothing where none is near."""
+    """The nearest known names as the middle of a sentence; empty where no name is near."""
     near = difflib.get_close_matches(word[:40], list(known), n=2, cutoff=0.5)
     return f"; did you mean {' or '.join(near)}?" if near else ""

@@ -16,7 +16,7 @@ def whole_experts(shape: ModelShape, capacity: int) -> int:
 
 
 def evenly(layers: int, budget: int) -> list[int]:
-    """`budget` experts shared out over the layers: evenly, what is left over to the first layers."""
+    """`budget` experts divided evenly over the layers, the remainder to the first layers."""
     each, left = divmod(budget, layers)
     return [each + (layer < left) for layer in range(layers)]
 
@@ -32,8 +32,8 @@ def most_counted(counts: NDArray[np.int64], sizes: Sequence[int]) -> NDArray[np.
 
 
 def evenly_counted(counts: NDArray[np.int64], budget: int) -> NDArray[np.bool_]:
-    """`budget` experts of counts [L, E]: the same number in every layer, the most counted ones; what is left
-    over (fewer than L) goes to the next most counted anywhere. Ties go to the first layer and expert."""
+    """`budget` experts of counts [L, E]: the same number in every layer, the most counted ones; the remainder
+    (fewer than L) goes to the next most counted anywhere. Ties go to the first layer and expert."""
     layers = len(counts)
     each, left = divmod(budget, layers)
     chosen = most_counted(counts, [each] * layers)
@@ -44,7 +44,7 @@ def evenly_counted(counts: NDArray[np.int64], budget: int) -> NDArray[np.bool_]:
 
 
 def unused_tiles_note(name: str, view: View) -> tuple[str, ...]:
-    """One line where a preset of whole experts must leave tiles of the cache empty."""
+    """A note where a preset of whole experts must leave tiles of the cache empty."""
     shape = view.shape
     unused = view.capacity - whole_experts(shape, view.capacity) * shape.tiles
     if unused == 0 or view.capacity >= shape.layers * shape.experts * shape.tiles:

@@ -1,4 +1,4 @@
-"""Placement parts: which experts are resident at the start. All place whole experts."""
+"""Placement parts: they decide which experts are resident at the start. All place whole experts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _chooses(view: View) -> bool:
 
 
 class Empty(Placement):
-    """Nothing is known yet: what is resident follows from the routing alone."""
+    """Places nothing: the residency follows from the routing alone."""
 
     name: ClassVar[str] = "empty"
     help: ClassVar[str] = "nothing"
@@ -68,7 +68,7 @@ class Popular(Placement):
 
 class Calibrated(Placement):
     """DAOP's (section IV-A): in every layer the same number of experts, those that a calibration text used
-    most while it was decoded; what is left over goes to the next most used anywhere."""
+    most while it was decoded; the remainder goes to the next most used anywhere."""
 
     name: ClassVar[str] = "calibrated"
     help: ClassVar[str] = "each layer's most used experts in the calibration's decoding"
@@ -117,7 +117,7 @@ class Random(Placement):
 
 class Sized(Placement):
     """As many of each layer's most used experts as the replacement's cache of that layer holds: by the
-    calibration's decoding, or where there is none, since the engine started."""
+    calibration's decoding, or without one, since the engine started."""
 
     name: ClassVar[str] = "sized"
     help: ClassVar[str] = "each layer's most used experts, as many as the replacement keeps there"

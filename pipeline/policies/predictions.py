@@ -1,7 +1,8 @@
-"""Prediction parts: which experts later layers will need, from routers applied ahead of their layers.
+"""Prediction parts: they predict which experts later layers will need, from routers applied ahead of their
+layers.
 
 A router of layer l + 1 on layer l's x predicts well which experts l + 1 will use, because each layer adds
-little to the residual stream. What is predicted is fetched behind what is demanded.
+little to the residual stream. Predicted experts are fetched behind demanded ones.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pipeline.policies.composed import ApplyGate, Expert, Prediction
 from pipeline.policies.options import Whole
 from pipeline.policies.view import Routing, Signals, View
 
-FEW_EXPERTS = 16  # a layer's, up to which a model counts as one of few large experts
+FEW_EXPERTS = 16  # experts of a layer up to which a model counts as one with few large experts
 
 
 def by_probability(routing: Routing) -> list[int]:
@@ -39,11 +40,12 @@ def _not_kept(layer: int, experts: list[int], view: View) -> list[Expert]:
 
 
 def _needed(layer: int, logits: FloatArray, view: View, apply_gate: ApplyGate) -> list[Expert]:
-    """Of the experts that a router names, and the layer's gate would leave, those that no target keeps."""
+    """The experts that a router names and the layer's gate keeps, without those that a target keeps
+    already."""
     assert view.router is not None
     routing = view.router(logits)
     kept = view.target[layer].take(routing.experts)
-    if np.count_nonzero(kept) == kept.size:  # whatever the gate leaves of them
+    if np.count_nonzero(kept) == kept.size:  # before the gate
         return []
     return _not_kept(layer, by_probability(apply_gate(layer, routing)), view)
 
@@ -87,8 +89,8 @@ class NextGate(Prediction):
 class Residual(Prediction):
     """DALI's residual-based prefetching (section 4.2): the next layer's router on x_l + res_l, where res_l is
     the calibration's mean of x_{l+1} - x_l. Of the experts that most rows are predicted to use, the first
-    `prefetch` are fetched where they are not kept. A router is linear, so its answer to the corrected input
-    is the sum of its answers to the two."""
+    `prefetch` that no target keeps are fetched. A router is linear, so its answer to the corrected input is
+    the sum of its answers to the two."""
 
     name: ClassVar[str] = "residual"
     help: ClassVar[str] = "next-gate on the input that the calibration's mean residual corrects"
@@ -126,9 +128,9 @@ class Residual(Prediction):
 
 
 class Lookahead(Prediction):
-    """AdapMoE's (section 4.3): the next layer's router on this layer's x; where all that it names are kept
-    already, the layer after it, up to `depth` layers ahead. After the last layer of a decode step the
-    calibration's trained gate, where there is one, names what the next token's first layer will need."""
+    """AdapMoE's (section 4.3): the next layer's router on this layer's x; where targets keep all that it
+    names already, the layer after it, up to `depth` layers ahead. After the last layer of a decode step the
+    calibration's trained gate, if it has one, names the experts of the next token's first layer."""
 
     name: ClassVar[str] = "lookahead"
     help: ClassVar[str] = "next-gate, then further layers, then the next token's first layer"
@@ -138,7 +140,7 @@ class Lookahead(Prediction):
         self._depth = depth
 
     def reserve(self, view: View) -> int:
-        # what was predicted two layers ago may wait beside what is needed next
+        # experts predicted two layers ago may wait beside those needed next
         return 2 * view.shape.top_k
 
     def probes(self, layer: int, view: View) -> tuple[int, ...]:

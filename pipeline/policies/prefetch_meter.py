@@ -1,51 +1,52 @@
-"""Whether predictions are worth the bytes they move; where not, prefetching is switched off and tried later.
+"""Measures whether predictions are worth their transfers; where not, prefetching pauses and is tried again
+later.
 
-What a wrong prediction moves takes memory's and the link's time from what is demanded. So over a window of
-steps at least PAYS of the tiles that landed by prediction must have been used before they were dropped.
+A wrongly predicted tile takes the memory's and the link's time from demanded tiles. So over a window of
+steps, at least PAYS of the prefetched tiles that landed must have been used before they were evicted.
 """
 
 from __future__ import annotations
 
-WINDOW = 16  # steps in which prediction is judged
+WINDOW = 16  # steps after which predictions are judged
 LEAST = 64  # tiles that must have landed for a judgement
 PAYS = 0.5  # share of them that must have been of use
-REST, LONGEST_REST = 256, 8192  # steps until the next trial, doubled after each trial that fails
+PAUSE, LONGEST_PAUSE = 256, 8192  # steps until the next trial, doubled after each trial that fails
 
 
 class PrefetchMeter:
-    """Judges one policy's predictions. Counts are tiles, of which so many had `landed` and been `useful` when
-    the policy was set."""
+    """Judges one policy's predictions. `landed`, `useful`: prefetched tiles that had landed and been used
+    when the policy was set."""
 
     def __init__(self, landed: int = 0, useful: int = 0) -> None:
         self.on = True
-        self.status = ""  # one line for a person, where it has been switched off
-        self._rest = REST  # after the next failure
-        self._resting = 0  # steps of this rest
-        self._steps = 0  # in this window, or of this rest
+        self.status = ""  # one line for a person, while prefetching pauses or is tried again
+        self._pause = PAUSE  # after the next failure
+        self._pausing = 0  # steps of this pause
+        self._steps = 0  # of this window or of this pause
         self._landed, self._useful = landed, useful  # when the window began
 
     def step(self, landed: int, useful: int) -> bool:
-        """A step has ended, with so many tiles landed by prediction and so many of them of use in all. True
-        where prediction was switched off or on by it."""
+        """Count a step; `landed`, `useful`: all prefetched tiles so far that landed and that were used. True
+        where the step switched prefetching off or on."""
         self._steps += 1
         if not self.on:
-            if self._steps < self._resting:
+            if self._steps < self._pausing:
                 return False
             self.on, self.status = True, "prefetching is being tried again"
             self._begin(landed, useful)
             return True
-        came, used = landed - self._landed, useful - self._useful
-        if self._steps < WINDOW or came < LEAST:  # too few to judge: the window goes on
+        arrived, used = landed - self._landed, useful - self._useful
+        if self._steps < WINDOW or arrived < LEAST:  # too few to judge: the window goes on
             return False
-        self.on = used >= PAYS * came
+        self.on = used >= PAYS * arrived
         if self.on:
-            self._rest, self.status = REST, ""
+            self._pause, self.status = PAUSE, ""
         else:
             self.status = (
-                f"prefetching rests for {self._rest} steps: of {came} tiles that it brought in {self._steps}"
-                f" steps, {used} were of use"
+                f"prefetching pauses for {self._pause} steps: of {arrived} tiles fetched in {self._steps}"
+                f" steps, {used} were used"
             )
-            self._resting, self._rest = self._rest, min(2 * self._rest, LONGEST_REST)
+            self._pausing, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
         self._begin(landed, useful)
         return not self.on
 

@@ -39,7 +39,7 @@ PARTS: dict[str, dict[str, type[Part]]] = {
 
 
 class Preset(Protocol):
-    """A row of the table."""
+    """A row of the table of presets."""
 
     @property
     def name(self) -> str: ...
@@ -50,27 +50,28 @@ class Preset(Protocol):
 
     @property
     def exact(self) -> bool:
-        """Of the preset as it is; an option may change that."""
+        """Whether the preset is exact by default; an option may change that."""
 
     @property
     def parts(self) -> dict[str, str]:
-        """Its part in each role; none where it is one algorithm."""
+        """The part in each role; empty for a preset that is one algorithm."""
 
     @property
     def defaults(self) -> dict[str, Value]:
-        """The options whose defaults are not their part's own."""
+        """The options with defaults other than their part's own."""
 
     @property
     def options(self) -> tuple[Option, ...]:
-        """What can be set, as long as no part is exchanged."""
+        """The options that can be set, as long as no part is exchanged."""
 
     def make(self, given: Mapping[str, object], seed: int) -> Policy:
-        """A new policy object. Raises PolicyError for options that are wrong or go ill together."""
+        """A new policy object. Raises PolicyError for options that are invalid or cannot be combined."""
 
 
 @dataclass(frozen=True)
 class ComposedPreset:
-    """A preset of five parts. Its options are its parts', and for each role one that exchanges the part."""
+    """A preset of five parts. Its options are those of its parts, and for each role one that exchanges the
+    part."""
 
     name: str
     help: str
@@ -130,12 +131,12 @@ class ComposedPreset:
     def _refuse_unknown(self, given: Mapping[str, object], known: list[str]) -> None:
         for name in given:
             if name not in known:
-                raise no_such_option(self.name, name, known, _whose(name))
+                raise no_such_option(self.name, name, known, _owner_of(name))
 
 
 @dataclass(frozen=True)
 class OwnPreset:
-    """A preset that is one class, whose algorithm spans the roles."""
+    """A preset that is one class, with an algorithm that spans the roles."""
 
     policy: type[Daop] | type[RandomPlan]
 
@@ -172,8 +173,8 @@ class OwnPreset:
         return build(**parse_options(self.name, self.options, given, seed))
 
 
-def _whose(option: str) -> str:
-    """The part that has this option, as the reason why another has not."""
+def _owner_of(option: str) -> str:
+    """The part that has this option, as the reason why the preset does not have it."""
     for role, parts in PARTS.items():
         for part in parts.values():
             if option in (declared.name for declared in part.options):
@@ -182,7 +183,8 @@ def _whose(option: str) -> str:
 
 
 def clash(parts: Parts) -> str:
-    """Why these parts cannot work together, "" where they can: what one brings, no other would use."""
+    """The reason why these parts cannot work together, "" where they can: no other part would use the work of
+    one."""
     placement, prediction = parts.placement.name, parts.prediction.name
     assignment, replacement = parts.assignment.name, parts.replacement.name
     predicts, fills = not isinstance(parts.prediction, predictions.Nothing), parts.replacement.fills
@@ -210,7 +212,7 @@ PRESETS: dict[str, Preset] = {
     for preset in (
         ComposedPreset(
             "all-host",
-            "The workers compute every expert straight from the store; nothing is ever moved",
+            "The workers compute every expert straight from the store; no tile is ever moved",
             *("empty", "own", "none", "host", "keep"),
         ),
         ComposedPreset(
@@ -235,7 +237,7 @@ PRESETS: dict[str, Preset] = {
         ),
         ComposedPreset(
             "hybrimoe",
-            "Resident and heavy experts to the device, light ones to the host; scores decide what stays",
+            "Resident and heavy experts to the device, light ones to the host; scores decide which stay",
             *("popular", "own", "next-gate", "two-ended", "score"),
         ),
         ComposedPreset(

@@ -10,7 +10,7 @@ from pipeline.arrays import IntArray
 from pipeline.policies.options import Choice, Option, Seed
 from pipeline.policies.view import Plan, Policy, Routing, Target, View
 
-# what a generator is seeded with, beside the seed, so that the draws are independent of each other
+# added to the seed of each generator, so that the draws are independent of each other
 _PLACEMENT, _CUT, _BEFORE, _AFTER = range(4)
 
 
@@ -38,7 +38,7 @@ class RandomPlan(Policy):
         count = shape.layers * shape.experts
         order = rng.permutation(count)
         drawn = rng.integers(0, shape.tiles, size=count, endpoint=True)
-        before = np.cumsum(drawn) - drawn  # tiles taken by those that come earlier in the order
+        before = np.cumsum(drawn) - drawn  # tiles of the experts earlier in the order
         target = np.zeros(count, dtype=np.int32)
         target[order] = np.clip(view.capacity - before, 0, drawn)
         return target.reshape(shape.layers, shape.experts)
@@ -50,7 +50,7 @@ class RandomPlan(Policy):
             self._cuts = rng.integers(0, view.shape.tiles, size=size, dtype=np.int32, endpoint=True)
         targets: tuple[Target, ...] = ()
         if self._churn:
-            # this layer's experts: a grown one may be met by this step's own fetches, or only in part
+            # this layer's experts: this step's own fetches may reach a larger target wholly or in part
             experts = 1 + view.shape.experts // 8
             targets = self._redraw(_BEFORE, layer, (layer, layer + 1), experts, view)
         return Plan(self._cuts[layer].copy(), targets)
@@ -63,8 +63,8 @@ class RandomPlan(Policy):
     def _redraw(
         self, kind: int, layer: int, among: tuple[int, int], count: int, view: View
     ) -> tuple[Target, ...]:
-        """New targets for `count` experts of the layers among[0] to among[1] - 1, each within what the
-        ones before it leave of the capacity."""
+        """New targets for `count` experts of the layers among[0] to among[1] - 1, each within the capacity
+        that the ones before it leave."""
         rng = np.random.default_rng((self._seed, kind, view.step, layer))
         first = among[0] * view.shape.experts
         size = (among[1] - among[0]) * view.shape.experts

@@ -1,4 +1,4 @@
-"""Replacement parts: what stays resident. All keep whole experts."""
+"""Replacement parts: they decide which experts stay resident. All keep whole experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Keep(Replacement):
     """Placed experts stay; a fetched expert is computed and evicted."""
 
     name: ClassVar[str] = "keep"
-    help: ClassVar[str] = "what was placed stays"
+    help: ClassVar[str] = "placed experts stay"
 
     def start(self, placed: list[Expert], budget: int, view: View) -> None:
         pass
@@ -60,7 +60,7 @@ class Lru(Replacement):
         self.needs_calibration = self._per_layer and sizes == "dp"
         self._orders: list[OrderedDict[Expert, None]] = []  # least recently used first
         self._sizes: list[int] = []
-        self._sized: tuple[Calibration | None, int, list[int]] | None = None  # that of `layer_sizes`
+        self._sized: tuple[Calibration | None, int, list[int]] | None = None  # of `layer_sizes`
 
     def join(self, parts: Parts) -> None:
         self._gated = not parts.gate.exact
@@ -79,7 +79,7 @@ class Lru(Replacement):
             return evenly(view.shape.layers, budget)
         known = self._sized
         if known is None or known[0] is not view.calibration or known[1] != budget:
-            # takes a second or more for a large model, and the placement needs it as well
+            # takes a second or more for a large model, and the placement needs the result as well
             sizes = layer_sizes(view, budget, self._gated, self._predictor)
             self._sized = known = view.calibration, budget, sizes
         return known[2]
@@ -97,7 +97,7 @@ class Lru(Replacement):
         used = sorted([(layer, expert) for expert in rows], reverse=True)
         hits = [key for key in used if key in order]
         if len(hits) == len(used):
-            for key in hits:  # those of one step are equally recent
+            for key in hits:  # the experts of one step are equally recent
                 order.move_to_end(key)
             return STAY
         new = [key for key in used if key not in order and cut[key[1]]]
@@ -181,7 +181,7 @@ class Score(Replacement):
         self._held: list[set[int]] = [set() for _ in range(shape.layers)]
         for layer, expert in placed:
             self._held[layer].add(expert)
-        # instead of halving all scores, each step counts double the last one: `unit` is what a share is worth
+        # instead of halving all scores, each step counts double the last one: `unit` is the weight of a share
         self._scores = [[0.0] * shape.experts for _ in range(shape.layers)]
         self._unit = [0.5] * shape.layers
         self._p = min(2 * shape.top_k, shape.experts)

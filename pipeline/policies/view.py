@@ -1,11 +1,11 @@
-"""The contract between the engine and a policy: what a policy sees, and what it answers.
+"""The contract between the engine and a policy: the inputs of a policy and its decisions.
 
-A policy plans with numpy arrays. It does no I/O, holds no tensor and starts no process, so it can be
-tested with arrays alone. The engine executes what it answers and decides nothing itself.
+A policy plans with numpy arrays. It does no I/O, holds no tensor and starts no process, so it can be tested
+with arrays alone. The engine executes a policy's decisions and decides nothing itself.
 
-Vocabulary (DESIGN.md section 1): an expert has n tiles. Its *residency* r is how many leading tiles are
-in device memory; its *cut* p says that in this step the device computes tiles [0, p) and the host
-[p, n). Tiles [r, p) are fetched first. A *target* is the residency the policy wants to keep.
+Vocabulary (DESIGN.md section 1): an expert has n tiles. Its *residency* r is how many leading tiles are in
+device memory; its *cut* p divides it in this step: the device computes tiles [0, p) and the host [p, n).
+Tiles [r, p) are fetched first. A *target* is the residency that the policy sets.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Routing:
-    """Which experts a batch of R rows uses in one layer."""
+    """The experts that a batch of R rows uses in one layer."""
 
     experts: IntArray  # [R, k]
     weights: FloatArray  # [R, k]; a weight of 0 computes nothing
@@ -64,7 +64,8 @@ class Routing:
 
 @dataclass(frozen=True)
 class Signals:
-    """What the device computed for a policy in one layer, from x, the input of its router: float32 [R, E]."""
+    """Logits that the device computed for a policy in one layer, from x, the input of its router: float32 [R,
+    E]."""
 
     logits: FloatArray | None  # of the layer's own router; None where a prediction took its place
     probes: Mapping[int, FloatArray]  # of the layers that `Policy.probes` named, their routers on this x
@@ -72,9 +73,9 @@ class Signals:
 
 @dataclass(frozen=True)
 class Gated:
-    """What a gate decided. `routing` is computed; `router_routing` is what the router chose, of the same [R,
-    k]: where the two differ, the difference is metered. A weight of 0 where `router_routing` has one is an
-    expert that was skipped, another expert in its place was substituted."""
+    """A gate's decision. `routing` is computed; `router_routing` is the router's choice, of the same [R, k]:
+    the counters measure the difference. A weight of 0 in place of a positive one is a skipped expert, another
+    expert in its place a substituted one."""
 
     routing: Routing
     router_routing: Routing
@@ -82,7 +83,7 @@ class Gated:
 
     @classmethod
     def from_router(cls, routing: Routing) -> Gated:
-        """Exactly what the router chose."""
+        """The router's choice, unchanged."""
         return cls(routing, routing)
 
 
@@ -93,7 +94,7 @@ class Ahead:
 
     gated: Gated
     cut: IntArray  # [E], as in Plan
-    early: bool = True  # False: the host begins when the layer comes, from that layer's own hidden state
+    early: bool = True  # False: the host begins with the layer itself, from that layer's own hidden state
 
 
 @dataclass(frozen=True)
@@ -107,9 +108,9 @@ class Target:
 
 @dataclass(frozen=True)
 class Plan:
-    """One layer's step. `cut` [E] int32 in 0..n, read only for active experts. `targets` are applied
-    before anything is fetched: those that shrink free their slots at once; a grown target is met by this
-    step's own fetches as far as they reach, and by background fetches for the rest."""
+    """One layer's step. `cut` [E] int32 in 0..n, read only for active experts. `targets` are applied before
+    any fetch: smaller ones free their slots at once; larger ones are reached by this step's own fetches as
+    far as these go, then by background fetches."""
 
     cut: IntArray
     targets: tuple[Target, ...] = ()
@@ -117,7 +118,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class View:
-    """What a policy sees when it is asked. The arrays are read-only."""
+    """The inputs of a policy at each call. The arrays are read-only."""
 
     shape: ModelShape
     phase: Phase
@@ -130,15 +131,15 @@ class View:
     router: Callable[[FloatArray], Routing] | None = None  # the model's own: logits [R, E] to a routing
     calibration: Calibration | None = None  # None where the model has not been calibrated
     sequences: tuple[int, ...] = ()  # [R]: the sequence of each of the step's rows
-    prefetching: bool = True  # False: predictions were of too little use lately
+    prefetching: bool = True  # False: the prefetch meter pauses predictions
 
 
 class Policy(ABC):
     """One preset. A new policy object is made at start and at each SetPolicy; it may keep state.
 
-    `PolicyDriver` (pipeline/engine/driver.py) has the order in which it is asked. In short, for each layer of
-    a step: `probes`, `gate` and `plan` (unless `ahead` decided the layer one layer earlier), `ahead`,
-    `predict`, and once the layer has been computed, `after`."""
+    `PolicyDriver` (pipeline/engine/driver.py) has the order of the calls. In short, for each layer of a step:
+    `probes`, `gate` and `plan` (unless `ahead` decided the layer one layer earlier), `ahead`, `predict`, and
+    once the layer has been computed, `after`."""
 
     name: str
     exact: bool = True
@@ -148,32 +149,31 @@ class Policy(ABC):
     uses_host: bool = True  # False: the workers compute nothing
 
     def notes(self, view: View) -> tuple[str, ...]:
-        """What this policy cannot do here, with the reason; each one line."""
+        """Options that the policy cannot follow here, with the reason; each one line."""
         return ()
 
     @abstractmethod
     def placement(self, view: View) -> IntArray:
         """Targets [L, E] int32 in 0..n at the start, sum <= view.capacity. Raises PolicyError, one line with
-        what to do, where the policy lacks what it needs."""
+        the remedy, where the policy lacks an input."""
 
     def probes(self, layer: int, view: View) -> tuple[int, ...]:
-        """The layers whose routers are to be applied to this layer's x: any later ones, and at the last
-        layer 0, which is the calibration's gate for the next token's first layer."""
+        """The layers with routers to apply to this layer's x: any later ones, and at the last layer 0, which
+        stands for the calibration's gate for the next token's first layer."""
         return ()
 
     def gate(self, layer: int, signals: Signals, view: View) -> Gated:
-        """Which experts each row uses."""
+        """Decide which experts each row uses."""
         assert signals.logits is not None
         assert view.router is not None
         return Gated.from_router(view.router(signals.logits))
 
     @abstractmethod
     def plan(self, layer: int, routing: Routing, view: View) -> Plan:
-        """The step's plan for one layer, once its routing is known. The targets after it must fit the
-        capacity."""
+        """Plan one layer of the step, from its gated routing. The resulting targets must fit the capacity."""
 
     def ahead(self, layer: int, signals: Signals, view: View) -> Ahead | None:
-        """Decide the next layer now, and have the host begin with it. None: it is decided when it comes."""
+        """Decide the next layer now, so that the host can begin with it. None: decide it in its own turn."""
         return None
 
     def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> tuple[Target, ...]:
@@ -182,7 +182,7 @@ class Policy(ABC):
         return ()
 
     def after(self, layer: int, routing: Routing, view: View) -> tuple[Target, ...]:
-        """Changes of residency once the layer has been computed."""
+        """Targets to change once the layer has been computed."""
         return ()
 
 

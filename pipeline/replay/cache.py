@@ -1,8 +1,8 @@
 """The expert cache and its link in a replay: residency, orders under way, and when each tile lands.
 
-The same rules as `experts/tile_mover.py`, on a clock of its own. The link moves one tile at a time and
-always finishes it; of what waits, what is demanded comes first, then what is predicted, then what is placed,
-each in the order in which it was asked for. Slots are not counted: there are always enough to stream through.
+The same rules as `experts/tile_mover.py`, on a clock of its own. The link moves one tile at a time and always
+finishes it; demanded tiles come first, then predicted ones, then placed ones, each kind in the order of the
+orders. Slots are not counted: a replay never runs out of slots for streaming.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class Order:
         self.key = key
         self.lo = lo
         self.count = count
-        self.predicted = predicted  # where a prediction's landings are booked
+        self.predicted = predicted  # count a prediction's landings
         self.asked = asked  # time of the order
         self.started = 0  # tiles that have begun to move
 
 
 @dataclass
 class _Prediction:
-    """As in the tile mover: an expert that is kept because it was predicted, and not used yet."""
+    """As in the tile mover: a predicted expert that is kept and was not used yet."""
 
     counters: PhaseOutcome  # of the phase that predicted it
-    tiles: int = 0  # that this brought
+    tiles: int = 0  # that its orders fetched
 
 
 class SimulatedCache:
@@ -50,7 +50,7 @@ class SimulatedCache:
     def __init__(self, shape: ModelShape, capacity: int, tile_seconds: float) -> None:
         self.residency: IntArray = np.zeros((shape.layers, shape.experts), np.int32)
         self.target: IntArray = np.zeros((shape.layers, shape.experts), np.int32)
-        self.counters: PhaseOutcome  # of the phase that runs
+        self.counters: PhaseOutcome  # of the present phase
         self.free = 0.0  # when the link has finished its present tile
         self._shape = shape
         self._capacity = capacity
@@ -59,16 +59,16 @@ class SimulatedCache:
         self._below_target: set[Key] = set()  # residency below target
         self._background: dict[Key, Order] = {}
         self._queues: tuple[deque[Order], deque[Order]] = (deque(), deque())  # predicted, placed
-        self._flying: Order | None = None  # one of its tiles is on the link, until `free`
+        self._flying: Order | None = None  # the order with a tile on the link, until `free`
         self._predicted: dict[Key, _Prediction] = {}
 
     @property
     def unused(self) -> int:
-        """Resident tiles that predictions brought and that were not used yet."""
+        """Resident tiles that predictions fetched and that were not used yet."""
         return sum(prediction.tiles for prediction in self._predicted.values())
 
     def place(self, target: IntArray) -> None:
-        """Before the clock runs: all of this is resident. Raises PlanError."""
+        """Make a placement resident before the clock runs. Raises PlanError."""
         self.retarget(Target(int(i), int(e), int(target[i, e])) for i, e in np.argwhere(target))
         self.residency[...] = self.target
         self._below_target.clear()
@@ -128,7 +128,7 @@ class SimulatedCache:
             self.counters.link_busy += self._tile_seconds
 
     def update(self, now: float) -> None:
-        """Run the link until now, and order in the background what is below its target."""
+        """Run the link until now, and order tiles below their target in the background."""
         self.advance(now)
         if self._predicted:
             for key in list(self._predicted):
@@ -140,11 +140,11 @@ class SimulatedCache:
                     return
 
     def used(self, key: Key) -> None:
-        """The device computes with what is resident of an expert."""
+        """The device computes with an expert's resident tiles."""
         if self._predicted and (prediction := self._predicted.get(key)) is not None:
             prediction.counters.useful += prediction.tiles
             prediction.tiles = 0
-            if self.residency[key] == self.target[key]:  # nothing of it is still to come
+            if self.residency[key] == self.target[key]:  # no other tile of it will land
                 del self._predicted[key]
 
     def demand(self, layer: int, missing: list[tuple[int, int, int]], now: float) -> list[tuple[int, float]]:
@@ -168,7 +168,7 @@ class SimulatedCache:
                     lo += 1
             wanted.append((expert, lo, hi))
         if self._flying is not None:
-            self._land(self._flying)  # before the first of those that are yet to begin
+            self._land(self._flying)  # before the first order that has not begun
         at = max(self.free, now)
         for expert, lo, hi in wanted:
             for _ in range(lo, hi):
@@ -188,7 +188,8 @@ class SimulatedCache:
                 self._below_target.discard(key)
 
     def _order(self, key: Key, predicted: bool, now: float) -> bool:
-        """As TileMover: order an expert's tiles below target; False where no more can be ordered."""
+        """As in TileMover: order an expert's tiles below target; False where the limit of orders is
+        reached."""
         lo = int(self.residency[key])
         count = int(self.target[key]) - lo
         if count <= 0 or key in self._background:

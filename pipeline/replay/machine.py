@@ -1,13 +1,13 @@
 """Replays a trace under one policy, on the clock of a cost model.
 
-The policy is asked by the `PolicyDriver` of the engine, and its answers are executed on three resources that
-work at the same time:
+The engine's `PolicyDriver` calls the policy, and three resources that work at the same time execute its
+decisions:
 
-- the device: of each layer what is not its routed experts (`other`), then its resident tiles, then those it
-  fetches as they land;
+- the device: of each layer all but its routed experts (`other`), then its resident tiles, then fetched tiles
+  as they land;
 - the link: tile after tile, see `cache.py`;
-- the host: one layer's share after the other; a Work arrives a round trip after it was sent, and that of a
-  layer that was decided ahead is sent a layer earlier.
+- the host: one layer's share after the other; a Work arrives a round trip after it was sent, and the Work of
+  a layer that was decided early is sent one layer earlier.
 
 A layer ends when its device and host shares are computed. Embedding and head cost nothing here.
 """
@@ -33,8 +33,8 @@ from pipeline.traces.steps import LayerTrace, TracedStep
 
 
 class Replay:
-    """A policy, its cache and the clock: a `LayerExecutor` whose handle of an early host share is the time at
-    which it is done."""
+    """A policy, its cache and the clock: a `LayerExecutor`. Its handle of an early host share is the time at
+    which the share is done."""
 
     def __init__(
         self,
@@ -46,15 +46,15 @@ class Replay:
         calibration: Calibration | None = None,
         popularity: NDArray[np.int64] | None = None,
     ) -> None:
-        """`capacity`: tiles. `calibration`: as an engine has it, without the gate for the next token's first
-        layer where the trace has no logits of it. `popularity` [L, E]: as an engine would have counted
-        before. Raises PolicyError where the policy lacks what it needs."""
+        """`capacity`: tiles. `calibration`: as in an engine, but without the gate for the next token's first
+        layer where the trace has no logits of it. `popularity` [L, E]: the counts of earlier requests. Raises
+        PolicyError where the policy lacks an input."""
         shape = header.shape
         self._header = header
         self._policy = policy
         self._costs = costs.for_tiles(shape.tiles)
         self._router = RecordedRouter(header.router)
-        self._rested = 0  # decode steps in which prefetching was off
+        self._paused = 0  # decode steps in which prefetching was off
         self._phases: dict[Phase, PhaseOutcome] = {
             "prefill": PhaseOutcome(shape.layers),
             "decode": PhaseOutcome(shape.layers),
@@ -84,20 +84,20 @@ class Replay:
         self._notes = list(policy.notes(self._driver.view))
 
     def run(self, steps: Iterable[TracedStep]) -> Outcome:
-        """Replay them all. Raises PlanError for answers that break a policy's contract."""
+        """Replay all steps. Raises PlanError for decisions that break a policy's contract."""
         for step in steps:
             self.step(step)
         return self.outcome
 
     @property
     def outcome(self) -> Outcome:
-        """So far."""
+        """The result of the steps so far."""
         prefill, decode = self._phases["prefill"], self._phases["decode"]
         notes = list(self._notes)
-        if self._rested:
+        if self._paused:
             notes.append(
-                f"{self._policy.name}: prefetching rested in {self._rested} of {decode.steps} decode steps,"
-                " because too little of what it brought was of use"
+                f"{self._policy.name}: prefetching paused in {self._paused} of {decode.steps} decode steps,"
+                " because too few of the tiles that it fetched were used"
             )
         return Outcome(prefill, decode, self._policy.exact, notes)
 
@@ -113,7 +113,7 @@ class Replay:
         counters.steps += 1
         counters.rows += len(step.sequences)
         counters.seconds += self.now - began
-        self._rested += step.phase == "decode" and not driver.prefetch.on
+        self._paused += step.phase == "decode" and not driver.prefetch.on
         driver.end_step(counters.predicted, counters.useful)
 
     def read(self, layer: int, probes: Sequence[int], own: bool) -> Signals:
@@ -149,7 +149,7 @@ class Replay:
         self.cache.update(self.now)
 
     def compute(self, decision: LayerDecision[float]) -> None:
-        """The layer ends when the device and the host are done."""
+        """End the layer when both the device and the host are done."""
         counters, at = self._counters, self.now + self._resident_seconds
         counters.device_busy += self._resident_seconds
         for expert, landing in self._landings:
@@ -176,7 +176,7 @@ class Replay:
         return cuts
 
     def _submit(self, active: list[tuple[int, int]], cut: list[int]) -> float:
-        """Send the host its share; the time at which it has computed it, 0 where there is nothing to do."""
+        """Send the host its share. Returns the time at which the share is computed, 0 for an empty share."""
         tiles = self._header.shape.tiles
         seconds, count = 0.0, 0
         for (_, rows), p in zip(active, cut, strict=True):
@@ -191,7 +191,7 @@ class Replay:
         return self._host_free
 
     def _demand(self, decision: LayerDecision[float]) -> None:
-        """Divide the device's share into what is resident and what is fetched."""
+        """Divide the device's share into resident and fetched tiles."""
         self._device_seconds: dict[int, float] = {}  # a tile of each expert
         self._resident_seconds = 0.0
         missing = []
@@ -209,7 +209,7 @@ class Replay:
         self._landings = self.cache.demand(decision.layer, missing, self.now) if missing else []
 
     def _probe(self, layer: int, traced: LayerTrace, target: int) -> FloatArray:
-        """What the trace has of a later layer's router, or of the gate for the next token's first layer."""
+        """The recorded logits of a later layer's router, or of the gate for the next token's first layer."""
         last = layer == self._header.shape.layers - 1
         found = None
         if last and target == 0:

@@ -17,8 +17,8 @@ MOVED: tuple[Moved, ...] = ("demanded", "predicted", "useful", "late", "wasted",
 @dataclass
 class PhaseOutcome:
     """Sums over the steps of one phase. Times are seconds of the cost model, counts are tiles, as in the
-    engine's accounting: of what landed by prediction some was useful, some wasted, and the rest is still
-    there unused; what was late or placed at leisure is none of it."""
+    engine's counters: of the prefetched tiles that landed some were useful, some wasted, and the rest are
+    resident and unused; late tiles and tiles placed in the background are not among them."""
 
     layers: int
     steps: int = 0
@@ -27,8 +27,8 @@ class PhaseOutcome:
     host_busy: float = 0.0
     device_busy: float = 0.0
     link_busy: float = 0.0
-    wait_link: float = 0.0  # the device had nothing to do until a demanded tile landed
-    wait_host: float = 0.0  # or until the host had its share
+    wait_link: float = 0.0  # in which the device waited for a demanded tile
+    wait_host: float = 0.0  # or for the host's share
     demanded: int = 0
     predicted: int = 0
     useful: int = 0
@@ -87,7 +87,7 @@ class PhaseOutcome:
         }
 
     def shares(self) -> dict[str, float]:
-        """Of all routed weight, what was skipped, substituted, stale and predicted."""
+        """The shares of all routed weight that were skipped, substituted, stale and predicted."""
         sums = vars(self.fidelity)
         return {kind: _share(part, sums["weight"]) for kind, part in sums.items() if kind != "weight"}
 

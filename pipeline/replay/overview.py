@@ -1,4 +1,4 @@
-"""What a trace holds as a whole, and whether it can be replayed."""
+"""A summary of a whole trace, and the check that it can be replayed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeline.traces.reader import Trace
 
 @dataclass(frozen=True)
 class Overview:
-    """Of all steps."""
+    """The summary of a trace's steps."""
 
     steps: dict[Phase, int]
     rows: dict[Phase, int]
@@ -24,8 +24,8 @@ class Overview:
 
 
 def look_over(trace: Trace) -> Overview:
-    """Read the whole trace once. Raises TraceError for a damaged one, and for one without any step or with
-    layers whose own routers were not run: another policy would need their logits."""
+    """Read the whole trace once. Raises TraceError for a damaged one, for one without any step, and for one
+    with a layer that was predicted without running its own router: another policy would need its logits."""
     shape = trace.header.shape
     steps: dict[Phase, int] = {"prefill": 0, "decode": 0}
     rows: dict[Phase, int] = {"prefill": 0, "decode": 0}
@@ -43,5 +43,5 @@ def look_over(trace: Trace) -> Overview:
             counts[index] += layer.router_routing.workload(shape.experts)
         first = first and step.layers[-1].first is not None
     if not any(steps.values()):
-        raise TraceError(f"{trace.path} holds no whole step")
+        raise TraceError(f"{trace.path} has no complete step")
     return Overview(steps, rows, counts, first, trace.cut_short)

@@ -8,8 +8,8 @@ from pipeline.policies.view import Routing
 
 
 class RecordedRouter:
-    """The model's router. For a layer's own logits it returns the recorded routing: they are kept as float16,
-    and their rounding could exchange two experts that are nearly equal."""
+    """The model's router. For a layer's own logits it returns the recorded routing, because the logits are
+    recorded as float16, and their rounding could exchange two experts that are nearly equal."""
 
     def __init__(self, model: Router) -> None:
         self._model = model
@@ -17,7 +17,7 @@ class RecordedRouter:
         self._routing: Routing
 
     def layer(self, logits: FloatArray | None, routing: Routing) -> None:
-        """From now on these are the layer's own logits and the routing that was recorded for them."""
+        """Set the present layer's own logits and the routing that was recorded for them."""
         self._logits, self._routing = logits, routing
 
     def __call__(self, logits: FloatArray) -> Routing:

@@ -1,1 +1,1 @@
-"""Which requests run in the next step: jobs, the waiting queue, the prefix cache."""
+"""The scheduler of requests: jobs, the waiting queue, the prefix cache."""

@@ -1,8 +1,8 @@
 """The queue of requests that wait to be admitted, in an order that is fair to clients.
 
-Next is the oldest request of the client with the fewest running requests. Among several such clients it is
-the one whose last admission is longest ago (or that had none while its present requests wait), then the one
-whose request arrived first. A client that floods the engine so delays mostly itself. A preempted request
+Next is the oldest request of the client with the fewest running requests. Of several such clients, the one
+with the earliest last admission comes first (or the one that had none while its present requests wait), then
+the one with the oldest request. So a client that floods the engine delays mostly itself. A preempted request
 comes before its client's others. Used by the engine's thread alone."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class FairQueue:
 
     def __init__(self) -> None:
         self._by_client: dict[bytes, deque[Job]] = {}
-        self._turns: dict[bytes, int] = {}  # of waiting clients: the turn of their last admission
+        self._turns: dict[bytes, int] = {}  # by waiting client: the turn of its last admission
         self._turn = 0
         self._count = 0
 
@@ -37,7 +37,7 @@ class FairQueue:
         self._count += 1
 
     def admit(self, job: Job) -> None:
-        """Remove a job that begins to run: its client has had its turn."""
+        """Remove a job that begins to run, and note its client's turn."""
         self._turn += 1
         self._turns[job.client] = self._turn
         self.remove(job)
@@ -52,7 +52,7 @@ class FairQueue:
             self._turns.pop(job.client, None)
 
     def of(self, client: bytes) -> int:
-        """How many requests of this client wait."""
+        """The number of this client's waiting requests."""
         return len(self._by_client.get(client, ()))
 
     def in_order(self, running: Iterable[Job]) -> Iterator[Job]:

@@ -1,4 +1,4 @@
-"""Makes a job of a client's message: checks it, encodes its text, and creates its sampler.
+"""Makes jobs from clients' messages: checks a message, encodes its text, and creates its sampler.
 
 Independent of the engine and of other requests. Used by the engine's thread alone.
 """

@@ -1,7 +1,7 @@
 """A request that is being served: a Generate or a Score with its state, as inputs for the engine's steps.
 
-A job has its tokens, its sequence's KV and the means to answer its client; the scheduler decides when it
-runs. Used by the engine's thread alone."""
+A job holds its tokens, its sequence's KV and the callback that answers its client; the scheduler decides when
+it runs. Used by the engine's thread alone."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Emit = Callable[[object], None]
 class Job(ABC):
     """One request. `kv` is set while it is admitted, `reason` once it has ended."""
 
-    grows = False  # it adds tokens while it runs, and it can be preempted
-    prefix_key: PrefixKey | None = None  # of its conversation, whose KV is kept when it ends
+    grows = False  # the job adds tokens while it runs, and can be preempted
+    prefix_key: PrefixKey | None = None  # of the job's conversation: its KV is kept when the job ends
 
     def __init__(self, client: bytes, request: int, tokens: list[int], prompt: int, emit: Emit) -> None:
         """`tokens`: prompt and answer so far; the first `prompt` of them are prefilled."""
@@ -42,14 +42,14 @@ class Job(ABC):
         self.reason: str | None = None
         self.arrival = time.perf_counter()
         self.admission = -1  # the number of its first admission, in the order of first admissions
-        self.reused = 0  # prompt tokens whose KV an earlier request computed
+        self.reused = 0  # prompt tokens with KV from an earlier request
         self.preemptions = 0
         self.counters_before: dict[str, Any] = {}  # the engine's, at the first admission
         self._seconds: dict[Phase, float] = {"prefill": 0.0, "decode": 0.0}
         self._computed: dict[Phase, int] = {"prefill": 0, "decode": 0}
         self._emit = emit
         self._position = 0  # in the queue, as last reported
-        self._reported = 0.0  # when that was
+        self._reported = 0.0  # time of that report
         self._queued = 0.0  # seconds until the first admission
         self._first_answer: float | None = None
 
@@ -59,13 +59,13 @@ class Job(ABC):
 
     @property
     def filled(self) -> int:
-        """Tokens whose KV is computed."""
+        """Tokens with computed KV."""
         return 0 if self.kv is None else self.kv.length
 
     @property
     @abstractmethod
     def max_kv_tokens(self) -> int:
-        """Tokens of KV that it needs at most."""
+        """The most tokens of KV that the job can need."""
 
     @abstractmethod
     def step_input(self, chunk: int) -> StepInput:
@@ -103,7 +103,7 @@ class Job(ABC):
             self._emit(Queued(self.request, position))
 
     def count_step(self, phase: Phase, tokens: int, seconds: float) -> None:
-        """A step with `tokens` tokens of this job took so long."""
+        """Count a step of `seconds` with `tokens` tokens of this job."""
         self._computed[phase] += tokens
         self._seconds[phase] += seconds
 
@@ -170,7 +170,7 @@ class GenerateJob(Job):
         if text is not None:
             text.resume(resume)
         self._eos = eos
-        self._end: dict[str, Any] = {}  # of an end token, which has no Token message: what that would hold
+        self._end: dict[str, Any] = {}  # content for the missing Token message of an end token
 
     @property
     def max_kv_tokens(self) -> int:
@@ -184,8 +184,8 @@ class GenerateJob(Job):
         if len(logits) == 0:
             return  # the prompt has more chunks
         self._note_answer()
-        self.reason = self._enough()
-        if self.reason is not None:  # the resumed answer was complete but for its Done
+        self.reason = self._end_reason()
+        if self.reason is not None:  # the resumed answer lacks only its Done
             return
         token = self._sampler.next(logits[0], self.tokens)
         margin, runner_up = two_best(logits[0])
@@ -198,10 +198,10 @@ class GenerateJob(Job):
             self.prefill_end = len(self.tokens)  # their KV was dropped: prefill them again
         shown = self._text.push(token) if self._text is not None else ""
         self._emit(Token(self.request, len(self.tokens) - self.prompt - 1, token, shown, margin, runner_up))
-        self.reason = self._enough()
+        self.reason = self._end_reason()
 
-    def _enough(self) -> str | None:
-        """The reason why no more tokens follow; None where more do."""
+    def _end_reason(self) -> str | None:
+        """The reason why the answer ends here; None where more tokens follow."""
         if self._text is not None and self._text.stopped:
             return "stop"
         return "length" if len(self.tokens) == self._max_tokens else None

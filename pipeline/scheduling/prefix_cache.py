@@ -1,8 +1,8 @@
-"""Gives out the KV cache's capacity, and keeps the sequences of conversations in what is free between their
+"""Allocates the KV cache's capacity, and keeps the sequences of conversations in its free part between their
 turns.
 
-As soon as a request needs the capacity, the least recently used kept sequence is evicted. Handles token ids;
-no requests and no text. Used by the engine's thread alone."""
+Where a request needs the capacity, the least recently used kept sequence is evicted. Handles token ids, no
+requests and no text. Used by the engine's thread alone."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ class PrefixCache:
         return kept
 
     def grow(self, kv: SequenceKV, capacity: int) -> bool:
-        """Give a sequence more capacity. False where that is not available."""
+        """Grow a sequence's capacity. False where the capacity is not available."""
         if not self.evict_for(capacity - kv.capacity):
             return False
         self._kv.resize(kv, capacity)
         return True
 
     def keep(self, key: PrefixKey, tokens: Sequence[int], kv: SequenceKV) -> None:
-        """Keep a sequence whose filled part holds the first `kv.length` of `tokens`, in place of the one that
-        was kept under this key."""
+        """Keep a sequence, with KV of the first `kv.length` of `tokens`, in place of the one kept under this
+        key."""
         self._evict(key)
         self._kept[key] = _Kept(list(tokens[: kv.length]), kv)
         self.tokens += kv.capacity
 
     def take(self, key: PrefixKey, prompt: Sequence[int]) -> SequenceKV | None:
         """The sequence kept under this key, truncated to the prefix that it shares with `prompt` without its
-        last token, whose logits are wanted. None where they share nothing."""
+        last token, which must be computed for its logits. None where the shared prefix is empty."""
         kept = self._remove(key)
         if kept is None:
             return None
@@ -76,8 +76,8 @@ class PrefixCache:
         return kept.kv
 
     def evict_for(self, tokens: int) -> bool:
-        """Evict kept sequences until so many tokens are free. False, and none is evicted, where that is not
-        enough."""
+        """Evict kept sequences until `tokens` tokens are free. False, without evicting any, where all of them
+        are not enough."""
         if tokens > self.available:
             return False
         while tokens > self._kv.free:
@@ -102,7 +102,7 @@ class PrefixCache:
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading tokens are equal."""
+    """The number of equal leading tokens."""
     count = 0
     for x, y in zip(a, b, strict=False):
         if x != y:

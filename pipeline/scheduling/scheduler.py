@@ -1,11 +1,11 @@
-"""Which requests run in the next step: continuous batching with chunked prefill.
+"""The scheduler: decides which requests run in each step, by continuous batching with chunked prefill.
 
-One round is a prefill chunk of one request that has prompt left (clients take turns), then one decode step of
-all requests that are past theirs. A request is admitted when its prompt and a little more fit the KV cache;
-the others wait in the `FairQueue`. A sequence grows while it is decoded. When the cache is full, kept
-conversations are evicted first; then the request that was admitted last is preempted: it waits again, has its
-tokens prefilled again, and continues where it was. Every request ends with exactly one Done. Used by the
-engine's thread alone."""
+One round is a prefill chunk of one request that is still prefilling (clients take turns), then one decode
+step of all other running requests. A request is admitted when its prompt and a few more tokens fit the KV
+cache; the others wait in the `FairQueue`. A sequence grows while it is decoded. When the cache is full, kept
+conversations are evicted first; then the request that was admitted last is preempted: it waits again, its
+tokens are prefilled again, and it continues where it was. Every request ends with exactly one Done. Used by
+the engine's thread alone."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Scheduler:
         congested: Callable[[bytes], bool],
     ) -> None:
         """`chunk`: prefill tokens of a step. `send` delivers a message to a client; while a client is
-        `congested`, because it does not read what it was sent, its requests pause."""
+        `congested`, because it does not read its messages, its requests pause."""
         self.engine = engine
         self.kv = kv
         self.chunk = self.chunk_alone = chunk
@@ -62,7 +62,7 @@ class Scheduler:
         self._prefixes = PrefixCache(kv)
         self._admissions = itertools.count()
         self._turns = itertools.count()
-        self._last_turn: dict[bytes, int] = {}  # of running clients: the turn of their last prefill chunk
+        self._last_turn: dict[bytes, int] = {}  # by running client: the turn of its last prefill chunk
         self._reported = 0.0  # when queue positions were last reported
         self._reused = 0
         self._preemptions = 0
@@ -96,20 +96,20 @@ class Scheduler:
             self._end(job, "cancelled")
 
     def forget(self, client: bytes) -> None:
-        """A client has disconnected: end its requests, and keep nothing of it."""
+        """A client has disconnected: end its requests and evict its conversations."""
         for job in list(self._live.values()):
             if job.client == client:
                 self._end(job, "cancelled")
         self._prefixes.forget(client)
 
     def cancel_all(self) -> None:
-        """The engine shuts down."""
+        """End every request as cancelled: the engine shuts down."""
         for job in list(self._live.values()):
             self._end(job, "cancelled")
 
     def round(self) -> bool:
-        """Admit what fits, run a prefill chunk, run a decode step. False where nothing could run: every
-        request waits for its client to read."""
+        """Admit the requests that fit, run a prefill chunk, run a decode step. False where nothing could run:
+        every request waits for its client to read."""
         self._admit()
         self._report_positions()
         ready = [job for job in self._running if not self._congested(job.client)]
@@ -138,9 +138,9 @@ class Scheduler:
     # --- admission and capacity --------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Admit in the queue's order. Many requests of one client keep no other client out: one slot is for
-        clients with nothing running, and where that or the capacity is taken, one of the many is
-        preempted."""
+        """Admit in the queue's order. A client with many requests does not block others: one slot is reserved
+        for clients without a running request, and where that slot or the capacity is taken, a request of the
+        client with most is preempted."""
         while self._waiting:
             job = next(self._waiting.in_order(self._running))
             running = Counter(j.client for j in self._running)
@@ -152,14 +152,14 @@ class Scheduler:
                 return
 
     def _allocate(self, job: Job) -> SequenceKV | None:
-        """A sequence for the job's tokens and a few more. None where it is not available beside what the
-        running sequences may need next."""
+        """A sequence for the job's tokens and a few more. None where the capacity is not available beside the
+        tokens that the running sequences may need next."""
         wanted = capacity_for(len(job.tokens) + 1, job.max_kv_tokens) if job.grows else job.max_kv_tokens
         growing = [(j, j.kv.capacity) for j in self._running if j.grows and j.kv is not None]
         soon = sum(min(KV_BLOCK, j.max_kv_tokens - capacity) for j, capacity in growing)
         if wanted + soon > self._prefixes.available:
             return None
-        first = job.admission < 0  # a preempted job's prefix was released, and a newer turn's may be kept
+        first = job.admission < 0  # the prefix cache may hold a newer turn of a preempted job
         return self._prefixes.allocate(wanted, job.prefix_key if first else None, job.tokens)
 
     def _begin(self, job: Job, kv: SequenceKV) -> None:
@@ -170,7 +170,7 @@ class Scheduler:
 
     def _preempt_heaviest(self, running: Counter[bytes]) -> bool:
         """Preempt the newest request of the client with most running requests. False where no client has two
-        and one of them can be preempted."""
+        requests of which one can be preempted."""
         candidates = [job for job in self._running if job.grows and running[job.client] >= 2]
         if not candidates:
             return False
@@ -179,8 +179,8 @@ class Scheduler:
         return True
 
     def _with_capacity(self, decoding: list[Job]) -> list[Job]:
-        """Give each of the jobs capacity for one more token, preempting others where the cache is full.
-        Returns those that can take a step."""
+        """Grow each job's sequence by one token, preempting others where the cache is full. Returns the jobs
+        that can take a step."""
         for job in decoding:
             while job.kv is not None and job.filled == job.kv.capacity:
                 ample = capacity_for(int(job.filled * GROWTH), job.max_kv_tokens)
@@ -207,7 +207,7 @@ class Scheduler:
     # --- steps -------------------------------------------------------------------------------------------
 
     def _next_prefill(self, ready: list[Job]) -> list[Job]:
-        """The job whose chunk is next: the oldest of the client whose last chunk is longest ago."""
+        """The job to prefill next: the oldest job of the client with the earliest last chunk."""
         prefilling = [job for job in ready if job.prefilling]
         if not prefilling:
             return []
@@ -235,7 +235,7 @@ class Scheduler:
         for job, rows in zip(jobs, logits, strict=True):
             try:
                 job.accept(rows)
-            except PipelineError as e:  # this job's logits are not finite, say; the others continue
+            except PipelineError as e:  # for example, this job's logits are not finite; the others continue
                 failed[job] = str(e)
         seconds = time.perf_counter() - started
         for job, step_input in zip(jobs, inputs, strict=True):
@@ -246,7 +246,8 @@ class Scheduler:
                 self._end(job, job.reason)
 
     def _isolate_failure(self, jobs: list[Job], phase: Phase, error: str) -> None:
-        """A step of these jobs failed: run each by itself. The job whose rows are at fault ends."""
+        """A step of these jobs failed: run each by itself, so that only the job that causes the failure
+        ends."""
         if len(jobs) == 1:
             self._end(jobs[0], "error", error)
             return
@@ -254,8 +255,8 @@ class Scheduler:
             self._step([job], phase)
 
     def _end(self, job: Job, reason: str, error: str = "") -> None:
-        """Remove a job and send its Done. A conversation's KV is kept, unless the job failed: it may be
-        wrong."""
+        """Remove a job and send its Done. A conversation's KV is kept, unless the job failed: then the KV may
+        be wrong."""
         del self._live[job.client, job.request]
         policy = self.engine.policy
         stats: dict[str, Any] = {"policy": policy.name, "fidelity": {"exact": policy.exact}}

@@ -1,1 +1,1 @@
-"""The coordinator's services: clients and their sockets, the engine's thread, and what is built in it."""
+"""The coordinator's services: clients and their sockets, the engine's thread, and the parts of the engine."""

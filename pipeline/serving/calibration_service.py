@@ -1,7 +1,7 @@
-"""Serves Calibrate in the engine's thread: one calibration at a time, and no step of a request meanwhile.
+"""Serves Calibrate in the engine's thread: one calibration at a time. Requests take no steps meanwhile.
 
-A calibration drains the inbox every moment: requests are queued or cancelled, clients that disconnected are
-forgotten, and a calibration that is not wanted any more ends. Only a complete one is written.
+A calibration drains the inbox after each step: it queues or cancels requests, removes disconnected clients,
+and ends where its own client cancels it. Only a complete calibration is written.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CalibrationService:
         send: Callable[[bytes, object], None],
         drain_inbox: Callable[[], bool],
     ) -> None:
-        """`drain_inbox` handles the messages that wait; False: the engine is being stopped."""
+        """`drain_inbox` handles the waiting messages; it returns False where the engine is being stopped."""
         self._parts = parts
         self._policies = policies
         self._scheduler = scheduler
@@ -50,16 +50,16 @@ class CalibrationService:
         self._current: tuple[bytes, int] | None = None
         self._cancelled = False
         self._stopping = False  # the engine
-        self._reported = 0.0  # when the last Calibrating was sent
+        self._reported = 0.0  # time of the last Calibrating
 
     @property
     def running(self) -> bool:
         return self._current is not None
 
     def serve(self, client: bytes, message: Calibrate) -> None:
-        """Calibrate from the first token to the file, and answer."""
+        """Run a whole calibration, write its file, and answer the client."""
         if self.running:
-            reason = "the engine is being calibrated already; ask again when that is over"
+            reason = "another calibration is running; try again when it has ended"
             self._send(client, Done(message.request, "error", reason, usage=True))
             return
         self._current, self._cancelled = (client, message.request), False
@@ -117,7 +117,7 @@ class CalibrationService:
             save(path, calibration, about)
         finally:
             if not self._stopping:
-                self._policies.reset()  # it may use the new calibration
+                self._policies.reset()  # the policy may use the new calibration
         return Calibrated(message.request, str(path), summary(calibration, about))
 
     def _tokens(self, message: Calibrate) -> list[int]:
@@ -137,7 +137,7 @@ class CalibrationService:
         return self._parts.tokenizer.encode(message.text or "")
 
     def _about(self, findings: Findings) -> dict[str, Any]:
-        """How the calibration was made."""
+        """The circumstances of the calibration."""
         config, options = self._parts.config, self._parts.config.options
         return {
             "model": "the embedded model" if config.model == model_dir() else short_name(config.model),

@@ -1,8 +1,7 @@
-"""The sockets that clients connect to: the local one, and where it is configured, one on tcp for clients with
-keys.
+"""The sockets that clients connect to: the local one, and where configured, one on tcp for clients with keys.
 
 Each has its own ZeroMQ context, so its own I/O thread: a flood on tcp does not delay the local socket. Runs
-in the event loop; handles frames, no messages."""
+in the event loop; handles frames, not messages."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ _ZAP_VERSION, _ADMITTED, _REFUSED = b"1.0", b"200", b"400"
 
 @dataclass(frozen=True)
 class TcpListener:
-    """Where clients with keys connect: tcp://ADDRESS:PORT, and the engine's keys."""
+    """The endpoint for clients with keys, tcp://ADDRESS:PORT, and the engine's keys."""
 
     endpoint: str
     keys: EngineKeys
@@ -49,8 +48,8 @@ class TcpListener:
 
 
 class ClientSocket:
-    """A bound ROUTER. With `keys` it is on tcp and encrypted, and no client is connected before
-    `authenticate` runs."""
+    """A bound ROUTER. With `keys` it is on tcp and encrypted, and accepts no client before `authenticate`
+    runs."""
 
     def __init__(self, endpoint: str, keys: EngineKeys | None = None) -> None:
         """Raises ProtocolError where the endpoint cannot be bound."""
@@ -83,15 +82,15 @@ class ClientSocket:
         return sender, frames
 
     def send(self, receiver: bytes, frames: list[bytes | memoryview]) -> None:
-        """Hand a message to the socket, now. Raises zmq.Again where its receiver's queue is full, another
-        zmq.ZMQError where the receiver has disconnected."""
+        """Hand a message to the socket without waiting. Raises zmq.Again where its receiver's queue is full,
+        another zmq.ZMQError where the receiver has disconnected."""
         # With NOBLOCK the message is sent when this returns; the future only carries the outcome.
         sent = self._socket.send_multipart([receiver, *frames], flags=zmq.NOBLOCK)
         cast(asyncio.Future[None], sent).result()
 
     async def authenticate(self) -> None:
-        """Admit the clients whose public key is known (ZeroMQ's RFC 27), until cancelled. Returns at once
-        without keys, where ZeroMQ does not ask."""
+        """Admit clients with a known public key (ZeroMQ's RFC 27), until cancelled. Returns at once on a
+        socket without keys."""
         while self._authenticator is not None:
             frames = await self._authenticator.recv_multipart()
             _, request, _, address, _, mechanism, *credentials = frames
@@ -99,12 +98,12 @@ class ClientSocket:
             if not admitted:
                 self.refused += 1
                 where = address.decode(errors="replace")
-                self._log.warning(f"a client at {where} was not let in: its key is not in {ENGINE_FILE}")
+                self._log.warning(f"a client at {where} was refused: its key is not in {ENGINE_FILE}")
             answer = [_ZAP_VERSION, request, _ADMITTED if admitted else _REFUSED, b"", b"", b""]
             await self._authenticator.send_multipart(answer)
 
     def close(self) -> None:
-        """Deliver what is under way (for the socket's linger time) and close."""
+        """Close, after up to the socket's linger time for messages under way."""
         self._socket.close()
         if self._authenticator is not None:
             self._authenticator.close(linger=0)
@@ -112,7 +111,6 @@ class ClientSocket:
 
 
 def _raise_descriptor_limit() -> None:
-    """Each connection is a file descriptor, and without a free one nothing else in this process can open a
-    file."""
+    """Each connection is a file descriptor, and without free ones this process cannot open files."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -2,11 +2,11 @@
 
 Runs in the event loop. A client is connected from its Hello until it is silent for too long. Each has its own
 outgoing queue and task, so a client that does not read delays no other. Every message is answered, or counted
-and dropped: none ends `serve`.
+and dropped: no message ends `serve`.
 
-A client's harm to others is bounded. A client that sends too many refused messages in a second, or does not
-read, is cut off: its requests end, and its messages are dropped for a while. Connections without a Welcome
-share a few answers a second, and leave no state.
+A client can harm others only within limits. A client that sends too many refused messages in a second, or
+does not read, is cut off: its requests end, and its messages are dropped for a while. Connections without a
+Welcome share a few answers a second, and leave no state.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ log = logging.getLogger(__name__)
 SILENCE_LIMIT = 10.0  # seconds without a message, or without reading one, that disconnect a client
 CONGESTED_BYTES = 64 << 20  # queued for one client, beyond which its requests pause
 QUEUE_LIMIT = 32768  # messages queued for one client, which sends requests and does not read
-QUEUED_BYTES = 1 << 30  # for all clients together; beyond, the longest queue's client is cut off
+QUEUED_BYTES = 1 << 30  # for all clients together; beyond, the client with the longest queue is cut off
 REFUSED_LIMIT = 20  # refused messages of one client in a second
-SHUT_OUT_SECONDS = 10.0  # for which a client's messages are dropped after it was cut off
-SHUT_OUT_MOST = 256  # clients whose messages are dropped; the oldest is forgotten
+SHUT_OUT_SECONDS = 10.0  # during which messages of a client that was cut off are dropped
+SHUT_OUT_MOST = 256  # clients that are cut off at once; the oldest is forgotten
 LARGEST_HELLO = 8192  # bytes of a message that is decoded before the Hello
 COSTLY = 200_000  # bytes of a refused message that count as another
 MOST_CLIENTS = 512  # on each socket
@@ -78,7 +78,7 @@ class Clients:
         self._on_message = on_message
         self._on_gone = on_gone
         self._clients: dict[bytes, Client] = {}
-        self._shut_out: dict[bytes, float] = {}  # time until which their messages are dropped
+        self._shut_out: dict[bytes, float] = {}  # end of the time in which their messages are dropped
         self._group: asyncio.TaskGroup | None = None
         self._log = SparseLog(log)
         self.malformed = 0
@@ -86,7 +86,7 @@ class Clients:
         self.unheard = 0  # dropped messages of clients that were cut off
 
     async def serve(self) -> None:
-        """Until cancelled."""
+        """Serve all clients, until cancelled."""
         async with asyncio.TaskGroup() as self._group:
             self._group.create_task(self._send_heartbeats())
             for mark, socket in self._sockets.items():
@@ -109,7 +109,7 @@ class Clients:
                 self.send(client, message)
 
     def congested(self, client: bytes) -> bool:
-        """Whether too much is queued for this client. Any thread may call it."""
+        """Whether more than CONGESTED_BYTES are queued for this client. Any thread may call it."""
         known = self._clients.get(client)
         return known is not None and known.outbox.queued_bytes > CONGESTED_BYTES
 
@@ -122,7 +122,7 @@ class Clients:
                 task.cancel()
 
     def close(self) -> None:
-        """Deliver what is under way (for the sockets' linger time) and close."""
+        """Close, after up to the sockets' linger time for messages under way."""
         for socket in self._sockets.values():
             socket.close()
 
@@ -137,7 +137,7 @@ class Clients:
         self._forget(name)
 
     def counts(self) -> dict[str, int]:
-        """For the engine's stats."""
+        """The counters of clients, for the engine's stats."""
         return {
             "connected": len(self._clients),
             "malformed": self.malformed,
@@ -152,11 +152,11 @@ class Clients:
             try:
                 self._receive(mark + sender, frames)
             except Exception as e:
-                # A bug of the engine, triggered by one client: the other clients must not suffer.
+                # A bug of the engine, triggered by one client, must not affect the others.
                 self._log.warning(f"a client's message could not be handled: {e!r}", failed=True)
                 self.cut_off(mark + sender, "the engine failed on its message")
-            # Receiving a message that is here does not suspend: without this, one client's flood would
-            # keep every other task from running, the heartbeats too.
+            # Receiving a message that has arrived does not suspend: without this, a client that floods the
+            # socket would block every other task, the heartbeats too.
             await asyncio.sleep(0)
 
     def _receive(self, sender: bytes, frames: list[bytes]) -> None:
@@ -194,7 +194,7 @@ class Clients:
             else:
                 self.cut_off(sender, "it repeats its Hello")
         elif sum(name[:1] == sender[:1] for name in self._clients) >= MOST_CLIENTS:
-            self.refuse(sender, f"{MOST_CLIENTS} clients are connected already; come back later")
+            self.refuse(sender, f"{MOST_CLIENTS} clients are connected already; try again later")
         else:
             assert self._group is not None
             socket, routing_id = self._sockets[sender[:1]], sender[1:]
@@ -204,8 +204,8 @@ class Clients:
             self.send(sender, self._welcome())
 
     def refuse(self, sender: bytes, reason: str, cost: int = 1) -> None:
-        """Answer a message that is refused, within the sender's limit of refusals. `cost`: the number of
-        small messages that take as long to refuse."""
+        """Refuse a message with an Error, within the sender's limit of refusals. `cost`: the number of small
+        messages that take as long to refuse."""
         client = self._clients.get(sender)
         if client is None:
             if self._sockets[sender[:1]].refusals.spend():
@@ -249,7 +249,7 @@ class Clients:
     def _limit_queues(self) -> None:
         while sum(client.outbox.queued_bytes for client in self._clients.values()) > QUEUED_BYTES:
             longest = max(self._clients, key=lambda name: self._clients[name].outbox.queued_bytes)
-            self.cut_off(longest, "too much waits to be read by it")
+            self.cut_off(longest, "too many unread messages are queued for it")
 
     def _forget(self, name: bytes) -> None:
         client = self._clients.pop(name, None)

@@ -1,5 +1,4 @@
-"""Opens an engine's device memory for experts: the slab, the prefetcher that fills it, and the mover
-between."""
+"""Opens an engine's device memory for experts: the slab, the link to the prefetcher, and the tile mover."""
 
 from __future__ import annotations
 

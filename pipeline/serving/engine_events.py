@@ -1,5 +1,5 @@
-"""What the engine's thread posts to the event loop. The other direction is `EngineInbox`; beside the two, the
-event loop reads `EngineStatus`, and nothing else crosses between the threads."""
+"""The events that the engine's thread posts to the event loop. `EngineInbox` is the other direction. Beside
+the two, the event loop reads `EngineStatus`; the threads share nothing else."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Client messages that wait for the engine's thread: a queue for each client, served in turn, so that a
-client that sends many waits behind its own messages and delays no other client. The order within a client is
-kept. Thread-safe."""
+"""Client messages that wait for the engine's thread, in one queue for each client. The queues are served in
+turn, so a client with many messages delays no other client. Each client's messages stay in order.
+Thread-safe."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from protocol.messages import Calibrate, Cancel, Generate, Score, SetPolicy
 
 LIMIT = 4096  # waiting messages of one client
-SIZE_LIMIT = 64 << 20  # bytes that they hold
-ID_BYTES = 36  # of a number in a tuple
+SIZE_LIMIT = 64 << 20  # bytes of those messages
+ID_BYTES = 36  # bytes of a number in a tuple
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ EngineMessage = Generate | Score | Calibrate | SetPolicy | Cancel | ClientGone
 
 
 class EngineInbox:
-    """The event loop puts, the engine's thread gets."""
+    """The event loop calls `put`, the engine's thread `get`."""
 
     def __init__(self) -> None:
         # by client, none of them empty: the messages, each with its size in bytes
@@ -40,7 +40,7 @@ class EngineInbox:
 
     def put(self, client: bytes, message: EngineMessage) -> bool:
         """Queue a message. False after `stop`, and where this client's waiting messages are too many or too
-        large; a ClientGone is taken even then."""
+        large; a ClientGone is queued even then."""
         size = _held_bytes(message)
         with self._changed:
             if self._stopped:
@@ -72,14 +72,14 @@ class EngineInbox:
             return client, message
 
     def stop(self) -> None:
-        """Take no more messages, and wake the engine's thread."""
+        """Refuse further messages, and wake the engine's thread."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
 
 
 def _held_bytes(message: EngineMessage) -> int:
-    """Bytes that a message holds while it waits, roughly."""
+    """About the bytes of memory that a waiting message holds."""
     match message:
         case Generate():
             turns = [turn.content for turn in message.messages or ()]

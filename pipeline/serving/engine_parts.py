@@ -36,8 +36,7 @@ SOCKET_FILES = {"worker": "work.sock", "prefetcher": "fetch.sock"}
 
 
 class EngineParts:
-    """An engine and what it was built from. `notes`: lines about it for a person. Used by the engine's
-    thread."""
+    """An engine and its parts. `notes`: lines about it for a person. Used by the engine's thread."""
 
     @full_memory_in_one_line()
     def __init__(
@@ -47,12 +46,12 @@ class EngineParts:
         to_supervisor: SendToSupervisor,
         closing: ExitStack,
     ) -> None:
-        """`exit_events`: of workers and prefetcher, as the supervisor reports them; `closing` releases what
-        is built. Raises UsageError, ShmError, PeerLost or CudaError, each one line."""
+        """`exit_events`: of workers and prefetcher, as the supervisor reports them; `closing` releases the
+        parts. Raises UsageError, ShmError, PeerLost or CudaError, each one line."""
         self.config = config
         self.to_supervisor = to_supervisor
         self.closing = closing
-        self.sockets: dict[str, ChildServerSocket] = {}  # to the children, by role
+        self.sockets: dict[str, ChildServerSocket] = {}  # the sockets to the children, by role
         self._exit_events = exit_events
         options = config.options
         self.source = open_model(config.model)
@@ -60,7 +59,7 @@ class EngineParts:
         self.context = choose_context(options.context, spec)  # tokens of prompt and answer together
         self.device = device = open_device(options.device)
         closing.callback(device.close)
-        # Bound before anything slow, so that the children find them.
+        # Bound before any slow part, so that the children can connect.
         if config.workers:
             rows = max(options.chunk or CHUNK_MAX, options.max_sequences)
             self.bind_socket("worker", largest=4 * rows * spec.hidden)
@@ -100,7 +99,7 @@ class EngineParts:
         self.sockets[role] = socket
 
     def _load_backbone(self, spec: ModelSpec) -> Backbone:
-        """From the checkpoint, or from this machine's disk cache where quantizing it again would take
+        """Load the backbone from the checkpoint, or from the disk cache where quantizing again would take
         long."""
         dtype, cache = self.config.options.backbone_dtype, None
         if isinstance(FORMATS[dtype], BlockFormat) and self.source.worth_keeping(dtype):

@@ -1,5 +1,5 @@
-"""The engine's thread: builds the engine, then takes clients' messages from the inbox and runs rounds of the
-scheduler between. Answers are posted to the event loop.
+"""The engine's thread: builds the engine, then alternates between clients' messages from the inbox and rounds
+of the scheduler. Answers are posted to the event loop.
 
 `EngineService` is used by the engine's thread alone, `EngineThread` by the event loop, which starts and stops
 it."""
@@ -44,12 +44,12 @@ log = logging.getLogger(__name__)
 IDLE_WAIT = 0.5  # seconds that an idle engine waits for a message before it checks its children
 MOVING_WAIT = 0.01  # the same while tiles move in the background
 CONGESTED_WAIT = 0.005  # seconds until the next round when every request waits for its client to read
-INBOX_SECONDS = 0.01  # for messages between two rounds: a flood of them must not stop the rounds
+INBOX_SECONDS = 0.01  # for messages between two rounds: a flood of messages must not stop the rounds
 LAST_INBOX_SECONDS = 0.5  # for the messages that wait when the engine is stopped
 JOIN_LIMIT = 2.0  # seconds for the thread to end its step
-GIVE_UP_LIMIT = 1.0  # seconds for it to end once its waits for children were given up
+GIVE_UP_LIMIT = 1.0  # seconds for the thread to end after its waits for children were given up
 
-CALIBRATING = "the engine is being calibrated; set the policy when that is over"
+CALIBRATING = "the engine is being calibrated; set the policy when that has ended"
 
 
 class EngineService:
@@ -87,8 +87,8 @@ class EngineService:
         self.status = EngineStatus(parts, self._policies, self._scheduler)
 
     def warm_up(self) -> None:
-        """Before the first request: measure the prefill chunk, open the trace file, and begin to read into
-        memory what the backbone's start left on disk."""
+        """Before the first request: measure the prefill chunk, open the trace file, and begin to copy the
+        backbone's pending weights into memory."""
         parts, scheduler, options = self._parts, self._scheduler, self._parts.config.options
         if options.chunk is None:
             scheduler.chunk = measure_chunk(parts.engine, parts.kv, parts.context)
@@ -103,8 +103,8 @@ class EngineService:
         log.debug("prefill: %d tokens a chunk", scheduler.chunk)
 
     def serve(self) -> None:
-        """Serve until the inbox is stopped; every request then ends as cancelled. An engine that fails ends
-        no request: clients resume them on the restarted engine."""
+        """Serve until the inbox is stopped; every request then ends as cancelled. A failure of the engine
+        ends no request: clients resume their requests on the restarted engine."""
         scheduler, idle_wait = self._scheduler, IDLE_WAIT
         try:
             while self._drain_inbox(idle_wait if scheduler.idle else 0.0):
@@ -166,8 +166,8 @@ class EngineService:
         self._post(ToOtherClients(client, PolicyChanged(-1, policy.name, policy.exact, notes)))
 
     def _on_idle(self) -> bool:
-        """Between requests: note children that exited or restarted, keep tiles moving, audit the slots. True
-        where more of this waits to be done."""
+        """Between requests: handle exits and restarts of children, continue background fetches, audit the
+        slots. True where such work remains."""
         self._parts.engine.poll_children()
         memory = self._parts.engine.memory
         if memory.idle:
@@ -179,7 +179,7 @@ class EngineService:
 
 
 class EngineThread:
-    """Started by `start`, ended by `stop` and `join`, all called by the event loop's thread."""
+    """Owns the engine's thread. The event loop calls `start`, then `stop` and `join`."""
 
     def __init__(
         self,
@@ -202,11 +202,11 @@ class EngineThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the round that is running; `join` waits for it."""
+        """End the thread after its present round; `join` waits for that."""
         self.inbox.stop()
 
     def join(self) -> None:
-        """Wait for the thread's end. A step that waits for a child that does not answer is given up."""
+        """Wait for the thread's end; a step that still waits for a child is then given up."""
         self._thread.join(JOIN_LIMIT)
         if self._thread.is_alive() and self._parts is not None:
             for socket in list(self._parts.sockets.values()):
@@ -214,7 +214,7 @@ class EngineThread:
             self._thread.join(GIVE_UP_LIMIT)
 
     def _run(self) -> None:
-        """In the engine's thread."""
+        """The engine's thread."""
         try:
             with ExitStack() as closing:
                 self._serve(closing)

@@ -1,5 +1,5 @@
 """An engine's description and counters for clients. Any thread may read them while the engine computes: each
-value is whole, and two values may be a step apart."""
+value is consistent, and two values may be a step apart."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from protocol.messages import Done, Error
 log = logging.getLogger(__name__)
 
 RETRY = 0.005  # seconds until a full socket is tried again
-OVERHEAD = 4096  # bytes that a message counts beside its own: 16384 small ones are a congestion
+OVERHEAD = 4096  # bytes counted for a message beside its own: 16384 small messages are a congestion
 LONGEST_ERROR = 1000  # characters
 
 Frames = list[bytes | memoryview]
@@ -64,13 +64,13 @@ class Outbox:
             self._queue.task_done()
 
     async def empty(self) -> None:
-        """Wait until everything queued was handed to the socket."""
+        """Wait until all queued messages were handed to the socket."""
         await self._queue.join()
 
 
 def frames_of(message: object) -> Frames:
     """Encode a message to a client; where that fails, an Error for the same request. Errors quote the
-    client's own text, which may be megabytes in each of thousands of answers, so they are cut."""
+    client's own text, which may be megabytes, so they are cut."""
     if isinstance(message, Error) and len(message.text) > LONGEST_ERROR:
         message = replace(message, text=message.text[:LONGEST_ERROR] + "...")
     elif isinstance(message, Done) and len(message.error) > LONGEST_ERROR:

@@ -1,4 +1,4 @@
-"""Changes an engine's policy, and collects what it plans with: costs and the model's calibration. Used by the
+"""Changes an engine's policy, and collects its inputs: costs and the model's calibration. Used by the
 engine's thread alone."""
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class PolicySwitch:
-    """Makes policies and gives them what they plan with. `current`: the policy in use, as it was
-    requested."""
+    """Makes policies and gives them their inputs. `current`: the request for the policy in use."""
 
     def __init__(self, parts: EngineParts) -> None:
         """Sets the configured policy; errors as in `set`."""
@@ -35,7 +34,7 @@ class PolicySwitch:
     def set(self, request: PolicyRequest) -> tuple[str, ...]:
         """Make the policy and use it from the next step on. The first policy that keeps experts on the device
         opens the memory for them. Returns its notes. Raises UsageError, and PeerLost where no prefetcher
-        announces itself; the policy in use is then kept."""
+        announces itself; the policy in use is kept then."""
         engine = self._parts.engine
         policy: Policy = make_policy(request, self._parts.config.options.seed)
         if policy.uses_device and not engine.memory.exists:
@@ -46,8 +45,8 @@ class PolicySwitch:
         return notes
 
     def reset(self) -> None:
-        """Make the policy in use anew: it has learnt nothing from earlier steps, and plans with what is known
-        now."""
+        """Replace the policy in use by a new object of the same request: without state from earlier steps,
+        and with the present inputs."""
         self.set(self.current)
 
 
@@ -69,8 +68,8 @@ class PolicyInputs:
         return self.costs
 
     def calibration_for(self, policy: Policy) -> Calibration | None:
-        """The model's calibration, where there is one: a policy that does not need it may use it all the
-        same. Raises CalibrationError where the policy needs it and the file is unusable."""
+        """The model's calibration, or None: a policy that does not need it may still use it. Raises
+        CalibrationError where the policy needs it and the file is unusable."""
         if not self._calibration_file.exists():
             return None
         try:

@@ -12,7 +12,7 @@ from pipeline.engine.engine import Engine
 from pipeline.memory.limits import CHUNK_MAX
 
 CHUNK_SECONDS = 0.25  # target duration of a chunk
-ALONE = 8  # chunks in one for a request that is alone: a second request waits a second or two at most
+ALONE = 8  # factor of the chunk of a lone request: a second request waits a second or two at most
 TRIAL_TOKENS = 64
 TRIAL_SECONDS = 1.0  # no trial begins after this: the first request waits for them
 
@@ -34,5 +34,5 @@ def measure_chunk(engine: Engine, kv: KVCache, context: int) -> int:
 
 
 def chunk_alone(chunk: int, context: int) -> int:
-    """The chunk of a request that is the engine's only one: longer chunks take less time for each token."""
+    """The chunk of an engine's only request: longer chunks take less time for each token."""
     return min(ALONE * chunk, CHUNK_MAX, context)

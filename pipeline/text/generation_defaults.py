@@ -10,7 +10,7 @@ from pipeline.errors import ModelError, RequestError
 from pipeline.text.sampler import validate
 from protocol.messages import Sampling
 
-DRAWING = ("temperature", "top_k", "top_p", "min_p")  # apply only where the file says do_sample
+DRAWING = ("temperature", "top_k", "top_p", "min_p")  # apply only where the file sets do_sample
 
 
 def sampling_defaults(model_dir: Path) -> Sampling:
@@ -30,7 +30,7 @@ def sampling_defaults(model_dir: Path) -> Sampling:
     for name, value in given.items():
         whole = isinstance(value, int) and not isinstance(value, bool)
         if not (whole or (isinstance(value, float) and name != "top_k")):
-            raise ModelError(f"{path}: {name} is {value!r}, which is no number it can be")
+            raise ModelError(f"{path}: {name} is {value!r}, which is not a valid number")
     if config.get("do_sample"):
         given.setdefault("temperature", 1.0)
     numbers: dict[str, Any] = {k: v if k == "top_k" else float(v) for k, v in given.items()}

@@ -6,8 +6,8 @@ the text is exactly the tokenizer's own decoding of all ids without special toke
 string. The work for a token does not grow with the answer.
 
 The `tokenizers` library's DecodeStream is not used: it returns the text of a byte-fallback token at once,
-although the next byte can change it, and it fails on ids whose text changes so. Independent of files and of
-transformers: `tokenizer.py` provides the tokens' bytes or a decoding function."""
+although the next byte can change it, and then fails on such ids. Independent of files and of transformers:
+`tokenizer.py` provides the tokens' bytes or a decoding function."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TokenDecoder(Protocol):
 
 
 class ByteDecoder:
-    """Byte-level vocabularies: every token is bytes, and the text is all of them as UTF-8 with U+FFFD for
+    """For byte-level vocabularies: every token is bytes, and the text is all of them as UTF-8 with U+FFFD for
     invalid bytes. Only an incomplete character at the end is uncertain."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
@@ -42,7 +42,7 @@ class ByteDecoder:
 
 
 class RunDecoder:
-    """Vocabularies whose tokens are text that depends on its neighbours: the first token loses its leading
+    """For vocabularies in which a token's text depends on its neighbours: the first token loses its leading
     space, and a run of byte tokens is decoded as a whole (one invalid byte makes all of it invalid, so none
     of it is certain before it ends). Tokens are decoded once they are certain, behind the last token before
     them, which stands in for all earlier ones."""
@@ -146,7 +146,7 @@ class TextStream:
         return self._stop.push(self._decoder.push(token))
 
     def resume(self, tokens: Sequence[int]) -> None:
-        """Continue behind these tokens, whose text was returned by the `push` of an earlier stream."""
+        """Continue behind these tokens; an earlier stream has returned their text."""
         for token in tokens:
             self.push(token)
 

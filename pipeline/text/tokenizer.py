@@ -14,7 +14,7 @@ from pipeline.errors import ModelError, RequestError
 from pipeline.text.text_stream import ByteDecoder, RunDecoder, StopStrings, TextStream, TokenDecoder
 from protocol.messages import ChatMessage
 
-# A directory with any of these has a tokenizer; settings alone are none.
+# A directory with any of these has a tokenizer; settings alone are not a tokenizer.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -23,7 +23,7 @@ TOKENIZER_FILES = (
     "tiktoken.model",
 )
 MAX_STOP_STRINGS = 16
-QUICK = 65536  # characters that are encoded in less time than a step
+QUICK = 65536  # characters; shorter texts are encoded in less time than a step
 MAX_STOP_CHARACTERS = 512
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 

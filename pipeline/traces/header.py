@@ -28,18 +28,18 @@ KINDS: dict[str, dict[str, type]] = {
 
 @dataclass(frozen=True)
 class Header:
-    """The model that was traced, and how."""
+    """The traced model, and the settings of the trace."""
 
-    model: str  # its path or name, to show
-    fingerprint: str  # of the model: the folder in which its calibration is kept
-    store: str  # fingerprint of its experts in the format and tile that ran: what costs are kept by
+    model: str  # its path or name, for a person
+    fingerprint: str  # of the model: the name of the folder of its calibration
+    store: str  # fingerprint of its experts in their format and tile: the key of measured costs
     shape: ModelShape
     tile_bytes: int
     router: Router
-    depth: int  # of so many layers after each one the router was applied to its x
+    depth: int  # the routers of this many later layers were applied to each layer's x
 
     def predictions(self, layer: int) -> int:
-        """Layers whose routers' logits on this layer's x the trace has."""
+        """The later layers with recorded router logits on this layer's x."""
         return min(self.depth, self.shape.layers - 1 - layer)
 
     def encode(self) -> bytes:
@@ -81,7 +81,7 @@ class Header:
 def _router(plain: Any, shape: ModelShape) -> Router:
     kind = plain.get("kind") if isinstance(plain, dict) else None
     if not isinstance(kind, str) or kind not in KINDS:
-        raise TraceError("its header describes no router that is known here")
+        raise TraceError("its header describes an unknown router")
     values: dict[str, Any] = {}
     for name, type_ in KINDS[kind].items():
         value = plain.get(name)
@@ -102,19 +102,19 @@ def _router(plain: Any, shape: ModelShape) -> Router:
 def _whole(plain: dict[str, Any], name: str, least: int, most: int) -> int:
     value = plain.get(name)
     if type(value) is not int or not least <= value <= most:
-        raise TraceError(f"its header's {name} is no whole number from {least} to {most}")
+        raise TraceError(f"its header's {name} is not a whole number from {least} to {most}")
     return value
 
 
 def _fingerprint(plain: dict[str, Any], name: str) -> str:
     value = plain.get(name)
     if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{8,128}", value):  # it names files
-        raise TraceError(f"its header's {name} is none")
+        raise TraceError(f"its header's {name} is not a fingerprint")
     return value
 
 
 def _text(plain: dict[str, Any], name: str) -> str:
     value = plain.get(name)
     if not isinstance(value, str):
-        raise TraceError(f"its header's {name} is no text")
+        raise TraceError(f"its header's {name} is not a text")
     return "".join(c if c.isprintable() else "?" for c in value)  # it is shown in a terminal

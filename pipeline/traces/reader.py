@@ -1,4 +1,4 @@
-"""Reads traces: every length is checked against what the file has before anything is read."""
+"""Reads traces: every length is checked against the file's size before it is read."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from pipeline.traces.steps import FRAME, MAX_BODY, StepReader, TracedStep
 
 
 class Trace:
-    """A file of `--record`. A file whose writer was killed ends with its last whole step."""
+    """A file of `--record`. After a kill of its writer, the steps end with the last complete one."""
 
     def __init__(self, path: Path) -> None:
-        """Reads the header. Raises TraceError, one line with the path, as all of this class does."""
+        """Reads the header. Raises TraceError, one line with the path, like every method of this class."""
         self.path = path
         self.cut_short = False  # known once the steps have been read
         with self._open() as file:
             self.header, self._start = _read_header(file, path)
 
     def steps(self) -> Iterator[TracedStep]:
-        """All whole steps, in order."""
+        """All complete steps, in order."""
         with self._open() as file:
             for body, number, _ in _bodies(file, self.path, self._start):
                 try:
@@ -36,7 +36,7 @@ class Trace:
             self.cut_short = file.tell() != os.fstat(file.fileno()).st_size
 
     def end(self) -> tuple[int, int]:
-        """How many whole steps there are, and the offset behind the last one."""
+        """The number of complete steps, and the offset behind the last one."""
         steps, offset = 0, self._start
         with self._open() as file:
             for _, number, end in _bodies(file, self.path, self._start):
@@ -59,12 +59,12 @@ class Trace:
 def _read_header(file: BinaryIO, path: Path) -> tuple[Header, int]:
     prefix = file.read(PREFIX.size)
     if len(prefix) < PREFIX.size or not prefix.startswith(MAGIC):
-        raise TraceError(f"{path} is no trace; --record makes one")
+        raise TraceError(f"{path} is not a trace; --record makes one")
     _, version, length = PREFIX.unpack(prefix)
     if version != VERSION:
-        raise TraceError(f"{path} is a trace of version {version}, and this is for version {VERSION}")
+        raise TraceError(f"{path} is a trace of version {version}, this program reads version {VERSION}")
     if length > MAX_JSON or len(text := file.read(length)) < length:
-        raise TraceError(f"{path}: its header is not whole")
+        raise TraceError(f"{path}: its header is incomplete")
     try:
         return Header.decode(text), PREFIX.size + length
     except TraceError as e:
@@ -72,7 +72,8 @@ def _read_header(file: BinaryIO, path: Path) -> tuple[Header, int]:
 
 
 def _bodies(file: BinaryIO, path: Path, start: int) -> Iterator[tuple[bytes, int, int]]:
-    """Each whole step's body, number, and the offset behind it; the file is then left behind the last."""
+    """Yields each complete step's body, number, and the offset behind it; the file's position is then behind
+    the last."""
     size = os.fstat(file.fileno()).st_size
     at, number = start, 0
     file.seek(at)

@@ -25,19 +25,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DEPTH = 3  # layers ahead whose routers are recorded: as far as any preset looks
+DEPTH = 3  # layers ahead with recorded routers: as far as any preset predicts
 
 
 class Recorder:
-    """An Observer. Each step is one write, once it has been computed, so that a file ends with a whole step
-    wherever the engine is killed, or within its last one."""
+    """An Observer. Each step is one write, once it has been computed, so a killed engine leaves at most one
+    incomplete step at the end."""
 
     def __init__(
         self, path: Path, header: Header, *, first_gate: Callable[[], bool], resumed: bool = False
     ) -> None:
-        """Creates the file, mode 0600. `first_gate`: whether there is now a gate for the next token's first
-        layer. `resumed`: the coordinator was restarted: append to the file of the one before, behind its last
-        whole step. Raises TraceError for any other file that is there, and where none can be made."""
+        """Creates the file, mode 0600. `first_gate`: whether the engine now has a gate for the next token's
+        first layer. `resumed`: the coordinator was restarted: append to its predecessor's file, behind the
+        last complete step. Raises TraceError for any other existing file, and where the file cannot be
+        made."""
         self._header = header
         self._first_gate = first_gate
         self._path = path
@@ -45,7 +46,7 @@ class Recorder:
         self._sequences: tuple[int, ...] = ()
         self._layers: list[LayerTrace] = []
         self._number = 0
-        self._before = 0  # sequences of the coordinator before have lower numbers
+        self._before = 0  # sequences of the previous coordinator have lower numbers
         self._fd: int | None = None
         beginning = header.encode()
         flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -102,14 +103,14 @@ class Recorder:
             _write(self._fd, encode_step(step))
         except OSError as e:
             log.warning(
-                "recording has ended: %s: %s; the %d steps before are whole",
+                "recording has ended: %s: %s; the %d steps before are complete",
                 *(self._path, e.strerror, self._number),
             )
             self.close()
         self._number += 1
 
     def close(self) -> None:
-        """The file is complete."""
+        """Close the file."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -131,8 +132,8 @@ def recorder_of(config: CoordinatorConfig, source: ModelSource, engine: Engine, 
 
 
 def _resumable(path: Path, header: Header) -> tuple[int, int, int]:
-    """Whole steps of a file that was begun with this header, where they end, and the first number that none
-    of their sequences has."""
+    """For a file with this header: its number of complete steps, the offset behind them, and the first
+    sequence number that they do not use."""
     trace = Trace(path)
     if trace.header != header:
         raise TraceError(f"--record {path}: the file is of another model; give another name")

@@ -29,13 +29,13 @@ LARGEST_HALF = 65504.0
 class LayerTrace:
     """One layer of a step of R rows."""
 
-    router_routing: Routing  # by the router, or by what predicted it
-    computed: Routing  # what was computed; the same object where nothing was changed
+    router_routing: Routing  # of the router, or of the prediction in its place
+    computed: Routing  # as computed; the same object where nothing was changed
     predicted: bool  # `router_routing` comes from the layer before, as in Gated
-    stale: Cuts | None  # [E], where the host's share (tiles from the cut on) is from the layer before's x
+    stale: Cuts | None  # [E], where the host's share (tiles from the cut on) used the previous layer's x
     logits: Halves | None  # [R, E] of the layer's own router, where it was run
     predictions: tuple[Halves, ...]  # of the next layers' routers on this layer's x, each [R, E]
-    first: Halves | None  # at the last layer, where there is one: the gate for the next token's first layer
+    first: Halves | None  # at the last layer, if recorded: of the gate for the next token's first layer
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class TracedStep:
 
 
 def halves(values: NDArray[np.float32]) -> Halves:
-    """float16, what is too large for it at its ends."""
+    """As float16, clipped to its range."""
     return np.clip(values, -LARGEST_HALF, LARGEST_HALF).astype("<f2")
 
 
@@ -73,7 +73,7 @@ def encode_step(step: TracedStep) -> bytes:
 
 
 class StepReader:
-    """Takes bodies apart. The arrays it makes are views of the body, but for the experts."""
+    """Decodes bodies. Its arrays are views of the body, except the experts."""
 
     def __init__(self, header: Header) -> None:
         self._header = header
@@ -83,12 +83,12 @@ class StepReader:
         header = self._header
         shape = header.shape
         if len(body) < HEAD.size:
-            raise TraceError("it has no beginning")
+            raise TraceError("its fixed fields are incomplete")
         number, rows, phase = HEAD.unpack_from(body)
         if number != expected:
             raise TraceError(f"it has the number {number}")
         if phase >= len(PHASES):
-            raise TraceError(f"there is no phase {phase}")
+            raise TraceError(f"it has the unknown phase {phase}")
         least = HEAD.size + 4 * rows + shape.layers * (1 + 6 * rows * shape.top_k)
         if rows == 0 or len(body) < least:
             raise TraceError(f"it is too short for {rows} rows")
@@ -124,12 +124,12 @@ class StepReader:
         experts = taken.take("<u2", rows * shape.top_k).astype(np.int32).reshape(rows, shape.top_k)
         weights = taken.take("<f4", rows * shape.top_k).reshape(rows, shape.top_k)
         if int(experts.max()) >= shape.experts or not np.isfinite(weights).all():
-            raise TraceError(f"layer {layer} has experts that do not exist, or weights that are no numbers")
+            raise TraceError(f"layer {layer} has experts that do not exist, or weights that are not finite")
         return Routing(experts, weights)
 
 
 class _Taken:
-    """How far a body has been read."""
+    """A read position in a body."""
 
     def __init__(self, body: bytes, at: int) -> None:
         self._body = body

@@ -135,7 +135,7 @@ def rewrite(path: Path, facts: dict, tensors: dict) -> None:
         ({"threshold": True}, "threshold"),
         ({"threshold": "0.1"}, "threshold"),
         ({"crc32": 7}, "damaged"),
-        ({"about": 7}, "no whole calibration"),
+        ({"about": 7}, "not a complete calibration"),
     ],
 )
 def test_facts_that_cannot_be(path: Path, changes: dict, said: str) -> None:
@@ -153,14 +153,14 @@ def test_facts_that_cannot_be(path: Path, changes: dict, said: str) -> None:
         ({"residuals": np.ones((2, 4), np.float32)}, r"residuals is float32\[2, 4\], not float32\[1, 4\]"),
         ({"residual_logits": np.ones((1, 4), np.float32)}, "residual_logits"),
         ({"prefill_counts": np.ones((2, 3), np.int32)}, "prefill_counts is int32"),
-        ({"prefill_counts": np.ones(3, np.int64)}, "no matrix"),
+        ({"prefill_counts": np.ones(3, np.int64)}, "not a matrix"),
         ({"decode_counts": -np.ones((2, 3), np.int64)}, "below 0"),
-        ({"similarity": np.array([np.nan, 1], np.float32)}, "similarity holds what is no number"),
+        ({"similarity": np.array([np.nan, 1], np.float32)}, "similarity holds values that are not finite"),
         ({"similarity": np.ones(2)}, "similarity is float64"),
-        ({"accuracy.first": np.full(2, 1.5, np.float32)}, "no share"),
+        ({"accuracy.first": np.full(2, 1.5, np.float32)}, "outside 0..1"),
         ({"accuracy.residual": None}, "accuracy.residual is missing"),
-        ({"accuracy.third": np.zeros(2, np.float32)}, "'accuracy.third', which is nothing known"),
-        ({"needed": np.full((2, 3), 0.5, np.float32)}, "no shares"),
+        ({"accuracy.third": np.zeros(2, np.float32)}, "'accuracy.third', an unknown array"),
+        ({"needed": np.full((2, 3), 0.5, np.float32)}, "does not consist of shares"),
         ({"sensitivity": np.array([-1, 1], np.float32)}, "sensitivity is below 0"),
         ({"first_gate": np.ones((3, 5), np.float32)}, "first_gate"),
     ],
@@ -185,7 +185,7 @@ def test_what_is_no_file_of_ours(path: Path, tmp_path: Path) -> None:
         load(path)
     path.unlink()
     path.write_bytes(save_tensors({"weight": np.ones(3, np.float32)}))
-    with pytest.raises(CalibrationError, match="no whole calibration"):
+    with pytest.raises(CalibrationError, match="not a complete calibration"):
         load(path)
 
 

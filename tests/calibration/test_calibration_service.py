@@ -100,7 +100,7 @@ async def test_others_wait_and_are_heard(client: Client) -> None:
         assert stats["policy"] == "all-host"
         with pytest.raises(RequestFailed, match="is being calibrated; set the policy when"):
             await other.set_policy("all-host")
-        with pytest.raises(RequestFailed, match="is being calibrated already"):
+        with pytest.raises(RequestFailed, match="another calibration is running"):
             await other.calibrate(token_ids=IDS)
         given_up = other.generate(token_ids=PROMPT, max_tokens=3, ignore_eos=True)
         await given_up.cancel()

@@ -96,14 +96,14 @@ def test_tensor_of_another_shape_is_named(tmp_path, name, shards, pattern):
         found["wrong"] = list(tensors[name].shape)
 
     text = refusal(changed(tmp_path, transpose, shards))
-    assert f"the tensor {name} has the shape {found['wrong']}; config.json says {found['right']}" in text
+    assert f"the tensor {name} has the shape {found['wrong']}; config.json gives {found['right']}" in text
     holder = next(p for p in tmp_path.glob(pattern) if name in load_file(p))
     assert text.startswith(str(holder))
 
 
 def test_tensors_of_another_shape_are_counted(tmp_path):
     text = refusal(configured(tmp_path, intermediate_size=96))
-    assert "has the shape [100, 64]; config.json says [96, 64] (and 17 others differ)" in text
+    assert "has the shape [100, 64]; config.json gives [96, 64] (and 17 others differ)" in text
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.float64])
@@ -192,7 +192,7 @@ def test_consistent_shape_that_contradicts_the_config_is_refused(tmp_path):
     header = header_of(tmp_path / SINGLE)
     header[DOWN]["shape"] = [100, 64]
     with_header(tmp_path / SINGLE, header)
-    assert f"{DOWN} has the shape [100, 64]; config.json says [64, 100]" in refusal(tmp_path)
+    assert f"{DOWN} has the shape [100, 64]; config.json gives [64, 100]" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("shards", [1, 3])

@@ -74,7 +74,7 @@ def test_rows_out_of_range_and_other_shapes_are_refused(tmp_path):
         for lo, hi in ((-1, 1), (0, 3), (2, 1)):
             with pytest.raises(ValueError, match="no rows"):
                 reader.rows(TensorRows("it", (4, 3), 1, 2), lo, hi)
-        with pytest.raises(ModelError, match=r"it has the shape \[4, 3\]; config.json says \[3, 4\]"):
+        with pytest.raises(ModelError, match=r"it has the shape \[4, 3\]; config.json gives \[3, 4\]"):
             reader.rows(TensorRows("it", (3, 4), 0, 1), 0, 1)
 
 

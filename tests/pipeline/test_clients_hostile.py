@@ -200,7 +200,7 @@ async def test_clients_beyond_the_limit_are_refused(monkeypatch: pytest.MonkeyPa
         async with raw(running.tcp, keys=CLIENT, hello=False) as late:
             await late.send(Hello(VERSION))
             refusal = await late.expect(Error)
-            assert refusal.text == "3 clients are connected already; come back later"
+            assert refusal.text == "3 clients are connected already; try again later"
             await works(running.local)  # each socket has its own limit
             last.socket.close(linger=0)
             await eventually(lambda: count(running, "connected") == 2)

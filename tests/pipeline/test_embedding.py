@@ -122,5 +122,5 @@ def test_replaced_file_does_not_change_rows(tmp_path: Path) -> None:
 
 def test_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
     checkpoint(tmp_path, torch.bfloat16)
-    with pytest.raises(ModelError, match=r"it has the shape \[300, 24\]; config.json says \[24, 300\]"):
+    with pytest.raises(ModelError, match=r"it has the shape \[300, 24\]; config.json gives \[24, 300\]"):
         Embedding(TensorReader(CheckpointIndex.open(tmp_path)), "it", (WIDTH, ROWS), torch.bfloat16)

@@ -251,7 +251,7 @@ def test_predictions_that_are_not_used_are_switched_off(scene) -> None:
         if not policy.asked[-1]:
             break
     assert not engine.driver.prefetch.on
-    assert "0 were of use" in engine.driver.prefetch.status
+    assert "0 were used" in engine.driver.prefetch.status
     assert policy.asked.count(False) == 1
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.policies.prefetch_meter import LEAST, LONGEST_REST, REST, WINDOW, PrefetchMeter
+from pipeline.policies.prefetch_meter import LEAST, LONGEST_PAUSE, PAUSE, WINDOW, PrefetchMeter
 
 
 class Scene:
@@ -34,8 +34,8 @@ def test_less_useful_predictions_rest_with_a_reason_and_are_tried_again() -> Non
     scene.run(1, 4, 1)
     assert not scene.meter.on
     assert f"{4 * WINDOW} tiles" in scene.meter.status
-    assert f"{WINDOW} were of use" in scene.meter.status
-    scene.run(REST - 1, 4, 1)
+    assert f"{WINDOW} were used" in scene.meter.status
+    scene.run(PAUSE - 1, 4, 1)
     assert not scene.meter.on
     scene.run(1, 4, 1)
     assert scene.meter.on
@@ -44,18 +44,18 @@ def test_less_useful_predictions_rest_with_a_reason_and_are_tried_again() -> Non
 
 def test_each_failed_trial_doubles_the_rest_and_a_good_one_ends_that() -> None:
     scene = Scene()
-    rests = []
+    pauses = []
     for _ in range(8):
         scene.run(WINDOW, 4, 0)
         count = 0
         while not scene.meter.on:
             scene.run(1, 4, 0)
             count += 1
-        rests.append(count)
-    assert rests == [min(REST << i, LONGEST_REST) for i in range(8)]
+        pauses.append(count)
+    assert pauses == [min(PAUSE << i, LONGEST_PAUSE) for i in range(8)]
     scene.run(WINDOW, 4, 4)
     scene.run(WINDOW, 4, 0)
-    scene.run(REST - 1, 4, 0)
+    scene.run(PAUSE - 1, 4, 0)
     assert not scene.meter.on
     scene.run(1, 4, 0)
     assert scene.meter.on

@@ -197,12 +197,12 @@ def test_hostile_headers(tmp_path: Path, change: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "no trace"),
-        (b"TANDEM", "no trace"),
-        (b"#!/bin/sh\necho no trace at all", "no trace"),
+        (b"", "is not a trace"),
+        (b"TANDEM", "is not a trace"),
+        (b"#!/bin/sh\necho no trace at all", "is not a trace"),
         (PREFIX.pack(MAGIC, 2, 2) + b"{}", "version 2"),
-        (PREFIX.pack(MAGIC, 1, 1 << 31), "not whole"),
-        (PREFIX.pack(MAGIC, 1, 9) + b"{}", "not whole"),
+        (PREFIX.pack(MAGIC, 1, 1 << 31), "header is incomplete"),
+        (PREFIX.pack(MAGIC, 1, 9) + b"{}", "header is incomplete"),
         (PREFIX.pack(MAGIC, 1, 2) + b"[]", "damaged"),
         (PREFIX.pack(MAGIC, 1, 60000) + b"[" * 60000, "damaged"),
     ],

@@ -167,7 +167,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     show_step(recorder, 3)
     (line,) = caplog.messages
-    assert "the 1 steps before are whole" in line
+    assert "the 1 steps before are complete" in line
     (step,) = Trace(path).steps()
     check_step(step, shown)
     recorder.close()

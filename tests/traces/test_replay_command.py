@@ -187,7 +187,7 @@ def test_unusable_traces_are_refused(trace: Path, capsys: pytest.CaptureFixture[
     damaged.write_bytes(trace.read_bytes()[:-1] + b"?")
     for path, words in (
         (trace.with_name("missing"), "cannot read the trace"),
-        (empty, "no whole step"),
+        (empty, "has no complete step"),
         (ahead, "in step 0 layer 2 was predicted"),
         (damaged, "checksum"),
     ):

@@ -143,7 +143,7 @@ def test_useless_prefetching_rests_with_a_note() -> None:
     costs = replace(COSTS, link=0.5)
     _, outcome = run(header, policy, [[[0], [0]]] * 400, capacity=3, costs=costs)
     (note,) = outcome.notes
-    assert "prefetching rested in 272 of 400 decode steps" in note
+    assert "prefetching paused in 272 of 400 decode steps" in note
     assert outcome.decode.predicted == pytest.approx(2 * 64, abs=4)
     assert outcome.decode.useful == 0
 
