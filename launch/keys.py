@@ -24,7 +24,7 @@ ADVICE = """\
 {engine}
     stays here, with the engine: python launch.py serve --listen tcp://ADDRESS:PORT{here}
 {client}
-    is for the client: move it to that machine, as ~/.config/tandem/keys/{name} or wherever --key says, mode
+    is for the client: move it to that machine, as ~/.config/tandem/keys/{name} or a file for --key, mode
     0600, over a private connection (scp, say). There: python launch.py chat --connect tcp://HOST:PORT
 Every program with a copy of {name} can use the engine.
 """

@@ -7,9 +7,9 @@
         control.sock    children -> supervisor
         client.sock     clients -> coordinator; work.sock, fetch.sock: its own children
 
-The holder of the lock owns the directory. A directory whose lock is free belonged to a killed supervisor: the
-next start removes it, with the engine's own shared-memory segments. It also removes segments whose directory
-does not exist any more; $XDG_RUNTIME_DIR is removed at a logout.
+The holder of the lock owns the directory. A directory with a free lock belonged to a killed supervisor: the
+next start removes it, with the engine's own shared-memory segments. It also removes segments without a
+directory; $XDG_RUNTIME_DIR is removed at a logout.
 """
 
 from __future__ import annotations

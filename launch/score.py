@@ -39,7 +39,7 @@ class MatrixFile:
     def write_header(self) -> None:
         """Write or update the header, which holds the number of rows."""
         self._file.seek(0)
-        # numpy pads a header so that its first dimension can grow without moving the data
+        # numpy pads a header so that its first dimension can grow in place
         shape = (self._rows, self._vocabulary)
         np.lib.format.write_array_header_1_0(
             self._file, {"descr": "<f4", "fortran_order": False, "shape": shape}

@@ -183,9 +183,9 @@ class Client:
         on_progress: Callable[[Calibrating], None] | None = None,
     ) -> Calibrated:
         """Have the engine calibrate its model on exactly one of `text`, `token_ids`, at most so many `tokens`
-        of it; nobody else is served meanwhile, and it may take many minutes. Where the engine dies and the
-        client goes on with another, it begins again. A caller that waits no longer ends it. Raises
-        RequestFailed with the engine's reason, EngineGone, MalformedMessage."""
+        of it. That may take many minutes, and the engine serves no other request meanwhile. If the engine is
+        restarted, the calibration starts again. Cancelling the caller cancels it. Raises RequestFailed with
+        the engine's reason, EngineGone, MalformedMessage."""
         ids = None if token_ids is None else tuple(token_ids)
         asked = Calibrate(self._next_request(), text, ids, tokens)
         calibrated: Calibrated = await self._pending.request(asked, on_progress)

@@ -1,7 +1,7 @@
 r"""Messages to frames and back: Tandem's wire format, version 4.
 
 This docstring is the specification; with it a client can be written in any language that has ZeroMQ and
-msgpack. `messages.py` says what each message means.
+msgpack. `messages.py` defines the meaning of each message.
 
 Frames
 ------
@@ -10,7 +10,7 @@ identity frame that every ROUTER puts in front of what it receives and takes off
 no empty delimiter frame. After that:
 
   frame 0    two bytes: the message's tag, the wire version. This frame is the same in all versions, so
-             that a receiver of another version can say which one it met.
+             that a receiver of another version can name the sender's.
   frame 1    the header: a msgpack map from field name (str) to value
   frame 2... one raw frame for each array field, in the order of the table below: C order (the last
              dimension varies fastest), little endian, no padding; empty arrays have an empty frame
@@ -37,7 +37,7 @@ anything of it.
 
 Messages
 --------
-A client sends Hello, Generate, Cancel, Score, Stats, SetPolicy, Calibrate and Heartbeat, and is sent the
+A client sends Hello, Generate, Cancel, Score, Stats, SetPolicy, Calibrate and Heartbeat, and receives the
 others of the first block. The second block is between the coordinator and its workers and prefetcher, the
 third between the supervisor and its children.
 
@@ -95,12 +95,12 @@ A conversation
    and sends Hello. The coordinator answers Welcome, or Error with request -1 where the versions differ.
    Anything else from a peer that has no Welcome, heartbeats too, is answered by Error with request -1 and
    the text "say Hello first". A client that gets this in mid-conversation has been reconnected to a new
-   coordinator, which does not know it or its requests; or it was forgotten by the old one, see 2.
-2. Both sides send Heartbeat every 0.5 s for as long as they live, whatever else they send. Any message
-   counts as life. A client that waited 2.5 s and got nothing takes the engine for dead. A coordinator
-   drops a heartbeat that finds a client's queue full, and forgets a client, cancelling its requests, when
-   it can no longer be reached (no route), has been silent for long, takes nothing of what is sent to it, or
-   sends Cancel after Cancel faster than they can be taken in. Other requests beyond that are refused.
+   coordinator, which does not know it or its requests; or the running one has dropped it, see 2.
+2. Both sides send Heartbeat every 0.5 s as long as they run, whatever else they send. Any message counts as
+   a heartbeat. A client that waited 2.5 s without a message considers the engine lost. A coordinator does not
+   queue heartbeats for a client with a full queue. It drops a client, and cancels its requests, if the client
+   cannot be reached (no route), is silent for too long, does not read its messages, or sends Cancels faster
+   than they can be received. It refuses other requests beyond that rate.
 3. The client numbers its requests itself (`request` >= 0, unique among its live ones):
      Generate  -> Queued, any number -> Token with index 0, 1, 2... -> Done
      Score     -> Queued, any number -> Scores in order of `start`  -> Done
@@ -108,29 +108,30 @@ A conversation
      SetPolicy -> PolicyChanged; other clients get it too, with request -1
      Calibrate -> Calibrating, any number -> Calibrated; or Done, where it was cancelled or cannot be done
    Exactly one Done ends a Generate or a Score; where one cannot even begin, and instead of a StatsReply
-   or PolicyChanged, there may be one Error with that request number. JobFactory overlap freely; answers to
+   or PolicyChanged, there may be one Error with that request number. Requests overlap freely; answers to
    different ones interleave.
 4. Cancel may be sent at any time until Done arrives; the Done still follows. A Cancel of an unknown
    request is ignored.
-5. Scores can be large. A client that reads slowly fills its queue, and the coordinator then waits with this
-   client's next block; so ask for Scores on a connection of their own, or read promptly.
+5. Scores can be large. A client that reads slowly fills its queue, and the coordinator then delays this
+   client's next block; so use a separate connection for Scores, or read promptly.
 6. A malformed message is answered by Error with request -1 and otherwise ignored; so is a message that no
-   client may send. Who sends many of them is told so by an Error whose text begins with "cut off", and is
-   not heard for ten seconds; many strangers together are not all answered.
-7. A coordinator that dies is soon replaced, at the same endpoint, and its successor knows nothing of what
-   was asked. A client that wants its answers all the same closes its socket as soon as it takes the engine
-   for dead (2) or is told to say Hello (1), and says Hello on a new one, every few seconds until it gets a
-   Welcome. It compares `model`, `fingerprint`, `format` and `backbone_dtype` with the first one's, as there
-   may be another engine there now. Then it sends again what has not ended:
-     Generate  with `resume`, the tokens that have come. The next Token has index len(resume), and texts go
-               on behind the last that was sent. Where all had come but the Done, only that comes. With a
-               `seed`, or greedy, the rest is what it would have been, to rounding; else it is drawn anew.
-     Score     as it was; rows that have come before come again, perhaps in blocks of other sizes
-     Stats, SetPolicy, Calibrate   as they were; a Calibrate begins again
-   and not what it has cancelled, for which no Done comes any more; nor what was under way when several
-   engines died one after the other, and got no further in between: it may be what kills them. Who is told
-   to say Hello while the transport has not been broken was forgotten by an engine that lives, for what it
-   did or did not do, and should not come back often.
+   client may send. After many of them the coordinator sends the client an Error with a text that begins with
+   "cut off", and ignores its messages for ten seconds. Errors to peers without a Welcome are limited in rate.
+7. A coordinator that exits is soon restarted at the same endpoint, without any of the earlier requests. A
+   client that wants its answers all the same closes its socket as soon as it considers the engine lost (2) or
+   receives "say Hello first" (1), and sends Hello on a new one, every few seconds until it gets a Welcome. It
+   compares `model`, `fingerprint`, `format` and `backbone_dtype` with those of the first Welcome, because
+   another engine may use the endpoint now. Then it sends its unfinished requests again:
+     Generate  with `resume`, the tokens received so far. The next Token has index len(resume), and texts
+               continue after the last one sent. If only the Done was missing, only the Done follows. With a
+               `seed`, or greedy, the rest is the same as without the restart, to rounding; otherwise it is a
+               new sample.
+     Score     unchanged; rows received before are sent again, perhaps in blocks of other sizes
+     Stats, SetPolicy, Calibrate   unchanged; a Calibrate starts again
+   It does not send cancelled requests, which get no Done any more, nor a request that was unfinished at
+   several exits in a row without progress in between: it may be the cause of the exits. "say Hello first" on
+   an unbroken transport means that a running coordinator has dropped the client (2, 6); such a client should
+   not reconnect often.
 
 Example
 -------
@@ -191,8 +192,8 @@ def encode(message: object) -> list[bytes | memoryview]:
     """The frames of a message, without any identity frame.
 
     A memoryview among them is an array's own memory: leave that array unchanged until ZeroMQ has sent it
-    (it copies at once unless told otherwise). Raises MalformedMessage for a value that the receiver would
-    refuse, and TypeError for an object that is no message.
+    (by default it copies at once). Raises MalformedMessage for a value that the receiver would refuse, and
+    TypeError for an object that is no message.
     """
     plan = _BY_CLASS.get(type(message))
     if plan is None:
@@ -219,7 +220,7 @@ def encode(message: object) -> list[bytes | memoryview]:
 
 
 def decode(frames: Sequence[Buffer], *, limits: Limits = DEFAULT) -> object:
-    """The message in these frames (without any identity frame), whoever sent them.
+    """The message in these frames (without any identity frame), of any trusted or untrusted sender.
 
     Arrays are read-only views of the frames' memory, aligned to their item size. Raises MalformedMessage,
     and nothing else, for anything that is not a message of this version within the limits.
@@ -243,7 +244,7 @@ def decode(frames: Sequence[Buffer], *, limits: Limits = DEFAULT) -> object:
 
 
 def wire_version(frames: Sequence[Buffer]) -> int | None:
-    """The version that these frames claim, also where it is not ours; None where they claim none."""
+    """The version in these frames, also another one than ours; None if they have none."""
     first = memoryview(frames[0]) if frames else memoryview(b"")
     return first.tobytes()[1] if first.nbytes == 2 else None
 

@@ -71,9 +71,9 @@ class ArrayType:
         return declared, array.data.cast("B")
 
     def unpack(self, declared: Any, frame: Buffer, limits: Limits) -> NDArray[Any]:
-        """A read-only array on the frame's own memory, which it keeps alive; everything that could make
-        numpy allocate or read too much is checked first. Only a frame that lies unaligned in memory is
-        copied, because kernels rely on alignment to the item size."""
+        """A read-only array on the frame's own memory, which it references; everything that could make numpy
+        allocate or read too much is checked first. Only a frame that lies unaligned in memory is copied,
+        because kernels rely on alignment to the item size."""
         if type(declared) is not list or len(declared) != 1 + self._ndim or declared[0] != self._label:
             raise MalformedMessage(f"must be declared as [{self._label!r}] and {self._ndim} dimensions")
         size = self._dtype.itemsize

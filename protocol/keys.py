@@ -83,8 +83,8 @@ def write_client_keys(path: Path, keys: ClientKeys) -> None:
 
 
 def read_engine_keys(path: Path) -> EngineKeys:
-    """Raises ProtocolError, one line that says what to do, for a file that is missing, not private, a
-    client's, or damaged."""
+    """Raises ProtocolError, one line with the remedy, for a file that is missing, not private, a client's, or
+    damaged."""
     found = _read(path, _ENGINE)
     public, secret = _checked_pair(path, found)
     clients = found.get("clients")
@@ -122,7 +122,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 def _read(path: Path, kind: str) -> dict[str, Any]:
     remedies = {
         "owner": "; use a key file of your own",
-        "mode": f"; make new keys, or if nobody else has read it run: chmod 600 {path}",
+        "mode": f"; make new keys, or if no other user has read it run: chmod 600 {path}",
     }
     try:
         # Not blocking: opening a pipe would wait for a writer.

@@ -193,7 +193,7 @@ class RetryBudget:
         if self._exits < MAX_EXITS:
             return None
         return RequestFailed(
-            f"the engine died {MAX_EXITS} times while this request got no further; it is not sent again"
+            f"the engine exited {MAX_EXITS} times without progress of this request; it is not sent again"
         )
 
 

@@ -63,7 +63,7 @@ class Pending:
         self._link = link
         self._answers: dict[int, _PendingAnswer] = {}
         self._replies: dict[int, _PendingReply] = {}
-        self._cancelled: set[int] = set()  # cancelled Calibrates whose Done has not arrived
+        self._cancelled: set[int] = set()  # cancelled Calibrates without their Done so far
 
     def generate(self, message: Generate) -> Answer:
         """Raises MalformedMessage, and RequestFailed if too many messages wait to be sent."""

@@ -40,7 +40,7 @@ RECONNECT_MS, RECONNECT_MAX_MS = 10, 100
 HANDSHAKE_MS = 5000  # after which a peer that connects and sends nothing is dropped
 
 LARGEST = max(DEFAULT.frame, DEFAULT.header)  # bytes of a frame
-TCP_PROBE_S, TCP_PROBES = 5, 3  # a tcp peer whose machine answers none of these probes is disconnected
+TCP_PROBE_S, TCP_PROBES = 5, 3  # a tcp peer is disconnected if its machine answers none of these probes
 
 _IPC, _TCP = "ipc://", "tcp://"
 _HOST_AND_PORT = re.compile(r"tcp://(\*|\[[0-9a-fA-F:.%a-z]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
@@ -205,7 +205,7 @@ def _is_tcp(endpoint: str, keys: object | None) -> bool:
 
 
 def _probe_peers(socket: zmq.Socket[Any]) -> None:
-    """Detect peers whose machine was switched off: unlike an exiting process, it closes no connection."""
+    """Detect peers on a machine that was switched off: unlike an exiting process, it closes no connection."""
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, TCP_PROBE_S)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, TCP_PROBE_S)

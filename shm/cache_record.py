@@ -1,8 +1,10 @@
-"""What a folder of the disk cache holds and when it was last used: `<cache folder>/<fingerprint>/about.json`.
+"""The record of one folder of the disk cache, its content and last use: `<cache
+folder>/<fingerprint>/about.json`.
 
 The files beside it need not name the model that they were made for. The record's modification time is the
-time of the last use: each reader and writer of the files sets it, because many disks do not keep times of
-access. Folders made by older versions have no record before their next use. Nothing here fails a start.
+time of the last use: each reader and writer of the files sets it, because many file systems do not keep
+access times. Folders made by older versions get a record at their next use. An error here never fails a
+start.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class CacheRecord:
 
 
 def note_use(folder: Path, record: CacheRecord) -> None:
-    """Say that the files in `folder` have just been used; the record is written where it is missing."""
+    """Record that the files in `folder` are used now; a missing record is written."""
     path = folder / RECORD
     try:
         if read_record(folder) == record:

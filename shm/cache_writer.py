@@ -1,9 +1,8 @@
-"""A store's file on disk being written, from memory that is complete or still being filled.
+"""Writes a store's cache file, from memory that is complete or still being filled.
 
-One thread of its own writes, so a slow disk makes nobody wait before the end. What it has written is on its
-way to the disk at once, and no more than FLUSH bytes of it are left in the page cache: the store itself may
-fill nearly all of the memory. The head is written last, so that a file whose writer was killed is no store,
-whatever its name.
+A separate thread writes, so a slow disk delays only `finish`. Writeback starts after each write, and at most
+FLUSH bytes stay dirty in the page cache: the store itself may fill nearly all of the memory. The head is
+written last, so the file of a killed writer is never a valid store, whatever its name.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ REPORT_SECONDS = 0.1
 
 
 class CacheWriter:
-    """The unfinished file of one store, locked. A context manager: what is not finished at its end is
-    removed."""
+    """The unfinished, locked file of one store. A context manager, which removes an unfinished file."""
 
     def __init__(self, folder: Path, manifest: StoreManifest) -> None:
-        """Make the file. Raises OSError; ENOSPC where the disk has too little room for all of it."""
+        """Create the file. Raises OSError; ENOSPC if the disk has too little free space for the whole
+        store."""
         self._path = store_path(folder, manifest.fingerprint)
         self._temporary = self._path.with_name(UNFINISHED)
         self._size = store_bytes(manifest)
@@ -57,13 +56,13 @@ class CacheWriter:
         self._thread = ThreadPoolExecutor(1, "cache")
 
     def write(self, begin: int, data: Bytes) -> None:
-        """Have these bytes, which change no more, written from byte `begin` of the store on; for any thread.
-        Returns at once: what fails is said by `finish`."""
+        """Queue these bytes, which must not change any more, for writing at byte `begin` of the store; for
+        any thread. Returns at once: `finish` raises the error of a failed write."""
         self._thread.submit(self._write, begin, data)
 
     def finish(self, manifest: StoreManifest, progress: Callable[[int], None]) -> None:
-        """Wait until all is written, write the head and give the file its name; `progress` is given the bytes
-        written so far. Raises OSError where anything could not be written, and what `progress` raises."""
+        """Wait until everything is written, write the head and rename the file; `progress` is called with the
+        bytes written so far. Raises OSError if a write failed, and what `progress` raises."""
         end = self._thread.submit(self._end, manifest)
         progress(self._written)
         while not wait([end], REPORT_SECONDS).done:
@@ -81,9 +80,9 @@ class CacheWriter:
         try:
             for at in range(0, len(data), PIECE):
                 self._write_piece(begin + at, data[at : at + PIECE].data)
-        except Exception as e:  # whatever it is: nobody else looks at what this thread raises
+        except Exception as e:  # any error: this thread has no caller that could receive it
             self._failure = e
-            with contextlib.suppress(OSError):  # a full disk is others' too: give the room back now
+            with contextlib.suppress(OSError):  # free the space now: other programs use the disk, too
                 os.ftruncate(self._descriptor, 0)
 
     def _write_piece(self, begin: int, piece: memoryview) -> None:
@@ -134,8 +133,8 @@ class CacheWriter:
 
 
 def write_cache(folder: Path, store: Store, progress: Callable[[int], None]) -> None:
-    """Keep a finished store on disk; `progress` is given the bytes written so far. Raises OSError, and leaves
-    nothing behind, where that fails; ENOSPC before anything is written where the disk has too little room.
+    """Write a finished store to disk; `progress` is called with the bytes written so far. Raises OSError and
+    removes the file if that fails; ENOSPC before the first write if the disk has too little free space.
     """
     data = store.segment.array
     with CacheWriter(folder, store.manifest) as writer:

@@ -16,11 +16,11 @@ Parts = Callable[[int], Iterator[memoryview]]
 def damaged_layers(
     expected: Sequence[int], parts: Parts, progress: Callable[[int], None] | None = None
 ) -> list[int]:
-    """The layers whose crc32 is not the expected one.
+    """The layers with another crc32 than expected.
 
-    `parts(layer)` yields a layer's bytes in order, in another thread; `progress` is given the bytes summed so
-    far, in this one, about ten times a second and at the end. What either of them raises ends the comparison
-    and is raised here.
+    `parts(layer)` yields a layer's bytes in order, in another thread; `progress` is called in this thread
+    with the bytes summed so far, about ten times a second and at the end. An exception of either ends the
+    comparison and is raised here.
     """
     done = [0] * len(expected)
     stopping = threading.Event()

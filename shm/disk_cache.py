@@ -1,12 +1,12 @@
 """Stores on disk: `<cache folder>/<fingerprint>/store.bin`, the same bytes as the segment.
 
-Files are 0600 in 0700 folders, and one that somebody else may have written is not used. A file is written
-under another name, store.tmp, flushed and then renamed (`shm/cache_writer.py`), so what has the right name
-was once whole; reading still checks its size, its manifest and every layer's checksum (on other cores while
-the next layer is read), because disks fail quietly and a store is used for months.
+Files are 0600 in 0700 folders; a file that another user can write is not used. A file is written as
+store.tmp, flushed and then renamed (`shm/cache_writer.py`), so a store.bin was complete when it was written.
+Reading still checks its size, its manifest and every layer's checksum (on other cores while the next layer is
+read), because disks corrupt data silently and a store is used for months.
 
-Who writes a store.tmp holds its exclusive lock. One that nobody locks is what a killed loader left, also
-where several machines have the folder in common.
+The writer of a store.tmp holds its exclusive lock. An unlocked one was left by a killed loader, also in a
+folder that several machines share.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CHUNK = 1 << 24  # bytes of one read
 
 
 class CachedStore:
-    """A store on disk whose manifest has been checked, open for reading. A context manager."""
+    """An open store on disk with a checked manifest. A context manager."""
 
     def __init__(self, descriptor: int, path: Path, manifest: StoreManifest, start: int) -> None:
         """Hold an open file. Use `open`."""
@@ -49,8 +49,8 @@ class CachedStore:
 
     @classmethod
     def open(cls, folder: Path, fingerprint: str) -> CachedStore | None:
-        """The store of this model, or None where the folder has none. Raises StoreInvalid where its file is
-        cut short, unreadable, of another version or another model's, or could be another user's work."""
+        """The store of this model, or None if the folder has none. Raises StoreInvalid if its file is
+        truncated, unreadable, of another version or another model, or writable by another user."""
         path = store_path(folder, fingerprint)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # it may be a pipe
@@ -72,14 +72,14 @@ class CachedStore:
         return cls(descriptor, path, manifest, start)
 
     def fill(self, builder: StoreBuilder, progress: Callable[[int], None]) -> None:
-        """Read all experts straight into a new store; `progress` is given the bytes read so far. Raises
-        StoreDamaged where the bytes are not those that were written."""
+        """Read all experts directly into a new store; `progress` is called with the bytes read so far. Raises
+        StoreDamaged if a checksum does not match."""
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             sums: list[Future[None]] = []
             for layer in range(self.manifest.shape.layers):
                 self._read_layer(builder, layer, progress)
                 for expert in range(self.manifest.shape.experts):
-                    sums += [pool.submit(part) for part in builder.settle(layer, expert)]
+                    sums += [pool.submit(part) for part in builder.checksum_tasks(layer, expert)]
             for part in sums:
                 part.result()
         for layer, expected in enumerate(self.manifest.checksums):
@@ -87,8 +87,8 @@ class CachedStore:
                 raise StoreDamaged(f"the cached store {self._path} is damaged in layer {layer}")
 
     def verify(self, progress: Callable[[int], None]) -> None:
-        """Compare every layer with its checksum, on all cores; `progress` is given the bytes compared so far.
-        Raises StoreDamaged naming the layers that differ."""
+        """Compare every layer with its checksum, on all cores; `progress` is called with the bytes compared
+        so far. Raises StoreDamaged naming the layers that differ."""
         stride = self.manifest.layout.layer_stride
 
         def parts(layer: int) -> Iterator[memoryview]:
@@ -113,7 +113,7 @@ class CachedStore:
             progress(begin + done)
 
     def _read(self, target: memoryview, begin: int) -> int:
-        """Fill at least one byte of `target` with the experts' bytes from `begin` on; how many."""
+        """Read the experts' bytes from `begin` on into `target`; returns how many were read, at least one."""
         try:
             count = os.preadv(self._descriptor, [target], self._start + begin)
         except OSError as e:
@@ -130,8 +130,8 @@ class CachedStore:
 
 
 def sweep_cache(folder: Path) -> list[Path]:
-    """Remove what killed loaders left in the cache folder: unfinished files that nobody writes, and folders
-    with nothing in them. Returns the files. A folder that does not let us is left as it is."""
+    """Remove what killed loaders left in the cache folder: unlocked unfinished files, and empty folders.
+    Returns the files. Files that cannot be removed are skipped."""
     removed = []
     for entry in sorted(folder.glob("*")):
         temporary = entry / UNFINISHED
@@ -150,5 +150,5 @@ def sweep_cache(folder: Path) -> list[Path]:
 
 
 def store_path(folder: Path, fingerprint: str) -> Path:
-    """Where a store's file is, or would be."""
+    """The path of a store's file, which may not exist."""
     return folder / fingerprint / STORE_FILE

@@ -6,7 +6,7 @@ class ShmError(Exception):
 
 
 class UnknownFormat(ShmError):
-    """A format name that no class implements."""
+    """No class implements a format of this name."""
 
 
 class WeightsUnusable(ShmError):
@@ -14,7 +14,7 @@ class WeightsUnusable(ShmError):
 
 
 class NotEnoughMemory(ShmError):
-    """The space check before an allocation failed; the text says how much is needed and what to change."""
+    """The space check before an allocation failed; the text names the bytes needed and what to change."""
 
 
 class SegmentMissing(ShmError):
@@ -22,7 +22,7 @@ class SegmentMissing(ShmError):
 
 
 class SegmentEmpty(ShmError):
-    """A segment to attach has no bytes: whoever made it died before it had any."""
+    """A segment to attach has no bytes: its creator exited before allocating any."""
 
 
 class StoreInvalid(ShmError):
@@ -30,4 +30,4 @@ class StoreInvalid(ShmError):
 
 
 class StoreDamaged(ShmError):
-    """A checksum asked for does not match."""
+    """A checksum does not match."""

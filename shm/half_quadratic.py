@@ -15,9 +15,9 @@ the codes are made, and an error is only ever counted for what would be stored; 
 rounding to nearest, so the result is never worse than that. Errors are in units of the group's first scale:
 the thresholds of a group do not depend on how large its weights are.
 
-`shm/quantize.c` does the same, number for number: whoever quantizes, the bytes are the same. That is why the
-power is computed as it is, and why every sum runs over the inputs one after the other (numpy adds the rows of
-a matrix in order).
+`shm/quantize.c` computes the same, number for number: both give the same bytes. That is why the power is
+computed as it is, and why every sum runs over the inputs one after the other (numpy adds the rows of a matrix
+in order).
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
 """Memory in huge pages, shared memory too, without the administrator's help.
 
-A processor finds a page's memory through a small table; with pages of 2 MB instead of 4 KB that table covers
-everything, and weights are read 20 to 40 % faster. /dev/shm gives small pages unless it is mounted otherwise,
-but since Linux 6.1 a process may have pages that are there joined into huge ones (MADV_COLLAPSE). What cannot
-be joined stays as it is, and works.
+The TLB has few entries; with pages of 2 MB instead of 4 KB it covers much more memory, and weights are read
+20 to 40 % faster. /dev/shm gives small pages unless it is mounted otherwise, but since Linux 6.1 a process
+can have existing pages collapsed into huge ones (MADV_COLLAPSE). Pages that cannot be collapsed stay small.
 
-A huge page is used as one only where it is mapped at a multiple of its size, which mmap sees to when it is
-told an address: hence `_place`.
+A huge page is mapped as one only at a multiple of its size. mmap does not choose such an address by itself:
+hence `_place`.
 
-New memory has its price where it is not the machine's own: a virtual one's host may have taken back what was
-free for some seconds, and gives it again at two seconds a gigabyte. What lies in a file is therefore first
-used where the page cache has it (`map_file`), and moved to memory of its own when nobody waits (`moved`).
+New memory can be slow in a virtual machine: the host may have reclaimed memory that was free for some
+seconds, and returns it at two seconds a gigabyte. The content of a file is therefore first used in the page
+cache (`map_file`), and copied to private memory in the background (`copy_to_private`).
 """
 
 from __future__ import annotations
@@ -43,16 +42,16 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def map_shared(descriptor: int, size: int, writable: bool) -> Bytes:
-    """A descriptor's first `size` bytes, shared, at a multiple of HUGE. They are unmapped when the array and
-    all views of it are garbage. Raises OSError."""
+    """Map a descriptor's first `size` bytes, shared, at a multiple of HUGE. They are unmapped when the array
+    and all views of it are garbage. Raises OSError."""
     memory = _place(size, mmap.MAP_SHARED, descriptor, writable)
     view = memoryview(memory)
     return np.frombuffer(view if writable else view.toreadonly(), np.uint8)
 
 
 def private(size: int) -> Bytes:
-    """New memory of this process, given back with its last view; from HUGE on at a multiple of it, and in
-    huge pages where the system has them. Raises OSError."""
+    """New private memory, released with its last view; from HUGE bytes on at a multiple of HUGE, and in huge
+    pages if the system has them. Raises OSError."""
     if size < HUGE:
         return np.frombuffer(mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE), np.uint8)[:size]
     memory = _place(size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, True)
@@ -61,55 +60,55 @@ def private(size: int) -> Bytes:
 
 
 def map_file(descriptor: int, offset: int, size: int) -> Bytes:
-    """Bytes of a file where the page cache has them, `size` of them from byte `offset` on. What is written
-    there stays this process's own. The file must not be cut while it is mapped: to read behind its end kills
-    the process. Raises OSError, ValueError where the file is too short."""
+    """Map `size` bytes of a file from byte `offset` on, as they are in the page cache. Writes stay private to
+    this process. The file must not be truncated while it is mapped: a read beyond its end kills the process.
+    Raises OSError, and ValueError if the file is too short."""
     if offset + size > os.fstat(descriptor).st_size:
         raise ValueError(f"no {size} bytes from byte {offset} on")
     skipped = offset % mmap.PAGESIZE
-    room = max(skipped + size, 1)
+    length = max(skipped + size, 1)
     # Not by the mmap module, which keeps a descriptor open for each mapping.
-    start = _mmap(None, room, PROTECTION, mmap.MAP_PRIVATE, descriptor, offset - skipped)
-    return np.frombuffer(memoryview(_owned(start, room)), np.uint8)[skipped:][:size]
+    start = _mmap(None, length, PROTECTION, mmap.MAP_PRIVATE, descriptor, offset - skipped)
+    return np.frombuffer(memoryview(_owned(start, length)), np.uint8)[skipped:][:size]
 
 
 def copy_to_private(data: Bytes, proceed: Callable[[], bool]) -> Bytes | None:
-    """A copy in `private` memory; None where `going` said no meanwhile. Lets other threads run."""
-    room = private(len(data))
+    """A copy in `private` memory; None if `proceed` returns False meanwhile. Releases the GIL."""
+    copy = private(len(data))
     for at in range(0, len(data), COPY_BYTES):
         if not proceed():
             return None
-        room[at : at + COPY_BYTES] = data[at : at + COPY_BYTES]
-    return room
+        copy[at : at + COPY_BYTES] = data[at : at + COPY_BYTES]
+    return copy
 
 
 def collapse(memory: Bytes) -> int:
-    """Join the pages of a mapping of shared memory into huge ones, where at least one page of each is there;
-    what is missing of those is made. Returns the bytes that are in huge pages now. A tenth of a second for a
-    gigabyte, three times that where all pages are there and must be copied."""
+    """Collapse the pages of a mapping of shared memory into huge ones, if at least one page of each is
+    allocated; the kernel allocates the missing ones. Returns the bytes in huge pages. It takes a tenth of a
+    second a gigabyte, three times that if all pages are allocated and must be copied."""
     start, end = memory.ctypes.data, memory.ctypes.data + memory.nbytes
     joined = 0
     for at in range(-(-start // HUGE) * HUGE, end - HUGE + 1, HUGE):
         if _libc.madvise(at, HUGE, MADV_COLLAPSE) == 0:
             joined += HUGE
-        elif ctypes.get_errno() != errno.EAGAIN:  # which is this page's own trouble
-            break  # an older kernel, or no huge page is free: do not ask for each
+        elif ctypes.get_errno() != errno.EAGAIN:  # EAGAIN concerns this page alone
+            break  # an older kernel, or no huge page is free: the next call would fail, too
     return joined
 
 
 def _place(size: int, flags: int, descriptor: int, writable: bool) -> ctypes.Array[ctypes.c_uint8]:
     """A new mapping at a multiple of HUGE, unmapped with its last view. Raises OSError."""
-    room = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE + HUGE
-    reserved = _mmap(None, room, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+    length = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE + HUGE
+    reserved = _mmap(None, length, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
     start = -(-reserved // HUGE) * HUGE
-    end = start + room - HUGE
+    end = start + length - HUGE
     try:
         protection = PROTECTION if writable else mmap.PROT_READ
         _mmap(start, size, protection, flags | MAP_FIXED, descriptor)
     except OSError:
-        _libc.munmap(reserved, room)
+        _libc.munmap(reserved, length)
         raise
-    for lo, hi in ((reserved, start), (end, reserved + room)):
+    for lo, hi in ((reserved, start), (end, reserved + length)):
         if lo < hi:
             _libc.munmap(lo, hi - lo)
     return _owned(start, size)

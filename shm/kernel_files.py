@@ -1,4 +1,4 @@
-"""Reading what the kernel says in small files: what is missing or odd reads as nothing."""
+"""Reads small files of /proc and /sys: a missing or malformed file gives an empty result."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def contents(path: Path) -> str:
-    """A file's text without the space around it; "" where it cannot be read."""
+    """A file's text without surrounding whitespace; "" if it cannot be read."""
     try:
         return path.read_text("utf-8", errors="replace").strip("\0 \n")
     except OSError:
@@ -20,7 +20,8 @@ def number(text: str) -> int | None:
 
 
 def entries(folder: Path, pattern: str) -> list[Path]:
-    """What matches in a folder, in numerical order (cpu2 before cpu10); nothing where it cannot be listed."""
+    """The matching entries of a folder in numerical order (cpu2 before cpu10); none if it cannot be
+    listed."""
     try:
         found = list(folder.glob(pattern))
     except OSError:
@@ -29,7 +30,7 @@ def entries(folder: Path, pattern: str) -> list[Path]:
 
 
 def parse_cores(text: str) -> frozenset[int]:
-    """The numbers of a kernel's list such as "0-3,8"; none where it is no list."""
+    """The numbers of a kernel's list such as "0-3,8"; none if it is malformed."""
     if not re.fullmatch(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*", text):
         return frozenset()
     spans = [part.partition("-") for part in text.split(",")]

@@ -1,26 +1,26 @@
-"""Who builds a store, who uses it, and who removes it.
+"""The locks of a store's builder and users, and the removal of unused stores.
 
 Each store has two lock files, in folders `.locks` (mode 0700). Both are locked with flock, which the kernel
-gives back however a process ends:
+releases when a process exits for any reason:
 
     /tmp/tandem-<uid>/.locks/<16 hex>.build
-                     exclusive while a store is looked for or built. Two engines that start at once build
-                     once: the second waits, and finds the first one's store.
+                     exclusive while a store is looked for or built. If two engines start at once, the
+                     second waits and then attaches the first one's store.
     <root>/.locks/<16 hex>.use
-                     shared as long as an engine uses the store. The last one out, for whom the exclusive lock
-                     succeeds, unlinks the segment. The file's text "keep" says that one of them asked to
-                     leave it for the next start; the first user of that start clears it. It is there from
-                     the beginning of a build on, so that the sweep finds what a killed builder left. Only
-                     a store that can be used is kept.
+                     shared as long as an engine uses the store. The last user, which gets the exclusive lock,
+                     unlinks the segment. The file's text is "keep" if a user asked to keep the store for the
+                     next start; the first user of that start clears it. The file exists from the start of
+                     a build on, so that the sweep finds what a killed builder left. Only a finished store is
+                     kept.
 
-Root is the folder of an engine's runtime directory; a name that begins with a dot is no engine's.
+`<root>` is the parent of an engine's runtime directory; names of engines do not begin with a dot.
 
-Segments are seen by all of a user's engines, a root by some of them (a login without a session has another
-XDG_RUNTIME_DIR). So builders lock in one place whatever their root, or each would take the other's segment
-for a dead builder's; and each user of a store, as its builder before, also holds a shared lock on the segment
-itself, whose exclusive lock removing it needs, too. A kept store is known to its own root only; so of the
-finished stores the sweep judges those of its own root, and of the unfinished ones, which nobody can have
-asked to keep, all.
+All of a user's engines see the same segments, but they may have different roots (a login without a session
+has another XDG_RUNTIME_DIR). So all builders lock in one folder, independent of their root: otherwise each
+would take the other's segment for that of a dead builder. The builder and the users of a store also hold a
+shared lock on the segment itself; removing it requires the exclusive one. Only the root of a store's users
+has its "keep". So the sweep removes finished stores of its own root alone, but unfinished ones, which are
+never kept, of every root.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from shm.store import Store, store_name, store_prefix, store_space
 LOCK_FOLDER = ".locks"
 KEEP = b"keep"
 KEY = re.compile(r"[0-9a-f]{16}")  # of a fingerprint, in the names of its files
-USE_WAIT_SECONDS = 10.0  # others hold the exclusive lock only while they unlink
+USE_WAIT_SECONDS = 10.0  # the exclusive lock is held only while unlinking
 LOCK_TRIES, LOCK_PAUSE = 10, 0.02  # seconds; the sweep of another start holds a store's locks for a moment
 BUILD_WAIT_SECONDS = 3600.0  # another engine may be reading hundreds of gigabytes
 
 
 class StoreLease:
-    """This engine's share in a store. As long as it is held, nobody removes the store."""
+    """This engine's lease of a store. No engine removes the store while it is held."""
 
     def __init__(self, name: str, path: Path, descriptor: int, segment: int) -> None:
         """Hold the store's use file and its segment, both locked. Use `acquire`."""
@@ -58,16 +58,16 @@ class StoreLease:
 
     @classmethod
     def acquire(cls, fingerprint: str, root: Path) -> StoreLease:
-        """Take a share in a finished store.
+        """Lease a finished store.
 
-        Raises SegmentMissing where there is none to be used: between its loader's end and this call its last
-        user may have removed it, and another engine may be building it again (load it again). ShmError where
-        the lock cannot be had.
+        Raises SegmentMissing if no finished store exists: since the loader exited its last user may have
+        removed it, and another engine may be building it again (load it again). ShmError if the lock cannot
+        be taken.
         """
         name, path = store_name(fingerprint), _use_path(root, fingerprint)
         first = try_lock(path, fcntl.LOCK_EX)
         if first is not None:
-            os.ftruncate(first, 0)  # an earlier engine's wish to keep the store has been granted
+            os.ftruncate(first, 0)  # an earlier engine's request to keep the store is fulfilled
             os.close(first)
         with contextlib.ExitStack() as undo:
             descriptor = wait_lock(path, fcntl.LOCK_SH, USE_WAIT_SECONDS, None)
@@ -85,12 +85,12 @@ class StoreLease:
         return cls(name, path, descriptor, segment)
 
     def release(self, keep: bool) -> bool:
-        """Give the share back; says whether the store was removed. The last one out removes it, unless one of
-        its users asked to `keep` it."""
+        """Release the lease; returns whether the store was removed. The last user removes it, unless a user
+        asked to `keep` it."""
         try:
             if keep:
                 os.pwrite(self._descriptor, KEEP, 0)
-            os.utime(self._segment)  # when it was last used, for who lists kept stores
+            os.utime(self._segment)  # the time of the last use, for lists of kept stores
             os.close(self._segment)
             return _remove_if_unused(self._descriptor, self._path, self._name)
         finally:
@@ -99,8 +99,8 @@ class StoreLease:
 
 @contextlib.contextmanager
 def build_lock(fingerprint: str, root: Path, waiting: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold the right to build a store. `waiting` is called again and again while another engine has it.
-    Raises ShmError where it cannot be had within an hour."""
+    """Hold a store's build lock. `waiting` is called repeatedly while another engine holds it. Raises
+    ShmError after an hour."""
     path, use = _build_path(fingerprint), _use_path(root, fingerprint)
     descriptor = wait_lock(path, fcntl.LOCK_EX, BUILD_WAIT_SECONDS, waiting)
     try:
@@ -115,8 +115,8 @@ def build_lock(fingerprint: str, root: Path, waiting: Callable[[], None] | None 
 
 
 def sweep(root: Path) -> list[str]:
-    """Remove what killed engines left behind: stores of this root that nobody uses or builds and nobody asked
-    to keep, half-built stores and the lock files of builders wherever they were. Returns the segments' names.
+    """Remove what killed engines left behind: stores of this root that are not in use, being built or kept,
+    and unfinished stores and lock files of builders of every root. Returns the segments' names.
     """
     removed = []
     for key in _known_keys(root):
@@ -161,7 +161,8 @@ def remove_kept(fingerprint: str, root: Path) -> bool:
 
 
 def remove_unused(name: str) -> bool:
-    """Remove a store, unless somebody uses it, for the holder of its build lock; says whether it is gone."""
+    """Remove a store, unless an engine uses it, for the holder of its build lock; returns whether it was
+    removed."""
     segment = _lock_segment(name, fcntl.LOCK_EX)
     if segment is None:
         return not _segment_path(name).exists()
@@ -171,7 +172,7 @@ def remove_unused(name: str) -> bool:
 
 
 def _claim_unused(fingerprint: str) -> int | None:
-    """The build lock of a store that no engine uses; None of any other."""
+    """The build lock of a store that no engine uses; None for any other."""
     path, name = _build_path(fingerprint), store_name(fingerprint)
     build = try_lock(path, fcntl.LOCK_EX)
     if build is None:
@@ -187,7 +188,7 @@ def _claim_unused(fingerprint: str) -> int | None:
 
 
 def _known_keys(root: Path) -> list[str]:
-    """Of every store that has a lock file or a segment."""
+    """The keys of all stores that have a lock file or a segment."""
     keys = {path.stem for path in _lock_folder(root).glob("*.use")}
     keys |= {path.stem for path in build_folder().glob("*.build")}
     prefix = store_prefix()[1:]
@@ -211,8 +212,8 @@ def _sweep_store(root: Path, key: str) -> bool:
 
 
 def _remove_if_unused(descriptor: int, path: Path, name: str) -> bool:
-    """Unlink a store and its use file if nobody else holds the file's lock and nobody asked to keep it; of
-    the two only the file where the store is gone, or used by an engine of another root."""
+    """Unlink a store and its use file if no other process holds the file's lock and the store is not kept;
+    only the file if the store does not exist or an engine of another root uses it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -220,12 +221,12 @@ def _remove_if_unused(descriptor: int, path: Path, name: str) -> bool:
     if os.pread(descriptor, len(KEEP), 0) == KEEP and _is_store(name):
         return False
     removed = _segment_path(name).exists() and remove_unused(name)
-    path.unlink(missing_ok=True)  # last: whoever is killed before it leaves what the next sweep looks at
+    path.unlink(missing_ok=True)  # last: if this process is killed before, the next sweep finds this file
     return removed
 
 
 def _is_store(name: str) -> bool:
-    """Whether the segment is there and finished."""
+    """Whether the segment exists and is finished."""
     try:
         Store.attach(name).close()
     except ShmError:
@@ -234,7 +235,7 @@ def _is_store(name: str) -> bool:
 
 
 def _lock_segment(name: str, operation: int) -> int | None:
-    """The segment's descriptor, locked; None where there is no such segment or its lock is taken."""
+    """The segment's descriptor, locked; None if the segment does not exist or its lock is taken."""
     path = _segment_path(name)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

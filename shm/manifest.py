@@ -11,13 +11,12 @@
     4096      M  manifest         a msgpack map, see StoreManifest
        D         the experts, as StoreLayout places them, up to the end of the segment
 
-**When the head may be believed.** A store is built under its build lock. The builder writes length and
-offset first and everything else before `state`, which is one aligned 32-bit store and comes last; nothing
-is ever changed after it. A reader learns the segment's name from a message that was sent after that store,
-or holds the build lock, which the builder gave back after it. Both paths go through system calls on both
-sides, so a reader that sees `state` ready also sees all that was written before, on any processor. A
-segment whose state is building while nobody holds the build lock, nor a lock on the segment itself, was left
-by a builder that died.
+**When the head is valid.** A store is built under its build lock. The builder writes length and offset first
+and everything else before `state`, which is one aligned 32-bit store and comes last; nothing is ever changed
+after it. A reader learns the segment's name from a message that was sent after that store, or holds the build
+lock, which the builder released after it. Both paths go through system calls on both sides, so a reader that
+sees `state` ready also sees all that was written before, on any processor. A segment in state building was
+left by a killed builder if no process holds the build lock or a lock on the segment itself.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Where a store's tiles lie on a machine with several NUMA nodes.
 
 Tile t of expert e lies on node (e + t) % n of the n nodes that workers compute on: any range of an expert's
-tiles, and experts of a single tile too, are then spread over all nodes' memory. The kernel is told before
-the pages are allocated (mbind on a shared mapping: the policy belongs to the segment and outlives the
-mapping). A page goes with the tile that holds its first byte. It is a preference: where a node is full, the
-kernel takes another one's memory, and nothing fails.
+tiles, and experts of a single tile too, are then spread over all nodes' memory. The policy is set before the
+pages are allocated (mbind on a shared mapping: the policy belongs to the segment and outlives the mapping). A
+page goes with the tile that holds its first byte. It is a preference: if a node is full, the kernel takes
+memory of another node.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shm.layout import StoreLayout
 
 MPOL_PREFERRED = 1
 MBIND = {"x86_64": 237, "aarch64": 235, "riscv64": 235}  # the system call's number
-BATCH = 1024  # spans of one mapping: each is one of the process's memory areas, whose number is limited
+BATCH = 1024  # spans of one mapping: each is a memory area, and a process can have only so many
 WORD = 64  # bits of a word of the kernel's set of nodes
 
 Mbind = Callable[[int, int, int], int]  # address, length, node -> 0, or the error's number
@@ -40,12 +40,12 @@ class Span:
 
 
 def node_of(expert: int, tile: int, nodes: int) -> int:
-    """The position, among `nodes` nodes, of the one where a tile lies."""
+    """The position of a tile's node among `nodes` nodes."""
     return (expert + tile) % nodes
 
 
 def spans(layout: StoreLayout, start: int, nodes: int, page: int = mmap.PAGESIZE) -> Iterator[Span]:
-    """The pages of a store whose experts begin at byte `start`, in order."""
+    """The pages of a store with experts from byte `start` on, in order."""
 
     def begin(offset: int) -> int:
         return -(-(start + offset) // page) * page
@@ -65,9 +65,9 @@ def spans(layout: StoreLayout, start: int, nodes: int, page: int = mmap.PAGESIZE
 def interleave(
     descriptor: int, layout: StoreLayout, start: int, nodes: Sequence[int], mbind: Mbind | None = None
 ) -> str:
-    """Have the pages of a store's segment, open as `descriptor`, of its full length and without pages yet,
-    allocated on these nodes (the kernel's numbers). Returns "" or, where that is refused, one line that says
-    so; with one node there is nothing to do."""
+    """Set the policy of a store's segment so that its pages are allocated on these nodes (the kernel's
+    numbers). `descriptor`: the open segment, of its full length and without pages. Returns "", or one line
+    with the kernel's reason if it refuses; does nothing for one node."""
     if len(nodes) < 2:
         return ""
     place = mbind or kernel_mbind()
@@ -87,7 +87,7 @@ def interleave(
 
 
 def kernel_mbind() -> Mbind | None:
-    """The system call; None on a machine for which its number is not known."""
+    """The system call; None on a machine for which its number is unknown."""
     number = MBIND.get(platform.machine())
     if number is None:
         return None
@@ -98,7 +98,7 @@ def kernel_mbind() -> Mbind | None:
         words = node // WORD + 1
         mask = (ctypes.c_uint64 * words)()
         mask[node // WORD] = 1 << node % WORD
-        bits = ctypes.c_ulong(words * WORD + 1)  # the kernel takes one less than it is told
+        bits = ctypes.c_ulong(words * WORD + 1)  # the kernel subtracts one from this number
         done = syscall(
             ctypes.c_long(number), ctypes.c_void_p(address), ctypes.c_ulong(length),
             ctypes.c_int(MPOL_PREFERRED), mask, bits, ctypes.c_uint(0),

@@ -1,8 +1,8 @@
-"""Keeping pages in memory: what mlock can lock, and a report of what it could not.
+"""Locks pages in memory with mlock, and reports what could not be locked.
 
-Shared memory may be swapped out like any other. Locking needs no privilege up to RLIMIT_MEMLOCK (often
-8 MB, "unlimited" on machines prepared for it) and none beyond with CAP_IPC_LOCK. What cannot be locked
-works all the same, so nothing here is an error: the report says it in one line.
+Shared memory may be swapped out like any other. Locking needs no privilege up to RLIMIT_MEMLOCK (often 8 MB,
+"unlimited" on machines prepared for it) and none beyond with CAP_IPC_LOCK. What cannot be locked works all
+the same, so a refusal is no error: the report has it in one line.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 /* Quantizes float32 matrices into the records that shm/blocks.py draws. A plain C library, loaded by
- * shm/quantize.py with ctypes; shm/half_quadratic.py says what is computed and does the same with numpy.
+ * shm/quantize.py with ctypes; shm/half_quadratic.py specifies the computation and does it with numpy.
  *
  * The 16 outputs of a block are computed side by side, an output to a lane, so that every sum runs within a
  * lane, input after input. Together with -ffp-contract=off that makes the bytes the same on every processor,

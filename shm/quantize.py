@@ -1,7 +1,7 @@
 """Quantizes matrices into the records that `shm/blocks.py` draws: by the C library, else by numpy.
 
-`quantize.c` is compiled at installation where there is a compiler; `half_quadratic.py` says what both
-compute, and the bytes are the same. Both let other threads run meanwhile.
+`quantize.c` is compiled at installation if there is a compiler; `half_quadratic.py` specifies the
+computation, and both give the same bytes. Both release the GIL.
 """
 
 from __future__ import annotations

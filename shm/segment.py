@@ -41,12 +41,12 @@ def engine_prefix(runtime: Path) -> str:
 class Segment:
     """One mapped segment. `array` is uint8 [size], read-only unless the mapping is writable.
 
-    `close` ends this object's use. Where other views of `array` are still alive, the memory stays mapped
-    until the last of them is garbage: a view never dangles, and closing in any order is safe.
+    `close` ends this object's use. If other views of `array` exist, the memory stays mapped until the last of
+    them is garbage: a view never dangles, and closing in any order is safe.
     """
 
     def __init__(self, name: str, descriptor: int, size: int, writable: bool) -> None:
-        """Map an open descriptor, which this object then does not keep. Use `create` or `attach`."""
+        """Map an open descriptor, which the caller keeps. Use `create` or `attach`."""
         self.name = name
         self.size = size
         self.writable = writable
@@ -60,11 +60,11 @@ class Segment:
         progress: Callable[[int], None] | None = None,
         place: Callable[[int], None] | None = None,
     ) -> Segment:
-        """A new, zeroed, writable segment of `size` bytes; `progress` is given the bytes allocated so far,
-        `place` before that the open descriptor, for what is to be said of where its pages are to lie.
+        """A new, zeroed, writable segment of `size` bytes; `progress` is called with the bytes allocated so
+        far, `place` before that with the open descriptor, to set the policy for its pages.
 
-        Raises NotEnoughMemory where its pages cannot all be had, ShmError where the name is taken; a
-        segment that could not be completed is removed again.
+        Raises NotEnoughMemory if not all of its pages can be allocated, ShmError if the name is taken; an
+        incomplete segment is removed.
         """
         if size < 1:
             raise ValueError(f"a segment needs a positive size, not {size}")
@@ -73,7 +73,7 @@ class Segment:
         except posix_ipc.ExistentialError:
             raise ShmError(f"the shared-memory segment {name} exists already") from None
         try:
-            os.fchmod(memory.fd, 0o600)  # the umask may have taken bits away
+            os.fchmod(memory.fd, 0o600)  # the umask may have removed bits
             os.ftruncate(memory.fd, size)
             if place is not None:
                 place(memory.fd)
@@ -105,8 +105,8 @@ class Segment:
 
     @classmethod
     def attach(cls, name: str, writable: bool = False) -> Segment:
-        """Map an existing segment. Raises SegmentMissing where there is none, SegmentEmpty where it has no
-        bytes, ShmError where it is another user's."""
+        """Map an existing segment. Raises SegmentMissing if it does not exist, SegmentEmpty if it has no
+        bytes, ShmError if it belongs to another user."""
         try:
             memory = posix_ipc.SharedMemory(name, read_only=not writable)
         except posix_ipc.ExistentialError:
@@ -115,7 +115,7 @@ class Segment:
             raise ShmError(f"the shared-memory segment {name} may not be opened by this user") from None
         try:
             status = os.fstat(memory.fd)
-            # Anybody can create names in /dev/shm; another user's bytes must not pass for ours.
+            # Every user can create names in /dev/shm; another user's bytes must not be taken for ours.
             check_private(status, forbidden=0)
             if status.st_size == 0:
                 raise SegmentEmpty(f"the shared-memory segment {name} is empty")
@@ -146,14 +146,16 @@ class Segment:
 
 
 def _give_up(memory: posix_ipc.SharedMemory) -> None:
-    """Remove a segment that could not be completed; its pages are free at once, whoever still maps it."""
+    """Remove a segment that could not be completed; its pages are freed at once, even if a process maps
+    it."""
     with contextlib.suppress(OSError):
         os.ftruncate(memory.fd, 0)
     unlink(memory.name)
 
 
 def unlink(name: str) -> None:
-    """Remove a segment's name; its memory is freed with the last mapping. Quiet where there is none."""
+    """Remove a segment's name; its memory is freed with the last mapping. Does nothing if it does not
+    exist."""
     with contextlib.suppress(posix_ipc.ExistentialError):
         posix_ipc.unlink_shared_memory(name)
 
@@ -165,14 +167,14 @@ def free_shm_bytes() -> int:
 
 
 def available_memory() -> int:
-    """Bytes of memory that can be had without swapping (MemAvailable), within a container's limit."""
+    """Bytes of memory available without swapping (MemAvailable), within a container's limit."""
     available, free = int(psutil.virtual_memory().available), free_memory()
     return available if free is None else min(available, free)
 
 
 def check_space(needed: int, reserve: int) -> None:
-    """Raise NotEnoughMemory, one line that says what to change, unless `needed` bytes fit both /dev/shm and
-    the memory that is available once `reserve` bytes are left for everything else."""
+    """Raise NotEnoughMemory, one line that names what to change, unless `needed` bytes fit both /dev/shm and
+    the available memory less `reserve` bytes for everything else."""
     shm, memory = free_shm_bytes(), available_memory()
     if needed > memory - reserve:
         raise NotEnoughMemory(

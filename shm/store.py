@@ -1,6 +1,6 @@
 """The store: every expert of a model in one shared-memory segment.
 
-`shm/manifest.py` specifies the header page and the manifest, and argues why a reader may believe them;
+`shm/manifest.py` specifies the header page and the manifest, and when a reader may rely on them;
 `shm/layout.py` specifies the bytes after them. One loader builds a store, under the store's build lock
 (`shm/locks.py`); any number of processes then attach it, which takes the same time whatever its size.
 """
@@ -38,8 +38,8 @@ from shm.segment import SHM_FOLDER, Segment, unlink
 
 STORE_PREFIX = "/tandem-store-"
 STORE_SPACE = "TANDEM_STORE_SPACE"  # the environment variable
-SUM_BYTES = 1 << 24  # summed at a time: between two of them, verifying can be stopped
-PART_BYTES = 1 << 22  # of an expert, settled by one thread
+SUM_BYTES = 1 << 24  # summed at a time; verifying can be stopped in between
+PART_BYTES = 1 << 22  # of an expert, summed by one thread
 
 Keep = Callable[[int, Bytes], None]  # first byte in the store, the bytes from there on
 
@@ -70,7 +70,7 @@ class Store:
     """A finished store, attached. The views it gives are read-only."""
 
     def __init__(self, segment: Segment, manifest: StoreManifest, start: int) -> None:
-        """View a segment whose experts begin at byte `start`. Use `attach`."""
+        """View a segment with experts from byte `start` on. Use `attach`."""
         self.segment = segment
         self.manifest = manifest
         self.layout: StoreLayout = manifest.layout
@@ -116,8 +116,8 @@ class Store:
         return self._data[start : start + (hi - lo) * self._tile_bytes]
 
     def verify(self, progress: Callable[[int], None] | None = None) -> None:
-        """Compare every layer with its checksum, on all cores; `progress` is given the bytes compared so far.
-        Raises StoreDamaged naming the layers that differ, ValueError after `close`."""
+        """Compare every layer with its checksum, on all cores; `progress` is called with the bytes compared
+        so far. Raises StoreDamaged naming the layers that differ, ValueError after `close`."""
         if self._data is None:
             raise ValueError(f"the store {self.segment.name} is closed here")
         layers = self._data.reshape(self.layout.shape.layers, self.layout.layer_stride)
@@ -146,17 +146,17 @@ class Store:
 
 class StoreBuilder:
     """A store being filled, by the holder of its build lock: every byte of every expert is written once, then
-    `finish` makes it a store. `discard` removes what could not be finished. Until one of them, or until this
-    process ends, a shared lock on the segment says that somebody is at work on it.
+    `finish` makes it a store. `discard` removes an unfinished one. Until one of them, or until this process
+    exits, a shared lock on the segment marks it as being built.
 
-    Where `keep` is set, it is given every byte of the experts once, part by part in any order, by the thread
-    that sums the part, when nobody writes it any more. It does not raise."""
+    `keep`, if set, is called once for every part of the experts, in any order, by the thread that sums the
+    part, after the last write to it. It must not raise."""
 
     def __init__(
         self, segment: Segment, manifest: StoreManifest, lock: int, notes: tuple[str, ...] = ()
     ) -> None:
-        """Fill a new segment, whose locked descriptor this object then keeps. `notes`: what its user should
-        know of it. Use `create`."""
+        """Fill a new segment. `lock`: its locked descriptor, which this object closes. `notes`: warnings for
+        the user. Use `create`."""
         self.segment = segment
         self.notes = notes
         self._lock = lock
@@ -174,8 +174,8 @@ class StoreBuilder:
         progress: Callable[[int], None] | None = None,
         nodes: Sequence[int] = (),
     ) -> StoreBuilder:
-        """A new segment for a store, its tiles interleaved over these NUMA nodes; `progress` is given the
-        bytes allocated so far. Raises NotEnoughMemory, and ShmError where the name is taken."""
+        """A new segment for a store, its tiles interleaved over these NUMA nodes; `progress` is called with
+        the bytes allocated so far. Raises NotEnoughMemory, and ShmError if the name is taken."""
         if len(manifest.pack()) > MAX_MANIFEST:
             raise ShmError(f"a store of {manifest.shape.layers} layers needs too long a manifest")
         notes: list[str] = []
@@ -205,29 +205,29 @@ class StoreBuilder:
         start = self._start + self.layout.offset(layer, expert)
         return self.segment.array[start : start + self.layout.expert_stride]
 
-    def settle(self, layer: int, expert: int) -> list[Callable[[], None]]:
-        """What is left to do with an expert that has been written: each of these sums a part of it, and gives
-        it to `keep`; for any threads in any order, while other experts are being written. They release the
-        interpreter's lock. `finish` does what nobody has done."""
-        return [partial(self._settle, part) for part in self._parts(layer, expert)]
+    def checksum_tasks(self, layer: int, expert: int) -> list[Callable[[], None]]:
+        """The tasks that follow the writing of an expert: each sums a part of it and passes it to `keep`.
+        They may run in any threads and any order, while other experts are being written, and release the GIL.
+        `finish` runs those that have not run."""
+        return [partial(self._sum, part) for part in self._parts(layer, expert)]
 
     def checksum(self, layer: int) -> int:
-        """The crc32 of a layer that has been filled; settles what of it is not."""
+        """The crc32 of a complete layer; sums the parts that have not been summed."""
         value = 0
         for expert in range(self.layout.shape.experts):
             for begin, end in self._parts(layer, expert):
                 if (begin, end) not in self._sums:
-                    self._settle((begin, end))
+                    self._sum((begin, end))
                 value = join_crc32(value, self._sums[begin, end], end - begin)
         return value
 
     def _parts(self, layer: int, expert: int) -> list[tuple[int, int]]:
-        """Bytes of the store, from and up to."""
+        """The parts of an expert: first byte in the store and the end."""
         first = self._start + self.layout.offset(layer, expert)
         last = first + self.layout.expert_stride
         return [(begin, min(begin + PART_BYTES, last)) for begin in range(first, last, PART_BYTES)]
 
-    def _settle(self, part: tuple[int, int]) -> None:
+    def _sum(self, part: tuple[int, int]) -> None:
         data = self.segment.array[part[0] : part[1]]
         self._sums[part] = zlib.crc32(data.data)
         if self.keep is not None:

@@ -38,7 +38,7 @@ class Copier(Protocol):
 
 
 class ShmCopier:
-    """Host to host: device `cpu`, whose slab is a shared-memory segment."""
+    """Host to host: the slab of device `cpu` is a shared-memory segment."""
 
     depth = 1
     notes: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
 """The few CUDA runtime calls that torch does not offer: memory outside its allocator, IPC, page-locking.
 
-Everything goes through cuda-bindings; this module can be imported without it, and `available` says
-whether it is there. Handles are 64 opaque bytes, as they travel in AttachSlab.
+Everything goes through cuda-bindings; this module can be imported without it, and `available` tells whether
+it is installed. Handles are 64 opaque bytes, as they travel in AttachSlab.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def page_lock(memory: NDArray[np.uint8]) -> tuple[int, str]:
 
 
 def page_unlock(memory: NDArray[np.uint8], locked: int) -> None:
-    """Undo `page_lock`, whose first result is `locked`."""
+    """Undo `page_lock`; `locked` is its first result."""
     for offset in range(0, locked, REGISTER_CHUNK):
         call("cudaHostUnregister", memory.ctypes.data + offset)
 

@@ -34,7 +34,7 @@ class Order:
     urgency: int
     age: int
     fetch: Fetch = field(compare=False)
-    started: int = field(default=0, compare=False)  # tiles whose copy has begun
+    started: int = field(default=0, compare=False)  # tiles with a copy under way or completed
     landed: int = field(default=0, compare=False)
     cancelled: bool = field(default=False, compare=False)
     seconds: float = field(default=0.0, compare=False)
@@ -54,7 +54,7 @@ class CopyLoop:
         self._store = store
         self._link_gbps = link_gbps
         self._copier: Copier | None = None
-        self._orders: dict[int, Order] = {}  # those whose final Fetched has not been sent
+        self._orders: dict[int, Order] = {}  # those without a final Fetched so far
         self._queue: list[Order] = []  # heap
         self._running: deque[tuple[Order, float]] = deque()
         self._age = 0

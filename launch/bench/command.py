@@ -4,9 +4,9 @@ Afterwards each approximate policy and an exact one score some held-out text: th
 what the approximation costs.
 
 A machine's speed drifts (heat, other programs), so the order of the policies alternates: A B C, then C B A,
-and so on, after one round that is not counted. Before every run the policy is set anew and computes a short
-request that is not measured: its placement has landed and its cache is filled, so all its runs begin alike.
-A policy that places experts by how often they were used has seen these very prompts in earlier rounds.
+and so on, after one round that is not counted. Before every run the policy is set again and computes a short
+request that is not measured: its placement has landed and its cache is filled, so all its runs begin alike. A
+policy that places experts by how often they were used has seen these very prompts in earlier rounds.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ async def bench(options: Options, interrupts: Interrupts) -> int:
 
 
 async def _run(client: Client, plan: BenchPlan, changes: list[PolicyChanged]) -> list[PolicyResult]:
-    """Each policy's runs; a policy that cannot run here has none, and `left_out` says why."""
+    """Each policy's runs; a policy that cannot run here has none, and `left_out` has the reason."""
     results = [PolicyResult(request) for request in plan.policies]
     with ProgressCounter("bench: prompts", len(results) * (1 + plan.rounds)) as bar:
         *prompts, other = await make_prompts(client, plan.batch + 1, plan.prompt_len, plan.seed)

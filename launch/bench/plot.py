@@ -28,7 +28,7 @@ BYTES = {
     "prefetched, unused": "#b9b9b9",
     "placed by replacement": "#7d9cc0",
 }
-# Without `predicted`: it counts experts that a predictor chose, whose result need not differ.
+# Without `predicted`: it counts experts that a predictor chose, and their result need not differ.
 APPROXIMATE = {"skipped": "#8c6bb1", "substituted": "#b59ad0", "stale": "#d9a441"}
 ROW = 0.42  # inches
 

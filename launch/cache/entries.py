@@ -140,7 +140,7 @@ def _fingerprint_folder(folder: Path, engine: str) -> Iterator[Entry]:
 
 
 def _of_cached_store(folder: Path) -> tuple[str, str]:
-    """Model and format of a store's file, which says them itself; empty where it is damaged."""
+    """Model and format of a store's file, from its manifest; empty where it is damaged."""
     with suppress(ShmError):
         store = CachedStore.open(folder.parent, folder.name)
         if store is not None:

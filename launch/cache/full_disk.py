@@ -1,4 +1,4 @@
-"""What a start says where the disk has no space for what it would keep: which entries could go, and how."""
+"""The warning of a start on a full disk: which entries of the cache could be removed, and how."""
 
 from __future__ import annotations
 

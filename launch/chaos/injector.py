@@ -149,5 +149,5 @@ class Injector:
             handle.close()
 
     def _drop_exited(self) -> None:
-        for pid in [pid for pid, handle in self._stopped.items() if not handle.alive]:
+        for pid in [pid for pid, handle in self._stopped.items() if not handle.running]:
             self._stopped.pop(pid).close()

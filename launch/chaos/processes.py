@@ -97,13 +97,13 @@ class PidHandle:
         except (psutil.Error, KeyError):
             ours = False
         # Checked last: while the pidfd's process has not been reaped, no other process can have its id.
-        if ours and handle.alive:
+        if ours and handle.running:
             return handle
         handle.close()
         return None
 
     @property
-    def alive(self) -> bool:
+    def running(self) -> bool:
         """Whether the process has not been waited for by its parent."""
         try:
             signal.pidfd_send_signal(self._descriptor, 0)

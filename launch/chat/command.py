@@ -24,7 +24,7 @@ from protocol.errors import RequestFailed
 
 log = logging.getLogger("tandem")
 
-LONGEST_ANSWER = 512  # tokens, unless --max-tokens says otherwise; at most half the context
+LONGEST_ANSWER = 512  # tokens, without --max-tokens; at most half the context
 DUMB_TERMINALS = ("", "dumb", "unknown")
 
 

@@ -79,8 +79,8 @@ class InputLine:
 
 
 def _open_terminal() -> TextIO:
-    """The terminal of stdin, opened anew. The event loop makes its input non-blocking, which would also apply
-    to stdout and to the shell, because they share stdin's file description."""
+    """The terminal of stdin, opened again. The event loop makes its input non-blocking, which would also
+    apply to stdout and to the shell, because they share stdin's file description."""
     for path in (f"/proc/self/fd/{sys.stdin.fileno()}", "/dev/tty"):
         try:
             fd = os.open(path, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)

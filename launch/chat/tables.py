@@ -30,7 +30,7 @@ KEYS_HELP = (
     ("//text", "send a text that begins with /"),
 )
 SUMMARY_HELP = (
-    "Below an answer: tokens, speed, time to the first token, prompt tokens whose KV was reused, "
+    "Below an answer: tokens, speed, time to the first token, prompt tokens with reused KV, "
     "share of the expert tiles computed on the host, bytes moved to the device."
 )
 
@@ -133,8 +133,8 @@ def engine_table(stats: dict[str, Any], welcome: Welcome) -> Table:
         *_scheduler(stats.get("scheduler", {})),
         *_cache(stats.get("cache", {}), stats.get("tile_bytes", 0)),
     ]
-    if says := stats.get("prefetch", {}).get("says"):
-        rows.append(("prefetching", says))
+    if status := stats.get("prefetch", {}).get("says"):
+        rows.append(("prefetching", status))
     clients = stats.get("clients", {})
     if "connected" in clients:
         rows.append(("clients", f"{clients['connected']} connected"))

@@ -144,7 +144,7 @@ def advice(profile: PhaseProfile, policy: str, same_cores: bool) -> str:
         if policy != "all-host":
             return (
                 "Most of the time is spent on experts: with --device cpu the device is these same cores, so"
-                " moving a tile only copies it; /policy all-host reads every expert in place."
+                " a fetched tile is only a copy; /policy all-host reads every expert in place."
             )
         return "Most of the time is spent on experts: a smaller --format (int8, int4) reads fewer bytes."
     if cause in POLICY_ADVICE:

@@ -40,7 +40,7 @@ MAX_TEXT_BYTES = 64 << 20  # of a text or a list of ids: far more than any conte
 
 
 def check_engine(config: EngineConfig) -> None:
-    """Raises WrongUsage or a UsageError of the pipeline: one line that says what to change."""
+    """Raises WrongUsage or a UsageError of the pipeline: one line that names what to change."""
     if config.policy is not None:
         make_policy(PolicyRequest(config.policy, config.policy_options), config.seed)
     if config.costs is not None:

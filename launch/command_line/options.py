@@ -170,7 +170,9 @@ def _check_calibrate(written: dict[str, Any]) -> None:
             " earlier calibration found"
         )
     for option in sorted(written.keys() - DRAWING):
-        raise WrongUsage(f"{_spelled(option)} says how a text is read: give --text F or --tokens F.json too")
+        raise WrongUsage(
+            f"{_spelled(option)} applies to the reading of a text: give --text F or --tokens F.json too"
+        )
 
 
 def _check_cache(written: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Parsers of single values on the command line. Each raises ArgumentTypeError, which says what is wrong."""
+"""Parsers of single values on the command line. Each raises ArgumentTypeError, which names the error."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ INSTRUCTIONS = (
 BF16 = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
 WIDE = {"avx2", "avx512f", "asimd"}
 SLOW_GOVERNORS = {"powersave", "conservative", "ondemand"}
-SELF_CLOCKED = ("intel_pstate", "amd-pstate")  # drivers whose "powersave" follows the load at once
+SELF_CLOCKED = ("intel_pstate", "amd-pstate")  # drivers: their "powersave" follows the load at once
 
 
 @dataclass(frozen=True)

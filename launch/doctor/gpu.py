@@ -59,7 +59,7 @@ async def inspect(example: Reads, root: Path = Path("/")) -> tuple[list[Finding]
         means = "engines compute on the CPU"
         return [*found, Finding(TOPIC, "problem", f"torch fails: {e}", means, do)], None
     found += _devices(seen)
-    if not seen["devices"] or installed(BINDINGS) is None:  # of which software says what to do
+    if not seen["devices"] or installed(BINDINGS) is None:  # topic `software` has the remedy
         return found, None
     found.append(await _ipc(wsl="/dev/dxg" in nodes))
     try:
@@ -99,7 +99,7 @@ def _devices(seen: dict[str, Any]) -> list[Finding]:
             TOPIC,
             "ok",
             f"{device['name']}, {byte_size(device['bytes'])}, {byte_size(device['free'])} free",
-            "attention and shared parts live there, and as many experts as --expert-cache says"
+            "attention and shared parts are kept there, and as many experts as --expert-cache sets"
             if i == 0
             else "an engine uses the first GPU alone",
         )

@@ -52,7 +52,7 @@ class Child:
     exit_expected: bool = False
 
     @property
-    def alive(self) -> bool:
+    def running(self) -> bool:
         return self.process.returncode is None
 
     @property

@@ -80,7 +80,7 @@ class Cores:
         if workers < len(nodes):
             return tuple(_cpu_set(part) for part in _parts(units, workers))
         counts = [1] * len(nodes)
-        for _ in range(workers - len(nodes)):  # to the node whose workers have most cores
+        for _ in range(workers - len(nodes)):  # to the node with most cores a worker
             counts[max(range(len(nodes)), key=lambda i: len(nodes[i]) / counts[i])] += 1
         divided = (_parts(node, count) for node, count in zip(nodes, counts, strict=True))
         return tuple(_cpu_set(part) for parts in divided for part in parts)

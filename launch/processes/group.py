@@ -30,13 +30,13 @@ class ProcessGroup:
         self._control = control
         self._guard = guard
         self._children: dict[Identity, Child] = {}
-        self._stopped = False  # a child whose start is under way is killed at once
+        self._stopped = False  # a child that is being started is killed at once
         guard.keep(self._receive())
 
     @property
     def pids(self) -> dict[Identity, int]:
         """Process ids of the running children."""
-        return {identity: child.process.pid for identity, child in self._children.items() if child.alive}
+        return {identity: child.process.pid for identity, child in self._children.items() if child.running}
 
     async def prepare(self, identity: Identity, threads: int) -> Child:
         """Spawn a child before its configuration is known: it imports its modules meanwhile, and waits for
@@ -51,7 +51,7 @@ class ProcessGroup:
     async def start(self, identity: Identity, config: dict[str, Any], threads: int) -> Child:
         """Spawn a child, unless it was prepared, and send it its configuration. Raises StartFailed."""
         child = self._children.get(identity)
-        if child is None or not child.alive:
+        if child is None or not child.running:
             child = await self.prepare(identity, threads)
         child.configure(config)
         return child

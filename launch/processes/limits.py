@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds, but where it says otherwise. The defaults are what an engine uses; tests use shorter ones.
+    """Seconds, except where a comment names another unit. The defaults are what an engine uses; tests use
+    shorter ones.
 
     `stopped_checks`, `silent_checks` and `start_checks` count checks in a row, one every `check_interval`, so
     that only time counts in which the supervisor itself was running."""

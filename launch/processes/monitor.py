@@ -231,12 +231,12 @@ class ProcessMonitor:
     # --- hangs -------------------------------------------------------------------------------------------
 
     async def _kill_hung_children(self) -> None:
-        """Kill children whose hang is noticed by no process that waits for their work: stopped ones, those
-        that send nothing after their start, and a coordinator without heartbeats."""
+        """Kill hung children that no other process would notice, because none waits for their work: stopped
+        ones, those that send nothing after their start, and a coordinator without heartbeats."""
         while True:
             await asyncio.sleep(self._limits.check_interval)
             for slot in self._slots.values():
-                if slot.child is not None and slot.child.alive and self._hangs(slot, slot.child):
+                if slot.child is not None and slot.child.running and self._hangs(slot, slot.child):
                     slot.child.kill_hung()
 
     def _hangs(self, slot: ProcessSlot, child: Child) -> bool:

@@ -78,7 +78,7 @@ def read_script(path: Path) -> list[Entry]:
 
 
 class _Wrong(Exception):
-    """Raised for an invalid line; the text says what is wrong with it."""
+    """Raised for an invalid line; the text names the error."""
 
 
 def _entry(line: str, number: int) -> Entry:

@@ -54,7 +54,7 @@ def encode_experts(
         for done, chunk in enumerate(oldest.chunks, 1):
             chunk.result()
             progress(begin + layout.expert_stride * done // len(oldest.chunks))
-        checksums.extend(pool.submit(task) for task in builder.settle(oldest.layer, oldest.expert))
+        checksums.extend(pool.submit(task) for task in builder.checksum_tasks(oldest.layer, oldest.expert))
         for rows in oldest.rows:
             reader.drop_pages(rows)
         return oldest.nbytes

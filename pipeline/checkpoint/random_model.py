@@ -79,7 +79,7 @@ class RandomModel(ModelSource):
                         expert = n // layout.shape.tiles
                         progress(layout.offset(layer, expert, n % layout.shape.tiles) + layout.tile_bytes)
                     for expert in range(layout.shape.experts):
-                        checksums += [pool.submit(task) for task in builder.settle(layer, expert)]
+                        checksums += [pool.submit(task) for task in builder.checksum_tasks(layer, expert)]
                 for checksum in checksums:
                     checksum.result()
             except BaseException:

@@ -1,4 +1,5 @@
-"""What the tests of dying processes share: answers that must not change, an engine's state around a fault."""
+"""Helpers of the tests that kill processes: answers that must not change, an engine's state before and after
+a fault."""
 
 from __future__ import annotations
 
@@ -17,15 +18,15 @@ from protocol.client import Client
 from protocol.messages import Token
 from protocol.sockets import Identity
 
-LIMIT = 60.0  # seconds for anything to happen that must
+LIMIT = 60.0  # seconds for any expected event
 PROMPT = list(range(5, 25))
 LONG = [7 + 13 * i for i in range(200)]
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
 
 def config(model: Path, **settings: Any) -> EngineConfig:
-    """In float32, two workers, tiles of 32 channels: 3 an expert, 24 in all. The host is slowed, so that a
-    fault can land in the middle of something."""
+    """In float32, two workers, tiles of 32 channels: 3 an expert, 24 in all. The host is slowed, so that
+    faults happen during a computation."""
     plain: dict[str, Any] = {
         "model": model,
         "device": "cpu",
@@ -63,22 +64,22 @@ async def answer_with_fault(
 
 
 def bits(tokens: Sequence[Token]) -> list[tuple[int, float]]:
-    """What must not change by a bit: the tokens, and how near a tie each was."""
+    """What must not change by a bit: the tokens and their margins."""
     return [(token.token, token.margin) for token in tokens]
 
 
 class State:
-    """An engine as it was, and whether it is so again: everybody there and up, no process or segment more."""
+    """The processes and segments of an engine before faults, and the check that it has recovered."""
 
     def __init__(self, supervisor: Supervisor, client: Client) -> None:
         self.supervisor, self.client = supervisor, client
-        self._processes = self._posts()
+        self._processes = self._slots()
         self._segments = self.segments()
 
     def pid(self, role: str, index: int = 0) -> int:
-        """Of the present life."""
+        """Of the running incarnation."""
         pids = self.supervisor.pids
-        return pids[max(who for who in pids if (who.role, who.index) == (role, index))]
+        return pids[max(child for child in pids if (child.role, child.index) == (role, index))]
 
     def send(self, number: signal.Signals, role: str, index: int = 0) -> None:
         os.kill(self.pid(role, index), number)
@@ -95,20 +96,20 @@ class State:
         return int((await self.client.stats())["engine"]["prefill"]["rows"])
 
     async def kill_next(self, role: str, index: int, after: int, number: signal.Signals = KILL) -> int:
-        """Kill, or stop, the first life that is later than this one, as soon as it is there; which it was."""
+        """Kill, or stop, the first incarnation later than `after`, as soon as it runs; returns its number."""
         end = time.monotonic() + LIMIT
         while True:
-            for who, pid in self.supervisor.pids.items():
-                if (who.role, who.index) == (role, index) and who.incarnation > after:
+            for child, pid in self.supervisor.pids.items():
+                if (child.role, child.index) == (role, index) and child.incarnation > after:
                     os.kill(pid, number)
-                    return who.incarnation
+                    return child.incarnation
             assert time.monotonic() < end
             await asyncio.sleep(0.005)
 
     def incarnation(self, role: str, index: int = 0) -> int:
-        """Of the present life; -1 between two."""
-        lives = [who.incarnation for who in self.supervisor.pids if (who.role, who.index) == (role, index)]
-        return max(lives, default=-1)
+        """The running incarnation; -1 if none runs."""
+        pids = self.supervisor.pids
+        return max((c.incarnation for c in pids if (c.role, c.index) == (role, index)), default=-1)
 
     def segments(self) -> list[str]:
         return sorted(path.name for path in segments(self.runtime))
@@ -117,21 +118,22 @@ class State:
     def runtime(self) -> Path:
         return Path(self.supervisor.endpoint.removeprefix("ipc://")).parent
 
-    async def deaths(self, role: str = "worker") -> int:
+    async def exits(self, role: str = "worker") -> int:
         return int((await self.client.stats())["recovery"][role]["deaths"])
 
-    async def whole(self, role: str = "worker", deaths: int = 0) -> dict[str, Any]:
-        """Wait until so many of a role have died, and all are there and up; the engine's counters then."""
+    async def wait_recovered(self, role: str = "worker", exits: int = 0) -> dict[str, Any]:
+        """Wait until so many processes of a role have exited, and all have been restarted and are up; returns
+        the engine's counters."""
         end = time.monotonic() + LIMIT
         while True:
             stats = await self.client.stats()
             there = {(peer["role"], peer["index"]): peer for peer in stats["peers"]}
-            expected = {post for post in self._processes if post[0] != "coordinator"}
-            known = stats["recovery"].get(role, {"deaths": 0})["deaths"] >= deaths
+            expected = {slot for slot in self._processes if slot[0] != "coordinator"}
+            known = stats["recovery"].get(role, {"deaths": 0})["deaths"] >= exits
             up = set(there) == expected and all(peer["up"] for peer in there.values())
-            if known and up and self._posts() == self._processes and self._agree(there):
+            if known and up and self._slots() == self._processes and self._agree(there):
                 break
-            assert time.monotonic() < end, f"not whole: {stats['peers']}, {self.supervisor.pids}"
+            assert time.monotonic() < end, f"not recovered: {stats['peers']}, {self.supervisor.pids}"
             await asyncio.sleep(0.02)
         assert self.segments() == self._segments
         scheduler = stats["scheduler"]
@@ -139,16 +141,16 @@ class State:
         return stats
 
     def _agree(self, there: dict[tuple[str, int], dict[str, Any]]) -> bool:
-        """Whether the coordinator means the same lives as the supervisor."""
+        """Whether the coordinator has the same incarnations as the supervisor."""
         pids = self.supervisor.pids
-        return all(pids.get(Identity(*post, p["incarnation"])) == p["pid"] for post, p in there.items())
+        return all(pids.get(Identity(*slot, p["incarnation"])) == p["pid"] for slot, p in there.items())
 
-    def _posts(self) -> list[tuple[str, int]]:
-        return sorted((who.role, who.index) for who in self.supervisor.pids)
+    def _slots(self) -> list[tuple[str, int]]:
+        return sorted((child.role, child.index) for child in self.supervisor.pids)
 
 
 async def until(condition: Callable[[], bool], limit: float = LIMIT) -> float:
-    """Wait for it; the seconds it took."""
+    """Wait for the condition; returns the seconds it took."""
     began = time.monotonic()
     while not condition():
         assert time.monotonic() - began < limit

@@ -175,14 +175,14 @@ def test_pid_handle_signals_one_process(pool: Pool) -> None:
     child = pool.children[0]
     assert PidHandle.take(child.pid, "worker", os.getppid()) is None
     assert PidHandle.take(child.pid, "prefetcher", os.getpid()) is None
-    assert PidHandle.take(child.pid, "nobody", os.getpid()) is None
+    assert PidHandle.take(child.pid, "other", os.getpid()) is None
     assert PidHandle.take(-5, "worker", os.getpid()) is None
     handle = PidHandle.take(child.pid, "worker", os.getpid())
     assert handle is not None
-    assert handle.alive
+    assert handle.running
     assert handle.send(signal.SIGKILL)
     child.wait()
-    assert not handle.alive
+    assert not handle.running
     assert not handle.send(signal.SIGKILL)
     handle.close()
     assert PidHandle.take(child.pid, "worker", os.getpid()) is None

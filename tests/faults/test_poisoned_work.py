@@ -1,5 +1,6 @@
-"""A Work that crashes whoever computes it: its request ends with an error, all others are served, the pool
-lives. The end of the store is cut off, so that reading the last expert of the last layer is a SIGBUS."""
+"""A Work that crashes the worker: its request ends with an error, all others are served, and the workers are
+restarted. The end of the store is truncated, so that reading the last expert of the last layer is a
+SIGBUS."""
 
 from __future__ import annotations
 
@@ -27,12 +28,12 @@ from shm.store import store_name
 
 LENGTH = 5  # tokens of an answer
 DRAWN = 1024  # prompts, of two tokens each
-LAST_BYTES = 8192  # of the store's end, that are cut off: of the last expert's last tile
+LAST_BYTES = 8192  # truncated from the store's end: part of the last expert's last tile
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """By what their greedy answers need of the last layer: never its last expert; from the start; or not for
+    """By when their greedy answers use the last expert of the last layer: never; from the start; or not for
     the prompt, but for a token of the answer."""
 
     innocent: list[list[int]]
@@ -42,7 +43,7 @@ class Prompts:
 
 @pytest.fixture(scope="module")
 def prompts(tiny_model: Path) -> Prompts:
-    """As another implementation routes them."""
+    """Classified by the routing of transformers."""
     model = MixtralForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     drawn = torch.from_numpy(np.random.default_rng(3).integers(3, 4096, (DRAWN, 2)))
     tokens, first = drawn, torch.full((DRAWN,), LENGTH)
@@ -57,9 +58,8 @@ def prompts(tiny_model: Path) -> Prompts:
 
 
 class CutOff:
-    """The store's last bytes are there no more for workers that have mapped it. A store that is too short is
-    not attached at all, so it is whole again from the moment when all these workers have died until their
-    successors have mapped it."""
+    """Truncates the store for workers that have mapped it. A store that is too short cannot be attached, so
+    its size is restored from the exit of all these workers until their replacements have mapped it."""
 
     def __init__(self, supervisor: Supervisor, client: Client, workers: int) -> None:
         self._store = store_file(client)
@@ -82,13 +82,13 @@ class CutOff:
             await asyncio.sleep(0.003)
 
     def _look(self) -> None:
-        lives = {who: pid for who, pid in self._supervisor.pids.items() if who.role == "worker"}
+        running = {child: pid for child, pid in self._supervisor.pids.items() if child.role == "worker"}
         if self._victims:
-            if self._victims.isdisjoint(lives):
+            if self._victims.isdisjoint(running):
                 self._victims = set()
                 os.truncate(self._store, self._size)
-        elif len(lives) == self._workers and all(map(self._maps, lives.values())):
-            self._victims = set(lives)
+        elif len(running) == self._workers and all(map(self._maps, running.values())):
+            self._victims = set(running)
             os.truncate(self._store, self._size - LAST_BYTES)
 
     def _maps(self, pid: int) -> bool:
@@ -110,10 +110,10 @@ async def ended(client: Client, prompt: list[int]) -> str:
     return str(failure.value)
 
 
-# A forked successor would compute before it can be crashed.
+# A forked replacement would compute before it can be crashed.
 @pytest.mark.usefixtures("executed_processes")
 @pytest.mark.timeout(300)
-async def test_a_successor_that_crashes_before_its_first_work_does_not_count_against_the_request(
+async def test_replacement_crash_before_its_first_work_does_not_count_against_the_request(
     start_engine, tiny_model, prompts
 ) -> None:
     """The control line still names the Work in which the first worker crashed; it is no longer computed."""
@@ -121,7 +121,7 @@ async def test_a_successor_that_crashes_before_its_first_work_does_not_count_aga
     first, second, third = (Identity("worker", 0, incarnation) for incarnation in range(3))
     async with start_engine(config(tiny_model, workers=1)) as (supervisor, client):
         state = State(supervisor, client)
-        await state.whole()
+        await state.wait_recovered()
         reference = await answer(client, prompt, LENGTH)
         store = store_file(client)
         size = store.stat().st_size
@@ -137,7 +137,7 @@ async def test_a_successor_that_crashes_before_its_first_work_does_not_count_aga
             assert not peers[0]["up"]
             os.kill(supervisor.pids[second], signal.SIGABRT)  # it has the Work, and still imports torch
             assert same(await request, reference)
-        await state.whole()
+        await state.wait_recovered()
         assert [child for child in supervisor.pids if child.role == "worker"] == [third]
 
 
@@ -151,15 +151,15 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-# A forked successor is at work before the store has been cut off for it.
+# A forked replacement computes before the store has been truncated for it.
 @pytest.mark.usefixtures("executed_processes")
-@pytest.mark.timeout(300)  # lives of workers, one after the other, on a machine that may be busy
-async def test_only_the_requests_that_need_it_fail(start_engine, tiny_model, prompts) -> None:
+@pytest.mark.timeout(300)  # many restarts of workers in sequence, on a machine that may be busy
+async def test_only_requests_that_need_the_missing_tile_fail(start_engine, tiny_model, prompts) -> None:
     innocent, guilty = prompts.innocent[:2], [prompts.guilty_later[0], prompts.guilty[0]]
     assert len(innocent) == 2
     async with start_engine(config(tiny_model, workers=2)) as (supervisor, client):
         state = State(supervisor, client)
-        await state.whole()
+        await state.wait_recovered()
         references = [await answer(client, prompt, LENGTH) for prompt in innocent]
         async with CutOff(supervisor, client, 2):
             *served, error = await asyncio.gather(
@@ -171,7 +171,7 @@ async def test_only_the_requests_that_need_it_fail(start_engine, tiny_model, pro
             assert "\n" not in error
             for prompt in guilty[1:]:
                 assert "ended 2 workers" in await ended(client, prompt)
-            stats = await state.whole("worker", 2 * len(guilty))
+            stats = await state.wait_recovered("worker", 2 * len(guilty))
             assert stats["recovery"]["worker"]["deaths"] <= 2 * len(guilty) + 2  # a batch, then each alone
             for prompt, reference in zip(innocent, references, strict=True):
                 assert same(await answer(client, prompt, LENGTH), reference)

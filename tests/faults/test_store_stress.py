@@ -1,5 +1,5 @@
-"""Engines that start, share a store and are killed, many at once and in two places: nobody loses the store
-that is in use, and the next start removes what is left."""
+"""Engines that start, share a store and are killed, many at once and in two roots: a store in use is never
+removed, and the next start removes what is left."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shm.segment import unlink
 from shm.store import store_name
 
 ROOT = Path(shm.__file__).parents[1]
-LIVES = 200
+USERS = 200
 
 
 @pytest.fixture
@@ -34,9 +34,9 @@ def test_a_store_in_use_survives_many_starts_and_kills(fingerprint: str, tmp_pat
     roots = [tmp_path / "one", tmp_path / "two"]
     for root in roots:
         root.mkdir()
-    script = [sys.executable, str(Path(__file__).with_name("store_lives.py")), fingerprint]
+    script = [sys.executable, str(Path(__file__).with_name("store_users.py")), fingerprint]
     done = subprocess.run(
-        [*script, str(LIVES), str(seed), *(str(root) for root in roots)],
+        [*script, str(USERS), str(seed), *(str(root) for root in roots)],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -45,11 +45,11 @@ def test_a_store_in_use_survives_many_starts_and_kills(fingerprint: str, tmp_pat
     )
     assert done.returncode == 0, done.stderr
     ends = json.loads(done.stdout)
-    assert sum(ends.values()) == LIVES
+    assert sum(ends.values()) == USERS
     assert set(ends) == {"done", "killed"}, (ends, done.stderr)
-    assert min(ends.values()) > LIVES // 5
+    assert min(ends.values()) > USERS // 5
 
-    # A store that was to be kept is, until it has been used by somebody who does not ask for that.
+    # A kept store stays until an engine has used it without asking to keep it.
     for root in roots:
         sweep(root)
     segment = Path("/dev/shm") / store_name(fingerprint)[1:]

@@ -1,4 +1,4 @@
-"""`--verify`, as a person uses it: what is damaged is made again, unless another engine uses it."""
+"""`--verify`: a damaged store is built again, unless another engine uses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing that a running engine makes can be read, written or entered by anybody else, whatever the umask."""
+"""No other user can read, write or enter the files of a running engine, whatever the umask."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def open_files(processes: list[psutil.Process], places: tuple[Path, ...]) -> set
     return {path for path in found if any(path.is_relative_to(folder) for folder in places)}
 
 
-def test_nobody_else_can_use_what_a_running_engine_made(place: Place) -> None:
+def test_files_of_a_running_engine_are_private(place: Place) -> None:
     name = f"files-{os.getpid()}"
     old = os.umask(0)
     try:
@@ -80,15 +80,15 @@ def test_nobody_else_can_use_what_a_running_engine_made(place: Place) -> None:
             loose = [path for path in everything if stat.S_IMODE(path.lstat().st_mode) & 0o077]
             assert loose == []
             assert [path for path in everything if path.lstat().st_uid != os.geteuid()] == []
-            # Whatever the engine has open in those folders is among what was looked at.
+            # All open files of the engine in those folders were checked.
             opened = open_files(engine.processes(), (place.runtime, place.cache, SHM))
             assert opened <= {*everything}
     finally:
         os.umask(old)
 
 
-async def test_the_moment_before_a_socket_is_narrowed_is_closed_by_its_directory(place: Place) -> None:
-    """From the first moment on, all that is there lies in a folder that only its user can enter."""
+async def test_new_sockets_are_in_a_private_directory_before_their_mode_is_set(place: Place) -> None:
+    """During the whole start, all files are in a folder that only their user can enter."""
     name = f"files-{os.getpid()}"
     old = os.umask(0)
     loose: set[str] = set()

@@ -75,7 +75,7 @@ def test_nothing_outlives_the_supervisor_or_the_next_start(place: Place) -> None
     assert left_something
 
 
-def test_an_engine_that_answers(place: Place) -> None:
+def test_supervisor_kill_during_an_answer(place: Place) -> None:
     name = f"killed-{os.getpid()}"
     with Engine(place, name) as engine:
         engine.wait_ready()

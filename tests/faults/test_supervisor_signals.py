@@ -1,5 +1,5 @@
-"""SIGINT, SIGTERM and a closed terminal, while an engine starts, answers and has nothing to do: it ends in
-order, soon, and leaves nothing."""
+"""SIGINT, SIGTERM and a closed terminal, while an engine starts, answers and is idle: it stops in order,
+soon, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_start_that_is_ended(place: Place, child: str, number: signal.Signals)
     with Engine(place, name) as engine:
         until(lambda: child in engine.doing())
         engine.process.send_signal(number)
-        assert engine.process.wait(SOON) == 0  # it was told to
+        assert engine.process.wait(SOON) == 0  # by the signal
         assert engine.processes() == []
         assert place.remains(name) == []
 
@@ -124,7 +124,7 @@ class InTerminal:
         os.write(self._keys, keys)
 
     def close(self) -> None:
-        """As a person closes the window."""
+        """Close the terminal's window."""
         self._closing.set()
         self._reader.join(LIMIT)  # first: a terminal that is being read is not closed
         if self._keys >= 0:
@@ -136,7 +136,7 @@ class InTerminal:
             if select.select([self._keys], [], [], 0.02)[0]:
                 try:
                     self.shown += os.read(self._keys, 4096)
-                except OSError:  # nobody writes any more
+                except OSError:  # the other end is closed
                     return
 
 
@@ -152,8 +152,10 @@ def interrupts_twice(terminal: InTerminal) -> None:
 
 @pytest.mark.skipif(TERMINAL is None, reason="needs setsid of util-linux")
 @pytest.mark.parametrize("does", [closes, interrupts_twice])
-def test_a_person_who_leaves(place: Place, does: Callable[[InTerminal], None]) -> None:
-    """In the middle of an answer by an engine that was started for it."""
+def test_engine_of_a_command_stops_when_it_is_interrupted(
+    place: Place, does: Callable[[InTerminal], None]
+) -> None:
+    """During an answer of an engine that was started for this command."""
     name = f"person-{os.getpid()}"
     answer = ("generate", "--prompt-tokens", "5,6,7", "--max-tokens", "250", "--ignore-eos", "--name", name)
     with InTerminal(place, *answer, "--host-slowdown", "20") as terminal:

@@ -1,5 +1,5 @@
-"""The other end of client.sock, as far as the protocol goes: a real ROUTER that speaks the real codec and
-makes its answers up. Also a process: `python protocol_engine.py ENDPOINT` serves until killed."""
+"""The engine's end of client.sock: a real ROUTER with the real codec and invented answers. Also a process:
+`python protocol_engine.py ENDPOINT` serves until killed."""
 
 import asyncio
 import os
@@ -46,24 +46,24 @@ class Engine:
     def __init__(self, socket, welcome):
         self.socket = socket
         self.welcome = welcome
-        self.mute = False  # says nothing more, like a process that hangs
+        self.mute = False  # sends nothing more, like a process that hangs
         self.clients = {}  # identity -> name
         self.received = []  # every message but heartbeats
         self.heartbeats = []  # (name, time)
         self.blocks_sent = 0
         self.rows = BLOCK[0]  # in a block of Scores
-        self.shares = {}  # request -> tokens or blocks of it that this engine has in it; then it says no more
+        self.shares = {}  # request -> tokens or blocks after which this engine sends no more of it
         self.jobs = {}
 
     def ever(self, kind):
         return [message for message in self.received if isinstance(message, kind)]
 
-    async def say(self, peer, message):
-        """Send as soon as this peer's own queue has room, without keeping other senders waiting."""
-        while not await self.try_to_say(peer, message):  # noqa: ASYNC110 - ZeroMQ tells of no single peer
+    async def send(self, peer, message):
+        """Send as soon as this peer's own queue takes it, without blocking other senders."""
+        while not await self.try_send(peer, message):  # noqa: ASYNC110 - ZeroMQ tells of no single peer
             await asyncio.sleep(0.005)
 
-    async def try_to_say(self, peer, message):
+    async def try_send(self, peer, message):
         if self.mute:
             return True
         try:
@@ -79,7 +79,7 @@ class Engine:
     async def beat(self):
         while True:
             for peer in list(self.clients):
-                await self.try_to_say(peer, Heartbeat())
+                await self.try_send(peer, Heartbeat())
             await asyncio.sleep(0.5)
 
     async def serve(self, group):
@@ -93,9 +93,9 @@ class Engine:
             match message:
                 case Hello(client=name):
                     self.clients[peer] = name
-                    await self.say(peer, self.welcome)
+                    await self.send(peer, self.welcome)
                 case _ if peer not in self.clients:
-                    await self.say(peer, Error(-1, "say Hello first"))
+                    await self.send(peer, Error(-1, "say Hello first"))
                 case Generate() | Score() | Calibrate():
                     job = {Generate: self.generate, Score: self.score, Calibrate: self.calibrate}[
                         type(message)
@@ -105,51 +105,51 @@ class Engine:
                     job = self.jobs.pop((peer, request))
                     if not job.done():
                         job.cancel()
-                        await self.say(peer, Done(request, "cancelled"))
+                        await self.send(peer, Done(request, "cancelled"))
                 case Stats(request=request):
-                    await self.say(peer, StatsReply(request, {"received": len(self.received)}))
+                    await self.send(peer, StatsReply(request, {"received": len(self.received)}))
                 case SetPolicy(request=request, policy="nonsense"):
-                    await self.say(peer, Error(request, "no policy 'nonsense'; did you mean 'on-demand'?"))
+                    await self.send(peer, Error(request, "no policy 'nonsense'; did you mean 'on-demand'?"))
                 case SetPolicy(policy="deadly"):
                     pass  # there would be no engine left to answer
                 case SetPolicy(request=request, policy=policy):
                     for other in self.clients:
-                        await self.say(other, PolicyChanged(request if other == peer else -1, policy, True))
+                        await self.send(other, PolicyChanged(request if other == peer else -1, policy, True))
 
     async def generate(self, peer, ask):
         match ask.prompt:
             case "refuse":
-                return await self.say(peer, Error(ask.request, "not now"))
+                return await self.send(peer, Error(ask.request, "not now"))
             case "fail":
-                await self.say(peer, Token(ask.request, 0, 1, "a"))
-                return await self.say(peer, Done(ask.request, "error", "over the context limit"))
+                await self.send(peer, Token(ask.request, 0, 1, "a"))
+                return await self.send(peer, Done(ask.request, "error", "over the context limit"))
             case "queue":
-                await self.say(peer, Queued(ask.request, 3))
-                await self.say(peer, Queued(ask.request, 1))
+                await self.send(peer, Queued(ask.request, 3))
+                await self.send(peer, Queued(ask.request, 1))
             case "stray":
-                await self.say(peer, Done(ask.request, "length"))
+                await self.send(peer, Done(ask.request, "length"))
         for index in range(len(ask.resume), ask.max_tokens):
             if index - len(ask.resume) == self.shares.get(ask.request):
                 return None
-            await self.say(peer, Token(ask.request, index, 100 + index, f"t{index} "))
+            await self.send(peer, Token(ask.request, index, 100 + index, f"t{index} "))
             if ask.prompt == "slow":
                 await asyncio.sleep(0.02)
         if ask.request in self.shares and self.shares[ask.request] <= ask.max_tokens - len(ask.resume):
             return None
-        return await self.say(peer, Done(ask.request, "length", text="end"))
+        return await self.send(peer, Done(ask.request, "length", text="end"))
 
     async def calibrate(self, peer, ask):
         if ask.text == "refuse":
-            return await self.say(peer, Done(ask.request, "error", "too short a text", usage=True))
+            return await self.send(peer, Done(ask.request, "error", "too short a text", usage=True))
         for done in range(3):
-            await self.say(peer, Calibrating(ask.request, "reading", done, 3))
+            await self.send(peer, Calibrating(ask.request, "reading", done, 3))
         if ask.text == "slow":
             await asyncio.sleep(60)
-        return await self.say(peer, Calibrated(ask.request, "/a/file", {"tokens": ask.tokens}))
+        return await self.send(peer, Calibrated(ask.request, "/a/file", {"tokens": ask.tokens}))
 
     async def score(self, peer, ask):
         if ask.text == "refuse":
-            return await self.say(peer, Error(ask.request, "not now"))
+            return await self.send(peer, Error(ask.request, "not now"))
         for block in range(len(ask.token_ids or ())):
             if block == self.shares.get(ask.request):
                 return None
@@ -157,11 +157,11 @@ class Engine:
             rows = np.arange(start, start + self.rows, dtype=np.int32)
             logprobs = np.full((self.rows, BLOCK[1]) if ask.full else (0, 0), -block, np.float32)
             chosen = rows.astype(np.float32)
-            await self.say(peer, Scores(ask.request, start, rows, chosen, logprobs))
+            await self.send(peer, Scores(ask.request, start, rows, chosen, logprobs))
             self.blocks_sent += 1
         reason = ask.text or "stop"
         error = "no such token" if reason == "error" else ""
-        return await self.say(peer, Done(ask.request, reason, error, usage=reason == "error"))
+        return await self.send(peer, Done(ask.request, reason, error, usage=reason == "error"))
 
 
 @asynccontextmanager
@@ -204,7 +204,7 @@ def engine_process(endpoint):
         process.communicate()
 
 
-async def until(condition, seconds=30.0):  # patience only, for a busy machine: no test measures it
+async def until(condition, seconds=30.0):  # a limit for a busy machine: no test measures it
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - conditions of many kinds
             await asyncio.sleep(0.01)

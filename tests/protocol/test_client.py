@@ -66,7 +66,7 @@ async def test_what_is_asked_arrives(endpoint):
         assert server.ever(Score) == [Score(2, text="stop", stepwise=True, prefill=7)]
 
 
-async def test_a_request_that_waits_says_where_it_is(endpoint):
+async def test_queued_request_reports_its_position(endpoint):
     async with both(endpoint) as (_, client):
         answer = client.generate(prompt="queue", max_tokens=3)
         positions = []
@@ -75,7 +75,7 @@ async def test_a_request_that_waits_says_where_it_is(endpoint):
         assert positions == [3, 1]
 
 
-async def test_a_calibration_says_how_far_it_is(endpoint):
+async def test_calibration_reports_progress(endpoint):
     async with both(endpoint) as (server, client):
         far = []
         done = await client.calibrate(token_ids=[1, 2], tokens=300, on_progress=far.append)
@@ -88,7 +88,7 @@ async def test_a_calibration_says_how_far_it_is(endpoint):
 
 
 @pytest.mark.parametrize("closes", [False, True])
-async def test_a_calibration_that_nobody_waits_for_is_cancelled(endpoint, closes):
+async def test_calibration_is_cancelled_with_its_caller(endpoint, closes):
     async with engine(endpoint) as server:
         async with Client.connect(endpoint) as client:
             begun = asyncio.Event()
@@ -107,7 +107,7 @@ async def test_a_calibration_that_nobody_waits_for_is_cancelled(endpoint, closes
         await until(lambda: server.ever(Cancel) == [Cancel(asked.request)])
 
 
-async def test_what_comes_after_the_end_is_counted_and_shown_to_nobody(endpoint):
+async def test_messages_after_the_end_are_counted_and_dropped(endpoint):
     async with both(endpoint) as (_, client):
         answer = client.generate(prompt="stray", max_tokens=2)
         assert (await answer.result()).tokens == ()
@@ -232,7 +232,7 @@ async def test_a_slow_reader_of_scores_slows_the_engine_and_nothing_else(endpoin
         async for block in client.score(token_ids=range(blocks), full=True):
             if seen == 2:
                 start = time.monotonic()
-                while time.monotonic() < start + 3.0:  # longer than the silence that means death
+                while time.monotonic() < start + 3.0:  # longer than the silence of a lost engine
                     assert await client.stats()
                     await asyncio.sleep(0.1)
                 # in flight: the queues of both ends, this many blocks at most
@@ -296,7 +296,7 @@ async def test_a_failing_callback_does_not_end_the_client(endpoint):
         assert await other.stats()
 
 
-async def test_nothing_is_left_behind(endpoint):
+async def test_clients_leave_no_descriptor_and_no_task(endpoint):
     def files():
         return len(os.listdir("/proc/self/fd"))
 

@@ -1,4 +1,4 @@
-"""The client library when the engine dies, hangs, is replaced, is another version, or talks nonsense."""
+"""The client library when the engine exits, hangs, is restarted, is of another version, or sends garbage."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ from protocol.messages import VERSION, Error
 from protocol.sockets import bind_router
 
 
-async def test_a_blocked_event_loop_is_not_the_engines_death(endpoint):
+async def test_blocked_event_loop_does_not_count_as_silence(endpoint):
     with engine_process(endpoint):
         async with Client.connect(endpoint) as client:
             await asyncio.sleep(0.1)
@@ -26,9 +26,9 @@ async def test_a_blocked_event_loop_is_not_the_engines_death(endpoint):
 
 
 @pytest.mark.alone  # it measures
-async def test_a_silent_engine_is_gone(endpoint):
+async def test_silent_engine_counts_as_gone(endpoint):
     async with both(endpoint) as (server, client):
-        await asyncio.sleep(3.2)  # heartbeats alone keep it alive
+        await asyncio.sleep(3.2)  # heartbeats alone keep the connection
         answer = client.generate(prompt="slow", max_tokens=10_000)
         pending = [asyncio.create_task(answer.result()), asyncio.create_task(client.stats())]
         await asyncio.sleep(0.1)
@@ -52,7 +52,7 @@ async def test_a_silent_engine_is_gone(endpoint):
 
 
 @pytest.mark.alone  # it measures
-async def test_a_killed_engine_is_gone_within_three_seconds(endpoint):
+async def test_killed_engine_counts_as_gone_within_three_seconds(endpoint):
     with engine_process(endpoint) as process:
         async with Client.connect(endpoint) as client:
             answer = client.generate(prompt="slow", max_tokens=10_000)
@@ -84,7 +84,7 @@ async def test_an_engine_that_was_replaced_does_not_know_this_client(endpoint):
 
 
 @pytest.mark.alone  # it measures
-async def test_nobody_there(endpoint):
+async def test_missing_engine_is_an_error_within_the_timeout(endpoint):
     start = time.monotonic()
     with pytest.raises(EngineGone, match=rf"^no engine at {endpoint} within 0\.3 s; is it running\?$"):
         async with Client.connect(endpoint, timeout=0.3):

@@ -206,7 +206,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("message", "line"), WRONG, ids=range(len(WRONG)))
-def test_a_sender_is_told_at_once_what_is_wrong(message, line):
+def test_encoding_an_invalid_value_raises_with_its_reason(message, line):
     with pytest.raises(MalformedMessage) as caught:
         encode(message)
     assert line in str(caught.value)

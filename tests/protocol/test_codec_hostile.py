@@ -207,7 +207,7 @@ def test_deep_nesting(kind, levels):
 
 @pytest.mark.parametrize("container", [b"\x80", b"\x90"], ids=["maps", "lists"])
 def test_a_list_of_very_many_containers_is_refused_before_most_are_made(container):
-    """A byte each in the header, and more than a second of everybody's time to make them all."""
+    """A byte each in the header, but making them all would block the receiver for more than a second."""
     count = 800_000
     header = b"\x82\xa7request\x01\xa5stats\x81\xa1a\xdd" + count.to_bytes(4, "big") + container * count
     with pytest.raises(MalformedMessage, match="more than 16384 lists and maps"):

@@ -1,4 +1,4 @@
-"""Key files on the real file system: who may read them, and what is said about those that are no good."""
+"""Key files on the real file system: their modes, and the error for each invalid file."""
 
 from __future__ import annotations
 
@@ -147,10 +147,10 @@ def test_keys_that_are_no_pair(engine_file: Path) -> None:
     assert CLIENT.secret.decode() not in str(caught.value)
 
 
-def test_an_engine_for_nobody(engine_file: Path) -> None:
-    for nobody in ([], None, "x", {}):
+def test_engine_keys_without_clients_are_refused(engine_file: Path) -> None:
+    for clients in ([], None, "x", {}):
         with pytest.raises(ProtocolError, match='"clients" must be a list'):
-            read_engine_keys(changed(engine_file, clients=nobody))
+            read_engine_keys(changed(engine_file, clients=clients))
 
 
 def test_a_second_client_is_let_in_by_its_public_key(engine_file: Path) -> None:

@@ -1,4 +1,4 @@
-"""A client that was told to wait for its engine: engines that die at any point, and others in their place."""
+"""A client with `retry`: engines that exit at any point, and restarted ones at the same endpoint."""
 
 import asyncio
 import os
@@ -19,16 +19,16 @@ from protocol.messages import Calibrate, Cancel, Generate, PolicyChanged, Score,
 
 LENGTH = 6  # tokens of an answer
 ANSWER = tuple(range(100, 100 + LENGTH))
-GIVEN_UP = "^the engine died 3 times while this request got no further; it is not sent again$"
+GIVEN_UP = "^the engine exited 3 times without progress of this request; it is not sent again$"
 TEXT = "".join(f"t{i} " for i in range(LENGTH)) + "end"
 
 
-class Lives:
-    """Engines at one endpoint, one after the other, and a client that outlives them."""
+class Restarts:
+    """Engines at one endpoint, one after the other, and a client that reconnects to each."""
 
     def __init__(self, endpoint, retry=20.0):
         self.endpoint, self.retry = endpoint, retry
-        self.told = []  # what the client's hooks were called with
+        self.events = []  # calls of the client's hooks
 
     async def __aenter__(self):
         self._stack = AsyncExitStack()
@@ -37,62 +37,63 @@ class Lives:
         self.client = await self._stack.enter_async_context(
             Client.connect(self.endpoint, name="test", timeout=1.0, retry=self.retry)
         )
-        self.client.on_pause = lambda lost: self.told.append(str(lost))
-        self.client.on_reconnect = lambda: self.told.append("back")
+        self.client.on_pause = lambda lost: self.events.append(str(lost))
+        self.client.on_reconnect = lambda: self.events.append("back")
         return self
 
-    async def die(self):
+    async def stop(self):
         await self._engine.aclose()
 
-    async def come(self, welcome=WELCOME, shares=()):
+    async def start(self, welcome=WELCOME, shares=()):
         self.server = await self._engine.enter_async_context(engine(self.endpoint, welcome))
         self.server.shares = dict(shares)
         return self.server
 
     async def next(self, welcome=WELCOME, shares=()):
-        """Another engine at once, so quickly that no silence is noticed."""
-        await self.die()
-        return await self.come(welcome, shares)
+        """Restart the engine so quickly that no silence is noticed."""
+        await self.stop()
+        return await self.start(welcome, shares)
 
     async def __aexit__(self, *error):
         await self._stack.aclose()
         await self._engine.aclose()
 
 
-def said_all(server, requests):
-    """Whether this engine was asked for so many requests and has said all that it will."""
+def all_sent(server, requests):
+    """Whether this engine has received so many requests and sent all of its messages."""
     return lambda: len(server.jobs) == requests and all(job.done() for job in server.jobs.values())
 
 
 @settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(lives=st.lists(st.lists(st.integers(0, LENGTH), min_size=6, max_size=6), min_size=1, max_size=3))
-async def test_no_token_twice_and_none_missing(endpoint, lives):
-    """Each life says so many tokens of each answer; where that is just what is missing, not its end."""
-    async with Lives(endpoint) as engines:
-        engines.server.shares = dict(enumerate(lives[0]))
-        answers = [engines.client.generate(prompt="hi", max_tokens=LENGTH) for _ in lives[0]]
+@given(runs=st.lists(st.lists(st.integers(0, LENGTH), min_size=6, max_size=6), min_size=1, max_size=3))
+async def test_answers_across_restarts_have_each_token_once(endpoint, runs):
+    """Each incarnation sends so many tokens of each answer, and a Done only after one more than missing."""
+    async with Restarts(endpoint) as engines:
+        engines.server.shares = dict(enumerate(runs[0]))
+        answers = [engines.client.generate(prompt="hi", max_tokens=LENGTH) for _ in runs[0]]
         come = [0] * len(answers)
-        stuck = [0] * len(answers)  # deaths since the last new token
-        alive = set(range(len(answers)))
-        for number, shares in enumerate(lives):
-            await until(said_all(engines.server, len(alive)))
+        stuck = [0] * len(answers)  # exits since the last new token
+        pending = set(range(len(answers)))
+        for number, shares in enumerate(runs):
+            await until(all_sent(engines.server, len(pending)))
             assert {m.request: m.resume for m in engines.server.ever(Generate)} == {
-                i: ANSWER[: come[i]] for i in alive
+                i: ANSWER[: come[i]] for i in pending
             }
-            for i in set(alive):
+            for i in set(pending):
                 new = min(shares[i], LENGTH - come[i])
                 come[i] += new
-                if shares[i] > new:  # it has had its end
-                    alive.remove(i)
+                if shares[i] > new:  # its Done was sent
+                    pending.remove(i)
                     continue
                 stuck[i] = stuck[i] + 1 if number and not new else 1
                 if stuck[i] == 3:
-                    alive.remove(i)
+                    pending.remove(i)
             await until(lambda: [len(answer.token_ids) for answer in answers] == come)
-            await engines.next(shares=dict(enumerate(lives[number + 1])) if number + 1 < len(lives) else ())
+            following = runs[number + 1] if number + 1 < len(runs) else ()
+            await engines.next(shares=dict(enumerate(following)))
         for i, answer in enumerate(answers):
             if stuck[i] == 3:
-                with pytest.raises(RequestFailed, match="died 3 times"):
+                with pytest.raises(RequestFailed, match="exited 3 times"):
                     await answer.result()
                 continue
             result = await answer.result()
@@ -102,8 +103,8 @@ async def test_no_token_twice_and_none_missing(endpoint, lives):
 
 
 @pytest.mark.alone  # it measures
-async def test_an_engine_that_falls_silent_is_waited_for(endpoint):
-    async with Lives(endpoint) as engines:
+async def test_requests_continue_after_a_silent_engine_is_restarted(endpoint):
+    async with Restarts(endpoint) as engines:
         client, server = engines.client, engines.server
         server.shares = {0: 3}
         answer = client.generate(prompt="hi", max_tokens=LENGTH)
@@ -113,11 +114,11 @@ async def test_an_engine_that_falls_silent_is_waited_for(endpoint):
         start = time.monotonic()
         asked = asyncio.create_task(client.stats())
         changed = asyncio.create_task(client.set_policy("fiddler"))
-        await until(lambda: engines.told)
+        await until(lambda: engines.events)
         assert 2.0 < time.monotonic() - start < 3.0
-        assert engines.told == [f"the engine at {endpoint} has been silent for 2.5 s"]
+        assert engines.events == [f"the engine at {endpoint} has been silent for 2.5 s"]
 
-        late = client.generate(prompt="hi", max_tokens=2)  # there is nobody to take it
+        late = client.generate(prompt="hi", max_tokens=2)  # no engine can receive it
         with pytest.raises(MalformedMessage, match=r"^Generate\.max_tokens must be int"):
             client.generate(prompt="hi", max_tokens="5")
         given_up = asyncio.create_task(client.stats())
@@ -135,7 +136,7 @@ async def test_an_engine_that_falls_silent_is_waited_for(endpoint):
         assert (await asked)["received"] > 0
         assert await changed == PolicyChanged(changed.result().request, "fiddler", True)
         assert client.welcome.policy == "dali"
-        assert engines.told[1:] == ["back"]
+        assert engines.events[1:] == ["back"]
         assert sorted(m.request for m in server.received[1:]) == sorted(
             [answer.request, late.request, *(m.request for m in server.ever(Stats | SetPolicy))]
         )
@@ -145,8 +146,8 @@ async def test_an_engine_that_falls_silent_is_waited_for(endpoint):
 
 
 @pytest.mark.alone  # it measures
-async def test_what_was_cancelled_is_not_asked_for_again(endpoint):
-    async with Lives(endpoint) as engines:
+async def test_cancelled_requests_are_not_sent_again(endpoint):
+    async with Restarts(endpoint) as engines:
         client = engines.client
         engines.server.shares = dict.fromkeys(range(3), 1)
         before, unnoticed, during = (client.generate(prompt="hi", max_tokens=LENGTH) for _ in range(3))
@@ -154,37 +155,37 @@ async def test_what_was_cancelled_is_not_asked_for_again(endpoint):
         engines.server.mute = True
         await before.cancel()
         await until(lambda: engines.server.ever(Cancel))
-        await engines.die()
+        await engines.stop()
         await unnoticed.cancel()
-        await until(lambda: engines.told)
+        await until(lambda: engines.events)
         assert before.done.reason == unnoticed.done.reason == "cancelled"
         start = time.monotonic()
         await during.cancel()
         assert (await during.result()).done.reason == "cancelled"
         assert time.monotonic() < start + 0.1
         left = client.generate(prompt="hi", max_tokens=LENGTH)
-        async for _ in during:  # what had come can still be read
+        async for _ in during:  # the tokens received before can still be read
             break
         scores = asyncio.create_task(drain(client.score(token_ids=range(2))))
         await asyncio.sleep(1.3)  # longer than a first connection has time
-        server = await engines.come()
+        server = await engines.start()
         assert len(await scores) == 2
         assert (await left.result()).tokens == ANSWER
         assert [m.request for m in server.ever(Generate)] == [left.request]
         assert client.strays == 0
 
 
-async def test_what_kills_engine_after_engine_is_not_asked_for_again(endpoint):
-    async with Lives(endpoint) as engines:
+async def test_request_without_progress_over_three_exits_is_not_sent_again(endpoint):
+    async with Restarts(endpoint) as engines:
         client, server = engines.client, engines.server
         server.shares = {0: 2, 1: 1}
         killer = client.generate(prompt="hi", max_tokens=LENGTH)
         other = client.generate(prompt="hi", max_tokens=LENGTH)
         deadly = asyncio.create_task(client.set_policy("deadly"))
         for _ in range(2):
-            await until(said_all(server, 2))
+            await until(all_sent(server, 2))
             server = await engines.next(shares={0: 0, 1: 1})
-        await until(said_all(server, 2))
+        await until(all_sent(server, 2))
         assert not deadly.done()
         await engines.next()
         with pytest.raises(RequestFailed, match=GIVEN_UP) as failure:
@@ -197,8 +198,8 @@ async def test_what_kills_engine_after_engine_is_not_asked_for_again(endpoint):
         assert not engines.server.ever(SetPolicy)
 
 
-async def test_a_calibration_begins_again(endpoint):
-    async with Lives(endpoint) as engines:
+async def test_calibration_starts_again_after_a_restart(endpoint):
+    async with Restarts(endpoint) as engines:
         far = []
         waiting = asyncio.create_task(engines.client.calibrate(text="slow", on_progress=far.append))
         await until(lambda: len(far) == 3)
@@ -209,8 +210,8 @@ async def test_a_calibration_begins_again(endpoint):
         await until(lambda: server.ever(Cancel))
 
 
-async def test_another_model_is_not_mixed_in(endpoint):
-    async with Lives(endpoint) as engines:
+async def test_client_ends_when_another_model_is_at_the_endpoint(endpoint):
+    async with Restarts(endpoint) as engines:
         engines.server.shares = {0: 2}
         answer = engines.client.generate(prompt="hi", max_tokens=LENGTH)
         await until(lambda: len(answer.token_ids) == 2)
@@ -221,19 +222,19 @@ async def test_another_model_is_not_mixed_in(endpoint):
             await engines.client.stats()
 
 
-async def test_another_version_is_said(endpoint):
-    async with Lives(endpoint) as engines:
+async def test_client_ends_when_another_version_is_at_the_endpoint(endpoint):
+    async with Restarts(endpoint) as engines:
         await engines.next(replace(WELCOME, version=9))
         assert isinstance(await engines.client.lost(), VersionMismatch)
 
 
-async def test_patience_ends(endpoint):
-    async with Lives(endpoint, retry=1.5) as engines:
+async def test_client_ends_after_its_retry_time(endpoint):
+    async with Restarts(endpoint, retry=1.5) as engines:
         engines.server.shares = {0: 2}
         answer = engines.client.generate(prompt="hi", max_tokens=LENGTH)
         scores = asyncio.create_task(drain(engines.client.score(token_ids=range(2000), full=True)))
         await until(lambda: len(answer.token_ids) == 2)
-        await engines.die()
+        await engines.stop()
         start = time.monotonic()
         line = r"has been silent for 2\.5 s \(none came in its place within 1\.5 s\)$"
         assert isinstance(lost := await engines.client.lost(), EngineGone)
@@ -244,9 +245,9 @@ async def test_patience_ends(endpoint):
         assert str(lost).startswith(f"the engine at {endpoint} has been silent")
 
 
-async def test_an_engine_that_was_stopped_is_not_waited_for(endpoint, runtime):
-    async with Lives(endpoint) as engines:
-        await engines.die()
+async def test_client_does_not_wait_for_an_engine_that_was_stopped(endpoint, runtime):
+    async with Restarts(endpoint) as engines:
+        await engines.stop()
         start = time.monotonic()
         shutil.rmtree(runtime)
         try:
@@ -256,27 +257,27 @@ async def test_an_engine_that_was_stopped_is_not_waited_for(endpoint, runtime):
             runtime.mkdir(mode=0o700)
 
 
-async def test_leaving_the_client_while_it_waits(endpoint):
-    async with Lives(endpoint) as engines:
+async def test_client_closed_while_it_waits_ends_its_requests(endpoint):
+    async with Restarts(endpoint) as engines:
         answer = engines.client.generate(prompt="slow", max_tokens=10_000)
         waiting = asyncio.create_task(answer.result())
-        await engines.die()
-        await until(lambda: engines.told)
+        await engines.stop()
+        await until(lambda: engines.events)
     with pytest.raises(EngineGone, match=r"^this client is closed$"):
         await waiting
 
 
-async def test_each_row_of_scores_comes_once_and_in_order(endpoint):
-    """From engines that cut the rows into blocks of different sizes, and die after some of them."""
-    async with Lives(endpoint) as engines:
+async def test_scores_across_restarts_have_each_row_once_in_order(endpoint):
+    """From engines that cut the rows into blocks of different sizes, and exit after some of them."""
+    async with Restarts(endpoint) as engines:
         asked = engines.client.score(token_ids=range(12), full=True)
         engines.server.shares = {0: 2}
         blocks = asyncio.create_task(drain(asked))
         for rows, share in ((48, 1), (48, 5), (80, 0), (80, 4), (40, 9), (80, 12)):
-            await until(said_all(engines.server, 1))
+            await until(all_sent(engines.server, 1))
             server = await engines.next(shares={0: share})
             server.rows = rows
-        await until(said_all(server, 1))
+        await until(all_sent(server, 1))
         assert server.ever(Score) == [Score(0, token_ids=tuple(range(12)), full=True)]
         (await engines.next()).rows = 80
         came = 0
@@ -290,20 +291,20 @@ async def test_each_row_of_scores_comes_once_and_in_order(endpoint):
         assert came == 12 * 80
 
 
-async def test_scores_that_get_no_further_are_given_up(endpoint):
-    async with Lives(endpoint) as engines:
+async def test_score_without_progress_over_three_exits_fails(endpoint):
+    async with Restarts(endpoint) as engines:
         blocks = asyncio.create_task(drain(engines.client.score(token_ids=range(3))))
         for _ in range(3):
             engines.server.shares = {0: 1}
-            await until(said_all(engines.server, 1))
+            await until(all_sent(engines.server, 1))
             await engines.next(shares={0: 1})
         with pytest.raises(RequestFailed, match=GIVEN_UP):
             await blocks
         assert not engines.server.ever(Score)
 
 
-async def test_who_is_dropped_again_and_again_stays_away(endpoint):
-    """By an engine that lives: as a client is that was suspended, or was cut off for what it did."""
+async def test_client_that_is_dropped_repeatedly_does_not_reconnect(endpoint):
+    """By a running engine, as it drops a client that was suspended or cut off."""
     async with both(endpoint, retry=20.0) as (server, client):
         for dropped in range(4):
             answer = client.generate(prompt="slow", max_tokens=60)
@@ -323,19 +324,19 @@ async def test_who_is_dropped_again_and_again_stays_away(endpoint):
         assert client.strays == 0
 
 
-async def test_nothing_is_left_behind_by_many_connections(endpoint):
+async def test_reconnections_leave_no_descriptor_and_no_task(endpoint):
     def files():
         return len(os.listdir("/proc/self/fd"))
 
     async def use():
-        async with Lives(endpoint) as engines:
+        async with Restarts(endpoint) as engines:
             engines.server.shares = {0: 1}
             answer = engines.client.generate(prompt="hi", max_tokens=LENGTH)
             await until(lambda: answer.token_ids)
             await engines.next()
             assert (await answer.result()).tokens == ANSWER
 
-    await use()  # what is made once for a process
+    await use()  # descriptors that a process opens once
     await asyncio.sleep(0.1)
     tasks, before = asyncio.all_tasks(), files()
     await use()

@@ -1,4 +1,4 @@
-"""Sockets and the directories they live in, on the real file system and the real libzmq."""
+"""Sockets and their directories, on the real file system and the real libzmq."""
 
 import contextlib
 import os
@@ -62,7 +62,7 @@ def test_asyncio_sockets_are_made_the_same_way(endpoint):
         assert isinstance(router, zmq.asyncio.Socket)
 
 
-def test_a_message_to_nobody_is_an_error(context, endpoint):
+def test_sending_to_an_unknown_peer_is_an_error(context, endpoint):
     with bind_router(context, endpoint) as router:
         with pytest.raises(zmq.ZMQError) as caught:
             router.send_multipart([b"worker-0-1", b"a"])
@@ -147,11 +147,11 @@ def test_only_ipc_endpoints_are_served_without_keys(context, elsewhere):
 
 
 def test_the_longest_path_works_and_one_byte_more_is_refused(context, runtime):
-    room = IPC_PATH_MAX - len(bytes(runtime)) - 1
-    with bind_router(context, ipc_endpoint(runtime, "x" * room)):
-        assert (runtime / ("x" * room)).is_socket()
-    umlauts = "ü" * (room // 2 + 1)  # bytes count, not characters
-    for name in ("x" * (room + 1), umlauts):
+    longest = IPC_PATH_MAX - len(bytes(runtime)) - 1
+    with bind_router(context, ipc_endpoint(runtime, "x" * longest)):
+        assert (runtime / ("x" * longest)).is_socket()
+    umlauts = "ü" * (longest // 2 + 1)  # bytes count, not characters
+    for name in ("x" * (longest + 1), umlauts):
         with pytest.raises(
             ProtocolError, match=r"has 10[89] bytes, the system's limit is 107; use a shorter"
         ):

@@ -1,4 +1,4 @@
-"""Sockets on tcp: encrypted, for those with keys, and a closed door for everybody else."""
+"""Sockets on tcp: encrypted, and refused for peers without an admitted key."""
 
 import contextlib
 import socket
@@ -73,7 +73,7 @@ def test_a_client_with_keys_talks_over_tcp(context, tcp):
         assert dealer.recv() == b"there"
 
 
-def test_without_a_handler_nobody_gets_in(context, tcp):
+def test_without_a_handler_no_peer_is_admitted(context, tcp):
     with (
         bind_router(context, tcp, keys=ENGINE) as router,
         connect_dealer(context, tcp, keys=CLIENT) as dealer,
@@ -155,7 +155,7 @@ def test_keys_that_are_none(context, tcp):
         connect_dealer(context, tcp, keys=ClientKeys(CLIENT.public, CLIENT.secret, nonsense))
 
 
-def test_who_connects_and_says_nothing_is_dropped(context, tcp, monkeypatch):
+def test_peer_that_connects_and_sends_nothing_is_dropped(context, tcp, monkeypatch):
     monkeypatch.setattr("protocol.sockets.HANDSHAKE_MS", 200)
     with bind_router(context, tcp, keys=ENGINE):
         host, port = check_tcp(tcp)

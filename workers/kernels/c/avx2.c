@@ -1,4 +1,4 @@
-/* AVX2: products of four bits and eight are added in 16 bits, where eight pairs of them have room
+/* AVX2: products of four bits and eight are added in 16 bits, which hold the sum of eight pairs
  * (8 * 2 * 15 * 127 < 32768), and then in 32 bits. Nothing saturates. */
 #include "kernels.h"
 

@@ -6,7 +6,7 @@
 #include "team.h"
 #include "vectors.h"
 
-enum { TOGETHER = 8 }; /* channels whose rows of down are added in one pass */
+enum { TOGETHER = 8 }; /* channels: their rows of down are added in one pass */
 enum { TALL = 4 };     /* rows of gate or up that are taken together */
 enum { FEW = 4 };      /* most rows that one read of the weights is applied to */
 

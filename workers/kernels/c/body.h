@@ -15,7 +15,7 @@
 
 int tandem_kernels_version(void) { return 4; }
 
-enum { STRIP = 128 }; /* rows whose activations stay in a core's cache while all blocks pass by */
+enum { STRIP = 128 }; /* rows: their activations stay in a core's cache while all blocks are multiplied */
 
 static int64_t block_bytes(const struct weights *w, int64_t inputs) {
     int64_t groups = (inputs + w->group - 1) / w->group;

@@ -19,7 +19,7 @@ typedef int32_t ints VECTOR;
 typedef uint32_t quads VECTOR;
 
 enum { FOUR = 4 };  /* outputs of a vector, each with four inputs */
-enum { SPAN = 32 }; /* inputs whose products a 16-bit sum has room for: 16 * 15 * 127 < 32768; groups are multiples */
+enum { SPAN = 32 }; /* inputs: a 16-bit sum holds their products: 16 * 15 * 127 < 32768; groups are multiples */
 
 /* The codes of four inputs beside each of four outputs: [0] the first and third, [1] the second and fourth. */
 typedef shorts spread_t[SPAN / 4][2];

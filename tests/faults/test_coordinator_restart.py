@@ -1,5 +1,5 @@
-"""A coordinator that is killed or stopped: its clients get an error at once, the engine restarts on the same
-store with the same policy; an engine that cannot be restarted stops with one line."""
+"""A killed or stopped coordinator: its clients get an error at once, the engine restarts on the same store
+with the same policy; an engine that cannot be restarted stops with one line."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ pytestmark = pytest.mark.timeout(300)  # starts of engines, on a machine that ma
 
 SHM = Path(SHM_FOLDER)
 
-KNOWN = 3.0  # seconds after which a client knows
-BACK = 60.0  # seconds for the engine to be back; three on an idle machine
-POSTS = [("coordinator", 0), ("prefetcher", 0), ("worker", 0), ("worker", 1)]
+NOTICED = 3.0  # seconds in which a client notices the loss of its engine
+RESTARTED = 60.0  # seconds for a restart of the engine; three on an idle machine
+SLOTS = [("coordinator", 0), ("prefetcher", 0), ("worker", 0), ("worker", 1)]
 
 
 async def loaders(supervisor: Supervisor) -> set[int]:
-    """Process ids of loaders, as long as this runs."""
+    """Collect the process ids of loaders until cancelled."""
     seen: set[int] = set()
     try:
         while True:
-            seen |= {pid for who, pid in supervisor.pids.items() if who.role == "loader"}
+            seen |= {pid for child, pid in supervisor.pids.items() if child.role == "loader"}
             await asyncio.sleep(0.01)
     except asyncio.CancelledError:
         return seen
@@ -44,8 +44,8 @@ def the_store(client: Client) -> os.stat_result:
     return (SHM / store_name(client.welcome.fingerprint)[1:]).stat()
 
 
-async def knows(client: Client) -> float:
-    """Seconds until the client knows that its engine is gone."""
+async def seconds_to_loss(client: Client) -> float:
+    """Seconds until the client reports that its engine is gone."""
     began = time.monotonic()
     async with asyncio.timeout(LIMIT):
         error = await client.lost()
@@ -54,25 +54,25 @@ async def knows(client: Client) -> float:
 
 
 async def test_engine_restarts_when_killed_in_decode(start_engine, tiny_model) -> None:
-    """With a policy that was set late and needs device memory, of which nothing piles up."""
-    async with start_engine(config(tiny_model)) as (supervisor, client), AsyncExitStack() as lives:
+    """With a policy that was set late and needs device memory, which must not leak."""
+    async with start_engine(config(tiny_model)) as (supervisor, client), AsyncExitStack() as clients:
         await client.set_policy("on-demand", {"scope": "global"})
         state = State(supervisor, client)
-        await state.whole()
+        await state.wait_recovered()
         reference, store = await answer(client), the_store(client)
         watching = asyncio.create_task(loaders(supervisor))
         slabs = [name for name in state.segments() if "-slab-" in name]
         assert len(slabs) == 1
-        for life in (1,):
+        for incarnation in (1,):
             running = asyncio.create_task(answer(client, count=200))
             await state.prefilling(1)
             state.send(KILL, "coordinator")
-            assert await knows(client) < KNOWN
+            assert await seconds_to_loss(client) < NOTICED
             with pytest.raises(EngineGone):
                 await running
             with pytest.raises(EngineGone):
                 client.generate(token_ids=[5])
-            client = await lives.enter_async_context(Client.connect(supervisor.endpoint, timeout=BACK))
+            client = await clients.enter_async_context(Client.connect(supervisor.endpoint, timeout=RESTARTED))
             state.client = client
             assert client.welcome.policy == "on-demand"
             assert (await client.stats())["policy_options"] == {"scope": "global"}
@@ -80,11 +80,11 @@ async def test_engine_restarts_when_killed_in_decode(start_engine, tiny_model) -
             found = the_store(client)
             assert (found.st_ino, found.st_mtime_ns) == (store.st_ino, store.st_mtime_ns)
             assert len([name for name in state.segments() if "-slab-" in name]) == 1
-            assert state.incarnation("coordinator") == life
-            assert sorted((who.role, who.index) for who in supervisor.pids) == POSTS
+            assert state.incarnation("coordinator") == incarnation
+            assert sorted((child.role, child.index) for child in supervisor.pids) == SLOTS
         state.send(KILL, "worker", 0)  # a worker of the restarted engine is restarted as before
         assert len(await answer(client)) == len(reference)
-        await until(lambda: sorted((who.role, who.index) for who in supervisor.pids) == POSTS)
+        await until(lambda: sorted((child.role, child.index) for child in supervisor.pids) == SLOTS)
         watching.cancel()
         assert await watching == set()
     assert state.segments() == []
@@ -94,38 +94,38 @@ async def test_stopped_coordinator_is_restarted_while_a_worker_is_killed(start_e
     async with start_engine(config(tiny_model), Limits(stopped_checks=2)) as (supervisor, client):
         state = State(supervisor, client)
         reference, old = await answer(client), state.pid("coordinator")
-        life = state.incarnation("worker", 0)
+        incarnation = state.incarnation("worker", 0)
         state.send(STOP, "coordinator")
-        assert await knows(client) < KNOWN
-        await state.kill_next("worker", 0, life)  # an incarnation of the restarted engine
-        async with Client.connect(supervisor.endpoint, timeout=BACK) as successor:
+        assert await seconds_to_loss(client) < NOTICED
+        await state.kill_next("worker", 0, incarnation)  # an incarnation of the restarted engine
+        async with Client.connect(supervisor.endpoint, timeout=RESTARTED) as restarted:
             assert state.pid("coordinator") != old
-            assert bits(await answer(successor)) == bits(reference)
-            state.client = successor
-            await state.whole()
+            assert bits(await answer(restarted)) == bits(reference)
+            state.client = restarted
+            await state.wait_recovered()
     assert state.segments() == []
 
 
 async def test_early_exits_in_a_row_stop_the_engine_with_one_line(start_engine, tiny_model) -> None:
-    lives, seen = [-1], []
+    killed, seen = [-1], []
 
     async def scene() -> None:
         async with start_engine(config(tiny_model)) as (supervisor, client):
             state = State(supervisor, client)
             seen.append(state)
             while True:
-                lives.append(await state.kill_next("coordinator", 0, lives[-1]))
+                killed.append(await state.kill_next("coordinator", 0, killed[-1]))
 
     with pytest.raises(EngineDied, match=r"^the coordinator was killed by SIGKILL, the \dth time") as failure:
         await scene()
     assert "\n" not in str(failure.value)
-    assert 4 <= lives[-1] <= 5
+    assert 4 <= killed[-1] <= 5
     assert seen[0].supervisor.pids == {}
     assert seen[0].segments() == []
 
 
 async def test_worker_that_cannot_start_stops_the_engine_with_one_line(start_engine, tiny_model) -> None:
-    """The segment that a restarted worker attaches was removed. Meanwhile the other worker computes."""
+    """A restarted worker finds its segment removed. Meanwhile the other worker computes."""
     seen = []
 
     async def scene() -> None:
@@ -152,23 +152,26 @@ async def test_engine_restarts_when_killed_while_a_prefetcher_starts(start_engin
         state = State(supervisor, client)
         reference = await answer(client)
         setting = asyncio.create_task(client.set_policy("on-demand"))
-        await until(lambda: any(who.role == "prefetcher" for who in supervisor.pids))
+        await until(lambda: any(child.role == "prefetcher" for child in supervisor.pids))
         state.send(KILL, "coordinator")
         with pytest.raises(EngineGone):
             await setting
-        async with Client.connect(supervisor.endpoint, timeout=BACK) as successor:
-            assert bits(await answer(successor)) == bits(reference)
-            await successor.set_policy("on-demand")
-            assert [t.token for t in await answer(successor)] == [t.token for t in reference]
-            assert sorted((who.role, who.index) for who in supervisor.pids) == POSTS
+        async with Client.connect(supervisor.endpoint, timeout=RESTARTED) as restarted:
+            assert bits(await answer(restarted)) == bits(reference)
+            await restarted.set_policy("on-demand")
+            assert [t.token for t in await answer(restarted)] == [t.token for t in reference]
+            assert sorted((child.role, child.index) for child in supervisor.pids) == SLOTS
 
 
 async def test_engine_without_workers_restarts_with_the_same_answers(start_engine, tiny_model) -> None:
-    async with start_engine(config(tiny_model, workers=0)) as (supervisor, client), AsyncExitStack() as lives:
+    async with (
+        start_engine(config(tiny_model, workers=0)) as (supervisor, client),
+        AsyncExitStack() as clients,
+    ):
         whole = bits(await answer(client))
         state = State(supervisor, client)
         state.send(KILL, "coordinator")
-        await knows(client)
-        async with asyncio.timeout(BACK):
-            again = await lives.enter_async_context(Client.connect(supervisor.endpoint, timeout=BACK))
+        await seconds_to_loss(client)
+        async with asyncio.timeout(RESTARTED):
+            again = await clients.enter_async_context(Client.connect(supervisor.endpoint, timeout=RESTARTED))
             assert bits(await answer(again)) == whole

@@ -1,5 +1,5 @@
-"""A prefetcher that is killed and stopped in a real engine: what it was to bring the workers compute, answers
-are the same to rounding, and it is replaced."""
+"""A killed or stopped prefetcher in a real engine: the workers compute the tiles that it did not deliver,
+answers are the same to rounding, and it is restarted."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ async def state(start_engine, tiny_model) -> AsyncIterator[State]:
     settings = {"policy": "on-demand", "expert_cache": 0.3, "link_gbps": 0.01, "host_slowdown": 1.0}
     async with start_engine(config(tiny_model, **settings)) as (supervisor, client):
         state = State(supervisor, client)
-        await state.whole()
+        await state.wait_recovered()
         yield state
 
 
 def same(tokens: list[Token], reference: list[Token]) -> bool:
-    """By the rule of equality: who computes a tile decides how its sum is rounded."""
+    """By the rule of equality: rounding depends on which process computes a tile."""
     return compare([t.token for t in tokens], reference, F32_BOUND).verdict is not Verdict.MISMATCH
 
 
 async def recovered(state: State, before: int) -> None:
-    stats = await state.whole("prefetcher", before + 1)
+    stats = await state.wait_recovered("prefetcher", before + 1)
     recovery = stats["recovery"]["prefetcher"]
     assert recovery["deaths"] == before + 1
     assert 0 < recovery["ready_s"] <= recovery["whole_s"]
@@ -40,8 +40,8 @@ async def recovered(state: State, before: int) -> None:
 
 
 @pytest.mark.parametrize("number", [KILL, STOP], ids=["killed", "stopped"])
-async def test_in_decode(state, number) -> None:
-    reference, before = await answer(state.client), await state.deaths("prefetcher")
+async def test_prefetcher_exit_in_decode_leaves_tiles_to_the_workers(state, number) -> None:
+    reference, before = await answer(state.client), await state.exits("prefetcher")
     counters = (await state.client.stats())["engine"]["decode"]
     tokens = await answer_with_fault(state.client, lambda: state.send(number, "prefetcher"))
     assert same(tokens, reference)
@@ -51,13 +51,13 @@ async def test_in_decode(state, number) -> None:
     fetched = after["fetched_tiles"]
     assert same(await answer(state.client), reference)
     final = (await state.client.stats())["engine"]["decode"]
-    assert final["fetched_tiles"] > fetched  # and now it brings them again
+    assert final["fetched_tiles"] > fetched  # the restarted prefetcher fetches again
     assert final["host_tiles"] == after["host_tiles"]
 
 
-async def test_in_prefill(state) -> None:
+async def test_prefetcher_exit_in_prefill(state) -> None:
     client = state.client
-    reference, before = await answer(client, LONG, 8), await state.deaths("prefetcher")
+    reference, before = await answer(client, LONG, 8), await state.exits("prefetcher")
     rows = await state.prefilled()
     running = asyncio.create_task(answer(client, LONG, 8))
     await state.prefilling(1)
@@ -67,35 +67,35 @@ async def test_in_prefill(state) -> None:
     await recovered(state, before)
 
 
-async def test_while_nothing_runs_and_the_cache_is_filled_again(state) -> None:
-    reference, before = await answer(state.client), await state.deaths("prefetcher")
+async def test_prefetcher_exit_while_idle_refills_the_cache(state) -> None:
+    reference, before = await answer(state.client), await state.exits("prefetcher")
     state.send(KILL, "prefetcher")
     await recovered(state, before)
     assert same(await answer(state.client), reference)
 
 
-async def test_with_a_worker_at_once(state) -> None:
-    reference, before = await answer(state.client), await state.deaths("prefetcher")
+async def test_prefetcher_and_worker_exit_at_once(state) -> None:
+    reference, before = await answer(state.client), await state.exits("prefetcher")
 
-    def strike() -> None:
+    def kill() -> None:
         state.send(KILL, "prefetcher")
         state.send(KILL, "worker", 0)
 
-    assert same(await answer_with_fault(state.client, strike), reference)
+    assert same(await answer_with_fault(state.client, kill), reference)
     await recovered(state, before)
 
 
-async def test_placed_tiles_are_of_use_while_it_is_gone_and_are_completed_after(state) -> None:
-    """A policy that keeps experts on the device, set while the prefetcher dies over and over."""
+async def test_placement_is_used_and_completed_after_a_prefetcher_exit(state) -> None:
+    """A policy that keeps experts on the device is set while the prefetcher is restarted."""
     client = state.client
     reference = await answer(client, PROMPT)
-    before = await state.deaths("prefetcher")
+    before = await state.exits("prefetcher")
     setting = asyncio.create_task(client.set_policy("layerwise"))
     state.send(KILL, "prefetcher")
     changed = await setting
     assert changed.policy == "layerwise"
     assert same(await answer(client, PROMPT), reference)
-    stats = await state.whole("prefetcher", before + 1)
+    stats = await state.wait_recovered("prefetcher", before + 1)
     assert stats["recovery"]["prefetcher"]["deaths"] == before + 1
     assert stats["cache"]["resident_tiles"] == stats["cache"]["capacity_tiles"] // 3 * 3
     await client.set_policy("on-demand")

@@ -1,4 +1,4 @@
-"""Workers that are killed and stopped in a real engine: no answer changes by a bit, and all are replaced."""
+"""Killed and stopped workers in a real engine: no answer changes by a bit, and all are restarted."""
 
 from __future__ import annotations
 
@@ -23,44 +23,44 @@ FAULTS = {
 async def state(start_engine, tiny_model) -> AsyncIterator[State]:
     async with start_engine(config(tiny_model)) as (supervisor, client):
         state = State(supervisor, client)
-        await state.whole()
+        await state.wait_recovered()
         yield state
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def alone(start_engine, tiny_model) -> AsyncIterator[State]:
-    """Its only worker."""
+    """An engine with a single worker."""
     async with start_engine(config(tiny_model, workers=1)) as (supervisor, client):
         state = State(supervisor, client)
-        await state.whole()
+        await state.wait_recovered()
         yield state
 
 
 async def recovered(state: State, before: int, faults: int) -> None:
-    stats = await state.whole("worker", before + faults)
+    stats = await state.wait_recovered("worker", before + faults)
     recovery = stats["recovery"]["worker"]
     assert recovery["deaths"] == before + faults
     assert 0 < recovery["ready_s"] <= recovery["whole_s"]
 
 
 @pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
-async def test_in_decode(state, faults) -> None:
-    reference, before = await answer(state.client), await state.deaths()
+async def test_worker_exits_in_decode(state, faults) -> None:
+    reference, before = await answer(state.client), await state.exits()
 
-    def strike() -> None:
+    def inject() -> None:
         for number, index in faults:
             state.send(number, "worker", index)
 
-    assert bits(await answer_with_fault(state.client, strike)) == bits(reference)
+    assert bits(await answer_with_fault(state.client, inject)) == bits(reference)
     await recovered(state, before, len(faults))
     assert bits(await answer(state.client)) == bits(reference)
 
 
 @pytest.mark.parametrize("faults", [FAULTS["one killed"], FAULTS["both killed"]], ids=["one", "both"])
-async def test_in_prefill(state, faults) -> None:
-    """A long prompt's; nothing has been answered when they die."""
+async def test_worker_exits_in_prefill(state, faults) -> None:
+    """In the prefill of a long prompt, before the first token."""
     client = state.client
-    reference, before = await answer(client, LONG, 8), await state.deaths()
+    reference, before = await answer(client, LONG, 8), await state.exits()
     rows = await state.prefilled()
     running = asyncio.create_task(answer(client, LONG, 8))
     await state.prefilling(1)
@@ -71,29 +71,29 @@ async def test_in_prefill(state, faults) -> None:
     await recovered(state, before, len(faults))
 
 
-async def test_while_nothing_runs(state) -> None:
-    reference, before = await answer(state.client), await state.deaths()
-    lives = state.incarnation("worker", 1)
+async def test_worker_exits_while_idle(state) -> None:
+    reference, before = await answer(state.client), await state.exits()
+    incarnation = state.incarnation("worker", 1)
     state.send(KILL, "worker", 1)
     state.send(STOP, "worker", 0)
-    await until(lambda: state.incarnation("worker", 1) > lives)
+    await until(lambda: state.incarnation("worker", 1) > incarnation)
     assert bits(await answer(state.client)) == bits(reference)
     await recovered(state, before, 2)
 
 
-async def test_a_successor_that_is_stopped_before_it_has_said_a_word(state) -> None:
-    """It is nobody's yet: the supervisor finds it."""
-    reference, lives = await answer(state.client), state.incarnation("worker", 0)
+async def test_worker_stopped_before_its_ready_is_restarted(state) -> None:
+    """No Work waits for it yet: the supervisor notices the hang."""
+    reference, incarnation = await answer(state.client), state.incarnation("worker", 0)
     state.send(KILL, "worker", 0)
-    stopped = await state.kill_next("worker", 0, lives, STOP)
+    stopped = await state.kill_next("worker", 0, incarnation, STOP)
     await until(lambda: state.incarnation("worker", 0) > stopped)
-    await state.whole()
+    await state.wait_recovered()
     assert bits(await answer(state.client)) == bits(reference)
 
 
 @pytest.mark.parametrize("number", [KILL, STOP], ids=["killed", "stopped"])
-async def test_the_only_worker(alone, number) -> None:
-    reference, before = await answer(alone.client), await alone.deaths()
+async def test_only_worker_exits_in_decode(alone, number) -> None:
+    reference, before = await answer(alone.client), await alone.exits()
     began = time.monotonic()
     tokens = await answer_with_fault(alone.client, lambda: alone.send(number, "worker"))
     assert time.monotonic() - began < 15

@@ -1,9 +1,9 @@
-"""Many short lives of what engines do with one store: sweep, build or attach, take a share, be killed.
+"""Many short processes that use one store as engines do: sweep, build or attach, take a lease, be killed.
 
-    python store_lives.py FINGERPRINT LIVES SEED ROOT...
+    python store_users.py FINGERPRINT USERS SEED ROOT...
 
-Prints one JSON object: how many lives were lived to which end, and `lost`: how often a store was gone, or
-another one, while somebody had a share in it. A process of its own, because it forks.
+Prints one JSON object: the number of users by their end, among them `lost`: the leased store was removed or
+replaced. It is a separate process, because it forks.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from shm.manifest import StoreManifest
 from shm.store import Store, StoreBuilder, store_name
 
 AT_ONCE = 4
-TRIES = 10  # the last user of a store may leave between two steps of a start
-DONE, LOST, NO_STORE, BROKEN = 0, 10, 11, 12  # exit codes of a life
+TRIES = 10  # the last user of a store may remove it between two steps of a start
+DONE, LOST, NO_STORE, BROKEN = 0, 10, 11, 12  # exit codes of a user
 SHAPE = ExpertShape(2, 3, 48, 100, 16)
 
 
 def have_store(fingerprint: str, root: Path, pause: float) -> None:
-    """What a loader does."""
+    """Build or attach the store, as a loader does."""
     with build_lock(fingerprint, root):
         try:
             Store.attach(store_name(fingerprint), fingerprint).close()
@@ -45,8 +45,8 @@ def have_store(fingerprint: str, root: Path, pause: float) -> None:
         builder.finish()
 
 
-def live(fingerprint: str, root: Path, chance: random.Random) -> int:
-    """One engine; its exit code."""
+def use(fingerprint: str, root: Path, chance: random.Random) -> int:
+    """Use the store as one engine does; returns the exit code."""
     sweep(root)
     for _ in range(TRIES):
         have_store(fingerprint, root, chance.uniform(0, 0.02))
@@ -69,13 +69,13 @@ def live(fingerprint: str, root: Path, chance: random.Random) -> int:
     return DONE
 
 
-def born(fingerprint: str, root: Path, seed: int) -> int:
-    """Fork one life; its process id."""
+def fork_user(fingerprint: str, root: Path, seed: int) -> int:
+    """Fork one user; returns its process id."""
     pid = os.fork()
     if pid == 0:
         code = BROKEN
         try:
-            code = live(fingerprint, root, random.Random(seed))
+            code = use(fingerprint, root, random.Random(seed))
         except BaseException as e:
             print(f"{type(e).__name__}: {e}", file=sys.stderr)
         finally:
@@ -84,25 +84,25 @@ def born(fingerprint: str, root: Path, seed: int) -> int:
 
 
 def main() -> None:
-    fingerprint, lives, seed, *roots = sys.argv[1:]
+    fingerprint, users, seed, *roots = sys.argv[1:]
     chance = random.Random(int(seed))
     ends: Counter[str] = Counter()
     names = {DONE: "done", LOST: "lost", NO_STORE: "no_store", BROKEN: "broken", -signal.SIGKILL: "killed"}
-    living: dict[int, float] = {}  # process id -> when it is to be killed
-    begun = 0
-    while begun < int(lives) or living:
-        while begun < int(lives) and len(living) < AT_ONCE:
-            pid = born(fingerprint, Path(chance.choice(roots)), chance.randrange(1 << 32))
-            dies = chance.random() < 0.5
-            living[pid] = time.monotonic() + (chance.uniform(0, 0.08) if dies else 1e9)
-            begun += 1
-        for pid, moment in list(living.items()):
+    running: dict[int, float] = {}  # process id -> time at which it is killed
+    started = 0
+    while started < int(users) or running:
+        while started < int(users) and len(running) < AT_ONCE:
+            pid = fork_user(fingerprint, Path(chance.choice(roots)), chance.randrange(1 << 32))
+            killed = chance.random() < 0.5
+            running[pid] = time.monotonic() + (chance.uniform(0, 0.08) if killed else 1e9)
+            started += 1
+        for pid, moment in list(running.items()):
             if time.monotonic() >= moment:
                 os.kill(pid, signal.SIGKILL)
-                living[pid] = 1e18
+                running[pid] = 1e18
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                del living[pid]
+                del running[pid]
                 ends[names.get(os.waitstatus_to_exitcode(status), "other")] += 1
         time.sleep(0.0005)
     print(json.dumps(ends))
