@@ -75,7 +75,7 @@ def test_a_damaged_store_of_a_running_engine_fails_the_start_alone(place: Place)
         engine.ask(2)
 
 
-def test_a_damaged_store_that_was_kept_is_made_again(place: Place) -> None:
+def test_damaged_kept_store_is_built_again(place: Place) -> None:
     assert generate(place, "--keep-store")[0] == 0
     damage(place)
     code, lines = generate(place, "--verify")

@@ -53,7 +53,7 @@ def wait_for_remains(place: Place, name: str) -> None:
         time.sleep(0.01)
 
 
-def test_nothing_outlives_the_supervisor_or_the_next_start(place: Place) -> None:
+def test_children_exit_with_the_supervisor_and_the_next_start_removes_files(place: Place) -> None:
     chance = random.Random(SEED)
     left_something = 0
     for number in range(MOMENTS):

@@ -50,7 +50,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("child", ["loader", "coordinator"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
-def test_a_start_that_is_ended(place: Place, child: str, number: signal.Signals) -> None:
+def test_signal_during_the_start_stops_the_engine(place: Place, child: str, number: signal.Signals) -> None:
     name = f"early-{os.getpid()}"
     with Engine(place, name) as engine:
         until(lambda: child in engine.doing())
@@ -60,7 +60,7 @@ def test_a_start_that_is_ended(place: Place, child: str, number: signal.Signals)
         assert place.remains(name) == []
 
 
-def test_a_start_that_is_ended_twice(place: Place) -> None:
+def test_second_signal_during_the_start_stops_the_engine(place: Place) -> None:
     name = f"early-{os.getpid()}"
     with Engine(place, name) as engine:
         until(lambda: "coordinator" in engine.doing())

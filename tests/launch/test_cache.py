@@ -173,7 +173,7 @@ def test_costs_are_listed_with_their_model_and_their_use_is_noted(folder: Path) 
     assert path.stat().st_mtime > time.time() - 60
 
 
-def test_dry_run_says_the_same_and_removes_nothing(folder: Path) -> None:
+def test_dry_run_lists_the_same_and_removes_nothing(folder: Path) -> None:
     store = make_file(folder / STORE / "store.bin", 1000, 40)
     options = ("--prune", "--older-than", "30")
     code, out = run_cache(*options, "--dry-run")
@@ -185,7 +185,7 @@ def test_dry_run_says_the_same_and_removes_nothing(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["store.tmp", "backbone.tmp"])
-def test_an_unfinished_file_is_removed_once_its_writer_is_gone(folder: Path, name: str) -> None:
+def test_unfinished_file_is_removed_after_the_exit_of_its_writer(folder: Path, name: str) -> None:
     path = make_file(folder / STORE / name, 1000, 3)
     with path.open("r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -196,7 +196,7 @@ def test_an_unfinished_file_is_removed_once_its_writer_is_gone(folder: Path, nam
     assert not path.parent.exists()
 
 
-def test_a_size_that_cannot_be_reached_is_said(folder: Path) -> None:
+def test_unreachable_size_is_reported(folder: Path) -> None:
     make_file(folder / "notes.txt", 5000, 1)
     code, out = run_cache("--prune", "--to", "2kB")
     assert code == 0
@@ -326,7 +326,7 @@ async def test_a_kept_store_is_listed_and_removed(folder: Path, tiny_model: Path
 # --- a full disk --------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_names_what_could_go_and_the_command(
+def test_full_disk_warning_names_removable_entries_and_the_command(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_file(folder / STORE / "store.bin", 30_000_000, 40)

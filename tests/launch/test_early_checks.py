@@ -33,7 +33,7 @@ def change(file: Path, **entries: object) -> None:
         ("config.json", {"rope_scaling": {"type": "longrope", "short_factor": [1]}}, "short_factor"),
     ],
 )
-def test_settings_that_cannot_be(folder: Path, file, entries, said) -> None:
+def test_impossible_settings_are_refused_before_loading(folder: Path, file, entries, said) -> None:
     check_engine(EngineConfig(model=folder))
     change(folder / file, **entries)
     with pytest.raises(ModelError, match=said) as failure:

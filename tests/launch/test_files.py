@@ -24,7 +24,7 @@ async def all_lines(fd: int) -> list[str]:
     return found
 
 
-async def test_lines_of_a_pipe_come_as_they_are_written() -> None:
+async def test_lines_of_a_pipe_are_read_as_they_are_written() -> None:
     reading, writing = os.pipe()
     try:
         lines = Lines(reading)

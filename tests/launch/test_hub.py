@@ -98,7 +98,7 @@ def test_interrupted_download_resumes_after_complete_files(
 
 
 @pytest.mark.skipif(TMUX is None, reason="tmux is not installed")
-def test_a_bar_on_a_terminal(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
+def test_download_shows_a_bar_on_a_terminal(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
     hub.repositories[NAME] = Repository(files)
     hub.stuck = SHARDS[1]
     env = {name: value for name, value in home.env.items() if name.startswith(("HF_", "PYTHONPATH"))}
@@ -155,7 +155,7 @@ def test_missing_tokenizer_is_downloaded(
     assert names_in(folder) == WANTED
 
 
-def test_an_engine_of_the_hub(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
+def test_engine_runs_a_model_of_the_hub(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
     hub.repositories[NAME] = Repository(files)
     arguments = ("--model", NAME, "--prompt-tokens", "5,6,7", "--max-tokens", "3", "--ignore-eos", "--json")
     process = home.start(LAUNCH, "generate", *arguments)

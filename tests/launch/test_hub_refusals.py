@@ -45,12 +45,14 @@ def test_gated_models_have_lists_of_files(
     assert "hf auth login" in home.complaint()
 
 
-def test_a_revision_that_is_not_there(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
+def test_missing_revision_is_refused(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
     hub.repositories[NAME] = Repository(files)
     assert "revision" in home.complaint(f"{NAME}@v9")
 
 
-def test_no_safetensors(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
+def test_repository_without_safetensors_is_refused(
+    home: Home, hub: HubServer, files: dict[str, bytes]
+) -> None:
     pickles = {name: files[name] for name in ("config.json", "tokenizer.json", "pytorch_model.bin")}
     hub.repositories[NAME] = Repository(pickles)
     line = home.complaint()
@@ -61,7 +63,7 @@ def test_no_safetensors(home: Home, hub: HubServer, files: dict[str, bytes]) -> 
     assert hub.sent() == []
 
 
-def test_an_architecture_that_cannot_be_run(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
+def test_unsupported_architecture_is_refused(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
     files["config.json"] = files["config.json"].replace(b'"mixtral"', b'"llama"')
     hub.repositories[NAME] = Repository(files)
     line = home.complaint()
@@ -82,7 +84,7 @@ def test_config_that_is_not_json_is_refused(
 @pytest.mark.parametrize(
     "index", [b"{", b"[]", b'{"weight_map": {"a": "b.safetensors"}}', b'{"weight_map": {"a": ["b"]}}']
 )
-def test_a_damaged_index(home: Home, hub: HubServer, files: dict[str, bytes], index: bytes) -> None:
+def test_damaged_index_is_refused(home: Home, hub: HubServer, files: dict[str, bytes], index: bytes) -> None:
     hub.repositories[NAME] = Repository(files | {INDEX: index})
     assert INDEX in home.complaint()
     assert not {*SHARDS} & {*hub.sent()}
@@ -150,7 +152,7 @@ def test_mistyped_policy_is_reported_before_the_download(
         (f"org/{'x' * 97}", False),
     ],
 )
-def test_names(text: str, is_name: bool) -> None:
+def test_hub_names_are_distinguished_from_paths(text: str, is_name: bool) -> None:
     assert is_hub_name(text) == is_name
 
 

@@ -68,7 +68,7 @@ def test_keys_are_made_and_explained(keys: Path, capfd: pytest.CaptureFixture[st
         assert secret.decode() not in out
 
 
-def test_keys_elsewhere(
+def test_keys_are_written_to_the_folder_of_out(
     keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -88,7 +88,7 @@ def test_keys_are_never_overwritten(keys: Path, complaint: Complaint) -> None:
         (keys / name).unlink()
 
 
-def test_keys_in_a_folder_that_is_not_private(tmp_path: Path, complaint: Complaint) -> None:
+def test_keys_are_not_written_to_a_folder_that_is_not_private(tmp_path: Path, complaint: Complaint) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o755)
     (tmp_path / "file").touch()
@@ -134,7 +134,7 @@ def test_wrong_usage_is_one_line(arguments: str, words: str, keys: Path, complai
         ("generate --prompt a --connect tcp://127.0.0.1:{port}", "client.key"),
     ],
 )
-def test_the_keys_that_tcp_needs(
+def test_tcp_requires_keys(
     command: str, name: str, keys: Path, port: int, complaint: Complaint, tmp_path: Path
 ) -> None:
     arguments = command.format(port=port).split()
@@ -151,7 +151,7 @@ def test_the_keys_that_tcp_needs(
     assert "is open to other users (mode 06" in complaint(*arguments)
 
 
-def test_an_address_that_cannot_be_had(
+def test_address_that_cannot_be_bound_is_refused(
     keys: Path, taken: int, complaint: Complaint, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["keys"]) == 0

@@ -183,7 +183,7 @@ def test_the_doctor_shows_the_plan(tiny_model: Path, capfd: Finds) -> None:
     assert engines_left() == []
 
 
-def test_the_doctor_says_what_would_be_chosen_as_json(tiny_model: Path, capfd: Finds) -> None:
+def test_doctor_reports_the_chosen_plan_as_json(tiny_model: Path, capfd: Finds) -> None:
     options = ["--format", "f32", "--policy", "fiddler", "--context", "100", "--device", "cpu"]
     assert main(["doctor", "--model", str(tiny_model), *options, "--json"]) == 0
     out, err = capfd.readouterr()

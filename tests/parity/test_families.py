@@ -90,7 +90,7 @@ async def test_a_family_equals_transformers(case: Case, start_engine, tmp_path: 
     assert not wrong, "\n".join(wrong)
 
 
-async def test_one_expert_a_layer(start_engine, tmp_path: Path) -> None:
+async def test_model_with_one_expert_a_layer(start_engine, tmp_path: Path) -> None:
     """Nothing to choose, and a store with layers of one expert."""
     case = EDGES[0]
     save(case, tmp_path)

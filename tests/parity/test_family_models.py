@@ -37,7 +37,7 @@ def test_every_option_changes_what_is_computed(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_tensor_counts(case: Case) -> None:
+def test_every_tensor_changes_the_result(case: Case) -> None:
     model = build(case)
     torch.manual_seed(case.seed)
     tokens = torch.tensor([texts(case)[1]])

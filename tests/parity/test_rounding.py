@@ -97,7 +97,7 @@ def stale_row(oracle: QuantizedOracle) -> None:
 @pytest.mark.parametrize(
     "mistake", [wrong_scale, swapped_groups, missing_shared_expert, bf16_sums, stale_row]
 )
-def test_mistakes_are_refused(mistake: Callable[[QuantizedOracle], None], scene: Scene) -> None:
+def test_wrong_computations_are_refused(mistake: Callable[[QuantizedOracle], None], scene: Scene) -> None:
     if mistake is bf16_sums and scene.backbone != "f32":
         pytest.skip("the oracle's noise is as large, because attention beside int4 computes in bfloat16")
     oracle = scene.oracle()

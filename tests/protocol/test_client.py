@@ -43,7 +43,7 @@ def test_on_both_event_loops(endpoint, loop):
         assert runner.run(a_bit_of_everything(endpoint))
 
 
-async def test_what_is_asked_arrives(endpoint):
+async def test_requests_arrive_unchanged(endpoint):
     async with both(endpoint) as (server, client):
         sampling = Sampling(temperature=0.5, seed=3)
         chat = [ChatMessage("user", "hi")]
@@ -117,7 +117,7 @@ async def test_messages_after_the_end_are_counted_and_dropped(endpoint):
         assert client.strays == 3
 
 
-async def test_tokens_stream_while_others_do(endpoint):
+async def test_answers_stream_concurrently(endpoint):
     async with both(endpoint) as (_, client):
         slow = client.generate(prompt="slow", max_tokens=20)
         seen = []
@@ -172,7 +172,7 @@ async def test_leaving_the_loop_cancels(endpoint):
         assert server.ever(Cancel) == [Cancel(answer.request) for answer in (broken, closed, stopped)]
 
 
-async def test_leaving_the_client_cancels_what_it_asked(endpoint):
+async def test_leaving_the_client_cancels_its_requests(endpoint):
     async with engine(endpoint) as server:
         async with Client.connect(endpoint) as client:
             answer = client.generate(prompt="slow", max_tokens=10_000)

@@ -68,7 +68,7 @@ async def test_killed_engine_counts_as_gone_within_three_seconds(endpoint):
                 await drain(scores)
 
 
-async def test_an_engine_that_was_replaced_does_not_know_this_client(endpoint):
+async def test_restarted_engine_does_not_know_this_client(endpoint):
     async with engine(endpoint):
         connecting = Client.connect(endpoint)
         client = await connecting.__aenter__()
@@ -92,7 +92,7 @@ async def test_missing_engine_is_an_error_within_the_timeout(endpoint):
     assert time.monotonic() < start + 1.0
 
 
-async def test_an_engine_that_starts_meanwhile_is_waited_for(endpoint):
+async def test_connect_waits_for_a_starting_engine(endpoint):
     async def connect():
         async with Client.connect(endpoint) as client:
             return await client.stats()
@@ -103,7 +103,7 @@ async def test_an_engine_that_starts_meanwhile_is_waited_for(endpoint):
         assert await connecting
 
 
-async def test_an_endpoint_of_another_kind():
+async def test_endpoint_of_another_kind_is_refused():
     with pytest.raises(
         ProtocolError, match=r"^endpoint 'tcp://localhost:1' is tcp, which is served with keys only$"
     ):
@@ -131,7 +131,7 @@ NEWER = (
         ([b"HTTP/1.1 400"], MalformedMessage, "^the first frame is not two bytes"),
     ],
 )
-async def test_an_engine_that_cannot_be_understood(endpoint, reply, error, line):
+async def test_engine_that_sends_garbage_is_an_error(endpoint, reply, error, line):
     with zmq.asyncio.Context() as context, bind_router(context, endpoint) as router:
 
         async def answer():

@@ -121,7 +121,7 @@ def documented_line(record, head):
     return f"{head}{record.__name__}: {', '.join(parts)}"
 
 
-def test_the_documented_table_is_the_truth():
+def test_documented_table_equals_the_messages():
     document = re.sub(r"\s+", " ", protocol.codec.__doc__)
     for tag, record in TAGS.items():
         assert f" {documented_line(record, f'{tag} ')} " in document
@@ -219,7 +219,7 @@ def test_a_tree_that_contains_itself_is_refused():
         encode(StatsReply(1, stats))
 
 
-def test_what_is_no_message_is_a_mistake():
+def test_encoding_another_object_is_a_type_error():
     with pytest.raises(TypeError, match="dict is not a message"):
         encode({})
 

@@ -56,7 +56,7 @@ def complaint(path: Path) -> str:
     return text
 
 
-def test_keys_come_back_from_their_files(engine_file: Path, client_file: Path) -> None:
+def test_keys_survive_the_round_trip_through_files(engine_file: Path, client_file: Path) -> None:
     assert read_engine_keys(engine_file) == ENGINE
     assert read_client_keys(client_file) == CLIENT
     assert ENGINE.clients == {CLIENT.public}
@@ -104,7 +104,7 @@ def test_another_owner_s_key_is_refused(engine_file: Path) -> None:
     assert "belongs to user 12345, not to you" in complaint(engine_file)
 
 
-def test_what_is_no_file(tmp_path: Path) -> None:
+def test_paths_that_are_no_files_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     (tmp_path / "folder").mkdir(mode=0o700)
     assert "make keys with: launch.py keys" in complaint(tmp_path / "missing")
@@ -118,12 +118,12 @@ def test_what_is_no_file(tmp_path: Path) -> None:
     [b"", b"\xff\xfe", b"{", b"[]", b"3", b"{}", b'{"kind": "other"}', b'{"kind": []}', b"[" * 100000],
     ids=range(9),
 )
-def test_what_is_no_key_file(engine_file: Path, content: bytes) -> None:
+def test_files_that_are_no_key_files_are_refused(engine_file: Path, content: bytes) -> None:
     engine_file.write_bytes(content)
     assert complaint(engine_file) == f"{engine_file} is not a key file; make keys with: launch.py keys"
 
 
-def test_the_wrong_kind_of_key(engine_file: Path, client_file: Path) -> None:
+def test_wrong_kind_of_key_is_refused(engine_file: Path, client_file: Path) -> None:
     with pytest.raises(ProtocolError, match=r"is a client's \(client.key\); .* an engine's \(engine.key\)$"):
         read_engine_keys(client_file)
     with pytest.raises(ProtocolError, match=r"is an engine's \(engine.key\); .* a client's \(client.key\)$"):
@@ -132,7 +132,7 @@ def test_the_wrong_kind_of_key(engine_file: Path, client_file: Path) -> None:
 
 @pytest.mark.parametrize("value", [None, 5, "", "short", "ü" * 40, '"' * 40, "#" * 40, "0" * 39, ["0" * 40]])
 @pytest.mark.parametrize("name", ["public", "secret", "engine", "clients"])
-def test_a_damaged_key(engine_file: Path, client_file: Path, name: str, value: object) -> None:
+def test_damaged_key_is_refused(engine_file: Path, client_file: Path, name: str, value: object) -> None:
     path, read = (client_file, read_client_keys) if name == "engine" else (engine_file, read_engine_keys)
     changed(path, **{name: [value] if name == "clients" else value})
     with pytest.raises(ProtocolError) as caught:
@@ -140,7 +140,7 @@ def test_a_damaged_key(engine_file: Path, client_file: Path, name: str, value: o
     assert str(caught.value) == f'{path}: "{name}" holds something that is no key of 40 characters'
 
 
-def test_keys_that_are_no_pair(engine_file: Path) -> None:
+def test_keys_that_are_no_pair_are_refused(engine_file: Path) -> None:
     changed(engine_file, secret=CLIENT.secret.decode())
     with pytest.raises(ProtocolError, match="are not a pair") as caught:
         read_engine_keys(engine_file)
@@ -165,7 +165,7 @@ def test_a_secret_is_not_in_what_is_logged_of_keys() -> None:
         assert keys.public.decode() in repr(keys)
 
 
-def test_where_keys_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_keys_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert keys_folder() == tmp_path / "tandem" / "keys"
     for not_a_place in ("", "relative"):

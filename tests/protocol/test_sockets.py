@@ -43,7 +43,7 @@ def test_a_router_and_a_dealer_exchange_messages(context, endpoint):
         assert dealer.recv_multipart() == [b"c"]
 
 
-def test_everything_is_set_explicitly(context, endpoint):
+def test_all_socket_options_are_set_explicitly(context, endpoint):
     with (
         bind_router(context, endpoint, send_hwm=7) as router,
         connect_dealer(context, endpoint, receive_hwm=9) as dealer,
@@ -126,12 +126,12 @@ def test_no_socket_in_a_directory_that_others_can_enter(context, runtime, endpoi
     assert list(runtime.iterdir()) == []
 
 
-def test_no_socket_in_a_directory_that_is_not_there(context, runtime):
+def test_no_socket_in_a_missing_directory(context, runtime):
     with pytest.raises(ProtocolError, match=r"^cannot use /.*/gone: No such file or directory$"):
         bind_router(context, ipc_endpoint(runtime / "gone", "work.sock"))
 
 
-def test_a_path_that_cannot_be_bound(context, runtime):
+def test_path_that_cannot_be_bound_is_refused(context, runtime):
     (runtime / "client.sock").mkdir()
     with pytest.raises(ProtocolError, match=r"^cannot bind ipc:///.*client.sock: "):
         bind_router(context, ipc_endpoint(runtime, "client.sock"))
@@ -206,7 +206,7 @@ def test_what_is_no_directory_is_refused(tmp_path):
         private_directory(tmp_path / "missing" / "child")
 
 
-def test_a_strangers_directory_is_refused(tmp_path):
+def test_another_users_directory_is_refused(tmp_path):
     if os.getuid() == 0:
         strange = tmp_path / "strange"
         strange.mkdir(mode=0o700)
@@ -250,7 +250,7 @@ def test_an_identity_without_its_proof_is_refused():
             parse_identity(other, KEY)
 
 
-def test_an_identity_that_cannot_be_is_refused():
+def test_invalid_identity_is_refused():
     for wrong in (("supervisor", 0, 0), ("worker", -1, 0), ("worker", 0, 10**18), ("worker", True, 0)):
         with pytest.raises(MalformedMessage, match=r"is not <role>-<index>-<incarnation>"):
             Identity(*wrong).prove(KEY)

@@ -124,7 +124,7 @@ def test_keys_and_tcp_belong_together(context, endpoint):
         "tcp://host:5\n",
     ],
 )
-def test_a_tcp_endpoint_that_is_none(context, wrong):
+def test_malformed_tcp_endpoint_is_refused(context, wrong):
     for make in (
         lambda: bind_router(context, wrong, keys=ENGINE),
         lambda: connect_dealer(context, wrong, keys=CLIENT),
@@ -147,7 +147,7 @@ def test_a_port_in_use_and_an_address_of_another_machine(context, tcp):
         bind_router(context, "tcp://192.0.2.1:5555", keys=ENGINE)
 
 
-def test_keys_that_are_none(context, tcp):
+def test_malformed_keys_are_refused(context, tcp):
     nonsense = b"#" * 40
     with pytest.raises(ProtocolError, match=r"^cannot bind "):
         bind_router(context, tcp, keys=EngineKeys(nonsense, nonsense, frozenset()))

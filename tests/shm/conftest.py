@@ -1,4 +1,4 @@
-"""What the tests of the shared-memory package have in common."""
+"""Fixtures of the shared-memory package's tests."""
 
 import uuid
 
@@ -10,7 +10,7 @@ from shm.store import store_name
 
 @pytest.fixture
 def fingerprint():
-    """A model's fingerprint that nobody else uses."""
+    """A model's fingerprint that no other test uses."""
     fingerprint = uuid.uuid4().hex * 2
     yield fingerprint
     unlink(store_name(fingerprint))

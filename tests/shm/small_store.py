@@ -1,4 +1,4 @@
-"""A small store, for the tests of everything that a store goes through."""
+"""A small store for tests."""
 
 from pathlib import Path
 

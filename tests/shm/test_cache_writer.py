@@ -29,17 +29,19 @@ def manifest(fingerprint: str) -> StoreManifest:
 
 @pytest.fixture
 def filled(manifest: StoreManifest, monkeypatch: pytest.MonkeyPatch) -> StoreBuilder:
-    """A new store of several parts an expert whose bytes are all written."""
+    """A new store with several parts an expert; all bytes are written."""
     monkeypatch.setattr(shm.store, "PART_BYTES", 2 * PAGE)
     builder = StoreBuilder.create(store_name(manifest.fingerprint), manifest)
     fill(builder)
     return builder
 
 
-def test_the_file_is_that_of_the_finished_store_whatever_the_order(
+def test_cache_file_equals_that_of_the_finished_store_in_any_order(
     filled: StoreBuilder, manifest: StoreManifest, tmp_path: Path
 ) -> None:
-    parts = [part for layer in range(2) for expert in range(3) for part in filled.settle(layer, expert)]
+    parts = [
+        part for layer in range(2) for expert in range(3) for part in filled.checksum_tasks(layer, expert)
+    ]
     assert len(parts) > 6
     random.Random(1).shuffle(parts)
     seen: list[int] = []
@@ -60,12 +62,12 @@ def test_the_file_is_that_of_the_finished_store_whatever_the_order(
     assert (written / "store.bin").stat().st_mode & 0o7777 == 0o600
 
 
-def test_what_is_not_finished_leaves_nothing(
+def test_unfinished_cache_file_is_removed(
     filled: StoreBuilder, manifest: StoreManifest, tmp_path: Path
 ) -> None:
     with pytest.raises(KeyboardInterrupt), CacheWriter(tmp_path, manifest) as writer:  # noqa: PT012
         filled.keep = writer.write
-        for part in filled.settle(0, 0):
+        for part in filled.checksum_tasks(0, 0):
             part()
         assert (tmp_path / manifest.fingerprint / "store.tmp").exists()
         raise KeyboardInterrupt
@@ -73,7 +75,7 @@ def test_what_is_not_finished_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_too_little_room_is_found_before_anything_is_written(
+def test_too_little_free_space_is_an_error_before_the_first_write(
     manifest: StoreManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
@@ -108,9 +110,7 @@ sys.stdin.readline()
 """
 
 
-def test_a_file_whose_writer_was_killed_is_no_store_whatever_its_name(
-    fingerprint: str, tmp_path: Path
-) -> None:
+def test_file_of_a_killed_writer_is_no_store_whatever_its_name(fingerprint: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", FILLER, fingerprint, str(tmp_path)]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

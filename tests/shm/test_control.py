@@ -34,7 +34,7 @@ def test_a_new_segment_is_idle_and_private(control):
     assert (ROOT / f"{SHM_FOLDER}{control.segment.name}").stat().st_mode & 0o7777 == 0o600
 
 
-def test_what_another_process_does_is_seen_and_on_its_line_alone(control):
+def test_writes_of_another_process_appear_on_its_line_alone(control):
     code = (
         "import sys; from shm.control import ControlSegment\n"
         "control = ControlSegment.attach(sys.argv[1])\n"
@@ -51,11 +51,11 @@ def test_what_another_process_does_is_seen_and_on_its_line_alone(control):
 
 
 @pytest.mark.parametrize("index", [3, -1, -5])
-def test_there_is_no_other_line(control, index):
+def test_unknown_lines_are_refused(control, index):
     with pytest.raises(IndexError):
         control.line("worker", index)
 
 
-def test_without_a_segment(control):
+def test_attach_without_a_segment_is_an_error(control):
     with pytest.raises(SegmentMissing):
         ControlSegment.attach("/tandem-test-none")

@@ -1,4 +1,4 @@
-"""Stores on disk: the same bytes, and every way in which a file can be unusable."""
+"""Stores on disk: the same bytes, and every kind of unusable file."""
 
 import os
 import struct
@@ -21,7 +21,7 @@ from shm.store import Store, StoreBuilder, store_name
 
 @pytest.fixture
 def cached(fingerprint, tmp_path):
-    """The path of a cached store whose segment is gone."""
+    """The path of a cached store without a segment."""
     build(fingerprint)
     with Store.attach(store_name(fingerprint)) as store:
         write_cache(tmp_path / "cache", store, lambda done: None)
@@ -134,7 +134,7 @@ def make_loop(path: Path) -> None:
 
 def make_unreadable(path: Path) -> None:
     if os.geteuid() == 0:
-        os.chown(path, 12345, 12345)  # root reads everything, but does not believe it
+        os.chown(path, 12345, 12345)  # root can read it, but must not use it
     else:
         path.chmod(0)
 
@@ -152,7 +152,7 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("reason", BAD_FILES)
-def test_whatever_is_there_instead_is_refused_in_one_line_and_replaced(cached, fingerprint, reason):
+def test_unusable_file_is_refused_in_one_line_and_replaced(cached, fingerprint, reason):
     build(fingerprint)
     good = cached.read_bytes()
     BAD_FILES[reason](cached)
@@ -165,7 +165,7 @@ def test_whatever_is_there_instead_is_refused_in_one_line_and_replaced(cached, f
     assert cached.stat().st_mode & 0o7777 == 0o600
 
 
-def test_nobody_else_can_enter_whatever_the_umask_and_the_folders_were(fingerprint, tmp_path):
+def test_folders_become_private_whatever_their_modes_and_the_umask(fingerprint, tmp_path):
     build(fingerprint)
     old = os.umask(0)
     try:
@@ -211,7 +211,7 @@ def writer(fingerprint: str, folder: Path) -> Iterator[subprocess.Popen]:
             process.kill()
 
 
-def test_the_sweep_leaves_what_is_being_written_and_removes_what_was(fingerprint, tmp_path):
+def test_sweep_removes_unfinished_files_unless_they_are_being_written(fingerprint, tmp_path):
     build(fingerprint)
     unfinished = tmp_path / fingerprint / "store.tmp"
     with writer(fingerprint, tmp_path) as process:
@@ -233,7 +233,7 @@ def test_the_sweep_leaves_what_is_being_written_and_removes_what_was(fingerprint
     assert [path.name for path in (tmp_path / fingerprint).iterdir()] == ["store.bin"]
 
 
-def test_the_sweep_removes_empty_folders_and_nothing_of_anybody_else(tmp_path):
+def test_sweep_removes_empty_folders_and_no_foreign_files(tmp_path):
     for name in ("0" * 64, "1" * 64, "notes", "0" * 63):
         (tmp_path / name).mkdir()
     (tmp_path / ("1" * 64) / "store.bin").write_text("a store")

@@ -48,7 +48,7 @@ def number(fmt: BlockFormat, data: bytes, inputs: int, output: int, column: int)
 
 @settings(max_examples=25, deadline=None)
 @given(formats, st.integers(1, 35), st.integers(1, 150), seeds)
-def test_every_number_lies_where_it_is_drawn(fmt: BlockFormat, n: int, k: int, seed: int) -> None:
+def test_every_number_is_at_its_documented_place(fmt: BlockFormat, n: int, k: int, seed: int) -> None:
     data = encoded(fmt, normal(n, k, seed))
     decoded = fmt.decode_matrix(data, n, k)
     drawn = [[number(fmt, data.tobytes(), k, output, column) for column in range(k)] for output in range(n)]
@@ -58,7 +58,7 @@ def test_every_number_lies_where_it_is_drawn(fmt: BlockFormat, n: int, k: int, s
 
 @settings(max_examples=50, deadline=None)
 @given(formats, sizes, seeds)
-def test_what_pads_is_zero(fmt: BlockFormat, size: tuple[int, int], seed: int) -> None:
+def test_padding_is_zero(fmt: BlockFormat, size: tuple[int, int], seed: int) -> None:
     n, k = size
     blocks, groups = -(-n // LANES), -(-k // fmt.group)
     data = encoded(fmt, normal(n, k, seed))
@@ -106,7 +106,7 @@ def test_int4_is_near_normal_weights(group: int, most: float) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(formats, st.integers(1, 200), st.integers(1, 300), st.integers(1, 2), seeds)
-def test_an_expert_comes_back_tile_by_tile(
+def test_expert_decodes_tile_by_tile(
     fmt: BlockFormat, hidden: int, intermediate: int, groups: int, seed: int
 ) -> None:
     shape = ExpertShape(1, 1, hidden, intermediate, groups * fmt.granularity)
@@ -156,7 +156,7 @@ def test_random_tiles_are_padded_as_encoded_ones(fmt: BlockFormat) -> None:
     assert not fmt.decode_matrix(down, -(-hidden // LANES) * LANES, tile)[hidden:].any()
 
 
-def test_bytes_are_as_many_as_drawn() -> None:
+def test_sizes_are_as_documented() -> None:
     assert format_named("int4").record_bytes == 64 + 8 * 64
     assert format_named("int4-g128").record_bytes == 64 + 8 * 128
     assert format_named("int8").record_bytes == 64 + 16 * 128

@@ -1,4 +1,4 @@
-"""Mappings at multiples of a huge page, and pages joined into huge ones."""
+"""Mappings at multiples of a huge page, and pages collapsed into huge ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def descriptor() -> Iterator[int]:
 
 
 def mapped(address: int) -> bool:
-    """Whether anything is mapped there."""
+    """Whether this address is mapped."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         lo, hi = (int(end, 16) for end in line.split()[0].split("-"))
         if lo <= address < hi:
@@ -33,7 +33,7 @@ def mapped(address: int) -> bool:
     return False
 
 
-def test_a_mapping_is_aligned_whole_and_shared(descriptor: int) -> None:
+def test_mapping_is_aligned_complete_and_shared(descriptor: int) -> None:
     ours, theirs = map_shared(descriptor, SIZE, writable=True), map_shared(descriptor, SIZE, writable=False)
     assert ours.ctypes.data % HUGE == theirs.ctypes.data % HUGE == 0
     ours[[0, HUGE, SIZE - 1]] = (1, 2, 3)
@@ -49,7 +49,7 @@ def test_a_read_only_mapping_stays_read_only(descriptor: int) -> None:
         array.flags.writeable = True
 
 
-def test_only_what_is_asked_for_stays_mapped_and_no_longer_than_its_views(descriptor: int) -> None:
+def test_only_the_requested_bytes_stay_mapped_until_their_last_view(descriptor: int) -> None:
     array = map_shared(descriptor, SIZE, writable=True)
     start = array.ctypes.data
     end = start + -(-SIZE // 4096) * 4096
@@ -96,7 +96,7 @@ def test_private_memory_without_end_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(("offset", "size"), [(0, 5000), (4096, 1), (4097, 9000), (64, 0), (19_999, 1)])
-def test_bytes_of_a_file_are_where_the_page_cache_has_them(tmp_path: Path, offset: int, size: int) -> None:
+def test_mapped_file_uses_the_page_cache(tmp_path: Path, offset: int, size: int) -> None:
     written = np.random.default_rng(1).integers(0, 256, 20_000, np.uint8)
     path = tmp_path / "file"
     path.write_bytes(written)
@@ -116,7 +116,7 @@ def test_a_file_that_is_too_short_is_not_mapped(tmp_path: Path) -> None:
                 map_file(file.fileno(), offset, size)
 
 
-def test_moving_copies_all_and_ends_when_it_is_told_to() -> None:
+def test_copy_to_private_copies_all_and_stops_on_request() -> None:
     data = np.random.default_rng(2).integers(0, 256, 2 * COPY_BYTES + 11, np.uint8)
     asked: list[int] = []
 
@@ -133,7 +133,7 @@ def test_moving_copies_all_and_ends_when_it_is_told_to() -> None:
     assert len(asked) == 5
 
 
-def test_joining_pages_keeps_their_bytes(descriptor: int) -> None:
+def test_collapsing_pages_keeps_their_bytes(descriptor: int) -> None:
     array = map_shared(descriptor, SIZE, writable=True)
     array[:] = np.random.default_rng(0).integers(0, 256, SIZE, np.uint8)
     before = array.copy()
@@ -143,13 +143,13 @@ def test_joining_pages_keeps_their_bytes(descriptor: int) -> None:
     np.testing.assert_array_equal(array, before)
 
 
-def test_less_than_a_huge_page_is_left_alone(descriptor: int) -> None:
+def test_less_than_a_huge_page_is_not_collapsed(descriptor: int) -> None:
     array = map_shared(descriptor, SIZE, writable=True)
     assert collapse(array[4096 : 4096 + HUGE]) == 0
     assert collapse(array[: HUGE - 1]) == 0
 
 
-def test_a_new_segment_is_in_huge_pages_where_the_kernel_joins_any() -> None:
+def test_new_segment_is_in_huge_pages_if_the_kernel_can_collapse() -> None:
     name = f"/tandem-huge-{os.getpid()}"
     with Segment.create(name, SIZE) as segment:
         unlink(name)

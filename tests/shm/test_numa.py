@@ -1,4 +1,4 @@
-"""Where tiles lie: every page of the experts goes to one node, and the kernel is told so."""
+"""NUMA placement of tiles: every page of the experts belongs to one node, and its policy is set."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_page_goes_with_the_tile_of_its_first_byte(layout: StoreLayout, no
     shape = layout.shape
     at = -(-START // page) * page
     for span in found:
-        assert span.start == at  # without gaps, in order
+        assert span.start == at  # consecutive
         assert span.length > 0
         assert span.length % page == 0
         at += span.length
@@ -71,8 +71,8 @@ def descriptor() -> Iterator[int]:
     os.close(fd)
 
 
-def test_each_span_is_asked_for_once_on_the_kernel_s_nodes(descriptor: int) -> None:
-    """More spans than one mapping takes; where each lies in the segment is seen by what is written there."""
+def test_policy_is_set_once_for_each_span_with_the_kernel_s_node(descriptor: int) -> None:
+    """More spans than one mapping takes; bytes written through each span show its place in the segment."""
     layout = StoreLayout(ExpertShape(3, 100, 1024, 8, 1), F32())
     os.ftruncate(descriptor, START + layout.total_bytes)
     expected = list(spans(layout, START, 2))
@@ -94,7 +94,7 @@ def test_each_span_is_asked_for_once_on_the_kernel_s_nodes(descriptor: int) -> N
         del words
 
 
-def test_one_node_asks_for_nothing_and_a_refusal_is_one_line(descriptor: int) -> None:
+def test_one_node_sets_no_policy_and_a_refusal_is_one_line(descriptor: int) -> None:
     layout = StoreLayout(ExpertShape(1, 2, 1024, 4, 1), F32())
     os.ftruncate(descriptor, START + layout.total_bytes)
     asked = []
@@ -112,8 +112,8 @@ def test_one_node_asks_for_nothing_and_a_refusal_is_one_line(descriptor: int) ->
 
 
 def policy(name: str, start: int) -> str:
-    """What the kernel says of a page of a segment and of where it lies: a mapping is described by the policy
-    of its first page."""
+    """The kernel's policy of a page of a segment, and the page's node: /proc describes a mapping by the
+    policy of its first page."""
     with (
         Path(SHM_FOLDER, name.lstrip("/")).open("rb") as file,
         mmap.mmap(file.fileno(), PAGE, prot=mmap.PROT_READ, offset=start) as mapping,
@@ -128,8 +128,8 @@ def policy(name: str, start: int) -> str:
 
 
 @pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="a kernel without NUMA")
-def test_the_kernel_places_the_pages_of_a_store_as_it_was_told() -> None:
-    """Both of the "nodes" are node 0, so that it works anywhere: that pages are asked for on it is seen."""
+def test_kernel_places_the_pages_of_a_store_by_its_policy() -> None:
+    """Both of the "nodes" are node 0, so that it works anywhere; the policy of the pages shows the call."""
     mbind = kernel_mbind()
     assert mbind is not None
     with mmap.mmap(-1, PAGE) as mapping:
@@ -152,7 +152,7 @@ def test_the_kernel_places_the_pages_of_a_store_as_it_was_told() -> None:
         unlink(name)
 
 
-def test_where_the_kernel_refuses_the_store_is_built_and_says_so() -> None:
+def test_store_is_built_with_a_note_where_the_kernel_refuses() -> None:
     name = f"/tandem-test-{uuid.uuid4().hex[:8]}"
     manifest = StoreManifest("cd" * 32, ExpertShape(1, 2, 64, 8, 4), "f32", "a test")
     builder = StoreBuilder.create(name, manifest, nodes=(0, 1000))

@@ -175,19 +175,19 @@ def test_any_strides_are_read(w: Float32, group: int) -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     w = weights("normal", 16, 64, 0)
-    room = np.zeros(Int4(64).matrix_bytes(16, 64), np.uint8)
-    fixed = room.copy()
+    target = np.zeros(Int4(64).matrix_bytes(16, 64), np.uint8)
+    fixed = target.copy()
     fixed.flags.writeable = False
-    for out in (room[:-1], np.zeros(2 * len(room), np.uint8)[::2], room.view(np.int8), fixed):
+    for out in (target[:-1], np.zeros(2 * len(target), np.uint8)[::2], target.view(np.int8), fixed):
         with pytest.raises(ValueError, match="records need"):
             encode_int4(w, 64, out)
     for bad in (w.astype(np.float64), w[0], w[:0], w[:, :0]):
         with pytest.raises(ValueError, match="float32"):
-            encode_int4(bad, 64, room)
+            encode_int4(bad, 64, target)
     for group in (0, 12, 512):
         with pytest.raises(ValueError, match="group"):
-            encode_int4(w, group, room)
-    assert not room.any()
+            encode_int4(w, group, target)
+    assert not target.any()
 
 
 def test_threads_do_not_disturb_each_other() -> None:

@@ -29,8 +29,8 @@ def file_of(name: str) -> Path:
     return Path("/dev/shm") / name[1:]
 
 
-def test_a_segment_is_private_whole_and_zeroed(name):
-    old = os.umask(0o777)  # a umask that would take every bit away
+def test_segment_is_private_allocated_and_zeroed(name):
+    old = os.umask(0o777)  # a umask that would remove every bit
     try:
         segment = Segment.create(name, 10_000)
     finally:
@@ -58,7 +58,7 @@ def test_other_attachments_see_what_is_written_and_cannot_write(name):
         assert segment.array[6] == 78
 
 
-def test_views_survive_closing_and_closing_twice_is_fine(name):
+def test_views_survive_close_and_close_is_idempotent(name):
     segment = Segment.create(name, 8192)
     segment.array[:] = 3
     view = segment.array[100:200]
@@ -115,8 +115,8 @@ def test_too_large_a_segment_is_refused_with_numbers_and_leaves_nothing(name):
     free = free_shm_bytes()
     status = os.statvfs(limit)
     wanted = status.f_blocks * status.f_frsize + (1 << 30)
-    # Asking for more than fits would fill the memory first, so ask the check and, in a child whose file
-    # size is limited, the kernel.
+    # Allocating more than fits would fill the memory first, so test the check alone and, in a child with a
+    # limited file size, the kernel.
     with pytest.raises(NotEnoughMemory) as caught:
         check_space(wanted, -(1 << 50))
     text = str(caught.value)
@@ -182,7 +182,7 @@ def locked_kilobytes() -> int:
     return int(re.search(r"VmLck:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
-def test_pages_are_locked_and_the_report_tells_the_truth(name):
+def test_report_of_locked_pages_agrees_with_the_kernel(name):
     with Segment.create(name, 3 << 20) as segment:
         before = locked_kilobytes()
         report = lock_pages(segment.array)
@@ -201,7 +201,7 @@ def test_a_limit_on_locking_is_reported_and_not_fatal(name):
         "resource.setrlimit(resource.RLIMIT_MEMLOCK, (2 << 20, 2 << 20))\n"
         "import os\n"
         "segment = Segment.attach(sys.argv[1])\n"
-        "if os.geteuid() == 0: os.setresuid(12345, 12345, 12345)\n"  # gives the capability up
+        "if os.geteuid() == 0: os.setresuid(12345, 12345, 12345)\n"  # drops the capability
         "report = lock_pages(segment.array)\n"
         "print(report.locked_bytes, report.total_bytes, report)\n"
     )

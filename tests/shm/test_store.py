@@ -63,7 +63,7 @@ class RecordedArray(np.ndarray):
             self.wrote()
 
 
-def test_a_store_becomes_ready_by_a_write_of_its_own_after_everything_else(fingerprint):
+def test_store_becomes_ready_by_a_separate_last_write(fingerprint):
     """A write of more than the state could be seen in any order by another process."""
     manifest = StoreManifest(fingerprint, SHAPE, "bf16", "/models/tiny")
     builder = StoreBuilder.create(store_name(fingerprint), manifest)
@@ -167,8 +167,8 @@ def test_the_crc32_of_parts_is_that_of_the_whole(first, second):
     assert join_crc32(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
 
 
-def test_an_expert_is_summed_in_parts_that_any_thread_may_take(fingerprint, monkeypatch):
-    """So that no core waits for another one when the last expert has been written."""
+def test_checksum_tasks_of_an_expert_run_in_any_thread(fingerprint, monkeypatch):
+    """So that all cores share the work after the last expert has been written."""
     monkeypatch.setattr("shm.store.PART_BYTES", 3 * PAGE)
     builder = StoreBuilder.create(store_name(fingerprint), StoreManifest(fingerprint, SHAPE, "bf16", ""))
     fill(builder)
@@ -180,12 +180,12 @@ def test_an_expert_is_summed_in_parts_that_any_thread_may_take(fingerprint, monk
         kept[begin] = data.tobytes()
 
     builder.keep = keep
-    last = builder.settle(1, 2)
+    last = builder.checksum_tasks(1, 2)
     assert len(last) == -(-builder.layout.expert_stride // (3 * PAGE)) > 1
     for part in reversed(last):
         part()
     assert len(kept) == len(last)
-    manifest = builder.finish()  # which does all the rest
+    manifest = builder.finish()  # which sums all other parts
     data = whole[-builder.layout.total_bytes :]
     assert b"".join(kept[begin] for begin in sorted(kept)) == data.tobytes()
     assert manifest.checksums == tuple(zlib.crc32(layer.data) for layer in data.reshape(2, -1))
@@ -233,7 +233,7 @@ def test_a_head_reads_back():
 
 @given(st.integers(0, len(pack_head(GOOD, READY)) - 1), st.integers(1, 255))
 @settings(deadline=None)
-def test_a_changed_byte_is_refused_or_means_nothing(place, change):
+def test_changed_byte_of_the_head_is_refused_or_unused(place, change):
     head = np.frombuffer(pack_head(GOOD, READY), dtype=np.uint8).copy()
     head[place] ^= change
     if 36 <= place < PAGE:

@@ -1,4 +1,4 @@
-"""The bytes of tiles: where they lie, that they decode to what was encoded, that padding changes nothing."""
+"""The bytes of tiles: their offsets, encoding and decoding, and padding without effect."""
 
 import numpy as np
 import pytest
@@ -57,7 +57,7 @@ def test_offsets_outside_the_shape_are_refused(shape):
 
 @given(shapes, formats, st.integers(0, 2**32))
 @settings(deadline=None)
-def test_every_number_comes_back_and_padding_is_zero(shape, fmt, seed):
+def test_every_number_decodes_and_padding_is_zero(shape, fmt, seed):
     layout = StoreLayout(shape, fmt)
     gate, up, down = matrices(shape, seed)
     out = np.full(layout.expert_stride, 0xAB, dtype=np.uint8)
@@ -113,7 +113,7 @@ def test_bf16_rounds_as_torch_does(patterns):
     assert np.isnan((ours[nan].astype(np.uint32) << 16).view(np.float32)).all()
 
 
-def test_an_unknown_format_names_those_there_are():
+def test_unknown_format_error_names_the_known_ones():
     with pytest.raises(UnknownFormat, match=r"int3.*f32, bf16"):
         format_named("int3")
 

@@ -1,4 +1,4 @@
-"""Who builds a store and who removes it: locks between real processes, some of which are killed."""
+"""Locks of a store's builder and users, and its removal, with real processes, some of which are killed."""
 
 import os
 import shutil
@@ -44,7 +44,7 @@ with build_lock(fingerprint, root):
 
 @pytest.mark.parametrize("roots", [("one", "one", "one"), ("one", "two", "three")])
 def test_engines_that_start_together_build_once(fingerprint, tmp_path, roots):
-    """Also those that have no runtime directory in common."""
+    """Also engines with different runtime directories."""
     for root in set(roots):
         (tmp_path / root).mkdir()
     racers = [
@@ -90,7 +90,7 @@ def killed_user(fingerprint: str, root: Path) -> Iterator[None]:
             user.kill()
 
 
-def test_a_killed_builder_gives_its_lock_back(fingerprint, tmp_path):
+def test_lock_of_a_killed_builder_is_released(fingerprint, tmp_path):
     code = (
         "import sys, time; from pathlib import Path; from shm.locks import build_lock\n"
         "with build_lock(sys.argv[1], Path(sys.argv[2])):\n"
@@ -115,7 +115,7 @@ def test_a_killed_builder_gives_its_lock_back(fingerprint, tmp_path):
     holder.communicate(timeout=10)
 
 
-def test_the_last_one_out_removes_the_store(fingerprint, tmp_path):
+def test_last_user_removes_the_store(fingerprint, tmp_path):
     build(fingerprint)
     first = StoreLease.acquire(fingerprint, tmp_path)
     second = StoreLease.acquire(fingerprint, tmp_path)
@@ -127,14 +127,14 @@ def test_the_last_one_out_removes_the_store(fingerprint, tmp_path):
     assert list((tmp_path / ".locks").iterdir()) == []
 
 
-def test_a_kept_store_stays_whoever_asked_and_until_it_was_used_again(fingerprint, tmp_path):
+def test_store_kept_by_any_user_stays_until_its_next_use(fingerprint, tmp_path):
     build(fingerprint)
     asker = StoreLease.acquire(fingerprint, tmp_path)
     other = StoreLease.acquire(fingerprint, tmp_path)
     assert not asker.release(keep=True)
     assert not other.release(keep=False)
     assert file_of(fingerprint).exists()
-    assert sweep(tmp_path) == []  # it was asked for
+    assert sweep(tmp_path) == []  # it is kept
     assert StoreLease.acquire(fingerprint, tmp_path).release(keep=False)
     assert not file_of(fingerprint).exists()
 
@@ -146,8 +146,8 @@ def test_a_lease_needs_a_store(fingerprint, tmp_path):
     StoreLease.acquire(fingerprint, tmp_path).release(keep=False)
 
 
-def test_many_leases_at_once_leave_nothing_behind(fingerprint, tmp_path):
-    """Leases are taken and given back in threads; the store goes with the last and only then."""
+def test_last_of_many_concurrent_leases_removes_the_store(fingerprint, tmp_path):
+    """Leases are taken and released in threads; only the last release removes the store."""
     build(fingerprint)
     holder = StoreLease.acquire(fingerprint, tmp_path)
     removed: list[bool] = []
@@ -165,7 +165,7 @@ def test_many_leases_at_once_leave_nothing_behind(fingerprint, tmp_path):
     assert holder.release(keep=False)
 
 
-def test_the_use_file_exists_after_a_build_whose_store_had_users_that_removed_it(fingerprint, tmp_path):
+def test_use_file_exists_after_a_build_during_which_users_removed_it(fingerprint, tmp_path):
     """Without it the sweep of a start after a crash would not find the store."""
     use = tmp_path / ".locks" / f"{fingerprint[:16]}.use"
     with build_lock(fingerprint, tmp_path):
@@ -175,7 +175,7 @@ def test_the_use_file_exists_after_a_build_whose_store_had_users_that_removed_it
     assert sweep(tmp_path) == [store_name(fingerprint)]
 
 
-def test_the_sweep_removes_what_killed_engines_left(fingerprint, tmp_path):
+def test_sweep_removes_stores_of_killed_engines(fingerprint, tmp_path):
     build(fingerprint)
     with killed_user(fingerprint, tmp_path):
         with killed_user(fingerprint, tmp_path):
@@ -186,7 +186,7 @@ def test_the_sweep_removes_what_killed_engines_left(fingerprint, tmp_path):
     assert list((tmp_path / ".locks").iterdir()) == []
 
 
-def test_the_sweep_finds_a_store_that_nobody_ever_used(fingerprint, tmp_path):
+def test_sweep_removes_a_store_without_a_first_user(fingerprint, tmp_path):
     with build_lock(fingerprint, tmp_path):
         build(fingerprint)
     assert sweep(tmp_path) == [store_name(fingerprint)]
@@ -205,7 +205,7 @@ def test_an_engine_of_another_root_keeps_the_store_too(fingerprint, tmp_path):
     assert not file_of(fingerprint).exists()
 
 
-def test_the_sweep_leaves_a_store_that_is_being_built(fingerprint, tmp_path):
+def test_sweep_keeps_a_store_that_is_being_built(fingerprint, tmp_path):
     for root in ("here", "there"):
         (tmp_path / root).mkdir()
     with build_lock(fingerprint, tmp_path / "there"):
@@ -217,7 +217,7 @@ def test_the_sweep_leaves_a_store_that_is_being_built(fingerprint, tmp_path):
         assert file_of(fingerprint).exists()
 
 
-def test_the_sweep_finds_what_a_killed_builder_left(fingerprint, tmp_path):
+def test_sweep_removes_the_store_of_a_killed_builder(fingerprint, tmp_path):
     code = (
         "import os, signal, sys; from pathlib import Path; from shm.locks import build_lock\n"
         "with build_lock(sys.argv[1], Path(sys.argv[2])): os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -229,20 +229,20 @@ def test_the_sweep_finds_what_a_killed_builder_left(fingerprint, tmp_path):
 
 
 def leave_half_built(fingerprint: str) -> None:
-    """As a builder that was killed."""
+    """Leave what a killed builder leaves."""
     file_of(fingerprint).write_bytes(pack_head(StoreManifest(fingerprint, SHAPE, "bf16", ""), BUILDING))
 
 
-def test_a_half_built_store_is_swept_whoever_left_it(fingerprint, tmp_path):
-    """Also by an engine of another root; not as long as it is being built; nor is a finished one, which that
-    other root's engine may have asked to keep."""
+def test_unfinished_store_of_any_root_is_swept(fingerprint, tmp_path):
+    """Also by an engine of another root. A store that is being built is not swept, nor a finished one, which
+    an engine of the other root may have asked to keep."""
     leave_half_built(fingerprint)
     (tmp_path / "there").mkdir()
     with build_lock(fingerprint, tmp_path / "there"):
         assert sweep(tmp_path) == []
     assert sweep(tmp_path) == [store_name(fingerprint)]
     assert not file_of(fingerprint).exists()
-    file_of(fingerprint).touch(mode=0o600)  # its builder was killed before there was a byte
+    file_of(fingerprint).touch(mode=0o600)  # its builder was killed before it wrote a byte
     assert sweep(tmp_path) == [store_name(fingerprint)]
     build(fingerprint)
     assert sweep(tmp_path) == []
@@ -250,7 +250,7 @@ def test_a_half_built_store_is_swept_whoever_left_it(fingerprint, tmp_path):
 
 
 def test_a_store_that_is_being_built_without_the_lock_is_not_swept(fingerprint, tmp_path):
-    """Tools and tests build stores of their own, whose names no engine knows."""
+    """Tools and tests build stores under names that no engine uses."""
     manifest = StoreManifest(fingerprint, SHAPE, "bf16", "")
     builder = StoreBuilder.create(store_name(fingerprint), manifest)
     assert sweep(tmp_path) == []
@@ -268,14 +268,14 @@ def test_only_a_store_that_can_be_used_is_kept(fingerprint, tmp_path):
     assert list((tmp_path / ".locks").iterdir()) == []
 
 
-def test_a_lease_on_a_store_that_is_built_again_asks_for_a_loader(fingerprint, tmp_path):
+def test_lease_of_a_store_that_is_being_rebuilt_raises_segment_missing(fingerprint, tmp_path):
     leave_half_built(fingerprint)
     with pytest.raises(SegmentMissing, match="unfinished"):
         StoreLease.acquire(fingerprint, tmp_path)
 
 
 def test_lock_files_of_killed_builders_are_swept(fingerprint, tmp_path):
-    """Also where their engine's root is gone."""
+    """Also if their engine's root has been removed."""
     (tmp_path / "there").mkdir()
     code = (
         "import os, signal, sys; from pathlib import Path; from shm.locks import build_lock\n"

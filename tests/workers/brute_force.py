@@ -1,4 +1,4 @@
-"""Experts computed in float64, with a bound for what rounding may do to a kernel's result."""
+"""Experts computed in float64, with a bound for the rounding error of a kernel's result."""
 
 from __future__ import annotations
 

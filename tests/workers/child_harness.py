@@ -77,7 +77,7 @@ class Child:
     errors: Path  # its stderr
 
     def cut(self) -> None:
-        """Close the lifeline, as our death would."""
+        """Close the lifeline, as the exit of the parent does."""
         if self.lifeline >= 0:
             os.close(self.lifeline)
             self.lifeline = -1
@@ -105,7 +105,7 @@ class Surroundings:
         self._children: list[Child] = []
 
     def start(self, python_path: Path | None = None, **changes: Any) -> Child:
-        """Start one, and do not wait for its Ready. Each index has a core, in turn."""
+        """Start a child without waiting for its Ready. Each index has a core, in turn."""
         incarnation = len(self._children) + 1
         cores = sorted(os.sched_getaffinity(0))
         config = {
@@ -153,29 +153,29 @@ class Surroundings:
         return message
 
     def ready(self) -> dict[bytes, Ready]:
-        """Wait until every child has said Ready on both sockets; what they said."""
-        said: list[dict[bytes, Ready]] = []
+        """Wait for every child's Ready on both sockets; returns them by sender."""
+        messages: list[dict[bytes, Ready]] = []
         for socket in (self.work, self.control):
-            heard = {}
-            while len(heard) < len(self._children):
+            received = {}
+            while len(received) < len(self._children):
                 sender, message = self.receive(socket)
                 assert isinstance(message, Ready), message
-                heard[sender] = message
-            said.append(heard)
-        assert said[0] == said[1]
-        return said[0]
+                received[sender] = message
+            messages.append(received)
+        assert messages[0] == messages[1]
+        return messages[0]
 
     def send(self, child: Child, message: object) -> None:
-        """As the coordinator."""
+        """Send from the coordinator's socket."""
         self.work.send_multipart([child.name, *encode(message)])
 
     def shut_down(self, child: Child, socket: zmq.Socket[bytes]) -> int:
-        """Its exit code after a Shutdown."""
+        """Send a Shutdown; returns the exit code."""
         socket.send_multipart([child.name, *encode(Shutdown("test"))])
         return child.ended()
 
     def quiet(self, seconds: float = 0.2) -> bool:
-        """True where nothing comes for a while."""
+        """Whether the coordinator receives nothing for `seconds`."""
         return not self.work.poll(int(seconds * 1000))
 
     def complaints(self) -> str:
@@ -208,7 +208,7 @@ def wait_gone(pid: int, limit: float = 5.0) -> bool:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         except (FileNotFoundError, ProcessLookupError):
             return True
-        if state == "Z":  # nobody has collected it yet
+        if state == "Z":  # its parent has not reaped it
             return True
         time.sleep(0.02)
     return False

@@ -1,4 +1,4 @@
-"""What tests of the kernels share: the variants that run here, and torch on one thread."""
+"""Fixtures of the kernels' tests: the variants that run here, and torch on one thread."""
 
 from __future__ import annotations
 

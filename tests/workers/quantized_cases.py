@@ -1,4 +1,4 @@
-"""Tiles of the quantized formats in random and in extreme bytes, and what kernels must make of them.
+"""Tiles of the quantized formats in random and in extreme bytes, and the results that kernels must give.
 
 A kernel may differ from the exact numbers by what float32 rounds, and by one thing more: the inner
 activations are rounded to int8 steps, and a number that lies within its own error of the middle between two

@@ -1,4 +1,4 @@
-"""What of the CUDA calls can be tested without a GPU; the rest is in tests/gpu."""
+"""Tests of the CUDA calls that need no GPU; the others are in tests/gpu."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workers import cuda
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
-def test_copies_are_cut_where_the_page_locking_is(data: st.DataObject) -> None:
+def test_copies_are_cut_at_page_locking_boundaries(data: st.DataObject) -> None:
     chunk = data.draw(st.integers(1, 50))
     memory = np.zeros(data.draw(st.integers(1, 300)), np.uint8)
     offset = data.draw(st.integers(0, memory.nbytes - 1))
@@ -35,7 +35,7 @@ def test_an_ipc_handle_of_another_size_is_refused(size: int) -> None:
         cuda.open_ipc_handle(0, bytes(size))
 
 
-def test_a_prefetcher_that_cannot_map_a_gpu_slab_says_so_and_ends() -> None:
+def test_prefetcher_that_cannot_map_a_gpu_slab_exits_with_the_reason() -> None:
     """Without a GPU or cuda-bindings, and with both because this handle is none."""
     with small_store() as fingerprint, surroundings("prefetcher", fingerprint) as place:
         child = place.start()

@@ -1,4 +1,4 @@
-"""The expert worker as a real process: what it computes, what it refuses, how it begins and ends."""
+"""The expert worker as a real process: its results, what it refuses, its start and its exit."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_partial_equals_the_brute_force_and_any_workers_bits(pool: Pool, work:
     np.testing.assert_array_equal(first.view(np.uint32), again.view(np.uint32))
 
 
-def test_rows_that_no_item_names_and_works_without_items_are_zero(pool: Pool) -> None:
+def test_rows_without_items_and_works_without_items_are_zero(pool: Pool) -> None:
     work = make_work(1, 1, [(2, 0, SHAPE.tiles, [1, 3])], rows=5)
     y = pool.do(pool.workers[0], work).y
     assert not y[[0, 2, 4]].any()
@@ -92,17 +92,17 @@ def test_rows_that_no_item_names_and_works_without_items_are_zero(pool: Pool) ->
     np.testing.assert_array_equal(y, np.zeros((3, SHAPE.hidden), np.float32))
 
 
-def test_a_store_in_bf16_and_the_ends_of_serving_workers() -> None:
+def test_bf16_store_and_exits_of_serving_workers() -> None:
     with small_store("bf16") as fingerprint, surroundings("worker", fingerprint) as place:
-        told, orphaned = place.start(), place.start()
+        stopped, orphaned = place.start(), place.start()
         place.ready()
         work = make_work(7, 1, [(0, 0, SHAPE.tiles, [0, 1, 2]), (3, 5, 9, [2])], rows=4)
-        for child in (told, orphaned):
+        for child in (stopped, orphaned):
             place.send(child, work)
             assert expected(work, "bf16").agrees(place.expect(Partial).y)
         orphaned.cut()
         assert orphaned.ended(5) == EXIT_PARENT_GONE
-        assert place.shut_down(told, place.control) == 0
+        assert place.shut_down(stopped, place.control) == 0
         assert place.complaints() == ""
 
 
@@ -144,7 +144,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("change", FAULTS.values(), ids=FAULTS)
-def test_a_faulty_work_fails_and_the_worker_goes_on(pool: Pool, change: dict) -> None:
+def test_faulty_work_fails_and_the_worker_continues(pool: Pool, change: dict) -> None:
     child = pool.workers[0]
     pool.place.send(child, dataclasses.replace(GOOD, seq=99, **change))
     answer = pool.place.expect(WorkFailed)
@@ -153,7 +153,7 @@ def test_a_faulty_work_fails_and_the_worker_goes_on(pool: Pool, change: dict) ->
     assert expected(GOOD).agrees(pool.do(child, GOOD).y)
 
 
-def test_what_is_no_work_is_dropped_and_the_worker_goes_on(pool: Pool) -> None:
+def test_other_messages_are_dropped_and_the_worker_continues(pool: Pool) -> None:
     child = pool.workers[0]
     tag, header, *arrays = encode(GOOD)
     hostile: list[list[bytes]] = [
@@ -192,7 +192,7 @@ def test_an_abandoned_work_is_skipped(pool: Pool) -> None:
     assert pool.place.quiet()
 
 
-def test_a_slowed_host_is_seen_in_busy_and_in_time(pool: Pool) -> None:
+def test_host_slowdown_lengthens_busy_and_the_answer(pool: Pool) -> None:
     work = make_work(5, 0, [(0, 0, SHAPE.tiles, list(range(16)))], rows=16)
     plain = min(pool.do(pool.workers[1], work).busy for _ in range(5))
     began = time.perf_counter()
@@ -202,7 +202,7 @@ def test_a_slowed_host_is_seen_in_busy_and_in_time(pool: Pool) -> None:
     assert expected(work).agrees(slowed.y)
 
 
-def test_ready_is_said_before_torch_is_there(place: Surroundings, tmp_path: Path) -> None:
+def test_ready_is_sent_before_torch_is_imported(place: Surroundings, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import time\ntime.sleep(600)\n")  # an import that takes for ever
     child = place.start(python_path=tmp_path)
     (ready,) = place.ready().values()
@@ -217,7 +217,7 @@ def test_ready_is_said_before_torch_is_there(place: Surroundings, tmp_path: Path
     [({"store": "/tandem-store-none"}, "/tandem-store-none"), ({"fingerprint": "f" * 64}, "another model")],
     ids=["missing", "another model's"],
 )
-def test_a_store_that_cannot_be_used_is_told(place: Surroundings, change: dict, text: str) -> None:
+def test_unusable_store_is_reported_as_failed(place: Surroundings, change: dict, text: str) -> None:
     child = place.start(**change)
     sender, message = place.receive(place.control)
     assert sender == child.name
@@ -226,18 +226,18 @@ def test_a_store_that_cannot_be_used_is_told(place: Surroundings, change: dict, 
     assert text in message.text
     assert "\n" not in message.text
     assert child.ended() == 1
-    assert place.quiet()  # it never said Ready
+    assert place.quiet()  # it never sent Ready
     assert child.errors.read_text() == ""
 
 
-def test_cores_that_are_not_there_are_noted_in_ready(place: Surroundings) -> None:
+def test_missing_cores_are_noted_in_ready(place: Surroundings) -> None:
     place.start(cores=[100_000])
     (ready,) = place.ready().values()
     assert "100000" in ready.notes[0]
 
 
 @pytest.mark.parametrize("module", [[], ["workers.expert_worker"], ["workers.prefetcher"]])
-def test_started_by_hand_it_says_one_line(module: list[str]) -> None:
+def test_child_started_by_hand_exits_with_one_line(module: list[str]) -> None:
     command = [sys.executable, "-m", "workers.child", *module]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1

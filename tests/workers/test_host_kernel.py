@@ -56,7 +56,7 @@ def in_torch(layout: StoreLayout, tiles: NDArray[np.uint8], x: Float32) -> Float
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_format_and_rows_alone_choose_the_code(name: str) -> None:
+def test_format_and_rows_alone_select_c_or_torch(name: str) -> None:
     layout, tiles = make_tiles(name)
     library, kernel = best(), HostKernel(layout)
     most = {"f32": 0, "bf16": BF16_IN_C}.get(name, 1 << 62)

@@ -92,7 +92,7 @@ def test_any_consecutive_split_sums_to_the_whole(case: Case, data: st.DataObject
     ]
     total = np.sum(parts, axis=0)
     assert case.expected().agrees(total)
-    # Each tile's own sum is the same numbers whoever asks: only the order of the additions differs.
+    # Each tile's own sum is the same numbers in every call: only the order of the additions differs.
     single = [case.run(case.data[t * size : (t + 1) * size]).numpy() for t in range(tiles)]
     slack = 2 * tiles * brute_force.UNIT["f32"] * np.sum(np.abs(single), axis=0) + 1e-30
     assert (np.abs(total - whole) <= slack).all()

@@ -1,4 +1,4 @@
-"""How children begin and end, with real processes and no engine."""
+"""The start and the exit of children, with real processes and no engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ import time
 print("importing", flush=True)
 time.sleep(600)
 """
-# Starts a child with the pipe it was given, says its process id, and waits.
+# Starts a child with the given pipe, prints its process id, and waits.
 PARENT = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-m", "workers.child", *sys.argv[1:]], pass_fds=[int(sys.argv[-1])])
@@ -58,7 +58,7 @@ def runs(module: str, lifeline: int) -> tuple[str, ...]:
 
 def line_of(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
-    assert select.select([process.stdout], [], [], LIMIT)[0], "the process says nothing"
+    assert select.select([process.stdout], [], [], LIMIT)[0], "the process prints nothing"
     return process.stdout.readline()
 
 
@@ -108,7 +108,7 @@ def test_the_configuration_arrives_as_it_was_sent(pipe: tuple[int, int]) -> None
         assert child.stderr.read() == "[child] a line\n"
 
 
-def test_a_configuration_may_come_in_pieces(pipe: tuple[int, int]) -> None:
+def test_configuration_may_arrive_in_pieces(pipe: tuple[int, int]) -> None:
     config = {"role": "child", "log_level": "WARNING", "long": "x" * 200_000}  # more than a pipe holds
     packed = memoryview(pack_config(config))
     with started(ENTRY, pipe[0], *runs("its_module", pipe[0])) as child:
@@ -119,14 +119,14 @@ def test_a_configuration_may_come_in_pieces(pipe: tuple[int, int]) -> None:
         assert json.loads(line_of(child)) == config
 
 
-def test_a_child_imports_before_it_is_told_what_to_do(pipe: tuple[int, int]) -> None:
+def test_child_imports_before_its_configuration(pipe: tuple[int, int]) -> None:
     with started(ENTRY, pipe[0], *runs("slow_module", pipe[0])) as child:
         assert line_of(child) == "importing\n"
 
 
 @pytest.mark.parametrize("module", ["its_module", "slow_module"])
-def test_a_child_that_was_never_told_ends_with_its_lifeline(pipe: tuple[int, int], module: str) -> None:
-    """While it imports, and once it has imported and waits."""
+def test_child_without_a_configuration_exits_with_its_lifeline(pipe: tuple[int, int], module: str) -> None:
+    """While it imports, and while it waits after the import."""
     with started(ENTRY, pipe[0], *runs(module, pipe[0])) as child:
         time.sleep(0.5)
         os.close(pipe[1])
@@ -145,7 +145,7 @@ def test_sigint_is_ignored(pipe: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["with its lifeline", "its lifeline held by another"])
-def test_a_child_dies_with_its_killed_parent(pipe: tuple[int, int], held: bool) -> None:
+def test_child_exits_with_its_killed_parent(pipe: tuple[int, int], held: bool) -> None:
     """Where another process still holds the lifeline's other end, the kernel's signal alone does it."""
     os.write(pipe[1], pack_config({"role": "child"}))
     with started(("-c", PARENT), pipe[0], *runs("its_module", pipe[0])) as parent:
@@ -159,7 +159,7 @@ def test_a_child_dies_with_its_killed_parent(pipe: tuple[int, int], held: bool) 
         assert wait_gone(pid)
 
 
-def test_a_child_whose_lifeline_closes_dies_while_its_parent_lives(pipe: tuple[int, int]) -> None:
+def test_child_exits_with_its_lifeline_while_its_parent_runs(pipe: tuple[int, int]) -> None:
     os.write(pipe[1], pack_config({"role": "child"}))
     with started(("-c", PARENT), pipe[0], *runs("its_module", pipe[0])) as parent:
         pid = int(line_of(parent))
@@ -172,7 +172,9 @@ def test_a_child_whose_lifeline_closes_dies_while_its_parent_lives(pipe: tuple[i
 @pytest.mark.parametrize(
     "sent", [b"", b"\0\0", pack_config({"role": "child"})[:-1]], ids=["none", "length", "half"]
 )
-def test_a_parent_that_dies_before_the_configuration_is_whole(pipe: tuple[int, int], sent: bytes) -> None:
+def test_child_exits_with_its_parent_in_the_middle_of_the_configuration(
+    pipe: tuple[int, int], sent: bytes
+) -> None:
     os.write(pipe[1], sent)
     os.close(pipe[1])
     with started(ENTRY, pipe[0], *runs("its_module", pipe[0])) as child:
@@ -190,28 +192,28 @@ def test_a_configuration_over_the_limit_is_refused(pipe: tuple[int, int]) -> Non
 
 
 @pytest.mark.parametrize("arguments", ["", "its_module", "its_module --lifeline", "its_module --lifeline x"])
-def test_without_a_lifeline_it_is_one_line(pipe: tuple[int, int], arguments: str) -> None:
+def test_missing_lifeline_is_one_line(pipe: tuple[int, int], arguments: str) -> None:
     with started(ENTRY, pipe[0], *arguments.split()) as child:
         assert child.wait(LIMIT) == 1
         assert child.stderr is not None
         assert child.stderr.read() == "this process is started by launch.py, not by hand\n"
 
 
-def test_a_lifeline_that_is_none_is_one_line(pipe: tuple[int, int]) -> None:
+def test_invalid_lifeline_is_one_line(pipe: tuple[int, int]) -> None:
     with started(ENTRY, pipe[0], *runs("its_module", 99)) as child:
         assert child.wait(LIMIT) == 1
         assert child.stderr is not None
         assert "started by launch.py" in child.stderr.read()
 
 
-def test_what_main_returns_is_the_exit_code(pipe: tuple[int, int]) -> None:
+def test_return_value_of_main_is_the_exit_code(pipe: tuple[int, int]) -> None:
     os.write(pipe[1], pack_config({"role": "child", "code": 7}))
     with started(ENTRY, pipe[0], *runs("its_module", pipe[0])) as child:
         assert child.wait(LIMIT) == 7
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["with its lifeline", "its lifeline held by another"])
-def test_a_child_that_still_imports_dies_with_its_parent(pipe: tuple[int, int], held: bool) -> None:
+def test_importing_child_exits_with_its_parent(pipe: tuple[int, int], held: bool) -> None:
     os.write(pipe[1], pack_config({"role": "child"}))
     with started(("-c", PARENT), pipe[0], *runs("slow_module", pipe[0])) as parent:
         pid = int(line_of(parent))
@@ -222,15 +224,15 @@ def test_a_child_that_still_imports_dies_with_its_parent(pipe: tuple[int, int], 
         assert wait_gone(pid)
 
 
-def test_a_child_whose_parent_died_before_it_began_ends_too(pipe: tuple[int, int]) -> None:
-    """Then the kernel has no death left to signal; the configuration is there all the same."""
+def test_child_exits_if_its_parent_exited_before_its_start(pipe: tuple[int, int]) -> None:
+    """The kernel sends no signal for the earlier exit; the configuration is complete all the same."""
     os.write(pipe[1], pack_config({"role": "child"}))
     os.close(pipe[1])
     with started(ENTRY, pipe[0], *runs("slow_module", pipe[0])) as child:
         assert child.wait(LIMIT) == EXIT_PARENT_GONE
 
 
-def test_pin_binds_to_the_cores_or_says_why_not() -> None:
+def test_pin_binds_to_the_cores_or_returns_the_reason() -> None:
     allowed = os.sched_getaffinity(0)
     core = max(allowed)
     try:

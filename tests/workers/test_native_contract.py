@@ -1,4 +1,5 @@
-"""What the C kernels promise, variant by variant: a row's bits depend on nobody, bad arrays never reach C."""
+"""The contract of the C kernels, variant by variant: a row's bits do not depend on other rows, and invalid
+arrays never reach C."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ FORMATS = (*QUANTIZED, "bf16")
 
 @quick(20)
 @given(name=st.sampled_from(FORMATS), rows=st.integers(1, 40), data=st.data(), seed=seeds)
-def test_a_row_has_the_same_bits_in_any_company(
+def test_bits_of_a_row_do_not_depend_on_other_rows(
     library: Library, name: str, rows: int, data: st.DataObject, seed: int
 ) -> None:
     case = any_case(name, rows, seed)
@@ -99,7 +100,7 @@ def test_tiles_are_added_in_their_order_and_counted(library: Library, name: str)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_no_rows_give_nothing_and_inputs_are_not_changed(library: Library, name: str) -> None:
+def test_no_rows_give_an_empty_result_and_inputs_are_not_changed(library: Library, name: str) -> None:
     case = any_case(name, 6, 8)
     data, x, rows = (np.array(part) for part in (case.data, case.x, case.rows))
     for array in (case.data, case.x, case.rows):
@@ -124,7 +125,7 @@ def test_only_formats_with_a_kernel_and_whole_groups_are_geometries() -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_arrays_that_do_not_fit_are_refused(library: Library, name: str) -> None:
+def test_arrays_of_wrong_shape_or_type_are_refused(library: Library, name: str) -> None:
     case = any_case(name, 4, 2)
     kernel = kernel_of(library, case.layout)
     x, hidden = kernel.quantize(case.x), case.layout.shape.hidden
@@ -166,7 +167,7 @@ def test_arrays_that_do_not_fit_are_refused(library: Library, name: str) -> None
         kernel.matmul(case.data[:100], x)
 
 
-def test_only_whole_lines_are_read(library: Library) -> None:
+def test_read_refuses_parts_of_cache_lines(library: Library) -> None:
     with pytest.raises(ValueError, match="whole lines"):
         library.read(np.zeros(65, np.uint8))
     with pytest.raises(ValueError, match="whole lines"):

@@ -74,7 +74,7 @@ def test_bf16_activations_are_rounded_as_torch_rounds(
 
 @pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_what_is_not_finite_stays_visible(library: Library, name: str, poison: float) -> None:
+def test_non_finite_activations_give_non_finite_results(library: Library, name: str, poison: float) -> None:
     case = make_case(name, 70, 1, 1, 3, "random", "normal", "normal", 3)
     x = np.ones_like(case.x)
     x[1, 5] = poison
@@ -128,7 +128,7 @@ def test_a_product_is_exact_but_for_the_rounding_of_each_group(
 @pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("code", [0, 255])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_nothing_saturates(library: Library, name: str, code: int, sign: int) -> None:
+def test_largest_products_do_not_saturate(library: Library, name: str, code: int, sign: int) -> None:
     """The largest products there are, in whole numbers that float32 holds exactly."""
     format = format_named(name)
     assert isinstance(format, BlockFormat)

@@ -36,12 +36,12 @@ class Link:
             self.place.send(self.child, message)
 
     def reports(self, *orders: int) -> list[Fetched]:
-        """Everything that is reported until all of these orders are final."""
-        said: list[Fetched] = []
-        while {f.id for f in said if f.final} != set(orders):
-            said.append(self.place.expect(Fetched))
-            assert said[-1].incarnation == self.child.incarnation
-        return said
+        """All reports until the final ones of these orders."""
+        reports: list[Fetched] = []
+        while {f.id for f in reports if f.final} != set(orders):
+            reports.append(self.place.expect(Fetched))
+            assert reports[-1].incarnation == self.child.incarnation
+        return reports
 
     def holds(self, order: Fetch, landed: int | None = None) -> bool:
         """Whether the first `landed` tiles of an order (all of them) are in their slots, and no others."""
@@ -99,29 +99,29 @@ def test_tiles_land_in_order_and_progressively(link: Link) -> None:
     slots = tuple(np.random.default_rng(0).permutation(SLOTS)[: SHAPE.tiles - 4].tolist())
     order = Fetch(7, layer=1, expert=2, lo=3, slots=slots, urgency=0)
     link.send(order)
-    said = link.reports(7)
-    assert [f.landed for f in said] == list(range(1, len(slots) + 1))
-    assert [f.final for f in said] == [False] * (len(slots) - 1) + [True]
-    assert sorted(f.seconds for f in said) == [f.seconds for f in said]
-    assert said[0].seconds > 0
+    reports = link.reports(7)
+    assert [f.landed for f in reports] == list(range(1, len(slots) + 1))
+    assert [f.final for f in reports] == [False] * (len(slots) - 1) + [True]
+    assert sorted(f.seconds for f in reports) == [f.seconds for f in reports]
+    assert reports[0].seconds > 0
     assert link.holds(order)
     others = [link.slab.slot(slot) for slot in range(SLOTS) if slot not in slots]
     assert all((other == UNTOUCHED).all() for other in others)
 
 
-def test_the_first_and_the_last_tile_of_the_store_and_an_order_of_none(link: Link) -> None:
+def test_orders_of_the_first_and_last_tile_and_of_no_tile(link: Link) -> None:
     orders = [
         Fetch(1, 0, 0, 0, (5,), 2),
         Fetch(2, SHAPE.layers - 1, SHAPE.experts - 1, SHAPE.tiles - 1, (SLOTS - 1,), 1),
         Fetch(3, 0, 0, 0, (), 0),
     ]
     link.send(*orders)
-    said = link.reports(1, 2, 3)
-    assert [(f.landed, f.final) for f in said if f.id == 3] == [(0, True)]
+    reports = link.reports(1, 2, 3)
+    assert [(f.landed, f.final) for f in reports if f.id == 3] == [(0, True)]
     assert all(link.holds(order) for order in orders)
 
 
-def test_a_landing_is_complete_when_it_is_reported(link: Link) -> None:
+def test_reported_tiles_are_copied_completely(link: Link) -> None:
     order = Fetch(1, 0, 1, 0, tuple(range(SHAPE.tiles)), 0)
     link.send(order)
     for index in range(SHAPE.tiles):
@@ -141,16 +141,17 @@ def test_demanded_overtakes_predicted_between_two_tiles(link: Link) -> None:
     first = link.place.expect(Fetched)
     assert (first.id, first.landed) == (1, 1)
     link.send(demanded)
-    said = [f.id for f in link.reports(1, 2, 3, 4)]
-    start = said.index(4)
+    reports = [f.id for f in link.reports(1, 2, 3, 4)]
+    start = reports.index(4)
     assert start < SHAPE.tiles // 2  # long before the predicted one was done
-    assert said[start : start + 3] == [4, 4, 4]  # and nothing comes between
-    assert said[:start] + said[start + 3 :] == [1] * (SHAPE.tiles - 1) + [3, 3, 2, 2]  # urgency, then age
+    assert reports[start : start + 3] == [4, 4, 4]  # without another report in between
+    others = reports[:start] + reports[start + 3 :]
+    assert others == [1] * (SHAPE.tiles - 1) + [3, 3, 2, 2]  # urgency, then age
     assert all(link.holds(order) for order in (predicted, placed, later, demanded))
 
 
 @paced
-def test_a_cancelled_order_is_a_prefix(link: Link) -> None:
+def test_cancelled_order_lands_a_prefix_of_its_tiles(link: Link) -> None:
     order = Fetch(1, 1, 0, 0, tuple(reversed(range(SHAPE.tiles))), urgency=1)
     link.send(order)
     assert not link.place.expect(Fetched).final
@@ -166,22 +167,22 @@ def test_a_cancelled_order_is_a_prefix(link: Link) -> None:
 
 
 @paced
-def test_an_order_that_still_waits_is_final_as_soon_as_it_is_cancelled(link: Link) -> None:
-    """Whoever cancels it waits for that, and must not wait for all that is before it."""
+def test_waiting_order_is_final_as_soon_as_it_is_cancelled(link: Link) -> None:
+    """The coordinator waits for its report, which must not wait for the orders before it."""
     running = Fetch(1, 0, 0, 0, tuple(range(SHAPE.tiles)), urgency=1)
     waiting = Fetch(2, 0, 1, 0, tuple(range(SHAPE.tiles, 2 * SHAPE.tiles)), urgency=1)
     link.send(running, waiting)
     assert link.place.expect(Fetched).id == 1
     link.send(CancelFetch(2))
-    said = link.reports(1, 2)
-    finals = [(f.id, f.landed) for f in said if f.final]
+    reports = link.reports(1, 2)
+    finals = [(f.id, f.landed) for f in reports if f.final]
     assert finals == [(2, 0), (1, SHAPE.tiles)]
-    assert [f.id for f in said].index(2) < SHAPE.tiles // 2
+    assert [f.id for f in reports].index(2) < SHAPE.tiles // 2
     assert link.holds(waiting, 0)
     assert link.holds(running)
 
 
-def test_cancelling_what_is_unknown_or_over_is_harmless(link: Link) -> None:
+def test_cancelling_an_unknown_or_finished_order_has_no_effect(link: Link) -> None:
     order = Fetch(1, 0, 3, 0, (1, 2), 0)
     link.send(CancelFetch(1), CancelFetch(-5), order)
     assert [f.final for f in link.reports(1)] == [False, True]
@@ -195,14 +196,14 @@ def test_cancelling_what_is_unknown_or_over_is_harmless(link: Link) -> None:
 
 
 @paced
-def test_a_paced_link_takes_its_time(link: Link) -> None:
+def test_paced_link_takes_as_long_as_its_bandwidth_implies(link: Link) -> None:
     orders = [Fetch(n, 0, n, 0, tuple(range(n * 8, n * 8 + 8)), n) for n in range(3)]
     began = time.perf_counter()
     link.send(*orders)
-    said = link.reports(0, 1, 2)
+    reports = link.reports(0, 1, 2)
     assert time.perf_counter() - began >= 24 * TILE_SECONDS
     # Each order's own time is that of its tiles, and no tile's is counted twice.
-    seconds = [f.seconds for f in said if f.final]
+    seconds = [f.seconds for f in reports if f.final]
     assert all(s >= 7 * TILE_SECONDS for s in seconds)
     assert sum(seconds) <= time.perf_counter() - began
     assert all(link.holds(order) for order in orders)
@@ -228,12 +229,12 @@ def test_shutdown_in_the_middle_of_an_order_leaves_whole_tiles(link: Link) -> No
     assert link.child.errors.read_text() == ""
 
 
-def test_an_idle_one_ends_by_shutdown_from_the_coordinator_too(link: Link) -> None:
+def test_idle_prefetcher_exits_after_a_shutdown_from_the_coordinator(link: Link) -> None:
     assert link.place.shut_down(link.child, link.place.work) == 0
 
 
 @paced
-def test_its_lifeline_ends_it_in_the_middle_of_an_order(link: Link) -> None:
+def test_prefetcher_exits_with_its_lifeline_in_the_middle_of_an_order(link: Link) -> None:
     link.send(Fetch(1, 0, 0, 0, tuple(range(SHAPE.tiles)), 1))
     link.place.expect(Fetched)
     link.child.cut()
@@ -241,7 +242,9 @@ def test_its_lifeline_ends_it_in_the_middle_of_an_order(link: Link) -> None:
 
 
 @pytest.mark.parametrize("case", ["no slab", "another size", "no store"])
-def test_what_cannot_be_attached_is_told(place: Surroundings, slab: Slab, case: str) -> None:
+def test_slab_or_store_that_cannot_be_attached_is_reported(
+    place: Surroundings, slab: Slab, case: str
+) -> None:
     child = place.start(**({"store": "/tandem-store-none"} if case == "no store" else {}))
     if case != "no store":
         place.ready()

@@ -134,7 +134,7 @@ def test_an_expert_equals_the_integer_arithmetic(case: Case) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(cases)
-def test_tiles_add_up(case: Case) -> None:
+def test_sum_of_single_tiles_equals_all_tiles(case: Case) -> None:
     parts = [case.run(tile, tile + 1) for tile in range(case.layout.shape.tiles)]
     np.testing.assert_allclose(
         case.run(), np.sum(parts, axis=0), rtol=0, atol=1e-6 * (np.abs(parts).sum(axis=0).max() + 1e-30)

@@ -29,7 +29,7 @@ def numbers(random: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def as_cached(x: np.ndarray, bits: int) -> np.ndarray:
-    """What a cache of this type holds of float32 numbers."""
+    """Float32 numbers as a cache of this type holds them."""
     if bits == 32:
         return x.copy()
     word = x.view(np.uint32)

@@ -39,7 +39,7 @@ def works(draw: st.DrawFn) -> dict[str, object]:
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4", "int4-g128"])
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(work=works())
-def test_the_bits_of_tile_by_tile(library, threads, name, work) -> None:
+def test_work_has_the_same_bits_as_tile_by_tile(library, threads, name, work) -> None:
     form, hidden, random = format_named(name), work["hidden"], np.random.default_rng(work["seed"])
     tile = 2 * form.granularity if form.granularity > 1 else 24
     shape = ExpertShape(1, work["experts"], hidden, tile * work["tiles"], tile)

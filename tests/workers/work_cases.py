@@ -1,4 +1,4 @@
-"""Work for an expert worker on the small store, and what it must answer."""
+"""Work for an expert worker on the small store, and the expected answers."""
 
 from __future__ import annotations
 
