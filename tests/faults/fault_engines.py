@@ -43,21 +43,17 @@ def config(model: Path, **settings: Any) -> EngineConfig:
     return EngineConfig(**(plain | settings))
 
 
-async def answer(client: Client, prompt: Sequence[int] = PROMPT, count: int = 32) -> list[Token]:
-    """A greedy answer."""
-    tokens = [t async for t in client.generate(token_ids=prompt, max_tokens=count, ignore_eos=True)]
-    assert len(tokens) == count
-    return tokens
-
-
-async def answer_with_fault(
-    client: Client, fault: Callable[[], None], prompt: Sequence[int] = PROMPT, count: int = 32, at: int = 8
+async def answer(
+    client: Client,
+    prompt: Sequence[int] = PROMPT,
+    count: int = 32,
+    fault: Callable[[], None] | None = None,
 ) -> list[Token]:
-    """The same with a fault after the token `at`."""
+    """A greedy answer; `fault` happens after its eighth token."""
     tokens = []
     async for token in client.generate(token_ids=prompt, max_tokens=count, ignore_eos=True):
         tokens.append(token)
-        if len(tokens) == at:
+        if fault is not None and len(tokens) == 8:
             fault()
     assert len(tokens) == count
     return tokens
@@ -147,12 +143,3 @@ class State:
 
     def _slots(self) -> list[tuple[str, int]]:
         return sorted((child.role, child.index) for child in self.supervisor.pids)
-
-
-async def until(condition: Callable[[], bool], limit: float = LIMIT) -> float:
-    """Wait for the condition; returns the seconds it took."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < limit
-        await asyncio.sleep(0.01)
-    return time.monotonic() - began

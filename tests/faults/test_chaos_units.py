@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from waiting import until
 
 from launch.chaos.injector import DELAY_SECONDS, Injector
 from launch.chaos.plan import Chaos
@@ -58,14 +59,6 @@ def pool() -> Iterator[Pool]:
     for child in made.children:
         child.kill()
         child.wait()
-
-
-async def until(condition: Any, limit: float = 10.0) -> None:
-    async with asyncio.timeout(limit):
-        while True:
-            if condition():
-                break
-            await asyncio.sleep(0.005)
 
 
 def injector(pool: Pool, tmp_path: Path, *kinds: str, rate: float = 200.0, seed: int = 0) -> Injector:

@@ -10,7 +10,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from fault_engines import KILL, LIMIT, STOP, State, answer, bits, config, until
+from fault_engines import KILL, LIMIT, STOP, State, answer, bits, config
+from waiting import until
 
 from launch.errors import EngineDied
 from launch.processes.limits import Limits
@@ -84,7 +85,7 @@ async def test_engine_restarts_when_killed_in_decode(start_engine, tiny_model) -
             assert sorted((child.role, child.index) for child in supervisor.pids) == SLOTS
         state.send(KILL, "worker", 0)  # a worker of the restarted engine is restarted as before
         assert len(await answer(client)) == len(reference)
-        await until(lambda: sorted((child.role, child.index) for child in supervisor.pids) == SLOTS)
+        await until(lambda: sorted((child.role, child.index) for child in supervisor.pids) == SLOTS, LIMIT)
         watching.cancel()
         assert await watching == set()
     assert state.segments() == []
@@ -152,7 +153,7 @@ async def test_engine_restarts_when_killed_while_a_prefetcher_starts(start_engin
         state = State(supervisor, client)
         reference = await answer(client)
         setting = asyncio.create_task(client.set_policy("on-demand"))
-        await until(lambda: any(child.role == "prefetcher" for child in supervisor.pids))
+        await until(lambda: any(child.role == "prefetcher" for child in supervisor.pids), LIMIT)
         state.send(KILL, "coordinator")
         with pytest.raises(EngineGone):
             await setting

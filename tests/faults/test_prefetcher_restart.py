@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from fault_engines import KILL, LONG, PROMPT, STOP, State, answer, answer_with_fault, config
+from fault_engines import KILL, LONG, PROMPT, STOP, State, answer, config
 
 from launch.equality import F32_BOUND, Verdict, compare
 from protocol.messages import Token
@@ -43,7 +43,7 @@ async def recovered(state: State, before: int) -> None:
 async def test_prefetcher_exit_in_decode_leaves_tiles_to_the_workers(state, number) -> None:
     reference, before = await answer(state.client), await state.exits("prefetcher")
     counters = (await state.client.stats())["engine"]["decode"]
-    tokens = await answer_with_fault(state.client, lambda: state.send(number, "prefetcher"))
+    tokens = await answer(state.client, fault=lambda: state.send(number, "prefetcher"))
     assert same(tokens, reference)
     await recovered(state, before)
     after = (await state.client.stats())["engine"]["decode"]
@@ -81,7 +81,7 @@ async def test_prefetcher_and_worker_exit_at_once(state) -> None:
         state.send(KILL, "prefetcher")
         state.send(KILL, "worker", 0)
 
-    assert same(await answer_with_fault(state.client, kill), reference)
+    assert same(await answer(state.client, fault=kill), reference)
     await recovered(state, before)
 
 

@@ -9,9 +9,11 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from benchmarks.marked_engine import LIMIT, Engine, Place
 from benchmarks.supervisor_kills import GONE_LIMIT
@@ -46,13 +48,6 @@ def sweep_all(place: Place) -> None:
     sweep_cache(place.cache / "tandem")
 
 
-def wait_for_remains(place: Place, name: str) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not place.remains(name):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_children_exit_with_the_supervisor_and_the_next_start_removes_files(place: Place) -> None:
     chance = random.Random(SEED)
     left_something = 0
@@ -62,7 +57,7 @@ def test_children_exit_with_the_supervisor_and_the_next_start_removes_files(plac
             shutil.rmtree(place.cache / "tandem", ignore_errors=True)
         with Engine(place, name) as engine:
             if number == MOMENTS - 1:  # on a busy machine the others may come before there is anything
-                wait_for_remains(place, name)
+                assert wait_until(partial(place.remains, name), LIMIT)
             time.sleep(chance.uniform(0.05, 4.0))
             doing, gone = engine.kill()
             assert gone < GONE_LIMIT, doing

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from waiting import wait_until
 
 from benchmarks.marked_engine import MARK, ROOT, Engine, Place, marked
 from launch.runtime import sweep
@@ -41,19 +42,12 @@ def place(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
         sweep_stores(runtime_root())
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("child", ["loader", "coordinator"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_signal_during_the_start_stops_the_engine(place: Place, child: str, number: signal.Signals) -> None:
     name = f"early-{os.getpid()}"
     with Engine(place, name) as engine:
-        until(lambda: child in engine.doing())
+        assert wait_until(lambda: child in engine.doing(), LIMIT)
         engine.process.send_signal(number)
         assert engine.process.wait(SOON) == 0  # by the signal
         assert engine.processes() == []
@@ -63,7 +57,7 @@ def test_signal_during_the_start_stops_the_engine(place: Place, child: str, numb
 def test_second_signal_during_the_start_stops_the_engine(place: Place) -> None:
     name = f"early-{os.getpid()}"
     with Engine(place, name) as engine:
-        until(lambda: "coordinator" in engine.doing())
+        assert wait_until(lambda: "coordinator" in engine.doing(), LIMIT)
         for _ in range(2):
             engine.process.send_signal(signal.SIGINT)
             time.sleep(0.05)
@@ -159,8 +153,8 @@ def test_engine_of_a_command_stops_when_it_is_interrupted(
     name = f"person-{os.getpid()}"
     answer = ("generate", "--prompt-tokens", "5,6,7", "--max-tokens", "250", "--ignore-eos", "--name", name)
     with InTerminal(place, *answer, "--host-slowdown", "20") as terminal:
-        until(lambda: b"is ready after" in terminal.shown)
-        until(lambda: not terminal.shown.rstrip().endswith(b"on cpu"))  # the answer has begun
+        assert wait_until(lambda: b"is ready after" in terminal.shown, LIMIT)
+        assert wait_until(lambda: not terminal.shown.rstrip().endswith(b"on cpu"), LIMIT)  # it answers
         does(terminal)
         assert terminal.process.wait(SOON) == 1
         assert terminal.processes() == []
@@ -172,7 +166,7 @@ def test_engine_of_a_command_stops_when_it_is_interrupted(
 def test_a_terminal_that_is_closed_while_the_engine_starts(place: Place) -> None:
     name = f"person-{os.getpid()}"
     with InTerminal(place, "serve", "--name", name) as terminal:
-        until(lambda: b"model:" in terminal.shown)
+        assert wait_until(lambda: b"model:" in terminal.shown, LIMIT)
         terminal.close()
         terminal.process.wait(SOON)
         assert terminal.processes() == []

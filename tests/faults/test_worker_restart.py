@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from fault_engines import KILL, LONG, STOP, State, answer, answer_with_fault, bits, config, until
+from fault_engines import KILL, LIMIT, LONG, STOP, State, answer, bits, config
+from waiting import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
@@ -51,7 +52,7 @@ async def test_worker_exits_in_decode(state, faults) -> None:
         for number, index in faults:
             state.send(number, "worker", index)
 
-    assert bits(await answer_with_fault(state.client, inject)) == bits(reference)
+    assert bits(await answer(state.client, fault=inject)) == bits(reference)
     await recovered(state, before, len(faults))
     assert bits(await answer(state.client)) == bits(reference)
 
@@ -76,7 +77,7 @@ async def test_worker_exits_while_idle(state) -> None:
     incarnation = state.incarnation("worker", 1)
     state.send(KILL, "worker", 1)
     state.send(STOP, "worker", 0)
-    await until(lambda: state.incarnation("worker", 1) > incarnation)
+    await until(lambda: state.incarnation("worker", 1) > incarnation, LIMIT)
     assert bits(await answer(state.client)) == bits(reference)
     await recovered(state, before, 2)
 
@@ -86,7 +87,7 @@ async def test_worker_stopped_before_its_ready_is_restarted(state) -> None:
     reference, incarnation = await answer(state.client), state.incarnation("worker", 0)
     state.send(KILL, "worker", 0)
     stopped = await state.kill_next("worker", 0, incarnation, STOP)
-    await until(lambda: state.incarnation("worker", 0) > stopped)
+    await until(lambda: state.incarnation("worker", 0) > stopped, LIMIT)
     await state.wait_recovered()
     assert bits(await answer(state.client)) == bits(reference)
 
@@ -95,7 +96,7 @@ async def test_worker_stopped_before_its_ready_is_restarted(state) -> None:
 async def test_only_worker_exits_in_decode(alone, number) -> None:
     reference, before = await answer(alone.client), await alone.exits()
     began = time.monotonic()
-    tokens = await answer_with_fault(alone.client, lambda: alone.send(number, "worker"))
+    tokens = await answer(alone.client, fault=lambda: alone.send(number, "worker"))
     assert time.monotonic() - began < 15
     assert bits(tokens) == bits(reference)
     await recovered(alone, before, 1)

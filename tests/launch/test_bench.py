@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import Launched, engines_left, wait_until
+from engines import Launched, engines_left
+from waiting import wait_until
 
 from launch.bench.perplexity import Texts
 from launch.bench.prompts import make_prompts

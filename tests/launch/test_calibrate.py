@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engines import LAUNCH, Launched, wait_until
+from engines import LAUNCH, Launched
 from transformers import AutoModelForCausalLM
+from waiting import wait_until
 
 from launch.cli import main
 from launch.runtime import cache_root

@@ -24,8 +24,8 @@ from engines import (
     own_segments,
     runs,
     store_of,
-    wait_until,
 )
+from waiting import wait_until
 
 from launch.errors import StartFailed
 from launch.processes.limits import Limits

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import LIMIT, Launched, runs, wait_until
+from engines import LIMIT, Launched, runs
 from terminal import TMUX, Terminal
+from waiting import wait_until
 
 NAME = "reconnect"
 CONNECT = ("--connect", NAME)

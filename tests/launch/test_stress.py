@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import LAUNCH, Launched, wait_until
+from engines import LAUNCH, Launched
+from waiting import wait_until
 
 from launch.chaos.injector import Injector
 from launch.chaos.plan import Chaos

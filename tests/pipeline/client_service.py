@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -89,12 +89,3 @@ async def works(where: str | Address) -> dict[str, Any]:
     """Check that a client of the library is served. Returns the counts."""
     async with Client.connect(where, timeout=LIMIT) as client:
         return await client.stats()
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    """Wait until the condition holds."""
-    for _ in range(int(LIMIT / 0.01)):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("the condition did not become true")

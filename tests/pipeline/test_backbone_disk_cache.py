@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from waiting import wait_until
 
 from launch.processes.supervisor import Supervisor
 from launch.runtime import cache_root
@@ -39,15 +39,8 @@ def complete_file(folder: Path) -> Path:
     cache.keep("b", matrix(2, 300))
     cache.finish()
     path = file_of(folder)
-    wait_for(path.exists)
+    assert wait_until(path.exists, LIMIT)
     return path
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def test_kept_matrices_are_taken_as_mappings(tmp_path: Path) -> None:
@@ -100,13 +93,13 @@ def test_file_writable_by_others_is_not_used(tmp_path: Path) -> None:
 def test_only_one_engine_writes_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first, second = BackboneCache(tmp_path, FINGERPRINT), BackboneCache(tmp_path, FINGERPRINT)
     first.keep("a", matrix(1))
-    wait_for(lambda: UNFINISHED in {path.name for path in tmp_path.glob("*/*")})  # which is locked
+    assert wait_until(lambda: UNFINISHED in {path.name for path in tmp_path.glob("*/*")}, LIMIT)  # locked
     second.keep("a", matrix(1))
     second.finish()
-    wait_for(lambda: "another engine is writing it" in caplog.text)
+    assert wait_until(lambda: "another engine is writing it" in caplog.text, LIMIT)
     assert not file_of(tmp_path).exists()
     first.finish()
-    wait_for(file_of(tmp_path).exists)
+    assert wait_until(file_of(tmp_path).exists, LIMIT)
 
 
 def test_unwritable_folder_is_a_warning(tmp_path: Path, caplog) -> None:
@@ -115,7 +108,7 @@ def test_unwritable_folder_is_a_warning(tmp_path: Path, caplog) -> None:
     assert cache.take("a", 5000) is None
     cache.keep("a", matrix(1))
     cache.finish()
-    wait_for(lambda: "could not be kept on disk" in caplog.text)
+    assert wait_until(lambda: "could not be kept on disk" in caplog.text, LIMIT)
 
 
 def maps_it(engine: Supervisor) -> bool:

@@ -15,9 +15,10 @@ import psutil
 import pytest
 import zmq
 import zmq.asyncio
-from client_service import CLIENT, WELCOME, Service, eventually, service, works
+from client_service import CLIENT, WELCOME, Service, service, works
 from raw_client import RawClient
 from raw_client import raw_client as raw
+from waiting import until
 
 from pipeline.serving.client_sockets import LARGEST, STRANGERS_ANSWERED
 from pipeline.serving.clients import REFUSED_LIMIT, SHUT_OUT_MOST, Clients
@@ -67,7 +68,7 @@ async def test_client_that_floods_with_malformed_frames_is_cut_off(
         assert all(isinstance(a, Error) and a.request == -1 for a in answers)
         assert answers[-1].text.startswith("cut off: more than 20 messages in a second")
         assert (count(running, "cut_off"), count(running, "malformed")) == (1, REFUSED_LIMIT + 1)
-        await eventually(lambda: count(running, "unheard") == 3000 - REFUSED_LIMIT - 1)
+        await until(lambda: count(running, "unheard") == 3000 - REFUSED_LIMIT - 1)
         assert len(running.gone) == 1
         await hostile.send(Hello(VERSION))  # still shut out
         assert await everything(hostile) == []
@@ -79,7 +80,7 @@ async def test_client_that_was_cut_off_may_reconnect_later(monkeypatch: pytest.M
     monkeypatch.setattr("pipeline.serving.clients.SHUT_OUT_SECONDS", 0.3)
     async with service() as running, raw(running.local) as hostile:
         await pour(hostile, [b""], 50)
-        await eventually(lambda: count(running, "cut_off") == 1)
+        await until(lambda: count(running, "cut_off") == 1)
         await everything(hostile)
         await hostile.send(Hello(VERSION), Stats(1))
         assert [type(m).__name__ for m in await everything(hostile)] == ["Welcome", "StatsReply"]
@@ -185,9 +186,9 @@ async def test_thousand_connections_that_vanish_after_hello_are_released() -> No
                             await dealer.send_multipart(encode(Hello(VERSION)))
                         await other.stats()
                         sent += 50  # some vanish before their Hello is read
-                        await eventually(lambda sent=sent: seen() > sent // 2)
-        await eventually(lambda: count(running, "connected") == 1)
-        await eventually(lambda: process.num_fds() <= descriptors + 8)
+                        await until(lambda sent=sent: seen() > sent // 2)
+        await until(lambda: count(running, "connected") == 1)
+        await until(lambda: process.num_fds() <= descriptors + 8)
         assert len(running.gone) > 500
         await works(Address(running.tcp, CLIENT))
 
@@ -203,7 +204,7 @@ async def test_clients_beyond_the_limit_are_refused(monkeypatch: pytest.MonkeyPa
             assert refusal.text == "3 clients are connected already; try again later"
             await works(running.local)  # each socket has its own limit
             last.socket.close(linger=0)
-            await eventually(lambda: count(running, "connected") == 2)
+            await until(lambda: count(running, "connected") == 2)
             await late.send(Hello(VERSION))
             assert await late.next() == WELCOME
 
@@ -239,7 +240,7 @@ async def test_frame_larger_than_any_message_ends_the_connection() -> None:
         for where, keys in ((running.local, None), (running.tcp, CLIENT)):
             async with raw(where, keys=keys) as hostile:
                 await hostile.socket.send_multipart([b"\x01", bytes(LARGEST + 10000)])
-                await eventually(lambda: count(running, "connected") == 0)
+                await until(lambda: count(running, "connected") == 0)
             await works(where if keys is None else Address(where, keys))
         assert count(running, "malformed") == 0
 
@@ -273,7 +274,7 @@ async def test_total_of_all_outboxes_is_bounded(monkeypatch: pytest.MonkeyPatch)
     async with service() as running, raw(running.local) as deaf, Client.connect(running.local) as other:
         for i in range(3000):
             await deaf.send(Stats(i))
-        await eventually(lambda: count(running, "cut_off") == 1)
+        await until(lambda: count(running, "cut_off") == 1)
         assert (await other.stats())["connected"] == 1
 
 
@@ -283,6 +284,6 @@ async def test_log_lines_about_clients_are_bounded(caplog: pytest.LogCaptureFixt
         hostile = [await stack.enter_async_context(raw(running.local)) for _ in range(60)]
         for client in hostile:
             await pour(client, [b"\x02"], REFUSED_LIMIT + 1)
-        await eventually(lambda: count(running, "cut_off") == 60)
+        await until(lambda: count(running, "cut_off") == 60)
         lines = [r.getMessage() for r in caplog.records if "cut off" in r.getMessage()]
         assert 5 <= len(lines) <= 15

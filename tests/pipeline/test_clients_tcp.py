@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import zmq
 import zmq.asyncio
-from client_service import CLIENT, ENGINE, WELCOME, eventually, free_endpoint, service, works
+from client_service import CLIENT, ENGINE, WELCOME, free_endpoint, service, works
 from raw_client import raw_client
+from waiting import until
 
 from pipeline.config import EngineConfig
 from pipeline.serving.client_sockets import TcpListener
@@ -131,7 +132,7 @@ async def test_same_routing_id_on_both_sockets_is_two_clients() -> None:
             assert (await remote.expect(StatsReply)).request == 2
             names = {name for name, _ in running.heard}
             assert len(names) == 2
-        await eventually(lambda: len(running.gone) > 0)  # found by the next heartbeat
+        await until(lambda: len(running.gone) > 0)  # found by the next heartbeat
         await local.send(Stats(3))
         assert (await local.expect(StatsReply)).request == 3
         (gone,) = running.gone
@@ -183,7 +184,7 @@ async def test_flood_of_handshakes_keeps_no_client_out(caplog: pytest.LogCapture
                     dealer.curve_serverkey = strangers.engine
                     dealer.connect(running.tcp)
                 await works(Address(running.tcp, CLIENT))
-                await eventually(lambda: running.clients.counts()["refused_keys"] >= 40)
+                await until(lambda: running.clients.counts()["refused_keys"] >= 40)
                 await works(Address(running.tcp, CLIENT))
                 stack.close()
         assert 0 < len([r for r in caplog.records if "was refused" in r.getMessage()]) < 40
