@@ -15,7 +15,6 @@ import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 import posix_ipc
 import psutil
@@ -139,9 +138,7 @@ class Segment:
     def __enter__(self) -> Segment:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -10,8 +10,6 @@ works page by page. Which slot holds what is the business of the coordinator's e
 
 from __future__ import annotations
 
-from types import TracebackType
-
 from shm.errors import ShmError
 from shm.layout import Bytes
 from shm.segment import Segment
@@ -60,9 +58,7 @@ class Slab:
     def __enter__(self) -> Slab:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

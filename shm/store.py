@@ -14,7 +14,6 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from types import TracebackType
 
 import numpy as np
 
@@ -138,9 +137,7 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

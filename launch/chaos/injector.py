@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from types import TracebackType
 from typing import Any
 
 from launch.chaos.hostile_client import HostileClient
@@ -67,9 +66,7 @@ class Injector:
         self._task = asyncio.create_task(self._run(), name="fault injector")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._task is not None
         self._task.cancel()
         await asyncio.wait([self._task])

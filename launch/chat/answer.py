@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from contextlib import ExitStack
-from types import TracebackType
 
 from rich.text import Text
 
@@ -42,9 +41,7 @@ class AnswerView:
         )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.ended()
         self._stack.close()
 

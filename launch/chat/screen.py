@@ -9,7 +9,6 @@ import termios
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
-from types import TracebackType
 from typing import Any
 
 from prompt_toolkit.application import run_in_terminal
@@ -121,7 +120,5 @@ class LogLines(logging.Handler):
         root.handlers[:] = [self]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> Any:
+    def __exit__(self, *_: object) -> Any:
         logging.getLogger().handlers[:] = self._before

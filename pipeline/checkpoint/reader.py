@@ -10,7 +10,6 @@ import math
 import os
 import threading
 from collections.abc import Sequence
-from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
@@ -175,9 +174,7 @@ class TensorReader:
     def __enter__(self) -> TensorReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

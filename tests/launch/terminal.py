@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 import psutil
 from engines import LAUNCH, ROOT
@@ -38,9 +37,7 @@ class Terminal:
         self._tmux("new-session", "-d", *self._size, "-c", str(ROOT), "sh", "-c", self._command)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         shell = psutil.Process(int(self._tmux("display-message", "-p", "#{pane_pid}")))
         started = shell.children(recursive=True)
         self._tmux("kill-server")
