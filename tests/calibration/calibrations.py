@@ -1,4 +1,4 @@
-"""Random calibrations whose arrays fit each other."""
+"""Random calibrations with arrays of consistent shapes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeline.policies.calibration import Calibration
 
 floats = st.floats(-1e6, 1e6, width=32)
 shares = st.floats(0, 1, width=32)
-about = st.dictionaries(st.text(max_size=8), st.none() | st.integers() | st.text(max_size=8), max_size=3)
+abouts = st.dictionaries(st.text(max_size=8), st.none() | st.integers() | st.text(max_size=8), max_size=3)
 
 
 def arrays(shape: tuple[int, ...], elements: st.SearchStrategy[Any] = floats) -> st.SearchStrategy[Any]:

@@ -1,4 +1,4 @@
-"""A calibration's file: what is read is what was written, and nothing else is taken for one."""
+"""A calibration's file: it is read back unchanged, and any other file is refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from calibrations import about, calibrations
+from calibrations import abouts, calibrations
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load as load_tensors
@@ -49,12 +49,12 @@ def same(one: object, other: object) -> bool:
     return type(one) is type(other) and one == other
 
 
-@given(calibration=calibrations(), said=about)
+@given(calibration=calibrations(), about=abouts)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_what_is_read_is_what_was_written(path: Path, calibration: Calibration, said: dict) -> None:
-    save(path, calibration, said)
-    found, told = read(path)
-    assert told == said
+def test_calibration_is_read_back_unchanged(path: Path, calibration: Calibration, about: dict) -> None:
+    save(path, calibration, about)
+    found, found_about = read(path)
+    assert found_about == about
     for field in fields(Calibration):
         assert same(getattr(found, field.name), getattr(calibration, field.name)), field.name
     assert sorted(p.name for p in path.parent.iterdir()) == [
@@ -64,7 +64,7 @@ def test_what_is_read_is_what_was_written(path: Path, calibration: Calibration, 
     ]
 
 
-def test_both_files_are_this_users_alone(path: Path) -> None:
+def test_both_files_are_private(path: Path) -> None:
     save(path, SMALL, {"model": "small", "notes": ["nothing to note"]})
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     for file in path.parent.iterdir():
@@ -75,13 +75,13 @@ def test_both_files_are_this_users_alone(path: Path) -> None:
     assert "0.005" in text
 
 
-def test_arrays_cannot_be_changed_by_who_plans_with_them(path: Path) -> None:
+def test_loaded_arrays_are_read_only(path: Path) -> None:
     save(path, SMALL, {})
     with pytest.raises(ValueError, match="read-only"):
         load(path).decode_counts[0, 0] = 1
 
 
-def test_each_model_has_its_own_place(tiny_model: Path, tmp_path: Path) -> None:
+def test_each_model_has_its_own_folder(tiny_model: Path, tmp_path: Path) -> None:
     one = calibration_path(tmp_path, open_model(tiny_model))
     other = calibration_path(tmp_path, open_model(Path("shape:mixtral-8x7b/2")))
     assert one.parent.parent == other.parent.parent == tmp_path
@@ -90,7 +90,7 @@ def test_each_model_has_its_own_place(tiny_model: Path, tmp_path: Path) -> None:
 
 @given(data=st.data())
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_damaged_file_is_refused(path: Path, data: st.DataObject) -> None:
+def test_damaged_file_is_refused(path: Path, data: st.DataObject) -> None:
     save(path, SMALL, {"model": "small"})
     content = bytearray(path.read_bytes())
     if data.draw(st.booleans()):
@@ -103,7 +103,7 @@ def test_a_damaged_file_is_refused(path: Path, data: st.DataObject) -> None:
         found = load(path)
     except CalibrationError as e:
         complaint = str(e)
-    else:  # a blank or an escape of the header may be written otherwise
+    else:  # a changed blank or escape of the header may be harmless
         complaint = str(path)
         assert all(same(getattr(found, f.name), getattr(SMALL, f.name)) for f in fields(Calibration))
     assert str(path) in complaint
@@ -111,7 +111,8 @@ def test_a_damaged_file_is_refused(path: Path, data: st.DataObject) -> None:
 
 
 def rewrite(path: Path, facts: dict, tensors: dict) -> None:
-    """The file with other facts and tensors, by somebody who knows of the checksum and not of what fits."""
+    """Rewrite the file with other metadata and tensors and a valid checksum, whether or not they are
+    consistent."""
     data = path.read_bytes()
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     all_facts = json.loads(header["__metadata__"]["tandem"]) | facts
@@ -126,7 +127,7 @@ def rewrite(path: Path, facts: dict, tensors: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"version": 2}, "of version 2"),
         ({"version": "x"}, "of version x"),
@@ -138,17 +139,17 @@ def rewrite(path: Path, facts: dict, tensors: dict) -> None:
         ({"about": 7}, "not a complete calibration"),
     ],
 )
-def test_facts_that_cannot_be(path: Path, changes: dict, said: str) -> None:
+def test_invalid_metadata_is_refused(path: Path, changes: dict, message: str) -> None:
     save(path, SMALL, {})
     rewrite(path, changes, {})
-    with pytest.raises(CalibrationError, match=said) as failure:
+    with pytest.raises(CalibrationError, match=message) as failure:
         load(path)
     assert str(path) in str(failure.value)
     assert "calibrate again" in str(failure.value)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"residuals": np.ones((2, 4), np.float32)}, r"residuals is float32\[2, 4\], not float32\[1, 4\]"),
         ({"residual_logits": np.ones((1, 4), np.float32)}, "residual_logits"),
@@ -165,14 +166,14 @@ def test_facts_that_cannot_be(path: Path, changes: dict, said: str) -> None:
         ({"first_gate": np.ones((3, 5), np.float32)}, "first_gate"),
     ],
 )
-def test_arrays_that_cannot_be(path: Path, changes: dict, said: str) -> None:
+def test_invalid_arrays_are_refused(path: Path, changes: dict, message: str) -> None:
     save(path, SMALL, {})
     rewrite(path, {}, changes)
-    with pytest.raises(CalibrationError, match=said):
+    with pytest.raises(CalibrationError, match=message):
         load(path)
 
 
-def test_what_is_no_file_of_ours(path: Path, tmp_path: Path) -> None:
+def test_missing_shared_and_foreign_files_are_refused(path: Path, tmp_path: Path) -> None:
     with pytest.raises(CalibrationError, match="No such file"):
         load(path)
     save(path, SMALL, {})
@@ -189,7 +190,7 @@ def test_what_is_no_file_of_ours(path: Path, tmp_path: Path) -> None:
         load(path)
 
 
-def test_a_full_disk_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_keeps_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(path, SMALL, {"model": "old"})
     before = {file.name: file.read_bytes() for file in path.parent.iterdir()}
 

@@ -1,4 +1,5 @@
-"""Calibrate in a running engine: who waits, what ends it, and that the engine is afterwards as before."""
+"""Calibrate in a running engine: other requests wait, Cancel ends it, and the engine is unchanged
+afterwards."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ class Begun:
             await self._far.wait()
 
 
-async def test_it_says_how_far_it_is_and_what_it_found(client: Client, path: Path) -> None:
+async def test_calibration_reports_progress_and_its_result(client: Client, path: Path) -> None:
     begun = Begun(client, 1000)
     done = await begun.task
     assert Path(done.path) == path
@@ -75,7 +76,7 @@ async def test_it_says_how_far_it_is_and_what_it_found(client: Client, path: Pat
     assert all(0 <= far.done <= far.total for far in begun.stages)
 
 
-async def test_the_engine_is_as_before(client: Client, path: Path) -> None:
+async def test_calibration_leaves_policy_and_counters_unchanged(client: Client, path: Path) -> None:
     before = await client.stats()
     expected = await client.generate(token_ids=PROMPT, max_tokens=8, ignore_eos=True).result()
     await Begun(client, 300).task
@@ -87,7 +88,7 @@ async def test_the_engine_is_as_before(client: Client, path: Path) -> None:
     assert answer.tokens == expected.tokens
 
 
-async def test_others_wait_and_are_heard(client: Client) -> None:
+async def test_requests_wait_and_other_messages_are_answered(client: Client) -> None:
     async with Client.connect(client._endpoint) as other:
         expected = await other.generate(token_ids=PROMPT, max_tokens=90, ignore_eos=True).result()
         running = asyncio.create_task(
@@ -113,7 +114,7 @@ async def test_others_wait_and_are_heard(client: Client) -> None:
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-async def test_who_wants_it_no_more_ends_it(client: Client, path: Path, leaves: bool) -> None:
+async def test_cancel_or_disconnect_ends_a_calibration(client: Client, path: Path, leaves: bool) -> None:
     async with Client.connect(client._endpoint) as other:
         begun = Begun(other, 8000)
         await begun.under_way()
@@ -133,7 +134,7 @@ async def test_who_wants_it_no_more_ends_it(client: Client, path: Path, leaves: 
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("asked", "message"),
     [
         ({"token_ids": IDS[:255]}, "the text has 255 tokens, calibrating needs 256"),
         ({"text": "too short"}, "calibrating needs 256"),
@@ -144,14 +145,16 @@ async def test_who_wants_it_no_more_ends_it(client: Client, path: Path, leaves: 
         ({"text": "a", "token_ids": (1,)}, "exactly one of text and token_ids"),
     ],
 )
-async def test_refusals(client: Client, asked: dict, said: str) -> None:
-    with pytest.raises(RequestFailed, match=said) as failure:
+async def test_invalid_calibrations_are_refused(client: Client, asked: dict, message: str) -> None:
+    with pytest.raises(RequestFailed, match=message) as failure:
         await client.calibrate(**asked)
     assert failure.value.usage
     assert (await client.stats())["policy"] == "on-demand"
 
 
-async def test_without_gradients_the_rest_is_found(start_engine, tiny_model: Path, path: Path) -> None:
+async def test_quantized_backbone_is_calibrated_without_sensitivities(
+    start_engine, tiny_model: Path, path: Path
+) -> None:
     config = EngineConfig(
         model=tiny_model, policy="all-host", workers=0, backbone_dtype="int8", context=128, chunk=64
     )
@@ -173,7 +176,7 @@ def damage(path: Path) -> None:
     path.chmod(0o600)
 
 
-async def test_a_damaged_calibration_stops_those_alone_who_need_it(client: Client, path: Path) -> None:
+async def test_damaged_calibration_refuses_only_policies_that_need_it(client: Client, path: Path) -> None:
     damage(path)
     for name in ("layerwise", "on-demand"):
         await client.set_policy(name)
@@ -182,8 +185,10 @@ async def test_a_damaged_calibration_stops_those_alone_who_need_it(client: Clien
     assert (await client.stats())["policy"] == "on-demand"
 
 
-async def test_a_model_of_one_expert_a_token(start_engine, tiny_model: Path, tmp_path: Path) -> None:
-    """A gate has nothing to leave out, and the rest is found."""
+async def test_model_with_one_expert_per_token_is_calibrated(
+    start_engine, tiny_model: Path, tmp_path: Path
+) -> None:
+    """The gate cannot drop an expert; all other arrays are found."""
     folder = tmp_path / "single"
     shutil.copytree(tiny_model, folder)
     config = json.loads((folder / "config.json").read_text())

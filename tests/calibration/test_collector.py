@@ -1,4 +1,5 @@
-"""What is counted of steps with several sequences, any k, and weights of 0: against plain loops."""
+"""Train and validation passes over steps with several sequences, any k, and weights of 0, against plain
+loops."""
 
 from __future__ import annotations
 
@@ -92,7 +93,7 @@ def texts(steps: list[Step], sequences: int) -> list[list[tuple[Phase, FloatArra
 
 @given(world=worlds, sequences=st.integers(1, 3), every=st.integers(1, 3))
 @settings(max_examples=40, deadline=None)
-def test_what_is_learnt(world: World, sequences: int, every: int) -> None:
+def test_train_pass_equals_plain_loops(world: World, sequences: int, every: int) -> None:
     steps, shape = world.steps(sequences), world.shape
     learner = TrainPass(shape, HIDDEN, every)
     for step in steps:
@@ -113,7 +114,7 @@ def test_what_is_learnt(world: World, sequences: int, every: int) -> None:
     np.testing.assert_allclose(learner.similarities(), cosines, atol=1e-9)
     every_x = np.array([x for tokens in read for _, x in tokens])  # [T, L, H]
     np.testing.assert_allclose(learner.residuals(), np.diff(every_x.mean(axis=0), axis=0), atol=1e-5)
-    # Neighbours in a text; of so many that were met one is kept, whosever it is.
+    # Neighbours in a text: of every so many pairs one is kept, of any sequence.
     pairs = {
         before[-1].tobytes(): after[0] @ world.gates[0].T
         for tokens in read
@@ -127,7 +128,7 @@ def test_what_is_learnt(world: World, sequences: int, every: int) -> None:
 
 @given(world=worlds, sequences=st.integers(1, 3), gated=st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_what_is_checked(world: World, sequences: int, gated: bool) -> None:
+def test_validation_pass_equals_plain_loops(world: World, sequences: int, gated: bool) -> None:
     steps, shape = world.steps(sequences), world.shape
     residuals = world.random.standard_normal((shape.layers - 1, shape.experts)).astype(np.float32)
     first = world.random.standard_normal((shape.experts, HIDDEN)).astype(np.float32) if gated else None
@@ -157,7 +158,7 @@ def test_what_is_checked(world: World, sequences: int, gated: bool) -> None:
 
 @given(world=worlds, sequences=st.integers(1, 3))
 @settings(max_examples=20, deadline=None)
-def test_how_many_experts_a_token_of_decode_uses(world: World, sequences: int) -> None:
+def test_validation_pass_counts_experts_per_decoded_token(world: World, sequences: int) -> None:
     steps, shape = world.steps(sequences), world.shape
     needs = Needs(shape)
     for step in steps:

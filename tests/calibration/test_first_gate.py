@@ -30,7 +30,7 @@ def held_out_accuracy(gate: np.ndarray, x: np.ndarray, logits: np.ndarray) -> fl
 
 
 @pytest.mark.parametrize("size", [1.0, 0.01, 30.0])
-def test_a_linear_teacher_is_learnt(size: float) -> None:
+def test_linear_teacher_is_recovered(size: float) -> None:
     x, logits, teacher = taught(noise=0.0, size=size)
     found = train_first_gate(x, logits, ROUTER, seed=1)
     assert found.matrix.dtype == np.float32
@@ -42,7 +42,7 @@ def test_a_linear_teacher_is_learnt(size: float) -> None:
     assert np.abs(found.matrix - found.matrix.mean(axis=0) - wanted).max() < 0.1 * np.abs(wanted).max()
 
 
-def test_what_noise_leaves_is_learnt_and_the_accuracy_is_of_rows_not_trained_on() -> None:
+def test_noisy_teacher_is_recovered_and_accuracy_is_of_held_out_rows() -> None:
     x, logits, _ = taught(noise=1.0)
     found = train_first_gate(x, logits, ROUTER, seed=1)
     untrained = np.random.default_rng(9).standard_normal((EXPERTS, HIDDEN)).astype(np.float32)
@@ -51,7 +51,7 @@ def test_what_noise_leaves_is_learnt_and_the_accuracy_is_of_rows_not_trained_on(
     assert CHANCE + 0.3 < found.accuracy < 0.9
 
 
-def test_training_ends_before_few_rows_are_learnt_by_heart() -> None:
+def test_training_stops_before_it_overfits_few_rows() -> None:
     random = np.random.default_rng(3)
     x = random.standard_normal((60, HIDDEN)).astype(np.float32)
     logits = 3 * random.standard_normal((60, EXPERTS)).astype(np.float32)  # nothing to learn
@@ -61,7 +61,7 @@ def test_training_ends_before_few_rows_are_learnt_by_heart() -> None:
     assert found.divergence <= all_alike * (1 + 1e-6)
 
 
-def test_the_seed_and_the_arrays_decide() -> None:
+def test_result_depends_on_seed_and_arrays() -> None:
     x, logits, _ = taught(noise=1.0)
 
     def matrix(seed: int) -> FirstGate:
@@ -74,7 +74,7 @@ def test_the_seed_and_the_arrays_decide() -> None:
 
 
 @pytest.mark.parametrize("rows", [(1, 1), (5, 4)])
-def test_arrays_must_be_of_pairs(rows: tuple[int, int]) -> None:
+def test_arrays_of_different_lengths_are_refused(rows: tuple[int, int]) -> None:
     x, logits, _ = taught(noise=0.0)
     with pytest.raises(ValueError, match="pairs of tokens"):
         train_first_gate(x[: rows[0]], logits[: rows[1]], ROUTER, seed=1)

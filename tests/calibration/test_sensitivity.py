@@ -54,7 +54,7 @@ SHORT = (17, 12, 3)
 
 def by_autograd(case: Case, windows: Sequence[Sequence[int]]) -> np.ndarray:
     """s [L]: every MoE block's output retains its gradient, one pass over each whole window."""
-    model = build(case)  # not in training mode, where PhiMoE draws its experts and has gradients of its own
+    model = build(case)  # not in training mode, where PhiMoE draws its experts at random with other gradients
     outputs: list[torch.Tensor] = []
 
     def keep(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> None:
@@ -113,7 +113,7 @@ def windows_of(case: Case) -> list[tuple[int, ...]]:
 
 @pytest.fixture
 def device() -> Iterator[Device]:
-    """With torch on one thread: tiny products are shorter than it takes to wake another."""
+    """With torch on one thread: tiny products take less time than waking another thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     made = CpuDevice()
@@ -123,7 +123,7 @@ def device() -> Iterator[Device]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_equal_to_autograd_on_the_whole_model(case: Case, tmp_path: Path, device: Device) -> None:
+def test_sensitivities_equal_autograd_on_the_whole_model(case: Case, tmp_path: Path, device: Device) -> None:
     save(case, tmp_path)
     windows = windows_of(case)
     expected = by_autograd(case, windows)
@@ -136,7 +136,7 @@ def test_equal_to_autograd_on_the_whole_model(case: Case, tmp_path: Path, device
     np.testing.assert_allclose(plain, expected, rtol=1e-3)
 
 
-def test_windows_are_computed_apart_however_they_are_grouped(
+def test_grouping_of_windows_does_not_change_sensitivities(
     tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES[0]
@@ -158,7 +158,7 @@ def test_windows_are_computed_apart_however_they_are_grouped(
 
 
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
-def test_experts_are_what_their_bytes_stand_for(name: str, tmp_path: Path, device: Device) -> None:
+def test_dequantized_experts_equal_their_stored_numbers(name: str, tmp_path: Path, device: Device) -> None:
     case = replace(CASES[2], options={**CASES[2].options, "moe_intermediate_size": 128})
     save(case, tmp_path)
     windows = windows_of(case)
@@ -168,7 +168,7 @@ def test_experts_are_what_their_bytes_stand_for(name: str, tmp_path: Path, devic
     np.testing.assert_allclose(s, by_autograd(case, windows), rtol=close)
 
 
-def test_a_bf16_backbone_is_differentiable(tmp_path: Path, device: Device) -> None:
+def test_bf16_backbone_is_differentiable(tmp_path: Path, device: Device) -> None:
     case = replace(CASES[0], dtype=torch.bfloat16)
     save(case, tmp_path)
     windows = windows_of(case)
@@ -177,7 +177,7 @@ def test_a_bf16_backbone_is_differentiable(tmp_path: Path, device: Device) -> No
     np.testing.assert_allclose(s, by_autograd(case, windows), rtol=0.1)
 
 
-def test_what_cannot_be_done_is_said(tmp_path: Path, device: Device) -> None:
+def test_quantized_backbone_and_short_windows_are_refused(tmp_path: Path, device: Device) -> None:
     save(CASES[0], tmp_path)
     with stored(tmp_path, "f32") as store:
         with pytest.raises(UsageError, match="--backbone-dtype bf16 or f32"):
@@ -188,7 +188,7 @@ def test_what_cannot_be_done_is_said(tmp_path: Path, device: Device) -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_finds_the_same(tmp_path: Path, device: Device) -> None:
+def test_gpu_sensitivities_equal_those_of_the_cpu(tmp_path: Path, device: Device) -> None:
     if not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device")
     gpu = open_device("cuda")

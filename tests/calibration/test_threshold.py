@@ -15,29 +15,29 @@ RANKED = np.arange(1, 65, dtype=np.float32) / 64  # 64 different ones
 
 
 def steps(edges: dict[float, float]) -> Callable[[float], float]:
-    """A loss of 2.0 that is another one from each of these T's on."""
+    """A loss of 2.0 that changes at each of these T's."""
     return lambda t: [2.0, *(loss for edge, loss in sorted(edges.items()) if t >= edge)][-1]
 
 
-def test_the_last_that_keeps_the_bound_is_found() -> None:
+def test_last_threshold_within_the_bound_is_found() -> None:
     found = largest_threshold(RANKED, steps({0.1: 2.009, 37.5 / 64: 2.011}), evaluations=8)
     assert (found.value, found.loss, found.exact) == (37 / 64, 2.009, 2.0)
     assert found.tried[:3] == ((0.0, 2.0), (1.0, 2.011), (0.5, 2.009))
     assert len(found.tried) <= 8
 
 
-def test_where_all_keep_it_two_evaluations_do() -> None:
+def test_two_evaluations_suffice_where_all_keep_the_bound() -> None:
     found = largest_threshold(RANKED.reshape(4, 16)[::-1], steps({0.5: 1.9}))
     assert found == Threshold(1.0, 1.9, 2.0, ((0.0, 2.0), (1.0, 1.9)))
 
 
-def test_where_none_keeps_it_nothing_is_dropped() -> None:
+def test_threshold_is_0_where_none_keeps_the_bound() -> None:
     found = largest_threshold(RANKED, steps({0.001: 3.0}))
     assert (found.value, found.loss) == (0.0, 2.0)
     assert len(found.tried) <= 8
 
 
-def test_fewer_evaluations_give_a_smaller_one() -> None:
+def test_fewer_evaluations_give_a_smaller_threshold() -> None:
     loss = steps({63.5 / 64: 2.5})
     values = [largest_threshold(RANKED, loss, evaluations=n).value for n in range(2, 10)]
     assert values[0] == 0
@@ -45,31 +45,31 @@ def test_fewer_evaluations_give_a_smaller_one() -> None:
     assert values[-1] == 63 / 64
 
 
-def test_the_bound_is_relative() -> None:
+def test_bound_is_relative() -> None:
     loss = steps({0.25: 2.02, 0.75: 2.1})
     assert largest_threshold(RANKED, loss, bound=0.0).value == 15 / 64
     assert largest_threshold(RANKED, loss, bound=0.011).value == 47 / 64
     assert largest_threshold(RANKED, loss, bound=0.06).value == 1.0
 
 
-def test_equal_candidates_are_one() -> None:
+def test_equal_candidates_count_once() -> None:
     candidates = np.repeat(np.array([0.1, 0.2, 0.3], np.float32), [1000, 5, 3])
     found = largest_threshold(candidates, steps({0.15: 9.0}))
     assert found.value == pytest.approx(0.1)
     assert len(found.tried) <= 4
 
 
-def test_what_costs_nothing_is_no_candidate() -> None:
+def test_zero_is_not_a_candidate() -> None:
     assert largest_threshold(np.zeros(9, np.float32), steps({})).tried == ((0.0, 2.0),)
 
 
-def test_an_island_beyond_a_loss_that_broke_the_bound_is_not_entered() -> None:
+def test_thresholds_above_a_broken_bound_are_not_searched() -> None:
     # Kept up to 10/64, broken up to 40/64, kept again up to 60/64: the middle one is broken.
     loss = steps({10.5 / 64: 2.5, 40.5 / 64: 2.0, 60.5 / 64: 2.5})
     assert largest_threshold(RANKED, loss).value == 10 / 64
 
 
-def test_a_loss_that_is_no_number_breaks_the_bound() -> None:
+def test_nan_loss_breaks_the_bound() -> None:
     assert largest_threshold(RANKED, steps({20.5 / 64: float("nan")})).value == 20 / 64
 
 
@@ -78,7 +78,9 @@ def test_a_loss_that_is_no_number_breaks_the_bound() -> None:
     st.lists(st.floats(1.9, 2.1), min_size=41, max_size=41),
     st.integers(2, 12),
 )
-def test_whatever_the_loss(candidates: list[float], losses: list[float], evaluations: int) -> None:
+def test_threshold_keeps_the_bound_for_any_loss(
+    candidates: list[float], losses: list[float], evaluations: int
+) -> None:
     ranks = sorted({0.0, *candidates})
     calls: list[float] = []
 
@@ -100,22 +102,22 @@ def test_whatever_the_loss(candidates: list[float], losses: list[float], evaluat
 
 
 @pytest.mark.parametrize("wrong", [[], [float("nan")], [float("inf"), 1.0], [-1.0, 1.0]])
-def test_wrong_candidates_are_refused(wrong: list[float]) -> None:
+def test_invalid_candidates_are_refused(wrong: list[float]) -> None:
     with pytest.raises(ValueError, match="finite numbers from 0 on"):
         largest_threshold(np.array(wrong, np.float32), steps({}))
 
 
-def test_a_loss_without_a_gate_must_be_a_number() -> None:
+def test_loss_without_a_gate_must_be_finite() -> None:
     with pytest.raises(ValueError, match="the loss without a gate is nan"):
         largest_threshold(RANKED, steps({0.0: float("nan")}))
 
 
-def test_two_experts_are_dropped_as_in_equation_8() -> None:
+def test_perturbation_of_two_experts_is_equation_8() -> None:
     weights = np.array([[0.75, 0.25], [0.3, 0.1], [1.0, 0.0]], np.float32)
     np.testing.assert_allclose(perturbations(weights, 2.0), [[0.125], [0.125], [0.0]], rtol=1e-6)
 
 
-def test_more_experts_are_dropped_from_the_smallest_on() -> None:
+def test_perturbations_drop_the_smallest_weights_first() -> None:
     weights = np.array([[0.5, 0.1, 0.2, 0.2], [0.0, 0.0, 0.0, 0.0]], np.float32)
     expected = [[0.01, 0.09, 0.25], [0.0, 0.0, 0.0]]
     found = perturbations(weights, 1.0)

@@ -1,4 +1,4 @@
-"""How a text is divided."""
+"""The division of a text into windows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.errors import RequestError
 
 
 @given(length=st.integers(256, 20_000), context=st.integers(16, 2000))
-def test_every_token_is_in_one_window_that_fits(length: int, context: int) -> None:
+def test_each_token_is_in_one_window_within_the_context(length: int, context: int) -> None:
     tokens = list(range(length))
     division = Division.of(tokens, context)
     every = [*division.training, *division.validation]
@@ -27,7 +27,7 @@ def test_every_token_is_in_one_window_that_fits(length: int, context: int) -> No
     assert len(division.validation) >= min(few, 4)
 
 
-@pytest.mark.parametrize(("length", "context", "said"), [(255, 512, "255 tokens"), (300, 15, "--context")])
-def test_too_little_is_refused(length: int, context: int, said: str) -> None:
-    with pytest.raises(RequestError, match=said):
+@pytest.mark.parametrize(("length", "context", "message"), [(255, 512, "255 tokens"), (300, 15, "--context")])
+def test_short_text_or_context_is_refused(length: int, context: int, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
         Division.of(range(length), context)

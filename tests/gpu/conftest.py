@@ -1,4 +1,4 @@
-"""Tests of the device `cuda`. They skip themselves where there is none, and say what is missing."""
+"""Tests of the device `cuda`. They are skipped on a machine without it; the reason names the missing part."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import torch
 
 
 def missing() -> str:
-    """What these tests need and this machine has not got; "" where nothing."""
+    """The part that this machine lacks for these tests; "" where it has all."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of a driver that is too old; the skip says it
+        warnings.simplefilter(
+            "ignore"
+        )  # torch warns of a driver that is too old; the reason for the skip names it
         if not torch.cuda.is_available():
             return "torch sees no CUDA device"
     try:

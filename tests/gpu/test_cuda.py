@@ -64,7 +64,7 @@ def holds(slab: SlabMemory, slot: int, tile: NDArray[np.uint8]) -> bool:
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 4096), (33, 48), (5, 2, 7), (512, 1024)])
-def test_a_round_trip_is_exact(device: Device, shape: tuple[int, ...]) -> None:
+def test_round_trip_is_exact(device: Device, shape: tuple[int, ...]) -> None:
     array = normal(*shape)
     array.flat[0] = -0.0
     array.flat[-1] = np.inf
@@ -77,7 +77,7 @@ def test_a_round_trip_is_exact(device: Device, shape: tuple[int, ...]) -> None:
     np.testing.assert_array_equal(bits(back), bits(array))
 
 
-def test_tensors_of_different_widths_come_in_one_call(device: Device) -> None:
+def test_tensors_of_different_widths_are_read_in_one_call(device: Device) -> None:
     arrays = [normal(9, 48), normal(9, 1), normal(9, 3, 5), normal(9, 2)]
     tensors = [device.from_host(a) for a in arrays]
     for order in ([0, 1, 2, 3], [2, 0], [1, 3, 1]):
@@ -87,7 +87,7 @@ def test_tensors_of_different_widths_come_in_one_call(device: Device) -> None:
             np.testing.assert_array_equal(bits(found), bits(arrays[index]))
 
 
-def test_what_came_to_the_host_stays_when_more_comes(device: Device) -> None:
+def test_host_arrays_keep_their_values_at_later_reads(device: Device) -> None:
     first = normal(4, 8)
     (kept,) = device.to_host(device.from_host(first))
     for rows in (4, 400, 2):  # through the same buffer, and through a larger one
@@ -95,7 +95,7 @@ def test_what_came_to_the_host_stays_when_more_comes(device: Device) -> None:
     np.testing.assert_array_equal(bits(kept), bits(first))
 
 
-def test_views_that_are_not_contiguous_are_copied_right(device: Device) -> None:
+def test_non_contiguous_views_are_copied_correctly(device: Device) -> None:
     array = normal(6, 10)
     tensor = device.from_host(array)
     found = device.to_host(tensor.T, tensor.T[:, ::2])
@@ -120,7 +120,7 @@ def test_to_host_waits_for_the_computation(device: Device) -> None:
     np.testing.assert_allclose(early, 1 / 4096, rtol=1e-3)
 
 
-def test_a_fence_is_behind_everything_before_it(device: Device) -> None:
+def test_fence_follows_all_earlier_work(device: Device) -> None:
     device.wait(None)
     device.wait(device.fence())
     busy_tensor(device)
@@ -131,7 +131,7 @@ def test_a_fence_is_behind_everything_before_it(device: Device) -> None:
 
 
 @pytest.mark.parametrize("slot_bytes", [1, 255, 256, 1000, 3 << 20])
-def test_slots_are_the_same_memory_at_every_call_and_nobody_elses(device: Device, slot_bytes: int) -> None:
+def test_slots_are_stable_and_disjoint(device: Device, slot_bytes: int) -> None:
     slab = device.open_slab("/tandem-test-unused", 5, slot_bytes)
     try:
         assert slab.slots == 5
@@ -152,7 +152,7 @@ def test_slots_are_the_same_memory_at_every_call_and_nobody_elses(device: Device
         slab.close()
 
 
-def test_a_page_locked_store_is_registered_until_it_is_unlocked(device: Device, store: Store) -> None:
+def test_page_locked_store_is_registered_until_unlocked(device: Device, store: Store) -> None:
     memory = store.segment.array
     assert cuda.page_lock(memory) == (memory.nbytes, "")
     cuda.call("cudaHostGetFlags", memory.ctypes.data)
@@ -165,7 +165,8 @@ def test_a_page_locked_store_is_registered_until_it_is_unlocked(device: Device, 
 
 
 def copy_all(slab: SlabMemory, store: Store, gbps: float | None) -> Copier:
-    """One expert, in a copier's own thread: tile i to slot 2i, as many under way as it takes."""
+    """Copies one expert in a copier's own thread: tile i to slot 2i, with as many copies under way as it
+    accepts."""
     copier = paced(slab.local_copier(store), gbps, lambda: None)
     under_way = 0
     for index in range(SHAPE.tiles):
@@ -181,7 +182,7 @@ def copy_all(slab: SlabMemory, store: Store, gbps: float | None) -> Copier:
 
 @pytest.mark.parametrize("gbps", [None, 1.0])
 @pytest.mark.parametrize("chunk", [cuda.REGISTER_CHUNK, 1 << 16])
-def test_a_thread_copies_tiles_to_their_slots(
+def test_copier_thread_copies_tiles_to_their_slots(
     slab: SlabMemory, store: Store, gbps: float | None, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda, "REGISTER_CHUNK", chunk)  # a small one: tiles cross from one into the next
@@ -192,7 +193,7 @@ def test_a_thread_copies_tiles_to_their_slots(
             assert holds(slab, 2 * index, store.tiles(1, 2, index, index + 1))
             assert (slab.slot(2 * index + 1) == UNTOUCHED).all()
         pool.submit(copier.close).result(60)
-    # Closing gave the pages back, and left the slab alone.
+    # Closing unlocks the pages and does not affect the slab.
     memory = store.segment.array
     assert cuda.page_lock(memory) == (memory.nbytes, "")
     cuda.page_unlock(memory, memory.nbytes)
@@ -200,8 +201,8 @@ def test_a_thread_copies_tiles_to_their_slots(
 
 
 @pytest.mark.timeout(300)
-def test_another_process_copies_tiles_to_their_slots(slab: SlabMemory, store: Store) -> None:
-    """The real prefetcher, and a second one after it, as after a death."""
+def test_prefetcher_process_copies_tiles_to_their_slots(slab: SlabMemory, store: Store) -> None:
+    """The real prefetcher, and a second one after it, as after a restart."""
     with surroundings("prefetcher", store.fingerprint) as place:
         for number, link_gbps in enumerate((None, 1.0)):
             child = place.start(link_gbps=link_gbps)
@@ -221,13 +222,13 @@ def test_another_process_copies_tiles_to_their_slots(slab: SlabMemory, store: St
                 assert holds(slab, slot, store.tiles(1, number, index, index + 1))
 
 
-def test_a_handle_that_is_none_is_refused(device: Device) -> None:
+def test_invalid_handle_is_refused(device: Device) -> None:
     with pytest.raises(cuda.CudaError, match="cudaIpcOpenMemHandle"):
         cuda.open_ipc_handle(0, bytes(cuda.IPC_HANDLE_BYTES))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 17, 64])
-def test_the_kernel_equals_the_brute_force_and_the_cpu(device: Device, store: Store, rows: int) -> None:
+def test_kernel_equals_brute_force_and_cpu(device: Device, store: Store, rows: int) -> None:
     kernel, format = ReferenceKernel(store.layout), store.layout.format.name
     x = normal(rows, SHAPE.hidden)
     tiles = torch.from_numpy(store.tiles(0, 3, 0, SHAPE.tiles).copy())
@@ -240,8 +241,8 @@ def test_the_kernel_equals_the_brute_force_and_the_cpu(device: Device, store: St
     assert (np.abs(found - on_cpu) <= 2 * expected.bound).all()
 
 
-def test_an_address_travels(slab: SlabMemory) -> None:
-    """The same handle at every call: what the prefetcher was told stays true."""
+def test_slab_address_is_the_same_at_every_call(slab: SlabMemory) -> None:
+    """The same handle at every call: a prefetcher that received an earlier one can still map the slab."""
     first, again = slab.address(), slab.address()
     assert isinstance(first, AttachSlab)
     assert first == again

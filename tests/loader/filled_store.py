@@ -20,7 +20,7 @@ def layout_of(config: dict[str, Any], format_name: str) -> StoreLayout:
 
 
 def new_store(model: Checkpoint, layout: StoreLayout) -> StoreBuilder:
-    """A store whose expert bytes are all 255, so that bytes left unwritten show."""
+    """A store with all expert bytes 255, so that unwritten bytes are visible."""
     form = layout.format.name
     manifest = StoreManifest(model.fingerprint(form, layout.shape.tile), layout.shape, form, model.name)
     builder = StoreBuilder.create(f"/tandem-test-{uuid.uuid4().hex[:12]}", manifest)

@@ -90,7 +90,7 @@ def test_fingerprint_changes_with_every_input_of_the_store(tmp_path):
 
 
 def refusal(folder: Path) -> str:
-    """The line that a directory is refused with."""
+    """The error line for a directory."""
     with pytest.raises(ModelError) as caught:
         CheckpointIndex.open(folder)
     text = str(caught.value)

@@ -23,7 +23,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def refusal(folder: Path) -> str:
-    """The line that a model is refused with."""
+    """The error line for a model."""
     with pytest.raises(ModelError) as caught:
         Checkpoint(folder)
     text = str(caught.value)
@@ -37,7 +37,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def changed(folder: Path, change: Callable[[Tensors], object], shards: int = 1) -> Path:
-    """A checkpoint whose tensors `change` has modified."""
+    """A checkpoint with tensors modified by `change`."""
     tensors = tiny_checkpoint.backbone_tensors(tiny_checkpoint.config()) | tiny_checkpoint.expert_tensors()
     change(tensors)
     return tiny_checkpoint.write_exactly(folder, tensors, shards)

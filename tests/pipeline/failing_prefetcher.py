@@ -1,5 +1,5 @@
-"""A prefetcher in a thread that exits when the test says: during a tile, which is then half written, or
-between two. Its exit is reported as the supervisor would, and it is restarted when the test says."""
+"""A prefetcher in a thread that a test can make exit: during a tile, which is then half written, or between
+two tiles. The test reports the exit, as the supervisor would, and restarts the prefetcher."""
 
 from __future__ import annotations
 

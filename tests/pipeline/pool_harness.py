@@ -1,4 +1,4 @@
-"""A worker pool over real sockets, whose workers and supervisor are driven by the test."""
+"""A worker pool over real sockets; the test drives its workers and its supervisor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's counters for plans whose work is known, and the effect of costs on fiddler's plans.
+"""The engine's counters for plans with known work, and the effect of costs on fiddler's plans.
 
 One engine without an expert cache: every tile is computed on the host or fetched.
 """

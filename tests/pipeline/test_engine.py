@@ -65,14 +65,14 @@ class SecondLayerAhead(Placed):
         if layer != 0:
             return None
         assert view.router is not None
-        said = view.router(signals.probes[1])
+        routing = view.router(signals.probes[1])
         cut = np.full(view.shape.experts, self._cut, np.int32)
-        return Ahead(Gated(said, said, predicted=True), cut, self._early)
+        return Ahead(Gated(routing, routing, predicted=True), cut, self._early)
 
 
 @dataclass
 class Notes:
-    """What an observer was shown."""
+    """The calls of an observer."""
 
     seen: list[LayerDecision] = field(default_factory=list)
     steps: list[tuple[Phase, tuple[int, ...]]] = field(default_factory=list)
@@ -103,10 +103,10 @@ def scene(
         yield engine, store, kv
 
 
-def prefilled(engine: Engine, kv: KVCache, room: int = 16) -> TokenSpan:
-    """A sequence whose next token is TOKEN."""
+def prefilled(engine: Engine, kv: KVCache, capacity: int = 16) -> TokenSpan:
+    """A sequence with TOKEN as its next token."""
     engine.set_policy(make_policy(PolicyRequest("all-host"), 0), None)
-    sequence = kv.allocate(room)
+    sequence = kv.allocate(capacity)
     engine.step([StepInput(TokenSpan(sequence, PROMPT), "none")], "prefill")
     return TokenSpan(sequence, [TOKEN])
 
@@ -194,7 +194,7 @@ def test_failed_layer_abandons_the_next_layers_early_share(scene) -> None:
 
 
 class OneTarget(Placed):
-    """Predicts expert 2 of layer 1 while layer 0 is computed; all is the device's."""
+    """Predicts expert 2 of layer 1 while layer 0 is computed; the device computes all experts."""
 
     name = "one-target"
 
@@ -209,7 +209,7 @@ class OneTarget(Placed):
 
 
 def test_predicted_tiles_are_fetched_and_counted(scene) -> None:
-    """In each step three tiles come by prediction, or are late; each is used, wasted, or demanded."""
+    """In each step three tiles are prefetched, or are late; each is used, wasted, or demanded."""
     engine, _, kv = scene
     new = prefilled(engine, kv)
     engine.set_policy(OneTarget(), None)
@@ -231,7 +231,7 @@ class Wasteful(Placed):
     name = "wasteful"
 
     def __init__(self) -> None:
-        self.asked: list[bool] = []  # whether prediction was wanted
+        self.asked: list[bool] = []  # whether prediction was on
 
     def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> tuple[Target, ...]:
         if layer:
@@ -243,7 +243,7 @@ class Wasteful(Placed):
 
 def test_predictions_that_are_not_used_are_switched_off(scene) -> None:
     engine, _, kv = scene
-    new = prefilled(engine, kv, room=250)
+    new = prefilled(engine, kv, capacity=250)
     policy = Wasteful()
     engine.set_policy(policy, None)
     for _ in range(240):
@@ -257,7 +257,7 @@ def test_predictions_that_are_not_used_are_switched_off(scene) -> None:
 
 def test_meter_of_a_new_policy_ignores_earlier_predictions(scene) -> None:
     engine, _, kv = scene
-    new = prefilled(engine, kv, room=250)
+    new = prefilled(engine, kv, capacity=250)
     policy = Wasteful()
     engine.set_policy(policy, None)
     while engine.driver.prefetch.on:
@@ -267,8 +267,8 @@ def test_meter_of_a_new_policy_ignores_earlier_predictions(scene) -> None:
 
 
 class Crowding(Placed):
-    """Keeps two experts of layer 1. In layer 0, which the device computes as a whole, it predicts that one of
-    them makes way for another one."""
+    """Keeps two experts of layer 1. In layer 0, which the device computes as a whole, it predicts that
+    another expert replaces one of them."""
 
     name = "crowding"
     experts = (0, 1)
@@ -320,7 +320,7 @@ def test_demanded_tiles_are_ordered_before_predicted_ones(scene, monkeypatch: py
 def test_tile_below_target_is_not_ordered_beside_its_demand(scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that keeps what it fetches, and a prediction in the same layer: every tile is ordered once."""
     engine, _, kv = scene
-    new = prefilled(engine, kv, room=32)
+    new = prefilled(engine, kv, capacity=32)
     engine.set_policy(make_policy(PolicyRequest("mixtral-offloading"), 0), None)
     ordered = recorded_orders(engine, monkeypatch)
     for token in range(20, 40):

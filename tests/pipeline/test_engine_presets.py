@@ -46,7 +46,7 @@ def calibration(favoured: tuple[int, ...] = (), sensitivity: float = 1.0) -> Cal
 
 
 class Scene:
-    """An engine whose predictions have always landed when the next layer is planned."""
+    """An engine in which predicted tiles have always landed when the next layer is planned."""
 
     def __init__(self, engine: Engine, kv: KVCache) -> None:
         self.engine = engine

@@ -118,13 +118,13 @@ def test_exit_makes_orders_final_with_what_has_landed(harness) -> None:
     link.update(200)
     assert begun.landed == 2
 
-    successor = harness.attach(1)
+    restarted = harness.attach(1)
     again = link.order(0, 1, 2, [7], PLACED)
-    assert received(successor, Fetch)[0].id not in (begun.id, waiting.id)
+    assert received(restarted, Fetch)[0].id not in (begun.id, waiting.id)
     endpoint.send(Fetched(again.id, 0, 1, True, 0.5))  # from the incarnation that exited
     link.update(200)
     assert not again.final
-    successor.send(Fetched(again.id, 1, 1, True, 0.5))
+    restarted.send(Fetched(again.id, 1, 1, True, 0.5))
     link.wait(again, 1)
     assert (again.landed, again.final) == (1, True)
 
@@ -184,7 +184,7 @@ def test_reports_that_contradict_each_other_are_a_hung_prefetcher(harness) -> No
     assert harness.reports[1:] == [Hung("prefetcher", 0, 0)]
 
 
-def test_successor_is_not_blamed_for_the_incarnation_before_it(harness) -> None:
+def test_restarted_prefetcher_is_not_blamed_for_its_previous_incarnation(harness) -> None:
     """In an engine that has nothing to wait for, so that it only polls now and then."""
     harness.connect(attach_limit=0.4)
 

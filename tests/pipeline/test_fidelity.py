@@ -47,8 +47,8 @@ def test_fidelity_shares_cover_both_phases() -> None:
     kept = Routing(SAID.experts, np.array([[1.0, 0.0], [0.5, 0.25]], np.float32))
     counters.phases["decode"].fidelity.book(Gated(kept, SAID), ON_HOST, 4, False)
     counted = difference(counters.snapshot(), before)
-    told = fidelity(False, counted)
-    assert told["skipped"] == pytest.approx(0.25 / 3.5)
-    assert {told[kind] for kind in ("substituted", "stale", "predicted")} == {0.0}
+    shares = fidelity(False, counted)
+    assert shares["skipped"] == pytest.approx(0.25 / 3.5)
+    assert {shares[kind] for kind in ("substituted", "stale", "predicted")} == {0.0}
     assert fidelity(True, counted) == {"exact": True}
     assert fidelity(False, before)["skipped"] == 0.0

@@ -1,5 +1,5 @@
-"""An engine whose first policy keeps no experts on the device: the slab is allocated when a later policy
-needs it."""
+"""An engine with a first policy that keeps no experts on the device: the slab is allocated when a later
+policy needs it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def test_slab_and_prefetcher_start_with_the_first_policy_that_needs_them(
         with pytest.raises(RequestFailed, match="did you mean"):
             await client.set_policy("on-deman")
         assert not any("-slab-" in path.name for path in segments(runtime))
-        running = asyncio.create_task(answer())  # it pauses for the new policy and goes on
+        running = asyncio.create_task(answer())  # the request pauses for the new policy and continues
         await client.set_policy("on-demand")
         assert (PREFETCHER in supervisor.pids) == (prefetcher == "process")
         assert (await client.stats())["cache"]["capacity_tiles"] > 0

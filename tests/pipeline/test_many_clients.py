@@ -1,5 +1,5 @@
-"""Many clients of an engine whose KV cache holds four requests: all are served, in a fair order, and all is
-released."""
+"""Many clients of an engine with KV cache for four requests: all are served, in a fair order, and all memory
+is released."""
 
 from __future__ import annotations
 

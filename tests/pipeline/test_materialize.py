@@ -63,7 +63,7 @@ def backbone_of(model: Path, device: CpuDevice, dtype: BackboneDType, cache: Pat
 
 
 def from_disk_cache(model: Path, device: CpuDevice, cache: Path) -> Backbone:
-    """As at the second start, whose matrices are mapped from the disk cache."""
+    """As at the second start, with matrices mapped from the disk cache."""
     backbone_of(model, device, "int8", cache)
     until = time.monotonic() + LIMIT
     while not (cache / FINGERPRINT / NAME).exists():
@@ -206,7 +206,7 @@ def test_materializing_thread_stops_on_request(
     stop()
 
 
-def test_a_failed_copy_stays_in_its_file_and_the_rest_is_copied(
+def test_weight_with_a_failed_copy_stays_in_its_file_and_others_are_copied(
     model: Path,
     device: CpuDevice,
     tmp_path: Path,

@@ -159,7 +159,7 @@ def test_store_leaves_memory_for_the_other_parts(
         assert plan.beside_store(machine) >= FREE_BYTES + plan.needs.backbone * device
 
 
-def test_settled_config_changes_only_the_choices() -> None:
+def test_resolved_config_changes_only_the_choices() -> None:
     asked = EngineConfig(workers=3, seed=5, policy_options={"a": "b"}, kv_tokens=9000)
     plan = choose(every("olmoe-1b-7b", False), asked, Machine(40 * GB, 40 * GB), False)
     assert plan is not None

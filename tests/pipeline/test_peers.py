@@ -97,7 +97,7 @@ def test_late_messages_of_an_exited_child_are_dropped(workers, make_child, exits
     ]
 
 
-def test_successor_that_announces_itself_before_the_exit_event(workers, make_child, exits) -> None:
+def test_ready_before_the_exit_event_of_the_previous_incarnation(workers, make_child, exits) -> None:
     """The exit is delivered before the Ready, once; the later event changes nothing."""
     old = make_child(0, 1)
     workers.wait_ready(1, LIMIT)
@@ -232,7 +232,7 @@ NAMES = {
     "another engine's proof": Identity("worker", 0, 0).prove(b"x" * 32),
     "another incarnation's proof": b"worker-0-0" + Identity("worker", 0, 1).prove(b"k" * 32)[10:],
     "a proof of zeros": b"worker-0-0-" + b"0" * 16,
-    "a client's name": b"somebody",
+    "a client's name": b"client-1",
 }
 
 

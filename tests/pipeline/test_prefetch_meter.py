@@ -6,7 +6,7 @@ from pipeline.policies.prefetch_meter import LEAST, LONGEST_PAUSE, PAUSE, WINDOW
 
 
 class Scene:
-    """Steps in which so many tiles land by prediction, and so many of them are of use."""
+    """Counts of prefetched tiles that land in each step, and of those that are used."""
 
     def __init__(self) -> None:
         self.meter = PrefetchMeter()
@@ -27,7 +27,7 @@ def test_half_useful_predictions_stay_on() -> None:
     assert scene.meter.status == ""
 
 
-def test_less_useful_predictions_rest_with_a_reason_and_are_tried_again() -> None:
+def test_less_useful_predictions_pause_with_a_reason_and_are_tried_again() -> None:
     scene = Scene()
     scene.run(WINDOW - 1, 4, 1)
     assert scene.meter.on
@@ -42,7 +42,7 @@ def test_less_useful_predictions_rest_with_a_reason_and_are_tried_again() -> Non
     assert "again" in scene.meter.status
 
 
-def test_each_failed_trial_doubles_the_rest_and_a_good_one_ends_that() -> None:
+def test_each_failed_trial_doubles_the_pause_and_a_good_one_resets_it() -> None:
     scene = Scene()
     pauses = []
     for _ in range(8):
@@ -61,8 +61,8 @@ def test_each_failed_trial_doubles_the_rest_and_a_good_one_ends_that() -> None:
     assert scene.meter.on
 
 
-def test_window_goes_on_until_enough_tiles_landed() -> None:
-    """The window goes on until there are enough of them."""
+def test_window_continues_until_enough_tiles_landed() -> None:
+    """A window is judged once LEAST tiles have landed."""
     scene = Scene()
     scene.run(WINDOW, 0, 0)
     scene.run(LEAST - 1, 1, 0)

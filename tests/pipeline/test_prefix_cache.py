@@ -55,7 +55,7 @@ def test_sequence_without_common_prefix_is_released(kv) -> None:
     assert (len(kept), kv.used) == (0, 0)
 
 
-def test_least_recently_used_is_evicted_first_and_none_in_vain(kv) -> None:
+def test_least_recently_used_is_evicted_first_and_none_needlessly(kv) -> None:
     kept = PrefixCache(kv)
     for name in "abc":
         kept.keep((b"c", name), [1, 2], computed(kv, 2, 20))

@@ -248,7 +248,7 @@ def test_reused_sequence_shrinks_to_what_its_request_needs(engine) -> None:
 
 
 @pytest.mark.parametrize("budget", [LONGEST * 8, LONGEST])
-def test_many_requests_of_one_client_keep_no_other_out(engine, budget) -> None:
+def test_many_requests_of_one_client_do_not_block_another(engine, budget) -> None:
     """Whether the slots (three, and one for new clients) or the KV cache are taken: a new client's request
     begins at once, and the request preempted for it is still complete in the end."""
     harness = Harness(engine, budget, LONGEST)

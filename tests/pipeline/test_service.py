@@ -129,7 +129,8 @@ async def test_seed_repeats_an_answer(engine) -> None:
 
 
 async def test_policy_changes_during_an_answer(engine) -> None:
-    """To every exact preset, each announced to the other client; the answer equals one computed alone."""
+    """Sets every exact preset in turn, each announced to the other client; the answer equals one computed
+    alone."""
     client = engine[1]
     tokens, logprobs = await alone(client, PROMPTS[1], 150)
     async with raw_client(client._endpoint) as raw, raw_client(client._endpoint) as boss:

@@ -1,5 +1,5 @@
-"""What the tile mover orders, when, and how it counts what lands: on a link whose landings the test
-decides."""
+"""The tile mover's orders, their sequence, and its counts of landed tiles, on a link on which the test lands
+the tiles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYERS, EXPERTS, TILES = 2, 4, 4
 
 
 class ManualLink:
-    """A fetch link whose orders land when the test says; a wait lands everything that was ordered."""
+    """A fetch link on which the test lands tiles; a wait lands all ordered tiles."""
 
     up = True
 
@@ -69,7 +69,7 @@ class FencingDevice(CpuDevice):
 
 
 class RecordingCache(ExpertCache):
-    """Knows the fence that each slot was taken with."""
+    """Tracks the fence with which each slot was taken."""
 
     def take(self, count: int) -> list[tuple[int, object]]:
         taken = super().take(count)
@@ -91,7 +91,7 @@ def stream(mover: TileMover, layer: int, *missing: Missing) -> list[tuple[int, i
 
 
 def held(mover: TileMover) -> int:
-    """Resident tiles that prediction brought and that were neither used nor evicted."""
+    """Resident prefetched tiles that were neither used nor evicted."""
     return sum(prediction.unused for prediction in mover._predicted.values())
 
 

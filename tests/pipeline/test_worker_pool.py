@@ -87,15 +87,15 @@ def test_work_answered_before_the_exit_is_not_repeated(harness: PoolHarness) -> 
     assert ticket.result().tolist() == [[3.0] * HIDDEN]
 
 
-@pytest.mark.parametrize("exit_first", [True, False], ids=["exit event first", "successor first"])
+@pytest.mark.parametrize("exit_first", [True, False], ids=["exit event first", "Ready first"])
 def test_late_partials_of_an_earlier_incarnation_are_dropped(harness: PoolHarness, exit_first: bool) -> None:
     (worker,) = harness.start(1)
     ticket = harness.submit(0)
     (work,) = worker.take()
     if exit_first:
         harness.exits.put(WorkerDied("worker", 0, 0, False, work.seq))
-    successor = harness.worker(0, 1)
-    warm_up, again = successor.take(2)
+    restarted = harness.worker(0, 1)
+    warm_up, again = restarted.take(2)
     assert (len(warm_up.items), again.seq) == (0, work.seq)
     worker.answer(work, 13.0)
     harness.update_for(QUIET)
@@ -103,30 +103,30 @@ def test_late_partials_of_an_earlier_incarnation_are_dropped(harness: PoolHarnes
     if not exit_first:
         harness.exits.put(WorkerDied("worker", 0, 0, False, work.seq))
         harness.update_for(QUIET)
-    successor.answer(again, 2.0)
+    restarted.answer(again, 2.0)
     assert ticket.result().tolist() == [[2.0] * HIDDEN]
-    assert successor.messages() == []  # it was not sent twice
+    assert restarted.messages() == []  # it was not sent twice
 
 
 def test_first_answer_received_together_with_the_exit(harness: PoolHarness) -> None:
     """While a send or a start waits, a worker's first answer and its exit are both received and then
-    delivered one after the other: the answer must not mark the successor as up, nor fail."""
+    delivered one after the other: the answer must not mark the restarted worker as up, nor fail."""
     (worker,) = harness.start(1, warm=False)
     (warm_up,) = worker.take()
     worker.answer(warm_up)
     with pytest.raises(PeerLost, match="1 of 2"):
         harness.socket.wait_ready(2, 0.2)  # receives the answer
     worker.exit()
-    successor = harness.worker(0, 1)
+    restarted = harness.worker(0, 1)
     with pytest.raises(PeerLost, match="of 2"):
-        harness.socket.wait_ready(2, 0.2)  # receives the exit and the successor's Ready
-    successor.take()
+        harness.socket.wait_ready(2, 0.2)  # receives the exit and the restarted worker's Ready
+    restarted.take()
     harness.update_for(QUIET)
     assert not harness.socket.is_up(0)
     assert harness.reports == []
 
 
-def test_unassigned_work_waits_for_the_only_workers_successor(harness: PoolHarness) -> None:
+def test_unassigned_work_waits_for_the_only_workers_restart(harness: PoolHarness) -> None:
     (worker,) = harness.start(1)
     before = harness.submit(0)
     (work,) = worker.take()
@@ -134,12 +134,12 @@ def test_unassigned_work_waits_for_the_only_workers_successor(harness: PoolHarne
     harness.update_for(QUIET)
     meanwhile = harness.submit(1)
     harness.update_for(QUIET)
-    successor = harness.worker(0, 1)
-    warm_up, first, second = successor.take(3)
+    restarted = harness.worker(0, 1)
+    warm_up, first, second = restarted.take(3)
     assert (len(warm_up.items), tile_of(first), tile_of(second)) == (0, 0, 1)
-    successor.answer(warm_up)
-    successor.answer(first, 1.0)
-    successor.answer(second, 2.0)
+    restarted.answer(warm_up)
+    restarted.answer(first, 1.0)
+    restarted.answer(second, 2.0)
     assert before.result().tolist() == [[1.0] * HIDDEN]
     assert meanwhile.result().tolist() == [[2.0] * HIDDEN]
     assert harness.reports == [WorkerUp("worker", 0, 0), WorkerUp("worker", 0, 1)]
@@ -158,19 +158,19 @@ def test_wait_without_any_worker_ends_after_the_pools_limit(harness: PoolHarness
 def test_worker_that_is_not_up_gets_no_work_while_another_is(harness: PoolHarness) -> None:
     first, second = harness.start(2)
     second.exit()
-    successor = harness.worker(1, 1)
-    (warm_up,) = successor.take()
+    restarted = harness.worker(1, 1)
+    (warm_up,) = restarted.take()
     ticket = harness.submit(0, 1)
     works = first.take(2)
     assert [tile_of(work) for work in works] == [0, 1]
-    assert successor.messages() == []
-    successor.answer(warm_up)
+    assert restarted.messages() == []
+    restarted.answer(warm_up)
     harness.update_for(QUIET)
     for work in works:
         first.answer(work, 1.0)
     assert ticket.result().tolist() == [[2.0] * HIDDEN]
     harness.submit(2, 3)
-    assert (tile_of(first.take()[0]), tile_of(successor.take()[0])) == (2, 3)
+    assert (tile_of(first.take()[0]), tile_of(restarted.take()[0])) == (2, 3)
 
 
 def test_all_workers_get_work_while_none_is_up_yet(harness: PoolHarness) -> None:

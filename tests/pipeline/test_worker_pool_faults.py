@@ -51,7 +51,7 @@ def test_queued_works_are_not_blamed_for_a_crash(harness: PoolHarness) -> None:
     ticket = harness.submit(0)
     (work,) = worker.take()
     for incarnation in range(1, 5):
-        worker.exit(crashed=True)  # while it computed nothing
+        worker.exit(crashed=True)  # while the worker was idle
         worker = harness.worker(0, incarnation)
         warm_up, work = worker.take(2)
     worker.answer(warm_up)
@@ -77,9 +77,9 @@ def test_kills_from_outside_fail_a_work_only_when_they_are_many(harness: PoolHar
     worker.exit(over=work)
     with pytest.raises(ShardFailed, match="ended 8 workers"):
         ticket.result()
-    successor = harness.worker(0, 99)
-    assert successor.take(1)[0].items.size == 0  # the pool goes on, and the Work is gone
-    assert successor.messages() == []
+    restarted = harness.worker(0, 99)
+    assert restarted.take(1)[0].items.size == 0  # the pool goes on, and the Work is gone
+    assert restarted.messages() == []
 
 
 def test_one_crash_among_kills_does_not_fail_a_work(harness: PoolHarness) -> None:
@@ -89,7 +89,7 @@ def test_one_crash_among_kills_does_not_fail_a_work(harness: PoolHarness) -> Non
 
 
 def test_warm_up_is_not_repeated_by_another_worker(harness: PoolHarness) -> None:
-    """It belongs to no request."""
+    """The warm-up belongs to no request."""
     first, second = harness.start(2)
     second.exit()
     for incarnation in range(1, 4):
@@ -111,7 +111,7 @@ def hung(harness: PoolHarness) -> list[object]:
 def test_worker_without_progress_is_reported_once(harness: PoolHarness) -> None:
     first, second = harness.start(2, limits=SHORT)
     harness.update_for(0.8)
-    assert hung(harness) == []  # they have nothing to do
+    assert hung(harness) == []  # idle workers
     ticket = harness.submit(0, 1)
     (work,), (other,) = first.take(), second.take()
     line, end = harness.control.line("worker", 1), time.monotonic() + LIMIT
@@ -128,10 +128,10 @@ def test_worker_without_progress_is_reported_once(harness: PoolHarness) -> None:
     second.answer(again, 2.0)
     assert ticket.result().tolist() == [[3.0] * HIDDEN]
     second.exit()
-    successor = harness.worker(0, 1)
-    successor.warm_up()
+    restarted = harness.worker(0, 1)
+    restarted.warm_up()
     harness.submit(0)
-    successor.take()
+    restarted.take()
     harness.update_until(lambda: len(hung(harness)) == 2)
     harness.update_for(0.5)
     assert hung(harness) == [Hung("worker", 0, 0), Hung("worker", 0, 1)]
@@ -160,7 +160,7 @@ def test_idle_worker_gets_the_works_of_a_suspect(harness: PoolHarness) -> None:
 
 
 def test_suspect_that_answers_gets_the_next_work_at_once(harness: PoolHarness) -> None:
-    """Also while it has other Works: its answer is progress."""
+    """Also while the worker has other Works: its answer is progress."""
     first, second = harness.start(2, limits=HEDGING)
     slow = [harness.submit(tile) for tile in (0, 1)]  # both for the first worker
     works = first.take(2)

@@ -1,4 +1,4 @@
-"""An engine on the tiny model whose worker and prefetcher are threads of this process."""
+"""An engine on the tiny model with its worker and prefetcher as threads of this process."""
 
 from __future__ import annotations
 
@@ -43,16 +43,17 @@ def unlimited(folder: Path, store: Store, slots: int) -> AbstractContextManager[
 def engine_in_threads(
     model: Path,
     folder: Path,
-    moving: Callable[[Path, Store, int], AbstractContextManager[MoverParts]] = unlimited,
+    make_parts: Callable[[Path, Store, int], AbstractContextManager[MoverParts]] = unlimited,
     capacity: int = 6,
 ) -> Iterator[tuple[Engine, DeviceMemory]]:
-    """With random experts and a cache of `capacity` of their 24 tiles, which `moving` moves."""
+    """With random experts and a cache of `capacity` of their 24 tiles; `make_parts` makes the tile mover's
+    parts."""
     torch_threads = torch.get_num_threads()  # which the worker, being a thread, sets for all of us
     source = open_model(model)
     with ExitStack() as stack:
         shape = expert_shape(source.config, 32, format_named("bf16"))
         store = stack.enter_context(random_store(shape, "thread_engine"))
-        parts = stack.enter_context(moving(folder, store, capacity + 4))
+        parts = stack.enter_context(make_parts(folder, store, capacity + 4))
         socket = stack.enter_context(child_socket(folder, "work.sock", "worker", store.fingerprint))
 
         control = stack.enter_context(control_segment(1))

@@ -1,4 +1,4 @@
-"""Views and routings of many shapes, and the check that every answer of a policy must pass."""
+"""Views and routings of many shapes, and the check that every decision of a policy must pass."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def make_routing(shape: ModelShape, rng: np.random.Generator, rows: int) -> Rout
 
 @dataclass
 class Machine:
-    """Executes a policy's answers with arrays alone: keeps targets, lets tiles land at once, late or never,
-    and checks every answer against the contract. A `LayerExecutor` of the engine's `PolicyDriver`."""
+    """Executes a policy's decisions with arrays alone: keeps targets, lands tiles at once, late or never, and
+    checks every decision against the contract. A `LayerExecutor` of the engine's `PolicyDriver`."""
 
     policy: Policy
     given: View  # what the policy is placed with
@@ -97,9 +97,9 @@ class Machine:
     landing: float = 1.0  # share of missing tiles that land between two layers
     cuts: list[IntArray] = field(default_factory=list)
     predicted: int = 0  # experts
-    early: int = 0  # layers whose host share began one layer early
+    early: int = 0  # layers with a host share that began one layer early
     decided_ahead: int = 0  # layers that were decided one layer early
-    failing: int | None = None  # a layer whose host share cannot be computed
+    failing: int | None = None  # a layer with a host share that cannot be computed
 
     def start(self) -> None:
         shape, given = self.given.shape, self.given
@@ -117,7 +117,7 @@ class Machine:
 
     @property
     def view(self) -> View:
-        """As the policy sees it now; the arrays are copies."""
+        """The present view of the policy; the arrays are copies."""
         view = self.driver.view
         arrays = {name: getattr(view, name).copy() for name in ("residency", "target", "popularity")}
         return replace(view, **arrays)
@@ -128,7 +128,7 @@ class Machine:
         self.residency += landed
 
     def apply(self, targets: Sequence[Target]) -> None:
-        """One after the other: not even in between may more be kept than the capacity."""
+        """Applied one by one: no intermediate sum of targets may exceed the capacity."""
         shape, target = self.given.shape, self.target
         kept = int(target.sum())
         for change in targets:
@@ -153,7 +153,7 @@ class Machine:
         assert self.driver.view.step == view.step + 1
 
     def rest_prefetching(self) -> None:
-        """No prediction was of use: prefetching is switched off for hundreds of steps."""
+        """Report useless predictions: prefetching pauses for hundreds of steps."""
         while self.driver.prefetch.on:
             self.driver.prefetch.step(LEAST, 0)
 
@@ -164,7 +164,7 @@ class Machine:
         return self._decision.gated
 
     def layer(self, layer: int, routing: Routing) -> LayerDecision[str]:
-        """A layer whose router answers with this routing."""
+        """A layer with a router that returns this routing."""
         view = self.driver.view
         self.driver.view = replace(view, router=lambda logits: routing)
         self.visit(layer, self.logits(len(routing.experts)))
@@ -176,8 +176,8 @@ class Machine:
         assert all(layer < p < layers or (p, layer) == (0, layers - 1) for p in probes)
         assert len(set(probes)) == len(probes)
         self._asked = "read"
-        said = {probe: self.logits(rows) + 0.5 * self._logits for probe in probes}
-        return Signals(self._logits if own else None, said)
+        probed = {probe: self.logits(rows) + 0.5 * self._logits for probe in probes}
+        return Signals(self._logits if own else None, probed)
 
     def begin(self, decision: LayerDecision[str]) -> None:
         self._next("read", "begin")
@@ -191,7 +191,7 @@ class Machine:
         self._check_gated(decision.gated, len(self._logits))
         self._check_cut(decision.cut)
         self.cuts.append(decision.cut)
-        if self.policy.name != "random":  # which may well fetch again what it has just let go
+        if self.policy.name != "random":  # which may fetch again a tile that was just evicted
             rows = decision.gated.routing.rows
             for change in decision.targets:
                 if change.layer == decision.layer and change.expert in rows:
@@ -247,7 +247,7 @@ class Machine:
             assert (ranked[:, 1:] != ranked[:, :-1]).all()
             assert ranked.min() >= 0
             assert ranked.max() < self.given.shape.experts
-        # what is dropped or replaced leaves its weight to the others
+        # the weight of a dropped or replaced expert goes to the others
         sums = [routing.weights.sum(axis=1) for routing in (gated.routing, gated.router_routing)]
         assert np.allclose(*sums, atol=1e-5)
         if self.policy.exact:

@@ -1,4 +1,4 @@
-"""The cuts that assignments answer with, from routings, costs and residency; each recomputed another way."""
+"""The cuts of assignments from routings, costs and residency, each recomputed in another way."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def steps(draw: st.DrawFn) -> tuple[View, Routing]:
 
 
 class Seconds:
-    """What each side takes for a layer, by DALI's equations, from the costs' arrays."""
+    """The seconds of each side for a layer, by DALI's equations, from the costs' arrays."""
 
     def __init__(self, view: View, routing: Routing) -> None:
         assert view.costs is not None
@@ -74,7 +74,7 @@ class Seconds:
 
 
 def on_device(cut: IntArray, seconds: Seconds, tiles: int) -> set[int]:
-    """The active experts whose cut is n; the others' is 0."""
+    """The active experts with cut n; all other cuts are 0."""
     assert {int(cut[expert]) for expert in seconds.active} <= {0, tiles}
     return {expert for expert in seconds.active if cut[expert]}
 
@@ -108,7 +108,7 @@ def test_device_host_and_resident_assignments(step: tuple[View, Routing]) -> Non
 
 @settings(deadline=None, max_examples=150)
 @given(steps())
-def test_cheaper_is_fiddlers_rule(step: tuple[View, Routing]) -> None:
+def test_cheaper_follows_fiddlers_rule(step: tuple[View, Routing]) -> None:
     view, routing = step
     seconds = Seconds(view, routing)
     cut = Cheaper().cut(0, routing, view)
@@ -157,13 +157,13 @@ def test_greedy_by_hand() -> None:
     cut = Greedy().cut(1, ROUTING, view_of([0, 4, 0, 0], costs))
     assert cut[1] == 4  # resident: 4 against 8
     assert cut[3] == 0  # 20 on the device against 8
-    # three tiles of expert 3 are resident: moving the last one takes 5, more than computing all, 4; first
-    # comes the one that differs most, expert 1 (4 against 8), then 3: 4 + 5 against 8: the host
+    # three tiles of expert 3 are resident: the transfer of the last one takes 5, more than computing all, 4;
+    # first comes the one that differs most, expert 1 (4 against 8), then 3: 4 + 5 against 8: the host
     assert Greedy().cut(1, ROUTING, view_of([0, 4, 0, 3], costs))[[1, 3]].tolist() == [4, 0]
     # a link this fast hides behind computing: 4 against 8, then 8 against 8, equal: the device
     fast = replace(costs, link=0.5)
     assert Greedy().cut(1, ROUTING, view_of([0, 0, 0, 0], fast))[[1, 3]].tolist() == [4, 4]
-    # the cache has room for one of them
+    # the cache has free tiles for one of them
     assert Greedy().cut(1, ROUTING, view_of([0, 0, 0, 0], fast, 7))[[1, 3]].tolist() == [0, 4]
 
 
@@ -183,7 +183,7 @@ def test_bandwidth_by_hand() -> None:
     assert Bandwidth().cut(1, ROUTING, view_of([0, 4, 0, 4], costs))[[1, 3]].tolist() == [4, 4]
 
 
-def test_assignments_follow_the_costs_and_refuse_without() -> None:
+def test_assignments_need_costs_and_follow_them() -> None:
     for part in every_assignment():
         view = view_of([0, 4, 0, 0], COSTS)
         if part.needs_costs:
@@ -195,14 +195,14 @@ def test_assignments_follow_the_costs_and_refuse_without() -> None:
     assert part.cut(1, ROUTING, view_of([0, 0, 0, 0], replace(slow_link, link=0.1)))[3] == 4
 
 
-def test_optimum_notes_where_it_is_not_searched() -> None:
+def test_optimum_notes_the_limit_of_its_search() -> None:
     large = make_view(replace(SHAPE, experts=64), 8)
     assert "16 active experts" in Optimum().notes(large)[0]
     assert Optimum().notes(make_view(SHAPE, 8)) == ()
     assert Greedy().notes(large) == ()
 
 
-def test_nothing_is_active() -> None:
+def test_layer_without_active_experts_has_no_cuts() -> None:
     nothing = Routing(ROUTING.experts, np.zeros_like(ROUTING.weights))
     for part in every_assignment():
         assert part.cut(1, nothing, view_of([0, 4, 0, 0], COSTS)).shape == (4,)

@@ -1,4 +1,4 @@
-"""Each preset against what it says it does, computed here in another way."""
+"""Each preset's placement and cuts against its description, computed here in another way."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_fiddler_decides_by_its_formula(data: st.DataObject) -> None:
 
 
 def check_popular(target: IntArray, popularity: IntArray, capacity: int, shape: ModelShape) -> None:
-    """Evenly by layer, in each the most popular; what is left over to the most popular of the others."""
+    """Evenly by layer, in each the most popular; the remainder to the most popular of the others."""
     whole = min(capacity // shape.tiles, shape.layers * shape.experts)
     chosen: list[tuple[int, int]] = []
     for layer in range(shape.layers):
@@ -73,13 +73,13 @@ def test_fiddler_notes_the_source_of_its_popularity() -> None:
     (note,) = policy("fiddler").notes(make_view(shape, 8, COSTS, counted))
     assert "not calibrated" in note
     assert "launch.py calibrate --text FILE" in note
-    # with room for nothing or for everything there is nothing to choose
+    # with a cache of no or of all experts the placement has no choice
     assert policy("fiddler").notes(make_view(shape, 0)) == ()
     assert policy("fiddler").notes(make_view(shape, 16)) == ()
 
 
 @pytest.mark.parametrize("name", ["on-demand", "layerwise", "fiddler", "daop"])
-def test_tiles_that_stay_empty_are_mentioned(name: str) -> None:
+def test_empty_tiles_are_noted(name: str) -> None:
     shape = ModelShape(layers=2, experts=4, tiles=3, top_k=2)
     assert "2 of the cache's 8 tiles stay empty" in policy(name).notes(make_view(shape, 8))[0]
     notes = policy(name).notes(make_view(shape, 24))
@@ -88,7 +88,7 @@ def test_tiles_that_stay_empty_are_mentioned(name: str) -> None:
 
 @settings(deadline=None)
 @given(data=st.data())
-def test_layerwise_computes_where_the_weights_are(data: st.DataObject) -> None:
+def test_layerwise_computes_each_tile_where_it_is(data: st.DataObject) -> None:
     shape = data.draw(shapes())
     capacity = data.draw(capacities(shape))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
@@ -117,7 +117,7 @@ def run_random(engine_seed: int, view: View, **options: str) -> tuple[list[IntAr
 
 
 @pytest.mark.parametrize("churn", ["0", "1"])
-def test_random_follows_from_its_seed(churn: str) -> None:
+def test_random_depends_on_its_seed_alone(churn: str) -> None:
     view = make_view(ModelShape(layers=3, experts=8, tiles=4, top_k=2), 50)
     targets, cuts = run_random(5, view, churn=churn)
     again, cuts_again = run_random(0, view, churn=churn, seed="5")
@@ -150,8 +150,8 @@ def test_random_covers_both_kinds_of_cuts(churn: str, share: float) -> None:
     assert partial >= 30
 
 
-def test_churn_follows_the_step_and_not_the_calls() -> None:
-    """The same step draws the same changes, whatever was asked before."""
+def test_churn_depends_on_the_step_and_not_on_the_calls() -> None:
+    """The same step draws the same changes, whichever calls preceded it."""
     shape = ModelShape(layers=2, experts=8, tiles=4, top_k=2)
     view = replace(make_view(shape, 40), step=3)
     routing = make_routing(shape, np.random.default_rng(0), 1)

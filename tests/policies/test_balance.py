@@ -23,23 +23,23 @@ Problem = tuple[list[float], list[float], list[int], int]
 
 
 @st.composite
-def problems(draw: st.DrawFn, most: int = 8, roomy: bool = False) -> Problem:
-    """Seconds on the device and on the host, tiles needed, room. Few different numbers, so that experts
+def problems(draw: st.DrawFn, most: int = 8, ample: bool = False) -> Problem:
+    """Seconds on the device and on the host, tiles needed, free tiles. Few different numbers, so that experts
     are often alike."""
     count = draw(st.integers(1, most))
     some = st.lists(st.sampled_from([1.0, 2.0, 3.5, 7.0]) | st.floats(0.1, 9), min_size=count, max_size=count)
     need = draw(st.lists(st.sampled_from([0, 4, 4, 2]), min_size=count, max_size=count))
-    room = 99 if roomy else draw(st.sampled_from([0, 4, 10, 99, 99, 99]))
-    return draw(some), draw(some), need, room
+    free = 99 if ample else draw(st.sampled_from([0, 4, 10, 99, 99, 99]))
+    return draw(some), draw(some), need, free
 
 
-def fits(answer: list[bool], need: list[int], room: int) -> bool:
-    return sum(tiles for tiles, here in zip(need, answer, strict=True) if here) <= room
+def fits(answer: list[bool], need: list[int], free: int) -> bool:
+    return sum(tiles for tiles, here in zip(need, answer, strict=True) if here) <= free
 
 
 def least(problem: Problem) -> float:
     """By trying all of them."""
-    device, host, need, room = problem
+    device, host, need, free = problem
     every = [list(answer) for answer in product([True, False], repeat=len(device))]
     return min(
         max(
@@ -47,35 +47,35 @@ def least(problem: Problem) -> float:
             sum(host[i] for i in range(len(host)) if not answer[i]),
         )
         for answer in every
-        if fits(answer, need, room)
+        if fits(answer, need, free)
     )
 
 
 @settings(deadline=None, max_examples=300)
 @given(problems())
-def test_optimum_is_the_least_of_all(problem: Problem) -> None:
-    device, host, need, room = problem
+def test_optimum_is_the_fastest_of_all_assignments(problem: Problem) -> None:
+    device, host, need, free = problem
     best = optimum(*problem)
-    assert fits(best, need, room)
+    assert fits(best, need, free)
     assert makespan(best, device, host) == pytest.approx(least(problem), abs=1e-12)
 
 
 @settings(deadline=None, max_examples=300)
 @given(problems())
-def test_greedy_is_never_faster(problem: Problem) -> None:
-    device, host, need, room = problem
+def test_greedy_is_never_faster_than_the_optimum(problem: Problem) -> None:
+    device, host, need, free = problem
     answer = greedy(*problem)
-    assert fits(answer, need, room)
+    assert fits(answer, need, free)
     assert makespan(answer, device, host) >= least(problem) - 1e-12
 
 
 @settings(deadline=None, max_examples=200)
 @given(problems(most=7), st.sampled_from([1, 2, 5, 128]))
-def test_beam_is_between_where_it_must_be(problem: Problem, width: int) -> None:
-    device, host, need, room = problem
+def test_beam_is_between_greedy_and_optimum_at_its_limits(problem: Problem, width: int) -> None:
+    device, host, need, free = problem
     answer = beam(*problem, width)
     seconds = makespan(answer, device, host)
-    assert fits(answer, need, room)
+    assert fits(answer, need, free)
     assert seconds >= least(problem) - 1e-12
     if width == 1:  # following one assignment, the faster one each time, is greedy
         assert seconds == pytest.approx(makespan(greedy(*problem), device, host))
@@ -101,7 +101,7 @@ def algorithm_1(device: list[float], host: list[float]) -> tuple[list[int], list
     return on_cpu, on_gpu
 
 
-@given(problems(roomy=True))
+@given(problems(ample=True))
 def test_greedy_is_algorithm_1(problem: Problem) -> None:
     device, host, _, _ = problem
     _, on_gpu = algorithm_1(device, host)
@@ -115,7 +115,7 @@ def test_greedy_by_hand() -> None:
     assert greedy([1, 2, 1], [5, 3, 4], [4, 4, 4], 99) == [True, False, True]
     # equal on both sides: the device's
     assert greedy([2], [2], [4], 4) == [True]
-    # no room: the host's, however slow, and what needs no room still goes to the device
+    # no free tile: the host computes the expert, however slow; a resident expert still goes to the device
     assert greedy([1, 1, 1], [9, 8, 7], [4, 4, 0], 4) == [True, False, True]
 
 
@@ -126,7 +126,7 @@ def test_greedy_is_not_always_best() -> None:
     assert makespan(optimum(device, host, need, 0), device, host) == 6
 
 
-def test_optimum_of_many_alike_is_quick() -> None:
+def test_optimum_of_many_equal_experts_is_fast() -> None:
     """16 experts of two kinds: without seeing that they are alike, 65536 assignments."""
     device, host = [1.0, 6.0] * 8, [2.5, 2.5] * 8
     answer = optimum(device, host, [0, 4] * 8, 99)
@@ -154,18 +154,18 @@ def test_two_ended_by_hand() -> None:
     assert two_ended(link, device, [1, 1.5, 3, 3], rows) == [True, False, True, False]
 
 
-def test_two_ended_moves_while_it_computes() -> None:
+def test_two_ended_overlaps_transfers_with_computing() -> None:
     # Resident experts keep the device busy until 4; the missing one has landed by 3: done at 5, not at 8.
     link, device, host = [0, 0, 3], [2, 2, 1], [9, 9, 5]
     assert two_ended(link, device, host, [1, 1, 1]) == [True, True, True]
 
 
-def test_two_ended_moves_one_expert_after_the_other() -> None:
+def test_two_ended_transfers_experts_in_sequence() -> None:
     """The second lands at 6, behind the first: the device would be done with it at 7, the host is at 5."""
     assert two_ended([3, 3], [1, 1], [5, 5], [1, 1]) == [True, False]
 
 
-def test_two_ended_host_may_take_resident_ones() -> None:
+def test_two_ended_host_may_take_resident_experts() -> None:
     # The device is slow here: the host takes the missing one (1 < 4) and the light resident one (2 < 4), the
     # device the heavy one (4 <= 2 + 3), unless the host is done with that sooner too (2 + 1 < 4).
     assert two_ended([0, 0, 5], [4, 4, 4], [3, 1, 1], [3, 1, 1]) == [True, False, False]

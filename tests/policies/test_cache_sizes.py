@@ -31,7 +31,7 @@ def mixtral_loads(gated: bool) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("known", GOLDEN["optimal"], ids=lambda known: f"{known['total']}-{known['gated']}")
-def test_the_published_measurements(known: dict[str, Any]) -> None:
+def test_expected_loads_equal_the_published_measurements(known: dict[str, Any]) -> None:
     loads = mixtral_loads(known["gated"])
     sizes = best_sizes(loads, known["total"])
     assert sum(sizes) <= known["total"]
@@ -67,10 +67,10 @@ def test_layer_sizes_of_a_calibration(known: dict[str, Any]) -> None:
     sizes = layer_sizes(mixtral_view(), known["total"], known["gated"])
     assert sum(sizes) == known["total"]
     cost = sum(load[size] for load, size in zip(mixtral_loads(known["gated"]), sizes, strict=True))
-    assert cost == pytest.approx(known["cost"], abs=1e-4)  # a calibration holds float32
+    assert cost == pytest.approx(known["cost"], abs=1e-4)  # a calibration's arrays are float32
 
 
-def test_the_first_layer_is_predicted_by_its_gate_alone() -> None:
+def test_first_layer_has_the_accuracy_of_its_trained_gate() -> None:
     view = mixtral_view()
     assert view.calibration is not None
     without = layer_sizes(view, 96, gated=False)
@@ -80,7 +80,7 @@ def test_the_first_layer_is_predicted_by_its_gate_alone() -> None:
     assert gate[0] < without[0]
 
 
-def test_without_prediction_layers_are_alike() -> None:
+def test_without_prediction_layers_are_equal() -> None:
     assert layer_sizes(mixtral_view(), 96, gated=False, predictor=None) == [3] * 32
 
 
@@ -96,7 +96,7 @@ def test_missing_calibration_parts_are_named() -> None:
 
 
 @given(st.integers(2, 200), shares, shares)
-def test_two_experts_are_the_papers_equations(experts: int, single: float, right: float) -> None:
+def test_loads_of_two_experts_equal_the_papers_equations(experts: int, single: float, right: float) -> None:
     """Equations 11 to 15, as they are printed."""
     loads = expected_loads(experts, [0, single, 1 - single], right)
     for t in range(experts + 1):
@@ -110,7 +110,7 @@ def test_two_experts_are_the_papers_equations(experts: int, single: float, right
 
 @settings(deadline=None, max_examples=40)
 @given(st.data())
-def test_any_number_of_experts_by_counting(data: st.DataObject) -> None:
+def test_loads_of_any_number_of_experts_equal_counting(data: st.DataObject) -> None:
     """Every set of needed experts against a cache of the first t, one by one."""
     experts = data.draw(st.integers(1, 8))
     weights = data.draw(st.lists(st.integers(0, 5), min_size=2, max_size=experts + 1))
@@ -127,7 +127,7 @@ def test_any_number_of_experts_by_counting(data: st.DataObject) -> None:
         assert loads[t] == pytest.approx(expected, abs=1e-12)
 
 
-def test_many_experts_by_drawing() -> None:
+def test_loads_of_many_experts_equal_random_draws() -> None:
     """E = 64, k = 6, half of them cached: drawn a hundred thousand times."""
     rng = np.random.default_rng(3)
     drawn = rng.random((100_000, 64)).argpartition(6, axis=1)[:, :6]
@@ -136,14 +136,14 @@ def test_many_experts_by_drawing() -> None:
     assert expected_loads(64, [0] * 6 + [1], 0.8)[32] == pytest.approx(simulated, abs=0.02)
 
 
-def test_more_needed_than_there_are() -> None:
+def test_more_needed_than_existing_experts_are_refused() -> None:
     with pytest.raises(ValueError, match="3 experts cannot be needed of 2"):
         expected_loads(2, [0, 0, 0, 1], 0.5)
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_best_sizes_by_trying_all(data: st.DataObject) -> None:
+def test_best_sizes_equal_exhaustive_search(data: st.DataObject) -> None:
     layers, experts = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
     loads = data.draw(
         st.lists(
@@ -163,7 +163,7 @@ def test_best_sizes_by_trying_all(data: st.DataObject) -> None:
     assert sum(load[size] for load, size in zip(loads, sizes, strict=True)) == pytest.approx(least, abs=1e-12)
 
 
-def test_room_that_is_left_over() -> None:
+def test_remaining_capacity_goes_to_the_smallest_layers() -> None:
     assert filled([0, 4, 1], 4, 8) == [2, 4, 2]
     assert filled([0, 4, 1], 4, 99) == [4, 4, 4]
     assert filled([1, 2], 4, 3) == [1, 2]

@@ -1,4 +1,4 @@
-"""Costs: interpolation against hand-made numbers, and the file that a person may get wrong."""
+"""Costs: interpolation against hand-made numbers, and invalid costs files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GOOD: dict[str, Any] = {
 }
 
 
-def test_seconds() -> None:
+def test_seconds_are_interpolated() -> None:
     costs = Costs.from_json(GOOD)
     rows = np.array([0, 1, 2, 3, 4, 10, 16, 28], dtype=np.int32)
     assert np.allclose(costs.host_seconds(rows, 1), [0, 0.5, 1, 1.5, 2, 5, 8, 14])
@@ -35,13 +35,13 @@ def test_seconds() -> None:
     assert np.allclose(costs.link_seconds([0, 2]), [0, 0.5])
 
 
-def test_one_point_is_a_constant() -> None:
+def test_grid_of_one_point_is_constant() -> None:
     costs = Costs(rows=(4,), host=(2.0,), device=(1.0,), link=0.0, round_trip=0.0)
     assert np.allclose(costs.host_seconds([0, 1, 4, 100], 1), [0, 2, 2, 2])
 
 
-def test_a_layers_other_work() -> None:
-    """At the same row counts; none where a file does not have it."""
+def test_other_work_of_a_layer() -> None:
+    """The other work has the same row counts; it is 0 where the file does not have it."""
     costs = Costs.from_json(GOOD | {"other": [1.0, 3.0, 9.0]})
     assert np.allclose(costs.other_seconds([0, 2, 3, 16]), [0, 1, 2, 9])
     assert not Costs.from_json(GOOD).other_seconds([1, 2, 99]).any()
@@ -49,8 +49,8 @@ def test_a_layers_other_work() -> None:
 
 
 @given(st.integers(1, 100), st.integers(1, 50))
-def test_costs_of_an_expert(tiles: int, rows: int) -> None:
-    """All of its tiles cost what it costs; what is not of experts stays, and so do costs of tiles."""
+def test_costs_of_an_expert_are_divided_by_its_tiles(tiles: int, rows: int) -> None:
+    """An expert's costs are divided by its tiles; other costs and costs of tiles do not change."""
     whole = Costs.from_json(GOOD | {"other": [1.0, 2.0, 3.0], "per": "expert"})
     costs = whole.for_tiles(tiles)
     assert np.allclose(costs.host_seconds(rows, tiles), whole.host_seconds(rows, 1))
@@ -65,14 +65,16 @@ def test_costs_of_an_expert(tiles: int, rows: int) -> None:
     st.lists(st.integers(1, 100), min_size=6, max_size=6, unique=True),
     st.integers(0, 300),
 )
-def test_never_negative_and_exact_on_the_grid(values: list[float], rows: list[int], asked: int) -> None:
+def test_seconds_are_never_negative_and_exact_on_the_grid(
+    values: list[float], rows: list[int], asked: int
+) -> None:
     grid = tuple(sorted(rows)[: len(values)])
     costs = Costs(grid, tuple(values), tuple(values), 0.0, 0.0)
     assert np.allclose(costs.host_seconds(grid, 1), values)
     assert costs.host_seconds(asked, 1) >= 0
 
 
-def test_round_trip(tmp_path: Path) -> None:
+def test_costs_file_round_trip(tmp_path: Path) -> None:
     costs = Costs((1, 8), (1e-5, 3e-5), (1e-6, 2e-6), 5e-5, 1e-4, (1e-4, 2e-4), "expert")
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(costs.to_json()))
@@ -103,7 +105,7 @@ def test_round_trip(tmp_path: Path) -> None:
         ({"rouns": 1}, "'rouns' is no key"),
     ],
 )
-def test_wrong_values(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+def test_invalid_values_are_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(GOOD | change))
     with pytest.raises(PolicyError, match=words) as caught:
@@ -113,7 +115,7 @@ def test_wrong_values(tmp_path: Path, change: dict[str, Any], words: str) -> Non
 
 
 @pytest.mark.parametrize("key", list(GOOD))
-def test_missing_key(key: str) -> None:
+def test_missing_key_is_named(key: str) -> None:
     with pytest.raises(PolicyError, match=f"'{key}' is missing"):
         Costs.from_json({name: value for name, value in GOOD.items() if name != key})
 
@@ -121,7 +123,7 @@ def test_missing_key(key: str) -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[1]", b"null", b"\xff\xfe", b"[" * 100_000, b" " * (1 << 20) + b"{}"]
 )
-def test_no_costs_file(tmp_path: Path, content: bytes) -> None:
+def test_invalid_costs_file_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "costs.json"
     path.write_bytes(content)
     with pytest.raises(PolicyError) as caught:
@@ -129,8 +131,8 @@ def test_no_costs_file(tmp_path: Path, content: bytes) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_shipped_table_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From any folder; a file of that name in it comes first."""
+def test_shipped_table_is_read_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From any folder; a file of that name in the folder takes precedence."""
     monkeypatch.chdir(tmp_path)
     assert Costs.load(Path("daop-table-1")).per == "expert"
     (tmp_path / "daop-table-1").write_text(json.dumps(GOOD))
@@ -139,7 +141,7 @@ def test_a_shipped_table_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
         Costs.load(tmp_path / "elsewhere" / "daop-table-1")
 
 
-def test_unreadable(tmp_path: Path) -> None:
+def test_unreadable_file_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "missing.json", tmp_path):
         with pytest.raises(PolicyError, match="cannot read the costs file"):
             Costs.load(path)

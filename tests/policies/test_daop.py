@@ -1,4 +1,4 @@
-"""DAOP on hand-worked cases: what is swapped in a prompt, what is predicted and replaced in decoding."""
+"""DAOP on hand-worked cases: swaps in a prompt, predictions and replaced experts in decoding."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def rows(*pairs: tuple[int, int], times: int = 1) -> Routing:
     return Routing(experts, np.full(experts.shape, 0.5, np.float32))
 
 
-def test_the_placement_is_even_and_by_the_calibrations_decoding() -> None:
+def test_placement_is_even_and_by_the_calibrations_decoding() -> None:
     view = replace(make_view(ModelShape(layers=2, experts=4, tiles=2, top_k=2), 2 * 5 + 1))
     calibration = make_calibration(view.shape, RNG)
     decode = np.array([[5, 9, 8, 0], [1, 0, 7, 6]])
@@ -62,7 +62,7 @@ def test_the_placement_is_even_and_by_the_calibrations_decoding() -> None:
         # 1.05 of 20 is 21: equal is enough
         ([20, 0, 21, 0], [0], [(0, 2)]),
         ([20, 0, 20, 0], [0], []),
-        # nobody uses them: nothing is moved, although 0 >= 1.05 * 0
+        # unused experts: no swap, although 0 >= 1.05 * 0
         ([0, 0, 0, 0], [0, 1], []),
         # at most E / 2 = 2 pairs, though three would be worth it
         ([0, 0, 0, 7], [0, 1, 2], [(0, 3)]),
@@ -75,12 +75,12 @@ def test_the_placement_is_even_and_by_the_calibrations_decoding() -> None:
         ([3, 3], [], []),
     ],
 )
-def test_algorithm_1(counts: list[int], device: list[int], pairs: list[tuple[int, int]]) -> None:
+def test_swaps_equal_algorithm_1(counts: list[int], device: list[int], pairs: list[tuple[int, int]]) -> None:
     target = [2 if expert in device else 0 for expert in range(len(counts))]
     assert swaps(counts, target, 1.05) == pairs
 
 
-def test_a_prompt_swaps_before_its_experts_run() -> None:
+def test_prompt_swaps_before_its_experts_are_computed() -> None:
     policy, view = daop(), view_of("prefill", [0, 1], (7,) * 6)
     policy.placement(view)
     # four times 5, twice 1, three times 6, three times 7; the device has 0 (unused) and 1
@@ -117,7 +117,7 @@ def test_counts_accumulate_over_the_chunks_of_a_prompt() -> None:
 
 
 @pytest.mark.parametrize(("silent", "forgotten"), [(16, False), (17, True)])
-def test_counts_of_a_sequence_that_has_ended_are_forgotten(silent: int, forgotten: bool) -> None:
+def test_counts_of_ended_sequences_are_dropped(silent: int, forgotten: bool) -> None:
     policy = daop()
     policy.placement(view_of("prefill", [0, 1], (7,)))
     policy.plan(0, rows((0, 1), times=5), view_of("prefill", [0, 1], (7,) * 5, step=3))
@@ -141,7 +141,7 @@ def test_decoded_sequences_keep_their_counts() -> None:
     )
 
 
-def test_decoding_moves_nothing() -> None:
+def test_decoding_changes_no_residency() -> None:
     policy, view = daop(), view_of("decode", [0, 1], (7,))
     policy.placement(view)
     plan = policy.plan(0, rows((5, 6)), view)
@@ -184,60 +184,60 @@ def test_layer_is_decided_from_the_previous_layers_input(early: str) -> None:
 def degraded(
     logits: FloatArray, resident: list[int], k: int, rescaled: bool = True
 ) -> tuple[Routing, Routing]:
-    said = softmax_router(k)(logits)
+    original = softmax_router(k)(logits)
     if rescaled:
-        said = Routing(said.experts, said.weights / said.weights.sum(axis=1, keepdims=True))
+        original = Routing(original.experts, original.weights / original.weights.sum(axis=1, keepdims=True))
     cut: IntArray = np.zeros(logits.shape[1], np.int32)
     cut[resident] = 3
-    return said, degrade(said, logits, cut, 3)
+    return original, degrade(original, logits, cut, 3)
 
 
 def test_degradation_of_two() -> None:
-    """Both on the host: the lower-scored gives way to the best-scored on the device."""
-    said, routing = degraded(logits(e6=2, e5=1.5, e0=0.5, e1=1), [0, 1], k=2)
-    assert said.experts.tolist() == [[6, 5]]
+    """Both on the host: the best-scored expert on the device replaces the lower-scored one."""
+    original, routing = degraded(logits(e6=2, e5=1.5, e0=0.5, e1=1), [0, 1], k=2)
+    assert original.experts.tolist() == [[6, 5]]
     assert routing.experts.tolist() == [[6, 1]]
-    # as if the router had had to choose between 6 and 1: softmax of 2 and 1
+    # as a router's choice between 6 and 1: softmax of 2 and 1
     assert np.allclose(routing.weights, [[1 / (1 + np.exp(-1)), 1 / (1 + np.exp(1))]])
 
 
 @pytest.mark.parametrize("resident", [[6], [5, 0], [6, 5], []])
 def test_no_degradation_with_one_on_the_host_or_none_on_the_device(resident: list[int]) -> None:
-    said, routing = degraded(logits(e6=2, e5=1.5, e0=0.5, e1=1), resident, k=2)
-    assert routing is said
+    original, routing = degraded(logits(e6=2, e5=1.5, e0=0.5, e1=1), resident, k=2)
+    assert routing is original
 
 
 def test_degradation_of_four() -> None:
-    """Two may stay on the host, the others give way; where too few are on the device, the best stay."""
+    """Two may stay on the host, the others are replaced; where too few are on the device, the best stay."""
     scores = logits(e7=4, e6=3.5, e5=3, e4=2.5, e3=2, e2=1, e1=0)
-    said, routing = degraded(scores, [1, 2, 3], k=4)
-    assert said.experts.tolist() == [[7, 6, 5, 4]]
+    original, routing = degraded(scores, [1, 2, 3], k=4)
+    assert original.experts.tolist() == [[7, 6, 5, 4]]
     assert routing.experts.tolist() == [[7, 6, 3, 2]]
     shares = np.exp(np.array([4, 3.5, 2, 1]))
     assert np.allclose(routing.weights, shares / shares.sum())
-    # one of the four is on the device already: of three on the host, one gives way
+    # one of the four is on the device already: of three on the host, one is replaced
     assert degraded(scores, [6, 1, 2], k=4)[1].experts.tolist() == [[7, 6, 5, 2]]
-    # only one is there to step in: for the lowest-scored
+    # only one is on the device: it replaces the lowest-scored
     assert degraded(scores, [2], k=4)[1].experts.tolist() == [[7, 6, 5, 2]]
     # two on the host are not too many
-    said, routing = degraded(scores, [7, 5, 3], k=4)
-    assert routing is said
+    original, routing = degraded(scores, [7, 5, 3], k=4)
+    assert routing is original
 
 
 def test_degradation_keeps_the_sum_of_the_weights() -> None:
-    """Of a model whose weights are plain probabilities, and do not sum to 1."""
-    said, routing = degraded(logits(e6=2, e5=1.5, e0=0.5, e1=1, e3=1.8), [0, 1], k=2, rescaled=False)
-    assert said.experts.tolist() == [[6, 3]]
+    """For a model with plain probabilities as weights, which do not sum to 1."""
+    original, routing = degraded(logits(e6=2, e5=1.5, e0=0.5, e1=1, e3=1.8), [0, 1], k=2, rescaled=False)
+    assert original.experts.tolist() == [[6, 3]]
     assert routing.experts.tolist() == [[6, 1]]
-    assert said.weights.sum() < 0.9
-    assert np.isclose(routing.weights.sum(), said.weights.sum())
+    assert original.weights.sum() < 0.9
+    assert np.isclose(routing.weights.sum(), original.weights.sum())
     assert np.isclose(routing.weights[0, 0] / routing.weights[0, 1], np.exp(2 - 1))
 
 
-def test_an_expert_without_weight_does_not_count() -> None:
-    said = Routing(np.array([[6, 5]], np.int32), np.array([[0.7, 0]], np.float32))
+def test_expert_with_weight_0_does_not_count() -> None:
+    original = Routing(np.array([[6, 5]], np.int32), np.array([[0.7, 0]], np.float32))
     cut = np.array([3, 0, 0, 0, 0, 0, 0, 0], np.int32)
-    assert degrade(said, logits(e6=2, e5=1.5, e0=0.5), cut, 3) is said
+    assert degrade(original, logits(e6=2, e5=1.5, e0=0.5), cut, 3) is original
 
 
 @settings(deadline=None, max_examples=150)
@@ -248,12 +248,12 @@ def test_degradation_of_any_size(data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 9999)))
     scores = (2 * rng.normal(size=(data.draw(st.integers(1, 4)), experts))).astype(np.float32)
     cut = np.where(rng.random(experts) < data.draw(st.sampled_from([0, 0.3, 0.7, 1])), 3, 1).astype(np.int32)
-    said = softmax_router(k)(scores)
-    routing = degrade(said, scores, cut, 3)
-    assert np.allclose(routing.weights.sum(axis=1), said.weights.sum(axis=1), rtol=1e-5)
+    original = softmax_router(k)(scores)
+    routing = degrade(original, scores, cut, 3)
+    assert np.allclose(routing.weights.sum(axis=1), original.weights.sum(axis=1), rtol=1e-5)
     for row in range(len(scores)):
-        old, new = said.experts[row].tolist(), routing.experts[row].tolist()
-        used = [e for e, w in zip(old, said.weights[row], strict=True) if w]
+        old, new = original.experts[row].tolist(), routing.experts[row].tolist()
+        used = [e for e, w in zip(old, original.weights[row], strict=True) if w]
         away = sorted((e for e in used if cut[e] < 3), key=lambda e: -scores[row, e])
         spare = [e for e in range(experts) if cut[e] == 3 and e not in old]
         spare.sort(key=lambda e: -scores[row, e])
@@ -268,7 +268,7 @@ def test_degradation_of_any_size(data: st.DataObject) -> None:
             assert np.isclose(np.log(one / other), scores[row, a] - scores[row, b], atol=1e-3)
 
 
-def test_without_sequences_all_rows_are_one_prompts() -> None:
+def test_rows_without_sequences_count_as_one_prompt() -> None:
     policy, view = daop(), view_of("prefill", [0, 1], ())
     policy.placement(view)
     assert len(policy.plan(0, rows((5, 6), (5, 7)), view).targets) == 4

@@ -34,7 +34,7 @@ def calibration(sensitivity: list[float] | None, threshold: float | None) -> Cal
 
 
 def a_view(top_k: int, sensitivity: list[float], threshold: float | None, weights: FloatArray) -> View:
-    """Its router answers with these weights."""
+    """The machine's router returns these weights."""
     experts = np.tile(np.arange(16)[:top_k][::-1], (len(weights), 1)).astype(np.int32)
     view = make_view(ModelShape(len(sensitivity), 16, 1, top_k), 8)
     known = calibration(sensitivity, threshold)
@@ -45,7 +45,7 @@ SIGNALS = Signals(np.zeros((1, 16), np.float32), {})
 
 
 def slowly(weights: list[float], sensitivity: float, limit: float) -> list[float]:
-    """One token: drop one more of the smallest as long as the rule allows, from the definition each time."""
+    """One token: drop one more of the smallest as long as the rule allows, by its definition."""
     total = sum(weights)
     ranked = sorted(range(len(weights)), key=lambda slot: (weights[slot], -slot))
     dropped: list[int] = []
@@ -61,7 +61,7 @@ def slowly(weights: list[float], sensitivity: float, limit: float) -> list[float
 @pytest.mark.parametrize("top_k", [1, 2, 4, 8])
 @settings(deadline=None, max_examples=80)
 @given(data=st.data())
-def test_adaptive_by_its_rule(top_k: int, data: st.DataObject) -> None:
+def test_adaptive_gate_follows_its_rule(top_k: int, data: st.DataObject) -> None:
     rows = data.draw(st.sampled_from([1, 1, 3, 20]))
     rng = np.random.default_rng(data.draw(st.integers(0, 9999)))
     spread = data.draw(st.sampled_from([0.2, 1.0, 3.0]))
@@ -77,23 +77,25 @@ def test_adaptive_by_its_rule(top_k: int, data: st.DataObject) -> None:
     assert np.array_equal(gated.router_routing.weights, weights)
     assert np.array_equal(gated.routing.experts, gated.router_routing.experts)
     assert gated.routing.weights.dtype == np.float32
-    for row, said in zip(gated.routing.weights, weights, strict=True):
-        wanted = slowly(said.tolist(), float(np.float32(sensitivity[1])), limit)
+    for row, full in zip(gated.routing.weights, weights, strict=True):
+        wanted = slowly(full.tolist(), float(np.float32(sensitivity[1])), limit)
         assert row == pytest.approx(wanted, rel=1e-6, abs=1e-9)
-        assert row.sum() == pytest.approx(said.sum(), rel=1e-6)
-        if np.count_nonzero(row) == np.count_nonzero(said):
-            assert np.array_equal(row, said)
+        assert row.sum() == pytest.approx(full.sum(), rel=1e-6)
+        if np.count_nonzero(row) == np.count_nonzero(full):
+            assert np.array_equal(row, full)
 
 
 @given(st.floats(0.5, 1), st.floats(0.001, 50), st.floats(1e-4, 1))
-def test_two_experts_are_the_papers_equation(alpha: float, sensitivity: float, limit: float) -> None:
+def test_gate_of_two_experts_equals_the_papers_equation(
+    alpha: float, sensitivity: float, limit: float
+) -> None:
     weights = np.array([[alpha, 1 - alpha]], np.float32)
     top, both = float(weights[0, 0]), float(weights.sum(dtype=np.float64))
-    said = (1 - top / both) ** 2 * float(np.float32(sensitivity))
-    if abs(said - limit) < 1e-6 * limit:
+    loss = (1 - top / both) ** 2 * float(np.float32(sensitivity))
+    if abs(loss - limit) < 1e-6 * limit:
         return  # the two ways of writing the sum may round apart
     gated = AdaptiveGate(threshold=limit, phase="decode")(0, SIGNALS, a_view(2, [sensitivity], None, weights))
-    assert (gated.routing.weights[0, 1] == 0) == (said <= limit or weights[0, 1] == 0)
+    assert (gated.routing.weights[0, 1] == 0) == (loss <= limit or weights[0, 1] == 0)
 
 
 def test_batch_is_gated_like_its_single_rows() -> None:
@@ -109,7 +111,7 @@ def test_batch_is_gated_like_its_single_rows() -> None:
     assert (together > 0).all(axis=1).any()
 
 
-def test_mixtrals_shares_follow_from_its_sensitivities() -> None:
+def test_share_of_dropped_experts_follows_the_sensitivities() -> None:
     """A token split 0.9 to 0.1 uses both experts in a sensitive layer and one in a late layer."""
     weights = np.array([[0.9, 0.1]], np.float32)
     view = a_view(2, [46.7, 0.51, 0.49, 0.02], 0.005, weights)
@@ -118,7 +120,7 @@ def test_mixtrals_shares_follow_from_its_sensitivities() -> None:
     assert used == [2, 2, 1, 1]
 
 
-def test_only_decode_by_default() -> None:
+def test_gate_drops_experts_only_in_decode_by_default() -> None:
     weights = np.array([[0.9, 0.1]], np.float32)
     view = replace(a_view(2, [0.01], 1.0, weights), phase="prefill")
     gated = AdaptiveGate(threshold=None, phase="decode")(0, SIGNALS, view)
@@ -127,7 +129,7 @@ def test_only_decode_by_default() -> None:
     assert everywhere.routing.weights.tolist() == [[1.0, 0.0]]
 
 
-def test_a_new_calibration_is_used() -> None:
+def test_new_calibration_is_used() -> None:
     weights = np.array([[0.9, 0.1]], np.float32)
     gate = AdaptiveGate(threshold=None, phase="decode")
     assert gate(0, SIGNALS, a_view(2, [0.01], 1.0, weights)).routing.weights[0, 1] == 0

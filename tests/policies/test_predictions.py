@@ -1,4 +1,4 @@
-"""What is predicted, on hand-made logits."""
+"""Predictions from hand-made logits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHAPE = ModelShape(layers=4, experts=6, tiles=2, top_k=2)
 
 
 def view_with(*kept: tuple[int, int]) -> View:
-    """Nothing but these experts is kept."""
+    """A view in which targets keep exactly these experts."""
     target = np.zeros((4, 6), np.int32)
     for layer, expert in kept:
         target[layer, expert] = 2
@@ -58,7 +58,7 @@ def test_gate_is_applied_to_predicted_routing() -> None:
     assert NextGate().experts(1, signals, view_with(), first_only) == [(2, 3)]
 
 
-def test_the_most_rows_count_first_then_the_weights() -> None:
+def test_predicted_experts_are_ordered_by_rows_then_weights() -> None:
     experts = np.array([[0, 1], [1, 2], [3, 2], [4, 5]], np.int32)
     weights = np.array([[0.9, 0.1], [0.5, 0.2], [0.6, 0.3], [0.8, 0.0]], np.float32)
     assert by_probability(Routing(experts, weights)) == [1, 2, 0, 4, 3]
@@ -86,7 +86,7 @@ def test_residual_defaults_follow_the_model(experts: int, prefetch: int) -> None
     assert Residual(prefetch=None).reserve(view) == prefetch
 
 
-def test_lookahead_goes_on_where_all_is_kept() -> None:
+def test_lookahead_continues_where_all_experts_are_kept() -> None:
     part = Lookahead(depth=3)
     view = view_with((1, 1), (1, 4), (2, 3), (2, 2))
     assert part.probes(0, view) == (1, 2, 3)

@@ -1,4 +1,4 @@
-"""Every preset's answers are valid on odd shapes; options, parts and names that a person may get wrong."""
+"""Every preset's decisions are valid on odd shapes; invalid options, parts and names are refused."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def run(machine: Machine, steps: list[int]) -> None:
 @each_variant
 @settings(deadline=None, max_examples=15)
 @given(data=st.data())
-def test_answers_keep_the_contract(request_: PolicyRequest, data: st.DataObject) -> None:
+def test_decisions_keep_the_contract(request_: PolicyRequest, data: st.DataObject) -> None:
     shape = data.draw(shapes())
     capacity = data.draw(capacities(shape))
     landing = data.draw(st.sampled_from([0.0, 0.5, 1.0]))
@@ -80,14 +80,14 @@ def test_answers_keep_the_contract(request_: PolicyRequest, data: st.DataObject)
 
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
-def test_any_parts_together(data: st.DataObject) -> None:
-    """Whatever parts are exchanged: they keep the contract, or are refused."""
+def test_any_combination_of_parts_keeps_the_contract_or_is_refused(data: st.DataObject) -> None:
+    """Any exchanged parts keep the contract, or are refused."""
     name = data.draw(st.sampled_from([name for name, preset in PRESETS.items() if preset.parts]))
     options = {role: data.draw(st.sampled_from(list(parts))) for role, parts in PARTS.items()}
     try:
         policy = make(name, **options)
     except PolicyError:
-        return  # for the reasons that `test_wrong_requests` has
+        return  # for the reasons that `test_invalid_requests_are_refused` has
     shape = data.draw(shapes())
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     view = replace(make_view(shape, data.draw(capacities(shape))), calibration=make_calibration(shape, rng))
@@ -98,8 +98,8 @@ def test_any_parts_together(data: st.DataObject) -> None:
 
 @settings(deadline=None, max_examples=10)
 @given(data=st.data())
-def test_policies_plan_on_after_a_failed_step(data: st.DataObject) -> None:
-    """Where a layer's host share cannot be computed, neither `after` nor the later layers are asked."""
+def test_policies_continue_after_a_failed_step(data: st.DataObject) -> None:
+    """After a host share that cannot be computed, the driver calls neither `after` nor the later layers."""
     shape = data.draw(shapes())
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     view = replace(make_view(shape, data.draw(capacities(shape))), calibration=make_calibration(shape, rng))
@@ -121,7 +121,7 @@ def test_512_experts_in_94_layers(request_: PolicyRequest) -> None:
     shape = ModelShape(layers=94, experts=512, tiles=4, top_k=10)
     rng = np.random.default_rng(0)
     view = replace(make_view(shape, 50_001), calibration=make_calibration(shape, rng))
-    if request_.name == "adapmoe":  # whose sizes are found once, in a time of their own
+    if request_.name == "adapmoe":  # its cache sizes are computed once, before the timed steps
         request_ = PolicyRequest("adapmoe", request_.options | {"sizes": "even"})
     machine = Machine(make_policy(request_, 0), view, rng)
     machine.start()
@@ -130,7 +130,7 @@ def test_512_experts_in_94_layers(request_: PolicyRequest) -> None:
 
 @dataclass
 class Watched(Machine):
-    """Notes what each layer's prediction was made from, and which experts it named."""
+    """Records the logits of each layer's prediction, and the experts that it named."""
 
     layers: list[tuple[int, Signals, IntArray, list[tuple[int, int]]]] = field(default_factory=list)
 
@@ -170,7 +170,7 @@ def predicted_by_hand(name: str, machine: Watched, signals: Signals, kept: IntAr
 
 
 @pytest.mark.parametrize("name", ["mixtral-offloading", "hybrimoe", "dali", "adapmoe"])
-def test_predicted_experts_are_fetched_unless_prefetching_rests(name: str) -> None:
+def test_predicted_experts_are_fetched_unless_prefetching_pauses(name: str) -> None:
     shape = ModelShape(layers=6, experts=16, tiles=2, top_k=2)
     rng = np.random.default_rng(1)
     view = replace(make_view(shape, 80), calibration=make_calibration(shape, rng))
@@ -194,7 +194,7 @@ def test_predicted_experts_are_fetched_unless_prefetching_rests(name: str) -> No
 
 @pytest.mark.parametrize(("sensitivity", "named"), [(0.0, [3]), (1e6, [3, 7])])
 def test_adapmoe_predicts_only_experts_that_its_gate_keeps(sensitivity: float, named: list[int]) -> None:
-    """The preset as it is wired: its gate is applied to what its prediction says of the next layer."""
+    """The preset as it is wired: its gate is applied to the predicted routing of the next layer."""
     shape = ModelShape(layers=2, experts=16, tiles=2, top_k=2)
     calibration = make_calibration(shape, np.random.default_rng(0))
     calibration = replace(calibration, sensitivity=np.array([1e6, sensitivity], np.float32))
@@ -252,7 +252,7 @@ def test_planning_imports_no_torch(module: str) -> None:
         ("random", {"seed": "9" * 20}, "must be in 0"),
         ("random", {"seed": "9" * 5000}, "must be a whole number"),
         ("random", {"churn": "yes"}, r"must be 0\|1"),
-        # parts that bring what the others cannot use
+        # parts with work that the others cannot use
         ("all-host", {"prediction": "next-gate"}, "prediction=next-gate is for the device, and assig"),
         ("all-host", {"placement": "popular"}, "placement=popular is for the device, and assignment=host"),
         ("dali", {"assignment": "host"}, "placement=random is for the device"),
@@ -261,7 +261,7 @@ def test_planning_imports_no_torch(module: str) -> None:
         ("dali", {"placement": "empty"}, "replacement=workload only swaps experts, and placement=empty"),
     ],
 )
-def test_wrong_requests(name: str, options: dict[str, str], words: str) -> None:
+def test_invalid_requests_are_refused(name: str, options: dict[str, str], words: str) -> None:
     with pytest.raises(PolicyError, match=words) as caught:
         make_policy(PolicyRequest(name, options), 0)
     assert "\n" not in str(caught.value)
@@ -278,8 +278,10 @@ def test_wrong_requests(name: str, options: dict[str, str], words: str) -> None:
         ("fiddler", {"placement": "calibrated"}, "--set fiddler.placement=popular$"),
     ],
 )
-def test_a_calibration_that_is_not_there(name: str, options: dict[str, str], words: str) -> None:
-    """The error offers the command and how to do without; and without is then enough."""
+def test_missing_calibration_is_named_with_the_way_without(
+    name: str, options: dict[str, str], words: str
+) -> None:
+    """The error names the command and the options that avoid the calibration; these options suffice."""
     view = make_view(ModelShape(layers=2, experts=8, tiles=2, top_k=2), 16)
     with pytest.raises(PolicyError, match=words) as caught:
         make(name, **options).placement(view)
@@ -297,10 +299,10 @@ def test_missing_calibration_parts_are_named_with_the_way_without() -> None:
     view = replace(make_view(shape, 16), calibration=calibration)
     with pytest.raises(PolicyError, match=r"a calibration with sensitivities: .* --set adapmoe\.gate=own"):
         make("adapmoe").placement(view)
-    make("adapmoe", gate="own").placement(view)  # every token needs k experts: nothing else has to be known
+    make("adapmoe", gate="own").placement(view)  # every token needs k experts: no other input is needed
 
 
-def test_without_costs() -> None:
+def test_missing_costs_are_named() -> None:
     view = make_view(ModelShape(layers=1, experts=2, tiles=1, top_k=1), 1, costs=None)
     for name, preset in PRESETS.items():
         policy = make(name)
@@ -324,7 +326,7 @@ def test_options_change_what_a_policy_declares() -> None:
     assert make("dali", prediction="none").name == "dali"
 
 
-def test_the_engines_seed_is_the_default() -> None:
+def test_engine_seed_is_the_default() -> None:
     view = make_view(ModelShape(layers=3, experts=8, tiles=2, top_k=2), 20)
     view = replace(view, calibration=make_calibration(view.shape, np.random.default_rng(0)))
     three = make("dali", seed="3").placement(view)

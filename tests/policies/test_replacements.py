@@ -1,4 +1,4 @@
-"""What stays resident, against plain simulations written in another way."""
+"""Replacements against plain simulations written in another way."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Lru:
         whole = min(capacity // shape.tiles, shape.layers * shape.experts)
         if per_layer:
             spare = whole % shape.layers
-            self.room = [whole // shape.layers + (layer < spare) for layer in range(shape.layers)]
+            self.sizes = [whole // shape.layers + (layer < spare) for layer in range(shape.layers)]
             self.lists: list[list[tuple[int, int]]] = [[] for _ in range(shape.layers)]
         else:
-            self.room, self.lists = [whole], [[]]
+            self.sizes, self.lists = [whole], [[]]
 
     def use(self, layer: int, workload: dict[int, int]) -> None:
         """One layer's step; `workload` has the active experts."""
@@ -48,10 +48,10 @@ class Lru:
         hits = [entry for entry in kept if entry in active]
         others = [entry for entry in kept if entry not in active]
         misses = sorted(set(active) - set(hits), key=lambda entry: (-workload[entry[1]], entry[1]))
-        misses = misses[: self.room[index] - len(hits)]
-        while len(others) + len(hits) + len(misses) > self.room[index]:
+        misses = misses[: self.sizes[index] - len(hits)]
+        while len(others) + len(hits) + len(misses) > self.sizes[index]:
             others.pop(0)
-        # those of one step are equally recent: the smaller index outlives the larger one
+        # the experts of one step are equally recent: the smaller index is evicted after the larger one
         self.lists[index] = others + sorted(hits + misses, reverse=True)
 
     def residents(self) -> set[tuple[int, int]]:
@@ -101,8 +101,8 @@ def test_lru_layer_sizes_follow_the_calibration() -> None:
     assert sum(layer_sizes(view, 22, gated=False, predictor="raw")) == 22
 
 
-def test_placement_beyond_a_layers_size_is_not_placed() -> None:
-    """What the first layers hold beyond their shares of an LRU cache is not placed at all."""
+def test_placement_is_limited_to_each_layers_size() -> None:
+    """Experts of the first layers beyond their shares of an LRU cache are not placed."""
     shape = ModelShape(layers=4, experts=6, tiles=1, top_k=2)
     popularity = np.tile(np.arange(6, dtype=np.int32), (4, 1))
     view = make_view(shape, 9, popularity=popularity)
@@ -180,7 +180,7 @@ def test_score_replacement(data: st.DataObject) -> None:
     )
     machine.start()
     whole = min(machine.view.capacity // shape.tiles, shape.layers * shape.experts)
-    room = [whole // shape.layers + (layer < whole % shape.layers) for layer in range(shape.layers)]
+    sizes = [whole // shape.layers + (layer < whole % shape.layers) for layer in range(shape.layers)]
     held = [set(np.flatnonzero(row).tolist()) for row in machine.view.target]
     score = np.zeros((shape.layers, shape.experts))
     for _ in range(12):
@@ -196,7 +196,7 @@ def test_score_replacement(data: st.DataObject) -> None:
             new = sorted(active - held[layer], key=lambda e: -score[layer, e])
             for expert in new:
                 others = held[layer] - active
-                if len(held[layer]) < room[layer]:
+                if len(held[layer]) < sizes[layer]:
                     held[layer].add(expert)
                 elif others:
                     cold = min(others, key=lambda e: (score[layer, e], e))
@@ -205,8 +205,8 @@ def test_score_replacement(data: st.DataObject) -> None:
             assert set(np.flatnonzero(machine.view.target[layer]).tolist()) == held[layer]
 
 
-def test_scores_of_a_long_run() -> None:
-    """They are kept in numbers that neither overflow nor stop to count."""
+def test_scores_of_many_steps_neither_overflow_nor_vanish() -> None:
+    """Scores stay finite, and later steps still change them."""
     shape = ModelShape(layers=1, experts=4, tiles=1, top_k=1)
     one = policy("hybrimoe", prediction="none", assignment="device")
     machine = Machine(one, make_view(shape, 2), np.random.default_rng(0))
@@ -220,7 +220,7 @@ def test_scores_of_a_long_run() -> None:
 
 
 def test_used_prediction_moves_into_the_cache_without_a_second_fetch() -> None:
-    """Without a second fetch; and what was predicted in vain goes when its layer is done."""
+    """A used prediction is not fetched twice; an unused one is evicted when its layer is done."""
     shape = ModelShape(layers=2, experts=8, tiles=2, top_k=1)
     machine = Machine(policy("mixtral-offloading"), make_view(shape, 2 * 4), np.random.default_rng(0))
     machine.start()

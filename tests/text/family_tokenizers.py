@@ -115,7 +115,7 @@ def deepseek() -> tuple[Tokenizer, dict[str, Any]]:
 
 
 def olmoe() -> tuple[Tokenizer, dict[str, Any]]:
-    """OLMoE: GPT-NeoX's tokenizer, whose runs of spaces are added tokens."""
+    """OLMoE: GPT-NeoX's tokenizer; its runs of spaces are added tokens."""
     backend = Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True)

@@ -1,4 +1,4 @@
-"""What the tests of replays share: hand-made costs, presets by name, and a policy that does as it is told."""
+"""Shared parts of the tests of replays: hand-made costs, presets by name, and a scripted policy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeline.traces.header import Header
 
 # Of a tile: host 3, device 1, link 5; a round trip 0.5; a layer's other work 2.
 COSTS = Costs(rows=(1,), host=(3.0,), device=(1.0,), link=5.0, round_trip=0.5, other=(2.0,))
-# Presets that need no calibration, or are told to do without.
+# Presets without a calibration, some by their options.
 OPTIONS = {
     "daop": {"placement": "popular", "first_layer": "1"},
     "dali": {"prediction": "next-gate"},
@@ -43,7 +43,7 @@ def run(
 
 
 class Scripted(Policy):
-    """Does what a test says."""
+    """A policy with decisions given by the test."""
 
     name = "scripted"
 
@@ -52,7 +52,7 @@ class Scripted(Policy):
         cut: int,
         placed: Sequence[tuple[int, int, int]] = (),
         predicts: Callable[[int, View], Sequence[Target]] = lambda layer, view: (),
-        ahead: bool | None = None,  # early; None: nothing is decided ahead
+        ahead: bool | None = None,  # early; None: no layer is decided early
         afterwards: Callable[[int, View], Sequence[Target]] = lambda layer, view: (),
     ) -> None:
         self._cut, self._placed, self._predicts, self._early = cut, placed, predicts, ahead

@@ -1,5 +1,5 @@
-"""The bytes of traces: what is written comes back, what is damaged is refused in one line, and a file that
-was cut short ends with its last whole step."""
+"""The bytes of traces: steps are read back, damaged files are refused in one line, and a truncated file ends
+with its last complete step."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def traces(draw: st.DrawFn) -> tuple[Header, list[TracedStep]]:
         rows = draw(st.integers(1, 4))
         layers = []
         for layer in range(shape.layers):
-            said, flags = routing(rows), [draw(st.booleans()) for _ in range(5)]
+            own, flags = routing(rows), [draw(st.booleans()) for _ in range(5)]
             layers.append(
                 LayerTrace(
-                    said,
-                    routing(rows) if flags[0] else said,
+                    own,
+                    routing(rows) if flags[0] else own,
                     flags[1],
                     cuts() if flags[2] else None,
                     halves(rows) if flags[3] else None,
@@ -104,15 +104,15 @@ def test_written_steps_are_read_back(
     assert not trace.cut_short
 
 
-def test_header_restores_a_router_that_routes_alike(tmp_path: Path) -> None:
-    """Not only its description: the same logits give the same experts and weights."""
+def test_header_restores_an_equal_router(tmp_path: Path) -> None:
+    """The same logits give the same experts and weights."""
     logits = np.random.default_rng(0).normal(size=(20, 8)).astype(np.float32)
     for router in (Softmax(2, False, 2.5, 4, 2), Softmax(2, True), SparseMixer(0.01)):
         header = make_header(ModelShape(1, 8, 1, 2), router=router)
         assert equal(Trace(write_trace(tmp_path / "f", header, [])).header.router(logits), router(logits))
 
 
-def test_truncated_file_ends_with_its_last_whole_step(tmp_path: Path) -> None:
+def test_truncated_file_ends_with_its_last_complete_step(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "f", SMALL, drawn_steps(SMALL, 3, 2))
     whole, ends = path.read_bytes(), [len(SMALL.encode())]
     for step in drawn_steps(SMALL, 3, 2):
@@ -129,8 +129,10 @@ def test_truncated_file_ends_with_its_last_whole_step(tmp_path: Path) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_damage_is_refused_in_one_line(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Any changed byte of a step is noticed; whatever the header says then, it is read or refused."""
+def test_damaged_file_is_refused_in_one_line(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Any changed byte of a step is detected; a changed header is read or refused."""
     path = write_trace(tmp_path_factory.mktemp("traces") / "f", SMALL, drawn_steps(SMALL, 2, 2))
     content = bytearray(path.read_bytes())
     at = data.draw(st.integers(0, len(content) - 1))
@@ -145,15 +147,15 @@ def test_damage_is_refused_in_one_line(tmp_path_factory: pytest.TempPathFactory,
     if refusal:
         assert str(path) in refusal
         assert "\n" not in refusal
-    else:  # a word of the header that is any text, or a step that would reach beyond the file's end
+    else:  # a free text of the header, or a step that would reach beyond the file's end
         assert trace is not None
         assert at < len(SMALL.encode()) or (read < 3 and trace.cut_short)
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.binary(max_size=300), st.booleans())
-def test_hostile_bodies(body: bytes, begun: bool) -> None:
-    """With a right checksum, too: what the body says of itself is checked before it is believed."""
+def test_hostile_bodies_are_refused(body: bytes, begun: bool) -> None:
+    """With a valid checksum, too: a body's fields are checked before they are used."""
     if begun:
         body = encode_step(drawn_steps(SMALL, 0, 1)[0])[FRAME.size :][:24] + body
     with pytest.raises(TraceError):
@@ -184,7 +186,7 @@ def test_hostile_bodies(body: bytes, begun: bool) -> None:
         {"router": {"kind": "sparse-mixer", "jitter": float("nan")}},
     ],
 )
-def test_hostile_headers(tmp_path: Path, change: dict[str, object]) -> None:
+def test_hostile_headers_are_refused(tmp_path: Path, change: dict[str, object]) -> None:
     plain = json.loads(SMALL.encode()[PREFIX.size :]) | change
     text = json.dumps(plain).encode()
     path = tmp_path / "f"
@@ -207,14 +209,14 @@ def test_hostile_headers(tmp_path: Path, change: dict[str, object]) -> None:
         (PREFIX.pack(MAGIC, 1, 60000) + b"[" * 60000, "damaged"),
     ],
 )
-def test_no_trace(tmp_path: Path, content: bytes, words: str) -> None:
+def test_other_files_are_refused(tmp_path: Path, content: bytes, words: str) -> None:
     path = tmp_path / "f"
     path.write_bytes(content)
     with pytest.raises(TraceError, match=words):
         Trace(path)
 
 
-def test_a_step_of_a_gigabyte_is_refused_before_it_is_read(tmp_path: Path) -> None:
+def test_gigabyte_step_is_refused_unread(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "f", SMALL, [])
     with path.open("ab") as file:
         file.write(FRAME.pack(0xFFFFFFFF, 0))
@@ -223,14 +225,14 @@ def test_a_step_of_a_gigabyte_is_refused_before_it_is_read(tmp_path: Path) -> No
         list(Trace(path).steps())
 
 
-def test_steps_come_in_their_order(tmp_path: Path) -> None:
+def test_step_out_of_order_is_refused(tmp_path: Path) -> None:
     steps = drawn_steps(SMALL, 0, 2)
     path = write_trace(tmp_path / "f", SMALL, [steps[1]])
     with pytest.raises(TraceError, match="step 0 is damaged: it has the number 1"):
         list(Trace(path).steps())
 
 
-def test_experts_that_do_not_exist(tmp_path: Path) -> None:
+def test_unknown_experts_are_refused(tmp_path: Path) -> None:
     body = bytearray(encode_step(drawn_steps(SMALL, 0, 1)[0])[FRAME.size :])
     body[16 + 4 + 1] = SMALL.shape.experts
     path = tmp_path / "f"
@@ -239,7 +241,7 @@ def test_experts_that_do_not_exist(tmp_path: Path) -> None:
         list(Trace(path).steps())
 
 
-def test_not_a_file(tmp_path: Path) -> None:
+def test_missing_files_folders_and_pipes_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "missing", tmp_path, tmp_path / "fifo", Path("nul\0")):
         with pytest.raises(TraceError):

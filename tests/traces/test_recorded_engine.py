@@ -1,5 +1,5 @@
-"""A run of an engine that records: its routing is the one that transformers' model of the same weights has,
-and a replay of it finds the hits and moves that the engine counted."""
+"""An engine that records: the recorded routing equals that of transformers' model of the same weights, and a
+replay counts the same hits and moves as the engine."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ pytestmark = pytest.mark.timeout(300)  # an engine starts, on a machine that may
 
 PROMPT = list(range(100, 124))
 NEW = 12
-TIE = 1e-3  # of two logits: what rounding may exchange, float16's included
+TIE = 1e-3  # of two logits that rounding may exchange, float16's included
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
-    """The trace, and the tokens that it was recorded from: the last one was never run."""
+    """The trace, and the tokens that it was recorded from; the last token was not computed."""
     path = tmp_path_factory.mktemp("recorded") / "run.trace"
     out = path.with_name("out.json")
     arguments = ["--format", "f32", "--backbone-dtype", "f32", "--device", "cpu", "--policy", "on-demand"]
@@ -44,7 +44,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]
     return path, PROMPT + answer["token_ids"]
 
 
-def test_routing_is_the_models(recorded: tuple[Path, list[int]]) -> None:
+def test_recorded_routing_is_the_models(recorded: tuple[Path, list[int]]) -> None:
     path, tokens = recorded
     trace = Trace(path)
     shape = trace.header.shape
@@ -74,8 +74,8 @@ def test_routing_is_the_models(recorded: tuple[Path, list[int]]) -> None:
     assert checked > 0.9 * shape.layers * (len(tokens) - 1)
 
 
-def test_predictions_are_of_the_next_layers(recorded: tuple[Path, list[int]]) -> None:
-    """What layer l says of l + 1 resembles l + 1's own logits, and more than what it says of l + 3."""
+def test_recorded_predictions_are_of_the_next_layers(recorded: tuple[Path, list[int]]) -> None:
+    """Predictions of layer l for l + 1 resemble the logits of l + 1, and more than those for l + 3."""
     steps = list(Trace(recorded[0]).steps())
     likeness = []
     for ahead in (1, 3):
@@ -83,15 +83,15 @@ def test_predictions_are_of_the_next_layers(recorded: tuple[Path, list[int]]) ->
         for step in steps:
             for layer in range(len(step.layers) - ahead):
                 own = np.float32(step.layers[layer + ahead].logits)
-                said = np.float32(step.layers[layer].predictions[ahead - 1])
-                norms = np.linalg.norm(own, axis=1) * np.linalg.norm(said, axis=1)
-                cosines.append(((own * said).sum(axis=1) / norms).mean())
+                predicted = np.float32(step.layers[layer].predictions[ahead - 1])
+                norms = np.linalg.norm(own, axis=1) * np.linalg.norm(predicted, axis=1)
+                cosines.append(((own * predicted).sum(axis=1) / norms).mean())
         likeness.append(float(np.mean(cosines)))
     assert likeness[0] > likeness[1] > 0
     assert likeness[0] > 0.7
 
 
-def test_replay_has_the_engines_hits(recorded: tuple[Path, list[int]]) -> None:
+def test_replay_counts_the_engines_hits(recorded: tuple[Path, list[int]]) -> None:
     """on-demand's cache follows from the routing alone."""
     trace = Trace(recorded[0])
     overview = look_over(trace)

@@ -1,4 +1,4 @@
-"""The fidelity that approximate presets report equals what a recording of the same run adds up to."""
+"""The fidelity that approximate presets report equals the sums over a recording of the same steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ RUNS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def calibrated() -> Iterator[None]:
-    """Made up, so that a quarter of the tokens or so use one expert: what is tested is the meter."""
+    """An invented calibration with which about a quarter of the tokens use one expert: the test is of the
+    counters."""
     random = np.random.default_rng(0)
     counts = random.integers(1, 100, (LAYERS, EXPERTS))
     needed = np.tile(np.array([0, 0.25, 0.75], np.float32), (LAYERS, 1))
@@ -65,15 +66,15 @@ def added_up(trace: Trace) -> dict[str, float]:
         for layer in step.layers:
             for row in range(len(step.sequences)):
                 for slot in range(trace.header.shape.top_k):
-                    said = float(layer.router_routing.weights[row, slot])
+                    routed = float(layer.router_routing.weights[row, slot])
                     done = float(layer.computed.weights[row, slot])
                     expert = int(layer.computed.experts[row, slot])
-                    weight += said
-                    sums["predicted"] += said * layer.predicted
+                    weight += routed
+                    sums["predicted"] += routed * layer.predicted
                     if done == 0:
-                        sums["skipped"] += said
+                        sums["skipped"] += routed
                     elif expert != layer.router_routing.experts[row, slot]:
-                        sums["substituted"] += said
+                        sums["substituted"] += routed
                     if layer.stale is not None:
                         sums["stale"] += done * (tiles - int(layer.stale[expert])) / tiles
     return {kind: value / weight for kind, value in sums.items()}
@@ -88,8 +89,8 @@ def test_fidelity_matches_the_recorded_layers(
     trace = tmp_path / "run.trace"
     words = ["generate", "--prompt-tokens", PROMPT, "--max-tokens", "24", "--ignore-eos", "--json"]
     assert main([*words, *policy, *size, "--device", "cpu", "--record", str(trace)]) == 0
-    told = json.loads(capsys.readouterr().out)["fidelity"]
-    assert told.pop("exact") is False
-    assert told == pytest.approx(added_up(Trace(trace)), abs=1e-6)
+    reported = json.loads(capsys.readouterr().out)["fidelity"]
+    assert reported.pop("exact") is False
+    assert reported == pytest.approx(added_up(Trace(trace)), abs=1e-6)
     for kind in KINDS:
-        assert (told[kind] > 0) == (kind in present), kind
+        assert (reported[kind] > 0) == (kind in present), kind

@@ -1,4 +1,4 @@
-"""The recorder: what it is shown is what the file holds; the file is nobody else's and never overwritten."""
+"""The recorder: the file holds the observed steps, is private and is never overwritten."""
 
 from __future__ import annotations
 
@@ -33,16 +33,17 @@ def open_recorder(
 def show_step(
     recorder: Recorder, seed: int, rows: int = 1, phase: Phase = "decode", ends: bool = True
 ) -> list[LayerDecision[object]]:
-    """One step, each layer decided in another way: as its router said, changed, predicted and stale."""
+    """One step with three kinds of layers: the router's own routing, a changed one, a predicted and stale
+    one."""
     rng = np.random.default_rng(seed)
     recorder.begin(phase, tuple(range(seed, seed + rows)))
     seen = []
     for layer in range(3):
         logits = rng.normal(size=(rows, 5)).astype(np.float32)
         probes = {t: rng.normal(size=(rows, 5)).astype(np.float32) for t in recorder.probes(layer)}
-        said = HEADER.router(logits)
-        done = said if layer == 0 else Routing(said.experts, said.weights * np.float32(layer == 1))
-        gated = Gated(done, said, predicted=layer == 2)
+        own = HEADER.router(logits)
+        done = own if layer == 0 else Routing(own.experts, own.weights * np.float32(layer == 1))
+        gated = Gated(done, own, predicted=layer == 2)
         signals = Signals(None if layer == 2 else logits, probes)
         x = np.zeros((rows, 4), np.float32)
         begun = object() if layer == 2 else None
@@ -88,7 +89,7 @@ def test_observed_layers_are_recorded(tmp_path: Path, first: bool) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_the_arrays_may_change_after_the_call(tmp_path: Path) -> None:
+def test_recorder_copies_its_arrays(tmp_path: Path) -> None:
     path = tmp_path / "f"
     recorder = open_recorder(path)
     seen = show_step(recorder, 1, ends=False)
@@ -101,7 +102,7 @@ def test_the_arrays_may_change_after_the_call(tmp_path: Path) -> None:
     recorder.close()
 
 
-def test_a_step_that_failed_is_not_recorded(tmp_path: Path) -> None:
+def test_failed_step_is_not_recorded(tmp_path: Path) -> None:
     path = tmp_path / "f"
     recorder = open_recorder(path)
     show_step(recorder, 1, ends=False)
@@ -112,7 +113,7 @@ def test_a_step_that_failed_is_not_recorded(tmp_path: Path) -> None:
     recorder.close()
 
 
-def test_a_file_that_is_there_is_refused(tmp_path: Path) -> None:
+def test_existing_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "f").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     for path in (tmp_path / "f", tmp_path / "link", tmp_path / "no" / "such", tmp_path):
@@ -122,15 +123,15 @@ def test_a_file_that_is_there_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_an_engine_that_died_is_gone_on_from(tmp_path: Path) -> None:
+def test_restarted_engine_appends_to_its_trace(tmp_path: Path) -> None:
     path = tmp_path / "f"
-    first = open_recorder(path, resumed=True)  # it died before it had begun
+    first = open_recorder(path, resumed=True)  # the engine exited before its first step
     shown = [show_step(first, 1)]
     whole = path.stat().st_size
     show_step(first, 2)
     first.close()
     with path.open("rb+") as file:
-        file.truncate(whole + 30)  # it was killed while it wrote
+        file.truncate(whole + 30)  # the engine was killed while it wrote
     second = open_recorder(path, resumed=True)
     shown.append(show_step(second, 3))
     second.close()
@@ -142,7 +143,7 @@ def test_an_engine_that_died_is_gone_on_from(tmp_path: Path) -> None:
         check_step(step, seen)
 
 
-def test_another_models_trace_is_not_gone_on_with(tmp_path: Path) -> None:
+def test_trace_of_another_model_is_not_appended_to(tmp_path: Path) -> None:
     path = tmp_path / "f"
     open_recorder(path).close()
     before = path.read_bytes()
@@ -152,9 +153,7 @@ def test_another_models_trace_is_not_gone_on_with(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_a_full_disk_ends_the_recording_and_nothing_else(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_full_disk_ends_only_the_recording(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "f"
     recorder = open_recorder(path)
     shown = show_step(recorder, 1)

@@ -17,7 +17,7 @@ from pipeline.policies.view import ModelShape, Routing, Target, View
 from pipeline.replay.machine import Replay
 
 
-def test_all_on_the_host() -> None:
+def test_host_computes_all_experts() -> None:
     """A layer: other work until 2, the Work arrives at 2.5, two experts of one tile take until 8.5."""
     header = make_header(ModelShape(layers=2, experts=4, tiles=1, top_k=2))
     _, outcome = run(header, preset("all-host"), [[[0, 1], [2, 3]]])
@@ -106,7 +106,7 @@ def predict_next(layer: int, view: View) -> list[Target]:
     return [Target(1, 1, view.shape.tiles)] if layer == 0 else []
 
 
-def test_a_prediction_that_lands_in_time() -> None:
+def test_prediction_lands_in_time() -> None:
     """Predicted at 2, moved until 4.5. Layer 0 ends at 3, layer 1 plans at 5 and finds it resident."""
     header = make_header(ModelShape(layers=2, experts=2, tiles=1, top_k=1))
     policy = Scripted(1, placed=[(0, 0, 1)], predicts=predict_next)
@@ -119,7 +119,7 @@ def test_a_prediction_that_lands_in_time() -> None:
     assert (decode.demanded, decode.hits.tolist()) == (0, [1, 1])
 
 
-def test_a_prediction_that_lands_late() -> None:
+def test_prediction_lands_late() -> None:
     """Predicted at 2, it lands at 7. Layer 1 plans at 5 without it, waits for it, and is done at 8: two less
     than had it been demanded at 5."""
     header = make_header(ModelShape(layers=2, experts=2, tiles=1, top_k=1))
@@ -183,7 +183,7 @@ def test_predicted_tiles_overtake_placed_ones() -> None:
     assert (outcome.decode.placed, outcome.decode.predicted) == (2, 1)
 
 
-def test_a_prediction_that_is_dropped_is_wasted() -> None:
+def test_dropped_prediction_is_wasted() -> None:
     header = make_header(ModelShape(layers=2, experts=2, tiles=1, top_k=1))
 
     def afterwards(layer: int, view: View) -> list[Target]:
@@ -201,12 +201,12 @@ def test_wide_batches_cost_the_grids_seconds() -> None:
     header = make_header(ModelShape(layers=1, experts=3, tiles=1, top_k=1))
     one = told_steps(header, [[[0]], [[0]], [[1]]], "prefill")
     layers = [step.layers[0] for step in one]
-    said = Routing(
+    own = Routing(
         np.concatenate([layer.router_routing.experts for layer in layers]),
         np.concatenate([layer.router_routing.weights for layer in layers]),
     )
     logits = np.concatenate([layer.logits for layer in layers if layer.logits is not None])
-    layer = replace(layers[0], router_routing=said, computed=said, logits=logits)
+    layer = replace(layers[0], router_routing=own, computed=own, logits=logits)
     step = replace(one[0], sequences=(4, 4, 4), layers=(layer,))
     grid = Costs((1, 2, 3), (3.0, 4.0, 5.0), (1.0, 1.0, 1.0), 5.0, 0.5, (2.0, 2.0, 7.0))
     outcome = Replay(header, preset("all-host"), grid, 0).run([step])

@@ -1,4 +1,4 @@
-"""`launch.py bench --replay`: its table and JSON, which policies it leaves out, and what wrong input gets."""
+"""`launch.py bench --replay`: its table and JSON, skipped policies, and errors for invalid input."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def in_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str,
 
 
 def calibration() -> Calibration:
-    """What a policy may want, in the trace's shape."""
+    """A calibration in the trace's shape."""
     counts = np.random.default_rng(5).integers(1, 99, (4, 8))
     return Calibration(
         prefill_counts=counts,
@@ -62,7 +62,7 @@ def calibration() -> Calibration:
     )
 
 
-def test_figures_are_the_replays(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_are_those_of_the_replay(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = in_json(capsys, trace, *TABLE, "--policy", "on-demand,fiddler", "--expert-cache", "0.5")
     counts = sum(
         layer.router_routing.workload(8)[None] * (np.arange(4) == index)[:, None]
@@ -92,7 +92,7 @@ def test_figures_are_the_replays(trace: Path, capsys: pytest.CaptureFixture[str]
     assert report["policies"][1]["decode"]["ratio"] > 2, "at these costs fetching is far from computing"
 
 
-def test_the_table(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_has_a_row_for_each_policy(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = replayed(capsys, trace, *TABLE)
     assert code == 0, err
     assert max(map(len, out.splitlines())) <= 80
@@ -120,8 +120,9 @@ def test_approximate_policies_note_their_assumption(trace: Path, capsys: pytest.
     assert entry["decode"]["fidelity"]["predicted"] == pytest.approx(0.75, abs=0.02)
 
 
-def test_every_preset_once_calibrated(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A gate for the next token's first layer, of which the trace has nothing, is not offered to them."""
+def test_every_calibrated_preset_is_replayed(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The trace has no logits of the gate for the next token's first layer, so presets do not get this
+    gate."""
     path = cache_root() / FINGERPRINT / NAME
     save(path, calibration(), {})
     try:
@@ -139,9 +140,7 @@ def test_every_preset_once_calibrated(trace: Path, capsys: pytest.CaptureFixture
         path.unlink()
 
 
-def test_a_named_policy_that_lacks_something_is_refused(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_named_policy_without_its_inputs_is_refused(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = replayed(capsys, trace, *TABLE, "--policy", "all-host,daop")
     assert (code, out) == (2, "")
     assert "daop needs a calibration" in err
@@ -151,7 +150,7 @@ def test_a_named_policy_that_lacks_something_is_refused(
     assert "which is not in the trace" in err
 
 
-def test_costs_that_were_measured_here(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measured_costs_are_used(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = replayed(capsys, trace)
     assert code == 2
     assert "--costs" in err
@@ -209,7 +208,7 @@ def test_unusable_traces_are_refused(trace: Path, capsys: pytest.CaptureFixture[
         (("--record", "x"), "--record does not belong"),
     ],
 )
-def test_wrong_options(
+def test_invalid_options_are_refused(
     trace: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], words: str
 ) -> None:
     code, out, err = replayed(capsys, trace, *more)
@@ -217,8 +216,9 @@ def test_wrong_options(
     assert words in err
 
 
-def test_shipped_costs() -> None:
-    """DAOP's table I: a block is its other work and two experts; moving one takes 32 blocks on the device."""
+def test_shipped_costs_are_used() -> None:
+    """DAOP's table I: a block is its other work and two experts; the transfer of an expert takes as long as
+    32 blocks on the device."""
     assert shipped_costs() == ["daop-table-1"]
     costs = Costs.load(Path("daop-table-1"))
     one = costs.for_tiles(1)
@@ -249,7 +249,7 @@ def test_recording_is_refused_before_an_engine_starts(
     assert trace.read_bytes() == before
 
 
-def test_where_no_trace_can_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unwritable_trace_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path, reason in ((tmp_path / "no" / "f", "No such file"), (tmp_path, "exists"), ("", "empty")):
         assert main(["generate", "--prompt", "x", "--record", str(path)]) == 2
         assert reason in capsys.readouterr().err

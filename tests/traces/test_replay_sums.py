@@ -1,4 +1,4 @@
-"""Replays against the same sums made another way, for every preset; and what a replay refuses."""
+"""Replays against the same sums computed in another way, for every preset; and refused replays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipeline.replay.machine import Replay
 
 
 class Spy(Policy):
-    """A policy that remembers what it decided."""
+    """A policy that records its decisions."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -67,14 +67,14 @@ def test_fidelity_sums_the_decisions() -> None:
     sums = dict.fromkeys(("weight", "skipped", "substituted", "stale", "predicted"), 0.0)
     assert len(spy.decided) == 60 * 5
     for gated, cut, stale in spy.decided:
-        said, done = gated.router_routing, gated.routing
+        own, done = gated.router_routing, gated.routing
         for j in range(3):
-            weight = float(said.weights[0, j])
+            weight = float(own.weights[0, j])
             sums["weight"] += weight
             sums["predicted"] += weight * gated.predicted
             if done.weights[0, j] == 0:
                 sums["skipped"] += weight
-            elif done.experts[0, j] != said.experts[0, j]:
+            elif done.experts[0, j] != own.experts[0, j]:
                 sums["substituted"] += weight
             on_host = (shape.tiles - cut[done.experts[0, j]]) / shape.tiles
             sums["stale"] += float(done.weights[0, j]) * on_host * stale
@@ -95,11 +95,11 @@ def test_fidelity_sums_the_decisions() -> None:
     link=st.floats(0.01, 9),
     data=st.data(),
 )
-def test_every_byte_is_accounted_for(
+def test_every_moved_byte_is_counted(
     name: str, layers: int, experts: int, tiles: int, cache: float, link: float, data: st.DataObject
 ) -> None:
-    """What prediction brought was of use, was wasted, or is there; the link was busy with exactly what moved;
-    and no side works longer than the time that passed."""
+    """Prefetched tiles are useful, wasted or still resident; the link's busy time is exactly that of the
+    moved tiles; and no resource is busy for longer than the replay."""
     shape = ModelShape(layers, experts, tiles, data.draw(st.integers(1, min(3, experts))))
     header = make_header(shape)
     capacity = int(cache * layers * experts * tiles)
@@ -128,8 +128,9 @@ def test_every_byte_is_accounted_for(
         assert (phase.active >= phase.steps).all()
 
 
-def test_useless_prefetching_rests_with_a_note() -> None:
-    """Always the wrong expert of the next layer: it rests after 64 steps, for 256, and after 64 more."""
+def test_useless_prefetching_pauses_with_a_note() -> None:
+    """The wrong expert of the next layer in every step: prefetching pauses after 64 steps, for 256, and after
+    64 more."""
     header = make_header(ModelShape(layers=2, experts=4, tiles=1, top_k=1))
 
     def predicts(layer: int, view: View) -> list[Target]:
@@ -153,20 +154,20 @@ def test_exact_policy_computes_the_recorded_routing() -> None:
     header = make_header(ModelShape(layers=1, experts=3, tiles=1, top_k=1))
     step = told_steps(header, [[[0]]])[0]
     logits = np.array([[1.0, 1.0, 0.0]], np.float16)  # in truth expert 1 had 1.0001
-    said = Routing(np.array([[1]], np.int32), np.ones((1, 1), np.float32))
-    layer = replace(step.layers[0], router_routing=said, computed=said, logits=logits)
+    own = Routing(np.array([[1]], np.int32), np.ones((1, 1), np.float32))
+    layer = replace(step.layers[0], router_routing=own, computed=own, logits=logits)
     machine = Replay(header, preset("on-demand"), COSTS, 1)
     machine.run([replace(step, layers=(layer,))])
     assert machine.cache.residency[0].tolist() == [0, 1, 0]
 
 
-def test_a_prediction_further_ahead_than_was_recorded() -> None:
+def test_prediction_beyond_the_recorded_depth_is_refused() -> None:
     header = make_header(ModelShape(layers=3, experts=4, tiles=1, top_k=1), depth=0)
     with pytest.raises(TraceError, match="mixtral-offloading asks at layer 0 for a prediction of layer 1"):
         run(header, preset("mixtral-offloading"), [[[0], [1], [2]]], capacity=6)
 
 
-def test_answers_that_break_the_contract() -> None:
+def test_decisions_that_break_the_contract_are_refused() -> None:
     header = make_header(ModelShape(layers=1, experts=2, tiles=2, top_k=1))
     for policy in (
         Scripted(3),

@@ -1,4 +1,4 @@
-"""Traces made up for tests: routings from random router logits, or exactly as a test says."""
+"""Traces for tests: routings from random router logits, or given by a test."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ def make_header(shape: ModelShape, depth: int = 3, router: Router | None = None)
 def drawn_step(
     header: Header, rng: np.random.Generator, number: int, rows: int, phase: Phase, first: bool = False
 ) -> TracedStep:
-    """Correlated logits: what is said of later layers is mostly right, and some experts are popular."""
+    """Correlated logits: predictions of later layers are mostly right, and some experts are popular."""
     shape = header.shape
     popular = np.random.default_rng(7).normal(size=(shape.layers, 1, shape.experts))
     own = (popular + rng.normal(size=(shape.layers, rows, shape.experts))).astype(np.float32)
     layers = []
     for layer in range(shape.layers):
         logits = own[layer].astype(np.float16).astype(np.float32)
-        said = header.router(logits)
+        routing = header.router(logits)
         noise = rng.normal(scale=0.3, size=(header.predictions(layer), rows, shape.experts))
         predictions = tuple(
             halves((own[layer + 1 + ahead] + noise[ahead]).astype(np.float32))
             for ahead in range(header.predictions(layer))
         )
         last = halves(own[0]) if first and layer == shape.layers - 1 else None
-        layers.append(LayerTrace(said, said, False, None, halves(logits), predictions, last))
+        layers.append(LayerTrace(routing, routing, False, None, halves(logits), predictions, last))
     return TracedStep(number, phase, tuple(range(rows)), tuple(layers))
 
 
 def drawn_steps(header: Header, prompt: int, tokens: int, first: bool = False) -> list[TracedStep]:
-    """A prompt in one step, then so many tokens one by one."""
+    """A prompt in one step, then decoded tokens one by one."""
     rng = np.random.default_rng(3)
     steps = [drawn_step(header, rng, 0, prompt, "prefill", first)] if prompt else []
     for _ in range(tokens):
@@ -54,15 +54,15 @@ def drawn_steps(header: Header, prompt: int, tokens: int, first: bool = False) -
 def told_steps(
     header: Header, steps: Sequence[Sequence[Sequence[int]]], phase: Phase = "decode"
 ) -> list[TracedStep]:
-    """steps[s][layer]: the experts that one row uses, the first most. Predictions are what comes to be."""
+    """steps[s][layer]: the experts that one row uses, the first most. All predictions are right."""
     made = []
     for number, experts in enumerate(steps):
         logits = [halves(logits_for(header, chosen)) for chosen in experts]
         layers = []
         for layer, own in enumerate(logits):
-            said = header.router(own.astype(np.float32))
+            routing = header.router(own.astype(np.float32))
             following = tuple(logits[layer + 1 : layer + 1 + header.predictions(layer)])
-            layers.append(LayerTrace(said, said, False, None, own, following, None))
+            layers.append(LayerTrace(routing, routing, False, None, own, following, None))
         made.append(TracedStep(number, phase, (0,), tuple(layers)))
     return made
 
