@@ -3,6 +3,8 @@ every option that the family has, in both layouts, in one file and several, in a
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from families import Case, Options
 
@@ -42,87 +44,62 @@ TIED: Options = {"tie_word_embeddings": True}
 RAMP = {"beta_fast": 3.0, "beta_slow": 0.4, "truncate": False}  # a tiny head has few turns to tell apart
 MSCALES = {"short_mscale": 1.2, "long_mscale": 0.8}
 
-MIXTRAL = [
-    Case("mixtral", "longrope", {**longrope(6, factor=3.0), "head_dim": 12}),
-    Case(
-        "mixtral",
-        "odd-tied-llama3",
-        {**ODD, **TIED, **llama3(), "intermediate_size": 50, "head_dim": 10, "num_experts_per_tok": 3},
-        fused=True,
-        shards=False,
-    ),
-    Case(
-        "mixtral",
-        "wide-heads-yarn",
-        {
+# Of each family's four cases: layout of the experts, number of files, dtype.
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"fused": True, "shards": False},
+    {"fused": True, "dtype": torch.bfloat16},
+    {"shards": False, "dtype": torch.float16},
+)
+OPTIONS: dict[str, dict[str, Options]] = {  # family -> name of a case -> its options, in the order of LAYOUTS
+    "mixtral": {
+        "longrope": {**longrope(6, factor=3.0), "head_dim": 12},
+        "odd-tied-llama3": {
+            **ODD,
+            **TIED,
+            **llama3(),
+            "intermediate_size": 50,
+            "head_dim": 10,
+            "num_experts_per_tok": 3,
+        },
+        "wide-heads-yarn": {
             **yarn(**RAMP),
             "head_dim": 16,
             "num_key_value_heads": 1,
             "num_hidden_layers": 4,
             "num_local_experts": 8,
         },
-        fused=True,
-        dtype=torch.bfloat16,
-    ),
-    Case(
-        "mixtral",
-        "window",
-        {"sliding_window": 16, "rms_norm_eps": 0.02},
-        shards=False,
-        dtype=torch.float16,
-    ),
-]
-
-PHIMOE = [
-    Case(
-        "phimoe",
-        "longrope",
-        {
+        "window": {"sliding_window": 16, "rms_norm_eps": 0.02},
+    },
+    "phimoe": {
+        "longrope": {
             **longrope(4, **MSCALES),
             "attention_bias": True,
             "lm_head_bias": True,
             "router_jitter_noise": 0.06,
             "rms_norm_eps": 0.02,
         },
-        silent=frozenset({"rope long_factor"}),  # transformers has the short ones for every length
-    ),
-    Case(
-        "phimoe",
-        "odd-tied-window",
-        {**ODD, **TIED, "intermediate_size": 50, "sliding_window": 20, "router_jitter_noise": 0.2},
-        fused=True,
-        shards=False,
-    ),
-    Case(
-        "phimoe",
-        "yarn",
-        {
+        "odd-tied-window": {
+            **ODD,
+            **TIED,
+            "intermediate_size": 50,
+            "sliding_window": 20,
+            "router_jitter_noise": 0.2,
+        },
+        "yarn": {
             **yarn(**RAMP, **MSCALES),
             "attention_bias": True,
             "router_jitter_noise": 0.5,
             "num_local_experts": 9,
         },
-        fused=True,
-        dtype=torch.bfloat16,
-    ),
-    Case(
-        "phimoe",
-        "linear",
-        {
+        "linear": {
             **scaled("linear", original_max_position_embeddings=40, **MSCALES),
             "lm_head_bias": True,
             "num_key_value_heads": 6,
         },
-        shards=False,
-        dtype=torch.float16,
-    ),
-]
-
-QWEN2_MOE = [
-    Case(
-        "qwen2_moe",
-        "windows",
-        {
+    },
+    "qwen2_moe": {
+        "windows": {
             "use_sliding_window": True,
             "sliding_window": 16,
             "max_window_layers": 3,
@@ -130,11 +107,7 @@ QWEN2_MOE = [
             "norm_topk_prob": True,
             "rms_norm_eps": 0.02,
         },
-    ),
-    Case(
-        "qwen2_moe",
-        "odd-tied-interleaved-linear",
-        {
+        "odd-tied-interleaved-linear": {
             **ODD,
             **TIED,
             **scaled("linear"),
@@ -145,41 +118,23 @@ QWEN2_MOE = [
             "qkv_bias": False,
             "num_experts_per_tok": 3,
         },
-        fused=True,
-        shards=False,
-    ),
-    Case(
-        "qwen2_moe",
-        "dense-where-listed-yarn",
-        {**yarn(**RAMP), "num_hidden_layers": 4, "mlp_only_layers": [0, 3], "num_key_value_heads": 6},
-        fused=True,
-        dtype=torch.bfloat16,
-    ),
-    Case(
-        "qwen2_moe",
-        "longrope",
-        {**longrope(4, attention_factor=1.3), "norm_topk_prob": True, "num_experts_per_tok": 4},
-        shards=False,
-        dtype=torch.float16,
-    ),
-]
-
-QWEN3_MOE = [
-    Case(
-        "qwen3_moe",
-        "window",
-        {
+        "dense-where-listed-yarn": {
+            **yarn(**RAMP),
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [0, 3],
+            "num_key_value_heads": 6,
+        },
+        "longrope": {**longrope(4, attention_factor=1.3), "norm_topk_prob": True, "num_experts_per_tok": 4},
+    },
+    "qwen3_moe": {
+        "window": {
             "use_sliding_window": True,
             "sliding_window": 16,
             "head_dim": 16,
             "norm_topk_prob": True,
             "rms_norm_eps": 0.02,
         },
-    ),
-    Case(
-        "qwen3_moe",
-        "odd-tied-interleaved-dynamic",
-        {
+        "odd-tied-interleaved-dynamic": {
             **ODD,
             **TIED,
             **scaled("dynamic"),
@@ -189,42 +144,23 @@ QWEN3_MOE = [
             "attention_bias": True,
             "num_experts_per_tok": 3,
         },
-        fused=True,
-        shards=False,
-        silent=frozenset({"rope factor"}),  # it would begin to count beyond max_position_embeddings
-    ),
-    Case(
-        "qwen3_moe",
-        "dense-where-listed-yarn",
-        {**yarn(attention_factor=0.7), "num_hidden_layers": 4, "mlp_only_layers": [0, 2], "head_dim": 20},
-        fused=True,
-        dtype=torch.bfloat16,
-    ),
-    Case(
-        "qwen3_moe",
-        "longrope",
-        {**longrope(4), "attention_bias": True, "norm_topk_prob": True},
-        shards=False,
-        dtype=torch.float16,
-    ),
-]
-
-DEEPSEEK_V2 = [
-    Case(
-        "deepseek_v2",
-        "dense-first-yarn",
-        {
+        "dense-where-listed-yarn": {
+            **yarn(attention_factor=0.7),
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [0, 2],
+            "head_dim": 20,
+        },
+        "longrope": {**longrope(4), "attention_bias": True, "norm_topk_prob": True},
+    },
+    "deepseek_v2": {
+        "dense-first-yarn": {
             **yarn(**RAMP, mscale=0.7, mscale_all_dim=1.6),
             "first_k_dense_replace": 1,
             "n_shared_experts": 2,
             "routed_scaling_factor": 1.7,
             "rms_norm_eps": 0.02,
         },
-    ),
-    Case(
-        "deepseek_v2",
-        "odd-tied-groups",
-        {
+        "odd-tied-groups": {
             **ODD,
             **TIED,
             "q_lora_rank": 18,
@@ -237,27 +173,14 @@ DEEPSEEK_V2 = [
             "topk_group": 2,
             "routed_scaling_factor": 2.5,
         },
-        fused=True,
-        shards=False,
-    ),
-    Case(
-        "deepseek_v2",
-        "two-dense-longrope",
-        {
+        "two-dense-longrope": {
             **longrope(4, attention_factor=1.2),
             "first_k_dense_replace": 2,
             "num_hidden_layers": 5,
             "attention_bias": True,
             "v_head_dim": 8,
         },
-        fused=True,
-        dtype=torch.bfloat16,
-    ),
-    Case(
-        "deepseek_v2",
-        "few-in-groups-yarn",
-        # Two experts in the best group, three to be chosen.
-        {
+        "few-in-groups-yarn": {  # two experts in the best group, three to be chosen
             **yarn(mscale=1.5, mscale_all_dim=0.4),
             "q_lora_rank": 12,
             "num_experts_per_tok": 3,
@@ -265,48 +188,31 @@ DEEPSEEK_V2 = [
             "n_group": 3,
             "topk_group": 1,
         },
-        shards=False,
-        dtype=torch.float16,
-        silent=frozenset({"num_experts_per_tok"}),  # the third one's weight is 0
-    ),
-]
-
-OLMOE = [
-    Case(
-        "olmoe",
-        "clipped-linear",
-        {**scaled("linear"), "clip_qkv": 0.8, "norm_topk_prob": True, "rms_norm_eps": 0.02},
-    ),
-    Case(
-        "olmoe",
-        "odd-tied-llama3",
-        {**ODD, **TIED, **llama3(), "intermediate_size": 50, "attention_bias": True},
-        fused=True,
-        shards=False,
-    ),
-    Case(
-        "olmoe",
-        "many-experts-yarn",
-        {
+    },
+    "olmoe": {
+        "clipped-linear": {**scaled("linear"), "clip_qkv": 0.8, "norm_topk_prob": True, "rms_norm_eps": 0.02},
+        "odd-tied-llama3": {**ODD, **TIED, **llama3(), "intermediate_size": 50, "attention_bias": True},
+        "many-experts-yarn": {
             **yarn(**RAMP),
             "num_experts": 12,
             "num_experts_per_tok": 5,
             "num_key_value_heads": 1,
             "clip_qkv": 1.5,
         },
-        fused=True,
-        dtype=torch.bfloat16,
-    ),
-    Case(
-        "olmoe",
-        "longrope",
-        {**longrope(4, factor=2.0), "norm_topk_prob": True, "num_key_value_heads": 6},
-        shards=False,
-        dtype=torch.float16,
-    ),
-]
+        "longrope": {**longrope(4, factor=2.0), "norm_topk_prob": True, "num_key_value_heads": 6},
+    },
+}
+SILENT = {  # numbers whose change transformers does not notice
+    "phimoe longrope": {"rope long_factor"},  # transformers has the short ones for every length
+    "qwen3_moe odd-tied-interleaved-dynamic": {"rope factor"},  # begins beyond max_position_embeddings
+    "deepseek_v2 few-in-groups-yarn": {"num_experts_per_tok"},  # the third one's weight is 0
+}
 
-CASES = [*MIXTRAL, *PHIMOE, *QWEN2_MOE, *QWEN3_MOE, *DEEPSEEK_V2, *OLMOE]
+CASES = [
+    Case(family, name, options, silent=frozenset(SILENT.get(f"{family} {name}", ())), **layout)
+    for family, cases in OPTIONS.items()
+    for (name, options), layout in zip(cases.items(), LAYOUTS, strict=True)
+]
 
 
 EDGES = [  # compared in the tests' process only, but for the first
