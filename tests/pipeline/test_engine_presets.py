@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plain_calibration import plain_calibration
 from thread_engine import engine_in_threads
 
 from pipeline.backbone.batch import StepInput, TokenSpan
@@ -28,21 +29,10 @@ TOKENS = range(100, 140)
 
 def calibration(favoured: tuple[int, ...] = (), sensitivity: float = 1.0) -> Calibration:
     """`favoured`: experts of layer 1 that the mean residual makes by far the most probable ones."""
-    counts = np.ones((LAYERS, EXPERTS), np.int64)
     residual = np.zeros((LAYERS - 1, EXPERTS), np.float32)
     residual[0, list(favoured)] = 100
-    return Calibration(
-        prefill_counts=counts,
-        decode_counts=counts,
-        residuals=np.zeros((LAYERS - 1, 64), np.float32),
-        residual_logits=residual,
-        accuracy={name: np.ones(LAYERS, np.float32) for name in ("raw", "residual", "first")},
-        similarity=np.ones(LAYERS, np.float32),
-        needed=np.full((LAYERS, TOP_K + 1), 1 / 3, np.float32),
-        sensitivity=np.full(LAYERS, sensitivity, np.float32),
-        threshold=0.05,
-        first_gate=None,
-    )
+    fields = {"residual_logits": residual, "sensitivity": np.full(LAYERS, sensitivity, np.float32)}
+    return plain_calibration(LAYERS, EXPERTS, 64, **fields)
 
 
 class Scene:

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_calibration import plain_calibration
 from policy_machine import make_view
 
 from pipeline.errors import PolicyError
 from pipeline.policies.cache_sizes import best_sizes, expected_loads, filled, layer_sizes
-from pipeline.policies.calibration import Calibration
 from pipeline.policies.view import ModelShape, View
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "data/adapmoe_mixtral_8x7b.json").read_text())
@@ -47,19 +47,15 @@ def mixtral_view() -> View:
     shape = ModelShape(layers=32, experts=8, tiles=4, top_k=2)
     single = np.array(GOLDEN["alpha"])
     raw = np.array(GOLDEN["beta"], np.float32)
-    calibration = Calibration(
-        prefill_counts=np.zeros((32, 8), np.int64),
-        decode_counts=np.zeros((32, 8), np.int64),
-        residuals=np.zeros((31, 4), np.float32),
-        residual_logits=np.zeros((31, 8), np.float32),
-        accuracy={"raw": raw, "residual": np.zeros_like(raw), "first": np.full_like(raw, 0.75)},
-        similarity=np.ones(32, np.float32),
+    calibration = plain_calibration(
+        32,
+        8,
         needed=np.stack([np.zeros(32), single, 1 - single], axis=1).astype(np.float32),
         sensitivity=np.array(GOLDEN["sensitivity"], np.float32),
         threshold=GOLDEN["threshold"],
-        first_gate=None,
     )
-    return replace(make_view(shape, 128 * 4), calibration=calibration)
+    accuracy = {"raw": raw, "residual": np.zeros_like(raw), "first": np.full_like(raw, 0.75)}
+    return replace(make_view(shape, 128 * 4), calibration=replace(calibration, accuracy=accuracy))
 
 
 @pytest.mark.parametrize("known", GOLDEN["optimal"], ids=lambda known: f"{known['total']}-{known['gated']}")

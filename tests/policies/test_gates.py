@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_calibration import plain_calibration
 from policy_machine import make_view
 
 from pipeline.arrays import FloatArray
@@ -18,19 +19,9 @@ from pipeline.policies.view import ModelShape, Routing, Signals, View
 
 
 def calibration(sensitivity: list[float] | None, threshold: float | None) -> Calibration:
-    layers = 1 if sensitivity is None else len(sensitivity)
-    return Calibration(
-        prefill_counts=np.zeros((layers, 16), np.int64),
-        decode_counts=np.zeros((layers, 16), np.int64),
-        residuals=np.zeros((layers - 1, 4), np.float32),
-        residual_logits=np.zeros((layers - 1, 16), np.float32),
-        accuracy={},
-        similarity=np.ones(layers, np.float32),
-        needed=None,
-        sensitivity=None if sensitivity is None else np.array(sensitivity, np.float32),
-        threshold=threshold,
-        first_gate=None,
-    )
+    known = None if sensitivity is None else np.array(sensitivity, np.float32)
+    layers = 1 if known is None else len(known)
+    return plain_calibration(layers, 16, needed=None, sensitivity=known, threshold=threshold)
 
 
 def a_view(top_k: int, sensitivity: list[float], threshold: float | None, weights: FloatArray) -> View:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from plain_calibration import plain_calibration
 
 from launch.cli import main
 from launch.runtime import cache_root
 from pipeline.assets import model_dir
 from pipeline.calibration.file import calibration_path, save
 from pipeline.checkpoint.open import open_model
-from pipeline.policies.calibration import Calibration
 from pipeline.traces.reader import Trace
 
 pytestmark = pytest.mark.timeout(300)  # engines start, on a machine that may be busy
@@ -40,18 +40,8 @@ def calibrated() -> Iterator[None]:
     random = np.random.default_rng(0)
     counts = random.integers(1, 100, (LAYERS, EXPERTS))
     needed = np.tile(np.array([0, 0.25, 0.75], np.float32), (LAYERS, 1))
-    calibration = Calibration(
-        prefill_counts=counts,
-        decode_counts=counts,
-        residuals=np.zeros((LAYERS - 1, HIDDEN), np.float32),
-        residual_logits=np.zeros((LAYERS - 1, EXPERTS), np.float32),
-        accuracy={name: np.full(LAYERS, 0.8, np.float32) for name in ("raw", "residual", "first")},
-        similarity=np.ones(LAYERS, np.float32),
-        needed=needed,
-        sensitivity=np.ones(LAYERS, np.float32),
-        threshold=0.12,
-        first_gate=None,
-    )
+    fields = {"prefill_counts": counts, "decode_counts": counts, "needed": needed, "threshold": 0.12}
+    calibration = plain_calibration(LAYERS, EXPERTS, HIDDEN, accuracy=0.8, **fields)
     path = calibration_path(cache_root(), open_model(model_dir()))
     save(path, calibration, {})
     yield

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from plain_calibration import plain_calibration
 from trace_files import FINGERPRINT, drawn_steps, make_header, told_steps, write_trace
 
 from launch.cli import main
@@ -48,16 +49,15 @@ def in_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str,
 def calibration() -> Calibration:
     """A calibration in the trace's shape."""
     counts = np.random.default_rng(5).integers(1, 99, (4, 8))
-    return Calibration(
+    return plain_calibration(
+        4,
+        8,
+        hidden=16,
+        accuracy=0.8,
         prefill_counts=counts,
         decode_counts=counts,
-        residuals=np.zeros((3, 16), np.float32),
-        residual_logits=np.zeros((3, 8), np.float32),
-        accuracy={name: np.full(4, 0.8, np.float32) for name in ("raw", "residual", "first")},
-        similarity=np.ones(4, np.float32),
         needed=np.tile(np.array([0, 0.3, 0.7], np.float32), (4, 1)),
         sensitivity=np.linspace(0.1, 1, 4).astype(np.float32),
-        threshold=0.05,
         first_gate=np.ones((8, 16), np.float32),
     )
 
