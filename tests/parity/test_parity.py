@@ -83,12 +83,12 @@ async def scored(client: Client, tokens: tuple[int, ...], stepwise: bool) -> NDA
     return np.concatenate([block.logprobs async for block in blocks])
 
 
-def passages(count: int) -> list[tuple[int, ...]]:
-    """Texts of LENGTH tokens, of every kind in turn; the first are the same for every count."""
+def passages(count: int, length: int = LENGTH) -> list[tuple[int, ...]]:
+    """Texts of `length` tokens, of every kind in turn; the first are the same for every count."""
     kinds = list(heldout())
     parts = -(-count // len(kinds))
-    whole = {kind: tokenized(kind, parts * LENGTH) for kind in kinds}
-    found = [whole[kind][i * LENGTH : (i + 1) * LENGTH] for i in range(parts) for kind in kinds]
+    whole = {kind: tokenized(kind, parts * length) for kind in kinds}
+    found = [whole[kind][i * length : (i + 1) * length] for i in range(parts) for kind in kinds]
     return found[:count]
 
 

@@ -330,9 +330,10 @@ def test_spaces_share_neither_stores_nor_locks(fingerprint, tmp_path, monkeypatc
         finally:
             shutil.rmtree(build_folder().parent)
     monkeypatch.setenv(STORE_SPACE, "")  # not swept here: other programs' stores are in it
-    assert fingerprint[:16] not in locks._known_keys(tmp_path)
+    (other := tmp_path / "other").mkdir()
+    assert fingerprint[:16] not in locks._known_keys(other)
     monkeypatch.undo()
-    assert fingerprint[:16] in locks._known_keys(tmp_path)
+    assert fingerprint[:16] in locks._known_keys(other)
     assert sweep(tmp_path) == [store_name(fingerprint)]
 
 
