@@ -1,5 +1,5 @@
 # Two commands: `make run` chats with the embedded model, `make test` checks everything.
-# Both set up .venv by themselves; what they say about it goes to stderr, so that stdout holds only answers.
+# Both set up .venv by themselves; their messages about it go to stderr, so that stdout holds only answers.
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,8 +12,8 @@ READY := $(VENV)/.ready
 run: $(READY)
 	exec $(BIN)/python launch.py
 
-# Processes that tests start import our modules by the hundred: they are compiled once, whatever the environment
-# says about that.
+# Processes that tests start import our modules by the hundred: they are compiled once, even if the environment
+# forbids it.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(READY)
 	echo "ruff ..." && $(BIN)/ruff check .
@@ -26,7 +26,7 @@ test-without-compiler: $(READY)
 
 $(READY): pyproject.toml $(wildcard workers/kernels/c/*) $(wildcard shm/*.c)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
-	  echo "make: Python 3.11 or newer is needed as '$(PYTHON)'; install it, or say make PYTHON=/path/to/python3" >&2; \
+	  echo "make: Python 3.11 or newer is needed as '$(PYTHON)'; install it, or run make PYTHON=/path/to/python3" >&2; \
 	  exit 1; }
 	$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 	  echo "make: '$(PYTHON)' has no venv module; on Debian and Ubuntu: apt install python3-venv" >&2; \

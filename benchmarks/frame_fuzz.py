@@ -1,4 +1,4 @@
-"""Hostile messages on all sockets of an engine while a client is served: who dies, what grows, who waits.
+"""Hostile messages on all sockets of an engine while a client is served: exits, memory, latency.
 
 python benchmarks/frame_fuzz.py --frames 1000000
 """
@@ -27,9 +27,9 @@ from protocol.messages import Sampling
 
 BURSTS = (20, 200, 1000)  # messages of one connection
 REQUEST = Request("asked", "The harbour was quiet when the last ferry came in, and", None, 32, Sampling())
-SETTLE_LIMIT = 60.0  # seconds
+IDLE_LIMIT = 60.0  # seconds
 PAUSE = 0.1  # seconds between two answers of the client
-MOMENTS = ("start", "middle", "end", "settled")
+MOMENTS = ("start", "middle", "end", "idle")
 MB = 1e6
 
 
@@ -61,8 +61,8 @@ async def fuzz(plan: Plan, options: list[str]) -> dict[str, Any]:
         await hostile.close()
         last = await ask(client, REQUEST)
         memory["end"] = memory_of(engine.pid)
-        settling = await settled(client, engine.pid)
-        memory["settled"] = memory_of(engine.pid)
+        idle_after = await wait_idle(client, engine.pid)
+        memory["idle"] = memory_of(engine.pid)
         stats = await client.stats()
         sent = sum(hostile.sent.values())
         tokens = [token.token for token in alone.tokens]
@@ -71,7 +71,7 @@ async def fuzz(plan: Plan, options: list[str]) -> dict[str, Any]:
             "by_socket": dict(hostile.sent),
             "by_kind": dict(hostile.kinds),
             "seconds": seconds,
-            "settling_seconds": settling,
+            "idle_after_s": idle_after,
             "frames_s": sent / seconds,
             "answers_to_them": hostile.answered,
             "bursts_cut_short": hostile.stalled,
@@ -88,7 +88,7 @@ async def fuzz(plan: Plan, options: list[str]) -> dict[str, Any]:
 
 
 async def _attack(hostile: HostileClient, plan: Plan, memory: dict[str, Any], supervisor: int) -> float:
-    """Until so many messages were taken. Returns the seconds."""
+    """Send messages until so many were accepted. Returns the seconds."""
     random = Random(plan.seed)
     began = time.perf_counter()
     while (sent := sum(hostile.sent.values())) < plan.frames:
@@ -100,12 +100,12 @@ async def _attack(hostile: HostileClient, plan: Plan, memory: dict[str, Any], su
     return time.perf_counter() - began
 
 
-async def settled(client: Client, supervisor: int) -> float:
-    """Wait until what was sent was taken in: until neither the counters nor the number of connections change
+async def wait_idle(client: Client, supervisor: int) -> float:
+    """Wait until all messages were processed: until neither the counters nor the number of connections change
     any more. Returns the seconds."""
     began = time.perf_counter()
     counted = None
-    while time.perf_counter() - began < SETTLE_LIMIT:
+    while time.perf_counter() - began < IDLE_LIMIT:
         stats = await client.stats()
         connections = [one.descriptors for one in usage(supervisor)]
         before, counted = counted, (stats["malformed"], stats["clients"], connections)
@@ -138,7 +138,7 @@ def show(found: dict[str, Any]) -> None:
     print(f"  by socket: {found['by_socket']}; answered: {found['answers_to_them']}")
     print(f"  malformed, as the engine counted: {found['malformed']}; clients: {found['clients']}")
     print(f"processes: {'the same' if found['pids_unchanged'] else 'NOT the same'} as before")
-    print(f"what was sent was taken in {found['settling_seconds']:.0f} s after the end")
+    print(f"the last message was processed {found['idle_after_s']:.0f} s after the end")
     for pid, first in found["memory_mb"]["start"].items():
         moments = [found["memory_mb"].get(moment, {}).get(pid) for moment in MOMENTS]
         text = ", ".join(f"{m['private']:.1f} MB {m['descriptors']} fds" if m else "gone" for m in moments)

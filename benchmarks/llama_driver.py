@@ -29,7 +29,7 @@ class Model:
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.log: list[str] = []
-        self._logger = lib.llama_log_callback(self._logged)  # kept alive: the library calls it
+        self._logger = lib.llama_log_callback(self._logged)  # referenced: the library calls it
         lib.llama_log_set(self._logger, None)
         lib.llama_backend_init()
         model = lib.llama_model_default_params()

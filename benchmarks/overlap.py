@@ -1,13 +1,13 @@
-"""What DAOP's early dispatch hides: the same decisions with the host's Work leaving a layer early, and when
-its layer comes.
+"""The time hidden by DAOP's early dispatch: the same decisions with the host's Work sent a layer early, and
+at its layer.
 
     python benchmarks/overlap.py --slowdown 8
     python benchmarks/overlap.py --model DIR --cache 0.25 --placement popular
 
-One engine, the two in turns on the same text, given token by token, so that both compute the same steps. Of
-the time that the host computes in a decode step, "waited" is what the coordinator stood still for; the rest
-is "hidden" behind attention and the device's own work. If the overlap is real, the late step is longer by
-what the early one hides more: both differences are printed, of medians.
+One engine, the two in turns on the same text, token by token, so that both compute the same steps. "waited"
+is the part of the host's computing time in a decode step during which the coordinator waits; the rest is
+"hidden" behind attention and the device's own work. If the overlap is real, the late step is longer by the
+additional hidden time of the early one: both differences of medians are printed.
 """
 
 from __future__ import annotations

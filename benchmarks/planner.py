@@ -186,10 +186,10 @@ def greedy_to_optimum(model: Model, layers: int) -> dict[str, Any]:
         missing = np.where(rng.random(len(counts)) < 0.5, tiles, 0).tolist()
         host = ((1 + widening * (counts - 1)) / host_rate).tolist()
         device = [max(count / tiles / link_rate, 1 / 400) for count in missing]
-        room = LAYERS * model.experts // 2 * tiles
-        best = balance.makespan(balance.optimum(device, host, missing, room), device, host)
-        greedy.append(balance.makespan(balance.greedy(device, host, missing, room), device, host) / best)
-        beam.append(balance.makespan(balance.beam(device, host, missing, room, 2), device, host) / best)
+        capacity = LAYERS * model.experts // 2 * tiles
+        best = balance.makespan(balance.optimum(device, host, missing, capacity), device, host)
+        greedy.append(balance.makespan(balance.greedy(device, host, missing, capacity), device, host) / best)
+        beam.append(balance.makespan(balance.beam(device, host, missing, capacity, 2), device, host) / best)
     return {
         "model": model.name,
         "layers": layers,

@@ -1,4 +1,4 @@
-"""How fast experts are encoded on all cores where their matrices are in memory already."""
+"""Measures how fast experts are encoded on all cores from matrices in memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CORES = len(os.sched_getaffinity(0))
 
 
 class Matrices:
-    """Experts' matrices in memory, for whoever wants rows of parts."""
+    """Experts' matrices in memory, as a source of rows of parts."""
 
     def __init__(self, hidden: int, intermediate: int) -> None:
         rng = np.random.Generator(np.random.SFC64(0))
@@ -55,14 +55,14 @@ def quantizer_rate(layout: StoreLayout) -> float:
     """Bytes of bf16 matrices a second, on all cores."""
     shape = layout.shape
     matrices = Matrices(shape.hidden, shape.intermediate)
-    room = np.zeros((matrices.experts, layout.expert_stride), np.uint8)
+    store = np.zeros((matrices.experts, layout.expert_stride), np.uint8)
     with ThreadPoolExecutor(CORES) as pool, ThreadPoolExecutor(1) as downs:
 
         def once() -> None:
             tasks = [
                 pool.submit(chunk)
                 for expert in range(matrices.experts)
-                for chunk in expert_chunks(matrices, downs, layout, matrices.parts(expert), room[expert])
+                for chunk in expert_chunks(matrices, downs, layout, matrices.parts(expert), store[expert])
             ]
             for task in tasks:
                 task.result()

@@ -1,11 +1,10 @@
-"""Load and faults for minutes: what an engine's processes hold must not grow.
+"""Load and faults for minutes: memory, descriptors and files of an engine must not grow.
 
     python benchmarks/soak.py --minutes 10 --chaos kill,stop,delay,corrupt --rate 0.3 --clients 4
 
-Prints a table, and one JSON object as the last line. Something is flat where the median of its last fifth of
-samples is not above that of the second fifth by more than a tolerance: the first fifth is warming up. Of
-resident memory that is not said: it counts the store's pages, which are shared, in each process that has
-touched them.
+Prints a table, and one JSON object as the last line. A figure is flat if the median of its last fifth of
+samples is not above that of the second fifth by more than a tolerance: the first fifth is warming up.
+Resident memory gets no verdict: it counts the store's shared pages in each process that has touched them.
 """
 
 from __future__ import annotations
@@ -50,7 +49,8 @@ REQUESTS = [Request(prompt, prompt, None, 48, Sampling()) for prompt in PROMPTS]
 
 
 class Load:
-    """Clients that ask the same questions for as long as `on`, each answer compared with it alone."""
+    """Clients that repeat the same requests while `on`; each answer is compared with that of the request
+    alone."""
 
     def __init__(self, alone: dict[str, Outcome], bound: float) -> None:
         self.on = True
@@ -121,7 +121,7 @@ async def soak(minutes: float, chaos: Chaos, clients: int, options: list[str]) -
 
 
 def sample(engine: EngineInfo, runtime: Path, fingerprint: str, began: float) -> dict[str, float]:
-    """What the engine holds now: by role, the sum of its processes; a role's name ends with the unit."""
+    """The engine's present resources: by role, the sum of its processes; a role's name ends with the unit."""
     found: Counter[str] = Counter()
     for one in usage(engine.pid):
         found["processes count"] += 1
@@ -141,7 +141,7 @@ def names(samples: list[dict[str, float]]) -> list[str]:
 
 
 def flat(name: str, values: list[float]) -> dict[str, Any]:
-    """Medians of the second and the last fifth, and whether they say that nothing grew."""
+    """Medians of the second and the last fifth, and whether the figure is flat."""
     fifth = max(1, len(values) // 5)
     second, last = median(values[fifth : 2 * fifth] or values), median(values[-fifth:])
     factor, more = TOLERANCE[name.rsplit(" ", 1)[1]]

@@ -1,11 +1,11 @@
-"""SIGKILLs an engine's supervisor at random moments and measures what becomes of the rest.
+"""SIGKILLs an engine's supervisor at random moments and measures the exit of its children and the files left.
 
     python -m benchmarks.supervisor_kills [--moments 50] [--seed 1] [--model DIR]
 
 The moments are spread over five phases: start-up (the store is cached), loading (it is not), serving,
 answering and shutting down. After each kill: how long until the last process of that engine was gone, what it
 left on the machine, and what is left of that once the next engine has started, answered and ended. Runtime
-and cache directories are its own. Without --model it writes a checkpoint of 3 GB whose loading takes some
+and cache directories are its own. Without --model it writes a checkpoint of 3 GB, which loads in some
 seconds.
 """
 

@@ -1,1 +1,1 @@
-"""What a person starts: the command line, the supervisor, the chat. Imports no torch."""
+"""The user's side: the command line, the supervisor, the chat. Imports no torch."""

@@ -1,4 +1,4 @@
-"""What all tests share: a folder, a tiny model, engines, and the session's leak check.
+"""Fixtures of all tests: a folder, a tiny model, engines, and the session's leak check.
 
 The tests have runtime and cache directories and a store space (`shm.store.store_space`) of their own, so
 that a user's engines are neither seen nor touched. A session that leaves a process, a segment or a runtime
@@ -51,13 +51,13 @@ LONGEST = (
     "pipeline/test_scheduler.py",
 )
 CHUNK = 64  # tokens
-SETTLE_SECONDS = 6.0  # orphans have this long to notice that their parent has exited
+EXIT_SECONDS = 6.0  # orphans have this long to notice that their parent has exited
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")  # the name of one of several processes; else ""
 
 
 def _place() -> Path:
-    """A new folder with a short name, because paths of sockets are short. One of several processes has it in
-    the starting process's folder, whose environment it inherits."""
+    """A new folder with a short name, because paths of sockets are short. One of several processes creates it
+    in the folder of the starting process, from which it inherits the environment."""
     if not WORKER:
         return Path(tempfile.mkdtemp(prefix="tt-", dir="/tmp"))
     place = Path(os.environ["XDG_RUNTIME_DIR"]) / WORKER
@@ -110,7 +110,7 @@ def start_engine() -> EngineFactory:
 
 @pytest.fixture
 def executed_processes() -> Iterator[None]:
-    """Engines of this test execute a Python for each process, as a user's do: they start more slowly."""
+    """Engines of this test execute a Python for each process, as outside of tests: they start more slowly."""
     FORK_SERVER.remove()
     yield
     FORK_SERVER.install()
@@ -185,8 +185,8 @@ def write_mixtral(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with exclusive tests first: later they would wait for whatever long test another process has just
-    begun. Then the longest, so that no process ends with one of them while the others have nothing to do."""
+    """Files with exclusive tests first: later they would wait for a long test of another process. Then the
+    longest, so that no process ends with one of them while the others are idle."""
     exclusive = {item.path for item in items if turns.alone(item)}
     names = [str(TESTS / name) for name in LONGEST]
 
@@ -217,7 +217,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
-    """One of several processes has exited. What a killed one left is found at the end."""
+    """One of several processes has exited. The leaks of a killed one are found at the end."""
     node.config.stash[_LEAKS] += getattr(node, "workeroutput", {}).get("leaks", [])
 
 
@@ -225,7 +225,7 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     FORK_SERVER.close()
     before = session.config.stash.get(_SEGMENTS, None)
-    deadline = time.monotonic() + SETTLE_SECONDS
+    deadline = time.monotonic() + EXIT_SECONDS
     while (found := leaks(PLACE, before)) and time.monotonic() < deadline:
         time.sleep(0.2)
     if WORKER:

@@ -5,9 +5,9 @@ A fork server therefore starts `workers.child` for engines within a test process
 arguments, descriptors, environment, working directory and parent as `asyncio.create_subprocess_exec` would.
 Engines that a test starts by a command line run as users run them.
 
-A forked process must be a child of the test process, which waits for it and whose exit ends it. Linux gives
-an orphan to its nearest ancestor that is a subreaper: the test process is one while it waits for the server's
-answer.
+A forked process must be a child of the test process, which waits for it and ends it by its own exit. Linux
+makes the nearest subreaper among its ancestors the parent of an orphan: the test process is a subreaper while
+it waits for the server's answer.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class ForkServer:
         asyncio.create_subprocess_exec = self._exec
 
     def close(self) -> None:
-        """End the server; processes that it started go on."""
+        """End the server; processes that it started continue."""
         self.remove()
         if self._socket is not None and self._server is not None:
             self._socket.close()
@@ -176,7 +176,7 @@ def serve(connection: socket.socket) -> None:
 
 
 def _run(request: dict[str, Any], lifeline: int, stdout: int, connection: socket.socket) -> None:
-    """The forked process, from its birth to its end. Does not return."""
+    """Run the forked process until its exit. Does not return."""
     code = 1
     try:
         deadline = time.monotonic() + ADOPTION_LIMIT

@@ -1,4 +1,4 @@
-"""What a session of tests started and did not end: processes, shared-memory segments, runtime directories.
+"""Finds the leaks of a test session: processes, shared-memory segments, runtime directories.
 
 A session may be several processes (`-n 2`), each with a folder inside the folder of the process that started
 it. Each looks for processes and runtime directories of its own folder before it exits, while what would exit
@@ -42,7 +42,7 @@ def _runtime_directories(place: Path) -> Iterator[Path]:
 
 
 def _processes_of(place: Path) -> Iterator[psutil.Process]:
-    """Processes whose runtime directory is this folder or inside it, whatever their parent is now."""
+    """Processes with a runtime directory in this folder, whatever their parent is now."""
     for process in psutil.process_iter():
         try:
             theirs = process.environ().get("XDG_RUNTIME_DIR", "")

@@ -13,7 +13,7 @@ from benchmarks.embedded_model.corpus import load
 from benchmarks.embedded_model.sources import KINDS
 
 BOS, EOS = 0, 1
-IGNORED = -100  # target of a token whose prediction is not trained
+IGNORED = -100  # target of a token that is not trained
 # Share of the rows unless a run changes it; most of it repeats glossary entries.
 DIALOGUE_SHARE = 0.05
 DIALOGUE_SOURCES = {"python-glossary": 0.5, "postgresql-glossary": 0.15, "faq": 0.15, "manual": 0.2}
@@ -98,7 +98,7 @@ class Dialogues:
 
 
 class Mixture:
-    """Batches whose rows each come from one kind, drawn by weight."""
+    """Batches of rows that each come from one kind, drawn by weight."""
 
     def __init__(self, corpus: Path, tokenizer: Tokenizer, seed: int) -> None:
         self._rng = np.random.default_rng(seed)

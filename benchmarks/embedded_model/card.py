@@ -35,7 +35,7 @@ def _mixture(card: dict[str, Any]) -> str:
         for stretch in card["mixture"]
     ]
     table = _table(("Until minute", *card["mixture"][0]["shares"]), rows)
-    return f"""Shares of the training rows, moved along the way to the kinds whose held-out loss was least
+    return f"""Shares of the training rows, moved along the way to the kinds with a held-out loss least
 below the bigram model's:
 
 {table}"""
@@ -72,7 +72,7 @@ The dialogues are questions and answers in the form of the chat template, made f
 Python and PostgreSQL documentation ({talks["python-glossary"]} and {talks["postgresql-glossary"]} entries),
 question lists ({talks["faq"]}) and NAME lines of manual pages ({talks["manual"]}); only answers are trained
 there. A large part of the dialogues' {card["seen_tokens"]["dialogues"] / 1e6:.2f} M tokens repeats the
-glossary entries. The model answers in their manner and stops by itself, but what it says is seldom right.
+glossary entries. The model answers in their manner and stops by itself, but its answers are seldom right.
 
 {_table(("Package", "Version", "Licence"), packages)}
 Manual pages and translations name their own licences where these differ. The documents behind the held-out
@@ -110,7 +110,7 @@ def _losses(card: dict[str, Any]) -> str:
     ]
     return f"""## Loss on held-out text
 
-Nats a token. Rows of 512 tokens whose first token is context only. The bigram model has the same tokenizer
+Nats a token. Rows of 512 tokens; the first is context only. The bigram model has the same tokenizer
 and was counted on the whole training text of all kinds, more than the model came to see; of two smoothings
 (interpolation with the unigram distribution, and Kneser-Ney) at several strengths, the one is shown that
 does best on the very held-out text, which favours it too. The last column is a bigram model counted on the

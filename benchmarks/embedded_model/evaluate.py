@@ -30,7 +30,7 @@ from pipeline.assets import heldout, model_dir
 
 WINDOW = 512  # tokens; the first of each window is context only
 PROMPT, CONTINUATION, PROMPTS = 128, 128, 4  # tokens, tokens, and prompts per kind
-FIRST = 6  # rows whose loss the tests recompute
+FIRST = 6  # rows for which the tests recompute the loss
 DEMO = ("What is a generator?", "What is an iterator?", "What does ls do?", "Was macht ls?")
 
 

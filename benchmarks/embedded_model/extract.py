@@ -54,7 +54,7 @@ class _TextParser(HTMLParser):
     def handle_endtag(self, tag: str) -> None:
         if tag not in self._stack:
             return
-        while self._stack:  # elements whose end tag is optional close with their parent
+        while self._stack:  # elements with an optional end tag close with their parent
             top = self._stack.pop()
             self._pre -= top == "pre"
             if self._skip_from > len(self._stack):

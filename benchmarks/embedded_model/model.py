@@ -109,8 +109,8 @@ class Layer(nn.Module):
         q, k, v = torch.split(F.linear(x, self.qkv), [hidden, keys, keys], dim=-1)
         q, k, v = (y.view(batch, length, -1, shape.head_dim).transpose(1, 2) for y in (q, k, v))
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        # Query heads of one key head are stacked. At these lengths plain products beat the fused CPU kernel,
-        # whose backward pass is slow.
+        # Query heads of one key head are stacked. At these lengths plain products beat the fused CPU kernel
+        # with its slow backward pass.
         q = q.to(v.dtype).reshape(batch, shape.num_key_value_heads, -1, shape.head_dim) * shape.head_dim**-0.5
         groups = shape.num_attention_heads // shape.num_key_value_heads
         future = torch.ones(length, length, dtype=torch.bool).triu(1).repeat(groups, 1)

@@ -1,4 +1,4 @@
-"""An engine's counters of a phase whose numbers are known."""
+"""An engine's counters of a phase, with known numbers."""
 
 from __future__ import annotations
 

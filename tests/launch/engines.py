@@ -1,4 +1,4 @@
-"""Helpers of these tests: `launch.py` as a process, and what an engine leaves on the machine."""
+"""Helpers of these tests: `launch.py` as a process, and the files and processes of an engine."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def runs(process: psutil.Process, module: str) -> bool:
         return False
 
 
-def alive(process: psutil.Process) -> bool:
+def is_running(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -86,12 +86,12 @@ def alive(process: psutil.Process) -> bool:
 
 
 def engines_left() -> list[str]:
-    """Names of runtime directories that are there."""
+    """Names of the existing runtime directories."""
     return sorted(p.name for p in runtime_root().iterdir() if not p.name.startswith("."))
 
 
 def store_of(model: Path, format_name: str = "bf16") -> Path:
-    """Where the store of a checkpoint is when it is in shared memory."""
+    """The path of a checkpoint's store in shared memory."""
     return Path("/dev/shm" + store_name(fingerprint_of(model, format_name)))
 
 

@@ -1,4 +1,4 @@
-"""A person with a cache of the Hugging Face Hub's, and a small model as a repository has it."""
+"""A home with a cache of the Hugging Face Hub, and a small model in a repository's layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.numpy import load, save
 NAME = "org/tiny-model"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 INDEX = "model.safetensors.index.json"
-SETTLE = (
+RESOLVE = (
     "import logging, sys; from pathlib import Path; from launch.hub.hf_download import model_folder;"
     "logging.basicConfig(level='INFO', format='[%(name)s] %(message)s');"
     "print(model_folder(Path(sys.argv[1]), download=True))"
@@ -32,7 +32,7 @@ WANTED = {
 
 
 def repository_files(model: Path) -> dict[str, bytes]:
-    """A model in two shards, beside files that nobody should download."""
+    """A model in two shards, beside files that must not be downloaded."""
     content = {path.name: path.read_bytes() for path in model.iterdir()}
     tensors = sorted(load(content.pop("model.safetensors")).items())
     halves = (dict(tensors[::2]), dict(tensors[1::2]))
@@ -47,7 +47,7 @@ def repository_files(model: Path) -> dict[str, bytes]:
 
 
 class Home:
-    """A person's environment: a cache of the Hub's and the Hub's address."""
+    """A user's environment: a cache of the Hub and the Hub's address."""
 
     def __init__(self, folder: Path, endpoint: str | None) -> None:
         self.cache = folder / "hf" / "hub"
@@ -65,21 +65,21 @@ class Home:
             text=True,
         )
 
-    def settle(self, name: str = NAME) -> tuple[Path, str]:
-        """The model's folder, and what was said on the way."""
-        process = self.start("-c", SETTLE, name)
-        out, said = process.communicate(timeout=60)
-        assert process.returncode == 0, said
-        return Path(out.strip()), said
+    def resolve(self, name: str = NAME) -> tuple[Path, str]:
+        """The model's folder, and the lines on stderr."""
+        process = self.start("-c", RESOLVE, name)
+        out, log = process.communicate(timeout=60)
+        assert process.returncode == 0, log
+        return Path(out.strip()), log
 
     def complaint(self, name: str = NAME, code: int = 2) -> str:
-        """The one line in which launch.py refuses a model."""
+        """The line with which launch.py refuses a model."""
         process = self.start(LAUNCH, "generate", "--prompt", "a", "--model", name, "--log-level", "warning")
-        out, said = process.communicate(timeout=60)
-        assert (process.returncode, out) == (code, ""), said
-        assert said.startswith(f"launch.py: {name}"), said
-        assert said.count("\n") == 1, said
-        return said
+        out, log = process.communicate(timeout=60)
+        assert (process.returncode, out) == (code, ""), log
+        assert log.startswith(f"launch.py: {name}"), log
+        assert log.count("\n") == 1, log
+        return log
 
     def unfinished(self) -> list[Path]:
         return list(self.cache.rglob("*.incomplete"))

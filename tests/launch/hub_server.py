@@ -1,4 +1,4 @@
-"""A small Hugging Face Hub on this machine: what huggingface_hub asks of one to download a model."""
+"""A small Hugging Face Hub on this machine: the requests that huggingface_hub sends to download a model."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Repository:
     refuse_files: tuple[int, str] | None = None  # of every answer with a file's content, as gated models have
     sizes: dict[str, int] = field(
         default_factory=dict
-    )  # that the list of files claims, where not the true ones
+    )  # in the list of files, where they differ from the true ones
     commits: dict[str, str] = field(default_factory=lambda: {"main": COMMIT, "other": BRANCH})
 
 
 class HubServer:
     """`with HubServer() as hub`: repositories by name in `hub.repositories`; `hub.endpoint` for HF_ENDPOINT.
 
-    `asked`: every request as "METHOD path". `stuck`: the file with this name is sent by halves, and its
-    second half only once `go` is set; `half` says that the first is out. `lost`: the second half and all
-    later answers are cut off instead."""
+    `asked`: every request as "METHOD path". `stuck`: the file with this name is sent in halves, the second
+    only after `go` is set; `half` is set after the first. `lost`: the second half and all later answers are
+    cut off instead."""
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
@@ -55,7 +55,7 @@ class HubServer:
         self._thread.join()
 
     def sent(self) -> list[str]:
-        """Names of the files whose content was asked for, in order."""
+        """Names of the files with requested content, in order."""
         return [
             line.rpartition("/")[2] for line in self.asked if line.startswith("GET") and "/resolve/" in line
         ]
@@ -91,7 +91,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _repository(self, name: str, revision: str) -> tuple[Repository, str] | None:
         repository = self.hub.repositories.get(name)
         if repository is None:
-            return self._refuse(401, "RepoNotFound")  # what the Hub says to those who have no token
+            return self._refuse(401, "RepoNotFound")  # the Hub's answer to requests without a token
         if repository.refuse is not None:
             return self._refuse(*repository.refuse)
         commit = repository.commits.get(revision, revision)

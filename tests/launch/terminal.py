@@ -16,8 +16,8 @@ import psutil
 from engines import LAUNCH, ROOT
 
 TMUX = shutil.which("tmux")
-# What the command ended with, and whether the terminal shows again what is typed.
-PATIENCE = 30.0  # seconds; a start takes two or three on an idle machine
+# The command's exit code, and whether the terminal echoes typed text again.
+LIMIT = 30.0  # seconds; a start takes two or three on an idle machine
 PROLOGUE = "trap : INT; "  # a Ctrl-C is the command's, not its shell's
 EPILOGUE = "; echo EXIT=$?; stty -a | tr ' ;' '\\n\\n' | grep -x -e echo -e -echo; read never"
 
@@ -28,7 +28,7 @@ class Terminal:
     def __init__(self, *arguments: str, env: dict[str, str], width: int = 80, height: int = 40) -> None:
         self._folder = tempfile.mkdtemp(prefix="tt-", dir="/tmp")  # short: socket paths are
         self._size = ("-x", str(width), "-y", str(height))
-        # tmux sets TERM in its windows, so what is wanted of it has to be said inside
+        # tmux sets TERM in its windows, so another value has to be set inside
         inside = {"TERM": "screen-256color", "LC_ALL": "C.UTF-8"} | env
         words = [f"{name}={value}" for name, value in inside.items()]
         self._command = PROLOGUE + shlex.join(["env", *words, sys.executable, LAUNCH, *arguments]) + EPILOGUE
@@ -47,7 +47,7 @@ class Terminal:
         shutil.rmtree(self._folder)
 
     def keys(self, *names: str) -> None:
-        """Keys by tmux's names for them: Enter, C-c, Tab, Up, M-Enter."""
+        """Press keys by tmux's names: Enter, C-c, Tab, Up, M-Enter."""
         self._tmux("send-keys", *names)
 
     def type(self, text: str) -> None:
@@ -58,16 +58,16 @@ class Terminal:
         self.keys("Enter")
 
     def paste(self, text: str) -> None:
-        """As a terminal pastes: in brackets, where the command has asked for them."""
+        """Paste as a terminal does: in brackets, if the command has requested them."""
         self._tmux("set-buffer", text)
         self._tmux("paste-buffer", "-p")
 
     def screen(self) -> str:
-        """What is on the screen and above it, lines without their trailing spaces."""
+        """The screen and its scrollback, lines without their trailing spaces."""
         lines = self._tmux("capture-pane", "-p", "-S", "-200").splitlines()
         return "\n".join(line.rstrip() for line in lines).rstrip("\n")
 
-    def until(self, pattern: str | Callable[[str], object], limit: float = PATIENCE) -> str:
+    def until(self, pattern: str | Callable[[str], object], limit: float = LIMIT) -> str:
         """The screen as soon as the pattern is found in it, or the condition holds."""
         holds = pattern if callable(pattern) else re.compile(pattern, re.MULTILINE).search
         deadline = time.monotonic() + limit

@@ -303,7 +303,7 @@ def test_every_preset_runs_without_policy_and_without_a_tokenizer(tiny_model: Pa
         ("--plot bench.jpeg", ["bench.jpeg", ".png", ".pdf"]),
         ("--plot /dev/null/no/bench.png", ["/dev/null/no/bench.png", "Not a directory"]),
         ("--temperature 1", ["--temperature"]),
-        ("--connect nobody", ["nobody"]),
+        ("--connect missing", ["missing"]),
     ],
 )
 def test_wrong_usage_is_one_line(

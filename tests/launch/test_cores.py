@@ -1,4 +1,4 @@
-"""Cores: every worker its own, all of them used, whatever the machine is made of."""
+"""Cores: each worker has its own, and all are used, on any machine."""
 
 from __future__ import annotations
 
@@ -185,8 +185,8 @@ def test_workers_of_an_engine_run_on_their_own_cores(workers: int, tiny_model: P
 async def test_results_do_not_depend_on_the_number_of_nodes(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """This machine's cores are said to be on nodes 0 and 1000; the kernel then refuses the second, which the
-    start says. A store that is there already would not be placed, so it has a tile of its own."""
+    """This machine's cores are presented as on nodes 0 and 1000; the kernel then refuses the second, and the
+    start logs that. An existing store would not be placed, so this one has another tile size."""
     here = Cores.here().numbers
     both = Cores(tuple(Thread(1000 * i, (n,), n) for i, n in enumerate((here[0], here[-1]))))
     config = EngineConfig(model=tiny_model, device="cpu", format="f32", tile=13, workers=2)
@@ -204,7 +204,7 @@ async def test_results_do_not_depend_on_the_number_of_nodes(
 
 
 def outside(process: psutil.Process) -> int:
-    """Threads that may run elsewhere than their process: only the one that watches its parent was there
-    before it was bound."""
+    """The number of threads with other cores than their process: only the thread that watches the parent
+    started before the process was bound."""
     main = os.sched_getaffinity(process.pid)
     return sum(os.sched_getaffinity(thread.id) != main for thread in process.threads())

@@ -1,4 +1,4 @@
-"""What is wrong beside a model's weights is said before anything is loaded."""
+"""Errors in a model's settings are reported before anything is loaded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def change(file: Path, **entries: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "entries", "said"),
+    ("file", "entries", "message"),
     [
         ("generation_config.json", {"do_sample": True, "temperature": "hot"}, "temperature is 'hot'"),
         ("generation_config.json", {"eos_token_id": ["x"]}, "eos_token_id"),
@@ -33,10 +33,10 @@ def change(file: Path, **entries: object) -> None:
         ("config.json", {"rope_scaling": {"type": "longrope", "short_factor": [1]}}, "short_factor"),
     ],
 )
-def test_impossible_settings_are_refused_before_loading(folder: Path, file, entries, said) -> None:
+def test_impossible_settings_are_refused_before_loading(folder: Path, file, entries, message) -> None:
     check_engine(EngineConfig(model=folder))
     change(folder / file, **entries)
-    with pytest.raises(ModelError, match=said) as failure:
+    with pytest.raises(ModelError, match=message) as failure:
         check_engine(EngineConfig(model=folder))
     assert "\n" not in str(failure.value)
 

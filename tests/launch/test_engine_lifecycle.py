@@ -1,4 +1,4 @@
-"""Engines from their start to their end, as processes: orderly, interrupted, killed; nothing is left."""
+"""Engines as processes, from their start to their end: orderly, interrupted, killed; no file remains."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from engines import (
     LAUNCH,
     LIMIT,
     Launched,
-    alive,
     engines_left,
     fingerprint_of,
+    is_running,
     own_segments,
     runs,
     store_of,
@@ -52,13 +52,13 @@ def run(*arguments: str) -> tuple[int, str, str]:
 
 
 def test_engine_serves_every_command_and_stops_on_sigint(arguments: list[str], tmp_path: Path) -> None:
-    with Launched("serve", "--name", "life", *arguments) as engine:
+    with Launched("serve", "--name", "cycle", *arguments) as engine:
         name, endpoint = engine.line().split()
-        assert name == "life"
+        assert name == "cycle"
         assert endpoint.startswith("ipc://")
 
         code, out, _ = run(
-            *"generate --prompt-tokens 5,6,7 --max-tokens 4 --ignore-eos --json --connect life".split()
+            *"generate --prompt-tokens 5,6,7 --max-tokens 4 --ignore-eos --json --connect cycle".split()
         )
         assert code == 0
         answer = json.loads(out)
@@ -98,14 +98,14 @@ def test_engine_serves_every_command_and_stops_on_sigint(arguments: list[str], t
         assert (code, out) == (2, "")
         assert "4096" in err
         code, out, err = run("generate", "--prompt-tokens", ",".join(["5"] * 300), "--connect")
-        assert (code, out) == (2, "")  # the engine's refusal, not its failure
+        assert (code, out) == (2, "")  # refused by the engine, which has not failed
         assert "300 tokens" in err
 
         engine.send(signal.SIGINT)
         code, _, _ = engine.end()
         assert code == 0
     assert engines_left() == []
-    assert own_segments("life") == []
+    assert own_segments("cycle") == []
 
 
 def test_piped_chat_answers_every_line_that_fits_and_reports_the_others(arguments: list[str]) -> None:
@@ -135,11 +135,11 @@ def test_killed_child_is_restarted_and_answers_are_the_same(arguments: list[str]
             killed = engine.child(module)
             killed.kill()
 
-            def whole(module: str = module, count: int = count, killed: psutil.Process = killed) -> bool:
-                there = [c for c in engine.children() if runs(c, module) and alive(c)]
-                return len(there) == count and killed not in there
+            def restarted(module: str = module, count: int = count, killed: psutil.Process = killed) -> bool:
+                running = [c for c in engine.children() if runs(c, module) and is_running(c)]
+                return len(running) == count and killed not in running
 
-            assert wait_until(whole, 60)
+            assert wait_until(restarted, 60)
             assert wait_until(lambda: run(*generate)[0] == 0, 60)
             code, after, _ = run(*generate)
             assert json.loads(after)["token_ids"] == json.loads(before)["token_ids"]
@@ -160,7 +160,7 @@ def test_engine_whose_coordinator_keeps_exiting_stops_with_one_line(arguments: l
         engine.line()
         while engine.process.poll() is None:
             for child in engine.children():
-                if runs(child, "pipeline.coordinator") and alive(child):
+                if runs(child, "pipeline.coordinator") and is_running(child):
                     child.kill()
             time.sleep(0.02)
         code, _, err = engine.end()
@@ -183,7 +183,7 @@ def test_sigint_during_the_start_leaves_no_process_and_no_file(arguments: list[s
     assert (code, out) == (1, "")
     assert err.splitlines()[-1] == "launch.py: interrupted"
     assert "Traceback" not in err
-    assert not any(alive(c) for c in children)
+    assert not any(is_running(c) for c in children)
     assert engines_left() == []
 
 
@@ -195,7 +195,7 @@ def test_children_of_a_killed_supervisor_exit_and_their_files_are_swept(argument
         assert own_segments("orphans")
         engine.send(signal.SIGKILL)
         engine.end()
-        assert wait_until(lambda: not any(alive(c) for c in children), CHILDREN_GONE)
+        assert wait_until(lambda: not any(is_running(c) for c in children), CHILDREN_GONE)
     assert engines_left() == ["orphans"]
     assert sweep() == ["orphans"]  # as the next start does
     sweep_stores(runtime_root())

@@ -1,4 +1,4 @@
-"""`--model org/name`, in processes of their own: what is downloaded, found again, ended half-way."""
+"""`--model org/name`, in separate processes: downloads, models in the cache, interrupted downloads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from engines import LAUNCH
-from hub_home import NAME, SETTLE, SHARDS, WANTED, Home
+from hub_home import NAME, RESOLVE, SHARDS, WANTED, Home
 from hub_server import BRANCH, COMMIT, HubServer, Repository
 from terminal import TMUX, Terminal
 
@@ -20,26 +20,26 @@ def names_in(folder: Path) -> set[str]:
 
 def test_downloads_what_is_needed_and_no_more(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
     hub.repositories[NAME] = Repository(files)
-    folder, said = home.settle()
+    folder, log = home.resolve()
     assert folder == home.cache / "models--org--tiny-model" / "snapshots" / COMMIT
     assert names_in(folder) == WANTED
     assert all((folder / name).read_bytes() == files[name] for name in WANTED)
-    assert hub.sent()[0] == "config.json"  # what decides whether the rest is wanted
+    assert hub.sent()[0] == "config.json"  # which decides on the other files
     assert hub.sent()[-2:] == list(SHARDS)
-    assert "downloading 8 files" not in said  # two were there by then
-    assert "downloading 7 files" in said
-    assert "GB free" in said
-    assert f"{SHARDS[1]} (7 of 7), " in said  # where there is no terminal for a bar
+    assert "downloading 8 files" not in log  # two were downloaded before
+    assert "downloading 7 files" in log
+    assert "GB free" in log
+    assert f"{SHARDS[1]} (7 of 7), " in log  # without a terminal there is no bar
 
 
 def test_doctor_downloads_nothing(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
-    """Plans are made of what is here."""
+    """It plans with the files of this machine."""
     hub.repositories[NAME] = Repository(files)
-    script = SETTLE.replace("download=True", "download=False")
+    script = RESOLVE.replace("download=True", "download=False")
     process = home.start("-c", script, NAME)
     assert "hf download org/tiny-model" in process.communicate(timeout=60)[1]
     assert hub.asked == []
-    folder, _ = home.settle()
+    folder, _ = home.resolve()
     process = home.start("-c", script, NAME)
     assert process.communicate(timeout=60)[0].strip() == str(folder)
 
@@ -47,52 +47,52 @@ def test_doctor_downloads_nothing(home: Home, hub: HubServer, files: dict[str, b
 def test_second_start_sends_no_request(
     home: Home, hub: HubServer, files: dict[str, bytes], tmp_path: Path
 ) -> None:
-    """It goes on with what it has, also when the Hub has something newer."""
+    """It uses the files of the cache, even if the Hub has newer ones."""
     hub.repositories[NAME] = Repository(files)
-    folder, _ = home.settle()
+    folder, _ = home.resolve()
     hub.repositories[NAME].commits["main"] = BRANCH
     hub.asked.clear()
-    again, said = home.settle()
+    again, log = home.resolve()
     assert again == folder
     assert hub.asked == []
-    assert str(folder) in said
-    assert Home(tmp_path, "http://127.0.0.1:9").settle()[0] == folder
-    asked_for, _ = home.settle(f"{NAME}@other")
+    assert str(folder) in log
+    assert Home(tmp_path, "http://127.0.0.1:9").resolve()[0] == folder
+    asked_for, _ = home.resolve(f"{NAME}@other")
     assert asked_for.name == BRANCH
     assert hub.sent() == ["config.json"] or not {*SHARDS} & {*hub.sent()}  # the same bytes are not sent again
 
 
 def test_other_programs_find_the_download(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
     hub.repositories[NAME] = Repository(files)
-    folder, _ = home.settle()
+    folder, _ = home.resolve()
     find = f"from huggingface_hub import snapshot_download as s; print(s({NAME!r}, local_files_only=True))"
     process = home.start("-c", find)
-    out, said = process.communicate(timeout=60)
-    assert out.strip() == str(folder), said
+    out, log = process.communicate(timeout=60)
+    assert out.strip() == str(folder), log
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupted_download_resumes_after_complete_files(
     home: Home, hub: HubServer, files: dict[str, bytes], number: signal.Signals
 ) -> None:
-    """Another start goes on behind the files that are whole."""
+    """The next start continues after the complete files."""
     hub.repositories[NAME] = Repository(files)
     hub.stuck = SHARDS[1]
     process = home.start(LAUNCH, "generate", "--prompt", "a", "--model", NAME, "--log-level", "warning")
     assert hub.half.wait(60)
     process.send_signal(number)
-    out, said = process.communicate(timeout=100)
+    out, log = process.communicate(timeout=100)
     if number == signal.SIGKILL:
         assert process.returncode == -number
     else:
         assert (process.returncode, out) == (1, "")
-        assert said.endswith("launch.py: interrupted\n")
-        assert "Traceback" not in said
+        assert log.endswith("launch.py: interrupted\n")
+        assert "Traceback" not in log
         assert home.unfinished() == []
     hub.go.set()
     hub.stuck = ""
     hub.asked.clear()
-    folder, _ = home.settle()
+    folder, _ = home.resolve()
     assert hub.sent() == [SHARDS[1]]
     assert all((folder / name).read_bytes() == files[name] for name in WANTED)
 
@@ -117,10 +117,10 @@ def test_lost_network_is_one_line(home: Home, hub: HubServer, files: dict[str, b
     assert hub.half.wait(60)
     hub.lost = True
     hub.go.set()
-    out, said = process.communicate(timeout=60)
+    out, log = process.communicate(timeout=60)
     assert (process.returncode, out) == (1, "")
-    assert f"launch.py: {NAME}: the download stopped: " in said.splitlines()[-1]
-    assert "Traceback" not in said
+    assert f"launch.py: {NAME}: the download stopped: " in log.splitlines()[-1]
+    assert "Traceback" not in log
     assert home.unfinished() == []
 
 
@@ -129,7 +129,7 @@ def test_incomplete_model_without_network_is_one_line(
 ) -> None:
     hub.repositories[NAME] = Repository(files)
     hub.stuck = SHARDS[1]
-    process = home.start("-c", SETTLE, NAME)
+    process = home.start("-c", RESOLVE, NAME)
     assert hub.half.wait(60)
     process.kill()
     process.communicate(timeout=100)
@@ -143,14 +143,14 @@ def test_missing_tokenizer_is_downloaded(
 ) -> None:
     """Another program has downloaded the weights alone."""
     hub.repositories[NAME] = Repository(files)
-    folder, _ = home.settle()
+    folder, _ = home.resolve()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
-    alone, said = Home(tmp_path, "http://127.0.0.1:9").settle()
+    alone, log = Home(tmp_path, "http://127.0.0.1:9").resolve()
     assert alone == folder
-    assert "no tokenizer" in said
+    assert "no tokenizer" in log
     hub.asked.clear()
-    assert home.settle()[0] == folder
+    assert home.resolve()[0] == folder
     assert not {*SHARDS} & {*hub.sent()}
     assert names_in(folder) == WANTED
 
@@ -159,13 +159,13 @@ def test_engine_runs_a_model_of_the_hub(home: Home, hub: HubServer, files: dict[
     hub.repositories[NAME] = Repository(files)
     arguments = ("--model", NAME, "--prompt-tokens", "5,6,7", "--max-tokens", "3", "--ignore-eos", "--json")
     process = home.start(LAUNCH, "generate", *arguments)
-    out, said = process.communicate(timeout=100)
-    assert process.returncode == 0, said
+    out, log = process.communicate(timeout=100)
+    assert process.returncode == 0, log
     assert len(json.loads(out)["token_ids"]) == 3
 
 
 def test_unreachable_hub_is_one_line(tmp_path: Path) -> None:
-    """The real address, where there is no network; elsewhere nothing can be said."""
+    """The Hub's real address, on machines without a network; skipped on others."""
     try:
         socket.getaddrinfo("huggingface.co", 443)
     except OSError:
@@ -183,6 +183,6 @@ def test_offline_mode_is_one_line(home: Home, hub: HubServer, files: dict[str, b
     assert "HF_HUB_OFFLINE" in home.complaint(code=1)
     assert hub.asked == []
     del home.env["HF_HUB_OFFLINE"]
-    folder, _ = home.settle()
+    folder, _ = home.resolve()
     home.env["HF_HUB_OFFLINE"] = "1"
-    assert home.settle()[0] == folder
+    assert home.resolve()[0] == folder

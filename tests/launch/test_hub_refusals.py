@@ -1,5 +1,5 @@
-"""`--model org/name` where the Hub has no such model for us, or it cannot be run: one line each, and no
-weights are downloaded."""
+"""`--model org/name` for models that are missing, gated or unsupported: one line each, and no weights are
+downloaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from engines import LAUNCH, ROOT
-from hub_home import INDEX, NAME, SETTLE, SHARDS, Home
+from hub_home import INDEX, NAME, RESOLVE, SHARDS, Home
 from hub_server import COMMIT, HubServer, Repository
 
 from launch.hub.hf_download import is_hub_name
@@ -34,7 +34,7 @@ def test_refused(home: Home, hub: HubServer, refuse: tuple[int, str], words: lis
 
 
 def test_unknown_name_is_one_line(home: Home, hub: HubServer) -> None:
-    assert "no such model" in home.complaint("org/nobody")
+    assert "no such model" in home.complaint("org/missing")
 
 
 @pytest.mark.parametrize("refuse", [(401, "GatedRepo"), (403, "GatedRepo"), (403, "")])
@@ -108,7 +108,7 @@ def test_local_folder_is_used_before_the_hub(
     (tmp_path / "org").mkdir()
     (tmp_path / NAME).symlink_to(tiny_model)
     process = subprocess.run(
-        [sys.executable, "-c", SETTLE, NAME], cwd=tmp_path, env=home.env, capture_output=True, timeout=60
+        [sys.executable, "-c", RESOLVE, NAME], cwd=tmp_path, env=home.env, capture_output=True, timeout=60
     )
     assert process.stdout.decode().strip() == NAME
     assert hub.asked == []
@@ -119,9 +119,9 @@ def test_mistyped_policy_is_reported_before_the_download(
 ) -> None:
     hub.repositories[NAME] = Repository(files)
     process = home.start(LAUNCH, "generate", "--prompt", "a", "--model", NAME, "--policy", "fidler")
-    _, said = process.communicate(timeout=60)
+    _, log = process.communicate(timeout=60)
     assert process.returncode == 2
-    assert "fiddler" in said
+    assert "fiddler" in log
     assert hub.asked == []
 
 

@@ -1,4 +1,5 @@
-"""Who gets a SIGINT: the innermost block that waits for one, the session between two, else the command."""
+"""The receiver of a SIGINT: the innermost block that handles it, the session between two, else the
+command."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from launch.terminal.interrupts import Interrupts
 
 
 async def interrupt() -> None:
-    """A SIGINT, delivered."""
+    """Deliver a SIGINT."""
     os.kill(os.getpid(), signal.SIGINT)
     await asyncio.sleep(0.05)
 
@@ -24,7 +25,7 @@ async def test_first_signal_goes_to_the_innermost_block_and_the_second_ends_the_
         interrupts = Interrupts()
         with interrupts.installed(), interrupts.otherwise(lambda: got.append("between")):
             await interrupt()
-            await interrupt()  # as often as it comes
+            await interrupt()  # any number of them
             with interrupts.handled_by(lambda: got.append("answer")):
                 await interrupt()
                 with interrupts.handled_by(lambda: got.append("cancelling")):
@@ -33,7 +34,7 @@ async def test_first_signal_goes_to_the_innermost_block_and_the_second_ends_the_
             assert not interrupts.received
             with interrupts.handled_by(lambda: got.append("stuck")):
                 await interrupt()
-                await interrupt()  # nothing has come of the first
+                await interrupt()  # the first had no effect
             got.append("not reached")
 
     with pytest.raises(asyncio.CancelledError):

@@ -21,7 +21,7 @@ Complaint = Callable[..., str]
 
 @pytest.fixture
 def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Nobody's real configuration: where this test's keys are by default."""
+    """A separate configuration folder: the default place of this test's keys."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     return tmp_path / "config" / "tandem" / "keys"
 
@@ -167,7 +167,7 @@ def test_address_that_cannot_be_bound_is_refused(
 def test_an_engine_is_used_from_another_machine(
     keys: Path, tiny_model: Path, port: int, tmp_path: Path
 ) -> None:
-    """As far as one machine can be two: over tcp, with keys from a folder of its own."""
+    """Simulated on one machine: over tcp, with keys from another folder."""
     assert main(["keys"]) == 0
     elsewhere = tmp_path / "elsewhere.key"
     (keys / "client.key").rename(elsewhere)

@@ -1,4 +1,4 @@
-"""The figures of a PhaseProfile, on counters whose numbers are known."""
+"""The figures of a PhaseProfile, on counters with known numbers."""
 
 from __future__ import annotations
 

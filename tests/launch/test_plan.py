@@ -1,4 +1,4 @@
-"""The memory plan as a person meets it: refusals, reasons, `doctor --model`, the start of an engine."""
+"""The memory plan on the command line: refusals, reasons, `doctor --model`, the start of an engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Finds = pytest.CaptureFixture[str]
 
 
 def now(machine: Machine, **asked: Any) -> Situation:
-    """On a machine that is not this one."""
+    """On another machine than this one."""
     device = "cpu" if machine.gpu is None else "cuda"
     here = situation(replace(EngineConfig(**asked), device="cpu"), 4)
     return replace(here, config=replace(here.config, device=device), machine=machine)

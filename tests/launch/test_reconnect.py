@@ -57,7 +57,7 @@ def test_answers_and_scores_resume_after_a_coordinator_restart(engine: Launched,
     ids, rows, again = tmp_path / "ids.json", tmp_path / "rows.npy", tmp_path / "again.npy"
     ids.write_text(json.dumps([5 + i * 7 % 4000 for i in range(250)]))
     score = ("score", "--tokens", str(ids), "--stepwise", "--json", *CONNECT, "--out")
-    told = json.loads(run(*score, str(rows)))
+    report = json.loads(run(*score, str(rows)))
     with Launched(*seeded) as launched, Launched(*score, str(again)) as scoring:
         assert os.read(launched.process.stdout.fileno(), 1) == whole[0].encode()  # and buffer nothing
         assert wait_until(lambda: any(p.stat().st_size > 100_000 for p in tmp_path.glob("*again*")), LIMIT)
@@ -67,7 +67,7 @@ def test_answers_and_scores_resume_after_a_coordinator_restart(engine: Launched,
         assert err.count(WAITING) == err.count(ANSWERS) == 1
         code, out, err = scoring.end()
         assert code == 0, err
-        assert json.loads(out)["tokens"] == told["tokens"] == 250
+        assert json.loads(out)["tokens"] == report["tokens"] == 250
     first, second = np.load(rows), np.load(again)
     assert first.shape == second.shape
     assert np.abs(first - second).max() < 1e-4
@@ -92,8 +92,8 @@ def test_chat_resumes_after_a_coordinator_restart(engine: Launched, tmp_path: Pa
         assert shown.count("the engine does not answer; waiting for it") == 1
         shown = terminal.until(lambda screen: len(re.findall("^120 tokens ·", screen, re.M)) == 2, LIMIT)
         first, second = re.findall(r"^> (?:Hi\?|/retry)\n((?s:.+?))^120 tokens ·", shown, re.MULTILINE)
-        told = re.sub(r"\n?^the engine (?:does not|answers).*\n", "", second, flags=re.MULTILINE)
-        assert re.sub(r"\s", "", told) == re.sub(r"\s", "", first)
+        answers = re.sub(r"\n?^the engine (?:does not|answers).*\n", "", second, flags=re.MULTILINE)
+        assert re.sub(r"\s", "", answers) == re.sub(r"\s", "", first)
 
         terminal.until(r"\n\n>$")
         terminal.line("Go on")

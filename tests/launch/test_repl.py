@@ -26,7 +26,7 @@ def summaries(screen: str) -> list[str]:
 
 
 def reused_tokens(summary: str) -> int:
-    """Prompt tokens whose KV was reused."""
+    """Prompt tokens with reused KV."""
     found = re.search(r"KV (\d+)/\d+", summary)
     assert found, summary
     return int(found[1])

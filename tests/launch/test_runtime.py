@@ -1,4 +1,4 @@
-"""Runtime directories: who owns a name, which engines are found, what a killed one leaves."""
+"""Runtime directories: the owner of a name, the list of running engines, the files of killed ones."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_two_engines_require_a_name(claimed: RuntimeDir) -> None:
 
 
 def test_engine_of_another_version_is_listed_and_refused(claimed: RuntimeDir) -> None:
-    """Whatever else its engine.json holds; and it is never passed over for another engine."""
+    """Whatever else its engine.json holds; it still counts as one of two running engines."""
     publish(claimed)
     second = RuntimeDir.claim("rt-future")
     try:
@@ -93,8 +93,8 @@ def test_engine_of_another_version_is_listed_and_refused(claimed: RuntimeDir) ->
         for nonsense in ("[]", "null", "5", "{", "{}"):
             (second.path / "engine.json").write_text(nonsense)
             assert len(running_engines()) == 1
-        told = asdict(info) | {"version": 99, "news": [1]}
-        (second.path / "engine.json").write_text(json.dumps(told))
+        content = asdict(info) | {"version": 99, "news": [1]}
+        (second.path / "engine.json").write_text(json.dumps(content))
         with pytest.raises(WrongUsage, match="2 engines are running"):
             find_engine(None)
         with pytest.raises(WrongUsage, match="rt-future speaks protocol version 99, this program version"):
@@ -119,7 +119,8 @@ def test_sweep_removes_killed_engines_and_not_running_ones(claimed: RuntimeDir) 
 
 
 def test_sweep_removes_segments_without_a_directory(claimed: RuntimeDir) -> None:
-    """As $XDG_RUNTIME_DIR goes at a logout; else an engine of that name could never start again."""
+    """$XDG_RUNTIME_DIR is removed at a logout; without the sweep an engine of that name could never start
+    again."""
     gone, living = segment_of(runtime_root() / "rt-gone"), segment_of(claimed.path)
     elsewhere = segment_of(Path("/run/elsewhere/rt-gone"))
     try:
@@ -144,7 +145,7 @@ def test_sweep_removes_everything_in_a_killed_engines_directory(claimed: Runtime
     (runtime_root() / "rt-full" / "lock").touch()
     (runtime_root() / "rt-full" / "folder" / "inner").mkdir(parents=True)
     (runtime_root() / "rt-full" / "link").symlink_to(claimed.path)
-    (runtime_root() / "rt-foreign" / "file").touch()  # without a lock: nobody knows whose
+    (runtime_root() / "rt-foreign" / "file").touch()  # without a lock: of unknown origin
     try:
         assert sweep() == ["rt-full"]
         left = sorted(p.name for p in runtime_root().iterdir() if p.name.startswith("rt-"))
@@ -156,12 +157,12 @@ def test_sweep_removes_everything_in_a_killed_engines_directory(claimed: Runtime
 
 
 def test_name_can_be_claimed_while_its_previous_owner_removes_it() -> None:
-    def lives() -> int:
+    def claim_repeatedly() -> int:
         count = 0
         for _ in range(300):
             try:
                 runtime = RuntimeDir.claim("rt-again")
-            except WrongUsage:  # the other one has it
+            except WrongUsage:  # the other thread has it
                 continue
             publish(runtime)
             assert (runtime.path / "engine.json").exists()
@@ -170,7 +171,8 @@ def test_name_can_be_claimed_while_its_previous_owner_removes_it() -> None:
         return count
 
     with ThreadPoolExecutor(2) as pool:
-        assert all(life.result() > 0 for life in [pool.submit(lives) for _ in range(2)])
+        claims = [pool.submit(claim_repeatedly) for _ in range(2)]
+        assert all(claim.result() > 0 for claim in claims)
     assert not (runtime_root() / "rt-again").exists()
 
 

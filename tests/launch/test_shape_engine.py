@@ -1,4 +1,4 @@
-"""An engine on a shape with random weights, as it is used: real processes, one layer of real size."""
+"""An engine on a shape with random weights: real processes, one layer of real size."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from engines import Launched, engines_left
 
 MODEL = "shape:mixtral-8x7b/1"
-# No trial of a chunk, and a tile nobody chooses: an engine in use on this machine has another store.
+# A given chunk, and an unusual tile: other engines of this machine use other stores.
 QUICK = ["--format", "int4", "--context", "64", "--chunk", "16", "--tile", "1792", "--device", "cpu"]
 
 

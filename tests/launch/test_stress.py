@@ -56,7 +56,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_run_with_four_clients_passes(script: Path, tiny_model: Path) -> None:
-    """An engine whose KV cache holds two contexts, four clients, twice through the script."""
+    """An engine with two contexts of KV cache, four clients, twice through the script."""
     options = ["--clients", "4", "--repeat", "2", "--kv-tokens", "512", "--model", str(tiny_model), *F32]
     with Launched("stress", "--script", str(script), "--json", *options) as launched:
         code, out, err = launched.end()
@@ -88,7 +88,7 @@ def test_run_with_four_clients_passes(script: Path, tiny_model: Path) -> None:
 
 
 def test_quantized_engine_passes_by_its_own_bound(script: Path) -> None:
-    """The embedded model: its conversations reuse KV whose rounding moves activation codes."""
+    """The embedded model: its conversations reuse KV, and the rounding of that KV moves activation codes."""
     quantized = ["--format", "int4", "--backbone-dtype", "int4", "--device", "cpu"]
     with Launched("stress", "--script", str(script), "--json", "--clients", "3", *quantized) as launched:
         code, out, err = launched.end()

@@ -1,4 +1,4 @@
-"""/why and /stats, on counters whose numbers are known, in 80 columns."""
+"""/why and /stats, on counters with known numbers, in 80 columns."""
 
 from __future__ import annotations
 

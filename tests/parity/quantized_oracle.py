@@ -1,5 +1,5 @@
-"""transformers computing on the very weights that a quantized format keeps, with activations rounded as that
-format's arithmetic says: what is left between it and the engine is the rounding of float32 sums."""
+"""transformers computing on the same weights that a quantized format keeps, with activations rounded by that
+format's arithmetic: the only difference to the engine is the rounding of float32 sums."""
 
 from __future__ import annotations
 

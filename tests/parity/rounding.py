@@ -20,7 +20,7 @@ Rows = NDArray[np.float32]
 FALSE_ALARM = 1e-7  # for one comparison; a test makes fewer than ten that can differ
 NORMAL = 5.199337582  # the normal distribution's quantile for that
 TAIL = 0.999  # quantile of a text's distances
-CALM = 0.1  # quantile of the rows' means: a text begins with rows whose codes and routings are the exact ones
+CALM = 0.1  # quantile of the rows' means: a text begins with rows that have the exact codes and routings
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Rounding:
 
 def rank_high(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> bool:
     """Whether samples of one distribution would rank as high as ours among theirs with less than probability
-    FALSE_ALARM: Mann and Whitney's test, whose normal approximation errs towards passing so far out."""
+    FALSE_ALARM: Mann and Whitney's test; so far out, its normal approximation errs towards passing."""
     n, m = len(ours), len(theirs)
     above = (ours[:, None] > theirs).sum() + (ours[:, None] == theirs).sum() / 2
     return bool(above - n * m / 2 > NORMAL * math.sqrt(n * m * (n + m + 1) / 12))

@@ -133,8 +133,9 @@ async def test_every_preset_equals_transformers_in_float32(number, setting, refe
 
 @pytest.mark.timeout(300)
 async def test_bf16_stays_within_what_transformers_bf16_differs_from_float32(start_engine) -> None:
-    """As rounding.py says. On an AMD EPYC with any of its instruction sets and kernels our mean is 0.0154 to
-    0.0169 nats and transformers' 0.0264 to 0.0277: rounding does not make the one the other."""
+    """By the rule of rounding.py. On an AMD EPYC with any of its instruction sets and kernels our mean is
+    0.0154 to 0.0169 nats and transformers' 0.0264 to 0.0277: rounding alone does not turn one into the
+    other."""
     texts = passages(DISTRIBUTION)
     oracle, rounded = Oracle(model_dir(), torch.float32), Oracle(model_dir(), torch.bfloat16)
     exact = oracle.batch(texts)
@@ -161,8 +162,8 @@ async def test_bf16_stays_within_what_transformers_bf16_differs_from_float32(sta
 
 @pytest.mark.timeout(200)
 async def test_a_fixed_plan_repeats_bit_for_bit(texts, start_engine, tmp_path: Path) -> None:
-    """The same cuts give the same bits, whatever is resident and whichever worker is late: again in the same
-    engine (whose cache is now warm), and in another with slower workers and a slower link."""
+    """The same cuts give the same bits, whatever is resident and whichever worker is late: a second time in
+    the same engine (with a warm cache), and in another with slower workers and a slower link."""
     rounds: list[list[NDArray[np.float32]]] = []
     policies = [
         ("all-host", {}),

@@ -18,7 +18,7 @@ from pipeline.assets import model_dir
 from pipeline.config import EngineConfig
 
 # Relative. A float32 sum of some hundred numbers is off by as much; and beside a quantized backbone
-# attention is done in bfloat16, whose numbers are.
+# attention computes in bfloat16, which rounds as much.
 NOISE = {"f32": 3e-7, "int8": 2**-9, "int4": 2**-9}
 LENGTH = 48  # tokens of each text; a prefill takes two chunks
 DISTRIBUTION = 56  # texts from which the reach of noise is known
