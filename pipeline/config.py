@@ -23,7 +23,7 @@ BackboneDType = Literal["f32", "bf16", "int8", "int4"]
 @dataclass(frozen=True)
 class EngineConfig:
     """All options of one engine. None means that a value is chosen, by pipeline/memory/plan.py where it
-    depends on what fits."""
+    depends on the free memory."""
 
     model: Path | None = None  # a folder, or the path `shape:NAME/LAYERS`; None: the embedded model
     name: str | None = None  # None: made from the supervisor's process id
@@ -32,10 +32,10 @@ class EngineConfig:
     policy_options: dict[str, str] = field(default_factory=dict)
     format: FormatName | None = None  # of the experts; None: the most exact that fits
     backbone_dtype: BackboneDType = "bf16"  # of all the rest
-    expert_cache: float | None = None  # share of all expert tiles on the device, 0..1; None: what fits
+    expert_cache: float | None = None  # share of all expert tiles on the device, 0..1; None: as many as fit
     tile: int | None = None  # channels; None: chosen from the experts' shape
     workers: int | None = None  # 0: the coordinator computes; None: one for each core, at most 16
-    context: int | None = None  # tokens; None: the model's, at most DEFAULT_CONTEXT, or what fits
+    context: int | None = None  # tokens; None: the model's, at most DEFAULT_CONTEXT, or as many as fit
     kv_tokens: int | None = None  # tokens that the KV cache holds; None: up to KV_CONTEXTS contexts
     max_sequences: int = 16  # sequences that are decoded together
     chunk: int | None = None  # prefill tokens of one step; None: measured at start

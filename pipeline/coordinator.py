@@ -79,7 +79,7 @@ class Coordinator:
                 self._on_client_gone,
                 tcp=TcpListener.configured(self._config.options),
             )
-        except ProtocolError as e:  # the port is in use, say
+        except ProtocolError as e:  # for example, the port is in use
             self._send_to_supervisor(Failed("coordinator", str(e), usage=True))
             self._control.close()
             self._context.term()
@@ -98,7 +98,7 @@ class Coordinator:
         self._exit_code = 0
 
     async def run(self) -> int:
-        """Until Shutdown or a failure. Returns the exit code."""
+        """Serve until Shutdown or a failure. Returns the exit code."""
         self._engine.start()
         serving = (self._receive_from_supervisor(), self._serve_clients(), self._send_heartbeats())
         tasks = [asyncio.create_task(coroutine) for coroutine in (*serving, self._stopping.wait())]
@@ -121,7 +121,7 @@ class Coordinator:
     # --- the engine ---------------------------------------------------------------------------------------
 
     def _post(self, event: EngineEvent) -> None:
-        """Called by the engine's thread."""
+        """Post an event to the event loop; called by the engine's thread."""
         self._loop.call_soon_threadsafe(self._on_engine_event, event)
 
     def _on_engine_event(self, event: EngineEvent) -> None:
@@ -146,9 +146,8 @@ class Coordinator:
     # --- the supervisor -----------------------------------------------------------------------------------
 
     def _send_to_supervisor(self, message: object) -> None:
-        # With NOBLOCK the message is sent when this returns; the future only carries the outcome. To a
-        # supervisor that takes nothing, messages are dropped: it misses a heartbeat, or sees the rest by
-        # itself.
+        # With NOBLOCK the message is sent when this returns; the future only carries the outcome. Messages to
+        # a supervisor that does not read are dropped: it misses a heartbeat, or detects the rest itself.
         sent = self._control.send_multipart(encode(message), flags=zmq.NOBLOCK)
         with suppress(zmq.Again):
             cast("asyncio.Future[None]", sent).result()

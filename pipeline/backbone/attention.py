@@ -105,7 +105,7 @@ class GroupedQueryAttention:
 class LatentAttention:
     """Multi-head latent attention. The cache holds a latent and the shared rotary key of each token.
 
-    For several new tokens, keys and values are expanded from the latents. For one, they never exist: since
+    For several new tokens, keys and values are expanded from the latents. For one token they are not: since
     expansion is linear, the query is projected to the latent space, and the attended latent is expanded.
     """
 

@@ -168,8 +168,8 @@ class Backbone:
 
     def materialize(self, proceed: Proceed) -> None:
         """Copy the pending weights into memory, one after the other, unless `proceed` returns False in
-        between. Any thread may call it while steps are computed. Weights whose copy fails stay in their file,
-        with a warning."""
+        between. Any thread may call it while steps are computed. Where a copy fails, the weights stay in
+        their file, with a warning."""
         with self._materializing:
             # The embedding first: a prompt needs many of its rows, and each is a separate read.
             for weights in sorted(self._precision.pending, key=lambda w: not isinstance(w, Embedding)):

@@ -3,8 +3,8 @@
 
 Layout: the matrices one after the other, each at a multiple of ALIGNMENT; an index (msgpack: name -> offset,
 bytes, crc32); the index's length (8 bytes, little endian). The file is written under another name, renamed
-when complete, and never changed afterwards. Every matrix is checked against its checksum when it is taken. A
-matrix that is missing or damaged is quantized again; no error here fails a start.
+when complete, and never changed afterwards. `take` checks every matrix against its checksum. A missing or
+damaged matrix is quantized again; errors of this cache never fail a start.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class BackboneCache:
         self._new: Entries = {}
         self._end = 0  # file offset of the next matrix
         self._file: int | None = None
-        self._disabled = self._descriptor is not None  # a complete file exists: nothing is written
+        self._disabled = self._descriptor is not None  # a complete file exists: `keep` writes none
         self._writer = ThreadPoolExecutor(1, "backbone cache")
 
     def take(self, name: str, nbytes: int) -> Bytes | None:

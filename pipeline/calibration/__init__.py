@@ -1,2 +1,1 @@
-"""Measures what policies plan with: a model's routing, sensitivities and gates, and the costs of its
-tiles."""
+"""Measures the inputs of policies: a model's routing, sensitivities and gates, and the costs of its tiles."""

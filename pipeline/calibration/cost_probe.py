@@ -152,11 +152,11 @@ class _Probe:
     def round_trip(self) -> float:
         """An empty Work to every worker and back."""
         x = np.zeros((1, self._engine.layout.shape.hidden), np.float32)
-        runs = [empty_shard(worker) for worker in range(self._engine.pool.workers)]
+        shards = [empty_shard(worker) for worker in range(self._engine.pool.workers)]
 
         def once() -> float:
             started = time.perf_counter()
-            self._engine.pool.submit_shards(0, runs, x).result()
+            self._engine.pool.submit_shards(0, shards, x).result()
             return time.perf_counter() - started
 
         return float(np.median([once() for _ in range(ROUND_TRIPS)]))
@@ -208,10 +208,10 @@ class _Probe:
         """Stream one expert to the device; seconds."""
         layer, expert = next(self._experts)
         started = time.perf_counter()
-        left: list[Missing] = []
-        for _ in self._memory.mover.stream(layer, [Missing(expert, 0, self._engine.shape.tiles)], left):
+        unfetched: list[Missing] = []
+        for _ in self._memory.mover.stream(layer, [Missing(expert, 0, self._engine.shape.tiles)], unfetched):
             pass
-        if left:
+        if unfetched:
             raise PolicyError("the prefetcher exited while costs were measured; set the policy again")
         return time.perf_counter() - started
 

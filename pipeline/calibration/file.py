@@ -112,14 +112,14 @@ def _checksum(facts: dict[str, Any], tensors: dict[str, Array]) -> int:
     return checksum
 
 
-def _unusable(path: Path, why: str) -> CalibrationError:
-    return CalibrationError(f"the calibration {path} cannot be used: {why}; {REMEDY}")
+def _unusable(path: Path, reason: str) -> CalibrationError:
+    return CalibrationError(f"the calibration {path} cannot be used: {reason}; {REMEDY}")
 
 
 def _arrays(calibration: Calibration) -> dict[str, Array]:
     """The arrays by their names in the file."""
-    every = {name: array for name, array in vars(calibration).items() if isinstance(array, np.ndarray)}
-    return every | {f"accuracy.{name}": array for name, array in calibration.accuracy.items()}
+    arrays = {name: array for name, array in vars(calibration).items() if isinstance(array, np.ndarray)}
+    return arrays | {f"accuracy.{name}": array for name, array in calibration.accuracy.items()}
 
 
 def _bytes_of_own(path: Path) -> bytes:
@@ -138,7 +138,7 @@ def _bytes_of_own(path: Path) -> bytes:
 
 
 def _checked(tensors: dict[str, Array], threshold: object) -> Calibration:
-    """Raises ValueError with what is inconsistent."""
+    """The calibration of these arrays. Raises ValueError that names an inconsistency."""
 
     def take(name: str, shape: tuple[int, ...], dtype: str = "float32") -> Array:
         array = tensors.pop(name, None)

@@ -44,8 +44,8 @@ class Lanes:
         for window, kv in self._held:
             kv.truncate(window.prefill)
         while live := [(window, kv) for window, kv in self._held if kv.length < len(window.tokens)]:
-            slices = [TokenSpan(kv, [window.tokens[kv.length]]) for window, kv in live]
-            rows = self._engine.step([StepInput(s, "last" if scored else "none") for s in slices], "decode")
+            spans = [TokenSpan(kv, [window.tokens[kv.length]]) for window, kv in live]
+            rows = self._engine.step([StepInput(s, "last" if scored else "none") for s in spans], "decode")
             if scored:
                 for (window, kv), logits in zip(live, rows, strict=True):
                     if kv.length < len(window.tokens):

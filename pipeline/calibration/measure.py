@@ -66,7 +66,7 @@ class Findings:
     """Results of a calibration other than its arrays."""
 
     seconds: dict[str, float] = field(default_factory=dict)  # by stage
-    notes: list[str] = field(default_factory=list)  # what could not be measured, and the remedy
+    notes: list[str] = field(default_factory=list)  # arrays that could not be measured, with the remedy
     losses: dict[str, float] = field(default_factory=dict)  # nats a token: "exact", "gated"
 
 
@@ -169,7 +169,7 @@ class _Measurement:
         candidates = [perturbations(w, float(s)) for w, s in zip(weights, sensitivity, strict=True)]
         engine, ctx = self._ctx.engine, self._ctx
         windows = self._division.validation[: self._width]
-        if engine.shape.top_k == 1:  # a gate has nothing to skip
+        if engine.shape.top_k == 1:  # a gate cannot skip the only expert
             only = np.tile(np.array([0, 1], np.float32), (engine.shape.layers, 1))
             return replace(validated, threshold=0.0, needed=only)
         answers = sum(len(window.tokens) - window.prefill for window in windows)

@@ -1,1 +1,1 @@
-"""Reading Hugging Face checkpoints without torch: which tensors there are, and their numbers."""
+"""Reads Hugging Face checkpoints without torch: the list of their tensors, and the tensors' numbers."""

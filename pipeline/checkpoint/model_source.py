@@ -58,5 +58,5 @@ class ModelSource(ABC):
     @abstractmethod
     def fill(self, builder: StoreBuilder, progress: Callable[[int], None]) -> int:
         """Write every routed expert into a new store, on all cores; returns the bytes of weights read.
-        `progress` is called in this thread with the store's bytes written so far. Raises ModelError, and what
-        `progress` raises."""
+        `progress` is called in this thread with the store's bytes written so far. Raises ModelError, and the
+        exceptions of `progress`."""

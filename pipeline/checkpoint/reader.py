@@ -85,8 +85,8 @@ class TensorReader:
         return RawTensor(dtype, shape, bits)
 
     def rows(self, part: TensorRows, lo: int, hi: int) -> RawTensor:
-        """Rows [lo, hi) of `part`, counted from its first: [hi - lo, columns]. Nothing else is read. Raises
-        ModelError as `raw`, and where the tensor has another shape; ValueError outside of `part`."""
+        """Rows [lo, hi) of `part`, counted from its first: [hi - lo, columns]. No other bytes are read.
+        Raises ModelError as `raw`, and where the tensor has another shape; ValueError outside of `part`."""
         entry, columns = self._locate(part)
         if not 0 <= lo <= hi <= part.rows:
             raise ValueError(f"no rows {lo} to {hi} in {part}")

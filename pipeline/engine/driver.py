@@ -26,13 +26,13 @@ BegunCo = TypeVar("BegunCo", covariant=True)
 
 @dataclass(frozen=True)
 class LayerDecision(Generic[BegunCo]):
-    """What is computed in one layer of a step. The arrays are valid until the layer has been computed."""
+    """The decisions for one layer of a step. The arrays are valid until the layer has been computed."""
 
     layer: int
     signals: Signals  # `logits` None where the layer was decided one layer earlier
     gated: Gated
     cut: IntArray  # [E], read only where active
-    resident: IntArray  # [E] tiles, live; before `targets` are applied it is what the plan was made from
+    resident: IntArray  # [E] tiles, live; as in the plan's view until `targets` are applied
     targets: tuple[Target, ...] = ()
     begun: BegunCo | None = None  # the host's share, where it began one layer earlier
 
@@ -60,7 +60,7 @@ class LayerExecutor(Protocol[Begun]):
         """Apply a prediction's targets and order their tiles, behind those that are demanded."""
 
     def compute(self, decision: LayerDecision[Begun]) -> None:
-        """Compute the device's share and take in the host's."""
+        """Compute the device's share and wait for the host's."""
 
     def end(self, targets: Sequence[Target]) -> None:
         """Apply the targets that follow the layer."""
@@ -71,9 +71,9 @@ class PolicyDriver(Generic[Begun]):
     early, the step count, the prefetch meter, and the popularity of experts."""
 
     def __init__(self, policy: Policy, view: View, landed: int = 0, useful: int = 0) -> None:
-        """`view`: what the policy plans with. Its residency and target are live; its popularity is counted in
-        place. `landed`, `useful`: prefetched tiles that landed, and those that were used, under earlier
-        policies. Raises PolicyError where the policy lacks what it needs."""
+        """`view`: the policy's inputs. Its residency and target are live; its popularity is counted in place.
+        `landed`, `useful`: prefetched tiles that landed, and those that were used, under earlier policies.
+        Raises PolicyError where the policy lacks an input."""
         self.policy = policy
         self.prefetch = PrefetchMeter(landed, useful)
         self._popularity = view.popularity
@@ -92,8 +92,8 @@ class PolicyDriver(Generic[Begun]):
         self.view = replace(self.view, phase=phase, sequences=sequences, prefetching=self.prefetch.on)
 
     def layer(self, layer: int, executor: LayerExecutor[Begun]) -> None:
-        """One layer of the step. Raises PlanError where the policy breaks its contract, and what the executor
-        raises."""
+        """One layer of the step. Raises PlanError where the policy breaks its contract, and the executor's
+        exceptions."""
         policy, view = self.policy, self.view
         early, self._early = self._early, None
         signals = executor.read(layer, policy.probes(layer, view), own=early is None)

@@ -101,8 +101,8 @@ class Engine:
         self.memory.poll()
 
     @torch.inference_mode()
-    def step(self, pieces: Sequence[StepInput], phase: Phase) -> list[FloatArray]:
-        """Run the tokens of `pieces` through the model. Returns the wanted logits of each, float32 [n,
+    def step(self, inputs: Sequence[StepInput], phase: Phase) -> list[FloatArray]:
+        """Run the tokens of `inputs` through the model. Returns the wanted logits of each, float32 [n,
         vocabulary], and leaves the KV of the sequences advanced. Raises ShardFailed where the workers cannot
         compute the step: the sequences are then as they were."""
         model, driver = self.backbone, self.driver
@@ -110,11 +110,11 @@ class Engine:
         self.memory.count_in(counters)
         self.poll_children()
         clock = StepClock(counters)
-        sequences = tuple(piece.span.kv.id for piece in pieces for _ in piece.span.tokens)
+        sequences = tuple(item.span.kv.id for item in inputs for _ in item.span.tokens)
         driver.begin_step(phase, sequences)
         for observer in self.observers:
             observer.begin(phase, sequences)
-        batch = model.batch([piece.span for piece in pieces])
+        batch = model.batch([item.span for item in inputs])
         self.device.prepare(model.largest_product(batch.rows))
         experts = self._executor(model.embed(batch), phase, counters, clock)
         try:
@@ -128,13 +128,13 @@ class Engine:
             raise
         clock.layer = self.shape.layers
         h = model.finish(experts.h, batch)
-        for piece in batch.spans:
-            piece.kv.advance(len(piece.tokens))
+        for span in batch.spans:
+            span.kv.advance(len(span.tokens))
         counters.steps += 1
         counters.rows += batch.rows
         if driver.end_step(counters.predicted_tiles, counters.useful_tiles):
             log.info(driver.prefetch.status)
-        answers = self._head(h, pieces)
+        answers = self._head(h, inputs)
         clock.mark("head")
         for observer in self.observers:
             observer.end()
@@ -156,11 +156,11 @@ class Engine:
             h=h,
         )
 
-    def _head(self, h: Tensor, pieces: Sequence[StepInput]) -> list[FloatArray]:
-        """The wanted logits of each piece; the other rows do not go through the head."""
-        wanted, counts = logit_rows(pieces)
+    def _head(self, h: Tensor, inputs: Sequence[StepInput]) -> list[FloatArray]:
+        """The wanted logits of each input; the other rows do not go through the head."""
+        wanted, counts = logit_rows(inputs)
         if not wanted:
-            return [np.empty((0, self.backbone.spec.vocabulary), np.float32) for _ in pieces]
+            return [np.empty((0, self.backbone.spec.vocabulary), np.float32) for _ in inputs]
         rows = h if len(wanted) == len(h) else h[torch.tensor(wanted, device=h.device)]
         (logits,) = self.device.to_host(self.backbone.head(rows))
         return np.split(logits, np.cumsum(counts)[:-1])

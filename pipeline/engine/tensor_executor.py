@@ -43,7 +43,7 @@ class TensorExecutor:
     _split: Split = field(init=False)
     _ticket: Ticket = field(init=False)
     _device_work: DeviceWork = field(init=False)
-    _outputs: list[Tensor] = field(init=False)  # float32 [R, H] each: their sum is what the experts add to h
+    _outputs: list[Tensor] = field(init=False)  # float32 [R, H] each: their sum is added to h
 
     def read(self, layer: int, probes: Sequence[int], own: bool) -> Signals:
         """Copies x, the router's logits and the probes' to the host together."""

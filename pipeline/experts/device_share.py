@@ -36,7 +36,7 @@ class DeviceWork:
 
 
 class EmptyDeviceMemory:
-    """An engine without a slab: its capacity is 0, nothing is resident, and nothing is ever moved."""
+    """An engine without a slab: its capacity is 0, and no tile is ever resident."""
 
     exists: Literal[False] = False
     capacity = 0
@@ -55,7 +55,7 @@ class EmptyDeviceMemory:
         return True
 
     def begin(self, layer: int, shares: Sequence[DeviceShare]) -> DeviceWork:
-        """Raises PlanError where there is anything to compute."""
+        """Raises PlanError where a share is not empty."""
         if shares:
             raise PlanError("the policy gave work to a device without a slab")
         return DeviceWork(layer, shares, iter(()), [])

@@ -6,8 +6,8 @@
     IN_USE   its tile has landed and is not kept: streamed, computed with once and released
 
     FREE -> LOADING -> READY -> FREE      a tile that is cached and later evicted
-            LOADING -> IN_USE -> FREE     a tile that is streamed
-            LOADING -> FREE               a tile that was never written, or that is no longer wanted
+            LOADING -> IN_USE -> FREE a tile that is streamed LOADING -> FREE a tile that was not written, or
+            that is no longer wanted
 
 A slot that becomes FREE carries the device's fence of that moment; before it is ordered again, the device
 must have passed that fence, because a kernel may still read the slot. `residency` counts an expert's READY
@@ -51,9 +51,9 @@ class ExpertCache:
         self, layers: int, experts: int, tiles: int, capacity: int, slots: int, fence: Callable[[], object]
     ) -> None:
         """`capacity`: tiles that may be kept; `slots` > capacity: all slots of the slab; `fence`: returns a
-        mark behind everything the device was asked to compute so far."""
+        mark behind all work submitted to the device so far."""
         if slots <= capacity:
-            raise ValueError(f"{slots} slots leave nothing to stream through beside {capacity} cached tiles")
+            raise ValueError(f"{slots} slots leave none to stream through beside {capacity} cached tiles")
         self.tiles = tiles
         self.capacity = capacity
         self.slots = slots
@@ -85,7 +85,7 @@ class ExpertCache:
 
     def set_targets(self, changes: Iterable[Target]) -> None:
         """Apply a policy's targets and evict tiles beyond them. Raises PlanError where a target is out of
-        range or their sum exceeds the capacity; nothing is changed then."""
+        range or their sum exceeds the capacity; then no target changes."""
         changed = list(changes)
         if not changed:
             return
@@ -104,7 +104,7 @@ class ExpertCache:
             self._evict(c.layer, c.expert)
 
     def below_target(self) -> NDArray[np.intp]:
-        """Experts whose residency is below their target: [m, 2] layer, expert."""
+        """Experts with residency below target: [m, 2] layer, expert."""
         return np.argwhere(self.residency < self.target)
 
     def take(self, count: int) -> list[tuple[int, object]]:

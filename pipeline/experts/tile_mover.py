@@ -1,4 +1,5 @@
-"""Moves tiles to the device: keeps residency at the policy's targets, and streams what a step demands.
+"""Moves tiles to the device: keeps residency at the policy's targets, and streams the tiles that a step
+demands.
 
 It is the only user of the expert cache's slots and of the fetch link, so this module has the rules that
 connect the two. An expert has at most one background order. When the expert is demanded, that order is
@@ -96,7 +97,7 @@ class TileMover:
 
     def fetch_missing(self) -> None:
         """Order tiles below target that are not under way: predicted ones first. Residency does not change.
-        While demanded tiles wait for slots, nothing else is ordered."""
+        While demanded tiles wait for slots, no others are ordered."""
         if self._wanted or not self.cache.missing or not self._link.up:
             return
         for key in list(self._predicted):
@@ -204,7 +205,7 @@ class TileMover:
             wanted.remove(item)
 
     def _demand(self, layer: int, wanted: deque[Missing], running: deque[Order]) -> None:
-        """Order as many wanted tiles as there are free slots."""
+        """Order as many wanted tiles as slots are free."""
         while wanted and self._link.up:
             item = wanted[0]
             order = self._order(layer, item.expert, item.lo, item.hi - item.lo, DEMANDED)
@@ -247,7 +248,7 @@ class TileMover:
         return True
 
     def _order(self, layer: int, expert: int, lo: int, count: int, urgency: int) -> Order | None:
-        """Order up to `count` tiles, as many as there are free slots; None where there are none."""
+        """Order up to `count` tiles, limited by the free slots; None without a free slot."""
         taken = self.cache.take(count)
         if not taken:
             return None
@@ -256,7 +257,7 @@ class TileMover:
         return self._link.order(layer, expert, lo, [slot for slot, _ in taken], urgency)
 
     def _book(self, entry: _BackgroundOrder) -> None:
-        """Book a background order's new landings, and release what a final one did not write."""
+        """Book a background order's new landings, and release the slots that a final order did not write."""
         order = entry.order
         # The expert's present prediction: the order's own, or a later one.
         present = self._predicted.get((order.layer, order.expert))

@@ -110,7 +110,7 @@ class WorkerPool:
 
     def wait_ready(self, limit: float) -> None:
         """Wait until all workers have announced themselves. Raises PeerLost. They import their kernels (with
-        the first Work, where that takes torch) while the caller goes on."""
+        the first Work, where that takes torch) while the caller continues."""
         self._socket.wait_ready(self.workers, limit)
         self.update(0)
 
@@ -264,7 +264,7 @@ class WorkerPool:
                 self._hedge(worker)
 
     def _hedge(self, slow: _Worker) -> None:
-        """Have idle workers compute what a suspect has; the first answer counts."""
+        """Send a suspect's Works to idle workers too; the first answer counts."""
         slow.suspect = True
         for order in slow.orders.values():
             idle = [index for index in self._able() if not self._running[index].orders]

@@ -20,24 +20,24 @@ def cache_tiles(share: float, tiles: int) -> int:
     return int(share * tiles + 1e-9)
 
 
-def choose_context(asked: int | None, spec: ModelSpec) -> int:
+def choose_context(requested: int | None, spec: ModelSpec) -> int:
     """Tokens of prompt and answer together. Raises UsageError beyond the model's positions."""
-    if asked is None:
+    if requested is None:
         return min(spec.max_positions, DEFAULT_CONTEXT)
-    if asked > spec.max_positions:
-        raise UsageError(f"--context {asked} is more than the model's {spec.max_positions} positions")
-    return asked
+    if requested > spec.max_positions:
+        raise UsageError(f"--context {requested} is more than the model's {spec.max_positions} positions")
+    return requested
 
 
-def kv_budget(asked: int | None, context: int) -> int:
+def kv_budget(requested: int | None, context: int) -> int:
     """Tokens that the KV cache holds. Raises UsageError for less than one context."""
-    if asked is None:
+    if requested is None:
         return KV_CONTEXTS * context
-    if asked < context:
+    if requested < context:
         raise UsageError(
-            f"--kv-tokens {asked} is less than one context of {context}; lower --context as well"
+            f"--kv-tokens {requested} is less than one context of {context}; lower --context as well"
         )
-    return asked
+    return requested
 
 
 @contextmanager
@@ -48,5 +48,5 @@ def full_memory_in_one_line() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as e:
-        what = ". ".join(str(e).split(". ")[:2])  # what follows is about torch's allocator
+        what = ". ".join(str(e).split(". ")[:2])  # the rest of the message is about torch's allocator
         raise UsageError(f"{what}: use a smaller --expert-cache, --context or --chunk") from e

@@ -117,20 +117,20 @@ class Plan:
         return ResolvedConfig(**(given | chosen | {"format": self.needs.format}))
 
 
-def smallest(needs: Needs, asked: EngineConfig, slab: bool, least: int = LEAST_CONTEXT) -> Plan:
+def smallest(needs: Needs, requested: EngineConfig, slab: bool, least: int = LEAST_CONTEXT) -> Plan:
     """The smallest plan for this format, with `least` tokens of context if the model and --kv-tokens allow so
     many. Raises UsageError for a context beyond the model's or beyond --kv-tokens."""
-    most = choose_context(asked.context, needs.spec)
-    context = most if asked.context is not None else min(least, most, asked.kv_tokens or most)
-    kv = context if asked.kv_tokens is None else kv_budget(asked.kv_tokens, context)
-    return Plan(needs, slab, context, kv, asked.expert_cache or 0.0)
+    most = choose_context(requested.context, needs.spec)
+    context = most if requested.context is not None else min(least, most, requested.kv_tokens or most)
+    kv = context if requested.kv_tokens is None else kv_budget(requested.kv_tokens, context)
+    return Plan(needs, slab, context, kv, requested.expert_cache or 0.0)
 
 
 def plan_format(
-    needs: Needs, asked: EngineConfig, machine: Machine, slab: bool, least: int = LEAST_CONTEXT
+    needs: Needs, requested: EngineConfig, machine: Machine, slab: bool, least: int = LEAST_CONTEXT
 ) -> Plan | None:
     """The best plan for this format; None where even the smallest does not fit. Raises like `smallest`."""
-    plan = smallest(needs, asked, slab, least)
+    plan = smallest(needs, requested, slab, least)
     if not plan.fits(machine):
         return None
 
@@ -146,7 +146,7 @@ def plan_format(
         return grown if fitting and _size(grown) > _size(plan) else plan
 
     def longer_context(tokens: int) -> Plan:
-        return replace(plan, context=tokens, kv_tokens=max(tokens, asked.kv_tokens or 0))
+        return replace(plan, context=tokens, kv_tokens=max(tokens, requested.kv_tokens or 0))
 
     def more_contexts(tokens: int) -> Plan:
         return replace(plan, kv_tokens=max(tokens, plan.context))
@@ -154,15 +154,15 @@ def plan_format(
     def larger_cache(steps: int) -> Plan:
         return replace(plan, expert_cache=steps / CACHE_STEPS)
 
-    if asked.context is None:
+    if requested.context is None:
         most = choose_context(None, needs.spec)
-        plan = grow(plan, min(most, asked.kv_tokens or most), KV_BLOCK, longer_context)
+        plan = grow(plan, min(most, requested.kv_tokens or most), KV_BLOCK, longer_context)
     usual = floor(DEFAULT_CACHE * CACHE_STEPS)
-    if asked.expert_cache is None and slab:
+    if requested.expert_cache is None and slab:
         plan = grow(plan, usual, 1, larger_cache)
-    if asked.kv_tokens is None:
+    if requested.kv_tokens is None:
         plan = grow(plan, KV_CONTEXTS * plan.context, KV_BLOCK, more_contexts)
-    if asked.expert_cache is None and (machine.gpu is not None or not slab):
+    if requested.expert_cache is None and (machine.gpu is not None or not slab):
         # Without a slab now: for policies that are set later, with the memory that is left then.
         plan = replace(plan, slab=True)
         plan = grow(plan, usual if machine.gpu is None else CACHE_STEPS, 1, larger_cache)
@@ -170,12 +170,12 @@ def plan_format(
     return plan
 
 
-def choose(every: Sequence[Needs], asked: EngineConfig, machine: Machine, slab: bool) -> Plan | None:
+def choose(every: Sequence[Needs], requested: EngineConfig, machine: Machine, slab: bool) -> Plan | None:
     """The plan to start with, for the first of these formats (most exact first) that fits; None where none
     does. Raises UsageError like `smallest`."""
     for least in (GOOD_CONTEXT, LEAST_CONTEXT):
         for needs in every:
-            plan = plan_format(needs, asked, machine, slab, least)
+            plan = plan_format(needs, requested, machine, slab, least)
             if plan is not None:
                 return plan
     return None

@@ -1,5 +1,5 @@
-"""Model families: each file holds what distinguishes one family, and the names of its checkpoint's tensors.
+"""Model families: each file has the particulars of one family and the names of its checkpoint's tensors.
 
-Nothing here imports torch, so the loader and the supervisor can describe a model without it. The computation
-that all families share is in `pipeline/backbone/`.
+This package does not import torch, so the loader and the supervisor can describe a model without it. The
+computation that all families share is in `pipeline/backbone/`.
 """

@@ -4,7 +4,7 @@ Checkpoints come in two layouts. transformers up to version 4 wrote one tensor f
 Version 5 can also write the *fused* layout: all experts of a layer in two tensors, `gate_up_proj` [E, 2 I, H]
 (each expert's gate rows, then its up rows) and `down_proj` [E, H, I], with other names for some modules.
 
-A family is a subclass in its own file, with only what differs from the names that most families share.
+A family is a subclass in its own file, with only its differences from the names that most families share.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Kind = Literal["matrix", "dense", "float32"]
 
 
 class TensorSpec(NamedTuple):
-    """A tensor of the backbone. `kind` decides how it is kept: a matrix in the backbone's format; what is
-    dense in the backbone's dtype, or bf16 where the format is quantized; the rest in float32."""
+    """A tensor of the backbone. `kind` decides how it is kept: a matrix in the backbone's format; a dense
+    tensor in the backbone's dtype, or bf16 where the format is quantized; the rest in float32."""
 
     name: str
     shape: tuple[int, ...]

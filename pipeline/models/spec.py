@@ -1,7 +1,7 @@
 """The description of a model that the rest of the engine uses, read from config.json and checked there.
 
-A spec holds what is computed and its sizes; `architecture.py` holds where the weights lie in a checkpoint.
-Without torch, so that a command line is checked before a process is started.
+A spec describes the computation and its sizes; `architecture.py` has the locations of weights in a
+checkpoint. Without torch, so that a command line is checked before a process is started.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Host(Assignment):
     """All experts on the host, straight from the store."""
 
     name: ClassVar[str] = "host"
-    help: ClassVar[str] = "every expert on the host, nothing is moved"
+    help: ClassVar[str] = "every expert on the host, no tile is moved"
     uses_device: ClassVar[bool] = False
     fetches: ClassVar[bool] = False
 

@@ -4,10 +4,10 @@ Each takes the seconds of every expert on either side and returns a list of bool
 computes the expert (`fetched` divides experts, and returns tiles). The two sides work at the same time, so a
 layer takes as long as the slower one: the aim is min max(T_device, T_host), DALI's equation 3.
 
-`need[i]` is the device memory, in tiles, that giving expert i to the device takes beyond what is resident,
-and `free_tiles` how many are free (DALI's equation 9). An expert that does not fit goes to the host.
-Plain Python numbers throughout: a layer of one token has a handful of experts, and a call of numpy costs as
-much as the whole loop.
+`need[i]` is the device memory, in tiles, that expert i takes on the device beyond its resident tiles, and
+`free_tiles` the number of free tiles (DALI's equation 9). An expert that does not fit goes to the host. Plain
+Python numbers throughout: a layer of one token has a handful of experts, and a call of numpy costs as much as
+the whole loop.
 """
 
 from __future__ import annotations

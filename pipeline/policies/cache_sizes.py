@@ -58,7 +58,7 @@ def best_sizes(loads: ArrayLike, total: int) -> list[int]:
     best = np.zeros(total + 1)  # [j]: the least loads of the layers so far with at most j experts
     chosen = []
     for layer in range(layers):
-        # [j, size]: the least loads of the layers before with what this size leaves of j, inf below 0
+        # [j, size]: the least loads of the earlier layers with j - size experts, inf below 0
         left = sliding_window_view(np.concatenate((np.full(sizes - 1, np.inf), best)), sizes)[:, ::-1]
         with_size = left + table[layer]
         chosen.append(with_size.argmin(axis=1))

@@ -53,7 +53,7 @@ class Daop(Policy):
         ),
         Choice(
             name="early",
-            help="0: the host begins with predicted experts only when their layer comes, for comparison",
+            help="0: the host begins with predicted experts only in their own layer, for comparison",
             default="1",
             choices=("1", "0"),
         ),
@@ -95,7 +95,7 @@ class Daop(Policy):
         return (layer + 1,) if self._predicts(layer + 1, view) else ()
 
     def plan(self, layer: int, routing: Routing, view: View) -> Plan:
-        if layer == 0:  # never predicted, so every step plans it
+        if layer == 0:  # not predicted, so every step plans it
             self._note_live(view)
         cut = np.minimum(view.residency[layer], view.target[layer])
         if view.phase == "decode":

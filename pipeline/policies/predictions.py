@@ -54,7 +54,7 @@ class Nothing(Prediction):
     """No prediction."""
 
     name: ClassVar[str] = "none"
-    help: ClassVar[str] = "nothing is predicted"
+    help: ClassVar[str] = "no prediction"
     predictor = None
 
     def reserve(self, view: View) -> int:

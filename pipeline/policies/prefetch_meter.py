@@ -36,7 +36,7 @@ class PrefetchMeter:
             self._begin(landed, useful)
             return True
         arrived, used = landed - self._landed, useful - self._useful
-        if self._steps < WINDOW or arrived < LEAST:  # too few to judge: the window goes on
+        if self._steps < WINDOW or arrived < LEAST:  # too few to judge: the window continues
             return False
         self.on = used >= PAYS * arrived
         if self.on:

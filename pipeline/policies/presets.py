@@ -217,12 +217,12 @@ PRESETS: dict[str, Preset] = {
         ),
         ComposedPreset(
             "on-demand",
-            "All experts are computed on the device; missing ones are fetched, the least recently used go",
+            "All experts are computed on the device; missing ones replace the least recently used",
             *("empty", "own", "none", "device", "lru"),
         ),
         ComposedPreset(
             "mixtral-offloading",
-            "On-demand, and the next layer's router on this layer's input predicts what is fetched ahead",
+            "On-demand, and the next layer's router on this layer's input predicts experts to fetch ahead",
             *("empty", "own", "next-gate", "device", "lru"),
         ),
         ComposedPreset(

@@ -25,14 +25,16 @@ Key = tuple[int, int]  # layer, expert
 class Order:
     """Tiles [lo, lo + count) of an expert, moved in the background."""
 
-    __slots__ = ("asked", "count", "key", "lo", "predicted", "started")
+    __slots__ = ("count", "key", "lo", "ordered_at", "predicted", "started")
 
-    def __init__(self, key: Key, lo: int, count: int, predicted: PhaseOutcome | None, asked: float) -> None:
+    def __init__(
+        self, key: Key, lo: int, count: int, predicted: PhaseOutcome | None, ordered_at: float
+    ) -> None:
         self.key = key
         self.lo = lo
         self.count = count
         self.predicted = predicted  # count a prediction's landings
-        self.asked = asked  # time of the order
+        self.ordered_at = ordered_at  # time of the order
         self.started = 0  # tiles that have begun to move
 
 
@@ -45,7 +47,7 @@ class _Prediction:
 
 
 class SimulatedCache:
-    """Residency, targets and the link. Times are seconds and never go back."""
+    """Residency, targets and the link. Times are seconds and never decrease."""
 
     def __init__(self, shape: ModelShape, capacity: int, tile_seconds: float) -> None:
         self.residency: IntArray = np.zeros((shape.layers, shape.experts), np.int32)
@@ -119,7 +121,7 @@ class SimulatedCache:
             order = self._next()
             if order is None:
                 return
-            start = max(self.free, order.asked)
+            start = max(self.free, order.ordered_at)
             if start >= now:
                 return
             order.started += 1

@@ -224,7 +224,7 @@ class Replay:
         return found.astype(np.float32)
 
     def _tile(self, rows: int) -> tuple[float, float, float]:
-        """Seconds of a tile on the host, of one on the device, of a layer's other work; at so many rows."""
+        """Seconds at `rows` rows: of a tile on the host, of a tile on the device, of a layer's other work."""
         known = self._seconds.get(rows)
         if known is None:
             costs = self._costs

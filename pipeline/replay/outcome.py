@@ -32,7 +32,7 @@ class PhaseOutcome:
     demanded: int = 0
     predicted: int = 0
     useful: int = 0
-    late: int = 0  # demanded before their prediction had brought them
+    late: int = 0  # demanded before their predicted fetch had landed
     wasted: int = 0
     placed: int = 0
     host_tiles: int = 0

@@ -156,8 +156,8 @@ class Scheduler:
         tokens that the running sequences may need next."""
         wanted = capacity_for(len(job.tokens) + 1, job.max_kv_tokens) if job.grows else job.max_kv_tokens
         growing = [(j, j.kv.capacity) for j in self._running if j.grows and j.kv is not None]
-        soon = sum(min(KV_BLOCK, j.max_kv_tokens - capacity) for j, capacity in growing)
-        if wanted + soon > self._prefixes.available:
+        growth = sum(min(KV_BLOCK, j.max_kv_tokens - capacity) for j, capacity in growing)
+        if wanted + growth > self._prefixes.available:
             return None
         first = job.admission < 0  # the prefix cache may hold a newer turn of a preempted job
         return self._prefixes.allocate(wanted, job.prefix_key if first else None, job.tokens)

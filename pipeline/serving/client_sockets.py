@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 SEND_HWM = 64  # messages in a client's socket; the rest wait in its Outbox, where they are counted
 RECEIVE_HWM = 4  # unread messages of a client, of up to 4 MB each
 LARGEST = DEFAULT.header + 4096  # bytes of a frame: clients send headers and no arrays
-STRANGERS_ANSWERED = 50  # refusals a second that are sent to connections without a Welcome
+ANONYMOUS_REFUSALS = 50  # refusals a second that are sent to connections without a Welcome
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_VERSION, _ADMITTED, _REFUSED = b"1.0", b"200", b"400"
@@ -73,7 +73,7 @@ class ClientSocket:
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self.refusals = RateLimiter(STRANGERS_ANSWERED)  # of connections without a Welcome
+        self.refusals = RateLimiter(ANONYMOUS_REFUSALS)  # of connections without a Welcome
         _raise_descriptor_limit()
 
     async def receive(self) -> tuple[bytes, list[bytes]]:

@@ -34,8 +34,8 @@ CONGESTED_BYTES = 64 << 20  # queued for one client, beyond which its requests p
 QUEUE_LIMIT = 32768  # messages queued for one client, which sends requests and does not read
 QUEUED_BYTES = 1 << 30  # for all clients together; beyond, the client with the longest queue is cut off
 REFUSED_LIMIT = 20  # refused messages of one client in a second
-SHUT_OUT_SECONDS = 10.0  # during which messages of a client that was cut off are dropped
-SHUT_OUT_MOST = 256  # clients that are cut off at once; the oldest is forgotten
+CUT_OFF_SECONDS = 10.0  # during which messages of a client that was cut off are dropped
+CUT_OFF_MOST = 256  # clients that are cut off at once; the oldest is forgotten
 LARGEST_HELLO = 8192  # bytes of a message that is decoded before the Hello
 COSTLY = 200_000  # bytes of a refused message that count as another
 MOST_CLIENTS = 512  # on each socket
@@ -78,7 +78,7 @@ class Clients:
         self._on_message = on_message
         self._on_gone = on_gone
         self._clients: dict[bytes, Client] = {}
-        self._shut_out: dict[bytes, float] = {}  # end of the time in which their messages are dropped
+        self._dropped_until: dict[bytes, float] = {}  # end of the time in which their messages are dropped
         self._group: asyncio.TaskGroup | None = None
         self._log = SparseLog(log)
         self.malformed = 0
@@ -131,9 +131,9 @@ class Clients:
         self._log.warning(f"a client was cut off: {reason}")
         self.cut_offs += 1
         self._answer(name, Error(-1, f"cut off: {reason}"))
-        while len(self._shut_out) >= SHUT_OUT_MOST:
-            del self._shut_out[next(iter(self._shut_out))]
-        self._shut_out[name] = time.monotonic() + SHUT_OUT_SECONDS
+        while len(self._dropped_until) >= CUT_OFF_MOST:
+            del self._dropped_until[next(iter(self._dropped_until))]
+        self._dropped_until[name] = time.monotonic() + CUT_OFF_SECONDS
         self._forget(name)
 
     def counts(self) -> dict[str, int]:
@@ -160,7 +160,7 @@ class Clients:
             await asyncio.sleep(0)
 
     def _receive(self, sender: bytes, frames: list[bytes]) -> None:
-        if self._is_shut_out(sender):
+        if self._is_cut_off(sender):
             self.unheard += 1
             return
         client = self._clients.get(sender)
@@ -215,10 +215,10 @@ class Clients:
         else:
             self.cut_off(sender, f"more than {REFUSED_LIMIT} messages in a second had to be refused")
 
-    def _is_shut_out(self, sender: bytes) -> bool:
-        until = self._shut_out.get(sender, 0.0)
+    def _is_cut_off(self, sender: bytes) -> bool:
+        until = self._dropped_until.get(sender, 0.0)
         if until and until < time.monotonic():
-            del self._shut_out[sender]
+            del self._dropped_until[sender]
             return False
         return until > 0.0
 
@@ -241,7 +241,7 @@ class Clients:
                 if now - client.last_message > SILENCE_LIMIT:
                     self._forget(name)
                 elif client.outbox.full_since is not None and now - client.outbox.full_since > SILENCE_LIMIT:
-                    self.cut_off(name, f"it took nothing for {SILENCE_LIMIT:.0f} s")
+                    self.cut_off(name, f"it read no message for {SILENCE_LIMIT:.0f} s")
                 elif not client.outbox:
                     self.send(name, Heartbeat(now))
             self._limit_queues()

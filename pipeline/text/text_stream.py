@@ -1,9 +1,9 @@
 """Incremental detokenization: the text of each new token that no later token can change.
 
 Three stages. `ByteDecoder` or `RunDecoder` returns the text that the ids so far make certain; `StopStrings`
-holds back what could still become a stop string; `TextStream.finish` returns the rest at the end. In total
-the text is exactly the tokenizer's own decoding of all ids without special tokens, cut at the first stop
-string. The work for a token does not grow with the answer.
+holds back text that could still become a stop string; `TextStream.finish` returns the rest at the end. In
+total the text is exactly the tokenizer's own decoding of all ids without special tokens, cut at the first
+stop string. The work for a token does not grow with the answer.
 
 The `tokenizers` library's DecodeStream is not used: it returns the text of a byte-fallback token at once,
 although the next byte can change it, and then fails on such ids. Independent of files and of transformers:

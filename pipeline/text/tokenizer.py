@@ -101,7 +101,7 @@ class Tokenizer:
         return ids
 
     def at_least(self, characters: int) -> int:
-        """A lower bound on the tokens of a text of so many characters, known without encoding it; 0 where
+        """A lower bound on the tokens of a text with this many characters, without encoding it; 0 where
         encoding takes no time."""
         if characters <= QUICK:
             return 0
@@ -185,8 +185,8 @@ def _read(model_dir: Path) -> Any:
 
 
 def _wants_bos(model_dir: Path) -> bool:
-    """Whether the settings add bos to every text: DeepSeek's tokenizer.json leaves this, and nothing else, to
-    the class, as transformers up to version 4 did."""
+    """Whether the settings add bos to every text: DeepSeek's tokenizer.json leaves only this to the class, as
+    transformers up to version 4 did."""
     file = model_dir / "tokenizer_config.json"
     settings = json.loads(file.read_bytes()) if file.is_file() else {}
     name = str(settings.get("tokenizer_class")).removesuffix("Fast")

@@ -77,9 +77,9 @@ class Recorder:
         if self._fd is None:
             return
         signals, gated = decision.signals, decision.gated
-        asked = self.probes(decision.layer)
+        probed = self.probes(decision.layer)
         last = decision.layer == self._header.shape.layers - 1
-        first = signals.probes[0] if last and asked else None
+        first = signals.probes[0] if last and probed else None
         router_routing = _copied(gated.router_routing)
         self._layers.append(
             LayerTrace(
@@ -90,7 +90,7 @@ class Recorder:
                 predicted=gated.predicted,
                 stale=decision.cut.astype("<u2") if decision.stale else None,
                 logits=None if signals.logits is None else halves(signals.logits),
-                predictions=() if last else tuple(halves(signals.probes[layer]) for layer in asked),
+                predictions=() if last else tuple(halves(signals.probes[layer]) for layer in probed),
                 first=None if first is None else halves(first),
             )
         )

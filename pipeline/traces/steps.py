@@ -30,8 +30,8 @@ class LayerTrace:
     """One layer of a step of R rows."""
 
     router_routing: Routing  # of the router, or of the prediction in its place
-    computed: Routing  # as computed; the same object where nothing was changed
-    predicted: bool  # `router_routing` comes from the layer before, as in Gated
+    computed: Routing  # as computed; the same object where it was not changed
+    predicted: bool  # `router_routing` is from the previous layer, as in Gated
     stale: Cuts | None  # [E], where the host's share (tiles from the cut on) used the previous layer's x
     logits: Halves | None  # [R, E] of the layer's own router, where it was run
     predictions: tuple[Halves, ...]  # of the next layers' routers on this layer's x, each [R, E]
@@ -92,26 +92,26 @@ class StepReader:
         least = HEAD.size + 4 * rows + shape.layers * (1 + 6 * rows * shape.top_k)
         if rows == 0 or len(body) < least:
             raise TraceError(f"it is too short for {rows} rows")
-        taken = _Taken(body, HEAD.size)
-        sequences = tuple(taken.take("<u4", rows).tolist())
-        layers = tuple(self._layer(layer, taken, rows) for layer in range(shape.layers))
-        if taken.at != len(body):
+        reader = _BodyReader(body, HEAD.size)
+        sequences = tuple(reader.take("<u4", rows).tolist())
+        layers = tuple(self._layer(layer, reader, rows) for layer in range(shape.layers))
+        if reader.at != len(body):
             raise TraceError("it is longer than its layers")
         return TracedStep(number, PHASES[phase], sequences, layers)
 
-    def _layer(self, layer: int, taken: _Taken, rows: int) -> LayerTrace:
+    def _layer(self, layer: int, reader: _BodyReader, rows: int) -> LayerTrace:
         header, shape = self._header, self._header.shape
-        flags = taken.byte()
+        flags = reader.byte()
         if flags >= 2 * FIRST or (flags & FIRST and layer != shape.layers - 1):
             raise TraceError(f"layer {layer} has unknown flags")
-        router_routing = self._routing(layer, taken, rows)
-        computed = self._routing(layer, taken, rows) if flags & CHANGED else router_routing
+        router_routing = self._routing(layer, reader, rows)
+        computed = self._routing(layer, reader, rows) if flags & CHANGED else router_routing
         size = rows * shape.experts
 
         def logits() -> Halves:
-            return taken.take("<f2", size).reshape(rows, shape.experts)
+            return reader.take("<f2", size).reshape(rows, shape.experts)
 
-        stale = taken.take("<u2", shape.experts) if flags & STALE else None
+        stale = reader.take("<u2", shape.experts) if flags & STALE else None
         if stale is not None and int(stale.max()) > shape.tiles:
             raise TraceError(f"layer {layer} has cuts beyond its {shape.tiles} tiles")
         own = logits() if flags & LOGITS else None
@@ -119,16 +119,16 @@ class StepReader:
         first = logits() if flags & FIRST else None
         return LayerTrace(router_routing, computed, bool(flags & PREDICTED), stale, own, predictions, first)
 
-    def _routing(self, layer: int, taken: _Taken, rows: int) -> Routing:
+    def _routing(self, layer: int, reader: _BodyReader, rows: int) -> Routing:
         shape = self._header.shape
-        experts = taken.take("<u2", rows * shape.top_k).astype(np.int32).reshape(rows, shape.top_k)
-        weights = taken.take("<f4", rows * shape.top_k).reshape(rows, shape.top_k)
+        experts = reader.take("<u2", rows * shape.top_k).astype(np.int32).reshape(rows, shape.top_k)
+        weights = reader.take("<f4", rows * shape.top_k).reshape(rows, shape.top_k)
         if int(experts.max()) >= shape.experts or not np.isfinite(weights).all():
             raise TraceError(f"layer {layer} has experts that do not exist, or weights that are not finite")
         return Routing(experts, weights)
 
 
-class _Taken:
+class _BodyReader:
     """A read position in a body."""
 
     def __init__(self, body: bytes, at: int) -> None:

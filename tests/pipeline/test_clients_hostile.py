@@ -20,8 +20,8 @@ from raw_client import RawClient
 from raw_client import raw_client as raw
 from waiting import until
 
-from pipeline.serving.client_sockets import LARGEST, STRANGERS_ANSWERED
-from pipeline.serving.clients import REFUSED_LIMIT, SHUT_OUT_MOST, Clients
+from pipeline.serving.client_sockets import ANONYMOUS_REFUSALS, LARGEST
+from pipeline.serving.clients import CUT_OFF_MOST, REFUSED_LIMIT, Clients
 from pipeline.serving.outbox import LONGEST_ERROR
 from protocol.checks import DEFAULT
 from protocol.client import Client
@@ -77,7 +77,7 @@ async def test_client_that_floods_with_malformed_frames_is_cut_off(
 
 
 async def test_client_that_was_cut_off_may_reconnect_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.serving.clients.SHUT_OUT_SECONDS", 0.3)
+    monkeypatch.setattr("pipeline.serving.clients.CUT_OFF_SECONDS", 0.3)
     async with service() as running, raw(running.local) as hostile:
         await pour(hostile, [b""], 50)
         await until(lambda: count(running, "cut_off") == 1)
@@ -109,7 +109,7 @@ async def test_connections_without_welcome_share_a_few_answers_a_second(frames: 
         for stranger in strangers:
             await pour(stranger, frames, 100)
         answers = [message for stranger in strangers for message in await everything(stranger, quiet=0.1)]
-        assert STRANGERS_ANSWERED <= len(answers) <= 3 * STRANGERS_ANSWERED
+        assert ANONYMOUS_REFUSALS <= len(answers) <= 3 * ANONYMOUS_REFUSALS
         assert {(type(a), a.request) for a in answers} == {(Error, -1)}
         await strangers[0].send(Hello(VERSION))  # a correct Hello is still answered
         assert (await strangers[0].next()) == WELCOME
@@ -146,7 +146,7 @@ async def test_names_of_cut_off_clients_are_bounded() -> None:
         await first.send(Stats(1))
         await first.next()
         name = running.heard[-1][0]
-        for i in range(SHUT_OUT_MOST):
+        for i in range(CUT_OFF_MOST):
             running.clients.cut_off(name if i == 0 else name[:1] + b"%d" % i, "a test")
         await everything(first, quiet=0.1)
         await first.send(Hello(VERSION))
