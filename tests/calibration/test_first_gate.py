@@ -37,7 +37,7 @@ def test_linear_teacher_is_recovered(size: float) -> None:
     assert found.matrix.shape == (EXPERTS, HIDDEN)
     assert found.accuracy > 0.95
     assert found.divergence < 0.01
-    # Up to what softmax does not see: the same vector added to every expert's.
+    # Up to a vector added to every expert's: softmax does not depend on it.
     wanted = (teacher - teacher.mean(axis=0)) / size
     assert np.abs(found.matrix - found.matrix.mean(axis=0) - wanted).max() < 0.1 * np.abs(wanted).max()
 

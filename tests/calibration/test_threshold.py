@@ -96,7 +96,7 @@ def test_threshold_keeps_the_bound_for_any_loss(
     assert keeps[found.value]
     assert all(t > found.value for t in keeps if not keeps[t])
     assert not any(keeps[t] and t > found.value for t in keeps)
-    if evaluations > 9:  # enough to leave nothing undecided
+    if evaluations > 9:  # enough to decide all candidates
         above = [t for t in ranks if t > found.value]
         assert not above or not keeps[above[0]]
 

@@ -22,7 +22,7 @@ def test_each_token_is_in_one_window_within_the_context(length: int, context: in
         assert max(sizes) - min(sizes) <= 1
         assert max(sizes) <= min(context, 512)
         for window in part:
-            assert 1 <= window.prefill < len(window.tokens) - 1  # what follows predicts something
+            assert 1 <= window.prefill < len(window.tokens) - 1  # at least one more token, to predict
     few = int(length * 0.2) // 64
     assert len(division.validation) >= min(few, 4)
 

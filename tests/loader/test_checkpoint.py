@@ -1,4 +1,5 @@
-"""Valid checkpoints are read exactly; invalid ones raise one clear line; hostile headers allocate nothing."""
+"""Valid checkpoints are read exactly; invalid ones raise one clear line; hostile headers cause no
+allocation."""
 
 import contextlib
 import json

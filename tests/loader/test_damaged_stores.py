@@ -1,5 +1,5 @@
-"""Damaged stores, in memory and on disk, are found, reported in one line and made again, but never while an
-engine uses them."""
+"""Damaged stores, in memory and on disk, are found, reported in one line and written again, but never while
+an engine uses them."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def test_cached_file_of_another_model_is_made_again(supervisor, model, loaded):
 
 
 def test_unfinished_files_of_killed_loaders_are_removed(supervisor, model, loaded):
-    """Of any model, because theirs may never be loaded again."""
+    """Unfinished files of any model: their own model may never be loaded again."""
     half = supervisor.cache / ("0" * 64) / "store.tmp"
     half.parent.mkdir()
     half.write_bytes(bytes(5000))

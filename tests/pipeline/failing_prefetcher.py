@@ -100,7 +100,7 @@ class FailingPrefetcher:
                 self.present.restarted = True
 
     def exit_after(self, tiles: int, restarted: bool) -> None:
-        """The present incarnation, if one runs, exits over the tile after so many more."""
+        """Make the present incarnation, if one runs, exit during the tile after `tiles` more."""
         with self._lock:
             if self.present is not None:
                 self.present.tiles, self.present.restarted = tiles, restarted

@@ -132,7 +132,7 @@ def _fingerprint(source: str) -> str:
 
 @contextmanager
 def control_segment(workers: int) -> Iterator[ControlSegment]:
-    """Progress counters of so many workers and the prefetcher; removed at the end."""
+    """Progress counters of `workers` workers and the prefetcher; removed at the end."""
     name = f"/tandem-tests{os.getpid()}-control-{next(_CONTROLS)}"
     control = ControlSegment.create(name, workers)
     try:

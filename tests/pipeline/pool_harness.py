@@ -40,7 +40,7 @@ def tile_of(work: Work) -> int:
 
 
 class Worker:
-    """One incarnation of a worker, which has announced itself."""
+    """An incarnation of a worker that has announced itself."""
 
     def __init__(self, harness: PoolHarness, index: int, incarnation: int) -> None:
         self.index, self.incarnation = index, incarnation
@@ -86,7 +86,7 @@ class Worker:
 
 
 class PoolHarness:
-    """A pool, its running workers, and what it reports to the supervisor."""
+    """A pool, its running workers, and its messages to the supervisor."""
 
     def __init__(
         self,

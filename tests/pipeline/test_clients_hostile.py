@@ -246,7 +246,7 @@ async def test_frame_larger_than_any_message_ends_the_connection() -> None:
 
 
 async def test_unread_messages_are_bounded() -> None:
-    """While the socket is not read, as before the engine is built: the rest stays with the sender."""
+    """While the socket is not read, as before the engine is built: unread messages stay with the sender."""
     runtime = await asyncio.to_thread(Path, os.environ["XDG_RUNTIME_DIR"])
     local = ipc_endpoint(runtime, "bounded.sock")
     clients = Clients(local, lambda: WELCOME, lambda *_: None, lambda *_: None)
@@ -255,7 +255,7 @@ async def test_unread_messages_are_bounded() -> None:
     try:
         with zmq.Context() as context, connect_dealer(context, local) as hostile:
             for _ in range(100):
-                hostile.send(BIG, copy=False)  # one buffer for all: what grows is the receiver's
+                hostile.send(BIG, copy=False)  # one buffer for all: only the receiver's memory grows
             await asyncio.sleep(1.0)
             assert process.memory_info().rss - before < 15 * len(BIG)
             hostile.close(linger=0)
@@ -268,7 +268,7 @@ BIG = random.Random(1).randbytes(4 << 20)
 
 
 async def test_total_of_all_outboxes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that sends requests and reads nothing is cut off before memory is full, the largest outbox
+    """A client that sends requests and does not read is cut off before memory is full, the largest outbox
     first."""
     monkeypatch.setattr("pipeline.serving.clients.QUEUED_BYTES", 4 << 20)
     async with service() as running, raw(running.local) as deaf, Client.connect(running.local) as other:

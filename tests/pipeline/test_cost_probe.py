@@ -44,7 +44,7 @@ def test_measured_costs(tiny_model, tmp_path, monkeypatch) -> None:
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 def test_prefetcher_exit_while_costs_are_measured_is_an_error(tiny_model, tmp_path, monkeypatch) -> None:
-    """A link that lands nothing would look like a fast one."""
+    """A link without landings must not look like a fast one."""
     monkeypatch.setattr("pipeline.calibration.cost_probe.BUDGET", 0.1)
     known: list[FailingPrefetcher] = []
 

@@ -77,7 +77,7 @@ async def test_every_tile_and_second_is_counted_where_it_was_spent(no_cache, pol
     await client.set_policy(policy)
     stats = await generated(client)
     decode, prefill = stats["engine"]["decode"], stats["engine"]["prefill"]
-    assert (decode["steps"], decode["rows"]) == (NEW - 1, NEW - 1)  # the first comes from the prefill
+    assert (decode["steps"], decode["rows"]) == (NEW - 1, NEW - 1)  # the prefill gives the first
     assert (prefill["steps"], prefill["rows"]) == (1, len(PROMPT))
     for phase, least, most in ((decode, STEP * (NEW - 1), STEP * (NEW - 1)), (prefill, STEP, 2 * 4 * 3)):
         places = {key: phase[key] for key in ("host_tiles", "resident_tiles", "fetched_tiles")}
@@ -159,7 +159,7 @@ def test_difference_of_two_snapshots_counts_what_is_between() -> None:
 
 
 async def test_chunk_trials_are_not_counted(plain_config) -> None:
-    """Without --chunk: an engine has counted nothing before its first request."""
+    """Without --chunk: an engine's counters are 0 before its first request."""
     config = replace(plain_config, name="trials", chunk=None, expert_cache=0.5, policy="on-demand")
     async with (
         Supervisor(config, log_level="WARNING") as supervisor,

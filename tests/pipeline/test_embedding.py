@@ -63,7 +63,7 @@ def test_rows_are_equal_from_file_and_memory(
         assert found.dtype == kept
         assert torch.equal(found, wanted[TOKENS])
         embedding.materialize(lambda: True)
-    (tmp_path / "model.safetensors").unlink()  # nothing is read any more
+    (tmp_path / "model.safetensors").unlink()  # no later read
     assert torch.equal(embedding[torch.arange(ROWS)], wanted)
     assert open_files(tmp_path) == 0
 

@@ -1,5 +1,5 @@
 """The engine under policies made for one purpose: early decisions, predictions, and the order of orders;
-results against the same computed by hand."""
+results against hand-computed ones."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ def recorded_orders(
 
 def test_demanded_tiles_are_ordered_before_predicted_ones(scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Six tiles are demanded, four slots are free, and the prediction frees three: they belong to the demand.
-    Nothing is ordered twice."""
+    No tile is ordered twice."""
     engine, _, kv = scene
     new = prefilled(engine, kv)
     (expected,) = engine.step([StepInput(new, "last")], "decode")

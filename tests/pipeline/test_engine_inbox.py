@@ -63,7 +63,7 @@ def test_large_messages_of_one_client_are_bounded() -> None:
         assert not inbox.put(b"a", large)
         assert inbox.put(b"b", large)
         drained(inbox)
-        assert inbox.put(b"a", large)  # what was taken out counts no more
+        assert inbox.put(b"a", large)  # messages that were taken out no longer count
         assert not inbox.put(b"a", Generate(1, resume=ids))
 
 

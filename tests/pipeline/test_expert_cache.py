@@ -96,7 +96,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def illegal_transition(self, data: Any) -> None:
-        """Refused by every state but the one that a call begins in, and nothing changes."""
+        """Each call is refused in every state but the one that it begins in, and changes nothing."""
         slot = data.draw(st.integers(0, self.cache.slots - 1))
         state = self.cache.state(slot)
         key = data.draw(KEY)

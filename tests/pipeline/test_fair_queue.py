@@ -71,7 +71,7 @@ def test_preempted_request_comes_before_its_client_s_others() -> None:
     assert [job for job in order if job.client == b"a"][:2] == [first, third]
     assert (
         next(queue.in_order([Waiting(b"a")])).client == b"b"
-    )  # a preempted request keeps no other client out
+    )  # a preempted request does not block another client
     queue.remove(first)
     assert next(job for job in queue.in_order([]) if job.client == b"a") is third
     assert len(queue) == 4

@@ -130,7 +130,7 @@ def test_exit_makes_orders_final_with_what_has_landed(harness) -> None:
 
 
 def test_order_while_the_link_is_down_is_final_and_not_sent(harness) -> None:
-    """A new prefetcher that has not mapped the slab must not get an order: its slots may be given away."""
+    """A new prefetcher that has not mapped the slab must not get an order: its slots may have been reused."""
     endpoint, link = harness.start(0), harness.link
     order = link.order(0, 1, 0, [5], DEMANDED)
     assert (order.landed, order.final) == (0, True)
@@ -161,11 +161,11 @@ def test_prefetcher_without_progress_is_reported_once(harness) -> None:
     harness.start(0)
     harness.update_for(0.4)
     assert harness.reports == []
-    assert_reports(1)  # it never mapped the slab
+    assert_reports(1)  # this prefetcher has not mapped the slab
     harness.exit(0)
     harness.update_for(0.1)
     endpoint = harness.attach(1)
-    harness.update_for(0.6)  # it has nothing to do
+    harness.update_for(0.6)  # no order is open
     order = harness.link.order(0, 0, 0, [1, 2], PLACED)
     harness.update_for(0.6, ticking=True)
     assert harness.reports[1:] == [WorkerUp("prefetcher", 0, 1)]
@@ -185,7 +185,7 @@ def test_reports_that_contradict_each_other_are_a_hung_prefetcher(harness) -> No
 
 
 def test_restarted_prefetcher_is_not_blamed_for_its_previous_incarnation(harness) -> None:
-    """In an engine that has nothing to wait for, so that it only polls now and then."""
+    """In an idle engine, which polls only now and then."""
     harness.connect(attach_limit=0.4)
 
     def poll_until(count: int) -> None:
@@ -199,7 +199,7 @@ def test_restarted_prefetcher_is_not_blamed_for_its_previous_incarnation(harness
     assert harness.reports == [Hung("prefetcher", 0, 0)]
     harness.exit(0)
     endpoint = harness.announce(1)
-    for _ in range(30):  # it takes a while, but less than the limit
+    for _ in range(30):  # slow, but within the limit
         harness.link.update(0)
         time.sleep(0.005)
     endpoint.send(SlabAttached(1))

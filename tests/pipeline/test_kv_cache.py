@@ -123,7 +123,7 @@ def test_crossing_the_rope_switch_drops_the_filled_tokens() -> None:
     scaling = longrope | {"original_max_position_embeddings": 6}
     spec = model_spec(GOOD | {"rope_scaling": scaling})
     sequence = KVCache(spec, torch.float32, torch.device("cpu"), budget=10).allocate(10)
-    assert sequence.select_rope(7)  # nothing was filled
+    assert sequence.select_rope(7)  # no token was filled
     assert sequence.long
     assert sequence.select_rope(6)
     sequence.advance(6)

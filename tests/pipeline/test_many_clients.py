@@ -123,7 +123,7 @@ async def test_five_hundred_answers_cancelled_at_random_moments_release_all(smal
 
 
 async def test_client_that_never_reads_is_cut_off_without_delaying_others(small) -> None:
-    """It sends heartbeats and requests more than any queue holds, and reads nothing."""
+    """The client sends heartbeats and requests more than any queue holds, and does not read."""
     supervisor, first = small
     async with raw_client(supervisor.endpoint) as deaf:
 

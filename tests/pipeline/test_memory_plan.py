@@ -1,4 +1,5 @@
-"""The memory plan: it never exceeds the free memory, keeps the given options and leaves nothing unused."""
+"""The memory plan: it never exceeds the free memory, keeps the given options and uses all memory that it
+can."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def cases(draw: st.DrawFn) -> tuple[tuple[Needs, ...], EngineConfig, Machine, bo
 
 
 def takes(needs: Needs, machine: Machine, slab: bool, context: int, kv: int, share: float) -> bool:
-    """Whether it fits, by a second implementation of the documented rule."""
+    """Whether the plan fits, by a second implementation of the documented rule."""
     tiles = cache_tiles(share, needs.tiles) + STAGING_TILES if slab else 0
     device = tiles * needs.slot + kv * needs.kv_token + needs.backbone + context * needs.position
     new = needs.store - needs.present

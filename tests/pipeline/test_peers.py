@@ -141,13 +141,13 @@ def test_exits_of_other_children_are_ignored(workers, make_child, exits) -> None
 def test_messages_to_an_exited_child_are_dropped(workers, make_child, exits) -> None:
     child = make_child()
     workers.wait_ready(1, LIMIT)
-    child.close()  # it exited, and the supervisor has not reported it yet
+    child.close()  # exited, and not yet reported by the supervisor
     for number in range(2000):  # more than a queue holds
         workers.send(0, CancelFetch(number))
     exits.put(exit_of(0))
     until(workers, 2)
     workers.send(0, CancelFetch(1))
-    workers.send(3, CancelFetch(1))  # it never announced itself
+    workers.send(3, CancelFetch(1))  # a child that has not announced itself
 
 
 def test_up_and_hung_are_reported_once_for_each_incarnation(workers, make_child, exits, reports) -> None:
@@ -157,7 +157,7 @@ def test_up_and_hung_are_reported_once_for_each_incarnation(workers, make_child,
         workers.mark_up(0, 1)
         workers.report_hung(0)
     assert workers.stats()[0]["up"]
-    workers.report_hung(1)  # it does not run
+    workers.report_hung(1)  # a child that does not run
     assert reports == [WorkerUp("worker", 0, 1), Hung("worker", 0, 1)]
     exits.put(exit_of(1))
     make_child(0, 2)

@@ -115,8 +115,8 @@ async def test_stop_string_is_found_across_the_cut(raw) -> None:
 
 
 async def test_end_token_ends_a_resumed_answer(raw) -> None:
-    """The end token has no Token message, so it is drawn once more."""
-    asked = [  # a penalty below 1 makes what is in the prompt likelier: the end token
+    """The end token has no Token message, so it is drawn again."""
+    asked = [  # a penalty below 1 makes tokens of the prompt more probable: the end token
         Generate(i, token_ids=(5, 2), max_tokens=12, sampling=Sampling(1.5, repetition_penalty=0.3, seed=i))
         for i in range(18)
     ]

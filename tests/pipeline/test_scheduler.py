@@ -91,7 +91,7 @@ def test_congested_client_pauses_and_delays_no_other(harness) -> None:
     while not harness.to(b"fast", Done):
         assert harness.scheduler.round()
     assert not harness.to(b"slow", Token)
-    assert not harness.scheduler.round()  # nothing can run
+    assert not harness.scheduler.round()  # no request can run
     assert not harness.scheduler.idle
     harness.slow.clear()
     assert harness.scheduler.round()
@@ -139,8 +139,8 @@ def test_clients_take_turns_with_prefill_chunks(harness) -> None:
 
 
 def test_waiting_requests_are_sent_their_positions_in_fair_order(engine) -> None:
-    """Capacity for one: of five requests of one client one runs; another client's comes before the other
-    four."""
+    """Capacity for one: of five requests of one client one runs; another client's request comes before the
+    other four."""
     harness = Harness(engine, CONTEXT)
     for i in range(5):
         harness.scheduler.submit(b"a", ask(i, 1, 60))
@@ -303,7 +303,7 @@ def test_model_without_tokenizer_refuses_text(harness, message, reason) -> None:
 
 
 def test_kv_of_a_failed_request_is_not_reused(harness, monkeypatch) -> None:
-    """It may be wrong, as the logits computed with it were not finite."""
+    """The KV may be wrong, as the logits computed with it were not finite."""
     step = harness.scheduler.engine.step
     harness.scheduler.submit(b"c", ask(0, 20, 6, "talk"))
     while len(harness.to(b"c", Token)) < 2:

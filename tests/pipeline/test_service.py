@@ -38,7 +38,7 @@ LONG = tuple(range(100, 300))  # 200 tokens, 7 chunks
 
 
 async def alone(client: Client, prompt: tuple[int, ...], count: int) -> tuple[list[int], np.ndarray]:
-    """The greedy answer with nothing else running, and its log-probabilities [count, V]."""
+    """The greedy answer without other requests, and its log-probabilities [count, V]."""
     answer = await client.generate(token_ids=prompt, max_tokens=count, ignore_eos=True).result()
     tokens = list(answer.tokens)
     blocks = [b.logprobs async for b in client.score(token_ids=[*prompt, *tokens[:-1]], full=True)]
@@ -159,7 +159,7 @@ async def test_policy_changes_during_an_answer(engine) -> None:
 
 
 async def test_requests_of_a_disconnected_client_are_released(engine) -> None:
-    """Its forty answers of 200 tokens are not computed to the end."""
+    """The client's forty answers of 200 tokens are not computed to the end."""
     before = (await idle(engine[1]))["engine"]["decode"]["rows"]
     async with raw_client(engine[1]._endpoint) as raw:
         many = (Generate(i, token_ids=(5, 6, 7), max_tokens=200, ignore_eos=True) for i in range(40))

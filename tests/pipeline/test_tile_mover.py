@@ -133,7 +133,7 @@ def test_predicted_tiles_are_useful_wasted_or_late(parts) -> None:
 
 
 def test_dropped_prediction_counts_in_the_phase_that_made_it(parts) -> None:
-    """Its tiles land in another phase, and are wasted."""
+    """The prediction's tiles land in another phase, and are wasted."""
     mover = parts.mover(3 * TILES, 3)
     before, after = mover.counters, PhaseCounters(SHAPE.layers)
     mover.retarget([Target(0, expert, TILES) for expert in range(3)], predicted=True)
@@ -155,7 +155,7 @@ def test_empty_cache_streams_through_one_slot(parts) -> None:
 
 
 def test_demanded_tiles_within_the_target_stay_resident(parts) -> None:
-    """They are not fetched a second time in the background."""
+    """Demanded tiles are not fetched a second time in the background."""
     mover = parts.mover(TILES + 2, 2)
     mover.retarget([Target(0, 1, TILES), Target(0, 2, 2)])
     assert demand(parts, mover, 0, missing(mover, 0, [1, TILES, 3])) == []

@@ -60,7 +60,7 @@ def test_queued_works_are_not_blamed_for_a_crash(harness: PoolHarness) -> None:
 
 
 def exit_repeatedly(harness: PoolHarness, crashed: list[bool]) -> tuple[WorkerTicket, Work, Worker]:
-    """A Work over which its worker exits so many times: by a crash, or by a SIGKILL from outside."""
+    """A Work during which its worker exits several times: by a crash, or by a SIGKILL from outside."""
     (worker,) = harness.start(1)
     ticket = harness.submit(0)
     (work,) = worker.take()
@@ -78,7 +78,7 @@ def test_kills_from_outside_fail_a_work_only_when_they_are_many(harness: PoolHar
     with pytest.raises(ShardFailed, match="ended 8 workers"):
         ticket.result()
     restarted = harness.worker(0, 99)
-    assert restarted.take(1)[0].items.size == 0  # the pool goes on, and the Work is gone
+    assert restarted.take(1)[0].items.size == 0  # the pool continues, and the Work is dropped
     assert restarted.messages() == []
 
 
@@ -144,7 +144,7 @@ def test_idle_worker_gets_the_works_of_a_suspect(harness: PoolHarness) -> None:
     (work,), (other,), (last,) = first.take(), second.take(), third.take()
     second.answer(other, 1.0)
     third.answer(last, 1.0)
-    (again,) = second.take()  # it is idle
+    (again,) = second.take()  # an idle worker
     second.answer(again, 2.0)
     assert again.seq == work.seq
     np.testing.assert_array_equal(again.x, work.x)
@@ -154,7 +154,7 @@ def test_idle_worker_gets_the_works_of_a_suspect(harness: PoolHarness) -> None:
     assert ticket.result().tolist() == [[4.0] * HIDDEN]
     assert third.messages() == []
     harness.submit(5)
-    assert tile_of(first.take()[0]) == 5  # it is not suspect any more
+    assert tile_of(first.take()[0]) == 5  # the worker is no longer suspect
     first.exit(crashed=True)
     assert tile_of(second.take()[0]) == 5
 
@@ -167,7 +167,7 @@ def test_suspect_that_answers_gets_the_next_work_at_once(harness: PoolHarness) -
     (hedged,) = second.take()  # the first of them, once the first worker is suspect
     assert hedged.seq == works[0].seq
     harness.submit(2)
-    assert tile_of(second.take()[0]) == 2  # while it is suspect, the other worker gets what was cut for it
+    assert tile_of(second.take()[0]) == 2  # the other worker gets the shards that were cut for a suspect
     first.answer(works[0], 1.0)
     harness.update_until(lambda: slow[0].complete)
     harness.submit(3)

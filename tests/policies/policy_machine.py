@@ -92,7 +92,7 @@ class Machine:
     checks every decision against the contract. A `LayerExecutor` of the engine's `PolicyDriver`."""
 
     policy: Policy
-    given: View  # what the policy is placed with
+    given: View  # at the policy's placement
     rng: np.random.Generator
     landing: float = 1.0  # share of missing tiles that land between two layers
     cuts: list[IntArray] = field(default_factory=list)

@@ -158,7 +158,7 @@ def test_greedy_by_hand() -> None:
     assert cut[1] == 4  # resident: 4 against 8
     assert cut[3] == 0  # 20 on the device against 8
     # three tiles of expert 3 are resident: the transfer of the last one takes 5, more than computing all, 4;
-    # first comes the one that differs most, expert 1 (4 against 8), then 3: 4 + 5 against 8: the host
+    # expert 1 differs most (4 against 8) and comes first, then 3: 4 + 5 against 8: the host
     assert Greedy().cut(1, ROUTING, view_of([0, 4, 0, 3], costs))[[1, 3]].tolist() == [4, 0]
     # a link this fast hides behind computing: 4 against 8, then 8 against 8, equal: the device
     fast = replace(costs, link=0.5)
@@ -171,12 +171,12 @@ def test_two_ended_by_hand() -> None:
     costs = Costs(rows=(1,), host=(2.0,), device=(1.0,), link=1.5, round_trip=0.0)
     # resident 1: done at 4 <= 8. Missing 3 lands at 6, done at 10 > 8: the host
     assert TwoEnded().cut(1, ROUTING, view_of([0, 4, 0, 0], costs))[[1, 3]].tolist() == [4, 0]
-    # three tiles of it are there: it lands at 1.5 and is done at 8 <= 8
+    # three of its tiles are resident: the last lands at 1.5, done at 8 <= 8
     assert TwoEnded().cut(1, ROUTING, view_of([0, 4, 0, 3], costs))[[1, 3]].tolist() == [4, 4]
 
 
 def test_bandwidth_by_hand() -> None:
-    # the link moves a tile in 6, the host computes one in 2: a quarter of what is missing is fetched
+    # the link moves a tile in 6, the host computes one in 2: a quarter of the missing tiles is fetched
     costs = Costs(rows=(1,), host=(2.0,), device=(1.0,), link=6.0, round_trip=0.0)
     assert Bandwidth().cut(1, ROUTING, view_of([0, 4, 0, 0], costs))[[1, 3]].tolist() == [4, 1]
     assert Bandwidth().cut(1, ROUTING, view_of([0, 0, 0, 0], costs))[[1, 3]].tolist() == [0, 2]

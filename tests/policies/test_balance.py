@@ -1,4 +1,4 @@
-"""Dividing experts between device and host: against trying every assignment, and on cases worked by hand."""
+"""Dividing experts between device and host: against an exhaustive search, and on hand-worked cases."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def fits(answer: list[bool], need: list[int], free: int) -> bool:
 
 
 def least(problem: Problem) -> float:
-    """By trying all of them."""
+    """By exhaustive search."""
     device, host, need, free = problem
     every = [list(answer) for answer in product([True, False], repeat=len(device))]
     return min(
@@ -127,7 +127,7 @@ def test_greedy_is_not_always_best() -> None:
 
 
 def test_optimum_of_many_equal_experts_is_fast() -> None:
-    """16 experts of two kinds: without seeing that they are alike, 65536 assignments."""
+    """16 experts of two kinds: 65536 assignments, unless equal experts are recognized."""
     device, host = [1.0, 6.0] * 8, [2.5, 2.5] * 8
     answer = optimum(device, host, [0, 4] * 8, 99)
     # n of the 6.0s and all 1.0s on the device: max(8 + 6n, 20 - 2.5n) is least at n = 1: 17.5
@@ -177,9 +177,9 @@ def test_bandwidth_by_hand() -> None:
     assert fetched([12, 12], [4, 4], [1, 1], [4, 4]) == [2, 0]
     # the one with more rows is fetched first: 6 / 12 of the tiles, all of them the heavy one's
     assert fetched([6, 6], [2, 10], [1, 5], [4, 4]) == [0, 4]
-    # more than one expert's worth; nothing is missing of the first
+    # more than one expert's tiles; the first expert is resident
     assert fetched([0, 2, 2], [0, 6, 6], [9, 1, 1], [0, 4, 4]) == [0, 4, 2]
-    # a link that costs nothing fetches everything
+    # a link without cost fetches all tiles
     assert fetched([0, 0], [1, 1], [1, 1], [4, 3]) == [4, 3]
     assert fetched([0], [0], [1], [4]) == [4]
     assert fetched([5], [0], [1], [4]) == [0]
@@ -187,7 +187,7 @@ def test_bandwidth_by_hand() -> None:
 
 @given(st.integers(1, 20), st.floats(0.01, 10), st.floats(0.01, 10))
 def test_bandwidth_makes_both_finish_together(tiles: int, link: float, host: float) -> None:
-    """One expert: no other number of tiles is done sooner, but for rounding to whole tiles."""
+    """One expert: no other number of tiles finishes sooner, except by rounding to whole tiles."""
     (count,) = fetched([link * tiles], [host * tiles], [1], [tiles])
     ideal = tiles * link * host / (link + host)
     assert max(count * link, (tiles - count) * host) <= ideal + max(link, host) / 2 + 1e-9

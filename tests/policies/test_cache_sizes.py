@@ -93,7 +93,7 @@ def test_missing_calibration_parts_are_named() -> None:
 
 @given(st.integers(2, 200), shares, shares)
 def test_loads_of_two_experts_equal_the_papers_equations(experts: int, single: float, right: float) -> None:
-    """Equations 11 to 15, as they are printed."""
+    """Equations 11 to 15, as printed."""
     loads = expected_loads(experts, [0, single, 1 - single], right)
     for t in range(experts + 1):
         both = max((experts - t) * (experts - t - 1) / (experts * (experts - 1)), 0)

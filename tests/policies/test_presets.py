@@ -49,7 +49,7 @@ def make(name: str, **options: str) -> Policy:
 
 
 def run(machine: Machine, steps: list[int]) -> None:
-    """Steps of so many rows; prompts are those of two or more."""
+    """Steps with these numbers of rows; those with two or more are prompts."""
     for rows in steps:
         phase: Phase = "prefill" if rows > 1 else "decode"
         sequences = tuple(row % 3 for row in range(rows))
@@ -149,7 +149,7 @@ class Watched(Machine):
 
 
 def predicted_by_hand(name: str, machine: Watched, signals: Signals, kept: IntArray) -> list[tuple[int, int]]:
-    """The experts that a preset predicts in layer 0, where nothing else is held by prediction."""
+    """The experts that a preset predicts in layer 0, with an empty reserve."""
     view, calibration = machine.given, machine.given.calibration
     assert view.router is not None
     assert calibration is not None

@@ -75,7 +75,7 @@ def test_added_tokens_are_plain_text(tokenizer: Tokenizer) -> None:
 
 
 def test_certain_text_is_returned_at_once(tokenizer: Tokenizer) -> None:
-    """Returning all of it at the end would be exact too, but no stream."""
+    """Returning all text at the end would be exact too, but not streaming."""
     ids = tokenizer.encode("the value goes on and the caller decides")
     stream = tokenizer.stream(["zzz"])
     for count, token in enumerate(ids, start=1):
@@ -115,7 +115,7 @@ def test_no_half_character_is_returned(tokenizer: Tokenizer) -> None:
 
 
 def test_run_of_byte_tokens_is_decoded_when_it_ends() -> None:
-    """One invalid byte makes its whole run invalid, and nothing else."""
+    """One invalid byte makes exactly its whole run invalid."""
     calls: list[list[int]] = []
 
     def decode(ids: Sequence[int]) -> str:

@@ -75,7 +75,7 @@ def test_observed_layers_are_recorded(tmp_path: Path, first: bool) -> None:
     recorder = open_recorder(path, first)
     assert [recorder.probes(layer) for layer in range(3)] == [(1, 2), (2,), (0,) if first else ()]
     shown = [show_step(recorder, 0, rows=4, phase="prefill"), show_step(recorder, 7)]
-    trace = Trace(path)  # every step is there as soon as it was computed
+    trace = Trace(path)  # each step is in the file as soon as it was computed
     steps = list(trace.steps())
     recorder.close()
     assert trace.header == HEADER

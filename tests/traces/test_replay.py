@@ -1,4 +1,4 @@
-"""Replays against timelines that were worked out by hand.
+"""Replays against hand-worked timelines.
 
 The costs of a tile: host 3, device 1, link 5, a round trip 0.5, a layer's other work 2.
 """
@@ -33,7 +33,7 @@ def test_host_computes_all_experts() -> None:
 
 def test_on_demand_from_cold_to_warm() -> None:
     """Cold: other until 2, tiles land at 7 and 12, the second is computed until 13. Warm: 2 + 2. Then one of
-    two is there: it is computed until 3, the other lands at 7 and is done at 8."""
+    two is resident: it is computed until 3, the other lands at 7 and is done at 8."""
     header = make_header(ModelShape(layers=1, experts=4, tiles=1, top_k=2))
     machine, outcome = run(header, preset("on-demand"), [[[0, 1]], [[0, 1]], [[0, 2]]], capacity=2)
     decode = outcome.decode
@@ -75,8 +75,8 @@ def test_fiddler_takes_the_quicker_side(host: float, seconds: float) -> None:
 
 
 def test_early_work_is_hidden_behind_the_next_layer() -> None:
-    """Layer 0: the host computes from 2.5 to 5.5, and goes on at once with layer 1's share, which was sent at
-    2: until 8.5. The device is through with layer 1's other work at 7.5."""
+    """Layer 0: the host computes from 2.5 to 5.5, then at once layer 1's share, which was sent at 2, until
+    8.5. The device finishes layer 1's other work at 7.5."""
     header = make_header(ModelShape(layers=2, experts=4, tiles=1, top_k=1))
     _, early = run(header, Scripted(cut=0, ahead=True), [[[0], [1]]])
     assert early.decode.seconds == pytest.approx(8.5)
