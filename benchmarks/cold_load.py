@@ -1,4 +1,4 @@
-"""Measures how fast a checkpoint becomes a store, against the disk and the quantizer alone.
+"""Measures how fast a store is built from a checkpoint, compared with the disk and the quantizer alone.
 
     python benchmarks/cold_load.py [shape:olmoe-1b-7b/3 | DIR] [--formats int4,int8,bf16] [--fused] [--json]
 

@@ -1,4 +1,4 @@
-"""Engines for kill tests: finds their processes, and everything on the machine that they have not removed."""
+"""Engines for kill tests: finds their processes, and all files and segments that they have not removed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Place:
         return self.folder / "cache"
 
     def remains(self, name: str) -> list[str]:
-        """Everything that an engine of this name has on the machine, by kind."""
+        """All files, segments and processes of an engine of this name, by kind."""
         found = [f"segment {kind}" for kind in _kinds(name)]
         if (SHM / store_name(self.key)[1:]).exists():
             found.append("store")

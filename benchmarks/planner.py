@@ -5,11 +5,10 @@
     python benchmarks/planner.py --runs 1 --tokens 16        a first impression
 
 For every preset, and dali with its assignments for comparison, on three models' shapes: 32 layers of 8, 64
-and 128 experts, half of them resident. Timed is the `PolicyDriver` in one layer with all that it asks of the
-policy, without the model's router, which the model itself runs anyway. Everything that is fetched lands at
-once.
+and 128 experts, half of them resident. The timed code is the `PolicyDriver` in one layer with all its calls
+of the policy, without the model's router, which the model itself runs anyway. Fetched tiles land at once.
 
-Beside it, how good the greedy assignment is: its time over the optimum's, on random layers.
+It also prints the quality of the greedy assignment: its time over the optimum's, on random layers.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ from pipeline.policies.presets import PRESETS, make_policy
 from pipeline.policies.view import Ahead, ModelShape, Policy, PolicyRequest, Routing, Signals, Target, View
 
 LIMIT_US = 60  # at the median, a layer
-PROMPT = 16  # tokens, one step of prefill before what is timed
+PROMPT = 16  # tokens of one untimed prefill step
 COMPARED = [("dali", {"assignment": "optimum"}), ("dali", {"assignment": "beam"})]
 
 
 class TimedRouter:
-    """The model's own, with a clock. One call a layer is the model's and not the policy's time; what a
-    prediction asks beyond that is."""
+    """The model's router, timed. One call a layer is the model's own time; further calls, for predictions,
+    are the policy's."""
 
     def __init__(self, top_k: int) -> None:
         self._router = Softmax(top_k, rescaled=True)
         self.seconds = 0.0
-        self.begun = False  # the layer's own routing was asked for
+        self.begun = False  # the layer's own routing was computed
 
     def __call__(self, logits: FloatArray) -> Routing:
         started = time.perf_counter()
@@ -71,7 +70,7 @@ class Machine:
             shape=shape,
             phase="prefill",
             capacity=self.capacity,
-            residency=self.target,  # what is to be resident has landed
+            residency=self.target,  # all targets have landed
             target=self.target,
             popularity=np.ones((LAYERS, model.experts), np.int64),
             step=0,
@@ -149,8 +148,8 @@ def timed(model: Model, name: str, options: dict[str, str], tokens: int) -> tupl
 def planner_times(
     model: Model, asked: list[tuple[str, dict[str, str]]], tokens: int, runs: int
 ) -> Iterator[dict[str, Any]]:
-    """Of each policy the quickest of some runs: what else the machine does only adds to it. The policies
-    take turns, so that a slow minute is not one policy's."""
+    """Each policy's fastest of some runs: other load of the machine only adds to the time. The policies take
+    turns, so that a slow minute does not hit a single one."""
     rounds = [[timed(model, name, options, tokens) for name, options in asked] for _ in range(runs)]
     tenth = model.kernel_us / 10
     for (name, options), *found in zip(asked, *rounds, strict=True):
@@ -169,8 +168,8 @@ def planner_times(
 
 
 def greedy_to_optimum(model: Model, layers: int) -> dict[str, Any]:
-    """The greedy assignment's and the beam's time over the optimum's, on random layers: one row or more, as
-    many as the optimum can be searched for, on machines of many kinds, half of the experts resident."""
+    """The greedy assignment's and the beam's time over the optimum's, on random layers: one row up to as many
+    as the search for the optimum allows, on machines of many kinds, half of the experts resident."""
     rng = np.random.default_rng(5)
     tiles = model.layout.shape.tiles
     greedy: list[float] = []

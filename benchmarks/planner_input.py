@@ -1,4 +1,4 @@
-"""What `planner.py` lets policies plan: three models' shapes, a text's routing, costs and a calibration."""
+"""The input of `planner.py`: three models' shapes, a text's routing, costs and a calibration."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Model:
 
     @property
     def kernel_us(self) -> float:
-        """What computing one token's experts of a layer takes on the host."""
+        """Microseconds to compute one token's experts of a layer on the host."""
         layout = self.layout
         return self.top_k * layout.tile_bytes * layout.shape.tiles / KERNEL_GBPS / 1e3
 

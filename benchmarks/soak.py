@@ -35,7 +35,7 @@ from shm.store import store_name
 
 EVERY = 10.0  # seconds between samples
 MB = 1e6
-TOLERANCE = {"mb": (1.05, 8.0), "descriptors": (1.0, 3.0), "count": (1.0, 0.0)}  # factor, then what is added
+TOLERANCE = {"mb": (1.05, 8.0), "descriptors": (1.0, 3.0), "count": (1.0, 0.0)}  # factor, then addend
 VERDICTS = {True: "flat", False: "GROWS", None: ""}
 WHOLE_LIMIT = 60.0  # seconds
 PROMPTS = (
@@ -73,7 +73,7 @@ class Load:
                 )
                 self.verdicts[str(found.verdict)] += 1
             else:
-                await asyncio.sleep(1.0)  # an engine that is gone would be asked without a pause
+                await asyncio.sleep(1.0)  # without it, requests to a lost engine would follow without a pause
 
 
 async def soak(minutes: float, chaos: Chaos, clients: int, options: list[str]) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     chaos = Chaos.asked({"chaos": arguments.chaos, "chaos_rate": arguments.rate}, arguments.seed)
-    assert chaos is not None  # it was asked for
+    assert chaos is not None  # the options require it
     found = asyncio.run(soak(arguments.minutes, chaos, arguments.clients, arguments.options))
     show(found)
     print(json.dumps(found))

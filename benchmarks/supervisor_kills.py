@@ -3,10 +3,9 @@
     python -m benchmarks.supervisor_kills [--moments 50] [--seed 1] [--model DIR]
 
 The moments are spread over five phases: start-up (the store is cached), loading (it is not), serving,
-answering and shutting down. After each kill: how long until the last process of that engine was gone, what it
-left on the machine, and what is left of that once the next engine has started, answered and ended. Runtime
-and cache directories are its own. Without --model it writes a checkpoint of 3 GB, which loads in some
-seconds.
+answering and shutting down. After each kill: the seconds until the last process of that engine has exited,
+the files that it left, and those left after the next engine has started, answered and stopped. Runtime and
+cache directories are its own. Without --model it writes a checkpoint of 3 GB, which loads in some seconds.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Moment:
     after: float  # since the phase began
     doing: str
     gone: float
-    before: list[str]  # what was left
+    before: list[str]  # files left by the kill
     next_start: float
     left: list[str]  # after the next start
 
@@ -116,9 +115,7 @@ def main() -> None:
         place = Place(folder, model, tuple(arguments.options.split()))
         long = lengths(place, "kills")
         print("phases: " + ", ".join(f"{phase} {long[phase]:.1f} s" for phase in PHASES))
-        print(
-            f"{'phase':14} {'after':>8}  {'gone':>8}  what was going on | left | next start | left after it"
-        )
+        print(f"{'phase':14} {'after':>8}  {'gone':>8}  processes | left | next start | left after it")
         moments = []
         for number in range(arguments.moments):
             phase = PHASES[number % len(PHASES)]

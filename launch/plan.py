@@ -1,6 +1,6 @@
-"""The memory plan of a start: what this machine has, what is chosen for it, and the words for both.
+"""The memory plan of a start: the memory of this machine, the chosen configuration, and texts about both.
 
-Nothing is loaded for it, and it is made before any process is started: what cannot fit is refused here.
+It is made before any process is started or any weight is loaded: a model that cannot fit is refused here.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def make_plan(model: Path, now: Situation) -> tuple[Plan, list[str]]:
 
 
 def memory_lines(plan: Plan, machine: Machine) -> list[str]:
-    """A line for each kind of memory: what it is needed for. /dev/shm is part of the memory."""
+    """A line for each kind of memory with the parts that need it. /dev/shm is part of the memory."""
     return [
         f"{pool.name}: {parts(pool, plan)}; there are {byte_size(pool.free)}"
         for pool in plan.pools(machine)

@@ -6,7 +6,7 @@ msgpack. `messages.py` defines the meaning of each message.
 Frames
 ------
 A message is one multipart ZeroMQ message. Between a DEALER and a ROUTER nothing is added but the
-identity frame that every ROUTER puts in front of what it receives and takes off what it sends; there is
+identity frame that every ROUTER prepends to received messages and removes from sent ones; there is
 no empty delimiter frame. After that:
 
   frame 0    two bytes: the message's tag, the wire version. This frame is the same in all versions, so

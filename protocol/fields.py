@@ -1,4 +1,4 @@
-"""The wire types: for each annotation that messages.py may use, what is checked and what travels.
+"""The wire types: for each annotation that messages.py may use, its checks and its encoding.
 
 A check is the same on both sides, so what one side can encode the other side accepts. The functions here
 raise MalformedMessage with the end of a sentence ("must be int, not str"); `codec.py` puts the message's

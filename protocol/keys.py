@@ -144,7 +144,7 @@ def _read(path: Path, kind: str) -> dict[str, Any]:
     if type(found) is not dict or str(found.get("kind")) not in _KINDS:
         raise ProtocolError(f"{path} is not a key file; make keys with: launch.py keys")
     if found["kind"] != kind:
-        raise ProtocolError(f"{path} is {_KINDS[found['kind']]}; what is needed here is {_KINDS[kind]}")
+        raise ProtocolError(f"{path} is {_KINDS[found['kind']]}; use {_KINDS[kind]}")
     return found
 
 

@@ -76,7 +76,7 @@ def parse_identity(name: bytes, key: bytes) -> Identity:
     if parts is None:
         raise MalformedMessage(f"identity {name[:40]!r} is not <role>-<index>-<incarnation>-<proof>")
     if not hmac.compare_digest(parts[5], _proof(parts[1], key)):
-        raise MalformedMessage(f"identity {parts[1].decode()} comes without its proof")
+        raise MalformedMessage(f"identity {parts[1].decode()} has no valid proof")
     return Identity(parts[2].decode(), int(parts[3]), int(parts[4]))
 
 

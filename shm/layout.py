@@ -6,8 +6,8 @@ into equal tiles. A tile is one contiguous range of bytes holding its channels' 
 their columns of down. An expert is its tiles in order; in the store each expert starts on a page.
 
 Only a format class knows a tile's bytes: `shm/formats.py` draws those of the plain formats, `shm/blocks.py`
-those of the quantized ones. A format has two consumers, the host kernels and the device; both read what is
-drawn there. Adding a format is adding its class to FORMATS and its kernel to `workers/kernels`.
+those of the quantized ones. A format has two consumers, the host kernels and the device; both read those
+bytes. Adding a format is adding its class to FORMATS and its kernel to `workers/kernels`.
 """
 
 from __future__ import annotations

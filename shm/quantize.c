@@ -79,7 +79,7 @@ static int gather(const Matrix *m, int64_t output, int64_t first, int count, flo
     int lanes = (int)(m->n - output < LANES ? m->n - output : LANES);
     uint32_t most = 0;
     if (lanes < LANES) memset(x, 0, (size_t)count * sizeof *x);
-    if (m->row_stride == 1) /* down, turned over: along the lanes, so that a line of memory is read once */
+    if (m->row_stride == 1) /* down, transposed: along the lanes, so that a line of memory is read once */
         for (int j = 0; j < count; j++)
             memcpy(x[j], from + j * m->column_stride, (size_t)lanes * sizeof(float));
     else

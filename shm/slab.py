@@ -4,8 +4,8 @@
     | slot 0     | slot 1     | ...                  |      stride = slot_bytes rounded up to 64
 
 64 bytes are a cache line: no two slots share one, so filling a slot does not disturb the readers of its
-neighbours, and vector loads stay aligned. Pages would waste up to 4095 bytes a slot, and nothing here
-works page by page. Which slot holds what is the business of the coordinator's expert cache alone.
+neighbours, and vector loads stay aligned. Pages would waste up to 4095 bytes a slot, and nothing here works
+page by page. Only the coordinator's expert cache knows the contents of the slots.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""`launch.py cache`: what is kept on disk and in shared memory, and removing what is not needed."""
+"""`launch.py cache`: lists and removes the files kept on disk and in shared memory."""

@@ -1,11 +1,11 @@
-"""What lies in the disk cache, and the stores that were left in shared memory. Nothing is changed here.
+"""The entries of the disk cache, and the kept stores in shared memory. Read-only.
 
     <cache folder>/<fingerprint>/   store.bin | backbone.bin | calibration.safetensors, calibration.txt
                                     about.json: `shm/cache_record.py`; *.tmp and .NAME.PID: being written
     <cache folder>/costs/*.json     measured costs; .new-*: being written
     /dev/shm/tandem-store-*         stores, in use or left by --keep-store
 
-Everything else in the cache folder is unknown, and nothing of this program.
+Everything else in the cache folder is unknown: not written by this program.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Entry:
 
 
 def scan(folder: Path) -> list[Entry]:
-    """All that is there, the least recently used first. What vanishes meanwhile is left out."""
+    """All entries, the least recently used first. Entries removed meanwhile are left out."""
     reserved = reserved_cache()
     found: list[Entry] = []
     for path in _children(folder):
@@ -81,13 +81,13 @@ def scan(folder: Path) -> list[Entry]:
 
 
 def store_in_use(fingerprint: str) -> str:
-    """What uses a store in shared memory, or builds or reads it."""
+    """The engine or process that uses, builds or reads a store in shared memory, for a person."""
     with unused_store(fingerprint) as unused:
         return "" if unused else "an engine"
 
 
 def writer_of(path: Path) -> str:
-    """What writes an unfinished file; empty for what a killed process left."""
+    """The writer of an unfinished file, for a person; empty for a file of a killed process."""
     if path.name in LOCKED:
         with suppress(FileNotFoundError):
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

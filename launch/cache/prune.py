@@ -1,4 +1,4 @@
-"""Which entries of the cache to remove, and removing them. Nothing that is in use or unknown is removed."""
+"""Selects and removes entries of the cache. Entries in use and unknown files are never removed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DAY = 86400.0
 
 @dataclass(frozen=True)
 class Selection:
-    """What a prune removes, and what it would have removed if that were not in use."""
+    """The entries that a prune removes, and those that it would remove if they were not in use."""
 
     remove: tuple[Entry, ...]
     in_use: tuple[Entry, ...]
@@ -45,7 +45,7 @@ def select(entries: Sequence[Entry], older_than: float | None, to_size: int | No
 
 
 def remove(entry: Entry) -> bool:
-    """Remove an entry; False where it has been taken into use meanwhile. Raises OSError, ShmError."""
+    """Remove an entry; False if it is in use now. Raises OSError, ShmError."""
     match entry.kind:
         case "kept store":
             return remove_kept(entry.fingerprint, runtime_root())

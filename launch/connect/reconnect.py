@@ -21,8 +21,8 @@ ANSWERS = "the engine answers again"
 
 @asynccontextmanager
 async def reconnecting_client(options: Options, interrupts: Interrupts) -> AsyncIterator[Client]:
-    """Lines on stderr say when it begins to wait for the engine and when it goes on. Raises what `endpoint`
-    and Client.connect raise."""
+    """It prints a line on stderr when it begins to wait for the engine and when it continues. Raises what
+    `endpoint` and Client.connect raise."""
     async with (
         endpoint(options, interrupts) as where,
         Client.connect(where, name=CLIENT, retry=RETRY_SECONDS) as client,

@@ -100,7 +100,7 @@ def _from_hub(name: str, download: bool) -> Path:
         if folder is None:
             raise
         if flaw:
-            raise DownloadFailed(f"{e}; what is here of it is not enough: {flaw}") from None
+            raise DownloadFailed(f"{e}; the files in the cache are incomplete: {flaw}") from None
         log.warning(f"note: {name} has no tokenizer in {folder}, and none can be downloaded: {e}")
         return folder
 

@@ -36,7 +36,7 @@ class TaskGuard:
 
     def raise_failure(self, error: BaseException | None) -> None:
         """Raise the failure, if there is one, unless the block was cancelled from outside as well: then that
-        cancellation goes on. `error`: the exception that the block is being left with."""
+        cancellation continues. `error`: the exception that ends the block."""
         if self.failure is None:
             return
         if self._body is not None and self._body.uncancel() > self._cancels:

@@ -145,7 +145,9 @@ def test_tcp_requires_keys(
     write_client_keys(tmp_path / "client.key", client)
     write_engine_keys(tmp_path / "engine.key", engine)
     (tmp_path / "key").symlink_to(tmp_path / {"engine.key": "client.key"}.get(name, "engine.key"))
-    assert "what is needed here is" in complaint(*arguments)
+    line = complaint(*arguments)
+    assert "; use a" in line
+    assert f"({name})" in line
     (tmp_path / "client.key").chmod(0o640)
     (tmp_path / "engine.key").chmod(0o604)
     assert "is open to other users (mode 06" in complaint(*arguments)

@@ -241,9 +241,9 @@ def test_an_identity_without_its_proof_is_refused():
     name = Identity("worker", 0, 1).prove(KEY)
     assert name.startswith(b"worker-0-1-")
     stated, proof = name.rsplit(b"-", 1)
-    with pytest.raises(MalformedMessage, match=r"^identity worker-0-1 comes without its proof$"):
+    with pytest.raises(MalformedMessage, match=r"^identity worker-0-1 has no valid proof$"):
         parse_identity(name, b"another key")
-    with pytest.raises(MalformedMessage, match=r"^identity worker-0-2 comes without its proof$"):
+    with pytest.raises(MalformedMessage, match=r"^identity worker-0-2 has no valid proof$"):
         parse_identity(b"worker-0-2-" + proof, KEY)
     for other in (stated, stated + b"-", name + b"0", name.upper()):
         with pytest.raises(MalformedMessage, match=r"is not <role>-<index>-<incarnation>-<proof>"):

@@ -4,7 +4,7 @@
 
 #include "blocks256.h"
 
-/* The compiler is to add here: left to itself it forms all products first, and has not the registers for them. */
+/* Forces the addition here: otherwise the compiler forms all products first and spills registers. */
 #define NOW(sum) __asm__("" : "+x"(sum))
 
 int tandem_supported(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }

@@ -15,11 +15,11 @@ int tandem_supported(void) {
 #define SUM(v) _mm512_reduce_add_ps((__m512)(v))
 #define VFMA(a, b, c) ((vector)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
 #ifndef AHEAD
-#define AHEAD 8192 /* bytes: memory is asked for so much earlier than it is needed */
+#define AHEAD 8192 /* bytes: how far ahead memory is prefetched */
 #endif
 
-/* For one row the lines go past the larger caches, which other data needs; more rows' codes would push them out of
- * the smallest one before they are used. */
+/* For one row the lines bypass the larger caches, which other data needs; with more rows their codes would evict the
+ * lines from the smallest cache before they are used. */
 #define NEAR(rows) ((rows) == 1 ? _MM_HINT_NTA : _MM_HINT_T1)
 
 INLINE __m512i four(const int8_t *codes) {

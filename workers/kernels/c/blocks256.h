@@ -13,10 +13,10 @@
 #define VECTOR_BYTES 32
 #define VFMA(a, b, c) ((vector)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
 #ifndef AHEAD
-#define AHEAD 8192 /* bytes: memory is asked for so much earlier than it is needed */
+#define AHEAD 8192 /* bytes: how far ahead memory is prefetched */
 #endif
 
-enum { TWICE = 4 }; /* rows from which on a block is read once for each half: registers are few */
+enum { TWICE = 4 }; /* from so many rows on a block is read once for each half, because there are few registers */
 
 INLINE void dots_int4(const uint8_t *data, int64_t group, const int8_t *codes, const int rows, const int halves,
                       __m256i (*dot)[ROWS]);

@@ -248,7 +248,7 @@ void tandem_tiles(struct team *team, const struct weights *w, const uint8_t *til
     }
 }
 
-/* --- the pace of memory ---------------------------------------------------------------------------------------- */
+/* --- memory bandwidth ------------------------------------------------------------------------------------------- */
 
 struct reading {
     const uint8_t *memory;

@@ -9,7 +9,7 @@ int tandem_supported(void) { return __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__; }
 #define INLINE static inline __attribute__((always_inline))
 #define VECTOR_BYTES 16
 #ifndef AHEAD
-#define AHEAD 2048 /* bytes: memory is asked for so much earlier than it is needed */
+#define AHEAD 2048 /* bytes: how far ahead memory is prefetched */
 #endif
 
 #define VECTOR __attribute__((vector_size(16)))
