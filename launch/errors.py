@@ -27,7 +27,7 @@ class StartFailed(LaunchError):
         self.exit_code = 2 if usage else 1
 
 
-class EngineDied(LaunchError):
+class EngineFailed(LaunchError):
     """A child of a running engine exited and could not be restarted; the engine was stopped."""
 
 

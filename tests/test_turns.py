@@ -39,7 +39,8 @@ def test_ordinary(i):
 
 
 def session(folder: Path, failing: int, *options: str) -> tuple[str, list[tuple[str, float, float]]]:
-    """What pytest printed about two files in two processes, and when the tests that ran began and ended."""
+    """The output of pytest for two files in two processes, and the times at which their tests began and
+    ended."""
     (folder / "test_a.py").write_text(HEAD + EXCLUSIVE.format(failing=failing))
     (folder / "test_b.py").write_text(HEAD + ORDINARY + EXCLUSIVE.format(failing=failing))
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = alone\n")

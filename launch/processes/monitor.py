@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from launch.errors import EngineDied, StartFailed
+from launch.errors import EngineFailed, StartFailed
 from launch.processes.children import Child, title
 from launch.processes.group import ProcessGroup
 from launch.processes.limits import Limits
@@ -182,7 +182,7 @@ class ProcessMonitor:
         reason = _exit_line(child, code)
         if slot.early_exits >= self._limits.early_exits:
             nth = f"the {slot.early_exits}th time in a row before it could work"
-            self._guard.fail(EngineDied(f"{reason}, {nth}; the engine has been stopped"))
+            self._guard.fail(EngineFailed(f"{reason}, {nth}; the engine has been stopped"))
             return
         log.warning(f"{reason}; it is being restarted")
         engine_restarts = self._engine_restarts
@@ -201,7 +201,7 @@ class ProcessMonitor:
             too_many = early_exits >= self._limits.coordinator_exits
             if too_many or (child.failed.done() and child.failed.result().usage):
                 nth = f", the {early_exits}th time in a row" if too_many else ""
-                self._guard.fail(EngineDied(f"{reason}{nth}; the engine has been stopped"))
+                self._guard.fail(EngineFailed(f"{reason}{nth}; the engine has been stopped"))
                 return
             log.warning(f"{reason}; the engine is being restarted, its store is kept")
             await self._restart_all(self._limits.pause(early_exits))

@@ -4,7 +4,7 @@
         ...                                     # clients connect to engine.endpoint
 
 Within the block the engine is ready. Children that exit unexpectedly are restarted (`monitor.py`); where that
-fails, the block is cancelled and EngineDied is raised from it. At the end of the block the children are
+fails, the block is cancelled and EngineFailed is raised from it. At the end of the block the children are
 stopped in order; `kill` does so at once.
 """
 

@@ -1,4 +1,4 @@
-"""The fault injector: its choice of victims, and that it leaves no process stopped."""
+"""The fault injector: its choice of victims, and the resumption of stopped processes."""
 
 from __future__ import annotations
 

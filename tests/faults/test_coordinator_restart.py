@@ -13,7 +13,7 @@ import pytest
 from fault_engines import KILL, LIMIT, STOP, State, answer, bits, config
 from waiting import until
 
-from launch.errors import EngineDied
+from launch.errors import EngineFailed
 from launch.processes.limits import Limits
 from launch.processes.supervisor import Supervisor
 from protocol.client import Client
@@ -117,7 +117,9 @@ async def test_early_exits_in_a_row_stop_the_engine_with_one_line(start_engine, 
             while True:
                 killed.append(await state.kill_next("coordinator", 0, killed[-1]))
 
-    with pytest.raises(EngineDied, match=r"^the coordinator was killed by SIGKILL, the \dth time") as failure:
+    with pytest.raises(
+        EngineFailed, match=r"^the coordinator was killed by SIGKILL, the \dth time"
+    ) as failure:
         await scene()
     assert "\n" not in str(failure.value)
     assert 4 <= killed[-1] <= 5
@@ -140,7 +142,7 @@ async def test_worker_that_cannot_start_stops_the_engine_with_one_line(start_eng
             assert bits(await answer(client)) == bits(reference)
             await asyncio.sleep(LIMIT)
 
-    with pytest.raises(EngineDied, match=r"no shared-memory segment .*, the 8th time in a row") as failure:
+    with pytest.raises(EngineFailed, match=r"no shared-memory segment .*, the 8th time in a row") as failure:
         await scene()
     assert "\n" not in str(failure.value)
     assert seen[0].supervisor.pids == {}

@@ -1,5 +1,5 @@
-"""SIGKILL of the supervisor at random moments: every process of its engine is gone within seconds, and the
-next start removes what is left. `benchmarks/supervisor_kills.py` does the same for as long as one likes."""
+"""SIGKILL of the supervisor at random moments: every process of its engine exits within seconds, and the next
+start removes the files. `benchmarks/supervisor_kills.py` does the same for any number of kills."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def place(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
 
 def sweep_all(place: Place) -> None:
-    """What a start does first."""
+    """Sweep as a start does first."""
     sweep()
     sweep_stores(runtime_root())
     sweep_cache(place.cache / "tandem")

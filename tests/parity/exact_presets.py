@@ -1,4 +1,4 @@
-"""Every preset as it computes exactly, and without a calibration, which tiny models have not got."""
+"""Every preset in its exact form and without a calibration, which tiny models do not have."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ EXACT_PRESETS = [(name, OTHERWISE.get(name, {})) for name in PRESETS if name != 
 
 
 def sample(number: int, of: int) -> list[tuple[str, dict[str, str]]]:
-    """Every `of`th preset, from another one on for each number: of `of` engines with neighbouring numbers
-    together all."""
+    """Every `of`th preset, from a position that depends on the number: `of` engines with consecutive numbers
+    cover all presets."""
     return EXACT_PRESETS[number % of :: of]

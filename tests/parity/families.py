@@ -1,4 +1,4 @@
-"""Tiny models of every family, with random weights, saved by transformers itself in every form it saves them.
+"""Tiny models of every family, with random weights, saved by transformers in each of its forms.
 
 Weights are drawn so that routing and logits are lively, and no norm is one and no bias zero: a tensor or an
 option that the engine does not read must show in the log-probabilities.
@@ -152,8 +152,8 @@ def drawn_texts(case: Case, count: int) -> list[tuple[int, ...]]:
 
 
 def alternatives(case: Case) -> Iterator[tuple[str, Options]]:
-    """What a reader of the config could miss, with the config that would then have been read: every option
-    that is not a size left out, and every number of the rotary embedding another one."""
+    """Configs as a wrong reader would see them: without one of the options that are not sizes, or with
+    another value of one number of the rotary embedding."""
     plain = EVERYWHERE | PLAIN[case.family]
     for key in sorted(case.options.keys() - SIZES):
         left = {k: v for k, v in case.config.items() if k != key}

@@ -239,5 +239,5 @@ EDGES = [  # compared in the tests' process only, but for the first
 
 
 def place(case: Case) -> int:
-    """Which of its family's four a configuration is."""
+    """The index of a configuration among its family's four."""
     return [other for other in CASES if other.family == case.family].index(case)

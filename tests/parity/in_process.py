@@ -1,5 +1,5 @@
-"""A checkpoint computed by the engine's models in this process, its routed experts by torch: no store, no
-workers, no policies, and so a hundred times as quick to start as an engine."""
+"""A checkpoint computed by the engine's models in this process, its routed experts by torch: without a store,
+workers and policies, so it starts a hundred times as fast as an engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 class TorchDevice(CpuDevice):
-    """Where nothing was compiled."""
+    """The device without compiled kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class InProcess:
     """Everything float32. A context manager: it may have threads."""
 
     def __init__(self, folder: Path, compiled: bool) -> None:
-        """`compiled`: single tokens through the host's kernels, as engines where they were compiled."""
+        """`compiled`: single tokens use the host's kernels, as in engines with compiled kernels."""
         source = Checkpoint(folder)
         self.spec = model_spec(source.config)
         self._device = CpuDevice() if compiled else TorchDevice()

@@ -1,4 +1,4 @@
-"""How far rounding may take log-probabilities from exact ones, by what it does on this very processor.
+"""How far rounding may move log-probabilities from exact ones, measured on this processor.
 
 Where rounding flips a router's choice, or a code of a quantized activation, all later log-probabilities of
 that text move: at other tokens in one implementation than in another, and on one processor than on another.

@@ -87,7 +87,7 @@ def distance(some: list[Rows], others: list[Rows]) -> float:
 
 
 def in_process(folder: Path, texts: list[tuple[int, ...]]) -> list[Rows]:
-    """Of each text in chunks, and stepwise."""
+    """Log-probabilities of each text, in chunks and stepwise."""
     found = []
     with InProcess(folder, compiled=True) as model:
         for text in texts:

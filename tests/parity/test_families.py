@@ -91,7 +91,7 @@ async def test_a_family_equals_transformers(case: Case, start_engine, tmp_path: 
 
 
 async def test_model_with_one_expert_a_layer(start_engine, tmp_path: Path) -> None:
-    """Nothing to choose, and a store with layers of one expert."""
+    """The router has no choice, and the store's layers have a single expert."""
     case = EDGES[0]
     save(case, tmp_path)
     tokens = texts(case)[1]

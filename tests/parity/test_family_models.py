@@ -1,5 +1,5 @@
-"""The models that engines are compared on can show a mistake: every option of theirs and every tensor moves
-transformers' own log-probabilities, and what transformers wrote it reads again, in the form that was meant.
+"""The models of the comparisons can show a mistake: every option and every tensor of them changes
+transformers' own log-probabilities, and transformers reads its files again in the intended form.
 """
 
 from __future__ import annotations

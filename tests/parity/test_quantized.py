@@ -35,7 +35,7 @@ POLICIES = [
 def reach(
     oracle: QuantizedOracle, backbone: str, texts: list[tuple[int, ...]], exact: list[Rows]
 ) -> Rounding:
-    """What noise does."""
+    """The distances that noise causes."""
     with oracle.noise(NOISE[backbone], seed=0):
         return Rounding.between(oracle.batch(texts), exact)
 

@@ -24,7 +24,8 @@ GROUP = 16  # half a group of int4: no model here has two whole ones
 
 @dataclass(frozen=True)
 class Scene:
-    """A model's log-probabilities of the texts that an engine would score, and what noise does to those."""
+    """A model's log-probabilities of the texts that an engine would score, and the distances that noise
+    causes."""
 
     folder: Path
     backbone: str
