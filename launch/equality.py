@@ -1,4 +1,4 @@
-"""The one rule of equality between two answers to the same prompt (DESIGN.md, section 4).
+"""The one rule of equality between two answers to the same prompt (docs/architecture.md, Equality).
 
 Between plans, batch compositions and worker counts results differ by rounding only. So greedy tokens are
 equal, or their first difference is at a near-tie: where the reference's two best log-probabilities are

@@ -11,6 +11,7 @@ import pytest
 from launch.command_line.options import parse
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = ("protocol", "shm", "workers", "pipeline", "launch", "benchmarks")
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
 PATH = re.compile(r"`((?:launch|pipeline|workers|shm|protocol|tests|benchmarks|docs)/[\w./-]*)`")
 LINK = re.compile(r"\]\(([^)#:]+)\)")
@@ -22,6 +23,15 @@ def test_named_files_and_links_exist(page: Path) -> None:
     text = page.read_text()
     named = {ROOT / path for path in PATH.findall(text)} | {page.parent / link for link in LINK.findall(text)}
     assert not [str(path.relative_to(ROOT)) for path in named if not path.exists()]
+
+
+def test_docstrings_name_files_that_exist() -> None:
+    sources = [path for folder in PACKAGES for path in (ROOT / folder).rglob("*.py")]
+    named = {path: PATH.findall(path.read_text()) for path in sources}
+    assert not [
+        (str(path), name) for path, names in named.items() for name in names if not (ROOT / name).exists()
+    ]
+    assert not [str(path) for path in sources if "DESIGN.md" in path.read_text()]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -51,7 +51,7 @@ class DeviceKernel(Protocol):
     """Computes tiles in the slab."""
 
     def activations(self, x: Tensor) -> Any:
-        """Hidden states float32 [R, H] in the form that `run` reads; once per layer."""
+        """The experts' input x, float32 [R, H], in the form that `compute` reads; once per layer."""
 
     def compute(self, tiles: Tensor, x: Any, rows: Tensor) -> Tensor:
         """The sum of the outputs of consecutive tiles (uint8 [number * tile_bytes]) for the rows x[rows]

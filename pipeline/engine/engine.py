@@ -1,4 +1,4 @@
-"""The engine: steps through the model, under one policy at a time (DESIGN.md section 5).
+"""The engine: steps through the model, under one policy at a time (docs/architecture.md, One step).
 
 It executes plans and decides nothing: the policy decides, as arrays, which tiles are resident and which side
 computes which tiles. The engine knows no requests, no clients and no text.
@@ -105,7 +105,7 @@ class Engine:
         """Run the tokens of `inputs` through the model. Returns the wanted logits of each, float32 [n,
         vocabulary], and leaves the KV of the sequences advanced. Raises ShardFailed where the workers cannot
         compute the step: the sequences are then as they were."""
-        model, driver = self.backbone, self.driver
+        backbone, driver = self.backbone, self.driver
         counters = self.counters.phases[phase]
         self.memory.count_in(counters)
         self.poll_children()
@@ -114,20 +114,20 @@ class Engine:
         driver.begin_step(phase, sequences)
         for observer in self.observers:
             observer.begin(phase, sequences)
-        batch = model.batch([item.span for item in inputs])
-        self.device.prepare(model.largest_product(batch.rows))
-        experts = self._executor(model.embed(batch), phase, counters, clock)
+        batch = backbone.batch([item.span for item in inputs])
+        self.device.prepare(backbone.largest_product(batch.rows))
+        executor = self._executor(backbone.embed(batch), phase, counters, clock)
         try:
             for layer in range(self.shape.layers):
                 clock.layer = layer
-                experts.h = model.attention(layer, experts.h, batch)
-                driver.layer(layer, experts)
+                executor.h = backbone.attention(layer, executor.h, batch)
+                driver.layer(layer, executor)
         except ShardFailed:
             if (ticket := driver.cancel_early()) is not None:
                 ticket.abandon()
             raise
         clock.layer = self.shape.layers
-        h = model.finish(experts.h, batch)
+        h = backbone.finish(executor.h, batch)
         for span in batch.spans:
             span.kv.advance(len(span.tokens))
         counters.steps += 1

@@ -19,7 +19,7 @@ from pipeline.counters import PhaseCounters, StepClock
 from pipeline.device import SlabMemory
 from pipeline.device.base import DeviceKernel
 from pipeline.errors import PlanError
-from pipeline.experts.shares import DeviceShare, Missing
+from pipeline.experts.shares import DeviceExpert, Missing
 from pipeline.experts.tile_mover import TileMover
 from pipeline.policies.view import Target
 
@@ -30,7 +30,7 @@ class DeviceWork:
     because the prefetcher is down; complete once `landing` is exhausted."""
 
     layer: int
-    shares: Sequence[DeviceShare]
+    shares: Sequence[DeviceExpert]
     landing: Iterator[tuple[int, int]]  # (expert, slot), as `TileMover.stream` yields them
     missing: list[Missing]
 
@@ -54,7 +54,7 @@ class EmptyDeviceMemory:
     def wait_idle(self) -> bool:
         return True
 
-    def begin(self, layer: int, shares: Sequence[DeviceShare]) -> DeviceWork:
+    def begin(self, layer: int, shares: Sequence[DeviceExpert]) -> DeviceWork:
         """Raises PlanError where a share is not empty."""
         if shares:
             raise PlanError("the policy gave work to a device without a slab")
@@ -117,7 +117,7 @@ class DeviceMemory:
         once it is restarted."""
         return self.mover.wait_idle()
 
-    def begin(self, layer: int, shares: Sequence[DeviceShare]) -> DeviceWork:
+    def begin(self, layer: int, shares: Sequence[DeviceExpert]) -> DeviceWork:
         """Order the shares' missing tiles, before all else."""
         for share in shares:
             if share.resident:

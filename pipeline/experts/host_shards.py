@@ -1,11 +1,11 @@
-"""The host's share of a layer, cut into one shard for each worker.
+"""The host's share of a layer, divided into one shard for each worker.
 
-The cut depends on the plan and the batch alone, never on timing or on which workers run, and partial sums are
-added in shard order. So any worker can compute any shard, and the result has the same bits (DESIGN.md section
-4).
+The division depends on the plan and the batch alone, never on timing or on which workers run, and partial
+sums are added in shard order. So any worker can compute any shard, and the result has the same bits
+(docs/architecture.md, Equality).
 
-With several NUMA nodes, decode's tiles are cut in the order of the nodes that hold them (`shm/numa.py`), and
-workers are in that order too. So a worker reads its own node's memory, except where a node holds a larger
+With several NUMA nodes, decode's tiles are divided in the order of the nodes that hold them (`shm/numa.py`),
+and workers are in that order too. So a worker reads its own node's memory, except where a node holds a larger
 part of the tiles than of the cores: its excess tiles go to the neighbouring workers.
 """
 
@@ -48,7 +48,9 @@ def empty_shard(worker: int) -> HostShard:
     )
 
 
-def cut_into_shards(share: HostShare, workers: WorkerCores, phase: Phase, batch_rows: int) -> list[HostShard]:
+def divide_into_shards(
+    share: HostShare, workers: WorkerCores, phase: Phase, batch_rows: int
+) -> list[HostShard]:
     """At most one shard for each worker, its cost in proportion to the worker's cores. In decode the tiles in
     (node, expert, tile) order are cut into consecutive shards; in prefill whole experts are assigned, the
     most expensive first."""

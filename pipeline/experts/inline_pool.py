@@ -14,7 +14,7 @@ import numpy as np
 
 from pipeline.arrays import FloatArray, Phase
 from pipeline.coordinator_config import WorkerCores
-from pipeline.experts.host_shards import HostShard, cut_into_shards
+from pipeline.experts.host_shards import HostShard, divide_into_shards
 from pipeline.experts.shares import HostShare
 from protocol.messages import Work
 from shm.store import Store
@@ -57,7 +57,7 @@ class InlineExpertPool:
 
     def submit(self, layer: int, share: HostShare, x: FloatArray, phase: Phase) -> InlineTicket:
         """x: float32 [R, H], unchanged until `result`."""
-        return self.submit_shards(layer, cut_into_shards(share, ONE_WORKER, phase, len(x)), x)
+        return self.submit_shards(layer, divide_into_shards(share, ONE_WORKER, phase, len(x)), x)
 
     def submit_shards(self, layer: int, shards: Sequence[HostShard], x: FloatArray) -> InlineTicket:
         return InlineTicket(self, layer, shards, x)

@@ -39,7 +39,7 @@ class HostShare:
 
 
 @dataclass(frozen=True)
-class DeviceShare:
+class DeviceExpert:
     """An expert with device tiles: [0, resident) are read from the slab, [resident, cut) are fetched."""
 
     expert: int
@@ -54,7 +54,7 @@ class Split:
     """One layer's work for host and device."""
 
     host: HostShare
-    device: list[DeviceShare]  # experts ascending
+    device: list[DeviceExpert]  # experts ascending
 
     def handed_over(self, missing: Iterable[Missing]) -> HostShare:
         """The host's share of device tiles that cannot be fetched."""
@@ -90,7 +90,7 @@ def split_layer(routing: Routing, cut: IntArray, residency: IntArray, tiles: int
     on_host = cuts < tiles
     lo = cuts[on_host]
     host = HostShare(active[on_host], lo, np.full_like(lo, tiles), [], [])
-    device: list[DeviceShare] = []
+    device: list[DeviceExpert] = []
     start = 0
     for expert, p in zip(active.tolist(), cuts.tolist(), strict=True):
         part = slice(start, start := start + int(workload[expert]))
@@ -98,7 +98,7 @@ def split_layer(routing: Routing, cut: IntArray, residency: IntArray, tiles: int
             host.rows.append(rows[part])
             host.weights.append(weights[part])
         if p > 0:
-            device.append(DeviceShare(expert, min(p, int(residency[expert])), p, rows[part], weights[part]))
+            device.append(DeviceExpert(expert, min(p, int(residency[expert])), p, rows[part], weights[part]))
     return Split(host, device)
 
 
@@ -109,7 +109,7 @@ def _split_row(routing: Routing, cut: IntArray, residency: IntArray, tiles: int)
         raise _wrong_cuts(residency, tiles)
     row = np.zeros(1, np.int32)
     host: list[tuple[int, int, float]] = []  # expert, cut, weight
-    device: list[DeviceShare] = []
+    device: list[DeviceExpert] = []
     for expert, weight in sorted(zip(routing.experts[0].tolist(), routing.weights[0].tolist(), strict=True)):
         if weight == 0:
             continue
@@ -120,7 +120,7 @@ def _split_row(routing: Routing, cut: IntArray, residency: IntArray, tiles: int)
             host.append((expert, p, weight))
         if p > 0:
             kept = min(p, int(residency[expert]))
-            device.append(DeviceShare(expert, kept, p, row, np.array([weight], np.float32)))
+            device.append(DeviceExpert(expert, kept, p, row, np.array([weight], np.float32)))
     numbers = np.array([(expert, p, tiles) for expert, p, _ in host], np.int32).reshape(-1, 3)
     weights = [np.array([weight], np.float32) for _, _, weight in host]
     share = HostShare(numbers[:, 0], numbers[:, 1], numbers[:, 2], [row] * len(host), weights)

@@ -20,7 +20,7 @@ import numpy as np
 from pipeline.arrays import FloatArray, Phase
 from pipeline.coordinator_config import WorkerCores
 from pipeline.errors import PeerLost, ShardFailed
-from pipeline.experts.host_shards import HostShard, cut_into_shards, empty_shard
+from pipeline.experts.host_shards import HostShard, divide_into_shards, empty_shard
 from pipeline.experts.peers import ChildServerSocket
 from pipeline.experts.progress import ProgressWatch
 from pipeline.experts.shares import HostShare
@@ -66,7 +66,7 @@ class WorkerTicket:
 
 
 @dataclass
-class _Order:
+class _PendingWork:
     """A Work without an answer."""
 
     work: Work
@@ -82,7 +82,7 @@ class _Worker:
     """A running worker."""
 
     suspect: bool = False  # no progress for a while: the pool hedges its Works and sends it no others
-    orders: dict[int, _Order] = field(default_factory=dict)  # by seq, in sending order
+    orders: dict[int, _PendingWork] = field(default_factory=dict)  # by seq, in sending order
     watch: ProgressWatch = field(default_factory=ProgressWatch)
 
 
@@ -106,7 +106,7 @@ class WorkerPool:
         self._limits = limits or SilenceLimits()
         self._next = 0
         self._running: dict[int, _Worker] = {}  # by index
-        self._unassigned: list[_Order] = []  # while no worker runs
+        self._unassigned: list[_PendingWork] = []  # while no worker runs
 
     def wait_ready(self, limit: float) -> None:
         """Wait until all workers have announced themselves. Raises PeerLost. They import their kernels (with
@@ -116,7 +116,7 @@ class WorkerPool:
 
     def submit(self, layer: int, share: HostShare, x: FloatArray, phase: Phase) -> WorkerTicket:
         """Send the share's shards and return at once. x: float32 [R, H], unchanged until `result`."""
-        return self.submit_shards(layer, cut_into_shards(share, self._cores, phase, len(x)), x)
+        return self.submit_shards(layer, divide_into_shards(share, self._cores, phase, len(x)), x)
 
     def submit_shards(self, layer: int, shards: Sequence[HostShard], x: FloatArray) -> WorkerTicket:
         """Send shards, at most one for each worker."""
@@ -125,7 +125,7 @@ class WorkerPool:
             kept = x if len(shard.kept) == len(x) else x[shard.kept]
             work = self._work(layer, shard, kept)
             ticket.shards[work.seq] = shard
-            self._assign(_Order(work, ticket, shard.worker))
+            self._assign(_PendingWork(work, ticket, shard.worker))
         return ticket
 
     def result(self, ticket: WorkerTicket) -> FloatArray:
@@ -177,7 +177,7 @@ class WorkerPool:
 
     # --- assignment --------------------------------------------------------------------------------------
 
-    def _assign(self, order: _Order) -> None:
+    def _assign(self, order: _PendingWork) -> None:
         """Send an order to the worker that it was cut for, if that worker is able or no other is; else to the
         able worker with the fewest orders."""
         able = self._able() or list(self._running)
@@ -189,7 +189,7 @@ class WorkerPool:
             chosen = min(able, key=lambda index: (len(self._running[index].orders), index))
         self._send(order, chosen)
 
-    def _send(self, order: _Order, index: int) -> None:
+    def _send(self, order: _PendingWork, index: int) -> None:
         self._running[index].orders[order.work.seq] = order
         self._socket.send(index, order.work)
 
@@ -197,7 +197,7 @@ class WorkerPool:
         """The workers that have answered before and are not suspect."""
         return [i for i, worker in self._running.items() if self._socket.is_up(i) and not worker.suspect]
 
-    def _covered(self, order: _Order) -> bool:
+    def _covered(self, order: _PendingWork) -> bool:
         """The order is answered, or an able worker has it."""
         seq = order.work.seq
         return seq in order.ticket.partials or any(seq in self._running[i].orders for i in self._able())
@@ -212,7 +212,9 @@ class WorkerPool:
         """Warm a new worker up, and send it the unassigned orders."""
         worker = self._running[index] = _Worker()
         warm_up = self._work(0, empty_shard(index), np.zeros((1, self._hidden), np.float32))
-        worker.orders[warm_up.seq] = _Order(warm_up, WorkerTicket(self, 1, self._hidden), index, warm_up=True)
+        worker.orders[warm_up.seq] = _PendingWork(
+            warm_up, WorkerTicket(self, 1, self._hidden), index, warm_up=True
+        )
         self._socket.send(index, warm_up)
         unassigned, self._unassigned = self._unassigned, []
         for order in unassigned:

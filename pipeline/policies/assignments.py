@@ -1,5 +1,4 @@
-"""Assignment parts: they divide a layer's active experts between device and host, as cuts (DESIGN.md section
-1).
+"""Assignment parts: they divide a layer's active experts between device and host, as cuts.
 
 They plan from the view's costs, the rows that use each expert and the residency; the algorithms over plain
 seconds are in `balance.py`. A resident tile is not moved: `link` is paid for missing ones only.

@@ -1,4 +1,4 @@
-"""Policies made of five parts: placement, gate, prediction, assignment and replacement (DESIGN.md section 5).
+"""Policies made of five parts: placement, gate, prediction, assignment and replacement.
 
 A part is a small object over arrays; the composed policy calls each in turn and keeps the counts. It divides
 `whole_experts(shape, capacity)` experts: some are the *reserve* of the prediction, the rest is the *cache* of

@@ -3,7 +3,7 @@
 A policy plans with numpy arrays. It does no I/O, holds no tensor and starts no process, so it can be tested
 with arrays alone. The engine executes a policy's decisions and decides nothing itself.
 
-Vocabulary (DESIGN.md section 1): an expert has n tiles. Its *residency* r is how many leading tiles are in
+Terms (docs/architecture.md): an expert has n tiles. Its *residency* r is how many leading tiles are in
 device memory; its *cut* p divides it in this step: the device computes tiles [0, p) and the host [p, n).
 Tiles [r, p) are fetched first. A *target* is the residency that the policy sets.
 """

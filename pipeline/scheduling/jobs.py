@@ -36,7 +36,7 @@ class Job(ABC):
         self.client = client
         self.request = request
         self.tokens = tokens
-        self.prompt = prompt
+        self.prompt_length = prompt
         self.prefill_end = prompt  # KV tokens at which prefilling is over
         self.kv: SequenceKV | None = None
         self.reason: str | None = None
@@ -72,7 +72,7 @@ class Job(ABC):
         """The tokens to run next; at most `chunk` of them while prefilling."""
 
     @abstractmethod
-    def accept(self, logits: FloatArray) -> None:
+    def take_logits(self, logits: FloatArray) -> None:
         """Take the wanted logits [n, vocabulary] of the last `step_input`; may set `reason`. Raises
         PipelineError where they are not finite."""
 
@@ -116,7 +116,7 @@ class Job(ABC):
         prefill, decode = self._seconds["prefill"], self._seconds["decode"]
         prefilled, decoded = self._computed["prefill"], self._computed["decode"]
         return {
-            "prompt_tokens": self.prompt,
+            "prompt_tokens": self.prompt_length,
             "kv_reused_tokens": self.reused,
             "decode_tokens": decoded,
             "queued_s": self._queued,
@@ -180,7 +180,7 @@ class GenerateJob(Job):
         new = self._next_tokens(chunk if self.prefilling else 1)
         return StepInput(new, "last" if self.filled + len(new.tokens) == len(self.tokens) else "none")
 
-    def accept(self, logits: FloatArray) -> None:
+    def take_logits(self, logits: FloatArray) -> None:
         if len(logits) == 0:
             return  # the prompt has more chunks
         self._note_answer()
@@ -197,7 +197,9 @@ class GenerateJob(Job):
         if self.kv is not None and not self.kv.select_rope(len(self.tokens)):
             self.prefill_end = len(self.tokens)  # their KV was dropped: prefill them again
         shown = self._text.push(token) if self._text is not None else ""
-        self._emit(Token(self.request, len(self.tokens) - self.prompt - 1, token, shown, margin, runner_up))
+        self._emit(
+            Token(self.request, len(self.tokens) - self.prompt_length - 1, token, shown, margin, runner_up)
+        )
         self.reason = self._end_reason()
 
     def _end_reason(self) -> str | None:
@@ -230,7 +232,7 @@ class ScoreJob(Job):
     def step_input(self, chunk: int) -> StepInput:
         return StepInput(self._next_tokens(chunk if self.prefilling else 1), "all")
 
-    def accept(self, logits: FloatArray) -> None:
+    def take_logits(self, logits: FloatArray) -> None:
         self._note_answer()
         start = self.filled - len(logits)
         rows = max(1, BLOCK_BYTES // logits[:1].nbytes)

@@ -234,7 +234,7 @@ class Scheduler:
         failed: dict[Job, str] = {}
         for job, rows in zip(jobs, logits, strict=True):
             try:
-                job.accept(rows)
+                job.take_logits(rows)
             except PipelineError as e:  # for example, this job's logits are not finite; the others continue
                 failed[job] = str(e)
         seconds = time.perf_counter() - started

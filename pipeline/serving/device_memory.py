@@ -28,13 +28,13 @@ def open_device_memory(parts: EngineParts) -> DeviceMemory:
     )
     parts.closing.callback(slab.close)
 
-    in_process = config.prefetcher == "process"
+    own_process = config.prefetcher == "process"
     if "prefetcher" not in parts.sockets:
         parts.bind_socket("prefetcher")
-        if in_process:
+        if own_process:
             parts.to_supervisor(Needed("prefetcher"))
     socket = parts.sockets["prefetcher"]
-    if in_process:
+    if own_process:
         link = FetchLink(socket, slab.address(), parts.control.line("prefetcher", 0))
     else:
         link = FetchLink(socket, None, None)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.coordinator_config import WorkerCores
-from pipeline.experts.host_shards import ROWS_PER_READ, HostShard, cut_into_shards
+from pipeline.experts.host_shards import ROWS_PER_READ, HostShard, divide_into_shards
 from pipeline.experts.shares import HostShare
 from shm.numa import node_of
 
@@ -58,7 +58,7 @@ def cost(share: HostShare, tiles: list[tuple[int, int]]) -> int:
 @settings(max_examples=150, deadline=None)
 @given(host_shares(), st.integers(1, 9))
 def test_decode_cuts_the_tiles_in_order_into_consecutive_shards_of_equal_cost(share, workers) -> None:
-    shards = cut_into_shards(share, WorkerCores.alike(workers), "decode", ROWS)
+    shards = divide_into_shards(share, WorkerCores.alike(workers), "decode", ROWS)
     assert len(shards) <= workers
     assert all(len(shard.items) for shard in shards)
     assert [tile for shard in shards for tile in tiles_of(shard)] == all_tiles(share)
@@ -73,7 +73,7 @@ def test_decode_cuts_the_tiles_in_order_into_consecutive_shards_of_equal_cost(sh
 @settings(max_examples=150, deadline=None)
 @given(host_shares(), st.integers(1, 9))
 def test_prefill_assigns_whole_experts(share, workers) -> None:
-    shards = cut_into_shards(share, WorkerCores.alike(workers), "prefill", ROWS)
+    shards = divide_into_shards(share, WorkerCores.alike(workers), "prefill", ROWS)
     assert len(shards) == min(workers, len(share.experts))  # no worker idles while another has two
     items = sorted(item for shard in shards for item in map(tuple, shard.items.tolist()))
     given = zip(share.experts.tolist(), share.lo.tolist(), share.hi.tolist(), strict=True)
@@ -101,7 +101,7 @@ def by_longest_first(totals: list[int], cores: tuple[int, ...]) -> list[int]:
 def assigned_in_prefill(share: HostShare, cores: tuple[int, ...]) -> list[list[int]]:
     """The experts of each shard."""
     return [
-        shard.items[:, 0].tolist() for shard in cut_into_shards(share, WorkerCores(cores), "prefill", ROWS)
+        shard.items[:, 0].tolist() for shard in divide_into_shards(share, WorkerCores(cores), "prefill", ROWS)
     ]
 
 
@@ -126,7 +126,7 @@ def test_prefill_gives_a_wide_worker_the_expensive_experts() -> None:
     weights = [np.ones(len(r), np.float32) for r in rows]
     lo = np.zeros(4, np.int32)
     share = HostShare(np.arange(4, dtype=np.int32), lo, lo + 1, rows, weights)
-    shards = cut_into_shards(share, WorkerCores((1, 4)), "prefill", 40)
+    shards = divide_into_shards(share, WorkerCores((1, 4)), "prefill", 40)
     assert [shard.items[:, 0].tolist() for shard in shards] == [[0, 2], [1, 3]]
 
 
@@ -135,15 +135,15 @@ def test_prefill_gives_a_wide_worker_the_expensive_experts() -> None:
 def test_equally_wide_workers_get_the_same_shards_as_workers_of_one_core(
     share, workers, cores, phase
 ) -> None:
-    narrow = cut_into_shards(share, WorkerCores.alike(workers), phase, ROWS)
-    wide = cut_into_shards(share, WorkerCores((cores,) * workers), phase, ROWS)
+    narrow = divide_into_shards(share, WorkerCores.alike(workers), phase, ROWS)
+    wide = divide_into_shards(share, WorkerCores((cores,) * workers), phase, ROWS)
     assert [shard.items.tolist() for shard in wide] == [shard.items.tolist() for shard in narrow]
 
 
 @settings(max_examples=150, deadline=None)
 @given(host_shares(), worker_cores())
 def test_decode_cuts_in_node_order_and_in_proportion_to_cores(share, workers) -> None:
-    shards = cut_into_shards(share, workers, "decode", ROWS)
+    shards = divide_into_shards(share, workers, "decode", ROWS)
     tiles = [tile for shard in shards for tile in tiles_of(shard)]
     order = all_tiles(share)
     if workers.nodes > 1:
@@ -165,7 +165,7 @@ def test_workers_read_their_own_nodes_tiles_where_nodes_have_equal_cores(batch: 
     lo = np.array([0, 2, 0, 4], np.int32)
     rows, weights = [np.arange(batch, dtype=np.int32)] * 4, [np.ones(batch, np.float32)] * 4
     share = HostShare(np.array([1, 4, 5, 7], np.int32), lo, np.full(4, 8, np.int32), rows, weights)
-    shards = cut_into_shards(share, WorkerCores((2, 2, 4), 2), "decode", batch)
+    shards = divide_into_shards(share, WorkerCores((2, 2, 4), 2), "decode", batch)
     assert [{node_of(*tile, 2) for tile in tiles_of(shard)} for shard in shards] == [{0}, {0}, {1}]
     assert [len(tiles_of(shard)) for shard in shards] == [6, 7, 13]
 
@@ -174,7 +174,7 @@ def test_shards_of_fewer_tiles_than_workers_keep_their_workers() -> None:
     """One tile on the second of two nodes: the second node's worker computes it."""
     rows, weights = [np.zeros(1, np.int32)], [np.ones(1, np.float32)]
     share = HostShare(*(np.array([n], np.int32) for n in (1, 0, 1)), rows, weights)
-    (shard,) = cut_into_shards(share, WorkerCores((1, 3), 2), "decode", 1)
+    (shard,) = divide_into_shards(share, WorkerCores((1, 3), 2), "decode", 1)
     assert shard.worker == 1
 
 
@@ -183,7 +183,7 @@ def test_tiles_beyond_a_nodes_cores_go_to_its_neighbour() -> None:
     rows, weights = [np.zeros(1, np.int32)] * 8, [np.ones(1, np.float32)] * 8
     experts, lo = np.arange(0, 16, 2, dtype=np.int32), np.zeros(8, np.int32)
     share = HostShare(experts, lo, lo + 1, rows, weights)
-    shards = cut_into_shards(share, WorkerCores((1, 1), 2), "decode", 1)
+    shards = divide_into_shards(share, WorkerCores((1, 1), 2), "decode", 1)
     assert [len(tiles_of(shard)) for shard in shards] == [4, 4]
 
 
@@ -202,7 +202,7 @@ def test_shards_add_up_to_the_weighted_sum(data, batch, workers, phase, seed) ->
                 expected[row] += weight * factor[expert, tile] * x[row]
 
     total = np.zeros_like(x)
-    for shard in cut_into_shards(share, workers, phase, batch):
+    for shard in divide_into_shards(share, workers, phase, batch):
         sent = x[shard.kept]
         assert sorted(set(shard.rows.tolist())) == list(range(len(sent)))  # only rows that an item uses
         y = np.zeros_like(sent)
@@ -217,7 +217,7 @@ def test_shards_add_up_to_the_weighted_sum(data, batch, workers, phase, seed) ->
 @settings(max_examples=50, deadline=None)
 @given(host_shares(), worker_cores(), st.sampled_from(["decode", "prefill"]))
 def test_same_share_gives_the_same_shards_in_the_wires_types(share, workers, phase) -> None:
-    first, again = (cut_into_shards(share, workers, phase, ROWS) for _ in range(2))
+    first, again = (divide_into_shards(share, workers, phase, ROWS) for _ in range(2))
     for a, b in zip(first, again, strict=True):
         for name in ("items", "offsets", "rows", "weights", "kept"):
             assert getattr(a, name).dtype == {"weights": "f4", "kept": "i8"}.get(name, "i4")
@@ -228,4 +228,4 @@ def test_same_share_gives_the_same_shards_in_the_wires_types(share, workers, pha
 def test_empty_share_has_no_shards(phase) -> None:
     nothing = np.zeros(0, np.int32)
     share = HostShare(nothing, nothing, nothing, [], [])
-    assert cut_into_shards(share, WorkerCores.alike(3), phase, ROWS) == []
+    assert divide_into_shards(share, WorkerCores.alike(3), phase, ROWS) == []
