@@ -91,15 +91,10 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
     text = score.add_mutually_exclusive_group(required=True)
     text.add_argument("--text", type=Path, metavar="F", help="UTF-8 file")
     text.add_argument("--tokens", type=Path, metavar="F.json", help="file with a JSON list of token ids")
-    score.add_argument(
-        "--out", type=Path, metavar="F.npy", help="write all log-probabilities: float32 [positions, vocab]"
-    )
-    score.add_argument(
-        "--stepwise", action="store_true", help="score one token at a time, by the decode path"
-    )
-    score.add_argument(
-        "--prefill", type=at_least(1), metavar="N", help="tokens to prefill before stepping (default 1)"
-    )
+    add = score.add_argument
+    add("--out", type=Path, metavar="F.npy", help="write all log-probabilities: float32 [positions, vocab]")
+    add("--stepwise", action="store_true", help="score one token at a time, by the decode path")
+    add("--prefill", type=at_least(1), metavar="N", help="tokens to prefill before stepping (default 1)")
     _add_json(score)
 
     serve = subparsers.add_parser("serve", help="start an engine and print its name and address")
@@ -117,43 +112,28 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
         "stress", help="many clients at once; each answer is compared with the same request alone"
     )
     _add_common(stress)
-    stress.add_argument(
-        "--script",
-        type=Path,
-        metavar="F.jsonl",
-        help="requests, one JSON object a line (default: built-in ones)",
-    )
-    stress.add_argument(
-        "--clients", type=at_least(1), metavar="C", help="clients connected at once (default 8)"
-    )
-    stress.add_argument(
-        "--repeat", type=at_least(1), metavar="N", help="repetitions of the script (default 1)"
-    )
-    stress.add_argument(
-        "--chaos",
-        metavar="KINDS",
-        help="inject faults meanwhile: kill, stop, delay, corrupt, separated by commas",
-    )
-    stress.add_argument(
-        "--chaos-rate", type=above(0.0), metavar="R", help="faults a second on average (default 1)"
-    )
+    add = stress.add_argument
+    script = "requests, one JSON object a line (default: built-in ones)"
+    add("--script", type=Path, metavar="F.jsonl", help=script)
+    add("--clients", type=at_least(1), metavar="C", help="clients connected at once (default 8)")
+    add("--repeat", type=at_least(1), metavar="N", help="repetitions of the script (default 1)")
+    chaos = "inject faults meanwhile: kill, stop, delay, corrupt, separated by commas"
+    add("--chaos", metavar="KINDS", help=chaos)
+    add("--chaos-rate", type=above(0.0), metavar="R", help="faults a second on average (default 1)")
     _add_json(stress)
 
     bench = subparsers.add_parser("bench", help="speed of the same prompts under each of --policy a,b,c")
     _add_common(bench)
-    bench.add_argument("--prompt-len", type=at_least(1), metavar="P", help="tokens of a prompt (default 128)")
-    bench.add_argument(
-        "--gen-len", type=at_least(2), metavar="G", help="new tokens of an answer (default 64)"
-    )
-    bench.add_argument("--batch", type=at_least(1), metavar="B", help="requests at once (default 1)")
-    bench.add_argument(
-        "--rounds", type=at_least(1), metavar="N", help="measured runs of each policy (default 5)"
-    )
+    add = bench.add_argument
+    add("--prompt-len", type=at_least(1), metavar="P", help="tokens of a prompt (default 128)")
+    add("--gen-len", type=at_least(2), metavar="G", help="new tokens of an answer (default 64)")
+    add("--batch", type=at_least(1), metavar="B", help="requests at once (default 1)")
+    add("--rounds", type=at_least(1), metavar="N", help="measured runs of each policy (default 5)")
     ppl = "held-out tokens to compare approximate policies with an exact one (default 256; 0: none)"
-    bench.add_argument("--ppl-tokens", type=at_least(0), metavar="N", help=ppl)
-    bench.add_argument("--plot", type=Path, metavar="F.png", help="draw the results (also .svg, .pdf)")
+    add("--ppl-tokens", type=at_least(0), metavar="N", help=ppl)
+    add("--plot", type=Path, metavar="F.png", help="draw the results (also .svg, .pdf)")
     replay = "simulate the policies on the recorded routing of --record; no engine is started"
-    bench.add_argument("--replay", type=Path, metavar="F", help=replay)
+    add("--replay", type=Path, metavar="F", help=replay)
     _add_json(bench)
 
     calibrate = subparsers.add_parser(
@@ -164,33 +144,32 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
     source.add_argument("--text", type=Path, metavar="F", help="UTF-8 text similar to the model's use")
     source.add_argument("--tokens", type=Path, metavar="F.json", help="file with a JSON list of token ids")
     most = f"tokens to read at most (default {Calibrate.tokens})"
-    calibrate.add_argument("--calibrate-tokens", type=at_least(LEAST_TOKENS), metavar="N", help=most)
+    add = calibrate.add_argument
+    add("--calibrate-tokens", type=at_least(LEAST_TOKENS), metavar="N", help=most)
     report = "draw the results into this folder; without a text, those of an earlier calibration"
-    calibrate.add_argument("--report", type=Path, metavar="DIR", help=report)
+    add("--report", type=Path, metavar="DIR", help=report)
     _add_json(calibrate)
 
     keys = subparsers.add_parser("keys", help="make key files for clients over tcp")
     keys.add_argument("--out", type=Path, metavar="DIR", help="their folder (default ~/.config/tandem/keys)")
-    keys.add_argument("--log-level", choices=LOG_LEVELS, help="(default info)")
+    _add_log_level(keys)
 
     doctor = subparsers.add_parser("doctor", help="what this machine can do, and what to change")
-    doctor.add_argument("--log-level", choices=LOG_LEVELS, help="(default info)")
+    _add_log_level(doctor)
     _add_json(doctor)
     of_model = "with --model: whether it fits, and with which options; nothing is loaded"
     _add_sizes(doctor.add_argument_group("a model", of_model).add_argument)
 
     cache = subparsers.add_parser("cache", help="list and prune what is kept on disk")
-    cache.add_argument(
-        "--prune",
-        action="store_true",
-        help="remove entries that are not in use, by --older-than, --to or both",
-    )
+    add = cache.add_argument
+    prune = "remove entries that are not in use, by --older-than, --to or both"
+    add("--prune", action="store_true", help=prune)
     old = "those last used more than DAYS days ago"
-    cache.add_argument("--older-than", type=between(0.0, MAX_DAYS), metavar="DAYS", help=old)
+    add("--older-than", type=between(0.0, MAX_DAYS), metavar="DAYS", help=old)
     to = "the least recently used, until the rest takes at most SIZE on disk (such as 20GB)"
-    cache.add_argument("--to", type=size, metavar="SIZE", help=to)
-    cache.add_argument("--dry-run", action="store_true", help="only list what would be removed")
-    cache.add_argument("--log-level", choices=LOG_LEVELS, help="(default info)")
+    add("--to", type=size, metavar="SIZE", help=to)
+    add("--dry-run", action="store_true", help="only list what would be removed")
+    _add_log_level(cache)
     _add_json(cache)
     return parser, dict(subparsers.choices)
 
@@ -205,29 +184,16 @@ def _add_common(parser: Parser) -> None:
     add("--costs", type=Path, metavar="FILE", help=costs)
     record = "record the routing into a new file, for bench --replay"
     add("--record", type=absolute, metavar="F", help=record)
-    add(
-        "--seed",
-        type=at_least(0),
-        metavar="S",
-        help=f"of the preset random and of sampling (default {default.seed})",
-    )
+    seed = f"of the preset random and of sampling (default {default.seed})"
+    add("--seed", type=at_least(0), metavar="S", help=seed)
     add("--keep-store", action="store_true", help="leave the experts in shared memory for the next start")
     add("--verify", action="store_true", help="compare the experts with their checksums before use")
     add("--name", metavar="NAME", help="of the engine (default: e and the process id)")
     add("--log-level", choices=LOG_LEVELS, help="(default info)")
-    add(
-        "--connect",
-        nargs="?",
-        const="",
-        metavar="NAME",
-        help="use a running engine instead of starting one; tcp://HOST:PORT for another machine",
-    )
-    add(
-        "--key",
-        type=Path,
-        metavar="FILE",
-        help="for tcp: the client's key file; with serve --listen, the engine's",
-    )
+    connect = "use a running engine instead of starting one; tcp://HOST:PORT for another machine"
+    add("--connect", nargs="?", const="", metavar="NAME", help=connect)
+    key = "for tcp: the client's key file; with serve --listen, the engine's"
+    add("--key", type=Path, metavar="FILE", help=key)
 
 
 def _add_sizes(add: Callable[..., object]) -> None:
@@ -241,69 +207,37 @@ def _add_sizes(add: Callable[..., object]) -> None:
         " (default: the embedded model); or random weights in the shape of a known model, to see its speed:"
         f" {PREFIX}NAME, or {PREFIX}NAME/N for N of its layers ({', '.join(SHAPES)})",
     )
-    add(
-        "--policy",
-        metavar="PRESET",
-        help="what to compute where (default all-host without a GPU, fiddler with one)",
-    )
-    add(
-        "--set",
-        action="append",
-        metavar="POLICY.OPTION=VALUE",
-        help="set an option of the policy; repeatable",
-    )
+    policy = "what to compute where (default all-host without a GPU, fiddler with one)"
+    add("--policy", metavar="PRESET", help=policy)
+    setting = "set an option of the policy; repeatable"
+    add("--set", action="append", metavar="POLICY.OPTION=VALUE", help=setting)
     add("--device", choices=get_args(DeviceName), help=f"(default {default.device})")
-    add(
-        "--format",
-        choices=get_args(FormatName),
-        help="of the experts' weights (default: the most exact that fits)",
-    )
-    add(
-        "--backbone-dtype",
-        choices=get_args(BackboneDType),
-        help=f"of all other weights (default {default.backbone_dtype})",
-    )
-    add(
-        "--expert-cache",
-        type=between(0.0, 1.0),
-        metavar="RATIO",
-        help=f"share of all expert tiles on the device (default {DEFAULT_CACHE}; on a GPU all that fit)",
-    )
+    formats = "of the experts' weights (default: the most exact that fits)"
+    add("--format", choices=get_args(FormatName), help=formats)
+    backbone_dtype = f"of all other weights (default {default.backbone_dtype})"
+    add("--backbone-dtype", choices=get_args(BackboneDType), help=backbone_dtype)
+    expert_cache = f"share of all expert tiles on the device (default {DEFAULT_CACHE}; on a GPU all that fit)"
+    add("--expert-cache", type=between(0.0, 1.0), metavar="RATIO", help=expert_cache)
     add("--tile", type=at_least(1), metavar="N", help="channels of a tile (default: by the experts' shape)")
     workers = (
         "expert workers, which share the cores (default one for each, at most 16); 0: no worker processes"
     )
     add("--workers", type=at_least(0), metavar="N", help=workers)
-    add(
-        "--context",
-        type=at_least(1),
-        metavar="N",
-        help=f"tokens of prompt and answer (default: the model's, at most {DEFAULT_CONTEXT}, or what fits)",
-    )
-    add(
-        "--kv-tokens",
-        type=at_least(1),
-        metavar="N",
-        help=f"tokens in the KV cache, of all requests (default {KV_CONTEXTS} contexts, or what fits)",
-    )
+    context = f"tokens of prompt and answer (default: the model's, at most {DEFAULT_CONTEXT}, or what fits)"
+    add("--context", type=at_least(1), metavar="N", help=context)
+    kv_tokens = f"tokens in the KV cache, of all requests (default {KV_CONTEXTS} contexts, or what fits)"
+    add("--kv-tokens", type=at_least(1), metavar="N", help=kv_tokens)
     add("--chunk", type=at_least(1), metavar="N", help="prefill tokens of one step (default: measured)")
-    add(
-        "--prefetcher",
-        choices=("process", "thread"),
-        help=f"what copies tiles to the device (default {default.prefetcher})",
-    )
+    prefetcher = f"what copies tiles to the device (default {default.prefetcher})"
+    add("--prefetcher", choices=("process", "thread"), help=prefetcher)
 
 
 def _add_answer(parser: Parser) -> None:
     default = Sampling()
     add = parser.add_argument_group("answer").add_argument
     add("--max-tokens", type=at_least(1), metavar="N", help="new tokens at most (default 128)")
-    add(
-        "--temperature",
-        type=between(0.0, math.inf),
-        metavar="X",
-        help="0: greedy (default 0; in a chat the model's)",
-    )
+    temperature = "0: greedy (default 0; in a chat the model's)"
+    add("--temperature", type=between(0.0, math.inf), metavar="X", help=temperature)
     add("--top-k", type=at_least(0), metavar="K", help=f"0: no limit (default {default.top_k})")
     add("--top-p", type=above(0.0, 1.0), metavar="P", help=f"(default {default.top_p})")
     add("--min-p", type=between(0.0, 1.0), metavar="P", help=f"(default {default.min_p})")
@@ -320,3 +254,7 @@ def _add_json(parser: Parser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object on stdout, and nothing else there"
     )
+
+
+def _add_log_level(parser: Parser) -> None:
+    parser.add_argument("--log-level", choices=LOG_LEVELS, help="(default info)")
