@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from workers.kernels.native import Library, Team
+from workers.kernels.native import Library, Team, typed
 
 Address = int
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 NORMS = ("", "head", "all")  # of queries and keys: none, of each head, of all heads together
 SHARED_BYTES = 1 << 17  # of the KV cache: less than this, one core reads sooner than it wakes another
 
@@ -77,7 +77,9 @@ class GroupedHeads:
         clip: float | None,
     ) -> None:
         """`bits` of a cached number, 16 (bf16) or 32; `norm` is one of NORMS, with the weights of both."""
-        self._function = _function(library.functions.tandem_grouped, 7, (2, 2, 1))
+        self._function = typed(
+            library.functions.tandem_grouped, *[_POINTER] * 7, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE
+        )
         self._team = team
         self._window = window
         self._heads = heads
@@ -140,7 +142,9 @@ class LatentHeads:
         scale: float,
     ) -> None:
         """`norm` [rank]; `expansion` [heads, nope + value, rank], of `bits` each like the cached numbers."""
-        self._function = _function(library.functions.tandem_latent, 7, (1, 2, 1))
+        self._function = typed(
+            library.functions.tandem_latent, *[_POINTER] * 7, _SIZE, _POINTER, _POINTER, _SIZE
+        )
         self._team = team
         self._heads, self._head_scratch = heads, 2 * rank + rope
         self._token_bytes = (rank + rope) * bits // 8
@@ -173,10 +177,8 @@ class RMSNorm:
     """x / sqrt(mean(x^2) + eps) * weight, row by row."""
 
     def __init__(self, library: Library, weight: Address, width: int, eps: float) -> None:
-        self._function: Any = library.functions.tandem_rms_norm
-        pointer, size = ctypes.c_void_p, ctypes.c_int64
-        self._function.argtypes = (pointer, pointer, size, size, ctypes.c_float, pointer)
-        self._function.restype = None
+        types = (_POINTER, _POINTER, _SIZE, _SIZE, ctypes.c_float, _POINTER)
+        self._function = typed(library.functions.tandem_rms_norm, *types)
         self._weight, self._width, self._eps = weight, width, eps
 
     def __call__(self, x: Address, rows: int, out: Address) -> None:
@@ -187,12 +189,3 @@ class RMSNorm:
 def _team_if_worthwhile(team: Team | None, nbytes: int, spin_ns: int) -> int | None:
     """The team's handle if its threads spin already, or `nbytes` to read are worth waking them."""
     return None if team is None or not (spin_ns or nbytes >= SHARED_BYTES) else team.handle
-
-
-def _function(function: Any, pointers: int, then: tuple[int, int, int]) -> Any:
-    """With the types of its arguments: pointers, sizes, pointers, sizes."""
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
-    sizes, more, last = then
-    function.argtypes = (*[pointer] * pointers, *[size] * sizes, *[pointer] * more, *[size] * last)
-    function.restype = None
-    return function

@@ -84,6 +84,12 @@ class Quantized:
     factors: Float32
 
 
+def typed(function: Any, *arguments: Any, result: Any = None) -> Any:
+    """A C function with the types of its arguments and of its result."""
+    function.argtypes, function.restype = arguments, result
+    return function
+
+
 class Library:
     """One variant's functions. They check shapes and types, because C sees only pointers."""
 
@@ -92,26 +98,17 @@ class Library:
         self.variant = variant
         self.functions = functions
         pointer, size = ctypes.c_void_p, ctypes.c_int64
-        self._quantize: Any = functions.tandem_quantize
-        self._quantize.argtypes, self._quantize.restype = (pointer, pointer, size, pointer, pointer), None
-        self._scratch: Any = functions.tandem_scratch
-        self._scratch.argtypes, self._scratch.restype = (pointer, size), size
-        self._matmul: Any = functions.tandem_matmul
-        self._matmul.argtypes, self._matmul.restype = (*[pointer] * 4, size, pointer, pointer, size), None
-        self._tiles: Any = functions.tandem_tiles
-        self._tiles.argtypes = (*[pointer] * 3, size, pointer, pointer, size, *[pointer] * 3)
-        self._tiles.restype = None
-        self._work: Any = functions.tandem_work
-        self._work.argtypes = (
-            *[pointer] * 3, size, size, pointer, pointer, size, *[pointer] * 6, size, pointer
-        )  # fmt: skip
-        self._work.restype = None
-        self._read: Any = functions.tandem_read
-        self._read.argtypes, self._read.restype = (pointer, pointer, size), ctypes.c_uint64
-        self._start_team: Any = functions.tandem_team_create
-        self._start_team.argtypes, self._start_team.restype = (size,), pointer
-        self._end_team: Any = functions.tandem_team_destroy
-        self._end_team.argtypes, self._end_team.restype = (pointer,), None
+        self._quantize = typed(functions.tandem_quantize, pointer, pointer, size, pointer, pointer)
+        self._scratch = typed(functions.tandem_scratch, pointer, size, result=size)
+        self._matmul = typed(functions.tandem_matmul, *[pointer] * 4, size, pointer, pointer, size)
+        self._tiles = typed(
+            functions.tandem_tiles, *[pointer] * 3, size, pointer, pointer, size, *[pointer] * 3
+        )
+        work = (*[pointer] * 3, size, size, pointer, pointer, size, *[pointer] * 6, size, pointer)
+        self._work = typed(functions.tandem_work, *work)
+        self._read = typed(functions.tandem_read, pointer, pointer, size, result=ctypes.c_uint64)
+        self._start_team = typed(functions.tandem_team_create, size, result=pointer)
+        self._end_team = typed(functions.tandem_team_destroy, pointer)
 
     def kernel(self, geometry: Geometry, team: Team | None = None) -> Kernel:
         return Kernel(self, geometry, team)
