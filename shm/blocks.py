@@ -29,7 +29,7 @@ only pad have q = 0 (int4) or u = 128 (int8); a kernel's activations are 0 there
 
     a tile of T channels (T a multiple of G):  | gate [T, H] | up [T, H] | down [H, T] |
 
-Groups run along what is summed over: the hidden axis for gate and up, the tile's channels for down.
+Groups run along the axis that is summed over: hidden for gate and up, the tile's channels for down.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = ["HEAD_BYTES", "LANES", "BlockFormat", "Int4", "Int8"]
 
 
 class BlockFormat(TileFormat):
-    """What the quantized formats share: matrices of records."""
+    """Base of the quantized formats: matrices of records."""
 
     def __init__(self, name: str, group: int, bits: int) -> None:
         self.name = name

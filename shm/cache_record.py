@@ -1,5 +1,4 @@
-"""The record of one folder of the disk cache, its content and last use: `<cache
-folder>/<fingerprint>/about.json`.
+"""The record of a cache folder's content and last use: `<cache folder>/<fingerprint>/about.json`.
 
 The files beside it need not name the model that they were made for. The record's modification time is the
 time of the last use: each reader and writer of the files sets it, because many file systems do not keep

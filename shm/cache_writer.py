@@ -1,7 +1,7 @@
 """Writes a store's cache file, from memory that is complete or still being filled.
 
 A separate thread writes, so a slow disk delays only `finish`. Writeback starts after each write, and at most
-FLUSH bytes stay dirty in the page cache: the store itself may fill nearly all of the memory. The head is
+FLUSH bytes of it stay in the page cache: the store itself may fill nearly all of the memory. The head is
 written last, so the file of a killed writer is never a valid store, whatever its name.
 """
 

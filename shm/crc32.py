@@ -1,7 +1,7 @@
 """Joins the crc32 values of parts, so that several cores can sum one range.
 
 A crc32 is a polynomial over GF(2), modulo the one below; bit 31 is the coefficient of x^0. Appending n bytes
-multiplies what was there by x^(8n), and what is appended is then added.
+multiplies the earlier polynomial by x^(8n) and adds the appended one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a tile's format is, and the plain ones: numbers as they are, in row-major order.
+"""The interface of a tile's format, and the plain formats: unquantized numbers in row-major order.
 
     plain formats (f32, bf16), one tile of T channels:
 
@@ -109,7 +109,7 @@ class BF16(TileFormat):
 
 
 def random_parts(rng: np.random.Generator, out: Bytes) -> Iterator[Bytes]:
-    """`out` (any number of bytes), filled with random bytes and given back part by part, in order."""
+    """Fill `out` (any number of bytes) with random bytes; yields its parts in order."""
     for lo in range(0, len(out), RANDOM_BYTES):
         part = out[lo : lo + RANDOM_BYTES]
         part[:] = rng.bit_generator.random_raw(-(-len(part) // 8)).view(np.uint8)[: len(part)]

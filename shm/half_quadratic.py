@@ -1,4 +1,4 @@
-"""How weights become 4 bits: half-quadratic optimisation of a group's scale and zero, with numpy.
+"""Quantization to 4 bits: half-quadratic optimisation of a group's scale and zero, with numpy.
 
 A group of weights w is stored as whole numbers q in 0..15 that stand for r = scale * (q - zero). Rounding to
 nearest takes scale and zero from the group's range, so that one outlier makes all steps wide. Badri and
@@ -9,11 +9,11 @@ are near, and split it with an auxiliary error e:
     zero  <- the exact minimiser of |w - e - r|^2 for the codes q
     beta  <- kappa * beta
 
-for at most STEPS times, until the group's error no longer falls. Here the second step finds the scale too,
-by least squares of w - e over q, which is no dearer. Both are rounded to bfloat16, as they are stored, before
-the codes are made, and an error is only ever counted for what would be stored; the first candidate is
-rounding to nearest, so the result is never worse than that. Errors are in units of the group's first scale:
-the thresholds of a group do not depend on how large its weights are.
+for at most STEPS times, until the group's error no longer falls. Here the second step finds the scale too, by
+least squares of w - e over q, which is no dearer. Both are rounded to bfloat16, as they are stored, before
+the codes are made, and errors are those of the numbers that would be stored; the first candidate is rounding
+to nearest, so the result is never worse than that. Errors are in units of the group's first scale: the
+thresholds of a group do not depend on how large its weights are.
 
 `shm/quantize.c` computes the same, number for number: both give the same bytes. That is why the power is
 computed as it is, and why every sum runs over the inputs one after the other (numpy adds the rows of a matrix

@@ -78,7 +78,7 @@ FORMATS: dict[str, TileFormat] = {f.name: f for f in (F32(), BF16(), Int8(), Int
 
 
 def format_named(name: str) -> TileFormat:
-    """Raises UnknownFormat, naming those there are."""
+    """Raises UnknownFormat, which lists the known names."""
     try:
         return FORMATS[name]
     except KeyError:
@@ -104,7 +104,7 @@ def suitable_tile(hidden: int, intermediate: int, tile_format: TileFormat) -> in
 
 @dataclass(frozen=True)
 class StoreLayout:
-    """Where every tile lies, relative to the first byte after the store's header and manifest."""
+    """The offset of every tile, relative to the first byte after the store's header and manifest."""
 
     shape: ExpertShape
     format: TileFormat

@@ -46,7 +46,7 @@ class ReferenceKernel:
         self._blocks = layout.format if isinstance(layout.format, BlockFormat) else None
 
     def activations(self, x: Tensor) -> Tensor:
-        """Hidden states float32 [R, H] in the kernel's form [R, ...]; once a Work, not once an expert."""
+        """Hidden states float32 [R, H] in the kernel's form [R, ...]; once per Work, not once per expert."""
         return x.to(self._plain) if self._blocks is None else int8_steps(x, self._blocks.group)
 
     def compute(self, data: Tensor, x: Tensor, rows: Tensor) -> Tensor:
