@@ -73,7 +73,7 @@ class CheckpointIndex:
                 tensors[name] = entry
         for name, file in listed.items():
             if name not in tensors or tensors[name].file.name != file:
-                raise ModelError(f"{folder} is damaged: {INDEX_FILE} promises {name[:80]!r} in {file}")
+                raise ModelError(f"{folder} is damaged: {INDEX_FILE} lists {name[:80]!r} in {file}")
         return cls(folder, config, shards, tensors)
 
 

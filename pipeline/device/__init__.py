@@ -1,4 +1,4 @@
-"""Devices: where the backbone and the slab live. Everything outside a device class is device-agnostic."""
+"""Devices: they compute the backbone and hold the slab. Code outside a device class is device-agnostic."""
 
 from __future__ import annotations
 

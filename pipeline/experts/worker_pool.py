@@ -71,7 +71,7 @@ class _PendingWork:
 
     work: Work
     ticket: WorkerTicket
-    home: int  # the worker that its shard was cut for
+    preferred: int  # the worker that its shard was cut for
     warm_up: bool = False  # a new worker's first Work: it belongs to no request
     crashes: int = 0
     exits: int = 0
@@ -184,7 +184,7 @@ class WorkerPool:
         if not able:
             self._unassigned.append(order)
             return
-        chosen = order.home
+        chosen = order.preferred
         if chosen not in able:
             chosen = min(able, key=lambda index: (len(self._running[index].orders), index))
         self._send(order, chosen)

@@ -60,14 +60,14 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     store = store_bytes(manifest)
     cuda = config.device == "cuda"
     slot = manifest.layout.tile_bytes
-    wants = list(backbone_wants(source, spec))
+    tensors = list(backbone_tensors(source, spec))
     rows = min(config.chunk or CHUNK_MAX, config.context or spec.max_positions)
     activations = 4 * rows * (spec.vocabulary + HIDDEN_COPIES * spec.hidden)
     activations += MASK_BYTES * rows * (config.context or min(spec.max_positions, DEFAULT_CONTEXT))
     if isinstance(spec.attention, Latent):
         activations += EXPANDED_COPIES * EXPANDED_KV_BYTES
     # Each weight is read as float32, whatever its dtype in memory, before activations are allocated.
-    largest = 4 * max(math.prod(want.shape) for want in wants)
+    largest = 4 * max(math.prod(tensor.shape) for tensor in tensors)
     device = "cuda" if cuda else "cpu"
     processes = (
         COORDINATOR[device] + (1 if config.workers is None else config.workers) * WORKER + PREFETCHER[device]
@@ -79,7 +79,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
         present=min(store, _allocated(store_name(fingerprint))),
         slot=-(-slot // SLOT_ALIGNMENT) * SLOT_ALIGNMENT if cuda else slot,
         tiles=shape.layers * shape.experts * shape.tiles,
-        backbone=backbone_bytes(wants, spec, config),
+        backbone=backbone_bytes(tensors, spec, config),
         position=8 * spec.attention.rope_dim * (1 if spec.rope.switch is None else 2),
         kv_token=spec.kv_numbers_per_token * plain_bytes(config),
         processes=processes + (largest if cuda else max(largest, activations)),
@@ -88,7 +88,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     )
 
 
-def backbone_wants(source: ModelSource, spec: ModelSpec) -> Iterator[TensorSpec]:
+def backbone_tensors(source: ModelSource, spec: ModelSpec) -> Iterator[TensorSpec]:
     """Every tensor of the backbone. A checkpoint's layout changes their names and not their sizes."""
     architecture = architecture_of(source.config)
     yield from architecture.outer(spec).values()
@@ -101,18 +101,18 @@ def plain_bytes(config: EngineConfig) -> int:
     return 4 if config.backbone_dtype == "f32" else 2
 
 
-def backbone_bytes(wants: list[TensorSpec], spec: ModelSpec, config: EngineConfig) -> int:
+def backbone_bytes(tensors: list[TensorSpec], spec: ModelSpec, config: EngineConfig) -> int:
     """Bytes of the weights on the device."""
     tile_format = FORMATS[config.backbone_dtype]
     quantized = tile_format if isinstance(tile_format, BlockFormat) and config.device != "cuda" else None
     total = 0
-    for want in wants:
-        if want.kind == "float32":
-            total += 4 * math.prod(want.shape)
-        elif want.kind == "matrix" and quantized is not None:
-            total += quantized.matrix_bytes(*want.shape)
+    for tensor in tensors:
+        if tensor.kind == "float32":
+            total += 4 * math.prod(tensor.shape)
+        elif tensor.kind == "matrix" and quantized is not None:
+            total += quantized.matrix_bytes(*tensor.shape)
         else:
-            total += plain_bytes(config) * math.prod(want.shape)
+            total += plain_bytes(config) * math.prod(tensor.shape)
     if spec.tied_embeddings and quantized is not None:  # a plain table cannot serve as the quantized head
         total += quantized.matrix_bytes(spec.vocabulary, spec.hidden)
     return total

@@ -152,7 +152,7 @@ def test_index_that_contradicts_its_files_is_refused(tmp_path):
 
     files = good["weight_map"]
     name = next(iter(files))
-    assert "promises 'absent'" in with_map(files | {"absent": files[name]})
+    assert "lists 'absent'" in with_map(files | {"absent": files[name]})
     for evil in ("../secret.safetensors", "/etc/passwd", "sub/x.safetensors", 7, ["x"]):
         assert "not a safetensors file beside it" in with_map(files | {name: evil})
     assert "no weight_map" in with_map({})

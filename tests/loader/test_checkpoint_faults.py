@@ -268,9 +268,7 @@ def test_shard_of_another_checkpoint_is_refused(tmp_path):
     path = tmp_path / tiny_checkpoint.shard_name(1, 3)
     save_file({"other": torch.ones(3)}, path)
     text = refusal(tmp_path)
-    assert (
-        f"promises '{min(n for n, f in index_of(tmp_path).items() if f == path.name)}' in {path.name}" in text
-    )
+    assert f"lists '{min(n for n, f in index_of(tmp_path).items() if f == path.name)}' in {path.name}" in text
 
 
 def index_of(folder: Path) -> dict[str, str]:

@@ -42,11 +42,11 @@ class Service:
         self.tcp = tcp or ""
         listening = None if tcp is None else TcpListener(tcp, ENGINE)
         self.clients = Clients(self.local, lambda: WELCOME, self._on_message, self._on_gone, tcp=listening)
-        self.heard: list[tuple[bytes, object]] = []
+        self.received: list[tuple[bytes, object]] = []
         self.gone: list[bytes] = []
 
     def _on_message(self, client: bytes, message: Any) -> None:
-        self.heard.append((client, message))
+        self.received.append((client, message))
         match message:
             case Stats():
                 self.clients.send(client, StatsReply(message.request, dict(self.clients.counts())))

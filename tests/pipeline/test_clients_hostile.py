@@ -89,7 +89,7 @@ async def test_client_that_was_cut_off_may_reconnect_later(monkeypatch: pytest.M
 async def test_cut_off_client_of_the_library_has_the_reason() -> None:
     async with service() as running, Client.connect(running.local) as unlucky:
         await unlucky.stats()
-        running.clients.cut_off(running.heard[-1][0], "a test")
+        running.clients.cut_off(running.received[-1][0], "a test")
         assert str(await unlucky.lost()) == "the engine ended this connection: cut off: a test"
         await works(running.local)
 
@@ -105,34 +105,36 @@ async def test_occasional_malformed_messages_are_answered_each_time() -> None:
 @pytest.mark.parametrize("frames", [[b""], encode(Stats(1)), encode(Hello(VERSION + 1))], ids=range(3))
 async def test_connections_without_welcome_share_a_few_answers_a_second(frames: list[bytes]) -> None:
     async with service() as running, contextlib.AsyncExitStack() as stack:
-        strangers = [await stack.enter_async_context(raw(running.local, hello=False)) for _ in range(20)]
-        for stranger in strangers:
-            await pour(stranger, frames, 100)
-        answers = [message for stranger in strangers for message in await everything(stranger, quiet=0.1)]
+        connections = [await stack.enter_async_context(raw(running.local, hello=False)) for _ in range(20)]
+        for connection in connections:
+            await pour(connection, frames, 100)
+        answers = [
+            message for connection in connections for message in await everything(connection, quiet=0.1)
+        ]
         assert ANONYMOUS_REFUSALS <= len(answers) <= 3 * ANONYMOUS_REFUSALS
         assert {(type(a), a.request) for a in answers} == {(Error, -1)}
-        await strangers[0].send(Hello(VERSION))  # a correct Hello is still answered
-        assert (await strangers[0].next()) == WELCOME
+        await connections[0].send(Hello(VERSION))  # a correct Hello is still answered
+        assert (await connections[0].next()) == WELCOME
 
 
 async def test_connections_without_welcome_leave_no_state() -> None:
     """1,700 routing ids, each with a refused message: memory does not grow."""
     async with service() as running:
 
-        async def strangers(number: int) -> None:
+        async def connect_unknown(number: int) -> None:
             for i in range(number):
-                async with raw(running.local, hello=False, identity=os.urandom(200)) as stranger:
-                    await stranger.send(Stats(1))
+                async with raw(running.local, hello=False, identity=os.urandom(200)) as connection:
+                    await connection.send(Stats(1))
                     if i % 50 == 0:
-                        await stranger.socket.send_multipart([b""])
+                        await connection.socket.send_multipart([b""])
                         await asyncio.sleep(0.01)
 
-        await strangers(100)
+        await connect_unknown(100)
         tracemalloc.start()
         try:
-            await strangers(100)
+            await connect_unknown(100)
             before, _ = tracemalloc.get_traced_memory()
-            await strangers(1500)
+            await connect_unknown(1500)
             after, _ = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
@@ -145,7 +147,7 @@ async def test_names_of_cut_off_clients_are_bounded() -> None:
     async with service() as running, raw(running.local) as first:
         await first.send(Stats(1))
         await first.next()
-        name = running.heard[-1][0]
+        name = running.received[-1][0]
         for i in range(CUT_OFF_MOST):
             running.clients.cut_off(name if i == 0 else name[:1] + b"%d" % i, "a test")
         await everything(first, quiet=0.1)

@@ -57,16 +57,16 @@ async def test_client_with_known_keys_is_served() -> None:
 @pytest.mark.parametrize("keys", WRONG_KEYS.values(), ids=WRONG_KEYS.keys())
 async def test_wrong_keys_get_no_answer(keys: ClientKeys, caplog: pytest.LogCaptureFixture) -> None:
     async with service(tcp=True) as running:
-        async with raw_client(running.tcp, hello=False, keys=keys) as stranger:
+        async with raw_client(running.tcp, hello=False, keys=keys) as connection:
             for _ in range(3):
-                await stranger.send(Hello(VERSION))
-            assert not await stranger.socket.poll(700)
+                await connection.send(Hello(VERSION))
+            assert not await connection.socket.poll(700)
         with pytest.raises(EngineGone):
             async with Client.connect(Address(running.tcp, keys), timeout=0.5):
                 pass
         counts = await works(Address(running.tcp, CLIENT))
         assert counts["connected"] == 1
-        assert running.heard == [(running.heard[0][0], Stats(0))]
+        assert running.received == [(running.received[0][0], Stats(0))]
         if keys.engine == ENGINE.public and keys.public != CLIENT.public:
             assert counts["refused_keys"] >= 2
             assert "127.0.0.1 was refused: its key is not in engine.key" in caplog.text
@@ -79,7 +79,7 @@ async def test_unencrypted_connection_gets_no_answer() -> None:
             plain.connect(running.tcp)
             await plain.send_multipart(encode(Hello(VERSION)))
             assert not await plain.poll(700)
-        assert running.heard == []
+        assert running.received == []
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ async def test_raw_bytes_get_only_the_greeting(words: bytes, monkeypatch: pytest
         assert got[: len(expected)] == expected[: len(got)]
         assert len(got) <= len(expected) + 12, got  # and ZMTP's short error code of a handshake
         assert running.clients.counts()["connected"] == 0
-        assert running.heard == []
+        assert running.received == []
 
 
 async def test_same_routing_id_on_both_sockets_is_two_clients() -> None:
@@ -130,13 +130,13 @@ async def test_same_routing_id_on_both_sockets_is_two_clients() -> None:
             await remote.send(Stats(2))
             assert (await local.expect(StatsReply)).request == 1
             assert (await remote.expect(StatsReply)).request == 2
-            names = {name for name, _ in running.heard}
+            names = {name for name, _ in running.received}
             assert len(names) == 2
         await until(lambda: len(running.gone) > 0)  # found by the next heartbeat
         await local.send(Stats(3))
         assert (await local.expect(StatsReply)).request == 3
         (gone,) = running.gone
-        assert gone != running.heard[-1][0]
+        assert gone != running.received[-1][0]
 
 
 async def test_clients_wait_until_the_engine_is_ready(
@@ -171,17 +171,17 @@ async def test_clients_wait_until_the_engine_is_ready(
 async def test_flood_of_handshakes_keeps_no_client_out(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     async with service(tcp=True) as running:
-        strangers = ClientKeys(OTHER_CLIENT.public, OTHER_CLIENT.secret, ENGINE.public)
+        unknown_keys = ClientKeys(OTHER_CLIENT.public, OTHER_CLIENT.secret, ENGINE.public)
         with contextlib.ExitStack() as stack:
             for i in range(300):
-                stranger = stack.enter_context(socket.create_connection(check_tcp(running.tcp)))
-                stranger.sendall(greeting(b"CURVE")[: 10 + i % 50])
+                connection = stack.enter_context(socket.create_connection(check_tcp(running.tcp)))
+                connection.sendall(greeting(b"CURVE")[: 10 + i % 50])
             with zmq.asyncio.Context() as context:
                 for _ in range(40):
                     dealer = stack.enter_context(context.socket(zmq.DEALER))
                     dealer.setsockopt(zmq.LINGER, 0)
-                    dealer.curve_publickey, dealer.curve_secretkey = strangers.public, strangers.secret
-                    dealer.curve_serverkey = strangers.engine
+                    dealer.curve_publickey, dealer.curve_secretkey = unknown_keys.public, unknown_keys.secret
+                    dealer.curve_serverkey = unknown_keys.engine
                     dealer.connect(running.tcp)
                 await works(Address(running.tcp, CLIENT))
                 await until(lambda: running.clients.counts()["refused_keys"] >= 40)

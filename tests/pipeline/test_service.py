@@ -220,8 +220,8 @@ async def test_second_turn_prefills_only_new_tokens(engine) -> None:
         assert scheduler["engine"]["prefill"]["rows"] - before == whole - reused
         assert scheduler["scheduler"]["conversations"] == 1
         assert scheduler["scheduler"]["kv_tokens_kept"] >= whole + 19
-        async with Client.connect(client._endpoint) as stranger:
-            fresh, done = await say(stranger, turns, "x")
+        async with Client.connect(client._endpoint) as new_client:
+            fresh, done = await say(new_client, turns, "x")
         assert done.stats["kv_reused_tokens"] == 0
         assert same_answer(again, fresh)
     async with asyncio.timeout(10):

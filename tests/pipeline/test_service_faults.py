@@ -161,7 +161,7 @@ async def test_request_number_in_use_is_refused(engine) -> None:
     ],
     ids=range(11),
 )
-@pytest.mark.parametrize("known", [True, False], ids=["a client", "a stranger"])
+@pytest.mark.parametrize("known", [True, False], ids=["a client", "no client"])
 async def test_malformed_frames_are_answered_and_counted(engine, frames, known) -> None:
     endpoint = engine[1]._endpoint
     before = (await engine[1].stats())["clients"]["malformed"]
@@ -232,7 +232,7 @@ async def test_text_far_beyond_the_context_is_refused_unencoded(engine) -> None:
     ids=["stats", "policy", "generate", "malformed"],
 )
 async def test_flooding_client_does_not_stall_other_clients(engine, flood) -> None:
-    """For three seconds, longer than the silence after which a client takes its engine for dead."""
+    """For three seconds, longer than the silence after which a client gives its engine up."""
     async with raw_client(engine[1]._endpoint) as raw, Client.connect(engine[1]._endpoint) as other:
 
         async def pour() -> None:

@@ -213,7 +213,7 @@ def test_dropped_predictions_tiles_that_another_target_keeps_are_not_predicted()
     mover.fetch_missing()
     mover.retarget([Target(0, 1, 0)])
     mover.retarget([Target(0, 1, TILES)])
-    link.sent[0].landed = 2  # before the prefetcher heard of the cancel
+    link.sent[0].landed = 2  # before the prefetcher received the cancel
     mover.collect_landings()
     assert mover.cache.residency[0, 1] == 2
     assert (counted(mover.counters), held(mover)) == ((0, 0, 0), 0)

@@ -25,25 +25,25 @@ HEDGING = SilenceLimits(stall=0.3 / HEDGE_AFTER, stall_row=0.0)  # a worker is s
 
 def test_work_that_crashes_two_workers_fails_only_its_request(harness: PoolHarness) -> None:
     first, second = harness.start(2)
-    poisoned, innocent = harness.submit(7), harness.submit(0, 1)
+    crashing, unaffected = harness.submit(7), harness.submit(0, 1)
     poison, beside = first.take(2)
     first.exit(over=poison, crashed=True)
     (other, again, moved) = second.take(3)
     assert [tile_of(work) for work in (other, again, moved)] == [1, 7, 0]
     second.answer(other, 1.0)
     harness.update_for(QUIET)
-    assert not poisoned.failure
+    assert not crashing.failure
     second.exit(over=again, crashed=True)
-    harness.update_until(lambda: bool(poisoned.failure))
+    harness.update_until(lambda: bool(crashing.failure))
     with pytest.raises(ShardFailed, match="ended 2 workers"):
-        poisoned.result()
+        crashing.result()
     third = harness.worker(0, 1)
     warm_up, left = third.take(2)
     assert (len(warm_up.items), tile_of(left)) == (0, tile_of(beside))
     third.answer(warm_up)
     third.answer(left, 2.0)
-    assert innocent.result().tolist() == [[3.0] * HIDDEN]
-    assert not innocent.failure
+    assert unaffected.result().tolist() == [[3.0] * HIDDEN]
+    assert not unaffected.failure
 
 
 def test_queued_works_are_not_blamed_for_a_crash(harness: PoolHarness) -> None:

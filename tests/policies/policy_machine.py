@@ -217,7 +217,7 @@ class Machine:
     def compute(self, decision: LayerDecision[str]) -> None:
         self._next("begin begin_early prefetch", "compute")
         if decision.layer == self.failing:
-            raise ShardFailed("as the test wants it")
+            raise ShardFailed("the test fails this layer")
         self.land()
 
     def end(self, targets: Sequence[Target]) -> None:
