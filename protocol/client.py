@@ -25,7 +25,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from protocol.answer import Answer
-from protocol.connection import end_task
+from protocol.connection import SILENCE_SECONDS, end_task
 from protocol.errors import EngineGone, ProtocolError, RequestFailed
 from protocol.keys import Address
 from protocol.link import Link
@@ -54,7 +54,7 @@ POLICY_SECONDS = 900.0  # for SetPolicy, which may copy many gigabytes and measu
 class Client:
     """A connection to an engine. Once the engine is gone, every pending and later call raises EngineGone."""
 
-    def __init__(self, address: Address, name: str, timeout: float, retry: float) -> None:
+    def __init__(self, address: Address, name: str, timeout: float, retry: float, silence: float) -> None:
         """For `connect`."""
         self.on_policy: Callable[[PolicyChanged], None] | None = None
         """Called in the event loop when another client has changed the policy."""
@@ -64,8 +64,15 @@ class Client:
         """Called in the event loop after a reconnection, when unfinished requests have been sent again."""
         self._endpoint = address.endpoint
         self._address, self._name, self._timeout, self._retry = address, name, timeout, retry
+        self._silence = silence
         self._link = Link(
-            address, name, timeout, retry, on_lost=self._on_lost, on_reconnected=self._on_reconnected
+            address,
+            name,
+            timeout,
+            retry,
+            on_lost=self._on_lost,
+            on_reconnected=self._on_reconnected,
+            silence=silence,
         )
         self._pending = Pending(self._link)
         self._requests = itertools.count()
@@ -75,15 +82,21 @@ class Client:
     @staticmethod
     @asynccontextmanager
     async def connect(
-        where: str | Address, *, name: str = "", timeout: float = 5.0, retry: float = 0.0
+        where: str | Address,
+        *,
+        name: str = "",
+        timeout: float = 5.0,
+        retry: float = 0.0,
+        silence: float = SILENCE_SECONDS,
     ) -> AsyncIterator[Client]:
         """A client for the length of the block. It waits `timeout` seconds for a starting engine and `retry`
-        seconds for a restart.
+        seconds for a restart. An engine that sends nothing for `silence` seconds, not even
+        heartbeats, counts as lost; the client sends five heartbeats in that time.
 
         Raises EngineGone if no engine answers within `timeout` seconds, VersionMismatch if the engine
         speaks another version, ProtocolError for an endpoint that cannot be used.
         """
-        client = Client(Address(where) if isinstance(where, str) else where, name, timeout, retry)
+        client = Client(Address(where) if isinstance(where, str) else where, name, timeout, retry, silence)
         await client._link.open()
         try:
             receiver = asyncio.create_task(client._receive(), name=f"receiver from {client._endpoint}")
@@ -156,7 +169,13 @@ class Client:
         ids = None if token_ids is None else tuple(token_ids)
         asked = Score(self._next_request(), text, ids, stepwise, prefill, full)
         blocks = score_blocks(
-            asked, self._address, f"{self._name}/score", self._timeout, self._retry, self.welcome
+            asked,
+            self._address,
+            f"{self._name}/score",
+            self._timeout,
+            self._retry,
+            self.welcome,
+            self._silence,
         )
         async with aclosing(blocks):
             async for block in blocks:

@@ -27,15 +27,17 @@ from protocol.sockets import HWM, connect_dealer
 
 HEARTBEAT_SECONDS = 0.5
 SILENCE_SECONDS = 2.5
-_WAITS = 10  # SILENCE_SECONDS are this many waits in a row without a message
+_WAITS = 10  # in a row without a message make an engine silent
 
 
 class Connection:
     """A DEALER that has received its Welcome. Created by `open_connection`; used by one task at a time."""
 
-    def __init__(self, socket: zmq.asyncio.Socket, endpoint: str) -> None:
+    def __init__(self, socket: zmq.asyncio.Socket, endpoint: str, silence: float) -> None:
         self._socket = socket
         self._endpoint = endpoint
+        self._silence = silence
+        socket.setsockopt(zmq.RCVTIMEO, int(silence / _WAITS * 1000))
         self._heart: asyncio.Task[None] | None = None
         # Gets a message when the transport breaks, for instance when the process at the other end exits.
         self._breaks = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -57,9 +59,9 @@ class Connection:
             self.send(Cancel(request))
 
     async def receive(self) -> object:
-        """The next message other than a heartbeat. Raises ConnectionLost after 2.5 s of waiting without any
-        message, and if the engine does not know this client; EngineGone if the engine ended the connection
-        for another reason.
+        """The next message other than a heartbeat. Raises ConnectionLost after `silence` seconds of waiting
+        without any message, and if the engine does not know this client; EngineGone if the engine ended the
+        connection for another reason.
 
         Only time spent waiting here counts as the engine's silence, in short waits: messages that a busy
         program did not read, or could not read while its event loop was blocked, are no silence.
@@ -83,7 +85,7 @@ class Connection:
                 raise EngineGone(text)
             if not isinstance(message, Heartbeat):
                 return message
-        raise ConnectionLost(f"the engine at {self._endpoint} has been silent for {SILENCE_SECONDS} s")
+        raise ConnectionLost(f"the engine at {self._endpoint} has been silent for {self._silence:g} s")
 
     def _has_broken(self) -> bool:
         """Whether the transport broke, so that ZeroMQ may have reconnected to another process by itself."""
@@ -121,7 +123,7 @@ class Connection:
         while True:
             with suppress(RequestFailed):  # messages in a full queue serve as heartbeats, too
                 self.send(Heartbeat(time.monotonic()))
-            await asyncio.sleep(HEARTBEAT_SECONDS)
+            await asyncio.sleep(self._silence * HEARTBEAT_SECONDS / SILENCE_SECONDS)
 
     async def close(self, *, deliver: bool) -> None:
         """Close the connection; `deliver`: send what is still queued, within the socket's linger time."""
@@ -136,17 +138,22 @@ class Connection:
 
 
 async def open_connection(
-    address: Address, name: str, timeout: float, *, receive_hwm: int = HWM
+    address: Address,
+    name: str,
+    timeout: float,
+    *,
+    receive_hwm: int = HWM,
+    silence: float = SILENCE_SECONDS,
 ) -> Connection:
-    """A connection after its Welcome, which sends heartbeats until it is closed.
+    """A connection after its Welcome, which sends heartbeats until it is closed. `silence`: seconds without a
+    message after which the engine counts as lost.
 
     Raises ConnectionLost if no engine answers within `timeout` seconds, VersionMismatch, and ProtocolError
     for an unusable endpoint.
     """
     context = zmq.asyncio.Context.instance()
     socket = connect_dealer(context, address.endpoint, receive_hwm=receive_hwm, keys=address.keys)
-    socket.setsockopt(zmq.RCVTIMEO, int(SILENCE_SECONDS / _WAITS * 1000))
-    connection = Connection(socket, address.endpoint)
+    connection = Connection(socket, address.endpoint, silence)
     try:
         async with asyncio.timeout(timeout):
             await connection.shake_hands(name)

@@ -39,14 +39,15 @@ class Link:
         on_reconnected: Callable[[], Awaitable[None]],
         receive_hwm: int = HWM,
         known: Welcome | None = None,
+        silence: float = SILENCE_SECONDS,
     ) -> None:
         """`timeout`: seconds for the first answer; `retry`: seconds to wait for a restart of the engine, 0:
         not at all. `on_lost` is called with the reason as soon as a connection is lost, and `on_reconnected`
         awaited after the next one is open; `receive` raises what they raise. `known`: the only engine to
-        accept; None: any."""
+        accept; None: any. `silence`: seconds without a message after which the engine counts as lost."""
         self._address, self._name, self._timeout, self._retry = address, name, timeout, retry
         self._on_lost, self._on_reconnected = on_lost, on_reconnected
-        self._receive_hwm = receive_hwm
+        self._receive_hwm, self._silence = receive_hwm, silence
         self._known = known
         self._connection: Connection | None = None
         self._drops: list[float] = []  # times at which a running engine had dropped this client
@@ -73,7 +74,9 @@ class Link:
             await self._wait_for_engine(failure)
 
     async def _open(self, timeout: float) -> None:
-        connection = await open_connection(self._address, self._name, timeout, receive_hwm=self._receive_hwm)
+        connection = await open_connection(
+            self._address, self._name, timeout, receive_hwm=self._receive_hwm, silence=self._silence
+        )
         known, welcome = self._known, connection.welcome
         if known is not None and _model(known) != _model(welcome):
             await connection.close(deliver=False)
@@ -99,7 +102,7 @@ class Link:
     async def send_when_possible(self, message: object) -> None:
         """For `on_reconnected`: send as soon as the queue takes it. Raises MalformedMessage; ConnectionLost
         if the queue stays full for too long."""
-        deadline = time.monotonic() + SILENCE_SECONDS
+        deadline = time.monotonic() + self._silence
         while True:
             try:
                 return self.send(message)

@@ -14,7 +14,13 @@ SCORES_HWM = 4  # blocks of Scores that may wait to be read
 
 
 async def score_blocks(
-    asked: Score, address: Address, name: str, timeout: float, retry: float, known: Welcome
+    asked: Score,
+    address: Address,
+    name: str,
+    timeout: float,
+    retry: float,
+    known: Welcome,
+    silence: float,
 ) -> AsyncGenerator[Scores, None]:
     """Yield each row once, in order, even if the engine is restarted and sends all of them again. `known`:
     the engine that the caller is connected to; other arguments as for `Link`. Leaving the loop before the end
@@ -39,6 +45,7 @@ async def score_blocks(
         on_reconnected=on_reconnected,
         receive_hwm=SCORES_HWM,
         known=known,
+        silence=silence,
     )
     await link.open()
     try:

@@ -38,6 +38,7 @@ from protocol.messages import (
 )
 from protocol.sockets import bind_router
 
+QUIET = 0.5  # seconds of silence after which most clients of these tests give an engine up
 BLOCK = (64, 4096)  # rows and vocabulary of a block of Scores: 1 MiB
 WELCOME = Welcome(VERSION, "e1", "tiny", "f" * 64, "cpu", "all-host", True, 4096, 512, True, True)
 
@@ -80,7 +81,7 @@ class Engine:
         while True:
             for peer in list(self.clients):
                 await self.try_send(peer, Heartbeat())
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(QUIET / 10)
 
     async def serve(self, group):
         while True:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from protocol_engine import BLOCK, WELCOME, both, drain, engine, until
+from protocol_engine import BLOCK, QUIET, WELCOME, both, drain, engine, until
 
 from protocol.client import Client
 from protocol.errors import EngineGone, MalformedMessage, RequestFailed, VersionMismatch
@@ -35,7 +35,7 @@ class Restarts:
         self._engine = AsyncExitStack()
         self.server = await self._engine.enter_async_context(engine(self.endpoint))
         self.client = await self._stack.enter_async_context(
-            Client.connect(self.endpoint, name="test", timeout=1.0, retry=self.retry)
+            Client.connect(self.endpoint, name="test", timeout=1.0, retry=self.retry, silence=QUIET)
         )
         self.client.on_pause = lambda lost: self.events.append(str(lost))
         self.client.on_reconnect = lambda: self.events.append("back")
@@ -115,8 +115,8 @@ async def test_requests_continue_after_a_silent_engine_is_restarted(endpoint):
         asked = asyncio.create_task(client.stats())
         changed = asyncio.create_task(client.set_policy("fiddler"))
         await until(lambda: engines.events)
-        assert 2.0 < time.monotonic() - start < 3.0
-        assert engines.events == [f"the engine at {endpoint} has been silent for 2.5 s"]
+        assert 0.8 * QUIET < time.monotonic() - start < QUIET + 0.5
+        assert engines.events == [f"the engine at {endpoint} has been silent for {QUIET} s"]
 
         late = client.generate(prompt="hi", max_tokens=2)  # no engine can receive it
         with pytest.raises(MalformedMessage, match=r"^Generate\.max_tokens must be int"):
@@ -229,16 +229,16 @@ async def test_client_ends_when_another_version_is_at_the_endpoint(endpoint):
 
 
 async def test_client_ends_after_its_retry_time(endpoint):
-    async with Restarts(endpoint, retry=1.5) as engines:
+    async with Restarts(endpoint, retry=0.5) as engines:
         engines.server.shares = {0: 2}
         answer = engines.client.generate(prompt="hi", max_tokens=LENGTH)
         scores = asyncio.create_task(drain(engines.client.score(token_ids=range(2000), full=True)))
         await until(lambda: len(answer.token_ids) == 2)
         await engines.stop()
         start = time.monotonic()
-        line = r"has been silent for 2\.5 s \(none came in its place within 1\.5 s\)$"
+        line = r"has been silent for 0\.5 s \(none came in its place within 0\.5 s\)$"
         assert isinstance(lost := await engines.client.lost(), EngineGone)
-        assert 3.0 < time.monotonic() - start < 6.0
+        assert 0.75 * (QUIET + 0.5) < time.monotonic() - start < QUIET + 0.5 + 2.0
         for pending in (answer.result(), scores, engines.client.stats()):
             with pytest.raises(EngineGone, match=line):
                 await pending
@@ -252,7 +252,7 @@ async def test_client_does_not_wait_for_an_engine_that_was_stopped(endpoint, run
         shutil.rmtree(runtime)
         try:
             assert str(await engines.client.lost()).endswith("(it has ended)")
-            assert time.monotonic() - start < 6.0
+            assert time.monotonic() - start < QUIET + 3.5
         finally:
             runtime.mkdir(mode=0o700)
 
