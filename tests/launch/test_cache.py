@@ -106,6 +106,12 @@ def test_entries_in_use_are_passed_over_and_named() -> None:
     assert selection.in_use == (used,)
 
 
+def test_entries_in_use_do_not_count_as_freed() -> None:
+    used, first, second = entry("used", 10, 9, in_use="engine e1"), entry("a", 20, 5), entry("b", 5, 1)
+    assert select([used, first, second], None, 25).remove == (first,)
+    assert select([used, first, second], None, 10).remove == (first, second)
+
+
 def test_unknown_files_count_and_are_never_selected() -> None:
     unknown = replace(entry("x", 100, 99), kind="unknown")
     known = entry("a", 10, 1)
@@ -171,6 +177,13 @@ def test_costs_are_listed_with_their_model_and_their_use_is_noted(folder: Path) 
     assert (found.kind, found.model, found.format, found.last_use) == ("costs", "olmoe", "int8", 0.0)
     assert cost_cache.find(folder, setting) is not None
     assert path.stat().st_mtime > time.time() - 60
+
+
+def test_each_use_moves_the_time_of_the_last_use(folder: Path) -> None:
+    path = make_file(folder / STORE / "store.bin", 10, 40)
+    note_use(folder / STORE, CacheRecord("store", "/models/mixtral", "int4"))
+    (found,) = (e for e in scan(folder) if e.path == path)
+    assert time.time() - found.last_use < 60
 
 
 def test_dry_run_lists_the_same_and_removes_nothing(folder: Path) -> None:
@@ -287,7 +300,8 @@ async def test_an_engine_keeps_its_files_and_notes_their_use(
     ]
     assert not any(e["in_use"] for e in first)
     for found in first:
-        os.utime(os.path.join(os.path.dirname(found["path"]), RECORD), (0, 0))
+        # Not 0, which stands for a folder without a record: its last use is when the file was written.
+        os.utime(os.path.join(os.path.dirname(found["path"]), RECORD), (DAY, DAY))
     async with start_engine(config):
         found = run_json("--prune", "--to", "0")
         assert sorted(kinds(found["kept_in_use"])) == ["backbone", "store"]

@@ -21,6 +21,7 @@ from pipeline.engine.driver import LayerDecision
 from pipeline.engine.engine import Engine
 from pipeline.errors import PlanError, ShardFailed
 from pipeline.experts.fetch_link import DEMANDED, PLACED, PREDICTED
+from pipeline.policies.prefetch_meter import LEAST
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Ahead, Gated, Plan, Policy, PolicyRequest, Routing, Signals, Target, View
 from shm.store import Store
@@ -253,6 +254,20 @@ def test_predictions_that_are_not_used_are_switched_off(scene) -> None:
     assert not engine.driver.prefetch.on
     assert "0 were used" in engine.driver.prefetch.status
     assert policy.asked.count(False) == 1
+
+
+def test_predictions_during_a_prompt_are_not_judged(scene) -> None:
+    engine, _, kv = scene
+    new = prefilled(engine, kv, capacity=250)
+    policy = Wasteful()
+    engine.set_policy(policy, None)
+    before = engine.counters.snapshot()["prefill"]["wasted_tiles"]
+    for _ in range(200):
+        engine.step([StepInput(TokenSpan(new.kv, [TOKEN]), "none")], "prefill")
+    engine.memory.wait_idle()
+    assert engine.counters.snapshot()["prefill"]["wasted_tiles"] - before > 2 * LEAST
+    assert all(policy.asked)
+    assert engine.driver.prefetch.on
 
 
 def test_meter_of_a_new_policy_ignores_earlier_predictions(scene) -> None:

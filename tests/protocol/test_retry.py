@@ -324,6 +324,20 @@ async def test_client_that_is_dropped_repeatedly_does_not_reconnect(endpoint):
         assert client.strays == 0
 
 
+async def test_drops_that_are_long_ago_do_not_count(endpoint, monkeypatch):
+    monkeypatch.setattr("protocol.link.MAX_DROPS", 1)
+    monkeypatch.setattr("protocol.link.DROPS_SECONDS", 0.0)
+    async with both(endpoint, retry=20.0) as (server, client):
+        for _ in range(2):
+            answer = client.generate(prompt="slow", max_tokens=8)
+            await until(lambda a=answer: len(a.token_ids) >= 2)
+            for job in server.jobs.values():
+                job.cancel()
+            server.jobs.clear()
+            server.clients.clear()
+            assert (await answer.result()).tokens == tuple(range(100, 108))
+
+
 async def test_reconnections_leave_no_descriptor_and_no_task(endpoint):
     def files():
         return len(os.listdir("/proc/self/fd"))

@@ -6,16 +6,20 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import pytest
 from child_harness import SHAPE, Child, Surroundings, small_store, surroundings
 
 from protocol.messages import AttachSlab, CancelFetch, Failed, Fetch, Fetched, SlabAttached
+from shm.layout import Bytes
 from shm.segment import unlink
 from shm.slab import Slab
 from shm.store import Store, store_name
+from workers.child_endpoint import ChildEndpoint
 from workers.lifetime import EXIT_PARENT_GONE
+from workers.prefetcher import CopyLoop
 
 SLOTS = 3 * SHAPE.tiles
 UNTOUCHED = 0xAB
@@ -207,6 +211,74 @@ def test_paced_link_takes_as_long_as_its_bandwidth_implies(link: Link) -> None:
     assert all(s >= 7 * TILE_SECONDS for s in seconds)
     assert sum(seconds) <= time.perf_counter() - began
     assert all(link.holds(order) for order in orders)
+
+
+@paced
+def test_paced_link_saves_up_no_bandwidth_while_it_is_idle(link: Link) -> None:
+    for number in range(2):
+        began = time.perf_counter()
+        link.send(Fetch(number, 0, number, 0, tuple(range(8)), 0))
+        link.reports(number)
+        assert time.perf_counter() - began >= 8 * TILE_SECONDS
+        assert link.place.quiet(10 * TILE_SECONDS)
+
+
+class TwoCopies:
+    """A copier with two copies under way, as over a GPU's link, of which none is complete before `finish`."""
+
+    depth = 2
+    notes: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        self.started = self.finished = 0
+
+    def start(self, tile: Bytes, slot: int) -> None:
+        self.started += 1
+        assert self.started - self.finished <= self.depth
+
+    def finish(self) -> None:
+        assert self.finished < self.started
+        self.finished += 1
+
+    def close(self) -> None:
+        assert self.finished == self.started
+
+
+class Coordinator:
+    """The endpoint of a prefetcher in this thread: sends one order, cancels it once `cancel_at` of its tiles
+    have landed, and stops the prefetcher when it waits for messages."""
+
+    incarnation = 0
+
+    def __init__(self, order: Fetch, copier: TwoCopies, cancel_at: int | None) -> None:
+        self.stopped = False
+        self.reports: list[Fetched] = []
+        self._copier, self._cancel_at = copier, cancel_at
+        self._inbox: list[object] = [order]
+
+    def receive(self, wait: bool) -> list[object]:
+        messages, self._inbox = self._inbox, []
+        self.stopped = wait and not messages
+        return messages
+
+    def send(self, report: Fetched) -> None:
+        self.reports.append(report)
+        assert report.landed == self._copier.finished
+        assert report.final == (self._copier.started == self._copier.finished)
+        if report.landed == self._cancel_at and not report.final:
+            self._inbox.append(CancelFetch(report.id))
+
+
+@pytest.mark.parametrize("cancel_at", [None, 1, 4])
+def test_order_with_a_copy_under_way_is_not_final(fingerprint: str, cancel_at: int | None) -> None:
+    copier = TwoCopies()
+    coordinator = Coordinator(Fetch(1, 0, 0, 0, tuple(range(6)), 0), copier, cancel_at)
+    with Store.attach(store_name(fingerprint)) as store:
+        loop = CopyLoop(cast(ChildEndpoint, coordinator), store, None, lambda: None)
+        loop.attach(copier)
+        loop.run()
+    assert [report.final for report in coordinator.reports].count(True) == 1
+    assert copier.started == (6 if cancel_at is None else cancel_at + 1)
 
 
 def test_malformed_and_foreign_messages_are_dropped(link: Link) -> None:
