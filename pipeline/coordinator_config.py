@@ -18,7 +18,7 @@ class WorkerCores:
     nodes: int = 1
 
     @classmethod
-    def alike(cls, number: int) -> WorkerCores:
+    def equal(cls, number: int) -> WorkerCores:
         return cls((1,) * number)
 
     def __len__(self) -> int:

@@ -32,7 +32,7 @@ from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from pipeline.replay.machine import Replay
-from pipeline.replay.overview import look_over
+from pipeline.replay.overview import summarize
 from pipeline.traces.header import Header
 from pipeline.traces.reader import Trace
 
@@ -47,7 +47,7 @@ async def replay(options: Options, interrupts: Interrupts) -> int:
     header, shape = trace.header, trace.header.shape
     costs, costs_of = _costs(header, config.costs)
     costs = costs.for_tiles(shape.tiles)
-    overview = look_over(trace)
+    overview = summarize(trace)
     share = DEFAULT_CACHE if config.expert_cache is None else config.expert_cache
     capacity = cache_tiles(share, shape.layers * shape.experts * shape.tiles)
     calibration = _calibration(header, overview.first)

@@ -97,7 +97,7 @@ class TensorExecutor:
             self._outputs.append(self.memory.compute(self._device_work, self.kernel, self._x, self.clock))
         host = [(split.host, self._ticket)]
         if missing := self._device_work.missing:  # the prefetcher is down: the workers compute them
-            late = split.handed_over(missing)
+            late = split.host_share_of(missing)
             host.append((late, self._submit(layer, late, self._x_host)))
         for share, ticket in host:
             if ticket.shards:

@@ -21,7 +21,7 @@ from shm.store import Store
 from workers.host_experts import HostExperts
 from workers.kernels.native import Team
 
-ONE_WORKER = WorkerCores.alike(1)
+ONE_WORKER = WorkerCores.equal(1)
 
 
 @dataclass

@@ -56,7 +56,7 @@ class Split:
     host: HostShare
     device: list[DeviceExpert]  # experts ascending
 
-    def handed_over(self, missing: Iterable[Missing]) -> HostShare:
+    def host_share_of(self, missing: Iterable[Missing]) -> HostShare:
         """The host's share of device tiles that cannot be fetched."""
         shares = {share.expert: share for share in self.device}
         items = sorted(missing, key=lambda item: (item.expert, item.lo))

@@ -96,7 +96,7 @@ class Daop(Policy):
 
     def plan(self, layer: int, routing: Routing, view: View) -> Plan:
         if layer == 0:  # not predicted, so every step plans it
-            self._note_live(view)
+            self._track_sequences(view)
         cut = np.minimum(view.residency[layer], view.target[layer])
         if view.phase == "decode":
             return Plan(cut)
@@ -125,7 +125,7 @@ class Daop(Policy):
     def _predicts(self, layer: int, view: View) -> bool:
         return self._predict and view.phase == "decode" and self._first_layer <= layer < view.shape.layers
 
-    def _note_live(self, view: View) -> None:
+    def _track_sequences(self, view: View) -> None:
         """Note the sequences of this step's rows, and drop those without a row for LIVE_STEPS."""
         for sequence in view.sequences or (0,):
             self._seen[sequence] = view.step

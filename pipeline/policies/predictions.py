@@ -50,7 +50,7 @@ def _needed(layer: int, logits: FloatArray, view: View, apply_gate: ApplyGate) -
     return _not_kept(layer, by_probability(apply_gate(layer, routing)), view)
 
 
-class Nothing(Prediction):
+class NoPrediction(Prediction):
     """No prediction."""
 
     name: ClassVar[str] = "none"

@@ -2,14 +2,14 @@
 later.
 
 A wrongly predicted tile takes the memory's and the link's time from demanded tiles. So over a window of
-steps, at least PAYS of the prefetched tiles that landed must have been used before they were evicted.
+steps, at least USEFUL_SHARE of the prefetched tiles that landed must have been used before they were evicted.
 """
 
 from __future__ import annotations
 
 WINDOW = 16  # steps after which predictions are judged
 LEAST = 64  # tiles that must have landed for a judgement
-PAYS = 0.5  # share of them that must have been of use
+USEFUL_SHARE = 0.5  # of those tiles, that must have been used
 PAUSE, LONGEST_PAUSE = 256, 8192  # steps until the next trial, doubled after each trial that fails
 
 
@@ -38,7 +38,7 @@ class PrefetchMeter:
         arrived, used = landed - self._landed, useful - self._useful
         if self._steps < WINDOW or arrived < LEAST:  # too few to judge: the window continues
             return False
-        self.on = used >= PAYS * arrived
+        self.on = used >= USEFUL_SHARE * arrived
         if self.on:
             self._pause, self.status = PAUSE, ""
         else:

@@ -31,7 +31,7 @@ PARTS: dict[str, dict[str, type[Part]]] = {
     ),
     "gate": _named(*gates.GATES),
     "prediction": _named(
-        predictions.Nothing, predictions.NextGate, predictions.Residual, predictions.Lookahead
+        predictions.NoPrediction, predictions.NextGate, predictions.Residual, predictions.Lookahead
     ),
     "assignment": _named(*assignments.ASSIGNMENTS),
     "replacement": _named(replacements.Keep, replacements.Lru, replacements.Workload, replacements.Score),
@@ -187,7 +187,7 @@ def clash(parts: Parts) -> str:
     one."""
     placement, prediction = parts.placement.name, parts.prediction.name
     assignment, replacement = parts.assignment.name, parts.replacement.name
-    predicts, fills = not isinstance(parts.prediction, predictions.Nothing), parts.replacement.fills
+    predicts, fills = not isinstance(parts.prediction, predictions.NoPrediction), parts.replacement.fills
     empty = isinstance(parts.placement, placements.Empty)
     if not parts.assignment.uses_device:
         for role, part, idle in (

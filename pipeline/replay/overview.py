@@ -23,7 +23,7 @@ class Overview:
     cut_short: bool  # the file ends within a step
 
 
-def look_over(trace: Trace) -> Overview:
+def summarize(trace: Trace) -> Overview:
     """Read the whole trace once. Raises TraceError for a damaged one, for one without any step, and for one
     with a layer that was predicted without running its own router: another policy would need its logits."""
     shape = trace.header.shape

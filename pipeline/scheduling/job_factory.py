@@ -103,7 +103,7 @@ class JobFactory:
 
     def _check_length(self, tokenizer: Tokenizer, characters: int) -> None:
         """Refuse a text far beyond the context before it is encoded, which would delay every request."""
-        least = tokenizer.at_least(characters)
+        least = tokenizer.min_tokens(characters)
         if least > self.context:
             raise RequestError(
                 f"the prompt has {characters} characters, at least {least} tokens, the context is"

@@ -100,7 +100,7 @@ class Tokenizer:
         ids: list[int] = self._tokenizer.encode(_valid(text), verbose=False)
         return ids
 
-    def at_least(self, characters: int) -> int:
+    def min_tokens(self, characters: int) -> int:
         """A lower bound on the tokens of a text with this many characters, without encoding it; 0 where
         encoding takes no time."""
         if characters <= QUICK:

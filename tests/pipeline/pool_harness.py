@@ -103,7 +103,7 @@ class PoolHarness:
 
     def start(self, workers: int, warm: bool = True, limits: SilenceLimits | None = None) -> list[Worker]:
         """A pool with all its workers; with `warm` all of them are up."""
-        self.pool = WorkerPool(self.socket, self.control, WorkerCores.alike(workers), HIDDEN, limits)
+        self.pool = WorkerPool(self.socket, self.control, WorkerCores.equal(workers), HIDDEN, limits)
         started = [self.worker(index) for index in range(workers)]
         self.pool.wait_ready(LIMIT)
         for worker in started if warm else ():

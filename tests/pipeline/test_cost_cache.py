@@ -129,7 +129,7 @@ def test_second_start_does_not_measure_again(
                 fingerprint="a" * 64,
                 model=tiny_model,
                 cache=cache,
-                workers=WorkerCores.alike(1),
+                workers=WorkerCores.equal(1),
                 prefetcher="process",
                 slab=True,
                 options=config,

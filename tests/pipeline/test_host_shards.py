@@ -58,7 +58,7 @@ def cost(share: HostShare, tiles: list[tuple[int, int]]) -> int:
 @settings(max_examples=150, deadline=None)
 @given(host_shares(), st.integers(1, 9))
 def test_decode_cuts_the_tiles_in_order_into_consecutive_shards_of_equal_cost(share, workers) -> None:
-    shards = divide_into_shards(share, WorkerCores.alike(workers), "decode", ROWS)
+    shards = divide_into_shards(share, WorkerCores.equal(workers), "decode", ROWS)
     assert len(shards) <= workers
     assert all(len(shard.items) for shard in shards)
     assert [tile for shard in shards for tile in tiles_of(shard)] == all_tiles(share)
@@ -73,7 +73,7 @@ def test_decode_cuts_the_tiles_in_order_into_consecutive_shards_of_equal_cost(sh
 @settings(max_examples=150, deadline=None)
 @given(host_shares(), st.integers(1, 9))
 def test_prefill_assigns_whole_experts(share, workers) -> None:
-    shards = divide_into_shards(share, WorkerCores.alike(workers), "prefill", ROWS)
+    shards = divide_into_shards(share, WorkerCores.equal(workers), "prefill", ROWS)
     assert len(shards) == min(workers, len(share.experts))  # no worker idles while another has two
     items = sorted(item for shard in shards for item in map(tuple, shard.items.tolist()))
     given = zip(share.experts.tolist(), share.lo.tolist(), share.hi.tolist(), strict=True)
@@ -135,7 +135,7 @@ def test_prefill_gives_a_wide_worker_the_expensive_experts() -> None:
 def test_equally_wide_workers_get_the_same_shards_as_workers_of_one_core(
     share, workers, cores, phase
 ) -> None:
-    narrow = divide_into_shards(share, WorkerCores.alike(workers), phase, ROWS)
+    narrow = divide_into_shards(share, WorkerCores.equal(workers), phase, ROWS)
     wide = divide_into_shards(share, WorkerCores((cores,) * workers), phase, ROWS)
     assert [shard.items.tolist() for shard in wide] == [shard.items.tolist() for shard in narrow]
 
@@ -228,4 +228,4 @@ def test_same_share_gives_the_same_shards_in_the_wires_types(share, workers, pha
 def test_empty_share_has_no_shards(phase) -> None:
     nothing = np.zeros(0, np.int32)
     share = HostShare(nothing, nothing, nothing, [], [])
-    assert divide_into_shards(share, WorkerCores.alike(3), phase, ROWS) == []
+    assert divide_into_shards(share, WorkerCores.equal(3), phase, ROWS) == []

@@ -208,7 +208,7 @@ def test_many_rows_and_the_first_answer_may_take_longer(harness: PoolHarness) ->
 
 
 def test_missing_workers_are_lost_after_the_limit(harness: PoolHarness) -> None:
-    harness.pool = WorkerPool(harness.socket, harness.control, WorkerCores.alike(2), HIDDEN)
+    harness.pool = WorkerPool(harness.socket, harness.control, WorkerCores.equal(2), HIDDEN)
     harness.worker(1)
     with pytest.raises(PeerLost, match="1 of 2 workers were ready"):
         harness.pool.wait_ready(0.3)

@@ -66,7 +66,7 @@ def engine_in_threads(
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
-        pool = WorkerPool(socket, control, WorkerCores.alike(1), store.layout.shape.hidden)
+        pool = WorkerPool(socket, control, WorkerCores.equal(1), store.layout.shape.hidden)
         pool.wait_ready(LIMIT)
         memory = DeviceMemory(parts.mover(capacity=capacity, staging=4), parts.slab)
         spec = model_spec(source.config)

@@ -25,7 +25,7 @@ Problem = tuple[list[float], list[float], list[int], int]
 @st.composite
 def problems(draw: st.DrawFn, most: int = 8, ample: bool = False) -> Problem:
     """Seconds on the device and on the host, tiles needed, free tiles. Few different numbers, so that experts
-    are often alike."""
+    are often equal."""
     count = draw(st.integers(1, most))
     some = st.lists(st.sampled_from([1.0, 2.0, 3.5, 7.0]) | st.floats(0.1, 9), min_size=count, max_size=count)
     need = draw(st.lists(st.sampled_from([0, 4, 4, 2]), min_size=count, max_size=count))

@@ -17,7 +17,7 @@ from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from pipeline.replay.machine import Replay
-from pipeline.replay.overview import look_over
+from pipeline.replay.overview import summarize
 from pipeline.traces.reader import Trace
 
 pytestmark = pytest.mark.timeout(300)  # an engine starts, on a machine that may be busy
@@ -94,7 +94,7 @@ def test_recorded_predictions_are_of_the_next_layers(recorded: tuple[Path, list[
 def test_replay_counts_the_engines_hits(recorded: tuple[Path, list[int]]) -> None:
     """on-demand's cache follows from the routing alone."""
     trace = Trace(recorded[0])
-    overview = look_over(trace)
+    overview = summarize(trace)
     shape = trace.header.shape
     stats = json.loads(recorded[0].with_name("stats.json").read_text())
     costs = Costs((1,), (1.0,), (1.0,), 1.0, 1.0)
