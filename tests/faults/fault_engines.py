@@ -11,12 +11,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.marked_engine import Place
 from launch.processes.supervisor import Supervisor
-from launch.runtime import segments
+from launch.runtime import segments, sweep
 from pipeline.config import EngineConfig
 from protocol.client import Client
 from protocol.messages import Token
-from protocol.sockets import Identity
+from protocol.sockets import Identity, runtime_root
+from shm.disk_cache import sweep_cache
+from shm.locks import sweep as sweep_stores
 
 LIMIT = 60.0  # seconds for any expected event
 PROMPT = list(range(5, 25))
@@ -143,3 +146,10 @@ class State:
 
     def _slots(self) -> list[tuple[str, int]]:
         return sorted((child.role, child.index) for child in self.supervisor.pids)
+
+
+def sweep_all(place: Place) -> None:
+    """Sweep as a start does first."""
+    sweep()
+    sweep_stores(runtime_root())
+    sweep_cache(place.cache / "tandem")

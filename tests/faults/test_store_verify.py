@@ -5,47 +5,30 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from benchmarks.marked_engine import ROOT, Engine, Place
-from launch.runtime import sweep
-from protocol.sockets import runtime_root
-from shm.locks import sweep as sweep_stores
 from shm.segment import unlink
 from shm.store import store_name
 
 LIMIT = 100.0
+OPTIONS = ("--workers", "1")
 
 
 @pytest.fixture
-def place(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    with tempfile.TemporaryDirectory(prefix="tk-", dir="/tmp") as folder:
-        place = Place(Path(folder), tiny_model, ("--workers", "1"))
-        monkeypatch.setenv("XDG_RUNTIME_DIR", str(place.runtime))
-        monkeypatch.setenv("XDG_CACHE_HOME", str(place.cache))
-        yield place
-        sweep()
-        sweep_stores(runtime_root())
-        unlink(store_name(place.key))
+def place(place: Place) -> Iterator[Place]:
+    yield place
+    unlink(store_name(place.key))
 
 
 def generate(place: Place, *words: str) -> tuple[int, list[str]]:
     """Exit code and lines of stderr."""
     command = "generate --prompt-tokens 5 --max-tokens 1 --device cpu".split()
     done = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "launch.py"),
-            *command,
-            *place.options,
-            "--model",
-            str(place.model),
-            *words,
-        ],
+        [sys.executable, str(ROOT / "launch.py"), *command, *OPTIONS, "--model", str(place.model), *words],
         capture_output=True,
         text=True,
         timeout=LIMIT,

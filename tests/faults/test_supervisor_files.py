@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
-import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,24 +12,17 @@ import psutil
 import pytest
 
 from benchmarks.marked_engine import Engine, Place
-from launch.runtime import sweep
-from protocol.sockets import runtime_root
 from shm.locks import build_folder
-from shm.locks import sweep as sweep_stores
 from shm.store import store_name
 
 SHM = Path("/dev/shm")
+OPTIONS = ("--workers", "2", "--policy", "on-demand")
 
 
 @pytest.fixture
-def place(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    with tempfile.TemporaryDirectory(prefix="tk-", dir="/tmp") as folder:
-        place = Place(Path(folder), tiny_model, ("--workers", "2", "--policy", "on-demand"))
-        place.cache.rmdir()  # for the engine to make
-        monkeypatch.setenv("XDG_RUNTIME_DIR", str(place.runtime))
-        yield place
-        sweep()
-        sweep_stores(runtime_root())
+def place(place: Place) -> Place:
+    place.cache.rmdir()  # for the engine to make
+    return place
 
 
 @dataclass(frozen=True)

@@ -6,46 +6,23 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import tempfile
 import time
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
+from fault_engines import sweep_all
 from waiting import wait_until
 
 from benchmarks.marked_engine import LIMIT, Engine, Place
 from benchmarks.supervisor_kills import GONE_LIMIT
-from launch.runtime import sweep
-from protocol.sockets import runtime_root
-from shm.disk_cache import sweep_cache
-from shm.locks import sweep as sweep_stores
 
 # What these leave half built, any engine's start may sweep; and they measure.
 pytestmark = [pytest.mark.timeout(200), pytest.mark.alone]
 
+OPTIONS = ("--workers", "2", "--policy", "on-demand")  # with a prefetcher and a slab
 SEED = 4
 MOMENTS = 4  # between them 0.05 and 4 s after the start: a start takes two or three on an idle machine
 STARTED = (2,)  # after this kill the next engine is really started
-
-
-@pytest.fixture
-def place(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    """With a prefetcher and a segment for the device's memory; nothing is cached yet."""
-    folder = Path(tempfile.mkdtemp(prefix="tk-", dir="/tmp"))  # short: socket paths are
-    place = Place(folder, tiny_model, ("--workers", "2", "--policy", "on-demand"))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place.runtime))  # for the sweeps
-    yield place
-    sweep_all(place)  # also after a failure
-    shutil.rmtree(folder)
-
-
-def sweep_all(place: Place) -> None:
-    """Sweep as a start does first."""
-    sweep()
-    sweep_stores(runtime_root())
-    sweep_cache(place.cache / "tandem")
 
 
 def test_children_exit_with_the_supervisor_and_the_next_start_removes_files(place: Place) -> None:

@@ -9,37 +9,23 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import psutil
 import pytest
 from waiting import wait_until
 
 from benchmarks.marked_engine import MARK, ROOT, Engine, Place, marked
-from launch.runtime import sweep
-from protocol.sockets import runtime_root
-from shm.locks import sweep as sweep_stores
 
 pytestmark = pytest.mark.timeout(150)
 
 LIMIT = 60.0  # seconds for a start, on a machine that may be busy
 SOON = 30.0  # seconds for an orderly end, on such a machine
+OPTIONS = ("--workers", "2", "--chunk", "32")
 TERMINAL = shutil.which("setsid")
-
-
-@pytest.fixture
-def place(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    with tempfile.TemporaryDirectory(prefix="tk-", dir="/tmp") as folder:
-        place = Place(Path(folder), tiny_model, ("--workers", "2", "--chunk", "32"))
-        monkeypatch.setenv("XDG_RUNTIME_DIR", str(place.runtime))
-        yield place
-        sweep()
-        sweep_stores(runtime_root())
 
 
 @pytest.mark.parametrize("child", ["loader", "coordinator"])
