@@ -72,7 +72,8 @@ class State:
 
     def __init__(self, supervisor: Supervisor, client: Client) -> None:
         self.supervisor, self.client = supervisor, client
-        self._processes = self._slots()
+        # The loader, which has done its work, may still be exiting.
+        self._processes = [slot for slot in self._slots() if slot[0] != "loader"]
         self._segments = self.segments()
 
     def pid(self, role: str, index: int = 0) -> int:

@@ -127,6 +127,29 @@ async def test_early_exits_in_a_row_stop_the_engine_with_one_line(start_engine, 
     assert seen[0].segments() == []
 
 
+async def test_restarted_coordinator_that_exits_early_stops_an_engine_that_ran_long(
+    start_engine, tiny_model
+) -> None:
+    """Early is counted from the latest restart, not from the engine's first start."""
+    limits = Limits(early=2.0, coordinator_exits=2)
+    killed = []
+
+    async def scene() -> None:
+        async with start_engine(config(tiny_model), limits) as (supervisor, client):
+            state = State(supervisor, client)
+            await asyncio.sleep(limits.early)
+            killed.append(await state.kill_next("coordinator", 0, -1))
+            async with Client.connect(supervisor.endpoint, timeout=RESTARTED):
+                killed.append(await state.kill_next("coordinator", 0, killed[-1]))
+            await state.kill_next("coordinator", 0, killed[-1])  # if it is restarted
+            killed.append(-1)
+            await asyncio.sleep(LIMIT)
+
+    with pytest.raises(EngineFailed, match=r"^the coordinator was killed by SIGKILL, the 2th time in a row"):
+        await scene()
+    assert killed == [0, 1]
+
+
 async def test_worker_that_cannot_start_stops_the_engine_with_one_line(start_engine, tiny_model) -> None:
     """A restarted worker finds its segment removed. Meanwhile the other worker computes."""
     seen = []

@@ -18,6 +18,7 @@ from work_cases import GOOD, Item, expected, make_work
 
 from protocol.codec import encode
 from protocol.messages import VERSION, Abandon, CancelFetch, Failed, Partial, Work, WorkFailed
+from shm.control import IDLE
 from workers.lifetime import EXIT_PARENT_GONE
 
 pytestmark = pytest.mark.timeout(300)  # importing torch takes long where many others compute
@@ -190,6 +191,13 @@ def test_an_abandoned_work_is_skipped(pool: Pool) -> None:
         pool.place.send(pool.slowed, message)
     assert [pool.place.expect(Partial).seq for _ in range(3)] == [1, 3, 4]
     assert pool.place.quiet()
+
+
+def test_worker_is_idle_in_the_control_segment_once_it_has_answered(pool: Pool) -> None:
+    """Or the exit of an idle worker would be put down to the Work before."""
+    for index, child in enumerate((*pool.workers, pool.slowed)):
+        pool.do(child, make_work(50 + index, 0, [(1, 0, SHAPE.tiles, [0])], rows=1))
+        assert pool.place.progress.line("worker", index).seq == IDLE
 
 
 def test_host_slowdown_lengthens_busy_and_the_answer(pool: Pool) -> None:
