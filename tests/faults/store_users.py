@@ -2,8 +2,9 @@
 
     python store_users.py FINGERPRINT USERS SEED ROOT...
 
-Prints one JSON object: the number of users by their end, among them `lost`: the leased store was removed or
-replaced. It is a separate process, because it forks.
+More than USERS are started, at most MOST times as many, until more than a fifth of USERS are done and as many
+are killed. Prints one JSON object: the number of users by their end, among them `lost`: the leased store was
+removed or replaced. It is a separate process, because it forks.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from shm.manifest import StoreManifest
 from shm.store import Store, StoreBuilder, store_name
 
 AT_ONCE = 4
+MOST = 5
 TRIES = 10  # the last user of a store may remove it between two steps of a start
 DONE, LOST, NO_STORE, BROKEN = 0, 10, 11, 12  # exit codes of a user
 SHAPE = ExpertShape(2, 3, 48, 100, 16)
@@ -90,8 +92,14 @@ def main() -> None:
     names = {DONE: "done", LOST: "lost", NO_STORE: "no_store", BROKEN: "broken", -signal.SIGKILL: "killed"}
     running: dict[int, float] = {}  # process id -> time at which it is killed
     started = 0
-    while started < int(users) or running:
-        while started < int(users) and len(running) < AT_ONCE:
+
+    def enough() -> bool:
+        """How many users are killed before they are done depends on the machine's pace."""
+        of_each = min(ends["done"], ends["killed"])
+        return started >= int(users) and (of_each > int(users) // 5 or started >= MOST * int(users))
+
+    while running or not enough():
+        while not enough() and len(running) < AT_ONCE:
             pid = fork_user(fingerprint, Path(chance.choice(roots)), chance.randrange(1 << 32))
             killed = chance.random() < 0.5
             running[pid] = time.monotonic() + (chance.uniform(0, 0.08) if killed else 1e9)
