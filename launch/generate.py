@@ -43,7 +43,7 @@ async def generate(options: Options, interrupts: Interrupts) -> int:
             raise
         _finish(answer, tokens, client, as_json)
         if answer.done is not None and answer.done.reason == "cancelled":  # by the engine
-            raise AnswerLost("the engine gave up this answer; it is shutting down")
+            raise AnswerLost("the engine cancelled this answer; it is shutting down")
     return 0
 
 

@@ -68,20 +68,20 @@ class CutOff:
         self._victims: set[Identity] = set()
 
     async def __aenter__(self) -> None:
-        self._look()
+        self._update()
         assert self._victims
-        self._task = asyncio.create_task(self._go_on())
+        self._task = asyncio.create_task(self._watch())
 
     async def __aexit__(self, *_: object) -> None:
         self._task.cancel()
         await asyncio.wait([self._task])
 
-    async def _go_on(self) -> None:
+    async def _watch(self) -> None:
         while True:
-            self._look()
+            self._update()
             await asyncio.sleep(0.003)
 
-    def _look(self) -> None:
+    def _update(self) -> None:
         running = {child: pid for child, pid in self._supervisor.pids.items() if child.role == "worker"}
         if self._victims:
             if self._victims.isdisjoint(running):

@@ -285,7 +285,7 @@ def test_answer_cancelled_by_the_engine_is_one_line_and_exit_1(arguments: list[s
         assert "emulation: host slowed by 50" in engine.stderr
     for code, _, err in ends:
         assert code == 1
-        assert err.startswith("launch.py: the engine gave ")
+        assert err.startswith("launch.py: the engine cancelled this ")
         assert err.count("\n") == 1
     assert list(tmp_path.iterdir()) == [ids]
 
