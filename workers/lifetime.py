@@ -3,9 +3,9 @@
 The parent starts `python -m workers.child MODULE --lifeline FD` and keeps the pipe's other end open. The
 child reads its configuration from the pipe (4 bytes length, big endian, then a msgpack map) and then watches
 it: end of file means that the parent has exited, for whatever reason, and the child exits at once. The
-configuration may come long after the start: meanwhile the child imports its module. The kernel's parent-death
-signal usually acts a little earlier. Children ignore SIGINT: a Ctrl-C in the terminal reaches them too, and
-the supervisor stops them in order.
+configuration may come long after the start: meanwhile the child imports its module. The kernel's PDEATHSIG
+usually acts a little earlier. Children ignore SIGINT: a Ctrl-C in the terminal reaches them too, and the
+supervisor stops them in order.
 """
 
 from __future__ import annotations

@@ -125,10 +125,10 @@ class Child:
 
 
 async def spawn(identity: Identity, threads: int, key: bytes) -> Child:
-    """Start a child from the calling thread, which must run as long as the engine does: the kernel ties the
-    parent-death signal to it. The child imports its modules and waits for its configuration. `key`: the
-    engine's, which proves its identity; `threads` bounds the threads of numerical libraries. Raises
-    StartFailed where the system refuses another process."""
+    """Start a child from the calling thread, which must run as long as the engine does: the kernel ties
+    PDEATHSIG to it. The child imports its modules and waits for its configuration. `key`: the engine's, which
+    proves its identity; `threads` bounds the threads of numerical libraries. Raises StartFailed where the
+    system refuses another process."""
     for_child, lifeline = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(
