@@ -7,14 +7,19 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import torch
 from child_messages import PRINT
-from mover_parts import child_endpoint, child_socket, control_segment
+from mover_parts import attached_again, child_endpoint, child_socket, control_segment
 from pool_harness import PoolHarness
+from thread_engine import engine_in_threads
 
 from launch.processes.supervisor import Supervisor
+from pipeline.backbone.kv_cache import KVCache
 from pipeline.config import EngineConfig
+from pipeline.engine.engine import Engine
 from pipeline.experts.peers import ExitEvents
 from protocol.client import Client
+from shm.store import Store
 
 # Tiles of 32 channels: 3 an expert, 24 in all. Four sequences of the whole context (256) fill the KV cache.
 CONFIG = EngineConfig(
@@ -82,3 +87,16 @@ def harness(runtime: Path, exits: ExitEvents, reports: list[object]) -> Iterator
         yield harness
         for worker in harness.running:
             worker.endpoint.close()
+
+
+@pytest.fixture(scope="module")
+def scene(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Engine, Store, KVCache]]:
+    """An engine in threads of this process, its store and a KV cache."""
+    with (
+        engine_in_threads(tiny_model, tmp_path_factory.mktemp("threads")) as (engine, _),
+        attached_again("thread_engine") as store,
+    ):
+        kv = KVCache(engine.backbone.spec, torch.float32, torch.device("cpu"), 1024)
+        yield engine, store, kv

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 from mover_parts import (
     LIMIT,
@@ -18,7 +19,10 @@ from mover_parts import (
     random_store,
 )
 
+from pipeline.arrays import IntArray
 from pipeline.backbone.backbone import Backbone
+from pipeline.backbone.batch import StepInput, TokenSpan
+from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.open import open_model
 from pipeline.coordinator_config import WorkerCores
@@ -26,12 +30,16 @@ from pipeline.engine.engine import Engine
 from pipeline.experts.device_share import DeviceMemory
 from pipeline.experts.worker_pool import WorkerPool
 from pipeline.models.registry import expert_shape, model_spec
+from pipeline.policies.presets import make_policy
+from pipeline.policies.view import Plan, Policy, PolicyRequest, Routing, View
 from protocol.messages import Shutdown
 from shm.layout import format_named
 from shm.store import Store
 from workers.expert_worker import serve
 
 CONTEXT = 256
+PROMPT = [5, 6, 7, 8, 9]
+TOKEN = 11
 
 
 def unlimited(folder: Path, store: Store, slots: int) -> AbstractContextManager[MoverParts]:
@@ -80,3 +88,30 @@ def engine_in_threads(
             thread.join(LIMIT)
             assert not thread.is_alive()
             torch.set_num_threads(torch_threads)
+
+
+class Placed(Policy):
+    """Places whole experts of layer 1, and has the host compute everything."""
+
+    experts: tuple[int, ...] = ()
+
+    def placement(self, view: View) -> IntArray:
+        target = np.zeros((view.shape.layers, view.shape.experts), np.int32)
+        target[1, list(self.experts)] = view.shape.tiles
+        return target
+
+    def plan(self, layer: int, routing: Routing, view: View) -> Plan:
+        return Plan(np.zeros(view.shape.experts, np.int32))
+
+
+def prefilled(engine: Engine, kv: KVCache, capacity: int = 16) -> TokenSpan:
+    """A sequence with TOKEN as its next token."""
+    engine.set_policy(make_policy(PolicyRequest("all-host"), 0), None)
+    sequence = kv.allocate(capacity)
+    engine.step([StepInput(TokenSpan(sequence, PROMPT), "none")], "prefill")
+    return TokenSpan(sequence, [TOKEN])
+
+
+def decode(engine: Engine, after: TokenSpan, token: int = TOKEN) -> None:
+    """One more token of a sequence."""
+    engine.step([StepInput(TokenSpan(after.kv, [token]), "none")], "decode")

@@ -1,0 +1,165 @@
+"""What the engine orders for predictions: when, in which order, and how it is counted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from thread_engine import Placed, decode, prefilled
+
+from pipeline.backbone.batch import StepInput
+from pipeline.engine.engine import Engine
+from pipeline.errors import PlanError
+from pipeline.experts.fetch_link import DEMANDED, PLACED, PREDICTED
+from pipeline.policies.presets import make_policy
+from pipeline.policies.view import Gated, Plan, PolicyRequest, Routing, Signals, Target, View
+
+
+class OneTarget(Placed):
+    """Predicts expert 2 of layer 1 while layer 0 is computed; the device computes all experts."""
+
+    name = "one-target"
+
+    def plan(self, layer: int, routing: Routing, view: View) -> Plan:
+        return Plan(np.full(view.shape.experts, view.shape.tiles, np.int32))
+
+    def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> tuple[Target, ...]:
+        return (Target(1, 2, view.shape.tiles),) if layer == 0 else ()
+
+    def after(self, layer: int, routing: Routing, view: View) -> tuple[Target, ...]:
+        return () if layer == 0 else (Target(1, 2, 0),)
+
+
+def test_predicted_tiles_are_fetched_and_counted(scene) -> None:
+    """In each step three tiles are prefetched, or are late; each is used, wasted, or demanded."""
+    engine, _, kv = scene
+    new = prefilled(engine, kv)
+    engine.set_policy(OneTarget(), None)
+    before = engine.counters.snapshot()["decode"]
+    for token in range(20, 30):
+        decode(engine, new, token)
+    engine.memory.wait_idle()
+    after = engine.counters.snapshot()["decode"]
+    kinds = ("predicted", "useful", "wasted")
+    counted = {kind: after[f"{kind}_tiles"] - before[f"{kind}_tiles"] for kind in kinds}
+    assert counted["predicted"] == counted["useful"] + counted["wasted"]
+    late = after["late_tiles"] - before["late_tiles"]
+    assert counted["predicted"] + late > 0
+
+
+class Wasteful(Placed):
+    """Predicts another expert of layer 1 in each step, and has the host compute everything."""
+
+    name = "wasteful"
+
+    def __init__(self) -> None:
+        self.asked: list[bool] = []  # whether prediction was on
+
+    def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> tuple[Target, ...]:
+        if layer:
+            return ()
+        self.asked.append(view.prefetching)
+        before, now = ((view.step + more) % view.shape.experts for more in (-1, 0))
+        return (Target(1, before, 0), Target(1, now, view.shape.tiles)) if view.prefetching else ()
+
+
+def test_predictions_that_are_not_used_are_switched_off(scene) -> None:
+    engine, _, kv = scene
+    new = prefilled(engine, kv, capacity=250)
+    policy = Wasteful()
+    engine.set_policy(policy, None)
+    for _ in range(240):
+        decode(engine, new)
+        if not policy.asked[-1]:
+            break
+    assert not engine.driver.prefetch.on
+    assert "0 were used" in engine.driver.prefetch.status
+    assert policy.asked.count(False) == 1
+
+
+def test_meter_of_a_new_policy_ignores_earlier_predictions(scene) -> None:
+    engine, _, kv = scene
+    new = prefilled(engine, kv, capacity=250)
+    policy = Wasteful()
+    engine.set_policy(policy, None)
+    while engine.driver.prefetch.on:
+        decode(engine, new)
+    brought = int(engine.driver.prefetch.status.partition(": of ")[2].split()[0])
+    assert brought <= 3 * len(policy.asked)
+
+
+class Crowding(Placed):
+    """Keeps two experts of layer 1. In layer 0, which the device computes as a whole, it predicts that
+    another expert replaces one of them."""
+
+    name = "crowding"
+    experts = (0, 1)
+
+    def __init__(self, predicts: tuple[Target, ...]) -> None:
+        self._predicts = predicts
+
+    def plan(self, layer: int, routing: Routing, view: View) -> Plan:
+        return Plan(np.full(view.shape.experts, 0 if layer else view.shape.tiles, np.int32))
+
+    def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> tuple[Target, ...]:
+        return () if layer else self._predicts
+
+
+def recorded_orders(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[int, tuple[int, int, int]]]:
+    """The tiles that are ordered from now on: (urgency, (layer, expert, tile)) of each."""
+    ordered: list[tuple[int, tuple[int, int, int]]] = []
+    link = engine.memory.mover._link
+    order = link.order
+
+    def noted(layer: int, expert: int, lo: int, slots: list[int], urgency: int) -> object:
+        ordered.extend((urgency, (layer, expert, lo + index)) for index in range(len(slots)))
+        return order(layer, expert, lo, slots, urgency)
+
+    monkeypatch.setattr(link, "order", noted)
+    return ordered
+
+
+def test_demanded_tiles_are_ordered_before_predicted_ones(scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six tiles are demanded, four slots are free, and the prediction frees three: they belong to the demand.
+    No tile is ordered twice."""
+    engine, _, kv = scene
+    new = prefilled(engine, kv)
+    (expected,) = engine.step([StepInput(new, "last")], "decode")
+    new = prefilled(engine, kv)
+    engine.set_policy(Crowding((Target(1, 0, 0), Target(1, 2, 3))), None)
+    ordered = recorded_orders(engine, monkeypatch)
+    (logits,) = engine.step([StepInput(new, "last")], "decode")
+    engine.memory.wait_idle()
+    np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-5)
+    assert [urgency for urgency, _ in ordered] == [DEMANDED] * 6 + [PREDICTED] * 3
+    assert {tile[0] for _, tile in ordered[:6]} == {0}
+    assert [tile for _, tile in ordered[6:]] == [(1, 2, 0), (1, 2, 1), (1, 2, 2)]
+    assert len({tile for _, tile in ordered}) == 9
+
+
+def test_tile_below_target_is_not_ordered_beside_its_demand(scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that keeps what it fetches, and a prediction in the same layer: every tile is ordered once."""
+    engine, _, kv = scene
+    new = prefilled(engine, kv, capacity=32)
+    engine.set_policy(make_policy(PolicyRequest("mixtral-offloading"), 0), None)
+    ordered = recorded_orders(engine, monkeypatch)
+    for token in range(20, 40):
+        ordered.clear()
+        decode(engine, new, token)
+        demanded = {tile for urgency, tile in ordered if urgency == DEMANDED}
+        assert not demanded & {tile for urgency, tile in ordered if urgency == PLACED}
+
+
+def test_prediction_must_not_evict_tiles_of_its_own_layer(scene) -> None:
+    engine, _, kv = scene
+    new = prefilled(engine, kv)
+
+    class Evicting(Crowding):
+        def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> tuple[Target, ...]:
+            return (Target(1, 1, 0),) if layer else ()
+
+    engine.set_policy(Evicting(()), None)
+    with pytest.raises(PlanError, match="evicts tiles of a layer that is being computed"):
+        decode(engine, new)
+    prefilled(engine, kv)
