@@ -96,6 +96,12 @@ class RuntimeDir:
         """Keep these folders of the disk cache from being pruned until `remove`."""
         self._write("cache.json", list(fingerprints))
 
+    def remove_slabs(self) -> None:
+        """Remove an exited coordinator's slab, where that is a shared-memory segment."""
+        for path in segments(self.path):
+            if "-slab-" in path.name:
+                path.unlink(missing_ok=True)
+
     def _write(self, name: str, data: object) -> None:
         with atomic_file(self.path / name) as file:
             file.write(json.dumps(data).encode())

@@ -32,7 +32,7 @@ from launch.processes.group import ProcessGroup
 from launch.processes.limits import Limits
 from launch.processes.monitor import ProcessMonitor, ProcessSlot
 from launch.processes.task_guard import TaskGuard
-from launch.runtime import EngineInfo, RuntimeDir, cache_root, segments, sweep
+from launch.runtime import EngineInfo, RuntimeDir, cache_root, sweep
 from launch.terminal.progress import ProgressDisplay
 from pipeline.assets import model_dir
 from pipeline.config import EngineConfig
@@ -197,7 +197,7 @@ class Supervisor:
         progress = ControlSegment.create(self._configs.control_name, count)
         self._files.callback(progress.close)
         self._monitor = monitor = ProcessMonitor(
-            group, self._guard, progress, self._remove_slabs, self._limits
+            group, self._guard, progress, self._configs.runtime.remove_slabs, self._limits
         )
         threads = self._cores.computing
         monitor.add_slot("coordinator", 0, lambda: self._configs.for_coordinator(self._fingerprint), threads)
@@ -273,13 +273,6 @@ class Supervisor:
         self._configs = replace(self._configs, config=config, slab=policy.uses_device)
         self.config = config
         self._publish()
-
-    def _remove_slabs(self) -> None:
-        """Remove an exited coordinator's slab, where that is a shared-memory segment."""
-        assert self._runtime is not None
-        for path in segments(self._runtime.path):
-            if "-slab-" in path.name:
-                path.unlink(missing_ok=True)
 
     # --- stop --------------------------------------------------------------------------------------------
 
