@@ -115,14 +115,19 @@ class RuntimeDir:
         self._lock = -1
 
 
+def _running_dirs() -> Iterator[Path]:
+    """The directories of engines that run or are being started."""
+    for path in _engine_dirs():
+        if (lock := _try_lock(path)) is None:
+            yield path
+        else:
+            os.close(lock)
+
+
 def running_engines() -> list[EngineInfo]:
     """Engines of this user that are ready, by name."""
     found = []
-    for path in _engine_dirs():
-        lock = _try_lock(path)
-        if lock is not None:
-            os.close(lock)
-            continue
+    for path in _running_dirs():
         with suppress(OSError, ValueError, KeyError, TypeError):  # not ready yet, or stopped meanwhile
             found_info = json.loads((path / "engine.json").read_text("utf-8"))
             # another version's may hold more
@@ -134,11 +139,7 @@ def reserved_cache() -> dict[str, str]:
     """Folders of the disk cache that engines of this user use, which run or are being started: fingerprint ->
     name of the engine."""
     reserved: dict[str, str] = {}
-    for path in _engine_dirs():
-        lock = _try_lock(path)
-        if lock is not None:
-            os.close(lock)
-            continue
+    for path in _running_dirs():
         with suppress(OSError, ValueError, TypeError):  # just started, or stopped meanwhile
             folders = json.loads((path / "cache.json").read_text("utf-8"))
             reserved |= {str(folder): path.name for folder in folders}

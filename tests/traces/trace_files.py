@@ -21,9 +21,7 @@ def make_header(shape: ModelShape, depth: int = 3, router: Router | None = None)
     return Header("/models/one", FINGERPRINT, FINGERPRINT, shape, 1000, router, depth)
 
 
-def drawn_step(
-    header: Header, rng: np.random.Generator, number: int, rows: int, phase: Phase, first: bool = False
-) -> TracedStep:
+def drawn_step(header: Header, rng: np.random.Generator, number: int, rows: int, phase: Phase) -> TracedStep:
     """Correlated logits: predictions of later layers are mostly right, and some experts are popular."""
     shape = header.shape
     popular = np.random.default_rng(7).normal(size=(shape.layers, 1, shape.experts))
@@ -37,17 +35,16 @@ def drawn_step(
             halves((own[layer + 1 + ahead] + noise[ahead]).astype(np.float32))
             for ahead in range(header.predictions(layer))
         )
-        last = halves(own[0]) if first and layer == shape.layers - 1 else None
-        layers.append(LayerTrace(routing, routing, False, None, halves(logits), predictions, last))
+        layers.append(LayerTrace(routing, routing, False, None, halves(logits), predictions, None))
     return TracedStep(number, phase, tuple(range(rows)), tuple(layers))
 
 
-def drawn_steps(header: Header, prompt: int, tokens: int, first: bool = False) -> list[TracedStep]:
+def drawn_steps(header: Header, prompt: int, tokens: int) -> list[TracedStep]:
     """A prompt in one step, then decoded tokens one by one."""
     rng = np.random.default_rng(3)
-    steps = [drawn_step(header, rng, 0, prompt, "prefill", first)] if prompt else []
+    steps = [drawn_step(header, rng, 0, prompt, "prefill")] if prompt else []
     for _ in range(tokens):
-        steps.append(drawn_step(header, rng, len(steps), 1, "decode", first))
+        steps.append(drawn_step(header, rng, len(steps), 1, "decode"))
     return steps
 
 
