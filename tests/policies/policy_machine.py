@@ -98,7 +98,6 @@ class Machine:
     cuts: list[IntArray] = field(default_factory=list)
     predicted: int = 0  # experts
     early: int = 0  # layers with a host share that began one layer early
-    decided_ahead: int = 0  # layers that were decided one layer early
     failing: int | None = None  # a layer with a host share that cannot be computed
 
     def start(self) -> None:
@@ -183,7 +182,6 @@ class Machine:
         self._next("read", "begin")
         self._decision = decision
         own = decision.signals.logits is not None
-        self.decided_ahead += not own
         assert decision.gated.predicted != own
         assert own or not self.policy.exact
         assert decision.begun in (None, f"layer {decision.layer}")
