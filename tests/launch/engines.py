@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -19,6 +20,14 @@ from shm.store import store_name
 ROOT = Path(__file__).parents[2]
 LAUNCH = str(ROOT / "launch.py")
 LIMIT = 120.0  # seconds; a start takes two or three on an idle machine
+
+
+def launch(*arguments: str, limit: float = LIMIT, **settings: Any) -> subprocess.CompletedProcess[str]:
+    """Run `launch.py` to its end, for at most `limit` seconds."""
+    command = [sys.executable, LAUNCH, *arguments]
+    return subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit, **settings
+    )
 
 
 class Launched:

@@ -8,8 +8,6 @@ import shutil
 import signal
 import stat
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engines import LAUNCH, Launched
+from engines import Launched, launch
 from transformers import AutoModelForCausalLM
 from waiting import wait_until
 
@@ -53,10 +51,8 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Calibrated]
     text = heldout()["english"].read_text()[:CHARACTERS]
     (folder / "text").write_text(text)
     exact = ["--format", "f32", "--backbone-dtype", "f32", "--log-level", "error"]
-    command = [sys.executable, LAUNCH, "calibrate", "--text", str(folder / "text"), "--json", *exact]
-    done = subprocess.run(
-        [*command, "--report", str(folder / "report")], capture_output=True, text=True, timeout=110
-    )
+    words = ("--text", str(folder / "text"), "--json", *exact, "--report", str(folder / "report"))
+    done = launch("calibrate", *words, limit=110)
     assert done.returncode == 0, done.stderr
     tokenizer = Tokenizer.load(model_dir())
     assert tokenizer is not None
@@ -235,8 +231,7 @@ def test_files_are_private(calibrated: Calibrated) -> None:
 
 
 def test_earlier_calibration_is_drawn_without_an_engine(calibrated: Calibrated, tmp_path: Path) -> None:
-    command = [sys.executable, LAUNCH, "calibrate", "--report", str(tmp_path / "new"), "--log-level", "info"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = launch("calibrate", "--report", str(tmp_path / "new"), "--log-level", "info", limit=60)
     assert done.returncode == 0, done.stderr
     assert "engine" not in done.stderr
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == FIGURES

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from engines import ROOT, launch
 
 from launch.command_line.checks import without_effect
 from launch.command_line.options import parse
@@ -19,16 +20,6 @@ from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from protocol.checks import DEFAULT
 from protocol.messages import Sampling
-
-ROOT = Path(__file__).parents[2]
-
-
-def launch(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "launch.py"), *arguments]
-    return subprocess.run(
-        command, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
-    )
-
 
 Complaint = Callable[..., str]
 
@@ -117,7 +108,7 @@ def test_wrong_usage_is_one_line(arguments: str, words: list[str], complaint: Co
 
 
 def test_process_exits_with_2_and_one_line(tmp_path: Path) -> None:
-    done = launch("generate", "--prompt", "a", "--policy", "fidler", cwd=tmp_path)
+    done = launch("generate", "--prompt", "a", "--policy", "fidler", limit=60, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("launch.py: ")
     assert done.stderr.count("\n") == 1
@@ -162,7 +153,7 @@ def test_a_half_downloaded_model(tmp_path: Path, tiny_model: Path, complaint: Co
 
 def test_help_is_quick_and_needs_no_engine(tmp_path: Path) -> None:
     before = os.times().children_user
-    done = launch("--help", cwd=tmp_path)
+    done = launch("--help", limit=60, cwd=tmp_path)
     assert done.returncode == 0
     assert "generate" in done.stdout
     assert os.times().children_user - before < 1  # 0.2 s of CPU time; importing torch alone takes 1.5 s

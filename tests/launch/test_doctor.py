@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import os
 import resource
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from engines import LAUNCH, LIMIT, ROOT, engines_left
+from engines import LIMIT, engines_left, launch
 from machines import GB, words, write
 
 from launch.doctor import gpu, models
@@ -110,21 +107,8 @@ def test_report_fits_80_columns_and_is_plain() -> None:
     assert text.endswith("\n\nEngines run here.\n")
 
 
-def doctor(*arguments: str, **settings: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, LAUNCH, "doctor", *arguments]
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        **settings,
-    )
-
-
 def test_doctor_examines_every_topic_and_starts_an_engine() -> None:
-    done = doctor("--json")
+    done = launch("doctor", "--json")
     assert done.returncode == 0, done.stderr + done.stdout
     report = json.loads(done.stdout)
     assert report.keys() == {"ok", "findings", "measured"}
@@ -146,7 +130,7 @@ def test_doctor_examines_every_topic_and_starts_an_engine() -> None:
 def test_runtime_directory_open_to_others_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "tandem").mkdir()
     (tmp_path / "tandem").chmod(0o755)
-    done = doctor("--log-level", "error", env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)})
+    done = launch("doctor", "--log-level", "error", env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)})
     assert done.returncode == 1
     assert done.stderr == ""
     assert "is open to other users" in " ".join(done.stdout.split())
@@ -159,7 +143,7 @@ def test_file_size_limit_of_zero_is_a_problem() -> None:
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # shared-memory segments are files too
 
-    done = doctor("--json", preexec_fn=limited)
+    done = launch("doctor", "--json", preexec_fn=limited)
     assert done.returncode == 1
     report = json.loads(done.stdout)
     assert report["ok"] is False

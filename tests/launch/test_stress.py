@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections import Counter
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -14,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import LAUNCH, Launched
+from engines import Launched, launch
 from waiting import wait_until
 
 from launch.chaos.injector import Injector
@@ -117,9 +115,7 @@ def test_interrupt_and_engine_exit_end_a_run_with_its_report(script: Path, tiny_
         assert found["failures"] == found["lost"] == 0
 
         plain = ["stress", "--script", str(script), "--connect", "--clients", "3"]
-        done = subprocess.run(
-            [sys.executable, LAUNCH, *plain], env=environment, capture_output=True, text=True, timeout=100
-        )
+        done = launch(*plain, limit=100, env=environment)
         assert done.returncode == 0, (done.stdout, done.stderr)
         assert "\x1b" not in done.stdout
         assert max(map(len, done.stdout.splitlines())) <= 80
