@@ -177,7 +177,7 @@ def test_the_doctor_shows_the_plan(tiny_model: Path, capfd: Finds) -> None:
     assert all(len(line) <= 80 for line in out.splitlines() if str(tiny_model) not in line)
     assert "\x1b" not in out
     assert "2 layers with 4 experts, 2 active per token" in out
-    assert re.search(r"^ +available +bf16 +int8 +int4 +int4-g128$", out, re.M)
+    assert re.search(r"^ *available +bf16 +int8 +int4 +int4-g128$", out, re.M)
     assert re.search(r"^ +chosen +fits +fits +fits$", out, re.M)
     assert "It fits. An engine would start with\n  --format bf16 --context 256 --kv-tokens 1024\n" in out
     assert engines_left() == []
