@@ -158,7 +158,7 @@ TestCacheMachine = CacheMachine.TestCase
 
 
 def test_cache_needs_more_slots_than_it_keeps() -> None:
-    with pytest.raises(ValueError, match="nothing to stream through"):
+    with pytest.raises(ValueError, match="leave none to stream through"):
         ExpertCache(1, 1, 4, 4, 4, lambda: None)
 
 
