@@ -47,7 +47,7 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    seed: int | None = None  # None: drawn by the engine
+    seed: int | None = None  # None: the engine's seed, counted up by request
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Generate:
 
 @dataclass(frozen=True)
 class Queued:
-    """A request waits for KV cache. Sent when it is queued, and now and then as its position changes."""
+    """A request waits for KV cache or a slot. Sent when it is queued, and now and then as its position changes."""
 
     request: int
     position: int  # 1: the next to be admitted
