@@ -115,7 +115,7 @@ class Generate:
 
 @dataclass(frozen=True)
 class Queued:
-    """A request waits for KV cache or a slot. Sent when it is queued, and now and then as its position changes."""
+    """A request waits for KV cache or a slot. Sent when it is queued, and as its position changes."""
 
     request: int
     position: int  # 1: the next to be admitted
