@@ -10,7 +10,7 @@ import torch
 
 from pipeline.device import open_device
 from pipeline.errors import UsageError
-from pipeline.memory.limits import CHUNK_MAX, STAGING_TILES, cache_tiles, full_memory_in_one_line
+from pipeline.memory.limits import cache_tiles, full_memory_in_one_line
 
 TERABYTE = 10**12
 
@@ -45,9 +45,3 @@ def test_share_of_the_tiles_loses_none_by_rounding() -> None:
 def test_memory_plan_imports_no_torch() -> None:
     script = "import sys, pipeline.memory.limits, pipeline.memory.plan; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
-
-
-def test_engine_allocates_what_the_plan_counts() -> None:
-    from pipeline.serving import device_memory, prefill_chunk
-
-    assert (device_memory.STAGING_TILES, prefill_chunk.CHUNK_MAX) == (STAGING_TILES, CHUNK_MAX)

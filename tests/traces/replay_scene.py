@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from trace_files import told_steps
+from trace_files import scripted_steps
 
 from pipeline.arrays import IntArray
 from pipeline.policies.costs import Costs
@@ -39,7 +39,7 @@ def run(
 ) -> tuple[Replay, Outcome]:
     counts = None if popularity is None else np.array(popularity)
     machine = Replay(header, policy, costs, capacity, popularity=counts)
-    return machine, machine.run(told_steps(header, steps))
+    return machine, machine.run(scripted_steps(header, steps))
 
 
 class Scripted(Policy):

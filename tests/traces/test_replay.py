@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from replay_scene import COSTS, Scripted, preset, run
-from trace_files import make_header, told_steps
+from trace_files import make_header, scripted_steps
 
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import ModelShape, Routing, Target, View
@@ -199,7 +199,7 @@ def test_dropped_prediction_is_wasted() -> None:
 def test_wide_batches_cost_the_grids_seconds() -> None:
     """Three rows of one step, two of them on expert 0."""
     header = make_header(ModelShape(layers=1, experts=3, tiles=1, top_k=1))
-    one = told_steps(header, [[[0]], [[0]], [[1]]], "prefill")
+    one = scripted_steps(header, [[[0]], [[0]], [[1]]], "prefill")
     layers = [step.layers[0] for step in one]
     own = Routing(
         np.concatenate([layer.router_routing.experts for layer in layers]),

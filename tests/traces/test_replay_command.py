@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from plain_calibration import plain_calibration
-from trace_files import FINGERPRINT, drawn_steps, make_header, told_steps, write_trace
+from trace_files import FINGERPRINT, drawn_steps, make_header, scripted_steps, write_trace
 
 from launch.cli import main
 from launch.runtime import cache_root
@@ -179,7 +179,7 @@ def test_truncated_trace_is_noted(trace: Path, capsys: pytest.CaptureFixture[str
 
 def test_unusable_traces_are_refused(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty = write_trace(trace.with_name("empty"), HEADER, [])
-    step = told_steps(HEADER, [[[0, 1]] * 4])[0]
+    step = scripted_steps(HEADER, [[[0, 1]] * 4])[0]
     layers = (*step.layers[:2], replace(step.layers[2], logits=None, predicted=True), step.layers[3])
     ahead = write_trace(trace.with_name("ahead"), HEADER, [replace(step, layers=layers)])
     damaged = trace.with_name("damaged")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay_scene import COSTS, Scripted, preset, run
-from trace_files import drawn_steps, make_header, told_steps
+from trace_files import drawn_steps, make_header, scripted_steps
 
 from pipeline.arrays import IntArray
 from pipeline.errors import PlanError, TraceError
@@ -152,7 +152,7 @@ def test_useless_prefetching_pauses_with_a_note() -> None:
 def test_exact_policy_computes_the_recorded_routing() -> None:
     """Also where rounded logits would exchange two experts: these two differ by less than float16 shows."""
     header = make_header(ModelShape(layers=1, experts=3, tiles=1, top_k=1))
-    step = told_steps(header, [[[0]]])[0]
+    step = scripted_steps(header, [[[0]]])[0]
     logits = np.array([[1.0, 1.0, 0.0]], np.float16)  # in truth expert 1 had 1.0001
     own = Routing(np.array([[1]], np.int32), np.ones((1, 1), np.float32))
     layer = replace(step.layers[0], router_routing=own, computed=own, logits=logits)

@@ -48,7 +48,7 @@ def drawn_steps(header: Header, prompt: int, tokens: int) -> list[TracedStep]:
     return steps
 
 
-def told_steps(
+def scripted_steps(
     header: Header, steps: Sequence[Sequence[Sequence[int]]], phase: Phase = "decode"
 ) -> list[TracedStep]:
     """steps[s][layer]: the experts that one row uses, the first most. All predictions are right."""
