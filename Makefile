@@ -5,6 +5,18 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TEST_TOOLS := $(VENV)/.test-tools
+PIP := $(BIN)/pip --quiet --disable-pip-version-check install
+
+# torch's CPU build where there is no NVIDIA GPU: the other brings 3 GB of CUDA libraries. `make run TORCH=cuda` or
+# TORCH=cpu chooses by hand.
+TORCH ?= $(shell if grep -qs 0x10de /sys/bus/pci/devices/*/vendor || test -e /dev/dxg; then echo cuda; else echo cpu; fi)
+CPU_BUILDS := https://download.pytorch.org/whl/cpu
+
+# Prints requirements of pyproject.toml: of the extra, or else of the library, that its argument names.
+REQUIRED := import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+  print(*project["optional-dependencies"].get(sys.argv[1]) \
+  or [line for line in project["dependencies"] if line.startswith(sys.argv[1])], sep="\n")
 
 .SILENT:
 .PHONY: run test test-without-compiler
@@ -15,13 +27,13 @@ run: $(READY)
 # Processes that tests start import our modules by the hundred: they are compiled once, even if the environment
 # forbids it.
 test: export PYTHONDONTWRITEBYTECODE =
-test: $(READY)
+test: $(TEST_TOOLS)
 	echo "ruff ..." && $(BIN)/ruff check .
 	echo "mypy ..." && $(BIN)/mypy
 	echo "pytest ..." && $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # The kernels' tests where nothing was compiled: installation must not need a compiler.
-test-without-compiler: $(READY)
+test-without-compiler: $(TEST_TOOLS)
 	echo "without a compiler ..." && .ci/without-compiler $(BIN)/python
 
 $(READY): pyproject.toml $(wildcard workers/kernels/c/*) $(wildcard shm/*.c)
@@ -33,5 +45,15 @@ $(READY): pyproject.toml $(wildcard workers/kernels/c/*) $(wildcard shm/*.c)
 	  exit 1; }
 	echo "make: installing into $(VENV); the first time takes some minutes ..." >&2
 	$(PYTHON) -m venv $(VENV) >&2
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' >&2
+	if [ $(TORCH) = cpu ]; then \
+	  echo "make: no NVIDIA GPU found: torch's CPU build, about 200 MB (TORCH=cuda takes the other)" >&2; \
+	  $(PIP) --no-deps --retries 1 --index-url $(CPU_BUILDS) "$$($(BIN)/python -c '$(REQUIRED)' torch)" >&2 || \
+	  echo "make: torch's CPU build cannot be had from $(CPU_BUILDS); taking the usual build" >&2; \
+	fi
+	$(PIP) -e .$(if $(filter cuda,$(TORCH)),[cuda]) >&2
+	touch $@
+
+$(TEST_TOOLS): $(READY)
+	echo "make: installing what the tests need ..." >&2
+	$(BIN)/python -c '$(REQUIRED)' dev | $(PIP) -r /dev/stdin >&2
 	touch $@

@@ -1,6 +1,45 @@
-"""Start Tandem from a checkout: `python launch.py`, or `python launch.py generate --prompt ...`."""
+"""Start Tandem from a checkout: `python launch.py`, or `python launch.py generate --prompt ...`.
 
-from launch.cli import main
+Where the running Python is too old or lacks a required package, the Python of `.venv`, which `make run`
+sets up, takes over. So this file itself runs with an old Python and without any package.
+"""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+
+
+def _can_run_here() -> bool:
+    """Whether the running Python is new enough and has every required package, in whichever version."""
+    if sys.version_info < (3, 11):  # noqa: UP036 - an old Python gets as far as this
+        return False
+    import tomllib
+    from importlib.metadata import PackageNotFoundError, version
+
+    required = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
+    try:
+        return all(version(re.split(r"[^\w.-]", line, maxsplit=1)[0]) for line in required)
+    except PackageNotFoundError:
+        return False
+
+
+def _main() -> int:
+    if Path(sys.prefix).resolve() != VENV.resolve() and not _can_run_here():
+        python = VENV / "bin" / "python"
+        if not python.exists():
+            print(f"launch.py: packages are missing; first: cd {ROOT} && make run", file=sys.stderr)
+            return 1
+        options = sys.orig_argv[1:] if hasattr(sys, "orig_argv") else sys.argv  # with Python's own, as -u
+        os.execv(str(python), [str(python), *options])
+
+    from launch.cli import main
+
+    return main()
+
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(_main())

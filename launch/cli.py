@@ -41,8 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (ProtocolError, ShmError) as e:
         return _complain(str(e), 1)
     except ModuleNotFoundError as e:
-        install = "python -m pip install -e ."
-        return _complain(f"the Python package {e.name} is missing; in Tandem's folder run: {install}", 1)
+        return _complain(f"the Python package {e.name} is missing; in Tandem's folder run: make -B run", 1)
     except KeyboardInterrupt:
         return _complain("interrupted", 1)
     except BrokenPipeError:

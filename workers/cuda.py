@@ -26,7 +26,7 @@ def _runtime() -> Any:
     try:
         return importlib.import_module("cuda.bindings.runtime")
     except ImportError as e:
-        raise CudaError(f"cuda-bindings is not installed ({e}); pip install -e '.[cuda]'") from None
+        raise CudaError(f"cuda-bindings is not installed ({e}); launch.py doctor has the command") from None
 
 
 def call(name: str, *arguments: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 from launch.device_choice import DRIVER_NODES
 from launch.doctor.finding import Finding
 from launch.doctor.models import Reads
-from launch.doctor.software import installed
+from launch.doctor.software import installed, pip_install
 from launch.doctor.trials import TrialFailed, trial
 from shm.kernel_files import contents, entries
 from shm.segment import byte_size
@@ -89,7 +89,7 @@ def _devices(seen: dict[str, Any]) -> list[Finding]:
     if not seen["devices"]:
         if seen["cuda"] is None:
             why = "a build without CUDA"
-            do = f"python -m pip install --force-reinstall torch --index-url {CUDA_BUILDS}"
+            do = pip_install(f"--force-reinstall torch --index-url {CUDA_BUILDS}")
         else:
             why = "it finds no GPU that it can use"
             do = f"nvidia-smi\nif the driver is older than CUDA {seen['cuda']}, update it"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from launch.doctor.finding import Finding
+from launch.doctor.software import pip_install
+from launch.processes.children import ROOT
 from shm.blocks import BlockFormat
 from shm.formats import BF16
 from shm.layout import FORMATS
@@ -11,7 +13,6 @@ from workers.kernels.host import BF16_ROWS
 from workers.kernels.native import VARIANTS, Library, best, load
 
 TOPIC = "kernels"
-FIX = "install a C compiler (Debian, Ubuntu: sudo apt install gcc)\npython -m pip install -e .  (again)"
 
 
 def inspect() -> list[Finding]:
@@ -23,6 +24,7 @@ def explain(variants: dict[str, Library | str], chosen: Library | None, quantize
     that is used. `quantizer`: whether the quantizer is compiled."""
     grouped = [name for name, kind in FORMATS.items() if isinstance(kind, BlockFormat)]
     plain = [name for name, kind in FORMATS.items() if not isinstance(kind, BlockFormat | BF16)]
+    fix = "install a C compiler (Debian, Ubuntu: sudo apt install gcc)\n" + pip_install(f"-e {ROOT}")
     found = []
     if chosen is None:
         of_reason: dict[str, list[str]] = {}
@@ -30,7 +32,7 @@ def explain(variants: dict[str, Library | str], chosen: Library | None, quantize
             of_reason.setdefault(str(reason), []).append(VARIANTS[name])
         means = "experts of every format are computed through torch, the quantized ones much slower"
         what = "no compiled kernels: " + "; ".join(f"{', '.join(n)}: {r}" for r, n in of_reason.items())
-        found.append(Finding(TOPIC, "note", what, means, FIX))
+        found.append(Finding(TOPIC, "note", what, means, fix))
     else:
         runs = VARIANTS[chosen.variant]
         means = "for any number of rows, directly from the stored bytes"
@@ -42,7 +44,7 @@ def explain(variants: dict[str, Library | str], chosen: Library | None, quantize
         found += _others(variants, chosen)
     if not quantizer:
         means = "the first start of a model quantizes it with numpy, which takes much longer"
-        found.append(Finding(TOPIC, "note", "the quantizer is not compiled", means, FIX))
+        found.append(Finding(TOPIC, "note", "the quantizer is not compiled", means, fix))
     return found
 
 

@@ -6,8 +6,12 @@ import asyncio
 import importlib.metadata
 import os
 import platform
+import shlex
 import shutil
+import sys
+import sysconfig
 import tomllib
+from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
@@ -52,6 +56,15 @@ def _installed_requirements() -> tuple[str, list[str], list[str]]:
     return "".join(data.get_all("Requires-Python") or []), plain, cuda
 
 
+def pip_install(arguments: str) -> str:
+    """A command that installs into the running environment, or makes a new one where the distribution forbids
+    that (PEP 668)."""
+    marker = Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED")
+    if sys.prefix == sys.base_prefix and marker.exists():
+        return f"cd {shlex.quote(str(ROOT))} && make -B run  (installs into .venv, which launch.py then uses)"
+    return f"{shlex.quote(sys.executable)} -m pip install {arguments}"
+
+
 def installed(name: str) -> str | None:
     """A library's version; None where it is not installed."""
     try:
@@ -75,7 +88,7 @@ def judge(texts: list[str], optional: bool = False) -> list[Finding]:
             continue
         what = "is not installed" if version is None else f"{version} is not {required.specifier}"
         means = "engines cannot use the GPU without it" if optional else "engines need it, in these versions"
-        do = f'python -m pip install "{required}"'
+        do = pip_install(f'"{required}"')
         prevents = not optional
         found.append(Finding(TOPIC, "problem", f"{required.name} {what}", means, do, prevents))
     if fitting:

@@ -20,7 +20,7 @@ def missing() -> str:
     try:
         import cuda.bindings.runtime  # noqa: F401
     except ImportError:
-        return "cuda-bindings is not installed (pip install -e '.[cuda]')"
+        return "cuda-bindings is not installed (make -B TORCH=cuda .venv/.test-tools)"
     return ""
 
 

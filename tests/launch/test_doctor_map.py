@@ -100,5 +100,5 @@ def test_missing_kernels_are_reported_with_the_command_that_compiles_them() -> N
     assert "through torch" in first.means
     for finding in (first, second):
         assert "install a C compiler" in finding.do
-        assert "pip install -e ." in finding.do
+        assert "-m pip install -e " in finding.do
     assert "numpy" in second.means

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import sys
 from email.message import Message
 from pathlib import Path
 
@@ -283,7 +284,7 @@ def test_requirements_of_an_installation_without_a_checkout(
 def test_missing_or_old_library_is_reported_with_its_command() -> None:
     found = software.judge(["numpy>=99.1", "tandem-has-no-such-library", "weird; extra", "numpy"])
     assert [f.level for f in found] == ["problem", "problem", "note", "ok"]
-    assert 'python -m pip install "numpy>=99.1"' in found[0].do
+    assert f'{sys.executable} -m pip install "numpy>=99.1"' == found[0].do
     assert found[0].prevents
     assert "is not installed" in found[1].found
     assert not software.judge(["numpy>=99"], optional=True)[0].prevents

@@ -1,0 +1,60 @@
+"""launch.py under a Python without the required packages: the project's `.venv` takes over."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from launch.processes.children import ROOT
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python with the standard library alone."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, symlinks=True)
+    return folder / "bin" / "python"
+
+
+def run(python: Path, launcher: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(python), "-u", str(launcher), *arguments], capture_output=True, text=True, timeout=60, cwd="/"
+    )
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout without an environment: the launcher and what it reads, and the packages."""
+    for name in ("launch.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    for package in ("launch", "pipeline", "protocol", "shm", "workers"):
+        (tmp_path / package).symlink_to(ROOT / package)
+    return tmp_path
+
+
+def test_command_continues_with_the_environment_of_the_checkout(bare_python: Path, checkout: Path) -> None:
+    (checkout / ".venv").symlink_to(sys.prefix)
+    done = run(bare_python, checkout / "launch.py", "keys", "--no-such-option")
+    assert done.returncode == 2
+    assert "--no-such-option" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_an_environment_the_error_names_the_command_that_makes_it(
+    bare_python: Path, checkout: Path
+) -> None:
+    done = run(bare_python, checkout / "launch.py", "doctor")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"launch.py: packages are missing; first: cd {checkout} && make run\n"
+
+
+def test_complete_environment_is_used_as_it_is(checkout: Path) -> None:
+    """The checkout has no .venv, so a second environment would be an error."""
+    done = run(Path(sys.executable), checkout / "launch.py", "keys", "--no-such-option")
+    assert done.returncode == 2
+    assert "--no-such-option" in done.stderr
