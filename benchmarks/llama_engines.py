@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
@@ -16,14 +18,15 @@ from typing import Any
 
 import numpy as np
 import psutil
-from served import served
 
 from launch.bench.run import Timeline
+from launch.runtime import find_engine
 from protocol.answer import Answer
 from protocol.client import Client
 from protocol.messages import Sampling
 
 DRIVER = Path(__file__).parent / "llama_driver.py"
+LAUNCH = Path(__file__).parents[1] / "launch.py"
 CONTEXT = 1024  # tokens
 BATCH = 4  # sequences at most
 PREFILL = 512  # tokens of the longest prompt
@@ -162,11 +165,22 @@ async def llama(python: Path, gguf: Path, threads: int, vocabulary: int) -> Asyn
 
 @asynccontextmanager
 async def tandem(model: str, layers: int, options: list[str]) -> AsyncIterator[Tandem]:
-    """Run our engine during the block; `options` follow the defaults."""
-    own = ["--model", model, "--device", "cpu", "--policy", "all-host", "--context", str(CONTEXT)]
-    own += ["--format", "int4", "--backbone-dtype", "int4"]
-    async with (
-        served(f"llama-{os.getpid()}", [*own, *options]) as engine,
-        Client.connect(engine.endpoint, name="llama_cpp") as client,
-    ):
-        yield Tandem(engine.pid, client, layers)
+    """Run our engine, in its own processes, during the block; `options` follow the defaults. Raises
+    SystemExit where it does not start."""
+    name = f"llama-{os.getpid()}"
+    own = ["serve", "--name", name, "--log-level", "warning", "--model", model, "--context", str(CONTEXT)]
+    own += ["--device", "cpu", "--policy", "all-host", "--format", "int4", "--backbone-dtype", "int4"]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, LAUNCH, *own, *options), stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(LOAD_LIMIT):
+            if not await process.stdout.readline():
+                raise SystemExit("the engine did not start")
+        async with Client.connect(find_engine(name).endpoint, name="llama_cpp") as client:
+            yield Tandem(process.pid, client, layers)
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGINT)
+        await process.wait()

@@ -128,15 +128,14 @@ class Engine:
             time.sleep(0.005)
         return doing, time.monotonic() - began
 
-    def next_start(self) -> float:
-        """Seconds for an engine of the same name to start, answer and exit."""
-        began = time.monotonic()
+    def next_start(self) -> None:
+        """Start an engine of the same name, wait for its answer and its exit. Raises RuntimeError with its log
+        where it fails."""
         command = ["--name", self.name, "--model", str(self.place.model), "--device", "cpu"]
         with self._launch(*ASK, "--max-tokens", "1", *command, *self.place.options, mark="") as client:
             if client.wait(LIMIT) != 0:
                 self._log.seek(0)
                 raise RuntimeError(f"the next start failed: {self._log.read()[-2000:]}")
-        return time.monotonic() - began
 
     def _launch(self, *words: str, mark: str, stdout: int = subprocess.DEVNULL) -> subprocess.Popen[str]:
         places = {"XDG_RUNTIME_DIR": str(self.place.runtime), "XDG_CACHE_HOME": str(self.place.cache)}

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from pipeline.models.registry import architecture_of, model_spec
-from pipeline.models.shapes import LAYERS, is_shape, shape_config
+from pipeline.models.shapes import is_shape, shape_config
 from shm.layout import BF16, Bytes
 
 SHARD_BYTES = 4 << 30
@@ -28,25 +28,13 @@ CHUNK = 1 << 26  # bytes drawn and written at a time, which bounds the memory ne
 Shapes = dict[str, tuple[int, ...]]
 
 
-def write(
-    folder: Path,
-    config: Mapping[str, Any] | None = None,
-    *,
-    layers: int | None = None,
-    seed: int = 0,
-    fused: bool = False,
-    shard_bytes: int = SHARD_BYTES,
-) -> int:
-    """Write the checkpoint; returns the bytes of its tensors. `config`: the content of config.json, by
-    default that of Mixtral-8x7B; `layers`: use only the first ones. Raises ModelError for an unsupported
-    config."""
-    config = dict(shape_config("shape:mixtral-8x7b")[1] if config is None else config)
-    config |= {"eos_token_id": config.get("eos_token_id", 2)}
-    if layers is not None:
-        config[LAYERS] = layers
-    shards = _shards(architecture_of(config).tensors(model_spec(config), fused), shard_bytes)
+def write(folder: Path, config: Mapping[str, Any], fused: bool) -> int:
+    """Write the checkpoint; returns the bytes of its tensors. `config`: the content of config.json; `fused`:
+    all experts of a layer in two tensors. Raises ModelError for an unsupported config."""
+    config = {"eos_token_id": 2, **config}
+    shards = _shards(architecture_of(config).tensors(model_spec(config), fused))
     folder.mkdir(parents=True, exist_ok=True)
-    rng = np.random.Generator(np.random.SFC64(seed))
+    rng = np.random.Generator(np.random.SFC64(0))
     names: dict[str, str] = {}
     for number, shapes in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -60,15 +48,15 @@ def write(
     return total
 
 
-def _shards(tensors: Shapes, limit: int) -> list[Shapes]:
-    """The tensors in order, split into shards of at most `limit` bytes or a single tensor."""
+def _shards(tensors: Shapes) -> list[Shapes]:
+    """The tensors in order, split into shards of at most SHARD_BYTES or a single tensor."""
     shards: list[Shapes] = [{}]
-    free = limit
+    free = SHARD_BYTES
     for name, shape in tensors.items():
         nbytes = 2 * math.prod(shape)
         if nbytes > free and shards[-1]:
             shards.append({})
-            free = limit
+            free = SHARD_BYTES
         shards[-1][name] = shape
         free -= nbytes
     return shards
@@ -105,26 +93,14 @@ def _numbers(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Ite
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument(
-        "model", nargs="?", default="shape:mixtral-8x7b", help="shape:NAME[/N] or a config.json"
-    )
-    parser.add_argument("--layers", type=int, help="only the first N of the model's layers")
+    parser.add_argument("model", help="shape:NAME[/LAYERS] or a config.json")
     parser.add_argument("--fused", action="store_true", help="all experts of a layer in two tensors")
-    parser.add_argument("--shard-bytes", type=int, default=SHARD_BYTES)
-    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     if is_shape(arguments.model):
         config = shape_config(arguments.model)[1]
     else:
         config = json.loads(Path(arguments.model).read_text())
-    total = write(
-        arguments.folder,
-        config,
-        layers=arguments.layers,
-        seed=arguments.seed,
-        fused=arguments.fused,
-        shard_bytes=arguments.shard_bytes,
-    )
+    total = write(arguments.folder, config, arguments.fused)
     print(f"{total / 1e9:.2f} GB in {arguments.folder}")
 
 

@@ -31,7 +31,6 @@ class HostileClient:
 
     def __init__(self, runtime: Path, seed: int) -> None:
         self.sent: Counter[str] = Counter()  # messages, by socket
-        self.kinds: Counter[str] = Counter()  # messages, by their defect
         self.answered = 0  # messages received
         self.stalled = 0  # bursts that ended early because the socket accepted nothing
         self._runtime = runtime
@@ -59,7 +58,6 @@ class HostileClient:
                 if not await self._send(dealer, message.frames):
                     self.stalled += 1
                     break
-                self.kinds[message.kind] += 1
                 taken += 1
                 if taken % BATCH == 0:
                     self._drain(dealer)

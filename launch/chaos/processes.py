@@ -25,8 +25,6 @@ class Usage:
 
     role: str
     pid: int
-    rss: int
-    pss: int
     private: int
     descriptors: int
 
@@ -51,8 +49,7 @@ def usage(supervisor: int) -> list[Usage]:
     found = []
     for process, role in [(_process(supervisor), "supervisor"), *_children(supervisor)]:
         try:
-            memory = process.memory_full_info()
-            found.append(Usage(role, process.pid, memory.rss, memory.pss, memory.uss, process.num_fds()))
+            found.append(Usage(role, process.pid, process.memory_full_info().uss, process.num_fds()))
         except psutil.Error:
             continue
     return found

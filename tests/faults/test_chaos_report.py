@@ -107,7 +107,7 @@ def test_report_of_a_run_with_faults(tmp_path: Path) -> None:
     run.before = {"recovery": {"worker": {"deaths": 1}}}
     found = {"deaths": 3, "ready_s": 0.4, "whole_s": None}
     run.after = {"recovery": {"worker": found, "prefetcher": found}, "malformed": {"worker": 7}}
-    run.used_before = [Usage("worker", pid, 3, 2, 5_000_000, 7) for pid in (1, 2, 3, 4)]
+    run.used_before = [Usage("worker", pid, 5_000_000, 7) for pid in (1, 2, 3, 4)]
     run.used_after = run.used_before[:3]
     run.whole_after = 0.5
     outcomes = [answered(0.5, 1.25, 2.5), answered(0.75, 2.0, 2.125), answered(1.5, 1.75), answered(9.5)]

@@ -1,5 +1,4 @@
-"""Hostile messages on all four sockets of a real engine, while a client is served: a bounded share of what
-`benchmarks/frame_fuzz.py` does."""
+"""Hostile messages on all four sockets of a real engine, while a client is served."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """SIGKILL of the supervisor at random moments: every process of its engine exits within seconds, and the next
-start removes the files. `benchmarks/supervisor_kills.py` does the same for any number of kills."""
+start removes the files. With `pytest -s` each kill prints the seconds until the last exit."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fault_engines import sweep_all
 from waiting import wait_until
 
 from benchmarks.marked_engine import LIMIT, Engine, Place
-from benchmarks.supervisor_kills import GONE_LIMIT
 
 # What these leave half built, any engine's start may sweep; and they measure.
 pytestmark = [pytest.mark.timeout(200), pytest.mark.alone]
 
 OPTIONS = ("--workers", "2", "--policy", "on-demand")  # with a prefetcher and a slab
+GONE_LIMIT = 5.0  # seconds that children may outlive their supervisor
 SEED = 4
 MOMENTS = 4  # between them 0.05 and 4 s after the start: a start takes two or three on an idle machine
 STARTED = (2,)  # after this kill the next engine is really started
@@ -37,6 +37,7 @@ def test_children_exit_with_the_supervisor_and_the_next_start_removes_files(plac
                 assert wait_until(partial(place.remains, name), LIMIT)
             time.sleep(chance.uniform(0.05, 4.0))
             doing, gone = engine.kill()
+            print(f"{doing}: all exited after {gone:.3f} s")
             assert gone < GONE_LIMIT, doing
             left_something += bool(place.remains(name))
             if number in STARTED:
