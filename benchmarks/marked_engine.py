@@ -129,8 +129,7 @@ class Engine:
         return doing, time.monotonic() - began
 
     def next_start(self) -> None:
-        """Start an engine of the same name, wait for its answer and its exit. Raises RuntimeError with its log
-        where it fails."""
+        """Wait for an engine of the same name to start, answer and exit. Raises RuntimeError with its log."""
         command = ["--name", self.name, "--model", str(self.place.model), "--device", "cpu"]
         with self._launch(*ASK, "--max-tokens", "1", *command, *self.place.options, mark="") as client:
             if client.wait(LIMIT) != 0:

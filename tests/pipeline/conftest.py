@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import torch
-from child_messages import PRINT
-from mover_parts import attached_again, child_endpoint, child_socket, control_segment
+from child_messages import PRINT, child_endpoint, child_socket, control_segment
+from mover_parts import SHAPE, attached_again, random_store
 from pool_harness import PoolHarness
 from thread_engine import engine_in_threads
 
@@ -87,6 +87,12 @@ def harness(runtime: Path, exits: ExitEvents, reports: list[object]) -> Iterator
         yield harness
         for worker in harness.running:
             worker.endpoint.close()
+
+
+@pytest.fixture(scope="module")
+def mover_store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    with random_store(SHAPE, request.module.__name__) as store:
+        yield store
 
 
 @pytest.fixture(scope="module")

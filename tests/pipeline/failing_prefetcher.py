@@ -4,14 +4,10 @@ two tiles. The test reports the exit, as the supervisor would, and restarts the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from mover_parts import LIMIT, MoverParts, child_endpoint, child_socket, control_segment
+from child_messages import LIMIT, child_endpoint
 
-from pipeline.device import open_device
-from pipeline.experts.fetch_link import FetchLink
 from pipeline.experts.peers import ChildServerSocket, ExitEvents
 from protocol.messages import CancelFetch, Shutdown, WorkerDied
 from shm.layout import Bytes
@@ -85,8 +81,16 @@ class _FailingLoop(CopyLoop):
 class FailingPrefetcher:
     """Incarnations of the prefetcher, one after the other; none runs at first."""
 
-    def __init__(self, runtime: Path, store: Store, socket: ChildServerSocket, exits: ExitEvents) -> None:
+    def __init__(
+        self,
+        runtime: Path,
+        store: Store,
+        socket: ChildServerSocket,
+        exits: ExitEvents,
+        link_gbps: float | None,
+    ) -> None:
         self._runtime, self._store, self._socket, self._exits = runtime, store, socket, exits
+        self._link_gbps = link_gbps
         self._lock = threading.Lock()
         self._next = 0
         self.present: Incarnation | None = None
@@ -139,7 +143,7 @@ class FailingPrefetcher:
     def _run(self, incarnation: Incarnation) -> None:
         number, print_ = incarnation.number, self._store.fingerprint
         endpoint = child_endpoint(self._runtime, "prefetcher", "fetch.sock", print_, 0, number)
-        loop = _FailingLoop(endpoint, self._store, None, incarnation.tick)
+        loop = _FailingLoop(endpoint, self._store, self._link_gbps, incarnation.tick)
         loop.incarnation = incarnation
         try:
             endpoint.announce()
@@ -152,24 +156,3 @@ class FailingPrefetcher:
                     self._start()
         finally:
             endpoint.close()
-
-
-@contextmanager
-def failing_parts(runtime: Path, store: Store, slots: int) -> Iterator[tuple[MoverParts, FailingPrefetcher]]:
-    """A slab of `slots` slots beside a store, and a running prefetcher that can fail."""
-    runtime.chmod(0o700)
-    exits = ExitEvents()
-    with ExitStack() as stack:
-        device = open_device("cpu")
-        control = stack.enter_context(control_segment(1))
-        slab = device.open_slab(f"{control.segment.name}-slab", slots, store.layout.tile_bytes)
-        stack.callback(slab.close)
-        socket = stack.enter_context(
-            child_socket(runtime, "fetch.sock", "prefetcher", store.fingerprint, exits)
-        )
-        link = FetchLink(socket, slab.address(), control.line("prefetcher", 0))
-        prefetcher = FailingPrefetcher(runtime, store, socket, exits)
-        prefetcher.start()
-        assert link.wait_up(LIMIT)
-        stack.callback(prefetcher.shut_down)
-        yield MoverParts(store, slab, device, link), prefetcher

@@ -1,38 +1,42 @@
-"""The parts of a tile mover: a store, a slab and the prefetcher's loop in a thread, over real sockets."""
+"""The parts of a tile mover: a store, a slab and a prefetcher in a thread, over real sockets."""
 
 from __future__ import annotations
 
-import itertools
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from child_messages import LIMIT, child_socket, control_segment
+from failing_prefetcher import FailingPrefetcher
+from hypothesis import strategies as st
 
 from pipeline.device import Device, SlabMemory, open_device
 from pipeline.experts.expert_cache import IN_USE, READY, ExpertCache
 from pipeline.experts.fetch_link import FetchLink
-from pipeline.experts.peers import ChildServerSocket, ExitEvents
+from pipeline.experts.peers import ExitEvents
 from pipeline.experts.shares import Missing
 from pipeline.experts.tile_mover import TileMover
-from protocol.messages import Shutdown
-from protocol.sockets import Identity
-from shm.control import ControlSegment
+from pipeline.policies.view import Target
 from shm.layout import ExpertShape
 from shm.manifest import StoreManifest
 from shm.segment import unlink
 from shm.store import Store, StoreBuilder, store_name
-from workers.child_endpoint import ChildEndpoint
-from workers.copiers import paced
-from workers.prefetcher import CopyLoop
 
 SLOTS = 24
-LIMIT = 10.0  # seconds for a thread to react
-_CONTROLS = itertools.count()
-KEY = b"k" * 32  # the engine's, with which children prove their identity
+SHAPE = ExpertShape(layers=2, experts=3, hidden=32, intermediate=38, tile=8)  # 5 tiles of 3072 bytes
+_EVERY = [(layer, expert) for layer in range(SHAPE.layers) for expert in range(SHAPE.experts)]
+FULL = [Target(layer, expert, 3) for layer, expert in _EVERY]
+NONE = [Target(layer, expert, 0) for layer, expert in _EVERY]
+# Calls of a tile mover: the targets of a retarget; a layer and its cuts.
+RETARGET = st.lists(
+    st.builds(Target, st.integers(0, 1), st.integers(0, 2), st.integers(0, SHAPE.tiles)),
+    min_size=1,
+    max_size=6,
+)
+DEMAND = st.tuples(st.integers(0, 1), st.lists(st.integers(0, SHAPE.tiles), min_size=3, max_size=3))
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class MoverParts:
     slab: SlabMemory
     device: Device
     link: FetchLink
+    prefetcher: FailingPrefetcher
 
     def mover(self, capacity: int, staging: int, **limits: float) -> TileMover:
         """A new cache and mover on the first slots of the slab."""
@@ -131,85 +136,23 @@ def _fingerprint(source: str) -> str:
 
 
 @contextmanager
-def control_segment(workers: int) -> Iterator[ControlSegment]:
-    """Progress counters of `workers` workers and the prefetcher; removed at the end."""
-    name = f"/tandem-tests{os.getpid()}-control-{next(_CONTROLS)}"
-    control = ControlSegment.create(name, workers)
-    try:
-        yield control
-    finally:
-        control.close()
-        unlink(name)
-
-
-@contextmanager
-def child_socket(
-    runtime: Path,
-    socket: str,
-    role: str,
-    fingerprint: str,
-    exits: ExitEvents | None = None,
-    reports: list[object] | None = None,
-) -> Iterator[ChildServerSocket]:
-    """`exits`: from the supervisor; `reports`: collects the messages to it."""
-    report = ([] if reports is None else reports).append
-    server = ChildServerSocket(runtime, socket, role, fingerprint, KEY, exits or ExitEvents(), report)
-    try:
-        yield server
-    finally:
-        server.close()
-
-
-def child_endpoint(
-    runtime: Path, role: str, socket: str, fingerprint: str, index: int = 0, incarnation: int = 0
-) -> ChildEndpoint:
-    """The child's end of a ChildServerSocket; used by the thread that makes it."""
-    identity = Identity(role, index, incarnation)
-    config = {**asdict(identity), "identity": identity.prove(KEY)}
-    config |= {"runtime": str(runtime), "fingerprint": fingerprint}
-    return ChildEndpoint(config, socket, supervised=False)
-
-
-def no_tick() -> None:
-    """A thread has no progress counter."""
-
-
-@contextmanager
-def copying(
-    parts: MoverParts, runtime: Path, socket: ChildServerSocket, link_gbps: float | None
-) -> Iterator[None]:
-    """The prefetcher's loop in a thread, until Shutdown."""
-    fingerprint = parts.store.fingerprint
-
-    def copy() -> None:
-        endpoint = child_endpoint(runtime, "prefetcher", "fetch.sock", fingerprint)
-        loop = CopyLoop(endpoint, parts.store, link_gbps, no_tick)
-        loop.attach(paced(parts.slab.local_copier(parts.store), link_gbps, no_tick))
-        endpoint.announce()
-        loop.run()
-        endpoint.close()
-
-    thread = threading.Thread(target=copy, name="prefetcher", daemon=True)
-    thread.start()
-    try:
-        assert parts.link.wait_up(LIMIT)
-        yield
-    finally:
-        socket.send(0, Shutdown())
-        thread.join(LIMIT)
-        assert not thread.is_alive()
-
-
-@contextmanager
-def mover_parts(runtime: Path, store: Store, slots: int, link_gbps: float | None) -> Iterator[MoverParts]:
-    """A slab of `slots` slots beside a store, and a prefetcher at `link_gbps` or at full speed."""
+def mover_parts(
+    runtime: Path, store: Store, slots: int, link_gbps: float | None = None
+) -> Iterator[MoverParts]:
+    """A slab of `slots` slots beside a store, and a running prefetcher at `link_gbps` or at full speed."""
     runtime.chmod(0o700)
+    exits = ExitEvents()
     with ExitStack() as stack:
         device = open_device("cpu")
-        name = f"/tandem-tests{os.getpid()}-slab-{runtime.name}"
-        slab = device.open_slab(name, slots, store.layout.tile_bytes)
+        control = stack.enter_context(control_segment(1))
+        slab = device.open_slab(f"{control.segment.name}-slab", slots, store.layout.tile_bytes)
         stack.callback(slab.close)
-        socket = stack.enter_context(child_socket(runtime, "fetch.sock", "prefetcher", store.fingerprint))
-        parts = MoverParts(store, slab, device, FetchLink(socket, None, None))
-        stack.enter_context(copying(parts, runtime, socket, link_gbps))
-        yield parts
+        socket = stack.enter_context(
+            child_socket(runtime, "fetch.sock", "prefetcher", store.fingerprint, exits)
+        )
+        link = FetchLink(socket, slab.address(), control.line("prefetcher", 0))
+        prefetcher = FailingPrefetcher(runtime, store, socket, exits, link_gbps)
+        prefetcher.start()
+        assert link.wait_up(LIMIT)
+        stack.callback(prefetcher.shut_down)
+        yield MoverParts(store, slab, device, link, prefetcher)

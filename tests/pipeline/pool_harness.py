@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from child_messages import LIMIT, PRINT
-from mover_parts import child_endpoint
+from child_messages import LIMIT, PRINT, child_endpoint
 
 from pipeline.coordinator_config import WorkerCores
 from pipeline.experts.host_shards import HostShard

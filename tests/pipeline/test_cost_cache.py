@@ -116,7 +116,8 @@ def test_second_start_does_not_measure_again(
     monkeypatch.setattr(cost_probe, "BUDGET", 0.1)
     cache = tmp_path / "cache"
     config = ResolvedConfig()
-    with engine_in_threads(tiny_model, tmp_path) as (engine, memory):
+    with engine_in_threads(tiny_model, tmp_path) as (engine, _):
+        mover = engine.memory.mover
 
         def coordinator(config: ResolvedConfig) -> CoordinatorConfig:
             return CoordinatorConfig(
@@ -136,24 +137,24 @@ def test_second_start_does_not_measure_again(
             )
 
         first = costs_for(engine, coordinator(config), CONTEXT)
-        moved = memory.mover.demanded
+        moved = mover.demanded
         assert costs_for(engine, coordinator(config), CONTEXT) == first
-        assert memory.mover.demanded == moved  # no fetch was timed
+        assert mover.demanded == moved  # no fetch was timed
         ((path, record),) = measured_here(cache)
         assert record.costs == first
         assert (record.tiles, record.tile_bytes) == (engine.shape.tiles, engine.layout.tile_bytes)
         path.write_text("damaged")
         again = costs_for(engine, coordinator(config), CONTEXT)
-        assert memory.mover.demanded > moved
+        assert mover.demanded > moved
         assert measured_here(cache)[0][1].costs == again
 
         costs_for(engine, coordinator(replace(config, link_gbps=1.0)), CONTEXT)
         assert len(measured_here(cache)) == 2
         file = tmp_path / "costs.json"
         file.write_text(json.dumps(replace(COSTS, per="expert").to_json()))
-        moved = memory.mover.demanded
+        moved = mover.demanded
         given = costs_for(engine, coordinator(replace(config, costs=file)), CONTEXT)
         assert given == replace(COSTS, per="expert").for_tiles(engine.shape.tiles)
-        assert memory.mover.demanded == moved
+        assert mover.demanded == moved
         with pytest.raises(PolicyError, match=r"no\.json"):
             costs_for(engine, coordinator(replace(config, costs=tmp_path / "no.json")), CONTEXT)

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-
 import numpy as np
 import pytest
-from failing_prefetcher import FailingPrefetcher, failing_parts
-from mover_parts import MoverParts
 from thread_engine import engine_in_threads
 
 from pipeline.calibration.cost_probe import ROWS, measure_costs
 from pipeline.engine.engine import Engine
 from pipeline.errors import PolicyError
 from pipeline.policies.view import Target
-from shm.store import Store
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 def test_measured_costs(tiny_model, tmp_path, monkeypatch) -> None:
-    with engine_in_threads(tiny_model, tmp_path) as (engine, memory):
+    with engine_in_threads(tiny_model, tmp_path) as (engine, _):
+        memory = engine.memory
         memory.mover.retarget([Target(0, 1, 3), Target(1, 0, 1)])
         memory.mover.wait_idle()
         slots = {key: list(memory.mover.cache.slots_of(*key)) for key in ((0, 1), (1, 0))}
@@ -46,20 +40,12 @@ def test_measured_costs(tiny_model, tmp_path, monkeypatch) -> None:
 def test_prefetcher_exit_while_costs_are_measured_is_an_error(tiny_model, tmp_path, monkeypatch) -> None:
     """A link without landings must not look like a fast one."""
     monkeypatch.setattr("pipeline.calibration.cost_probe.BUDGET", 0.1)
-    known: list[FailingPrefetcher] = []
-
-    @contextmanager
-    def failing(folder: Path, store: Store, slots: int) -> Iterator[MoverParts]:
-        with failing_parts(folder, store, slots) as (parts, prefetcher):
-            known.append(prefetcher)
-            yield parts
-
-    with engine_in_threads(tiny_model, tmp_path, failing) as (engine, memory):
+    with engine_in_threads(tiny_model, tmp_path) as (engine, prefetcher):
         for tiles in (1, 3):
-            known[0].exit_after(tiles, restarted=False)
+            prefetcher.exit_after(tiles, restarted=False)
             with pytest.raises(PolicyError, match="exited while costs were measured"):
                 measure_costs(engine)
-            known[0].start()
-            memory.mover.retarget([Target(0, 1, tiles)])
-            assert memory.mover.wait_idle()
+            prefetcher.start()
+            engine.memory.mover.retarget([Target(0, 1, tiles)])
+            assert engine.memory.mover.wait_idle()
         assert min(measure_costs(engine).host) > 0

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from thread_engine import Placed, decode, prefilled
+from thread_engine import Placed, decode, prefilled, recorded_orders
 
 from pipeline.backbone.batch import StepInput
-from pipeline.engine.engine import Engine
 from pipeline.errors import PlanError
 from pipeline.experts.fetch_link import DEMANDED, PLACED, PREDICTED
 from pipeline.policies.presets import make_policy
@@ -102,22 +101,6 @@ class Crowding(Placed):
 
     def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> tuple[Target, ...]:
         return () if layer else self._predicts
-
-
-def recorded_orders(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> list[tuple[int, tuple[int, int, int]]]:
-    """The tiles that are ordered from now on: (urgency, (layer, expert, tile)) of each."""
-    ordered: list[tuple[int, tuple[int, int, int]]] = []
-    link = engine.memory.mover._link
-    order = link.order
-
-    def noted(layer: int, expert: int, lo: int, slots: list[int], urgency: int) -> object:
-        ordered.extend((urgency, (layer, expert, lo + index)) for index in range(len(slots)))
-        return order(layer, expert, lo, slots, urgency)
-
-    monkeypatch.setattr(link, "order", noted)
-    return ordered
 
 
 def test_demanded_tiles_are_ordered_before_predicted_ones(scene, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from plain_calibration import plain_calibration
-from thread_engine import engine_in_threads
+from thread_engine import engine_in_threads, recorded_orders
 
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import KVCache
@@ -38,14 +38,19 @@ def calibration(favoured: tuple[int, ...] = (), sensitivity: float = 1.0) -> Cal
 class Scene:
     """An engine in which predicted tiles have always landed when the next layer is planned."""
 
-    def __init__(self, engine: Engine, kv: KVCache) -> None:
+    def __init__(self, engine: Engine, patch: pytest.MonkeyPatch) -> None:
         self.engine = engine
-        self.kv = kv
-        self.ordered: set[tuple[int, int]] = set()  # layer, expert of PREDICTED orders
+        self.kv = KVCache(engine.backbone.spec, torch.float32, torch.device("cpu"), 1024)
+        self._ordered = recorded_orders(engine, patch)
+
+    @property
+    def predicted(self) -> set[tuple[int, int]]:
+        """Layer and expert of the last decode's predicted tiles."""
+        return {tile[:2] for urgency, tile in self._ordered if urgency == PREDICTED}
 
     def decode(self, preset: str, known: Calibration | None = None, **options: str) -> dict[str, Any]:
         """The decode counters of TOKENS under a preset."""
-        self.ordered.clear()
+        self._ordered.clear()
         engine = self.engine
         engine.set_policy(make_policy(PolicyRequest(preset, options), 0), COSTS, known)
         sequence = self.kv.allocate(len(TOKENS) + 2)
@@ -61,25 +66,17 @@ class Scene:
 @pytest.fixture(scope="module")
 def scene(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     with (
-        engine_in_threads(tiny_model, tmp_path_factory.mktemp("presets"), capacity=12) as (engine, memory),
+        engine_in_threads(tiny_model, tmp_path_factory.mktemp("presets"), capacity=12) as (engine, _),
         pytest.MonkeyPatch.context() as patched,
     ):
-        scene = Scene(engine, KVCache(engine.backbone.spec, torch.float32, torch.device("cpu"), 1024))
-        mover = memory.mover
-        order = mover._link.order
-
-        def noted(layer: int, expert: int, lo: int, slots: list[int], urgency: int) -> object:
-            if urgency == PREDICTED:
-                scene.ordered.add((layer, expert))
-            return order(layer, expert, lo, slots, urgency)
+        mover = engine.memory.mover
 
         def wait() -> None:
             while not mover.idle:
                 mover.update()
 
-        patched.setattr(mover._link, "order", noted)
-        patched.setattr(memory, "collect_landings", wait)
-        yield scene
+        patched.setattr(engine.memory, "collect_landings", wait)
+        yield Scene(engine, patched)
 
 
 def test_daop_dispatches_early_and_degrades(scene: Scene) -> None:
@@ -107,7 +104,7 @@ def test_adapmoe_skips_experts_where_the_layer_is_not_sensitive(scene: Scene) ->
 def test_dali_prefetches_by_the_mean_residual(scene: Scene, favoured: tuple[int, ...]) -> None:
     known = calibration(favoured)
     counted = scene.decode("dali", known, placement="first-layers", prefetch="2")
-    assert scene.ordered == {(1, expert) for expert in favoured}
+    assert scene.predicted == {(1, expert) for expert in favoured}
     assert counted["predicted_tiles"] > 0
     assert counted["useful_tiles"] > 0
 
@@ -115,6 +112,6 @@ def test_dali_prefetches_by_the_mean_residual(scene: Scene, favoured: tuple[int,
 @pytest.mark.parametrize("preset", ["mixtral-offloading", "hybrimoe"])
 def test_next_gate_prefetch_is_used(scene: Scene, preset: str) -> None:
     counted = scene.decode(preset)
-    assert {layer for layer, _ in scene.ordered} == {1}
+    assert {layer for layer, _ in scene.predicted} == {1}
     assert counted["predicted_tiles"] >= counted["useful_tiles"] > 0
     assert counted["late_tiles"] == 0

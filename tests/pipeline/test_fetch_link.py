@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from child_messages import LIMIT, PRINT, exit_of, received
-from mover_parts import child_socket, control_segment
+from child_messages import LIMIT, PRINT, child_socket, control_segment, exit_of, received
 
 from pipeline.experts.fetch_link import DEMANDED, PLACED, FetchLink
 from pipeline.experts.peers import ChildServerSocket

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import zmq
-from child_messages import LIMIT, PRINT, exit_of, received
-from mover_parts import child_socket
+from child_messages import KEY, LIMIT, PRINT, child_socket, exit_of, received
 
 from pipeline.errors import PeerLost
 from pipeline.experts.peers import ChildServerSocket
@@ -200,7 +199,7 @@ def test_give_up_ends_every_wait(workers, make_child) -> None:
 def test_child_of_another_version_or_store_is_refused(workers, foreign, runtime, change) -> None:
     identity = Identity("worker", 0, 0)
     ready = {"version": VERSION, "fingerprint": PRINT} | change
-    child = foreign(identity.prove(b"k" * 32))
+    child = foreign(identity.prove(KEY))
     child.send_multipart(encode(Ready(role="worker", index=0, incarnation=0, pid=1, **ready)))
     child.send_multipart(encode(Partial(1, 0, 0.0, X)))
     assert drain(workers) == []
@@ -210,7 +209,7 @@ def test_child_of_another_version_or_store_is_refused(workers, foreign, runtime,
 def test_malformed_frames_are_counted_and_dropped(workers, make_child, foreign) -> None:
     child = make_child()
     workers.wait_ready(1, LIMIT)
-    malformed = foreign(Identity("worker", 1, 0).prove(b"k" * 32))  # a child of this engine, damaged
+    malformed = foreign(Identity("worker", 1, 0).prove(KEY))  # a child of this engine, damaged
     for frames in ([b""], [b"\x22\x01", b"\xc1"], [b"\xff\x01", b"\x80"], [b"\x22\x01", b"\x80", b"x"]):
         malformed.send_multipart(frames)
     deadline = time.monotonic() + LIMIT
@@ -230,7 +229,7 @@ NAMES = {
     "no name": b"",
     "no proof": b"worker-0-0",
     "another engine's proof": Identity("worker", 0, 0).prove(b"x" * 32),
-    "another incarnation's proof": b"worker-0-0" + Identity("worker", 0, 1).prove(b"k" * 32)[10:],
+    "another incarnation's proof": b"worker-0-0" + Identity("worker", 0, 1).prove(KEY)[10:],
     "a proof of zeros": b"worker-0-0-" + b"0" * 16,
     "a client's name": b"client-1",
 }
@@ -256,7 +255,7 @@ def test_unproven_identity_is_ignored_and_blocks_no_child(workers, make_child, f
 
 
 def test_child_of_another_role_is_ignored(workers, foreign) -> None:
-    other = foreign(Identity("prefetcher", 0, 0).prove(b"k" * 32))
+    other = foreign(Identity("prefetcher", 0, 0).prove(KEY))
     other.send_multipart(ready_of(Identity("worker", 0, 0)))
     assert drain(workers) == []
     assert (workers.running, workers.malformed) == ([], 1)

@@ -11,30 +11,33 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from mover_parts import SLOTS, MoverParts, check_idle, check_slots, demand, missing, mover_parts, random_store
+from mover_parts import (
+    DEMAND,
+    FULL,
+    NONE,
+    RETARGET,
+    SHAPE,
+    SLOTS,
+    MoverParts,
+    check_idle,
+    check_slots,
+    demand,
+    missing,
+    mover_parts,
+)
 
 from pipeline.counters import PhaseCounters
 from pipeline.errors import PlanError
 from pipeline.experts.tile_mover import TileMover
 from pipeline.policies.view import Target
-from shm.layout import ExpertShape
-from shm.store import Store
 
-SHAPE = ExpertShape(layers=2, experts=3, hidden=32, intermediate=38, tile=8)  # 5 tiles of 3072 bytes
 TILES = SHAPE.tiles
-EVERY = [(layer, expert) for layer in range(SHAPE.layers) for expert in range(SHAPE.experts)]
 PACES = {"unlimited link": None, "slow link": 0.006}  # GB/s: half a millisecond a tile
 
 
-@pytest.fixture(scope="module")
-def store() -> Iterator[Store]:
-    with random_store(SHAPE, "test_tile_mover") as store:
-        yield store
-
-
 @pytest.fixture(scope="module", params=PACES.values(), ids=PACES.keys())
-def parts(request, store, tmp_path_factory) -> Iterator[MoverParts]:
-    with mover_parts(tmp_path_factory.mktemp("move"), store, SLOTS, request.param) as parts:
+def parts(request, mover_store, tmp_path_factory) -> Iterator[MoverParts]:
+    with mover_parts(tmp_path_factory.mktemp("move"), mover_store, SLOTS, request.param) as parts:
         yield parts
 
 
@@ -48,14 +51,8 @@ class Predicted:
     targets: list[Target]
 
 
-RETARGET = st.lists(
-    st.builds(Target, st.integers(0, 1), st.integers(0, 2), st.integers(0, TILES)), min_size=1, max_size=6
-)
 PREDICT = st.builds(Predicted, RETARGET)
-DEMAND = st.tuples(st.integers(0, 1), st.lists(st.integers(0, TILES), min_size=3, max_size=3))
 UPDATE = st.sampled_from(["update", "update", "wait_idle", "phase"])
-FULL = [Target(layer, expert, 3) for layer, expert in EVERY]
-NONE = [Target(layer, expert, 0) for layer, expert in EVERY]
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
-from mover_parts import (
-    LIMIT,
-    MoverParts,
-    child_endpoint,
-    child_socket,
-    control_segment,
-    mover_parts,
-    random_store,
-)
+from child_messages import LIMIT, child_endpoint, child_socket, control_segment
+from failing_prefetcher import FailingPrefetcher
+from mover_parts import mover_parts, random_store
 
 from pipeline.arrays import IntArray
 from pipeline.backbone.backbone import Backbone
@@ -34,7 +29,6 @@ from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Plan, Policy, PolicyRequest, Routing, View
 from protocol.messages import Shutdown
 from shm.layout import format_named
-from shm.store import Store
 from workers.expert_worker import serve
 
 CONTEXT = 256
@@ -42,26 +36,17 @@ PROMPT = [5, 6, 7, 8, 9]
 TOKEN = 11
 
 
-def unlimited(folder: Path, store: Store, slots: int) -> AbstractContextManager[MoverParts]:
-    """A link at full speed."""
-    return mover_parts(folder, store, slots, None)
-
-
 @contextmanager
 def engine_in_threads(
-    model: Path,
-    folder: Path,
-    make_parts: Callable[[Path, Store, int], AbstractContextManager[MoverParts]] = unlimited,
-    capacity: int = 6,
-) -> Iterator[tuple[Engine, DeviceMemory]]:
-    """With random experts and a cache of `capacity` of their 24 tiles; `make_parts` makes the tile mover's
-    parts."""
+    model: Path, folder: Path, capacity: int = 6
+) -> Iterator[tuple[Engine, FailingPrefetcher]]:
+    """With random experts, and a DeviceMemory for `capacity` of their 24 tiles."""
     torch_threads = torch.get_num_threads()  # which the worker, being a thread, sets for all of us
     source = open_model(model)
     with ExitStack() as stack:
         shape = expert_shape(source.config, 32, format_named("bf16"))
         store = stack.enter_context(random_store(shape, "thread_engine"))
-        parts = stack.enter_context(make_parts(folder, store, capacity + 4))
+        parts = stack.enter_context(mover_parts(folder, store, capacity + 4))
         socket = stack.enter_context(child_socket(folder, "work.sock", "worker", store.fingerprint))
 
         control = stack.enter_context(control_segment(1))
@@ -76,13 +61,12 @@ def engine_in_threads(
         thread.start()
         pool = WorkerPool(socket, control, WorkerCores.equal(1), store.layout.shape.hidden)
         pool.wait_ready(LIMIT)
-        memory = DeviceMemory(parts.mover(capacity=capacity, staging=4), parts.slab)
         spec = model_spec(source.config)
         backbone = Backbone(source, spec, Precision("f32", parts.device), CONTEXT)
         try:
             engine = Engine(backbone, store.layout, parts.device, pool)
-            engine.memory = memory
-            yield engine, memory
+            engine.memory = DeviceMemory(parts.mover(capacity=capacity, staging=4), parts.slab)
+            yield engine, parts.prefetcher
         finally:
             socket.send(0, Shutdown())
             thread.join(LIMIT)
@@ -115,3 +99,17 @@ def prefilled(engine: Engine, kv: KVCache, capacity: int = 16) -> TokenSpan:
 def decode(engine: Engine, after: TokenSpan, token: int = TOKEN) -> None:
     """One more token of a sequence."""
     engine.step([StepInput(TokenSpan(after.kv, [token]), "none")], "decode")
+
+
+def recorded_orders(engine: Engine, patch: pytest.MonkeyPatch) -> list[tuple[int, tuple[int, int, int]]]:
+    """The tiles that are ordered from now on: (urgency, (layer, expert, tile)) of each."""
+    ordered: list[tuple[int, tuple[int, int, int]]] = []
+    link = engine.memory.mover._link
+    order = link.order
+
+    def noted(layer: int, expert: int, lo: int, slots: list[int], urgency: int) -> object:
+        ordered.extend((urgency, (layer, expert, lo + index)) for index in range(len(slots)))
+        return order(layer, expert, lo, slots, urgency)
+
+    patch.setattr(link, "order", noted)
+    return ordered
