@@ -21,12 +21,13 @@ from random import Random
 import numpy as np
 import torch
 import transformers
+from comparison import scored
 from families import Case, save
 from family_draws import drawn
 from in_process import InProcess
 from numpy.typing import NDArray
 from oracle import Oracle
-from test_parity import EXACT, scored
+from test_parity import EXACT
 
 from launch.errors import StartFailed
 from launch.processes.supervisor import Supervisor

@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from equality import near_tie_or_equal
+from comparison import check_policies, exactly, scored
 from exact_presets import sample
 from families import Case, save, texts
 from family_cases import CASES, EDGES, place
 from in_process import InProcess
 from oracle import Oracle
-from test_parity import EXACT, scored
+from test_parity import EXACT
 
 from pipeline.config import EngineConfig
 from workers.kernels.native import best
@@ -67,27 +67,15 @@ async def test_a_family_equals_transformers(case: Case, start_engine, tmp_path: 
     save(case, tmp_path)
     oracle = Oracle(tmp_path, torch.float32)
     both = texts(case)
-    expected = [oracle.logprobs(tokens) for tokens in both]
-    continued, chosen_from = oracle.greedy(both[0], NEW)
+    check = exactly(both, [oracle.logprobs(tokens) for tokens in both], EXACT)
     config = SETTINGS[place(case)]
     policies = [*sample(ENGINES.index(case), 3), DRAWN[place(case)]]
     (tmp_path / "costs").write_text(json.dumps(COSTS))
     exact = {"format": "f32", "backbone_dtype": "f32", "chunk": 24}
     plain = exact | {"model": tmp_path, "costs": tmp_path / "costs"}
-    wrong: list[str] = []
+    greedy = oracle.greedy(both[0], NEW)
     async with start_engine(EngineConfig(**(vars(config) | plain))) as (_, client):
-        for policy, options in policies:
-            await client.set_policy(policy, options)
-            for stepwise in (False, True):
-                for tokens, rows in zip(both, expected, strict=True):
-                    error = float(np.abs(await scored(client, tokens, stepwise) - rows).max())
-                    if not error < EXACT:
-                        wrong.append(f"{policy} {options} {len(tokens)} {stepwise=}: {error:.2e}")
-            answer = client.generate(token_ids=both[0], max_tokens=NEW, ignore_eos=True)
-            new = [t.token async for t in answer]
-            if not near_tie_or_equal(new, continued, chosen_from, 2 * EXACT):
-                wrong.append(f"{policy} {options} generate: {new} instead of {continued}")
-    assert not wrong, "\n".join(wrong)
+        await check_policies(client, policies, check, both[0], greedy, 2 * EXACT)
 
 
 async def test_model_with_one_expert_a_layer(start_engine, tmp_path: Path) -> None:

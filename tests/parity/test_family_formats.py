@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from equality import near_tie_or_equal
+from comparison import check_policies, within
 from families import Case, drawn_texts, save, texts
 from family_cases import CASES, place
 from oracle import Oracle
 from quantized_oracle import QuantizedOracle
 from rounding import Rounding
-from test_parity import scored_passages
 from test_quantized import FACTOR, reach
 
 from launch.equality import rounding_bound
@@ -22,8 +21,7 @@ from pipeline.config import EngineConfig
 NEW = 14  # tokens of a greedy continuation
 POLICIES = [("all-host", {}), ("random", {"seed": "2", "churn": "1"})]
 DISTRIBUTION = 70  # texts from which rounding is known
-SCORED = 21  # of them, by an engine,
-ALONE = 2  # and of these, while it has nothing else to do
+SCORED = 21  # of them, by an engine
 
 ROUNDED = ("phimoe", "qwen2_moe", "deepseek_v2")  # between them every kind of tensor
 
@@ -43,27 +41,15 @@ FORMATS = {  # of experts and of the rest; no size of a model here is a whole nu
 async def test_bf16_is_as_close_as_transformers_bf16(case: Case, start_engine, tmp_path: Path) -> None:
     save(case, tmp_path)
     oracle, rounded = Oracle(tmp_path, torch.float32), Oracle(tmp_path, torch.bfloat16)
-    many = drawn_texts(case, DISTRIBUTION)
+    many, prompt = drawn_texts(case, DISTRIBUTION), texts(case)[0]
     exact = oracle.batch(many)
     theirs = Rounding.between(rounded.batch(many), exact)
-    prompt = texts(case)[0]
-    continued, chosen_from = oracle.greedy(prompt, NEW)
+    check, greedy = within(theirs, many[:SCORED], exact[:SCORED]), oracle.greedy(prompt, NEW)
     config = EngineConfig(
         model=tmp_path, format="bf16", backbone_dtype="bf16", workers=1, tile=24, expert_cache=0.5, chunk=24
     )
-    wrong: list[str] = []
     async with start_engine(config) as (_, client):
-        for policy, options in POLICIES:
-            await client.set_policy(policy, options)
-            for stepwise in (False, True):
-                ours = await scored_passages(client, many[:SCORED], stepwise, ALONE)
-                if refusal := theirs.refusal(Rounding.between(ours, exact[:SCORED])):
-                    wrong.append(f"{policy} {stepwise=}: {refusal}")
-            answer = client.generate(token_ids=prompt, max_tokens=NEW, ignore_eos=True)
-            new = [t.token async for t in answer]
-            if not near_tie_or_equal(new, continued, chosen_from, 2 * theirs.tails.mean()):
-                wrong.append(f"{policy} generate: {new} instead of {continued}")
-    assert not wrong, "\n".join(wrong)
+        await check_policies(client, POLICIES, check, prompt, greedy, 2 * theirs.tails.mean())
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if place(c) == 3], ids=str)
@@ -73,24 +59,13 @@ async def test_quantized_equals_transformers_on_the_same_weights(
     save(case, tmp_path)
     experts, backbone = FORMATS[case.family]
     oracle = QuantizedOracle(tmp_path, experts, None if backbone == "f32" else backbone)
-    many = drawn_texts(case, DISTRIBUTION)
+    many, prompt = drawn_texts(case, DISTRIBUTION), texts(case)[0]
     expected = oracle.batch(many)
     allowed = reach(oracle, backbone, many, expected)
-    prompt = texts(case)[0]
-    continued, chosen_from = oracle.greedy(prompt, NEW)
+    check = within(allowed, many[:SCORED], expected[:SCORED], factor=FACTOR)
+    greedy, bound = oracle.greedy(prompt, NEW), rounding_bound(experts, backbone)
     config = EngineConfig(
         model=tmp_path, format=experts, backbone_dtype=backbone, workers=2, expert_cache=0.5, chunk=24
     )
-    wrong: list[str] = []
     async with start_engine(config) as (_, client):
-        for policy, options in POLICIES:
-            await client.set_policy(policy, options)
-            for stepwise in (False, True):
-                ours = await scored_passages(client, many[:SCORED], stepwise, ALONE)
-                if refusal := allowed.refusal(Rounding.between(ours, expected[:SCORED]), FACTOR):
-                    wrong.append(f"{policy} {stepwise=}: {refusal}")
-            answer = client.generate(token_ids=prompt, max_tokens=NEW, ignore_eos=True)
-            new = [t.token async for t in answer]
-            if not near_tie_or_equal(new, continued, chosen_from, rounding_bound(experts, backbone)):
-                wrong.append(f"{policy} generate: {new} instead of {continued}")
-    assert not wrong, "\n".join(wrong)
+        await check_policies(client, POLICIES, check, prompt, greedy, bound)

@@ -6,15 +6,13 @@ prefill (in several chunks) and stepwise through the decode path.
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from equality import near_tie_or_equal
+from comparison import check_policies, exactly, scored, within
 from exact_presets import sample
 from numpy.typing import NDArray
 from oracle import Oracle
@@ -23,7 +21,6 @@ from transformers import AutoTokenizer
 
 from pipeline.assets import heldout, model_dir
 from pipeline.config import EngineConfig
-from protocol.client import Client
 
 EXACT = 1e-4  # float32 log-probabilities against transformers'
 LENGTH = 72  # tokens of each text,
@@ -43,16 +40,6 @@ def sweep(number: int) -> list[tuple[str, dict[str, str]]]:
     return [*sample(number, 2), ("on-demand", {"scope": "global"}), *[("random", d) for d in drawn]]
 
 
-@dataclass(frozen=True)
-class Reference:
-    """Texts as ids with the oracle's float32 log-probabilities, and a greedy continuation of the first."""
-
-    texts: list[tuple[int, ...]]
-    logprobs: list[NDArray[np.float32]]
-    tokens: list[int]
-    chosen_from: NDArray[np.float32]
-
-
 def tokenized(kind: str, count: int = LENGTH) -> tuple[int, ...]:
     """The first tokens of a kind's held-out text."""
     return _whole(kind)[:count]
@@ -70,17 +57,8 @@ def texts() -> list[tuple[int, ...]]:
 
 
 @pytest.fixture(scope="module")
-def reference(texts: list[tuple[int, ...]]) -> Reference:
-    oracle = Oracle(model_dir(), torch.float32)
-    tokens, rows = oracle.greedy(texts[0], NEW)
-    return Reference(texts, [oracle.logprobs(t) for t in texts], tokens, rows)
-
-
-async def scored(client: Client, tokens: tuple[int, ...], stepwise: bool) -> NDArray[np.float32]:
-    """[len(tokens), vocabulary]; stepwise: the second half of them one at a time."""
-    prefill = len(tokens) // 2 if stepwise else 1
-    blocks = client.score(token_ids=tokens, full=True, stepwise=stepwise, prefill=prefill)
-    return np.concatenate([block.logprobs async for block in blocks])
+def oracle() -> Oracle:
+    return Oracle(model_dir(), torch.float32)
 
 
 def passages(count: int, length: int = LENGTH) -> list[tuple[int, ...]]:
@@ -90,15 +68,6 @@ def passages(count: int, length: int = LENGTH) -> list[tuple[int, ...]]:
     whole = {kind: tokenized(kind, parts * length) for kind in kinds}
     found = [whole[kind][i * length : (i + 1) * length] for i in range(parts) for kind in kinds]
     return found[:count]
-
-
-async def scored_passages(
-    client: Client, texts: list[tuple[int, ...]], stepwise: bool, alone: int = ALONE
-) -> list[NDArray[np.float32]]:
-    """`scored` of each: the first `alone` one after the other, so that steps are of one token, the others at
-    once."""
-    found = [await scored(client, tokens, stepwise) for tokens in texts[:alone]]
-    return found + await asyncio.gather(*(scored(client, tokens, stepwise) for tokens in texts[alone:]))
 
 
 SETTING_NAMES = ["1-worker", "2-workers", "3-workers", "thread"]
@@ -112,52 +81,29 @@ SETTINGS = [
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("number", "setting"), list(enumerate(SETTINGS)), ids=SETTING_NAMES)
-async def test_every_preset_equals_transformers_in_float32(number, setting, reference, start_engine) -> None:
+async def test_every_preset_equals_transformers_in_float32(
+    number, setting, texts, oracle, start_engine
+) -> None:
     plain = {"format": "f32", "backbone_dtype": "f32", "chunk": CHUNK}
-    wrong: list[str] = []
+    check, greedy = exactly(texts, oracle.batch(texts), EXACT), oracle.greedy(texts[0], NEW)
     async with start_engine(EngineConfig(**(vars(setting) | plain))) as (_, client):
-        for policy, options in sweep(number):
-            await client.set_policy(policy, options)
-            for stepwise in (False, True):
-                for tokens, expected in zip(reference.texts, reference.logprobs, strict=True):
-                    ours = await scored(client, tokens, stepwise)
-                    error = float(np.abs(ours - expected).max())
-                    if not error < EXACT:
-                        wrong.append(f"{policy} {options} stepwise={stepwise}: {error:.2e}")
-            answer = client.generate(token_ids=reference.texts[0], max_tokens=NEW, ignore_eos=True)
-            tokens = [t.token async for t in answer]
-            if not near_tie_or_equal(tokens, reference.tokens, reference.chosen_from, 2 * EXACT):
-                wrong.append(f"{policy} {options} generate: {tokens} instead of {reference.tokens}")
-    assert not wrong, "\n".join(wrong)
+        await check_policies(client, sweep(number), check, texts[0], greedy, 2 * EXACT)
 
 
 @pytest.mark.timeout(300)
-async def test_bf16_stays_within_what_transformers_bf16_differs_from_float32(start_engine) -> None:
+async def test_bf16_stays_within_what_transformers_bf16_differs_from_float32(oracle, start_engine) -> None:
     """By the rule of rounding.py. On an AMD EPYC with any of its instruction sets and kernels our mean is
     0.0154 to 0.0169 nats and transformers' 0.0264 to 0.0277: rounding alone does not turn one into the
     other."""
     texts = passages(DISTRIBUTION)
-    oracle, rounded = Oracle(model_dir(), torch.float32), Oracle(model_dir(), torch.bfloat16)
     exact = oracle.batch(texts)
-    theirs = Rounding.between(rounded.batch(texts), exact)
-    near = float(theirs.tails.mean())
-    tokens, chosen_from = oracle.greedy(texts[0], NEW)
+    theirs = Rounding.between(Oracle(model_dir(), torch.bfloat16).batch(texts), exact)
+    check, greedy = within(theirs, texts[:TEXTS], exact[:TEXTS], ALONE), oracle.greedy(texts[0], NEW)
     config = EngineConfig(
         format="bf16", backbone_dtype="bf16", workers=2, tile=64, expert_cache=0.5, chunk=CHUNK
     )
-    wrong: list[str] = []
     async with start_engine(config) as (_, client):
-        for policy, options in sample(0, 4):
-            await client.set_policy(policy, options)
-            for stepwise in (False, True):
-                ours = await scored_passages(client, texts[:TEXTS], stepwise)
-                if refusal := theirs.refusal(Rounding.between(ours, exact[:TEXTS])):
-                    wrong.append(f"{policy} {options} stepwise={stepwise}: {refusal}")
-            answer = client.generate(token_ids=texts[0], max_tokens=NEW, ignore_eos=True)
-            new = [t.token async for t in answer]
-            if not near_tie_or_equal(new, tokens, chosen_from, 2 * near):
-                wrong.append(f"{policy} {options} generate: {new} instead of {tokens}")
-    assert not wrong, "\n".join(wrong)
+        await check_policies(client, sample(0, 4), check, texts[0], greedy, 2 * float(theirs.tails.mean()))
 
 
 @pytest.mark.timeout(200)

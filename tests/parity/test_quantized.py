@@ -8,10 +8,10 @@ float32's size in its hidden states, and the engine's log-probabilities may be n
 from __future__ import annotations
 
 import pytest
-from equality import near_tie_or_equal
+from comparison import check_policies, within
 from quantized_oracle import QuantizedOracle
 from rounding import Rounding, Rows
-from test_parity import CHUNK, NEW, passages, scored_passages
+from test_parity import CHUNK, NEW, passages
 
 from launch.equality import rounding_bound
 from pipeline.assets import model_dir
@@ -22,8 +22,7 @@ from pipeline.config import EngineConfig
 NOISE = {"f32": 3e-7, "int8": 2**-9, "int4": 2**-9}
 LENGTH = 48  # tokens of each text; a prefill takes two chunks
 DISTRIBUTION = 56  # texts from which the reach of noise is known
-TEXTS = 14  # of them, which an engine scores,
-ALONE = 2  # and of these, which it scores while it has nothing else to do
+TEXTS = 14  # of them, which an engine scores
 FACTOR = 2.0  # how much more all of an engine's sums may do on average than noise in one place
 POLICIES = [
     ("all-host", {}),
@@ -57,20 +56,10 @@ async def test_equals_transformers_on_the_same_weights(setting, workers, tile, s
     texts = passages(DISTRIBUTION, LENGTH)
     expected = oracle.batch(texts)
     allowed = reach(oracle, backbone, texts, expected)
-    tokens, chosen_from = oracle.greedy(texts[0], NEW)
+    check = within(allowed, texts[:TEXTS], expected[:TEXTS], factor=FACTOR)
+    greedy, bound = oracle.greedy(texts[0], NEW), rounding_bound(experts, backbone)
     config = EngineConfig(
         format=experts, backbone_dtype=backbone, workers=workers, tile=tile, chunk=CHUNK, expert_cache=0.4
     )
-    wrong: list[str] = []
     async with start_engine(config) as (_, client):
-        for policy, options in POLICIES:
-            await client.set_policy(policy, options)
-            for stepwise in (False, True):
-                ours = await scored_passages(client, texts[:TEXTS], stepwise, ALONE)
-                if refusal := allowed.refusal(Rounding.between(ours, expected[:TEXTS]), FACTOR):
-                    wrong.append(f"{policy} {options} stepwise={stepwise}: {refusal}")
-            answer = client.generate(token_ids=texts[0], max_tokens=NEW, ignore_eos=True)
-            new = [t.token async for t in answer]
-            if not near_tie_or_equal(new, tokens, chosen_from, rounding_bound(experts, backbone)):
-                wrong.append(f"{policy} {options} generate: {new} instead of {tokens}")
-    assert not wrong, "\n".join(wrong)
+        await check_policies(client, POLICIES, check, texts[0], greedy, bound)
