@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import zmq.asyncio
 
+from protocol.client import Client
 from protocol.codec import decode, encode
 from protocol.keys import ClientKeys
 from protocol.messages import VERSION, Done, Error, Heartbeat, Hello, SetPolicy, Stats, StatsReply, Welcome
@@ -81,6 +82,18 @@ async def raw_client(
         yield client
     finally:
         socket.close(linger=0)
+
+
+async def idle(client: Client, kept: bool = True) -> dict[str, Any]:
+    """The stats once no request runs or waits, with no KV used; unless `kept`, once none is kept either."""
+    held = ("running", "waiting") if kept else ("running", "waiting", "kv_tokens_kept", "conversations")
+    async with asyncio.timeout(LIMIT):
+        while True:
+            stats = await client.stats()
+            if not any(stats["scheduler"][key] for key in held):
+                assert stats["scheduler"]["kv_tokens_used"] == 0
+                return stats
+            await asyncio.sleep(0.05)
 
 
 def one_line(text: str) -> str:

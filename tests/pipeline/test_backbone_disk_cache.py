@@ -3,13 +3,11 @@ start."""
 
 from __future__ import annotations
 
-import asyncio
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from waiting import wait_until
+from waiting import until, wait_until
 
 from launch.processes.supervisor import Supervisor
 from launch.runtime import cache_root
@@ -130,14 +128,10 @@ async def test_second_start_has_the_same_backbone(
     for _ in range(2):
         async with start_engine(config) as (engine, client):
             found.append(await scores(client))
-            until = time.monotonic() + LIMIT
-            while maps_it(engine):  # until it is materialized
-                assert time.monotonic() < until
-                await asyncio.sleep(0.05)
+            await until(lambda engine=engine: not maps_it(engine), LIMIT)  # until it is materialized
             found.append(await scores(client))
-            while not (files := list(cache_root().glob(f"*/{NAME}"))):
-                assert time.monotonic() < until
-                await asyncio.sleep(0.05)
+            await until(lambda: list(cache_root().glob(f"*/{NAME}")), LIMIT)
+    files = list(cache_root().glob(f"*/{NAME}"))
     for again in found[1:]:
         np.testing.assert_array_equal(again, found[0])
     # A flipped bit is detected, which shows that the start reads this file.

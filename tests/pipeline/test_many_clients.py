@@ -13,7 +13,7 @@ from dataclasses import replace
 import psutil
 import pytest
 import pytest_asyncio
-from raw_client import raw_client
+from raw_client import idle, raw_client
 
 from launch.equality import Verdict, compare
 from launch.processes.supervisor import Supervisor
@@ -38,17 +38,6 @@ async def small(start_engine, plain_config) -> AsyncIterator[tuple[Supervisor, C
 
 def prompt_of(number: int) -> list[int]:
     return [10 + number + i for i in range(PROMPT)]
-
-
-async def all_released(client: Client) -> None:
-    """Wait until no request runs or waits, and no KV is used or kept."""
-    held = ("running", "waiting", "kv_tokens_used", "kv_tokens_kept", "conversations")
-    async with asyncio.timeout(20):
-        while True:
-            stats = (await client.stats())["scheduler"]
-            if not any(stats[key] for key in held):
-                return
-            await asyncio.sleep(0.05)
 
 
 async def test_two_hundred_requests_of_fifty_clients_are_served_fairly(small) -> None:
@@ -87,7 +76,7 @@ async def test_two_hundred_requests_of_fifty_clients_are_served_fairly(small) ->
         assert max(Counter(served[:50]).values()) <= 4
         assert len(set(served[:70])) == 50
         memory.append(coordinator.memory_info().rss)
-    await all_released(first)
+    await idle(first, kept=False)
     assert memory[1] < memory[0] + (16 << 20)
 
 
@@ -119,7 +108,7 @@ async def test_five_hundred_answers_cancelled_at_random_moments_release_all(smal
         assert [client.strays for client in clients] == [0] * 10
     assert sum(ends.values()) == 500
     assert ends["cancelled"] > 50
-    await all_released(first)
+    await idle(first, kept=False)
 
 
 async def test_client_that_never_reads_is_cut_off_without_delaying_others(small) -> None:
@@ -143,22 +132,20 @@ async def test_client_that_never_reads_is_cut_off_without_delaying_others(small)
                 await asyncio.sleep(0.2)
         assert others > 5
         heartbeats.cancel()
-        await all_released(first)
+        await idle(first, kept=False)
 
 
 async def test_queue_positions_fall_until_the_answer(small) -> None:
     """Positions only fall, and end with the answer."""
     supervisor, first = small
     async with raw_client(supervisor.endpoint) as raw:
+        prompts = [tuple(prompt_of(i)) for i in range(12)]
         await raw.send(
-            *(
-                Generate(i, token_ids=tuple(prompt_of(i)), max_tokens=LENGTH, ignore_eos=True)
-                for i in range(12)
-            )
+            *(Generate(i, token_ids=p, max_tokens=LENGTH, ignore_eos=True) for i, p in enumerate(prompts))
         )
         found = await raw.to_the_end(*range(12))
     for messages in found.values():
         positions = [m.position for m in messages if hasattr(m, "position")]
         assert positions == sorted(positions, reverse=True)
     assert any(hasattr(messages[0], "position") for messages in found.values())
-    await all_released(first)
+    await idle(first, kept=False)

@@ -3,10 +3,10 @@ can."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -31,6 +31,7 @@ from pipeline.memory.plan import (
 
 GB = 10**9
 MODELS = ("mixtral-8x7b", "qwen1.5-moe-a2.7b", "deepseek-v2-lite", "olmoe-1b-7b")
+Case = tuple[tuple[Needs, ...], EngineConfig, Machine, bool]  # the last: whether there is a slab
 
 
 @cache
@@ -42,7 +43,7 @@ def every(model: str, gpu: bool) -> tuple[Needs, ...]:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[tuple[Needs, ...], EngineConfig, Machine, bool]:
+def cases(draw: st.DrawFn) -> Case:
     on_gpu = draw(st.booleans())
     needed = every(draw(st.sampled_from(MODELS)), on_gpu)
     context = draw(st.none() | st.integers(1, 4096))
@@ -59,6 +60,13 @@ def cases(draw: st.DrawFn) -> tuple[tuple[Needs, ...], EngineConfig, Machine, bo
     if draw(st.booleans()):
         needed = (draw(st.sampled_from(needed)),)
     return needed, asked, Machine(memory, shm, gpu), slab
+
+
+def chosen(needed: Sequence[Needs], asked: EngineConfig, machine: Machine, slab: bool = False) -> Plan:
+    """The plan, which must exist."""
+    plan = choose(needed, asked, machine, slab)
+    assert plan is not None
+    return plan
 
 
 def takes(needs: Needs, machine: Machine, slab: bool, context: int, kv: int, share: float) -> bool:
@@ -79,9 +87,7 @@ def fits_with(needs: Needs, asked: EngineConfig, machine: Machine, slab: bool, l
 
 
 @given(cases())
-def test_plan_fits_keeps_given_options_and_is_the_most_exact(
-    case: tuple[tuple[Needs, ...], EngineConfig, Machine, bool],
-) -> None:
+def test_plan_fits_keeps_given_options_and_is_the_most_exact(case: Case) -> None:
     needed, asked, machine, slab = case
     plan = choose(needed, asked, machine, slab)
     if plan is None:
@@ -106,13 +112,10 @@ def test_plan_fits_keeps_given_options_and_is_the_most_exact(
 
 
 @given(cases())
-def test_plan_uses_the_memory_that_fits(
-    case: tuple[tuple[Needs, ...], EngineConfig, Machine, bool],
-) -> None:
+def test_plan_uses_the_memory_that_fits(case: Case) -> None:
     needed, asked, machine, slab = case
     plan = choose(needed, asked, machine, slab)
     assume(plan is not None)
-    assert plan is not None
 
     def fits(context: int, kv: int, share: float, slab: bool = slab) -> bool:
         return takes(plan.needs, machine, slab, context, kv, share)
@@ -135,9 +138,7 @@ def test_plan_uses_the_memory_that_fits(
 
 
 @given(cases())
-def test_store_in_shared_memory_needs_no_more(
-    case: tuple[tuple[Needs, ...], EngineConfig, Machine, bool],
-) -> None:
+def test_store_in_shared_memory_needs_no_more(case: Case) -> None:
     needed, asked, machine, slab = case
     attached = replace(needed[0], present=needed[0].store)
     plan = smallest(attached, asked, slab)
@@ -148,9 +149,7 @@ def test_store_in_shared_memory_needs_no_more(
 
 
 @given(cases())
-def test_store_leaves_memory_for_the_other_parts(
-    case: tuple[tuple[Needs, ...], EngineConfig, Machine, bool],
-) -> None:
+def test_store_leaves_memory_for_the_other_parts(case: Case) -> None:
     """The loader's own check of the same numbers agrees with the plan."""
     needed, asked, machine, slab = case
     plan = choose(needed, asked, machine, slab)
@@ -162,60 +161,55 @@ def test_store_leaves_memory_for_the_other_parts(
 
 def test_resolved_config_changes_only_the_choices() -> None:
     asked = EngineConfig(workers=3, seed=5, policy_options={"a": "b"}, kv_tokens=9000)
-    plan = choose(every("olmoe-1b-7b", False), asked, Machine(40 * GB, 40 * GB), False)
-    assert plan is not None
+    plan = chosen(every("olmoe-1b-7b", False), asked, Machine(40 * GB, 40 * GB))
     resolved = plan.resolved(asked)
     assert isinstance(resolved, ResolvedConfig)
-    chosen = {"format": plan.needs.format, "context": 4096, "kv_tokens": 9000, "expert_cache": 0.25}
+    choices = {"format": plan.needs.format, "context": 4096, "kv_tokens": 9000, "expert_cache": 0.25}
     for field in fields(asked):
-        assert getattr(resolved, field.name) == chosen.get(field.name, getattr(asked, field.name))
+        assert getattr(resolved, field.name) == choices.get(field.name, getattr(asked, field.name))
     assert ResolvedConfig.from_map(vars(resolved)) == resolved
 
 
 def test_plans_of_typical_machines() -> None:
     """Choices that an engineer would make too."""
 
-    def chosen(model: str, machine: Machine, slab: bool = False, **asked: Any) -> Plan | None:
-        return choose(every(model, machine.gpu is not None), EngineConfig(**asked), machine, slab)
+    def planned(model: str, *gigabytes: int) -> Plan:
+        """With so much memory, shared memory and memory of a GPU."""
+        machine = Machine(*(size * GB for size in gigabytes))
+        return chosen(every(model, machine.gpu is not None), EngineConfig(), machine, machine.gpu is not None)
 
-    roomy = chosen("mixtral-8x7b", Machine(130 * GB, 130 * GB))
-    assert roomy is not None
+    roomy = planned("mixtral-8x7b", 130, 130)
     assert (roomy.needs.format, roomy.context, roomy.kv_tokens) == ("bf16", 8192, 32768)
     table, attention = 32000 * 4096, 2 * 4096 * (4096 + 1024)
     router, norms = 8 * 4096, 2 * 4096
     backbone = 2 * (2 * table + 32 * attention) + 4 * (32 * (router + norms) + 4096)
     assert (roomy.expert_cache, roomy.needs.backbone) == (0.25, backbone)
-    short = chosen("mixtral-8x7b", Machine(100 * GB, 95 * GB))
-    assert short is not None
+    short = planned("mixtral-8x7b", 100, 95)
     assert short.needs.format == "bf16"  # with fewer contexts at once
     assert 8192 <= short.kv_tokens < 4 * 8192
-    small = chosen("mixtral-8x7b", Machine(60 * GB, 30 * GB))
-    assert small is not None
+    small = planned("mixtral-8x7b", 60, 30)
     assert small.needs.format == "int4"  # /dev/shm has half of the memory
-    assert chosen("mixtral-8x7b", Machine(24 * GB, 24 * GB)) is None
-    laptop = chosen("deepseek-v2-lite", Machine(24 * GB, 24 * GB))
-    assert laptop is not None
+    little = Machine(24 * GB, 24 * GB)
+    assert choose(every("mixtral-8x7b", False), EngineConfig(), little, False) is None
+    laptop = planned("deepseek-v2-lite", 24, 24)
     assert (laptop.needs.format, laptop.context) == ("int8", 8192)
-    gpu = chosen("mixtral-8x7b", Machine(130 * GB, 130 * GB, 24 * GB), slab=True)
-    assert gpu is not None
+    gpu = planned("mixtral-8x7b", 130, 130, 24)
     assert gpu.needs.format == "bf16"
     assert 0.1 < gpu.expert_cache < 0.25  # a whole context, then experts
     assert (gpu.context, gpu.kv_tokens) == (8192, 8192 + 640)  # and less than a thousandth of them was left
-    whole = chosen("olmoe-1b-7b", Machine(130 * GB, 130 * GB, 80 * GB), slab=True)
-    assert whole is not None
-    assert whole.expert_cache == 1.0
+    assert planned("olmoe-1b-7b", 130, 130, 80).expert_cache == 1.0
 
 
 def test_slab_without_a_gpu_takes_shared_memory() -> None:
     needed = every("mixtral-8x7b", False)[2]
-    plan = choose([needed], EngineConfig(), Machine(80 * GB, needed.store + GB), True)
-    assert plan is not None
+    plan = chosen([needed], EngineConfig(), Machine(80 * GB, needed.store + GB), True)
     slab = plan.pools(Machine(0, 0))[1].parts["slab"]
     assert GB - needed.slot - needed.tiles * needed.slot // 1000 <= slab <= GB
 
 
 def test_less_exact_format_is_preferred_to_a_short_context() -> None:
-    bf16, int8, int4, smallest_of_all = every("qwen1.5-moe-a2.7b", False)
+    needed = every("qwen1.5-moe-a2.7b", False)
+    bf16, *_, smallest_of_all = needed
 
     def machine_for(needs: Needs, tokens: int) -> Machine:
         kv = tokens * (needs.kv_token + needs.position)
@@ -227,11 +221,10 @@ def test_less_exact_format_is_preferred_to_a_short_context() -> None:
         (bf16, GOOD_CONTEXT - 64, "int8", 8192),
         (smallest_of_all, 1999, "int4-g128", 1984),
     ):
-        plan = choose((bf16, int8, int4, smallest_of_all), EngineConfig(), machine_for(edge, tokens), False)
-        assert plan is not None
+        plan = chosen(needed, EngineConfig(), machine_for(edge, tokens))
         assert (plan.needs.format, plan.context) == (format, context)
     least = machine_for(smallest_of_all, LEAST_CONTEXT - 1)
-    assert choose((bf16, int8, int4, smallest_of_all), EngineConfig(), least, False) is None
+    assert choose(needed, EngineConfig(), least, False) is None
 
 
 def test_contradictory_options_are_refused() -> None:
@@ -240,6 +233,5 @@ def test_contradictory_options_are_refused() -> None:
         choose([first], EngineConfig(context=5000), machine, False)
     with pytest.raises(UsageError, match="--kv-tokens 99 is less than one context of 100"):
         smallest(first, EngineConfig(context=100, kv_tokens=99), False)
-    plan = choose([first], EngineConfig(kv_tokens=99), machine, False)
-    assert plan is not None
+    plan = chosen([first], EngineConfig(kv_tokens=99), machine)
     assert (plan.context, plan.kv_tokens) == (99, 99)  # the plan chooses the context

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 
 import numpy as np
 import pytest
 from equality import near_tie_or_equal
-from raw_client import raw_client
+from raw_client import idle, raw_client
 
 from launch.equality import Verdict, compare
 from pipeline.policies.presets import PRESETS, make_policy
@@ -43,19 +42,6 @@ async def alone(client: Client, prompt: tuple[int, ...], count: int) -> tuple[li
     tokens = list(answer.tokens)
     blocks = [b.logprobs async for b in client.score(token_ids=[*prompt, *tokens[:-1]], full=True)]
     return tokens, np.concatenate(blocks)[len(prompt) - 1 :]
-
-
-async def idle(client: Client, seconds: float = 10.0) -> dict:
-    """The stats once no request runs or waits, with all of the KV cache free."""
-    deadline = time.monotonic() + seconds
-    while True:
-        stats = await client.stats()
-        scheduler = stats["scheduler"]
-        if not scheduler["running"] and not scheduler["waiting"]:
-            assert scheduler["kv_tokens_used"] == 0
-            return stats
-        assert time.monotonic() < deadline, scheduler
-        await asyncio.sleep(0.05)
 
 
 def same_answer(tokens: list, reference: list) -> bool:
@@ -224,11 +210,7 @@ async def test_second_turn_prefills_only_new_tokens(engine) -> None:
             fresh, done = await say(new_client, turns, "x")
         assert done.stats["kv_reused_tokens"] == 0
         assert same_answer(again, fresh)
-    async with asyncio.timeout(10):
-        while True:
-            if not (await engine[1].stats())["scheduler"]["kv_tokens_kept"]:
-                return  # released with their clients
-            await asyncio.sleep(0.05)
+    await idle(engine[1], kept=False)  # released with their clients
 
 
 async def test_answer_ends_at_a_stop_string_and_at_the_context(engine) -> None:
