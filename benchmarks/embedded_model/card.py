@@ -44,8 +44,6 @@ below the bigram model's:
 def _training(card: dict[str, Any]) -> str:
     run, data, shape = card["training"], card["data"], Shape()
     talks = data["dialogues"]
-    muon = "Muon for the matrices of attention and experts, AdamW for the rest"
-    optimizer = muon if run["optimizer"] == "muon" else "AdamW"
     rows = [
         (
             kind,
@@ -88,9 +86,10 @@ keys), {shape.vocab_size} vocabulary entries, input and output embeddings tied, 
 
 {run["steps"]} steps, {run["tokens"] / 1e6:.2f} M tokens in {run["minutes"]:g} minutes on
 {card["trained_on"]}. {card["remarks"]} {run["batch_tokens"]} tokens a step; rows of 256 tokens for the first
-72 % of the time, then 512, and 1024 for the last 10 %. Optimizer: {optimizer}, peak learning rate
-{run["rate"]:g}, linear warm-up over {_percent(run["warmup"])} of the time, then a cosine down to 1 % of the
-peak; weight decay {run["weight_decay"]:g}, gradients clipped at norm {run["clip"]:g}, load-balancing
+72 % of the time, then 512, and 1024 for the last 10 %. Optimizer: Muon for the matrices of attention and
+experts, AdamW for the rest, peak learning rate {run["rate"]:g}, linear warm-up over
+{_percent(run["warmup"])} of the time, then a cosine down to 1 % of the peak; weight decay
+{run["weight_decay"]:g}, gradients clipped at norm {run["clip"]:g}, load-balancing
 coefficient {shape.router_aux_loss_coef:g} (the mean over the layers of each layer's own loss), gate z-loss
 0.001, seed {run["seed"]}. Float32 weights, bfloat16 products.
 """

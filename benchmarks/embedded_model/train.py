@@ -32,7 +32,6 @@ class Plan:
     """Settings of one run."""
 
     minutes: float
-    optimizer: str
     rate: float  # peak learning rate
     batch_tokens: int
     seed: int = 7
@@ -54,22 +53,19 @@ class Plan:
 
 
 def optimizers(model: Model, plan: Plan) -> list[Optimizer]:
-    """AdamW for everything, or Muon for the hidden matrices and AdamW for the rest."""
+    """Muon for the hidden matrices, AdamW for the rest."""
     named = list(model.named_parameters())
     matrices = [p for name, p in named if p.ndim == 2 and not name.endswith(("embedding", "gate"))]
     known = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in known]
     decayed = [p for p in others if p.ndim == 2]
     plain = [p for p in others if p.ndim == 1]
-    if plan.optimizer == "adamw":
-        decayed += matrices
     groups = [{"params": decayed, "weight_decay": plan.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     found: list[Optimizer] = [AdamW(groups, lr=plan.rate, betas=(0.9, 0.95), fused=True)]
-    if plan.optimizer == "muon":
-        # `match_rms_adamw` gives updates of AdamW's size, so that both use one learning rate.
-        for part in (matrices[0::2], matrices[1::2]):  # two, so that two threads can step them
-            decay, adjust = plan.weight_decay, "match_rms_adamw"
-            found.append(Muon(part, lr=plan.rate, weight_decay=decay, momentum=0.95, adjust_lr_fn=adjust))
+    # `match_rms_adamw` gives updates of AdamW's size, so that both use one learning rate.
+    for part in (matrices[0::2], matrices[1::2]):  # two, so that two threads can step them
+        decay, adjust = plan.weight_decay, "match_rms_adamw"
+        found.append(Muon(part, lr=plan.rate, weight_decay=decay, momentum=0.95, adjust_lr_fn=adjust))
     return found
 
 
@@ -204,14 +200,13 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=80.0)
-    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
     parser.add_argument("--rate", type=float, default=2.5e-3)
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--resume", type=Path, help="an earlier run to continue")
     parser.add_argument("--resume-minutes", type=float, default=0.0, help="of the budget already spent")
     args = parser.parse_args()
-    plan = Plan(args.minutes, args.optimizer, args.rate, args.batch_tokens)
+    plan = Plan(args.minutes, args.rate, args.batch_tokens)
     run = Run(plan, args.corpus, args.out, args.threads)
     if args.resume:
         run.resume(args.resume, args.resume_minutes)
