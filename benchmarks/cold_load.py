@@ -1,6 +1,6 @@
 """Measures how fast a store is built from a checkpoint, compared with the disk and the quantizer alone.
 
-    python benchmarks/cold_load.py [shape:olmoe-1b-7b/3 | DIR] [--formats int4,int8,bf16] [--fused] [--json]
+    python -m benchmarks.cold_load [shape:olmoe-1b-7b/3 | DIR] [--formats int4,int8,bf16] [--fused] [--json]
 
 A shape is first written as a checkpoint of random weights into a folder that is removed at the end. For each
 format, in one run:
@@ -23,14 +23,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,19 +54,6 @@ CACHING = "writing the cache"  # the stage after the last checksum
 LIMIT = 600.0  # seconds for one load
 
 
-@dataclass(frozen=True)
-class Load:
-    """The stages of one load, in seconds from the start of the loader."""
-
-    allocating: float  # allocation began
-    encoding: float  # encoding began
-    complete: float  # the store was complete
-    ready: float  # Ready arrived
-    nbytes: int  # read from the checkpoint
-    cpu: float  # CPU seconds of the loader
-    others: float  # cores that other programs used during the load
-
-
 def drop(files: list[Path]) -> None:
     """Drop these files from the page cache."""
     for file in files:
@@ -91,8 +76,9 @@ def disk_rate(files: list[Path]) -> float:
     return total / (time.perf_counter() - start)
 
 
-def cold_load(model: Path, format_name: str, files: list[Path]) -> Load:
-    """Run a loader as the supervisor does, in temporary folders. Raises RuntimeError where it fails."""
+def cold_load(model: Path, format_name: str, files: list[Path]) -> dict[str, float]:
+    """Run a loader as the supervisor does, in temporary folders. Returns `_follow`, the loader's CPU
+    seconds, and `others`: the cores that other programs used. Raises RuntimeError where it fails."""
     identity = Identity("loader", 0, 1).prove(b"k" * 32)
     with tempfile.TemporaryDirectory(prefix="tandem-cold-load-") as folder, zmq.Context() as context:
         runtime = Path(folder) / "engine"
@@ -117,26 +103,27 @@ def cold_load(model: Path, format_name: str, files: list[Path]) -> Load:
         }
         drop(files)
         read_end, write_end = os.pipe()
-        own, all_before = child_cpu(), machine_cpu()
+        own, every = child_cpu(), machine_cpu()
         start = time.perf_counter()
         command = [sys.executable, "-m", "workers.child", "pipeline.loader", "--lifeline", str(read_end)]
         with subprocess.Popen(command, cwd=ROOT, pass_fds=(read_end,)) as process:
             try:
                 os.close(read_end)
                 os.write(write_end, pack_config(config))
-                stages = _follow(control, start)
+                found = _follow(control, start)
             finally:
                 os.close(write_end)
                 control.close(linger=0)
                 process.wait(LIMIT)
-        cpu, all_cpu = child_cpu() - own, machine_cpu() - all_before
-        return replace(stages, cpu=cpu, others=(all_cpu - cpu) / (time.perf_counter() - start))
+        cpu = child_cpu() - own
+        others = (machine_cpu() - every - cpu) / (time.perf_counter() - start)
+        return found | {"cpu": cpu, "others": others}
 
 
 def child_cpu() -> float:
     """CPU seconds of this process's ended children."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def machine_cpu() -> float:
@@ -145,7 +132,9 @@ def machine_cpu() -> float:
     return float(times.user + times.nice + times.system)
 
 
-def _follow(control: zmq.Socket[bytes], start: float) -> Load:
+def _follow(control: zmq.Socket[bytes], start: float) -> dict[str, float]:
+    """Seconds from the start until allocation, encoding and caching began and until Ready, and the bytes read
+    from the checkpoint."""
     began: dict[str, float] = {}
     while control.poll(int(LIMIT * 1000)):
         message = decode(control.recv_multipart()[1:])
@@ -155,15 +144,7 @@ def _follow(control: zmq.Socket[bytes], start: float) -> Load:
         elif isinstance(message, Ready):
             unlink(store_name(message.fingerprint))
             nbytes = int(message.notes[0].removeprefix("source checkpoint: ").split()[0])
-            return Load(
-                began["allocating"],
-                began[Checkpoint.filling],
-                began.get(CACHING, now),
-                now,
-                nbytes,
-                cpu=0.0,
-                others=0.0,
-            )
+            return {CACHING: now, **began, "ready": now, "nbytes": nbytes}
         elif isinstance(message, Failed):
             raise RuntimeError(message.text)
     raise RuntimeError(f"no message from the loader in {LIMIT:.0f} seconds")
@@ -179,22 +160,23 @@ def measure(model: Path, format_name: str) -> dict[str, Any]:
     load = cold_load(model, format_name, files)
     after = disk_rate(files), quantizer_rate(layout)
     disk, quantizer = ((one + other) / 2 for one, other in zip(before, after, strict=True))
-    slower = min(disk, quantizer)
+    encoding, complete = load[Checkpoint.filling], load[CACHING]
+    nbytes, slower = load["nbytes"], min(disk, quantizer)
     return {
         "format": format_name,
-        "experts_gb": load.nbytes / 1e9,
+        "experts_gb": nbytes / 1e9,
         "store_gb": layout.total_bytes / 1e9,
         "disk": disk / 1e9,
         "quantizer": quantizer / 1e9,
-        "start_s": load.allocating,
-        "allocate_s": load.encoding - load.allocating,
-        "encode_s": load.complete - load.encoding,
-        "keep_s": load.ready - load.complete,
-        "ready_s": load.ready,
-        "cpu_s": load.cpu,
-        "others": load.others,
-        "ratio_whole": load.nbytes / load.complete / slower,
-        "ratio_ready": load.nbytes / load.ready / slower,
+        "start_s": load["allocating"],
+        "allocate_s": encoding - load["allocating"],
+        "encode_s": complete - encoding,
+        "keep_s": load["ready"] - complete,
+        "ready_s": load["ready"],
+        "cpu_s": load["cpu"],
+        "others": load["others"],
+        "ratio_whole": nbytes / complete / slower,
+        "ratio_ready": nbytes / load["ready"] / slower,
     }
 
 

@@ -14,8 +14,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,27 +44,12 @@ MIN_CALLS = {False: 7, True: 3}  # of one case, by --quick
 SLOW_ROWS = 16  # most rows at which variants other than the best are timed
 
 
-@dataclass(frozen=True)
-class Case:
-    """One measured kernel: an expert of shape [n, k] = [I, H]."""
-
-    format: str
-    variant: str
-    shape: tuple[int, int]
-    rows: int
-    cores: int
-    us: float
-    gb_s: float
-    ratio: float
-    gflop_s: float
-
-
 class Bench:
     """The memory of the weights, the timings of plain reads, and the cases timed so far."""
 
     def __init__(self, memory: Bytes, quick: bool) -> None:
         self.quick = quick
-        self.cases: list[Case] = []
+        self.cases: list[dict[str, Any]] = []
         self._memory = memory
         self._at = 0
         self._teams: dict[tuple[str, int], Team | None] = {}
@@ -87,8 +72,9 @@ class Bench:
             compute(data)
             seconds.append(time.perf_counter() - started)
         took, useful = median(seconds), expert * channels / layout.shape.padded
-        pace, work = useful / took / 1e9, 6 * channels * hidden * rows / took / 1e9
-        self.cases.append(Case(format.name, variant, shape, rows, cores, took * 1e6, pace, 0, work))
+        case = {"format": format.name, "variant": variant, "shape": shape, "rows": rows, "cores": cores}
+        speed = {"gb_s": useful / took / 1e9, "gflop_s": 6 * channels * hidden * rows / took / 1e9}
+        self.cases.append(case | {"us": took * 1e6} | speed)
 
     def read(self, cores: int) -> None:
         """Time plain reads, by the C loop and by torch.sum, of memory that no cache holds."""
@@ -172,8 +158,8 @@ def _rate(read: Callable[[], object], size: int) -> float:
     return size / (time.perf_counter() - started)
 
 
-def measure(quick: bool, show: Callable[[str], None]) -> dict[str, object]:
-    """All cases, as the JSON object that `--json` prints."""
+def measure(quick: bool, show: Callable[[str], None]) -> dict[str, Any]:
+    """All cases, as the JSON object that `--json` prints; a case's shape is an expert's [I, H]."""
     all_cores = len(os.sched_getaffinity(0))
     with _weights() as memory, torch.inference_mode():
         bench = Bench(memory, quick)
@@ -188,7 +174,7 @@ def measure(quick: bool, show: Callable[[str], None]) -> dict[str, object]:
         finally:
             bench.close()
         read = bench.read_gb_s
-        results = [asdict(case) | {"ratio": case.gb_s / read[case.cores]} for case in bench.cases]
+        results = [case | {"ratio": case["gb_s"] / read[case["cores"]]} for case in bench.cases]
     return {"read_gb_s": {"1": read[1], "all": read[all_cores]}, "results": results}
 
 
@@ -225,12 +211,10 @@ def _weights() -> Iterator[Bytes]:
         segment.close()
 
 
-def _table(found: dict[str, object]) -> Table:
+def _table(results: list[dict[str, Any]]) -> Table:
     table = Table(title="one expert, weights out of cache")
     for column in ("format", "variant", "expert", "rows", "cores", "us", "GB/s", "of reading", "GFLOP/s"):
         table.add_column(column, justify="left" if column in ("format", "variant") else "right")
-    results = found["results"]
-    assert isinstance(results, list)
     for r in results:
         n, k = r["shape"]
         table.add_row(
@@ -253,9 +237,8 @@ def main() -> int:
         print(json.dumps(found))
     else:
         read = found["read_gb_s"]
-        assert isinstance(read, dict)
         out = Console()
-        out.print(_table(found))
+        out.print(_table(found["results"]))
         out.print(f"reading: {read['1']:.1f} GB/s on one core, {read['all']:.1f} on all")
         for name in VARIANTS:
             if isinstance(why := load(name), str):

@@ -1,6 +1,6 @@
 """Measures the quality cost of expert formats: perplexity on the embedded model's held-out text.
 
-    python benchmarks/quality.py [--windows N] [--formats bf16,int8,...] [--json]
+    python -m benchmarks.quality [--windows N] [--formats bf16,int8,...] [--json]
 
 The model runs in transformers in float32, its experts in the reference kernel on the bytes that a store would
 hold, so that rounding of weights and of activations both count. `int4-rtn` and `int4-g128-rtn` round to
