@@ -109,6 +109,14 @@ class PoolHarness:
             worker.warm_up()
         return started
 
+    def begin(
+        self, workers: int, limits: SilenceLimits | None = None
+    ) -> tuple[list[Worker], WorkerTicket, list[Work]]:
+        """`start`, then one ticket: each worker has taken the Work of the tile with its index."""
+        started = self.start(workers, limits=limits)
+        ticket = self.submit(*range(workers))
+        return started, ticket, [worker.take()[0] for worker in started]
+
     def worker(self, index: int = 0, incarnation: int = 0) -> Worker:
         self.running.append(Worker(self, index, incarnation))
         return self.running[-1]

@@ -39,14 +39,15 @@ class LinkHarness:
     def start(self, incarnation: int):
         """A prefetcher that has also got the slab's address."""
         endpoint = self.announce(incarnation)
-        deadline = time.monotonic() + LIMIT
-        while time.monotonic() < deadline:
-            self.link.update(20)
-            messages = list(endpoint.receive(wait=False))
-            if messages:
-                assert messages == [SLAB]
-                return endpoint
-        raise AssertionError("the slab's address did not arrive")
+        messages: list[object] = []
+
+        def arrived() -> list[object]:
+            messages.extend(endpoint.receive(wait=False))
+            return messages
+
+        self.update_until(arrived)
+        assert messages == [SLAB]
+        return endpoint
 
     def attach(self, incarnation: int):
         """A prefetcher that has also mapped the slab."""
@@ -58,6 +59,12 @@ class LinkHarness:
     def exit(self, incarnation: int) -> None:
         self._exits.put(exit_of(incarnation, role="prefetcher"))
         self.link.update(50)
+
+    def update_until(self, condition: Callable[[], object], wait_ms: int = 20) -> None:
+        deadline = time.monotonic() + LIMIT
+        while not condition():
+            assert time.monotonic() < deadline
+            self.link.update(wait_ms)
 
     def update_for(self, seconds: float, ticking: bool = False) -> None:
         end = time.monotonic() + seconds
@@ -151,9 +158,7 @@ def test_prefetcher_without_progress_is_reported_once(harness) -> None:
 
     def assert_reports(count: int) -> None:
         """So many reports are sent, and no more."""
-        end = time.monotonic() + LIMIT
-        while len(harness.reports) < count and time.monotonic() < end:
-            harness.link.update(20)
+        harness.update_until(lambda: len(harness.reports) >= count)
         harness.update_for(0.5)
         assert len(harness.reports) == count
 

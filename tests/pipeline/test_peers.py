@@ -52,6 +52,14 @@ def foreign(runtime) -> Iterator:
     context.term()
 
 
+@pytest.fixture
+def child(workers, make_child):
+    """Worker 0, which has announced itself."""
+    child = make_child()
+    workers.wait_ready(1, LIMIT)
+    return child
+
+
 def drain(socket: ChildServerSocket, seconds: float = 0.3) -> list[object]:
     """The messages that arrive within a while."""
     until = time.monotonic() + seconds
@@ -77,18 +85,16 @@ def kinds(messages: list[tuple[int, object]]) -> list[tuple[int, type]]:
 # --- incarnations ---------------------------------------------------------------------------------------
 
 
-def test_late_messages_of_an_exited_child_are_dropped(workers, make_child, exits) -> None:
-    old = make_child()
-    workers.wait_ready(1, LIMIT)
-    old.send(Partial(1, 0, 0.0, X))
+def test_late_messages_of_an_exited_child_are_dropped(workers, child, make_child, exits) -> None:
+    child.send(Partial(1, 0, 0.0, X))
     assert kinds(until(workers, 2)) == [(0, Ready), (0, Partial)]
     exits.put(exit_of(0))
-    old.send(Partial(2, 0, 0.0, X))
+    child.send(Partial(2, 0, 0.0, X))
     assert [type(m) for m in drain(workers)] == [WorkerDied]
     assert workers.running == []
     new = make_child(0, 1)
     assert kinds(until(workers, 1)) == [(0, Ready)]
-    old.send(Partial(3, 0, 0.0, X))
+    child.send(Partial(3, 0, 0.0, X))
     new.send(Partial(4, 1, 0.0, X))
     assert [message.seq for message in drain(workers)] == [4]
     assert workers.stats() == [
@@ -123,9 +129,7 @@ def test_earlier_incarnation_cannot_return(workers, make_child) -> None:
     assert [message.incarnation for message in drain(workers)] == [5]
 
 
-def test_exits_of_other_children_are_ignored(workers, make_child, exits) -> None:
-    make_child()
-    workers.wait_ready(1, LIMIT)
+def test_exits_of_other_children_are_ignored(workers, child, exits) -> None:
     for other in (
         exit_of(0, role="prefetcher"),
         exit_of(0, role="loader"),
@@ -137,9 +141,7 @@ def test_exits_of_other_children_are_ignored(workers, make_child, exits) -> None
     assert workers.running == [0]
 
 
-def test_messages_to_an_exited_child_are_dropped(workers, make_child, exits) -> None:
-    child = make_child()
-    workers.wait_ready(1, LIMIT)
+def test_messages_to_an_exited_child_are_dropped(workers, child, exits) -> None:
     child.close()  # exited, and not yet reported by the supervisor
     for number in range(2000):  # more than a queue holds
         workers.send(0, CancelFetch(number))
@@ -179,9 +181,7 @@ def test_missing_child_is_lost_after_the_limit(workers, make_child) -> None:
     assert kinds(until(workers, 1)) == [(1, Ready)]  # messages received meanwhile are not lost
 
 
-def test_give_up_ends_every_wait(workers, make_child) -> None:
-    make_child()
-    workers.wait_ready(1, LIMIT)
+def test_give_up_ends_every_wait(workers, child) -> None:
     until(workers, 1)
     threading.Timer(0.2, workers.give_up, ["the engine was stopped"]).start()
     began = time.monotonic()
@@ -206,9 +206,7 @@ def test_child_of_another_version_or_store_is_refused(workers, foreign, runtime,
     assert (workers.running, workers.malformed) == ([], 1)
 
 
-def test_malformed_frames_are_counted_and_dropped(workers, make_child, foreign) -> None:
-    child = make_child()
-    workers.wait_ready(1, LIMIT)
+def test_malformed_frames_are_counted_and_dropped(workers, child, foreign) -> None:
     malformed = foreign(Identity("worker", 1, 0).prove(KEY))  # a child of this engine, damaged
     for frames in ([b""], [b"\x22\x01", b"\xc1"], [b"\xff\x01", b"\x80"], [b"\x22\x01", b"\x80", b"x"]):
         malformed.send_multipart(frames)
@@ -285,9 +283,7 @@ def flood(make, name: bytes) -> Iterator[threading.Event]:
         thread.join(LIMIT)
 
 
-def test_flood_of_a_foreign_process_delays_no_child(workers, make_child, foreign) -> None:
-    child = make_child()
-    workers.wait_ready(1, LIMIT)
+def test_flood_of_a_foreign_process_delays_no_child(workers, child, foreign) -> None:
     until(workers, 1)
     with flood(foreign, b"worker-0-0-" + b"0" * 16):
         deadline = time.monotonic() + LIMIT

@@ -46,6 +46,11 @@ class Harness:
     def to(self, client: bytes, kind: type) -> list:
         return [m for c, m in self.sent if c == client and isinstance(m, kind)]
 
+    def run(self, client: bytes, message: Generate) -> None:
+        """One request, and all others, to their ends."""
+        self.scheduler.submit(client, message)
+        self.finish()
+
     def finish(self) -> None:
         for _ in range(2000):
             if self.scheduler.idle:
@@ -169,8 +174,7 @@ def test_preempted_request_resumes_with_the_same_tokens(engine) -> None:
     alone = []
     for message in asked:
         harness = Harness(engine, LONGEST, LONGEST)
-        harness.scheduler.submit(b"c", message)
-        harness.finish()
+        harness.run(b"c", message)
         alone.append(harness.answer(message.request)[0])
     harness = Harness(engine, LONGEST, LONGEST)
     for message in asked:
@@ -187,22 +191,17 @@ def test_preempted_request_resumes_with_the_same_tokens(engine) -> None:
 
 
 def test_next_turn_prefills_only_new_tokens(harness) -> None:
-    harness.scheduler.submit(b"c", ask(0, 20, 6, "talk"))
-    harness.finish()
+    harness.run(b"c", ask(0, 20, 6, "talk"))
     first, done = harness.answer(0)
     assert done.stats["kv_reused_tokens"] == 0
     assert harness.scheduler.stats()["conversations"] == 1
     assert harness.scheduler.stats()["kv_tokens_used"] == 0
     longer = (*range(3, 23), *(token.token for token in first), 50, 51, 52)
-    harness.scheduler.submit(
-        b"c", Generate(1, token_ids=longer, max_tokens=6, ignore_eos=True, conversation="talk")
-    )
-    harness.finish()
+    harness.run(b"c", Generate(1, token_ids=longer, max_tokens=6, ignore_eos=True, conversation="talk"))
     again, done = harness.answer(1)
     assert done.stats["kv_reused_tokens"] == 25  # the last token's KV was never needed
     assert done.stats["engine"]["prefill"]["rows"] == 4
-    harness.scheduler.submit(b"c", Generate(2, token_ids=longer, max_tokens=6, ignore_eos=True))
-    harness.finish()
+    harness.run(b"c", Generate(2, token_ids=longer, max_tokens=6, ignore_eos=True))
     fresh, done = harness.answer(2)
     verdict = compare([token.token for token in again], fresh, BOUND).verdict
     assert verdict is not Verdict.MISMATCH
@@ -212,14 +211,11 @@ def test_next_turn_prefills_only_new_tokens(harness) -> None:
 
 def test_kept_conversations_are_evicted_for_new_requests(harness) -> None:
     for i in range(2):
-        harness.scheduler.submit(b"c", ask(i, 50, 2, f"talk {i}"))
-        harness.finish()
+        harness.run(b"c", ask(i, 50, 2, f"talk {i}"))
     assert harness.scheduler.stats()["kv_tokens_kept"] == 2 * 52
-    harness.scheduler.submit(b"c", ask(2, 60, 4))
-    harness.finish()
+    harness.run(b"c", ask(2, 60, 4))
     assert harness.scheduler.stats()["conversations"] == 1
-    harness.scheduler.submit(b"c", ask(3, 50, 2, "talk 1"))
-    harness.finish()
+    harness.run(b"c", ask(3, 50, 2, "talk 1"))
     assert harness.answer(3)[1].stats["kv_reused_tokens"] == 49
     harness.scheduler.forget(b"c")
     assert harness.scheduler.kv.used == 0
@@ -229,8 +225,7 @@ def test_reused_sequence_shrinks_to_what_its_request_needs(engine) -> None:
     """Three clients replace their long conversations by short ones, and a fourth needs the capacity."""
     harness = Harness(engine, 3 * LONGEST, LONGEST)
     for client in (b"a", b"b", b"c"):
-        harness.scheduler.submit(client, ask(0, 200, 40, "talk"))
-        harness.finish()
+        harness.run(client, ask(0, 200, 40, "talk"))
     for client in (b"a", b"b", b"c"):
         harness.scheduler.submit(client, ask(1, 12, 200, "talk"))
     harness.scheduler.submit(b"d", ask(0, 230, 20))
@@ -319,8 +314,7 @@ def test_kv_of_a_failed_request_is_not_reused(harness, monkeypatch) -> None:
     assert (done.reason, done.error) == ("error", "the model's logits are not finite")
     stats = harness.scheduler.stats()
     assert (stats["conversations"], stats["kv_tokens_kept"], stats["kv_tokens_used"]) == (0, 0, 0)
-    harness.scheduler.submit(b"c", ask(1, 20, 6, "talk"))
-    harness.finish()
+    harness.run(b"c", ask(1, 20, 6, "talk"))
     done = harness.answer(1)[1]
     assert (done.reason, done.stats["kv_reused_tokens"]) == ("length", 0)
 
@@ -334,8 +328,7 @@ def test_admission_leaves_capacity_for_running_sequences_to_grow(engine) -> None
         harness.scheduler.round()
     (job,) = harness.scheduler._running
     assert (job.filled, job.kv.capacity) == (KV_BLOCK - 1, KV_BLOCK)
-    harness.scheduler.submit(b"b", ask(0, 4, 40))
-    harness.finish()
+    harness.run(b"b", ask(0, 4, 40))
     assert harness.scheduler.stats()["preemptions"] == 0
     for client in (b"a", b"b"):
         tokens, done = harness.answer(0, client)

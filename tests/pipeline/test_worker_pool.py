@@ -18,9 +18,7 @@ CANCELS = [1e8, -1e8, 1.0]  # their float32 sum depends on the order: 1 in this 
 
 
 def test_partials_are_added_in_shard_order_not_in_arrival_order(harness: PoolHarness) -> None:
-    workers = harness.start(3)
-    ticket = harness.submit(0, 1, 2)
-    works = [worker.take()[0] for worker in workers]
+    workers, ticket, works = harness.begin(3)
     assert [tile_of(work) for work in works] == [0, 1, 2]
     for i in (2, 0, 1):
         workers[i].answer(works[i], CANCELS[i])
@@ -30,9 +28,7 @@ def test_partials_are_added_in_shard_order_not_in_arrival_order(harness: PoolHar
 
 
 def test_unexpected_partials_are_dropped(harness: PoolHarness) -> None:
-    (worker,) = harness.start(1)
-    ticket = harness.submit(0)
-    (work,) = worker.take()
+    (worker,), ticket, (work,) = harness.begin(1)
     worker.endpoint.send(Partial(work.seq + 99, 0, 0.0, 5 * X))
     worker.answer(work, 2.0)
     worker.answer(work, 3.0)  # a second answer changes nothing
@@ -61,9 +57,7 @@ def test_refused_work_fails_its_ticket_and_abandons_the_rest(harness: PoolHarnes
 
 
 def test_exited_workers_shards_go_to_another_with_the_same_bits(harness: PoolHarness) -> None:
-    workers = harness.start(3)
-    ticket = harness.submit(0, 1, 2)
-    works = [worker.take()[0] for worker in workers]
+    workers, ticket, works = harness.begin(3)
     workers[0].answer(works[0], CANCELS[0])
     workers[1].exit(over=works[1])
     workers[2].answer(works[2], CANCELS[2])
@@ -76,9 +70,7 @@ def test_exited_workers_shards_go_to_another_with_the_same_bits(harness: PoolHar
 
 
 def test_work_answered_before_the_exit_is_not_repeated(harness: PoolHarness) -> None:
-    first, second = harness.start(2)
-    ticket = harness.submit(0, 1)
-    (work,), (other,) = first.take(), second.take()
+    (first, second), ticket, (work, other) = harness.begin(2)
     first.answer(work, 1.0)
     harness.update_for(QUIET)
     first.exit()
@@ -89,9 +81,7 @@ def test_work_answered_before_the_exit_is_not_repeated(harness: PoolHarness) -> 
 
 @pytest.mark.parametrize("exit_first", [True, False], ids=["exit event first", "Ready first"])
 def test_late_partials_of_an_earlier_incarnation_are_dropped(harness: PoolHarness, exit_first: bool) -> None:
-    (worker,) = harness.start(1)
-    ticket = harness.submit(0)
-    (work,) = worker.take()
+    (worker,), ticket, (work,) = harness.begin(1)
     if exit_first:
         harness.exits.put(WorkerDied("worker", 0, 0, False, work.seq))
     restarted = harness.worker(0, 1)
@@ -127,9 +117,7 @@ def test_first_answer_received_together_with_the_exit(harness: PoolHarness) -> N
 
 
 def test_unassigned_work_waits_for_the_only_workers_restart(harness: PoolHarness) -> None:
-    (worker,) = harness.start(1)
-    before = harness.submit(0)
-    (work,) = worker.take()
+    (worker,), before, (work,) = harness.begin(1)
     worker.exit(over=work)
     harness.update_for(QUIET)
     meanwhile = harness.submit(1)
@@ -146,9 +134,7 @@ def test_unassigned_work_waits_for_the_only_workers_restart(harness: PoolHarness
 
 
 def test_wait_without_any_worker_ends_after_the_pools_limit(harness: PoolHarness) -> None:
-    (worker,) = harness.start(1, limits=SilenceLimits(pool=0.3))
-    ticket = harness.submit(0)
-    worker.take()
+    (worker,), ticket, _ = harness.begin(1, SilenceLimits(pool=0.3))
     worker.exit()
     harness.update_for(0.05)
     with pytest.raises(PeerLost, match="no worker has started"):

@@ -47,9 +47,7 @@ def test_work_that_crashes_two_workers_fails_only_its_request(harness: PoolHarne
 
 
 def test_queued_works_are_not_blamed_for_a_crash(harness: PoolHarness) -> None:
-    (worker,) = harness.start(1)
-    ticket = harness.submit(0)
-    (work,) = worker.take()
+    (worker,), ticket, (work,) = harness.begin(1)
     for incarnation in range(1, 5):
         worker.exit(crashed=True)  # while the worker was idle
         worker = harness.worker(0, incarnation)
@@ -61,9 +59,7 @@ def test_queued_works_are_not_blamed_for_a_crash(harness: PoolHarness) -> None:
 
 def exit_repeatedly(harness: PoolHarness, crashed: list[bool]) -> tuple[WorkerTicket, Work, Worker]:
     """A Work during which its worker exits several times: by a crash, or by a SIGKILL from outside."""
-    (worker,) = harness.start(1)
-    ticket = harness.submit(0)
-    (work,) = worker.take()
+    (worker,), ticket, (work,) = harness.begin(1)
     for incarnation, by_itself in enumerate(crashed, start=1):
         worker.exit(over=work, crashed=by_itself)
         worker = harness.worker(0, incarnation)
@@ -139,9 +135,7 @@ def test_worker_without_progress_is_reported_once(harness: PoolHarness) -> None:
 
 def test_idle_worker_gets_the_works_of_a_suspect(harness: PoolHarness) -> None:
     """The first answer counts, and no third worker repeats the Work."""
-    first, second, third = harness.start(3, limits=HEDGING)
-    ticket = harness.submit(0, 1, 2)
-    (work,), (other,), (last,) = first.take(), second.take(), third.take()
+    (first, second, third), ticket, (work, other, last) = harness.begin(3, HEDGING)
     second.answer(other, 1.0)
     third.answer(last, 1.0)
     (again,) = second.take()  # an idle worker
@@ -187,9 +181,7 @@ def test_exit_of_a_suspect_repeats_nothing_that_was_answered(harness: PoolHarnes
 
 
 def test_time_in_which_the_engine_stood_still_does_not_count(harness: PoolHarness) -> None:
-    (worker,) = harness.start(1, limits=SHORT)
-    harness.submit(0)
-    worker.take()
+    harness.begin(1, SHORT)
     time.sleep(0.6)  # a long step elsewhere
     harness.update_for(0.05)
     assert hung(harness) == []
