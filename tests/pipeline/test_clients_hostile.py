@@ -21,14 +21,14 @@ from raw_client import raw_client as raw
 from waiting import until
 
 from pipeline.serving.client_sockets import ANONYMOUS_REFUSALS, LARGEST
-from pipeline.serving.clients import CUT_OFF_MOST, REFUSED_LIMIT, Clients
+from pipeline.serving.clients import CUT_OFF_MOST, REFUSED_LIMIT
 from pipeline.serving.outbox import LONGEST_ERROR
 from protocol.checks import DEFAULT
 from protocol.client import Client
 from protocol.codec import decode, encode
 from protocol.keys import Address
 from protocol.messages import VERSION, Cancel, Error, Generate, Heartbeat, Hello, SetPolicy, Stats
-from protocol.sockets import connect_dealer, ipc_endpoint
+from protocol.sockets import connect_dealer
 
 
 async def pour(client: RawClient, frames: list[bytes], count: int) -> None:
@@ -247,23 +247,19 @@ async def test_frame_larger_than_any_message_ends_the_connection() -> None:
         assert count(running, "malformed") == 0
 
 
-async def test_unread_messages_are_bounded() -> None:
+async def test_unread_messages_are_bounded(runtime: Path) -> None:
     """While the socket is not read, as before the engine is built: unread messages stay with the sender."""
-    runtime = await asyncio.to_thread(Path, os.environ["XDG_RUNTIME_DIR"])
-    local = ipc_endpoint(runtime, "bounded.sock")
-    clients = Clients(local, lambda: WELCOME, lambda *_: None, lambda *_: None)
-    process = psutil.Process()
+    unread, process = Service(runtime, None), psutil.Process()
     before = process.memory_info().rss
     try:
-        with zmq.Context() as context, connect_dealer(context, local) as hostile:
+        with zmq.Context() as context, connect_dealer(context, unread.local) as hostile:
             for _ in range(100):
                 hostile.send(BIG, copy=False)  # one buffer for all: only the receiver's memory grows
             await asyncio.sleep(1.0)
             assert process.memory_info().rss - before < 15 * len(BIG)
             hostile.close(linger=0)
     finally:
-        clients.close()
-        await asyncio.to_thread((runtime / "bounded.sock").unlink)
+        unread.clients.close()
 
 
 BIG = random.Random(1).randbytes(4 << 20)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 
+import numpy as np
 import pytest
 import zmq
 from raw_client import one_line, raw_client
@@ -87,11 +88,15 @@ POLICIES = {
 }
 
 
+async def generates(client: Client) -> None:
+    result = await client.generate(token_ids=IDS, max_tokens=2, ignore_eos=True).result()
+    assert len(result.tokens) == 2
+
+
 async def works(endpoint: str) -> None:
     """A new client gets an answer."""
     async with Client.connect(endpoint) as client:
-        result = await client.generate(token_ids=IDS, max_tokens=2, ignore_eos=True).result()
-        assert len(result.tokens) == 2
+        await generates(client)
 
 
 @pytest.mark.parametrize(("message", "reason"), REFUSED.values(), ids=REFUSED.keys())
@@ -195,23 +200,17 @@ async def test_hello_of_another_version_is_refused(engine) -> None:
 
 
 async def test_messages_between_processes_are_refused_from_a_client(engine) -> None:
-    arrays = engine_messages()
-    async with raw_client(engine[1]._endpoint) as raw:
-        await raw.send(*arrays)
-        answers, _ = await raw.until_stats()
-        assert [type(a) for a in answers] == [Error] * len(arrays)
-        for message, answer in zip(arrays, answers, strict=True):
-            assert type(message).__name__ in one_line(answer.text)
-    await works(engine[1]._endpoint)
-
-
-def engine_messages() -> list[object]:
-    import numpy as np
-
     nothing, x = np.zeros(0, np.int32), np.zeros((1, 4), np.float32)
     work = Work(1, 0, nothing.reshape(0, 3), np.zeros(1, np.int32), nothing, x[0, :0], x)
     ready = Ready(VERSION, "worker", 0, 9, 1, "f" * 64)
-    return [work, ready, Partial(0, 0, 0.0, x), Token(1, 0, 0, ""), PolicyChanged(1, "all-host", True)]
+    sent = [work, ready, Partial(0, 0, 0.0, x), Token(1, 0, 0, ""), PolicyChanged(1, "all-host", True)]
+    async with raw_client(engine[1]._endpoint) as raw:
+        await raw.send(*sent)
+        answers, _ = await raw.until_stats()
+        assert [type(a) for a in answers] == [Error] * len(sent)
+        for message, answer in zip(sent, answers, strict=True):
+            assert type(message).__name__ in one_line(answer.text)
+    await works(engine[1]._endpoint)
 
 
 async def test_text_far_beyond_the_context_is_refused_unencoded(engine) -> None:
@@ -247,8 +246,7 @@ async def test_flooding_client_does_not_stall_other_clients(engine, flood) -> No
         try:
             until = time.monotonic() + 3.0
             while time.monotonic() < until:
-                result = await other.generate(token_ids=IDS, max_tokens=2, ignore_eos=True).result()
-                assert len(result.tokens) == 2
+                await generates(other)
         finally:
             pouring.cancel()
     await works(engine[1]._endpoint)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from family_tokenizers import sentence_pieces
+from family_tokenizers import loaded, sentence_pieces
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
@@ -74,17 +74,8 @@ def llama_style() -> Backend:
 
 
 def unigram() -> Backend:
-    pieces = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        "▁",
-        "▁the",
-        "▁value",
-        "s",
-        "▁▁",
-        *sorted({c for t in TEXTS for c in t if c > " "}),
-    ]
+    pieces = ["<unk>", "<s>", "</s>", "▁", "▁the", "▁value", "s", "▁▁"]
+    pieces += sorted({c for t in TEXTS for c in t if c > " "})
     backend = Backend(models.Unigram([(piece, -1.0 * len(piece)) for piece in pieces], unk_id=0))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
@@ -108,6 +99,4 @@ def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="session")
 def tokenizer(model_dir: Path) -> Tokenizer:
-    loaded = Tokenizer.load(model_dir)
-    assert loaded is not None
-    return loaded
+    return loaded(model_dir)

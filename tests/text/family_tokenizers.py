@@ -20,6 +20,8 @@ from tokenizers import (
     trainers,
 )
 
+from pipeline.text.tokenizer import Tokenizer as TextTokenizer
+
 TEXTS = [
     "The generator yields 1234 values, one at a time; the caller decides when it goes on.",
     "Größere Mengen: für je 100 Stück ein Block. naïve café, e\u0301clair, \u0915\u094d\u0937",
@@ -236,15 +238,22 @@ def write_family(folder: Path, model_type: str) -> Path:
     return folder
 
 
+def write_settings(folder: Path, **changed: Any) -> None:
+    """Change entries of tokenizer_config.json; None removes an entry."""
+    file = folder / "tokenizer_config.json"
+    whole = json.loads(file.read_text()) | changed
+    file.write_text(json.dumps({name: value for name, value in whole.items() if value is not None}))
+
+
+def loaded(folder: Path) -> TextTokenizer:
+    tokenizer = TextTokenizer.load(folder)
+    assert tokenizer is not None
+    return tokenizer
+
+
 def _fields(token: AddedToken) -> dict[str, Any]:
-    return {
-        "content": token.content,
-        "lstrip": token.lstrip,
-        "rstrip": token.rstrip,
-        "normalized": token.normalized,
-        "single_word": token.single_word,
-        "special": token.special,
-    }
+    names = ("content", "lstrip", "rstrip", "normalized", "single_word", "special")
+    return {name: getattr(token, name) for name in names}
 
 
 def _as_json(content: str) -> dict[str, Any]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from family_tokenizers import CHATML, FAMILIES, write_family
+from family_tokenizers import CHATML, FAMILIES, loaded, write_family, write_settings
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from streams import check
@@ -52,19 +51,6 @@ def family_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 @pytest.fixture(scope="module")
 def family(family_dir: Path) -> Tokenizer:
     return loaded(family_dir)
-
-
-def loaded(folder: Path) -> Tokenizer:
-    tokenizer = Tokenizer.load(folder)
-    assert tokenizer is not None
-    return tokenizer
-
-
-def write_settings(folder: Path, **changed: Any) -> None:
-    """Change entries of tokenizer_config.json; None removes an entry."""
-    file = folder / "tokenizer_config.json"
-    whole = json.loads(file.read_text()) | changed
-    file.write_text(json.dumps({name: value for name, value in whole.items() if value is not None}))
 
 
 def test_encodes_as_transformers(family_dir: Path, family: Tokenizer) -> None:

@@ -9,11 +9,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from family_tokenizers import loaded, write_settings
 from tokenizers import Tokenizer as Backend
 
 from pipeline.errors import ModelError, RequestError
 from pipeline.text.tokenizer import Tokenizer, eos_ids
 from protocol.messages import ChatMessage
+
+
+@pytest.fixture
+def own_dir(model_dir: Path, tmp_path: Path) -> Path:
+    """A copy of `model_dir` that a test may change."""
+    return shutil.copytree(model_dir, tmp_path / "model")
 
 
 def test_import_does_not_import_transformers() -> None:
@@ -66,14 +73,9 @@ def test_conversation_that_the_template_refuses(
     assert "\n" not in str(caught.value)
 
 
-def test_model_without_chat_template_refuses_conversations(model_dir: Path, tmp_path: Path) -> None:
-    shutil.copytree(model_dir, tmp_path / "model")
-    config = tmp_path / "model" / "tokenizer_config.json"
-    settings = json.loads(config.read_text())
-    del settings["chat_template"]
-    config.write_text(json.dumps(settings))
-    tokenizer = Tokenizer.load(tmp_path / "model")
-    assert tokenizer is not None
+def test_model_without_chat_template_refuses_conversations(own_dir: Path) -> None:
+    write_settings(own_dir, chat_template=None)
+    tokenizer = loaded(own_dir)
     assert not tokenizer.has_chat_template
     with pytest.raises(RequestError, match="no chat template"):
         tokenizer.render_chat([ChatMessage("user", "x")])
@@ -92,16 +94,11 @@ def test_damaged_tokenizer_json_is_refused(tmp_path: Path, content: str) -> None
     assert "\n" not in str(caught.value)
 
 
-def test_unknown_tokenizer_class_is_read_from_tokenizer_json(model_dir: Path, tmp_path: Path) -> None:
-    shutil.copytree(model_dir, tmp_path / "model")
-    config = tmp_path / "model" / "tokenizer_config.json"
-    settings = json.loads(config.read_text())
-    settings["tokenizer_class"] = "SomethingElseTokenizer"
-    settings["auto_map"] = {"AutoTokenizer": ["code.SomethingElseTokenizer", None]}
-    config.write_text(json.dumps(settings))
-    (tmp_path / "model" / "code.py").write_text("raise SystemExit('code from a model directory has run')\n")
-    tokenizer = Tokenizer.load(tmp_path / "model")
-    assert tokenizer is not None
+def test_unknown_tokenizer_class_is_read_from_tokenizer_json(own_dir: Path) -> None:
+    name = "SomethingElseTokenizer"
+    write_settings(own_dir, tokenizer_class=name, auto_map={"AutoTokenizer": [f"code.{name}", None]})
+    (own_dir / "code.py").write_text("raise SystemExit('code from a model directory has run')\n")
+    tokenizer = loaded(own_dir)
     assert "the" in tokenizer.decode(tokenizer.encode("the value"))
 
 
@@ -135,11 +132,8 @@ def test_damaged_eos_ids_are_refused(tmp_path: Path, content: str) -> None:
         eos_ids(tmp_path)
 
 
-def test_tokenizer_s_own_eos_is_the_fallback(model_dir: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_tokenizer_s_own_eos_is_the_fallback(own_dir: Path, tokenizer: Tokenizer) -> None:
     assert tokenizer.eos_ids == {1, 2}
-    shutil.copytree(model_dir, tmp_path / "model")
-    (tmp_path / "model" / "generation_config.json").unlink()
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "mixtral"}')
-    alone = Tokenizer.load(tmp_path / "model")
-    assert alone is not None
-    assert alone.eos_ids == {tokenizer.encode("</s>")[-1]}
+    (own_dir / "generation_config.json").unlink()
+    (own_dir / "config.json").write_text('{"model_type": "mixtral"}')
+    assert loaded(own_dir).eos_ids == {tokenizer.encode("</s>")[-1]}
