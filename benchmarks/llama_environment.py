@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import venv
-from collections import deque
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 PACKAGES = ("gguf", "numpy")
 LLAMA = "llama-cpp-python"
@@ -31,8 +28,8 @@ def ready(folder: Path, console: Console) -> tuple[Path, dict[str, str]]:
         return python, versions
     console.print(f"building llama.cpp for this CPU in {folder}: once, about 20 minutes on two cores")
     venv.create(folder, with_pip=True, clear=False)
-    _install(python, console, *PACKAGES)
-    _install(python, console, "--no-binary", LLAMA, "-C", f"cmake.args={';'.join(CMAKE.split())}", LLAMA)
+    _install(python, *PACKAGES)
+    _install(python, "--no-binary", LLAMA, "-C", f"cmake.args={';'.join(CMAKE.split())}", LLAMA)
     if (versions := _versions(python)) is None:
         raise SystemExit(f"llama.cpp in {folder} does not start; remove the folder and try again")
     return python, versions
@@ -47,21 +44,8 @@ def _versions(python: Path) -> dict[str, str] | None:
     return json.loads(found.stdout) if found.returncode == 0 else None
 
 
-def _install(python: Path, console: Console, *arguments: str) -> None:
-    """Install, with a bar of the compiled files. Raises SystemExit after the last lines of the log."""
-    command = [python, "-m", "pip", "install", "--verbose", "--disable-pip-version-check", *arguments]
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    last: deque[str] = deque(maxlen=20)
-    with (
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process,
-        Progress(*columns, console=console) as bar,
-    ):
-        assert process.stdout is not None
-        task = bar.add_task(arguments[-1], total=None)
-        for line in process.stdout:
-            last.append(line)
-            if step := re.match(r"\s*\[(\d+)/(\d+)\]", line):
-                bar.update(task, completed=int(step[1]), total=int(step[2]))
-    if process.returncode:
-        sys.stderr.writelines(last)
-        raise SystemExit(f"pip could not install {arguments[-1]}; its last lines are above")
+def _install(python: Path, *arguments: str) -> None:
+    """Raises SystemExit below pip's own messages, which go to stderr."""
+    command = [python, "-m", "pip", "install", "--disable-pip-version-check", *arguments]
+    if subprocess.run(command, stdout=sys.stderr).returncode:
+        raise SystemExit(f"pip could not install {arguments[-1]}; its messages are above")

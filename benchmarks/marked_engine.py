@@ -11,7 +11,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,9 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SHM = Path("/dev/shm")
 LIMIT = 300.0  # seconds for any step of an engine
 ANSWER_LIMIT = 8.0  # seconds for a client to start and be answered
-MARK = (
-    "SUPERVISOR_KILLS"  # in the environment of an engine's processes, which finds them without their parent
-)
+MARK = "SUPERVISOR_KILLS"  # in the environment of an engine's processes: finds them without their parent
 ASK = "generate --prompt-tokens 5,6,7 --ignore-eos".split()
 
 
@@ -58,7 +56,7 @@ class Place:
 
     def remains(self, name: str) -> list[str]:
         """All files, segments and processes of an engine of this name, by kind."""
-        found = [f"segment {kind}" for kind in _kinds(name)]
+        found = [f"segment {path.name.split('-')[-2]}" for path in SHM.glob(f"tandem-{name}-*")]
         if (SHM / store_name(self.key)[1:]).exists():
             found.append("store")
         found += ["directory" for path in (self.runtime / "tandem").glob("*") if path.name != ".locks"]
@@ -85,7 +83,7 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         for process in self.processes():
-            with _already_gone():
+            with suppress(psutil.Error):
                 process.kill()
         for client in self._clients:
             client.kill()
@@ -106,7 +104,15 @@ class Engine:
 
     def doing(self) -> str:
         """The running children as text: "loader", "coordinator, 2 workers"."""
-        return _roles(self.processes())
+        commands, words = [], []
+        for process in self.processes():
+            with suppress(psutil.Error):  # it has exited
+                commands.append(" ".join(process.cmdline()))
+        for role in ("loader", "coordinator", "expert_worker", "prefetcher"):
+            name = role.removeprefix("expert_")
+            if count := sum(role in command for command in commands):
+                words.append(name if count == 1 else f"{count} {name}s")
+        return ", ".join(words) or "no children"
 
     def ask(self, tokens: int) -> None:
         """Start a client, and wait for the first text of its answer, or for a while where the model has no
@@ -150,34 +156,8 @@ class Engine:
         )
 
 
-def _kinds(name: str) -> Iterator[str]:
-    for path in SHM.glob(f"tandem-{name}-*"):
-        yield path.name.split("-")[-2]
-
-
 def marked(mark: str) -> Iterator[psutil.Process]:
     for process in psutil.process_iter():
-        with _already_gone():
+        with suppress(psutil.Error):
             if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
                 yield process
-
-
-def _roles(processes: list[psutil.Process]) -> str:
-    words = []
-    commands = []
-    for process in processes:
-        with _already_gone():
-            commands.append(" ".join(process.cmdline()))
-    for role in ("loader", "coordinator", "expert_worker", "prefetcher"):
-        count = sum(role in command for command in commands)
-        if count:
-            words.append(role.removeprefix("expert_") if count == 1 else f"{count} {role.split('_')[-1]}s")
-    return ", ".join(words) or "no children"
-
-
-@contextmanager
-def _already_gone() -> Iterator[None]:
-    try:
-        yield
-    except psutil.Error:
-        return

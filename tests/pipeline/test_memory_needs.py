@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from launch.processes.supervisor import Supervisor
 from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.open import open_model
@@ -45,10 +44,10 @@ def test_backbone_has_the_planned_size(
     assert planned.backbone == backbone.bytes
 
 
-async def test_store_has_the_planned_size(tiny_model: Path) -> None:
-    config = EngineConfig(model=tiny_model, device="cpu", workers=1, name="planned", format="int4")
+async def test_store_has_the_planned_size(start_engine, tiny_model: Path) -> None:
+    config = EngineConfig(model=tiny_model, device="cpu", workers=1, format="int4")
     before = needs(open_model(tiny_model), config, "int4")
-    async with Supervisor(config, log_level="WARNING"):
+    async with start_engine(config):
         during = needs(open_model(tiny_model), config, "int4")
     assert (before.present, during.present) == (0, during.store)
     assert before.store == during.store
