@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from comparison import check_policies, exactly, scored
+from comparison import check_policies, exactly
 from exact_presets import sample
 from families import Case, save, texts
 from family_cases import CASES, EDGES, place
@@ -83,12 +83,10 @@ async def test_model_with_one_expert_a_layer(start_engine, tmp_path: Path) -> No
     case = EDGES[0]
     save(case, tmp_path)
     tokens = texts(case)[1]
-    expected = Oracle(tmp_path, torch.float32).logprobs(tokens)
+    oracle = Oracle(tmp_path, torch.float32)
+    check, greedy = exactly([tokens], [oracle.logprobs(tokens)], EXACT), oracle.greedy(tokens, NEW)
     exact = EngineConfig(format="f32", backbone_dtype="f32", expert_cache=0.3)
     config = replace(exact, model=tmp_path, tile=24, chunk=20, workers=1)
     async with start_engine(config) as (_, client):
-        for policy in ("all-host", "random"):
-            await client.set_policy(policy, {})
-            for stepwise in (False, True):
-                ours = await scored(client, tokens, stepwise)
-                np.testing.assert_allclose(ours, expected, atol=EXACT, rtol=0, err_msg=f"{policy} {stepwise}")
+        policies = [("all-host", {}), ("random", {})]
+        await check_policies(client, policies, check, tokens, greedy, 2 * EXACT)

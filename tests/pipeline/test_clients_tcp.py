@@ -12,23 +12,23 @@ from pathlib import Path
 import pytest
 import zmq
 import zmq.asyncio
-from client_service import CLIENT, ENGINE, WELCOME, free_endpoint, service, works
+from client_service import CLIENT, ENGINE, WELCOME, Service, free_endpoint, service, works
 from raw_client import raw_client
 from waiting import until
 
 from pipeline.config import EngineConfig
 from pipeline.serving.client_sockets import TcpListener
-from pipeline.serving.clients import Clients
 from protocol.client import Client
 from protocol.codec import encode
 from protocol.errors import EngineGone, ProtocolError
 from protocol.keys import Address, ClientKeys, new_keys, write_engine_keys
 from protocol.messages import VERSION, Hello, Stats, StatsReply
-from protocol.sockets import check_tcp, ipc_endpoint
+from protocol.sockets import check_tcp, connect_dealer
 
 OTHER_ENGINE, OTHER_CLIENT = new_keys()
+OTHER_KEYS = ClientKeys(OTHER_CLIENT.public, OTHER_CLIENT.secret, ENGINE.public)
 WRONG_KEYS = {
-    "another client's keys": ClientKeys(OTHER_CLIENT.public, OTHER_CLIENT.secret, ENGINE.public),
+    "another client's keys": OTHER_KEYS,
     "another engine's key": ClientKeys(CLIENT.public, CLIENT.secret, OTHER_ENGINE.public),
     "another secret": ClientKeys(CLIENT.public, OTHER_CLIENT.secret, ENGINE.public),
 }
@@ -139,19 +139,11 @@ async def test_same_routing_id_on_both_sockets_is_two_clients() -> None:
         assert gone != running.received[-1][0]
 
 
-async def test_clients_wait_until_the_engine_is_ready(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_clients_wait_until_the_engine_is_ready(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Handshakes that time out are repeated; the authentication requests of the first ones do no harm."""
     monkeypatch.setattr("protocol.sockets.HANDSHAKE_MS", 200)
     endpoint = free_endpoint()
-    clients = Clients(
-        ipc_endpoint(tmp_path, "c.sock"),
-        lambda: WELCOME,
-        lambda *_: None,
-        lambda *_: None,
-        tcp=TcpListener(endpoint, ENGINE),
-    )
+    clients = Service(runtime, endpoint).clients
 
     async def connect() -> None:
         async with Client.connect(Address(endpoint, CLIENT), timeout=10) as client:
@@ -171,18 +163,13 @@ async def test_clients_wait_until_the_engine_is_ready(
 async def test_flood_of_handshakes_keeps_no_client_out(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     async with service(tcp=True) as running:
-        unknown_keys = ClientKeys(OTHER_CLIENT.public, OTHER_CLIENT.secret, ENGINE.public)
         with contextlib.ExitStack() as stack:
             for i in range(300):
                 connection = stack.enter_context(socket.create_connection(check_tcp(running.tcp)))
                 connection.sendall(greeting(b"CURVE")[: 10 + i % 50])
             with zmq.asyncio.Context() as context:
                 for _ in range(40):
-                    dealer = stack.enter_context(context.socket(zmq.DEALER))
-                    dealer.setsockopt(zmq.LINGER, 0)
-                    dealer.curve_publickey, dealer.curve_secretkey = unknown_keys.public, unknown_keys.secret
-                    dealer.curve_serverkey = unknown_keys.engine
-                    dealer.connect(running.tcp)
+                    stack.enter_context(connect_dealer(context, running.tcp, keys=OTHER_KEYS))
                 await works(Address(running.tcp, CLIENT))
                 await until(lambda: running.clients.counts()["refused_keys"] >= 40)
                 await works(Address(running.tcp, CLIENT))
@@ -204,16 +191,11 @@ def test_tcp_listener_follows_the_configuration(tmp_path: Path, monkeypatch: pyt
     assert listener == TcpListener(endpoint, ENGINE)
 
 
-async def test_port_in_use_leaves_no_socket_open(tmp_path: Path) -> None:
+async def test_port_in_use_leaves_no_socket_open(runtime: Path) -> None:
     async with service(tcp=True) as running:
-        local = ipc_endpoint(tmp_path, "c.sock")
         with pytest.raises(ProtocolError, match=rf"^cannot bind {running.tcp}: Address already in use$"):
-            Clients(
-                local, lambda: None, lambda *_: None, lambda *_: None, tcp=TcpListener(running.tcp, ENGINE)
-            )
-        async with (
-            service() as other
-        ):  # the failed instance's sockets are closed, this one's are not affected
+            Service(runtime, running.tcp)
+        async with service() as other:  # not affected by the failed one, whose sockets are closed
             await works(other.local)
 
 
@@ -231,9 +213,8 @@ async def test_engine_answers_over_tcp(start_engine, plain_config, tmp_path: Pat
             assert here.tokens == there.tokens
             blocks = [block async for block in remote.score(token_ids=range(200), full=True)]
             assert sum(len(block.tokens) for block in blocks) == 200
-            assert (await remote.stats())["clients"][
-                "connected"
-            ] >= 2  # the connection of `score` may still be open
+            counts = (await remote.stats())["clients"]
+            assert counts["connected"] >= 2  # the connection of `score` may still be open
         with pytest.raises(EngineGone):
-            async with Client.connect(Address(endpoint, WRONG_KEYS["another client's keys"]), timeout=1.0):
+            async with Client.connect(Address(endpoint, OTHER_KEYS), timeout=1.0):
                 pass

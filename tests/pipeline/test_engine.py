@@ -120,7 +120,7 @@ def test_early_share_is_computed_from_the_layer_before(scene, cut, early) -> Non
     assert after["stale"] - before["stale"] == pytest.approx((1 - cut / 3) * early, abs=1e-5)
 
 
-def test_failed_layer_abandons_the_next_layers_early_share(scene) -> None:
+def test_failed_layer_abandons_the_next_layers_early_share(scene, monkeypatch) -> None:
     engine, _, kv = scene
     new = prefilled(engine, kv)
     engine.set_policy(SecondLayerAhead(0, True), None)
@@ -132,13 +132,11 @@ def test_failed_layer_abandons_the_next_layers_early_share(scene) -> None:
         result(ticket)
         raise ShardFailed("no")
 
-    engine.pool.result = failing  # type: ignore[method-assign]
-    engine.pool.abandon = lambda ticket: (abandoned.append(ticket), abandon(ticket))  # type: ignore
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.pool, "result", failing)
+        patch.setattr(engine.pool, "abandon", lambda ticket: (abandoned.append(ticket), abandon(ticket)))
         with pytest.raises(ShardFailed):
             engine.step([StepInput(new, "last")], "decode")
-    finally:
-        del engine.pool.result, engine.pool.abandon
     assert len(abandoned) == 1
     assert new.kv.length == len(PROMPT)
     (logits,) = engine.step([StepInput(new, "last")], "decode")

@@ -98,13 +98,6 @@ def by_longest_first(totals: list[int], cores: tuple[int, ...]) -> list[int]:
     return worker_of
 
 
-def assigned_in_prefill(share: HostShare, cores: tuple[int, ...]) -> list[list[int]]:
-    """The experts of each shard."""
-    return [
-        shard.items[:, 0].tolist() for shard in divide_into_shards(share, WorkerCores(cores), "prefill", ROWS)
-    ]
-
-
 @settings(max_examples=300, deadline=None)
 @given(host_shares(), st.sampled_from([(1, 4), (4, 1), (1, 1), (2, 3, 1)]))
 def test_prefill_assigns_the_most_expensive_experts_first(share, cores) -> None:
@@ -116,7 +109,8 @@ def test_prefill_assigns_the_most_expensive_experts_first(share, cores) -> None:
     expected = [
         [e for e, w in zip(experts, worker_of, strict=True) if w == worker] for worker in range(len(cores))
     ]
-    assert assigned_in_prefill(share, cores) == [part for part in expected if part]
+    shards = divide_into_shards(share, WorkerCores(cores), "prefill", ROWS)
+    assert [shard.items[:, 0].tolist() for shard in shards] == [part for part in expected if part]
 
 
 def test_prefill_gives_a_wide_worker_the_expensive_experts() -> None:

@@ -95,7 +95,7 @@ def test_sparsemixer_of_equal_logits(row) -> None:
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
 @pytest.mark.parametrize("scale", [0.01, 1.0, 8.0])
 def test_softmax_over_chosen_experts_equals_mixtral(k, scale) -> None:
-    logits = (np.random.default_rng(k).standard_normal((200, 8)) * scale).astype(np.float32)
+    logits = random_logits(k, 200, 8, scale)
     ours = Softmax(k, rescaled=True)(logits)
     weights, chosen = by_transformers(logits, k)
     np.testing.assert_array_equal(ours.experts, chosen)

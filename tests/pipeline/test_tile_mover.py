@@ -129,19 +129,6 @@ def test_predicted_tiles_are_useful_wasted_or_late(parts) -> None:
     wait_idle(parts, mover)
 
 
-def test_dropped_prediction_counts_in_the_phase_that_made_it(parts) -> None:
-    """The prediction's tiles land in another phase, and are wasted."""
-    mover = parts.mover(3 * TILES, 3)
-    before, after = mover.counters, PhaseCounters(SHAPE.layers)
-    mover.retarget([Target(0, expert, TILES) for expert in range(3)], predicted=True)
-    mover.fetch_missing()
-    mover.counters = after
-    mover.retarget([Target(0, expert, 0) for expert in range(3)])
-    wait_idle(parts, mover)
-    assert before.predicted_tiles == before.wasted_tiles
-    assert after.predicted_tiles == after.wasted_tiles == 0
-
-
 def test_empty_cache_streams_through_one_slot(parts) -> None:
     mover = parts.mover(0, 1)
     for _ in range(2):
