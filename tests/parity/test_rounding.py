@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from families import drawn_texts, save
 from family_cases import CASES, place
 from quantized_oracle import QuantizedOracle
-from rounding import FALSE_ALARM, Rounding, Rows, gumbel_limit, rank_high, t_quantile
+from rounding import FALSE_ALARM, Rounding, gumbel_limit, rank_high, t_quantile
 from test_family_formats import DISTRIBUTION, SCORED
 from test_quantized import FACTOR, NOISE, reach
 from torch import nn
@@ -22,37 +21,32 @@ TOKENS = 75  # of each text
 GROUP = 16  # half a group of int4: no model here has two whole ones
 
 
-@dataclass(frozen=True)
 class Scene:
     """A model's log-probabilities of the texts that an engine would score, and the distances that noise
     causes."""
 
-    folder: Path
-    backbone: str
-    texts: list[tuple[int, ...]]
-    exact: list[Rows]
-    allowed: Rounding
+    def __init__(self, folder: Path, backbone: str) -> None:
+        self._folder, self.backbone = folder, backbone
+        many, oracle = drawn_texts(CASE, DISTRIBUTION), self.oracle()
+        exact = oracle.batch(many)
+        self._texts, self._exact = many[:SCORED], exact[:SCORED]
+        self._allowed = reach(oracle, backbone, many, exact)
 
     def oracle(self) -> QuantizedOracle:
-        return QuantizedOracle(self.folder, "int4", None if self.backbone == "f32" else self.backbone)
+        return QuantizedOracle(self._folder, "int4", None if self.backbone == "f32" else self.backbone)
 
     def refusal(self, oracle: QuantizedOracle, seed: int) -> str:
         """Of an engine that computes as this oracle does, with rounding of its own."""
         with oracle.noise(NOISE[self.backbone], seed):
-            return self.allowed.refusal(Rounding.between(oracle.batch(self.texts), self.exact), FACTOR)
+            ours = Rounding.between(oracle.batch(self._texts), self._exact)
+            return self._allowed.refusal(ours, FACTOR)
 
 
 @pytest.fixture(scope="module", params=["f32", "int4"])
 def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Scene:
     folder = tmp_path_factory.mktemp("rounding")
     save(CASE, folder)
-    many = drawn_texts(CASE, DISTRIBUTION)
-    measured = Scene(folder, request.param, many[:SCORED], [], Rounding(*[np.zeros(0)] * 3))
-    oracle = measured.oracle()
-    exact = oracle.batch(many)
-    return Scene(
-        folder, request.param, many[:SCORED], exact[:SCORED], reach(oracle, request.param, many, exact)
-    )
+    return Scene(folder, request.param)
 
 
 def test_other_roundings_of_the_oracle_are_accepted(scene: Scene) -> None:
