@@ -74,14 +74,11 @@ class Control:
                 self._next = now + PROGRESS_SECONDS
                 with contextlib.suppress(zmq.Again):  # a lost report is better than a loader that blocks
                     self._socket.send_multipart(encode(Progress(name, done, total)), zmq.DONTWAIT)
-                self._check()
+                while self._socket.poll(0):
+                    if isinstance(decode(self._socket.recv_multipart()), Shutdown):
+                        raise Stopped
 
         return report
-
-    def _check(self) -> None:
-        while self._socket.poll(0):
-            if isinstance(decode(self._socket.recv_multipart()), Shutdown):
-                raise Stopped
 
     def close(self) -> None:
         self._socket.close()
@@ -153,7 +150,8 @@ class Loading:
                     cached.verify(self.control.stage("verifying the cache", self.manifest.layout.total_bytes))
         except (StoreInvalid, StoreDamaged) as e:
             log.warning(f"{e}; it is written again from the store in memory")
-            self._save()
+            with _cache_optional(), Store.attach(self.name, self.fingerprint) as store:
+                write_cache(self.cache_folder, store, self.control.stage("writing the cache", self.size))
 
     def _builder(self) -> StoreBuilder:
         """Create the segment, after removing unused ones. Raises NotEnoughMemory."""
@@ -216,11 +214,6 @@ class Loading:
             builder.discard()
             raise
         return result, manifest
-
-    def _save(self) -> None:
-        """Write the cached file from the store in memory."""
-        with _cache_optional(), Store.attach(self.name, self.fingerprint) as store:
-            write_cache(self.cache_folder, store, self.control.stage("writing the cache", self.size))
 
 
 @contextmanager

@@ -44,32 +44,28 @@ def expert_chunks(
 ) -> list[Chunk]:
     """The chunks of an expert, for any order and any number of threads. `downs` reads the whole `down` matrix
     where that is needed. out: uint8 [expert_stride]."""
-    out[layout.tile_bytes * layout.shape.tiles :] = 0
-    if isinstance(layout.format, BlockFormat):
-        return _quantized_chunks(reader, layout, layout.format, expert, out)
-    down = downs.submit(reader.rows, expert[2], 0, expert[2].rows)
-    return PlainExpert(reader, layout, expert, down, out).chunks()
-
-
-def _quantized_chunks(
-    reader: Rows, layout: StoreLayout, blocks: BlockFormat, expert: ExpertRows, out: Bytes
-) -> list[Chunk]:
     shape = layout.shape
-    chunks: list[Chunk] = []
-    for matrix, part in enumerate(expert[:2]):
-        for lo, hi in _ranges(shape.padded, shape.hidden):
-            chunks.append(partial(_encode_wide, reader, layout, blocks, matrix, part, lo, hi, out))
-    for lo, hi in _ranges(shape.hidden, shape.padded):
-        chunks.append(partial(_encode_down, reader, layout, blocks, expert[2], lo, hi, out))
-    return chunks
+    out[layout.tile_bytes * shape.tiles :] = 0
+    if isinstance(layout.format, BlockFormat):
+        sizes = ((shape.padded, shape.hidden), (shape.padded, shape.hidden), (shape.hidden, shape.padded))
+        return [
+            partial(_encode_blocks, reader, layout, layout.format, matrix, part, lo, hi, out)
+            for matrix, (part, (rows, columns)) in enumerate(zip(expert, sizes, strict=True))
+            for lo, hi in _ranges(rows, max(16, CHUNK_NUMBERS // columns // 16 * 16))
+        ]
+    down = downs.submit(reader.rows, expert[2], 0, expert[2].rows)
+    return [
+        partial(_encode_plain, reader, layout, expert, down, tile, lo, hi, out)
+        for tile in range(shape.tiles)
+        for lo, hi in _ranges(shape.tile, max(1, CHUNK_NUMBERS // shape.hidden))
+    ]
 
 
-def _ranges(rows: int, columns: int) -> list[tuple[int, int]]:
-    step = max(16, CHUNK_NUMBERS // columns // 16 * 16)
+def _ranges(rows: int, step: int) -> list[tuple[int, int]]:
     return [(lo, min(lo + step, rows)) for lo in range(0, rows, step)]
 
 
-def _encode_wide(
+def _encode_blocks(
     reader: Rows,
     layout: StoreLayout,
     blocks: BlockFormat,
@@ -79,41 +75,25 @@ def _encode_wide(
     hi: int,
     out: Bytes,
 ) -> None:
-    """Encode channels [lo, hi) of gate (matrix 0) or up (1); channels from I on are zero."""
+    """Encode rows [lo, hi) of gate (matrix 0), up (1) or down (2). Those of gate and up are channels, and
+    zero from I on; those of down are outputs, which have records in every tile."""
     shape = layout.shape
+    wide = matrix < 2
+    columns, tile_columns = (shape.hidden, shape.hidden) if wide else (shape.padded, shape.tile)
     raw = _rows(reader, part, lo, hi)
-    numbers = _padded(to_float32(raw.dtype, raw.bits), hi - lo, shape.hidden)
-    for tile in range(lo // shape.tile, -(-hi // shape.tile)):
-        begin = tile * shape.tile
-        first, last = max(lo, begin), min(hi, begin + shape.tile)
+    numbers = _padded(to_float32(raw.dtype, raw.bits), hi - lo, columns)
+    for tile in range(lo // shape.tile, -(-hi // shape.tile)) if wide else range(shape.tiles):
+        begin, end = tile * shape.tile, (tile + 1) * shape.tile
+        first, last = (max(lo, begin), min(hi, end)) if wide else (lo, hi)
+        rows = numbers[first - lo : last - lo] if wide else numbers[:, begin:end]
+        above = first - begin if wide else first  # rows of the tile's matrix before these
         start = tile * layout.tile_bytes + matrix * blocks.matrix_bytes(shape.tile, shape.hidden)
-        records = out[
-            start + blocks.matrix_bytes(first - begin, shape.hidden) : start
-            + blocks.matrix_bytes(last - begin, shape.hidden)
-        ]
-        _encode_matrix(blocks, part, numbers[first - lo : last - lo], records)
-
-
-def _encode_down(
-    reader: Rows,
-    layout: StoreLayout,
-    blocks: BlockFormat,
-    part: TensorRows,
-    lo: int,
-    hi: int,
-    out: Bytes,
-) -> None:
-    """Encode outputs [lo, hi) of down, which have records in every tile."""
-    shape = layout.shape
-    raw = _rows(reader, part, lo, hi)
-    numbers = _padded(to_float32(raw.dtype, raw.bits), hi - lo, shape.padded)
-    wide = 2 * blocks.matrix_bytes(shape.tile, shape.hidden)
-    for tile in range(shape.tiles):
-        start = tile * layout.tile_bytes + wide
-        records = out[
-            start + blocks.matrix_bytes(lo, shape.tile) : start + blocks.matrix_bytes(hi, shape.tile)
-        ]
-        _encode_matrix(blocks, part, numbers[:, tile * shape.tile : (tile + 1) * shape.tile], records)
+        start += blocks.matrix_bytes(above, tile_columns)
+        records = out[start : start + blocks.matrix_bytes(last - first, tile_columns)]
+        try:
+            blocks.encode_matrix(rows, records)
+        except WeightsUnusable as e:
+            raise ModelError(f"{e}, in the tensor {part.name}") from None
 
 
 def _rows(reader: Rows, part: TensorRows, lo: int, hi: int) -> RawTensor:
@@ -144,58 +124,36 @@ def _padded(numbers: Float32, rows: int, columns: int) -> Float32:
     return np.pad(numbers, ((0, rows - numbers.shape[0]), (0, columns - numbers.shape[1])))
 
 
-def _encode_matrix(blocks: BlockFormat, part: TensorRows, numbers: Float32, records: Bytes) -> None:
-    try:
-        blocks.encode_matrix(numbers, records)
-    except WeightsUnusable as e:
-        raise ModelError(f"{e}, in the tensor {part.name}") from None
-
-
-class PlainExpert:
-    """Encodes an expert in a plain format."""
-
-    def __init__(
-        self, reader: Rows, layout: StoreLayout, expert: ExpertRows, down: Future[RawTensor], out: Bytes
-    ) -> None:
-        """down: the whole matrix, being read. out: uint8 [expert_stride]."""
-        self._reader = reader
-        self._layout = layout
-        self._gate, self._up, _ = expert
-        self._down = down
-        self._out = out
-
-    def chunks(self) -> list[Chunk]:
-        shape = self._layout.shape
-        step = max(1, CHUNK_NUMBERS // shape.hidden)
-        return [
-            partial(self._encode, tile, lo, min(lo + step, shape.tile))
-            for tile in range(shape.tiles)
-            for lo in range(0, shape.tile, step)
-        ]
-
-    def _encode(self, tile: int, lo: int, hi: int) -> None:
-        """Encode channels [lo, hi) of a tile, which is three matrices of whole rows. Where the format has the
-        checkpoint's bits, they are copied; else the channels are encoded as a smaller tile, and its matrices
-        are then copied to their places."""
-        shape, tile_format = self._layout.shape, self._layout.format
-        first, count = tile * shape.tile + lo, hi - lo
-        last = max(first, min(first + count, shape.intermediate))
-        start = tile * self._layout.tile_bytes
-        whole = self._out[start : start + self._layout.tile_bytes].reshape(3, shape.tile, -1)
-        down = self._down.result()
-        matrices = (
-            _rows(self._reader, self._gate, first, last),
-            _rows(self._reader, self._up, first, last),
-            RawTensor(down.dtype, (last - first, shape.hidden), _transposed(down.bits[:, first:last])),
-        )
-        if all(SAME_BITS.get(raw.dtype) == tile_format.name for raw in matrices):
-            for target, raw in zip(whole, matrices, strict=True):
-                target[lo : lo + last - first] = raw.bits.view(np.uint8)
-                target[lo + last - first : hi] = 0
-            return
-        scratch = np.empty(tile_format.tile_bytes(shape.hidden, count), np.uint8)
-        gate, up, columns = (
-            _padded(to_float32(raw.dtype, raw.bits), count, shape.hidden) for raw in matrices
-        )
-        tile_format.encode(gate, up, columns, scratch)
-        whole[:, lo:hi] = scratch.reshape(3, count, -1)
+def _encode_plain(
+    reader: Rows,
+    layout: StoreLayout,
+    expert: ExpertRows,
+    down: Future[RawTensor],
+    tile: int,
+    lo: int,
+    hi: int,
+    out: Bytes,
+) -> None:
+    """Encode channels [lo, hi) of a tile, which is three matrices of whole rows. Where the format has the
+    checkpoint's bits, they are copied; else the channels are encoded as a smaller tile, and its matrices are
+    then copied to their places. `down`: the whole matrix, being read."""
+    shape, tile_format = layout.shape, layout.format
+    first, count = tile * shape.tile + lo, hi - lo
+    last = max(first, min(first + count, shape.intermediate))
+    start = tile * layout.tile_bytes
+    whole = out[start : start + layout.tile_bytes].reshape(3, shape.tile, -1)
+    dtype, _, bits = down.result()
+    matrices = (
+        _rows(reader, expert[0], first, last),
+        _rows(reader, expert[1], first, last),
+        RawTensor(dtype, (last - first, shape.hidden), _transposed(bits[:, first:last])),
+    )
+    if all(SAME_BITS.get(raw.dtype) == tile_format.name for raw in matrices):
+        for target, raw in zip(whole, matrices, strict=True):
+            target[lo : lo + last - first] = raw.bits.view(np.uint8)
+            target[lo + last - first : hi] = 0
+        return
+    scratch = np.empty(tile_format.tile_bytes(shape.hidden, count), np.uint8)
+    gate, up, columns = (_padded(to_float32(raw.dtype, raw.bits), count, shape.hidden) for raw in matrices)
+    tile_format.encode(gate, up, columns, scratch)
+    whole[:, lo:hi] = scratch.reshape(3, count, -1)

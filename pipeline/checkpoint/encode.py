@@ -56,7 +56,7 @@ def encode_experts(
             progress(begin + layout.expert_stride * done // len(oldest.chunks))
         checksums.extend(pool.submit(task) for task in builder.checksum_tasks(oldest.layer, oldest.expert))
         for rows in oldest.rows:
-            reader.drop_pages(rows)
+            reader.advise(rows, os.POSIX_FADV_DONTNEED)
         return oldest.nbytes
 
     cores = len(os.sched_getaffinity(0))
@@ -71,7 +71,7 @@ def encode_experts(
                     matrices = locate(layer, expert)
                     chunks = expert_chunks(reader, downs, layout, matrices, builder.expert(layer, expert))
                     submitted = [pool.submit(chunk) for chunk in chunks]
-                    nbytes = sum(reader.read_ahead(rows) for rows in matrices)
+                    nbytes = sum(reader.advise(rows, os.POSIX_FADV_WILLNEED) for rows in matrices)
                     pending.append(_Pending(layer, expert, matrices, nbytes, submitted))
                     ahead += nbytes
             while pending:

@@ -94,15 +94,8 @@ class TensorReader:
         self._read(entry, (part.first + lo) * columns * bits.itemsize, bits)
         return RawTensor(entry.dtype, bits.shape, bits)
 
-    def read_ahead(self, part: TensorRows) -> int:
-        """Asks the kernel to read `part` into the page cache; returns its bytes. Raises as `rows`."""
-        return self._advise(part, os.POSIX_FADV_WILLNEED)
-
-    def drop_pages(self, part: TensorRows) -> None:
-        """Asks the kernel to drop `part` from the page cache. Raises as `rows`."""
-        self._advise(part, os.POSIX_FADV_DONTNEED)
-
-    def _advise(self, part: TensorRows, advice: int) -> int:
+    def advise(self, part: TensorRows, advice: int) -> int:
+        """Tell the kernel how `part` is used next (os.POSIX_FADV_*); returns its bytes. Raises as `rows`."""
         entry, columns = self._locate(part)
         row = columns * BITS[entry.dtype]().itemsize
         os.posix_fadvise(self._open(entry), entry.offset + part.first * row, part.rows * row, advice)

@@ -61,7 +61,9 @@ def test_rows_equal_the_slice_of_the_tensor_and_nothing_else_is_read(tmp_path_fa
     with TensorReader(CheckpointIndex.open(folder)) as reader:
         raw = reader.rows(part, lo, hi)
         assert reader.bytes_read == (hi - lo) * part.shape[-1] * whole.element_size()
-        assert reader.read_ahead(part) == part.rows * part.shape[-1] * whole.element_size()
+        assert (
+            reader.advise(part, os.POSIX_FADV_WILLNEED) == part.rows * part.shape[-1] * whole.element_size()
+        )
     read = to_float32(raw.dtype, raw.bits)
     rows = whole.float().numpy().reshape(-1, part.shape[-1])
     np.testing.assert_array_equal(read, rows[part.first + lo : part.first + hi])
