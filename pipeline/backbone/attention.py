@@ -47,9 +47,7 @@ class GroupedQueryAttention:
             self._norms = weights.vector("query_norm"), weights.vector("key_norm")
         self._decode = None
         if precision.device.library is not None:
-            self._decode = GroupedQueryDecode(
-                spec, self._norms, window, self._dtype, eps, precision.device, precision.quantized
-            )
+            self._decode = GroupedQueryDecode(spec, self._norms, window, eps, precision)
 
     def __call__(self, layer: int, x: Tensor, batch: Batch) -> Tensor:
         qkv = self._qkv(x)
@@ -71,23 +69,20 @@ class GroupedQueryAttention:
     def _heads(self, qkv: Tensor) -> Tensor:
         """Queries, keys and values by head, [R, heads + 2 kv_heads, head_dim], normalised and clipped."""
         s = self._spec
-        width = s.head_dim
         if s.qk_norm == "all":
-            q, k, v = torch.split(qkv, [s.heads * width, s.kv_heads * width, s.kv_heads * width], dim=1)
-            qkv = torch.cat((self._normed(0, q), self._normed(1, k), v), dim=1)
+            qkv = self._normalised(qkv, s.head_dim)
         if s.clip is not None:
             qkv = qkv.clamp(-s.clip, s.clip)
-        heads = qkv.view(len(qkv), -1, width)
-        if s.qk_norm == "head":
-            q, k, v = torch.split(heads, [s.heads, s.kv_heads, s.kv_heads], dim=1)
-            heads = torch.cat((self._normed(0, q), self._normed(1, k), v), dim=1)
-        return heads
+        heads = qkv.view(len(qkv), -1, s.head_dim)
+        return self._normalised(heads, 1) if s.qk_norm == "head" else heads
 
-    def _normed(self, which: int, x: Tensor) -> Tensor:
-        """`which`: 0 for queries, 1 for keys."""
+    def _normalised(self, qkv: Tensor, width: int) -> Tensor:
+        """Queries and keys normalised. `width`: of a head, on axis 1."""
+        s = self._spec
         assert self._norms is not None
-        weight = self._norms[which]
-        return functional.rms_norm(x, weight.shape, weight, self._eps)
+        q, k, v = torch.split(qkv, [n * width for n in (s.heads, s.kv_heads, s.kv_heads)], dim=1)
+        pairs = zip((q, k), self._norms, strict=True)
+        return torch.cat((*(functional.rms_norm(x, w.shape, w, self._eps) for x, w in pairs), v), dim=1)
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """q [heads, T, head_dim], the last T of the N tokens of keys and values [kv_heads, N, head_dim]:
@@ -131,9 +126,7 @@ class LatentAttention:
         self._output = weights.linear("output")
         self._decode = None
         if precision.device.library is not None:
-            norm, expansion, device = self._latent_norm, self._expansion, precision.device
-            spin = precision.quantized
-            self._decode = LatentDecode(spec, norm, expansion, self._dtype, LATENT_EPS, device, spin)
+            self._decode = LatentDecode(spec, self._latent_norm, self._expansion, LATENT_EPS, precision)
 
     def __call__(self, layer: int, x: Tensor, batch: Batch) -> Tensor:
         s = self._spec

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeline.backbone.batch import Batch
+from pipeline.backbone.linear import Precision
 from pipeline.device.base import Device
 from pipeline.models.spec import GroupedQuery, Latent
 from workers.kernels.attention import CosSin, GroupedHeads, LatentHeads, RMSNorm
@@ -23,22 +24,20 @@ class GroupedQueryDecode:
         spec: GroupedQuery,
         norms: tuple[Tensor, Tensor] | None,
         window: int | None,
-        dtype: torch.dtype,
         eps: float,
-        device: Device,
-        spin: bool,
+        precision: Precision,
     ) -> None:
-        """`norms`: weights of queries' and keys' norms; `dtype`: of the KV cache; `spin`: the device's team
-        also computes the products before and after, so its threads spin in between."""
+        """`norms`: weights of queries' and keys' norms."""
+        device = precision.device
         assert device.library is not None
         self._norms = norms  # keeps the tensors: the kernel reads their memory
         self._output_width = spec.heads * spec.head_dim
-        self._spin = spin
+        self._spin = precision.quantized
         query_norm, key_norm = (None, None) if norms is None else (n.data_ptr() for n in norms)
         self._heads = GroupedHeads(
             device.library,
             device.team,
-            bits=8 * dtype.itemsize,
+            bits=8 * precision.dtype.itemsize,
             heads=spec.heads,
             kv_heads=spec.kv_heads,
             width=spec.head_dim,
@@ -72,25 +71,18 @@ class LatentDecode:
     """Multi-head latent attention of one layer."""
 
     def __init__(
-        self,
-        spec: Latent,
-        norm: Tensor,
-        expansion: Tensor,
-        dtype: torch.dtype,
-        eps: float,
-        device: Device,
-        spin: bool,
+        self, spec: Latent, norm: Tensor, expansion: Tensor, eps: float, precision: Precision
     ) -> None:
-        """`norm`: the weight of the latent's norm [rank]; `expansion` [heads, nope_dim + value_dim, rank];
-        the rest as in GroupedQueryDecode."""
+        """`norm`: the weight of the latent's norm [rank]; `expansion` [heads, nope_dim + value_dim, rank]."""
+        device = precision.device
         assert device.library is not None
         self._norm, self._expansion = norm, expansion.contiguous()
         self._output_width = spec.heads * spec.value_dim
-        self._spin = spin
+        self._spin = precision.quantized
         self._heads = LatentHeads(
             device.library,
             device.team,
-            bits=8 * dtype.itemsize,
+            bits=8 * precision.dtype.itemsize,
             heads=spec.heads,
             rank=spec.rank,
             nope=spec.nope_dim,
@@ -148,4 +140,5 @@ def _cos_sin(batch: Batch, row: int) -> CosSin:
 
 
 def _spin_ns(spin: bool, batch: Batch) -> int:
+    """`spin`: the team also computes the products before and after, so its threads spin in between."""
     return SPIN_NS if spin and batch.rows <= SPIN_ROWS else 0

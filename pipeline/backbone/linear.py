@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -33,59 +34,38 @@ class FileBacked(Protocol):
         meantime."""
 
 
-class Linear(Protocol):
-    """A matrix W [outputs, inputs]."""
-
-    @property
-    def bytes(self) -> int:
-        """Device memory of its weights."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x float32 [R, inputs]: float32 [R, outputs]."""
+Linear = Callable[[Tensor], Tensor]  # x float32 [R, inputs] -> float32 [R, outputs]
 
 
+@dataclass(frozen=True)
 class DenseLinear:
-    """A matrix that is not quantized; products are computed in its dtype."""
+    """A matrix [outputs, inputs] that is not quantized; products are computed in its dtype."""
 
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
-
-    @property
-    def bytes(self) -> int:
-        return self.weight.numel() * self.weight.element_size()
+    weight: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
         return functional.linear(x.to(self.weight.dtype), self.weight).float()
 
 
+@dataclass(frozen=True)
 class BiasedLinear:
     """A matrix and a bias: x @ W.T + b."""
 
-    def __init__(self, matrix: Linear, bias: Tensor) -> None:
-        """`bias`: float32 [outputs]."""
-        self._matrix = matrix
-        self._bias = bias
-
-    @property
-    def bytes(self) -> int:
-        return self._matrix.bytes + self._bias.numel() * self._bias.element_size()
+    matrix: Linear
+    bias: Tensor  # float32 [outputs]
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._matrix(x).add_(self._bias)
+        return self.matrix(x).add_(self.bias)
 
 
+@dataclass(frozen=True)
 class QuantizedLinear:
     """A matrix of a quantized format, multiplied by the host's expert kernels."""
 
-    def __init__(self, matrix: HostMatrix) -> None:
-        self._matrix = matrix
-
-    @property
-    def bytes(self) -> int:
-        return self._matrix.bytes
+    matrix: HostMatrix
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.from_numpy(self._matrix.product(x.numpy()))
+        return torch.from_numpy(self.matrix.product(x.numpy()))
 
 
 class Precision:
@@ -107,14 +87,15 @@ class Precision:
     def quantized(self) -> bool:
         return self._format is not None
 
-    def quantized_linear(
+    def quantized_matrix(
         self, name: str, shape: tuple[int, int], numbers: Callable[[], Float32], spin: bool
-    ) -> Linear:
+    ) -> HostMatrix:
         """A quantized matrix [outputs, inputs], from the cache or else from its float32 `numbers`. `name`:
         the cache's key; `spin`: the next product follows so soon that the team's threads spin until then.
         Raises ModelError where the numbers cannot be quantized."""
         assert self._format is not None
         data = None if self.cache is None else self.cache.take(name, self._format.matrix_bytes(*shape))
+        cached = data is not None
         if data is None:
             try:
                 data = quantized(self._format, numbers())
@@ -122,7 +103,7 @@ class Precision:
                 raise ModelError(f"{name}: {e}") from None
             if self.cache is not None:
                 self.cache.keep(name, data)
-            return QuantizedLinear(HostMatrix(self._format, data, shape, self.device.team, spin))
         matrix = HostMatrix(self._format, data, shape, self.device.team, spin)
-        self.pending.append(matrix)
-        return QuantizedLinear(matrix)
+        if cached:
+            self.pending.append(matrix)
+        return matrix

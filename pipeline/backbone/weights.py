@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -10,13 +11,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.backbone.embedding import Embedding, tensor_of
-from pipeline.backbone.linear import BiasedLinear, DenseLinear, Linear, Precision
+from pipeline.backbone.linear import BiasedLinear, DenseLinear, Linear, Precision, QuantizedLinear
 from pipeline.checkpoint.model_source import Tensors
 from pipeline.models.architecture import TensorSpec
 from shm.layout import Float32
+from workers.kernels.matrix import HostMatrix
 
 RowOrder = Mapping[str, NDArray[np.int64]]  # role -> a permutation of its matrix's rows
 UNCHANGED: RowOrder = {}
+Rows = TypeVar("Rows", Float32, Tensor)
 
 
 class Weights:
@@ -55,13 +58,12 @@ class Weights:
 
     def linear(self, *roles: str, order: RowOrder = UNCHANGED, spin: bool = False) -> Linear:
         """The matrices of these roles stacked by rows, with their biases. `order`: of the rows and biases of
-        a role. `spin`: as in `Precision.quantized_linear`."""
+        a role. `spin`: as in `Precision.quantized_matrix`."""
         linear: Linear
         if self._precision.quantized:
-            linear = self._quantized(roles, order, spin)
-            self.bytes += linear.bytes
+            linear = QuantizedLinear(self._quantized(roles, order, spin))
         elif order:
-            linear = DenseLinear(torch.cat([self._ordered(role, order) for role in roles]))
+            linear = DenseLinear(torch.cat([_ordered(self.dense(role), role, order) for role in roles]))
         else:
             linear = DenseLinear(self.dense(*roles))
         if not any(f"{role}_bias" in self for role in roles):
@@ -69,28 +71,23 @@ class Weights:
         biases = np.concatenate([self._bias(role, order) for role in roles])
         return BiasedLinear(linear, self._keep(torch.from_numpy(biases), torch.float32))
 
-    def _ordered(self, role: str, order: RowOrder) -> Tensor:
-        matrix = self.dense(role)
-        return matrix[torch.from_numpy(order[role])] if role in order else matrix
-
-    def _quantized(self, roles: tuple[str, ...], order: RowOrder, spin: bool) -> Linear:
-        specs = [self._specs[role] for role in roles]
-
+    def _quantized(self, roles: tuple[str, ...], order: RowOrder, spin: bool) -> HostMatrix:
         def numbers() -> Float32:
-            parts = [self._float32(role) for role in roles]
-            parts = [x[order[r]] if r in order else x for r, x in zip(roles, parts, strict=True)]
+            parts = [_ordered(self._float32(role), role, order) for role in roles]
             return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
+        specs = [self._specs[role] for role in roles]
         shape = (sum(spec.shape[0] for spec in specs), specs[0].shape[1])
         names = ", ".join(spec.name for spec in specs)
-        return self._precision.quantized_linear(names, shape, numbers, spin)
+        matrix = self._precision.quantized_matrix(names, shape, numbers, spin)
+        self.bytes += matrix.bytes
+        return matrix
 
     def _bias(self, role: str, order: RowOrder) -> Float32:
         """Zeros for a role without a bias."""
         if f"{role}_bias" not in self:
             return np.zeros(self._specs[role].shape[0], np.float32)
-        bias = self._float32(f"{role}_bias")
-        return bias[order[role]] if role in order else bias
+        return _ordered(self._float32(f"{role}_bias"), role, order)
 
     def _float32(self, role: str) -> Float32:
         spec = self._specs[role]
@@ -100,3 +97,7 @@ class Weights:
         kept = tensor.to(device=self._precision.device.torch_device, dtype=dtype)
         self.bytes += kept.numel() * kept.element_size()
         return kept
+
+
+def _ordered(rows: Rows, role: str, order: RowOrder) -> Rows:
+    return rows[order[role]] if role in order else rows
