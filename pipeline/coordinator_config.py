@@ -39,7 +39,6 @@ class CoordinatorConfig:
     model: Path
     cache: Path  # folder of files that are kept between starts
     workers: WorkerCores
-    prefetcher: str  # process | thread
     slab: bool  # the first policy keeps experts on the device, and the prefetcher is being started
     options: ResolvedConfig
 
@@ -56,7 +55,6 @@ class CoordinatorConfig:
             model=Path(config["model"]),
             cache=Path(config["cache_dir"]),
             workers=WorkerCores(tuple(config["workers"]), config["nodes"]),
-            prefetcher=config["prefetcher"],
             slab=config["slab"],
             options=ResolvedConfig.from_map(config["config"]),
         )

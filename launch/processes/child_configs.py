@@ -59,7 +59,6 @@ class ChildConfigs:
             "cache_dir": str(self.cache_dir),
             "workers": [len(cpus.cores) for cpus in worker_cores],
             "nodes": len(self.cores.nodes) if local else 1,
-            "prefetcher": self.config.prefetcher,
             "slab": self.slab,
             "key": self.key,
         }

@@ -24,7 +24,7 @@ from pipeline.engine.engine import Engine
 from pipeline.errors import PolicyError
 from pipeline.experts.device_share import DeviceMemory
 from pipeline.experts.host_pool import Ticket
-from pipeline.experts.host_shards import empty_shard
+from pipeline.experts.host_shards import divide_into_shards, empty_shard
 from pipeline.experts.shares import HostShare, Missing
 from pipeline.policies.costs import Costs
 
@@ -54,7 +54,7 @@ def costs_for(engine: Engine, coordinator: CoordinatorConfig, context: int) -> C
         backbone=config.backbone_dtype,
         workers=coordinator.workers.cores,
         kernels="torch" if library is None else library.variant,
-        prefetcher=coordinator.prefetcher,
+        prefetcher=config.prefetcher,
         emulation=config.emulation,
     )
     known = cost_cache.find(coordinator.cache, setting)
@@ -156,7 +156,7 @@ class _Probe:
 
         def once() -> float:
             started = time.perf_counter()
-            self._engine.pool.submit_shards(0, shards, x).result()
+            self._engine.pool.submit(0, shards, x).result()
             return time.perf_counter() - started
 
         return float(np.median([once() for _ in range(ROUND_TRIPS)]))
@@ -202,7 +202,9 @@ class _Probe:
         chosen = np.array([expert], np.int32)
         every, weights = np.arange(rows, dtype=np.int32), np.ones(rows, np.float32)
         share = HostShare(chosen, 0 * chosen, 0 * chosen + self._engine.shape.tiles, [every], [weights])
-        return self._engine.pool.submit(layer, share, self._activations(rows).numpy(), "decode")
+        pool = self._engine.pool
+        shards = divide_into_shards(share, pool.cores, "decode", rows)
+        return pool.submit(layer, shards, self._activations(rows).numpy())
 
     def _fetch(self) -> float:
         """Stream one expert to the device; seconds."""

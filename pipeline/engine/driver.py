@@ -107,8 +107,13 @@ class PolicyDriver(Generic[Begun]):
             ahead, begun = early
             decision = LayerDecision(layer, signals, ahead.gated, ahead.cut, resident, begun=begun)
         executor.begin(decision)
-        self._count(decision)
-        self._decide_next(decision, executor)
+        popularity = self._popularity[layer]
+        for expert, rows in decision.gated.routing.rows.items():
+            popularity[expert] += rows
+        # Where the policy decides the next layer now, the host's share of it may begin at once.
+        if (following := policy.ahead(layer, signals, view)) is not None:
+            begun = executor.begin_early(layer + 1, following) if following.early else None
+            self._early = following, begun
         if targets := policy.predict(layer, signals, decision.gated, view):
             self._check_prediction(targets, decision)
             executor.prefetch(targets)
@@ -132,18 +137,6 @@ class PolicyDriver(Generic[Begun]):
         """Reset popularity and the counts of prefetched and used tiles."""
         self._popularity[:] = 0
         self.prefetch = PrefetchMeter()
-
-    def _count(self, decision: LayerDecision[Begun]) -> None:
-        popularity = self._popularity[decision.layer]
-        for expert, rows in decision.gated.routing.rows.items():
-            popularity[expert] += rows
-
-    def _decide_next(self, decision: LayerDecision[Begun], executor: LayerExecutor[Begun]) -> None:
-        """Where the policy decides the next layer now, begin the host's share of it at once."""
-        ahead = self.policy.ahead(decision.layer, decision.signals, self.view)
-        if ahead is not None:
-            following = decision.layer + 1
-            self._early = ahead, executor.begin_early(following, ahead) if ahead.early else None
 
     def _check_prediction(self, targets: Sequence[Target], decision: LayerDecision[Begun]) -> None:
         for target in targets:

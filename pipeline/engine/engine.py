@@ -16,7 +16,7 @@ from torch import Tensor
 from pipeline.arrays import FloatArray, Phase
 from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.batch import StepInput, logit_rows
-from pipeline.counters import Counters, PhaseCounters, StepClock
+from pipeline.counters import Counters, StepClock
 from pipeline.device import Device
 from pipeline.engine.driver import PolicyDriver
 from pipeline.engine.observer import Observer, Probing
@@ -50,16 +50,11 @@ class Engine:
         self.observers: list[Observer] = []
         self.kernel = device.expert_kernel(layout)
         self._popularity = np.zeros((s.layers, s.experts), np.int64)  # lasts longer than a policy
-        self._probing = Probing(backbone, device.torch_device, None)
+        self.probing = Probing(backbone, device.torch_device, None)
 
     @property
     def policy(self) -> Policy:
         return self.driver.policy
-
-    @property
-    def has_first_gate(self) -> bool:
-        """Whether the last layer can probe the next token's first layer."""
-        return self._probing.has_first_gate
 
     def set_policy(
         self, policy: Policy, costs: Costs | None, calibration: Calibration | None = None
@@ -83,7 +78,7 @@ class Engine:
             calibration=calibration,
         )
         self.driver = PolicyDriver(policy, view, decode.predicted_tiles, decode.useful_tiles)
-        self._probing = Probing(self.backbone, self.device.torch_device, calibration)
+        self.probing = Probing(self.backbone, self.device.torch_device, calibration)
         placement = self.driver.placement
         memory.retarget(Target(i, e, int(placement[i, e])) for i, e in np.ndindex(placement.shape))
         placed = memory.wait_idle()
@@ -116,7 +111,20 @@ class Engine:
             observer.begin(phase, sequences)
         batch = backbone.batch([item.span for item in inputs])
         self.device.prepare(backbone.largest_product(batch.rows))
-        executor = self._executor(backbone.embed(batch), phase, counters, clock)
+        executor = TensorExecutor(
+            backbone=backbone,
+            device=self.device,
+            kernel=self.kernel,
+            memory=self.memory,
+            pool=self.pool,
+            probing=self.probing,
+            observers=self.observers,
+            tiles=self.shape.tiles,
+            phase=phase,
+            counters=counters,
+            clock=clock,
+            h=backbone.embed(batch),
+        )
         try:
             for layer in range(self.shape.layers):
                 clock.layer = layer
@@ -139,22 +147,6 @@ class Engine:
         for observer in self.observers:
             observer.end()
         return answers
-
-    def _executor(self, h: Tensor, phase: Phase, counters: PhaseCounters, clock: StepClock) -> TensorExecutor:
-        return TensorExecutor(
-            backbone=self.backbone,
-            device=self.device,
-            kernel=self.kernel,
-            memory=self.memory,
-            pool=self.pool,
-            probing=self._probing,
-            observers=self.observers,
-            tiles=self.shape.tiles,
-            phase=phase,
-            counters=counters,
-            clock=clock,
-            h=h,
-        )
 
     def _head(self, h: Tensor, inputs: Sequence[StepInput]) -> list[FloatArray]:
         """The wanted logits of each input; the other rows do not go through the head."""

@@ -16,6 +16,7 @@ from pipeline.engine.driver import LayerDecision
 from pipeline.engine.observer import Observer, Probing, with_observers
 from pipeline.experts.device_share import DeviceMemory, DeviceWork, EmptyDeviceMemory
 from pipeline.experts.host_pool import HostPool, Ticket
+from pipeline.experts.host_shards import divide_into_shards
 from pipeline.experts.shares import HostShare, Split, split_layer
 from pipeline.policies.view import Ahead, Signals, Target
 
@@ -121,4 +122,4 @@ class TensorExecutor:
         self.clock.mark("shared")
 
     def _submit(self, layer: int, share: HostShare, x: FloatArray) -> Ticket:
-        return self.pool.submit(layer, share, x, self.phase)
+        return self.pool.submit(layer, divide_into_shards(share, self.pool.cores, self.phase, len(x)), x)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -75,32 +76,21 @@ class DeviceMemory:
         self.capacity = mover.cache.capacity  # tiles
         self.residency = mover.cache.residency  # [L, E], live
         self.target = mover.cache.target  # [L, E], live
+        # the mover's own, which EmptyDeviceMemory has too
+        self.audit = partial(mover.cache.audit, idle=True)
+        self.poll = mover.poll_prefetcher
+        self.collect_landings = mover.collect_landings
+        self.retarget = mover.retarget
+        self.wait_idle = mover.wait_idle
 
     @property
     def idle(self) -> bool:
         """Whether no tile is being fetched in the background."""
         return self.mover.idle
 
-    def audit(self) -> None:
-        """Check the state of every slot, while idle. Raises AssertionError: a bug in the engine."""
-        self.mover.cache.audit(idle=True)
-
     def count_in(self, counters: PhaseCounters) -> None:
         """Count moved and computed tiles here from now on."""
         self.mover.counters = counters
-
-    def poll(self) -> None:
-        """Handle the prefetcher's exit or restart, collect landed tiles, order tiles below their target."""
-        self.mover.poll_prefetcher()
-
-    def collect_landings(self) -> None:
-        """Count tiles that have landed in the background as resident."""
-        self.mover.collect_landings()
-
-    def retarget(self, targets: Iterable[Target]) -> None:
-        """Set these residencies as targets. Tiles beyond them are evicted at once; missing tiles are fetched
-        with the layer's demand or later in the background."""
-        self.mover.retarget(targets)
 
     def prefetch(self, targets: Iterable[Target]) -> None:
         """Set predicted targets and order their tiles."""
@@ -111,11 +101,6 @@ class DeviceMemory:
         """Apply the targets that follow the layer, and order tiles below their target."""
         self.mover.retarget(targets)
         self.mover.update()
-
-    def wait_idle(self) -> bool:
-        """Wait until residency equals the targets. False where the prefetcher is down: the tiles are fetched
-        once it is restarted."""
-        return self.mover.wait_idle()
 
     def begin(self, layer: int, shares: Sequence[DeviceExpert]) -> DeviceWork:
         """Order the shares' missing tiles, before all else."""

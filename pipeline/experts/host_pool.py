@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from pipeline.arrays import FloatArray, Phase
+from pipeline.arrays import FloatArray
+from pipeline.coordinator_config import WorkerCores
 from pipeline.experts.host_shards import HostShard
-from pipeline.experts.shares import HostShare
 
 
 class Ticket(Protocol):
@@ -31,16 +31,15 @@ class Ticket(Protocol):
 class HostPool(Protocol):
     """Computes the host's share of layers. Used by the engine's thread alone."""
 
-    workers: int
+    workers: int  # processes
+    cores: WorkerCores  # for which shares are divided into shards
 
     def wait_ready(self, limit: float) -> None:
         """Return when the pool accepts shares. Raises PeerLost after `limit` seconds."""
 
-    def submit(self, layer: int, share: HostShare, x: FloatArray, phase: Phase) -> Ticket:
-        """Begin a share and return at once. x: float32 [R, H], unchanged until the ticket's result."""
-
-    def submit_shards(self, layer: int, shards: Sequence[HostShard], x: FloatArray) -> Ticket:
-        """As `submit`, for shards, at most one for each worker."""
+    def submit(self, layer: int, shards: Sequence[HostShard], x: FloatArray) -> Ticket:
+        """Begin a share's shards, at most one for each worker, and return at once. x: float32 [R, H],
+        unchanged until the ticket's result."""
 
     def update(self, wait_ms: int) -> bool:
         """Handle the workers' messages, starts and exits; False if nothing has arrived."""

@@ -12,16 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.arrays import FloatArray, Phase
+from pipeline.arrays import FloatArray
 from pipeline.coordinator_config import WorkerCores
-from pipeline.experts.host_shards import HostShard, divide_into_shards
-from pipeline.experts.shares import HostShare
+from pipeline.experts.host_shards import HostShard
 from protocol.messages import Work
 from shm.store import Store
 from workers.host_experts import HostExperts
 from workers.kernels.native import Team
-
-ONE_WORKER = WorkerCores.equal(1)
 
 
 @dataclass
@@ -45,6 +42,7 @@ class InlineExpertPool:
     """Used by the engine's thread alone, like a `WorkerPool`."""
 
     workers = 0
+    cores = WorkerCores.equal(1)
 
     def __init__(self, store: Store, team: Team | None, slowdown: float) -> None:
         """`slowdown` > 1 waits after each share, to emulate a slower host."""
@@ -55,11 +53,8 @@ class InlineExpertPool:
         """Load the kernels."""
         self._experts.prepare()
 
-    def submit(self, layer: int, share: HostShare, x: FloatArray, phase: Phase) -> InlineTicket:
+    def submit(self, layer: int, shards: Sequence[HostShard], x: FloatArray) -> InlineTicket:
         """x: float32 [R, H], unchanged until `result`."""
-        return self.submit_shards(layer, divide_into_shards(share, ONE_WORKER, phase, len(x)), x)
-
-    def submit_shards(self, layer: int, shards: Sequence[HostShard], x: FloatArray) -> InlineTicket:
         return InlineTicket(self, layer, shards, x)
 
     def result(self, ticket: InlineTicket) -> FloatArray:

@@ -17,13 +17,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pipeline.arrays import FloatArray, Phase
+from pipeline.arrays import FloatArray
 from pipeline.coordinator_config import WorkerCores
 from pipeline.errors import PeerLost, ShardFailed
-from pipeline.experts.host_shards import HostShard, divide_into_shards, empty_shard
+from pipeline.experts.host_shards import HostShard, empty_shard
 from pipeline.experts.peers import ChildServerSocket
 from pipeline.experts.progress import ProgressWatch
-from pipeline.experts.shares import HostShare
 from protocol.messages import Abandon, Partial, Ready, Work, WorkerDied, WorkFailed
 from shm.control import ControlSegment
 
@@ -47,8 +46,7 @@ class WorkerTicket:
     """A layer's submitted host share: a `host_pool.Ticket`."""
 
     pool: WorkerPool
-    rows: int
-    hidden: int
+    shape: tuple[int, ...]  # of the result
     shards: dict[int, HostShard] = field(default_factory=dict)  # by seq, in shard order
     partials: dict[int, FloatArray] = field(default_factory=dict)
     busy: float = 0.0  # seconds of computing, of the slowest worker
@@ -99,7 +97,7 @@ class WorkerPool:
     ) -> None:
         """`workers`: the expected workers, for which shards are cut. `control`: their progress counters."""
         self.workers = len(workers)
-        self._cores = workers
+        self.cores = workers
         self._socket = socket
         self._lines = [control.line("worker", index) for index in range(self.workers)]
         self._hidden = hidden
@@ -114,13 +112,10 @@ class WorkerPool:
         self._socket.wait_ready(self.workers, limit)
         self.update(0)
 
-    def submit(self, layer: int, share: HostShare, x: FloatArray, phase: Phase) -> WorkerTicket:
-        """Send the share's shards and return at once. x: float32 [R, H], unchanged until `result`."""
-        return self.submit_shards(layer, divide_into_shards(share, self._cores, phase, len(x)), x)
-
-    def submit_shards(self, layer: int, shards: Sequence[HostShard], x: FloatArray) -> WorkerTicket:
-        """Send shards, at most one for each worker."""
-        ticket = WorkerTicket(self, *x.shape)
+    def submit(self, layer: int, shards: Sequence[HostShard], x: FloatArray) -> WorkerTicket:
+        """Send shards, at most one for each worker, and return at once. x: float32 [R, H], unchanged until
+        `result`."""
+        ticket = WorkerTicket(self, x.shape)
         for shard in shards:
             kept = x if len(shard.kept) == len(x) else x[shard.kept]
             work = self._work(layer, shard, kept)
@@ -141,7 +136,7 @@ class WorkerPool:
                 deadline = time.monotonic() + limit
             elif time.monotonic() > deadline:
                 raise PeerLost(f"no worker has started or answered for {limit:.0f} s")
-        y = np.zeros((ticket.rows, ticket.hidden), np.float32)
+        y = np.zeros(ticket.shape, np.float32)
         for seq, shard in ticket.shards.items():
             y[shard.kept] += ticket.partials[seq]
         return y
@@ -210,12 +205,10 @@ class WorkerPool:
 
     def _on_ready(self, index: int) -> None:
         """Warm a new worker up, and send it the unassigned orders."""
-        worker = self._running[index] = _Worker()
-        warm_up = self._work(0, empty_shard(index), np.zeros((1, self._hidden), np.float32))
-        worker.orders[warm_up.seq] = _PendingWork(
-            warm_up, WorkerTicket(self, 1, self._hidden), index, warm_up=True
-        )
-        self._socket.send(index, warm_up)
+        self._running[index] = _Worker()
+        x = np.zeros((1, self._hidden), np.float32)
+        work = self._work(0, empty_shard(index), x)
+        self._send(_PendingWork(work, WorkerTicket(self, x.shape), index, warm_up=True), index)
         unassigned, self._unassigned = self._unassigned, []
         for order in unassigned:
             self._assign(order)

@@ -46,7 +46,11 @@ class JobFactory:
         if message.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this model has none")
         limit = min(message.max_tokens, self.context - len(prompt))
-        self._check_resume(message.resume, limit)
+        if len(message.resume) > limit:
+            raise RequestError(
+                f"resume has {len(message.resume)} tokens, the answer can have {limit} at most"
+            )
+        check_ids(message.resume, self._vocabulary)
         seed = message.sampling.seed
         seed = next(self._seeds) if seed is None else seed
         return GenerateJob(
@@ -61,11 +65,6 @@ class JobFactory:
             eos=frozenset() if message.ignore_eos else self._eos,
             conversation=message.conversation,
         )
-
-    def _check_resume(self, resume: tuple[int, ...], limit: int) -> None:
-        if len(resume) > limit:
-            raise RequestError(f"resume has {len(resume)} tokens, the answer can have {limit} at most")
-        self._check_ids(resume)
 
     def _prompt_of(self, message: Generate) -> list[int]:
         given = [message.prompt is not None, message.token_ids is not None, message.messages is not None]
@@ -111,18 +110,19 @@ class JobFactory:
             )
 
     def _checked(self, tokens: list[int]) -> list[int]:
-        self._check_ids(tokens)
+        check_ids(tokens, self._vocabulary)
         if not tokens:
             raise RequestError("the prompt has no tokens")
         return tokens
-
-    def _check_ids(self, tokens: Sequence[int]) -> None:
-        size = self._vocabulary
-        wrong = [t for t in tokens if not 0 <= t < size]
-        if wrong:
-            raise RequestError(f"token id {wrong[0]} is outside the vocabulary of {size}")
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self._tokenizer is None:
             raise RequestError(f"{what} needs a tokenizer, and this model has none; give token ids")
         return self._tokenizer
+
+
+def check_ids(tokens: Sequence[int], vocabulary: int) -> None:
+    """Raise RequestError for an id outside the vocabulary."""
+    wrong = [t for t in tokens if not 0 <= t < vocabulary]
+    if wrong:
+        raise RequestError(f"token id {wrong[0]} is outside the vocabulary of {vocabulary}")

@@ -110,12 +110,9 @@ class Job(ABC):
     def finish(self, reason: str, stats: dict[str, Any], error: str = "", text: str = "") -> None:
         """Send the one terminal message; `text` was held back until now."""
         self.reason = reason
-        self._emit(Done(self.request, reason, error, text, {**self._times(), **stats}))
-
-    def _times(self) -> dict[str, Any]:
         prefill, decode = self._seconds["prefill"], self._seconds["decode"]
         prefilled, decoded = self._computed["prefill"], self._computed["decode"]
-        return {
+        times = {
             "prompt_tokens": self.prompt_length,
             "kv_reused_tokens": self.reused,
             "decode_tokens": decoded,
@@ -127,6 +124,7 @@ class Job(ABC):
             "first_token_s": 0.0 if self._first_answer is None else self._first_answer - self.arrival,
             "preemptions": self.preemptions,
         }
+        self._emit(Done(self.request, reason, error, text, {**times, **stats}))
 
     def _next_tokens(self, count: int) -> TokenSpan:
         """The next `count` tokens without KV, fewer at the end of the prefill."""

@@ -147,7 +147,10 @@ class Scheduler:
             slots = self._max_sequences + (job.client not in running)
             kv = self._allocate(job) if len(self._running) < slots else None
             if kv is not None:
-                self._begin(job, kv)
+                self._waiting.admit(job)
+                self._reused += kv.length
+                job.admit(kv, next(self._admissions), self.engine.counters.snapshot())
+                self._running.append(job)
             elif job.client in running or not self._preempt_heaviest(running):
                 return
 
@@ -161,12 +164,6 @@ class Scheduler:
             return None
         first = job.admission < 0  # the prefix cache may hold a newer turn of a preempted job
         return self._prefixes.allocate(wanted, job.prefix_key if first else None, job.tokens)
-
-    def _begin(self, job: Job, kv: SequenceKV) -> None:
-        self._waiting.admit(job)
-        self._reused += kv.length
-        job.admit(kv, next(self._admissions), self.engine.counters.snapshot())
-        self._running.append(job)
 
     def _preempt_heaviest(self, running: Counter[bytes]) -> bool:
         """Preempt the newest request of the client with most running requests. False where no client has two
@@ -229,7 +226,11 @@ class Scheduler:
         try:
             logits = self.engine.step(inputs, phase)
         except ShardFailed as e:
-            self._isolate_failure(jobs, phase, str(e))
+            if len(jobs) == 1:
+                self._end(jobs[0], "error", str(e))
+            else:  # run each by itself, so that only the job that causes the failure ends
+                for job in jobs:
+                    self._step([job], phase)
             return
         failed: dict[Job, str] = {}
         for job, rows in zip(jobs, logits, strict=True):
@@ -244,15 +245,6 @@ class Scheduler:
                 self._end(job, "error", failed[job])
             elif job.reason is not None:
                 self._end(job, job.reason)
-
-    def _isolate_failure(self, jobs: list[Job], phase: Phase, error: str) -> None:
-        """A step of these jobs failed: run each by itself, so that only the job that causes the failure
-        ends."""
-        if len(jobs) == 1:
-            self._end(jobs[0], "error", error)
-            return
-        for job in jobs:
-            self._step([job], phase)
 
     def _end(self, job: Job, reason: str, error: str = "") -> None:
         """Remove a job and send its Done. A conversation's KV is kept, unless the job failed: then the KV may

@@ -18,6 +18,7 @@ from pipeline.calibration.measure import BOUND, CalibrationContext, Findings, ca
 from pipeline.calibration.summary import summary
 from pipeline.errors import PipelineError, RequestError, UsageError
 from pipeline.models.shapes import short_name
+from pipeline.scheduling.job_factory import check_ids
 from pipeline.scheduling.scheduler import Scheduler
 from pipeline.serving.engine_parts import EngineParts
 from pipeline.serving.policy_switch import PolicySwitch
@@ -96,7 +97,7 @@ class CalibrationService:
             parts.context,
             parts.config.options.seed,
         )
-        costs = self._policies.inputs.costs
+        costs = self._policies.costs
         began = time.perf_counter()
 
         def report(stage: str, done: int, total: int) -> None:
@@ -127,10 +128,7 @@ class CalibrationService:
         if (message.text is None) == (message.token_ids is None):
             raise RequestError("give exactly one of text and token_ids")
         if message.token_ids is not None:
-            vocabulary = self._parts.engine.backbone.spec.vocabulary
-            wrong = [token for token in message.token_ids if not 0 <= token < vocabulary]
-            if wrong:
-                raise RequestError(f"token id {wrong[0]} is outside the vocabulary of {vocabulary}")
+            check_ids(message.token_ids, self._parts.engine.backbone.spec.vocabulary)
             return list(message.token_ids)
         if self._parts.tokenizer is None:
             raise RequestError("a text needs a tokenizer, and this model has none; give token ids")

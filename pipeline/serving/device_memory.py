@@ -28,7 +28,7 @@ def open_device_memory(parts: EngineParts) -> DeviceMemory:
     )
     parts.closing.callback(slab.close)
 
-    own_process = config.prefetcher == "process"
+    own_process = config.options.prefetcher == "process"
     if "prefetcher" not in parts.sockets:
         parts.bind_socket("prefetcher")
         if own_process:

@@ -62,7 +62,7 @@ class EngineStatus:
             "recovery": {role: socket.recovery_stats() for role, socket in sockets.items()},
             "malformed": {role: socket.malformed for role, socket in sockets.items()},
         }
-        if (costs := self._policies.inputs.costs) is not None:
+        if (costs := self._policies.costs) is not None:
             stats["costs"] = costs.to_json()
         memory = engine.memory
         if memory.exists:

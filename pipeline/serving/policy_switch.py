@@ -20,12 +20,14 @@ log = logging.getLogger(__name__)
 
 
 class PolicySwitch:
-    """Makes policies and gives them their inputs. `current`: the request for the policy in use."""
+    """Makes policies and gives them their inputs, which are read or measured when a policy is set. `current`:
+    the request for the policy in use."""
 
     def __init__(self, parts: EngineParts) -> None:
         """Sets the configured policy; errors as in `set`."""
         self._parts = parts
-        self.inputs = PolicyInputs(parts)
+        self.costs: Costs | None = None  # None until a policy has needed them
+        self._calibration_file = calibration_path(parts.config.cache, parts.source)
         options = parts.config.options
         self.current = PolicyRequest(options.policy or "all-host", options.policy_options)
         parts.notes.extend(self.set(self.current))
@@ -39,7 +41,7 @@ class PolicySwitch:
         policy: Policy = make_policy(request, self._parts.config.options.seed)
         if policy.uses_device and not engine.memory.exists:
             engine.memory = open_device_memory(self._parts)
-        costs, calibration = self.inputs.costs_for(policy), self.inputs.calibration_for(policy)
+        costs, calibration = self._costs_for(policy), self._calibration_for(policy)
         notes = engine.set_policy(policy, costs, calibration)
         self.current = request
         return notes
@@ -49,16 +51,7 @@ class PolicySwitch:
         and with the present inputs."""
         self.set(self.current)
 
-
-class PolicyInputs:
-    """One engine's costs and calibration, read or measured when a policy is set."""
-
-    def __init__(self, parts: EngineParts) -> None:
-        self.costs: Costs | None = None  # None until a policy has needed them
-        self._parts = parts
-        self._calibration_file = calibration_path(parts.config.cache, parts.source)
-
-    def costs_for(self, policy: Policy) -> Costs | None:
+    def _costs_for(self, policy: Policy) -> Costs | None:
         """From a file, from an earlier measurement, or measured now; None for a policy that plans without
         them. Raises PolicyError."""
         if not policy.needs_costs:
@@ -67,7 +60,7 @@ class PolicyInputs:
             self.costs = costs_for(self._parts.engine, self._parts.config, self._parts.context)
         return self.costs
 
-    def calibration_for(self, policy: Policy) -> Calibration | None:
+    def _calibration_for(self, policy: Policy) -> Calibration | None:
         """The model's calibration, or None: a policy that does not need it may still use it. Raises
         CalibrationError where the policy needs it and the file is unusable."""
         if not self._calibration_file.exists():

@@ -128,7 +128,7 @@ def recorder_of(config: CoordinatorConfig, source: ModelSource, engine: Engine, 
         DEPTH,
     )
     resumed = config.incarnation > 0
-    return Recorder(path, header, first_gate=lambda: engine.has_first_gate, resumed=resumed)
+    return Recorder(path, header, first_gate=lambda: engine.probing.has_first_gate, resumed=resumed)
 
 
 def _resumable(path: Path, header: Header) -> tuple[int, int, int]:

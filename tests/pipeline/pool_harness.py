@@ -134,4 +134,4 @@ class PoolHarness:
 
     def submit(self, *tiles: int) -> WorkerTicket:
         """Submit a shard of each of these tiles, for worker 0, 1, ..."""
-        return self.pool.submit_shards(0, [shard_of(tile, worker) for worker, tile in enumerate(tiles)], X)
+        return self.pool.submit(0, [shard_of(tile, worker) for worker, tile in enumerate(tiles)], X)

@@ -131,7 +131,6 @@ def test_second_start_does_not_measure_again(
                 model=tiny_model,
                 cache=cache,
                 workers=WorkerCores.equal(1),
-                prefetcher="process",
                 slab=True,
                 options=config,
             )

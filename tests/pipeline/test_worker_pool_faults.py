@@ -190,9 +190,9 @@ def test_time_in_which_the_engine_stood_still_does_not_count(harness: PoolHarnes
 def test_many_rows_and_the_first_answer_may_take_longer(harness: PoolHarness) -> None:
     _, second = harness.start(2, warm=False, limits=SHORT)
     second.warm_up()
-    harness.pool.submit_shards(0, [shard_of(0), shard_of(1, 1)], X)
+    harness.pool.submit(0, [shard_of(0), shard_of(1, 1)], X)
     wide = replace(shard_of(2), kept=np.arange(500))
-    harness.pool.submit_shards(0, [wide], np.ones((500, HIDDEN), np.float32))
+    harness.pool.submit(0, [wide], np.ones((500, HIDDEN), np.float32))
     harness.update_for(0.6)
     assert hung(harness) == []  # one imports its kernels, the other computes many rows
     harness.update_until(lambda: len(hung(harness)) == 2)
