@@ -22,8 +22,7 @@ BackboneDType = Literal["f32", "bf16", "int8", "int4"]
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """All options of one engine. None means that a value is chosen, by pipeline/memory/plan.py where it
-    depends on the free memory."""
+    """All options of one engine. None: chosen, by pipeline/memory/plan.py where memory decides."""
 
     model: Path | None = None  # a folder, or the path `shape:NAME/LAYERS`; None: the embedded model
     name: str | None = None  # None: made from the supervisor's process id
@@ -70,8 +69,7 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class ResolvedConfig(EngineConfig):
-    """A configuration with every option that depends on memory chosen by the plan. An engine's processes get
-    it."""
+    """A configuration with every choice made by the memory plan; an engine's processes get it."""
 
     format: FormatName = "bf16"
     expert_cache: float = DEFAULT_CACHE

@@ -1,8 +1,5 @@
 """Process entry: the coordinator. uvloop in the main thread serves the clients' sockets and the supervisor's
-messages; the engine runs in a thread of its own, because torch calls block.
-
-The event loop puts clients' messages into the engine's inbox; the engine posts its answers to the event loop.
-"""
+messages; the engine runs in a thread of its own, because torch calls block."""
 
 from __future__ import annotations
 

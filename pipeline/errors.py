@@ -26,8 +26,7 @@ class RequestError(UsageError):
 
 
 class TraceError(UsageError):
-    """A file of `--record` cannot be written, or one for `--replay` cannot be read: not a trace, damaged, or
-    of another version."""
+    """A trace file cannot be written, or read: not a trace, damaged, or of another version."""
 
 
 class PlanError(PipelineError):
@@ -35,8 +34,7 @@ class PlanError(PipelineError):
 
 
 class PeerLost(PipelineError):
-    """A worker or the prefetcher did not announce itself or did not answer in time, or all waits were given
-    up."""
+    """A worker or the prefetcher did not announce itself or answer in time, or waits were given up."""
 
 
 class ShardFailed(PipelineError):

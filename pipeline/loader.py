@@ -1,17 +1,16 @@
 """The loader process: puts a model's store into shared memory, reports Ready, and exits.
 
-It uses the fastest source available: the segment of another engine, or one kept from before; the disk cache;
-the checkpoint, while writing the disk cache. A store is not cached on disk where that would not be faster: a
-store with the checkpoint's own bits (bf16 of BF16, f32 of F32) is read from the checkpoint again, and random
-weights are drawn again. The loader holds the store's build lock meanwhile, so engines that start together
-share one store. The loader imports no torch: on a small model, that import would take nearly all of its time.
+It uses the fastest source available: a segment in memory; the disk cache; the checkpoint, while writing the
+disk cache. A store is not cached on disk where that would not be faster: with the checkpoint's own bits, or
+random weights. The loader holds the store's build lock meanwhile, so engines that start together share one
+store. It imports no torch, which on a small model would take nearly all of its time.
 
 A damaged store or cached file is written again, with a warning, but never while another engine uses it. A
 cached file's checksums are verified whenever it is read; those of a store in memory, and of the cached file
 beside it, only on request (`verify`), because attaching otherwise takes no time.
 
-The store's first user is the supervisor: after Ready it takes a StoreLease, and where that raises
-SegmentMissing (the last user of an attached store has just left) it starts the loader again.
+The store's first user is the supervisor: where its StoreLease raises SegmentMissing after Ready (the last
+user of an attached store has just left), it starts the loader again.
 """
 
 from __future__ import annotations
@@ -126,8 +125,7 @@ class Loading:
         )
 
     def _attached(self) -> bool:
-        """Whether a usable store exists in memory. A damaged one is removed. Raises ShmError where another
-        engine uses the damaged one."""
+        """Whether a usable store exists. A damaged one is removed; ShmError where another engine uses it."""
         try:
             with Store.attach(self.name, self.fingerprint) as store:
                 if self.verify:

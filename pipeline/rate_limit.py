@@ -24,8 +24,7 @@ class RateLimiter:
 
 
 class SparseLog:
-    """Logs warnings of one kind that a client can cause: `limit` of them a second; the others are only
-    counted."""
+    """Logs up to `limit` warnings a second that clients cause; the others are only counted."""
 
     def __init__(self, log: logging.Logger, limit: int = 5) -> None:
         self._log = log

@@ -100,8 +100,7 @@ class Backbone:
     """A model's weights outside its routed experts, on a device."""
 
     def __init__(self, source: ModelSource, spec: ModelSpec, precision: Precision, context: int) -> None:
-        """Read the weights. `context`: positions that the rotary tables cover. Raises ModelError for tensors
-        that are missing or of another shape."""
+        """`context`: positions that the rotary tables cover. Raises ModelError, as Weights."""
         self.spec = spec
         self.dtype = precision.dtype
         self._precision = precision
@@ -167,9 +166,8 @@ class Backbone:
         return sum(weights.bytes for weights in list(self._precision.pending))
 
     def materialize(self, proceed: Proceed) -> None:
-        """Copy the pending weights into memory, one after the other, unless `proceed` returns False in
-        between. Any thread may call it while steps are computed. Where a copy fails, the weights stay in
-        their file, with a warning."""
+        """Copy the pending weights into memory, unless `proceed` returns False in between; for any thread.
+        Where a copy fails, the weights stay in their file, with a warning."""
         with self._materializing:
             # The embedding first: a prompt needs many of its rows, and each is a separate read.
             for weights in sorted(self._precision.pending, key=lambda w: not isinstance(w, Embedding)):
@@ -183,8 +181,7 @@ class Backbone:
 
     @property
     def differentiable(self) -> bool:
-        """Whether torch computes gradients through it (for sequences of TransientKV): not through quantized
-        matrices, which the host's kernels multiply."""
+        """Whether torch computes gradients through it: not through quantized matrices."""
         return not self._precision.quantized
 
     def largest_product(self, rows: int) -> int:
@@ -218,8 +215,7 @@ class Backbone:
         return self._embedding[batch.tokens].float()
 
     def attention(self, layer: int, h: Tensor, batch: Batch) -> Tensor:
-        """h + attention(norm(h)), float32 [R, H], after the dense layers that precede this one. Appends to
-        the sequences' KV."""
+        """h + attention(norm(h)), float32 [R, H], after the dense layers before this one. Appends KV."""
         return self._layers[layer].attend(self._dense_layers(self._dense_runs[layer], h, batch), batch)
 
     def moe_input(self, layer: int, h: Tensor) -> Tensor:

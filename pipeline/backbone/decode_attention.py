@@ -1,7 +1,5 @@
-"""Attention of spans of one token, and RMS norms, by the host's C kernels.
-
-Used where the device computes on the host, where the overhead of torch's small operations exceeds their work.
-"""
+"""Attention of spans of one token, and RMS norms, by the host's C kernels: there, the overhead of torch's
+small operations exceeds their work."""
 
 from __future__ import annotations
 
@@ -95,8 +93,7 @@ class LatentDecode:
         )
 
     def __call__(self, layer: int, q: Tensor, latent: Tensor, batch: Batch) -> Tensor:
-        """q float32 [R, heads * qk_dim] and latent float32 [R, rank + rope_dim], of any row stride:
-        [R, heads * value_dim]. Overwrites both."""
+        """q [R, heads * qk_dim], latent [R, rank + rope_dim]: [R, heads * value_dim]. Overwrites both."""
         out = torch.empty(batch.rows, self._output_width)
         spin = _spin_ns(self._spin, batch)
         for row, span in enumerate(batch.spans):

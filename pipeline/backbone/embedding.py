@@ -1,7 +1,5 @@
-"""Token embeddings that are read from the checkpoint on demand, and copied into memory later.
-
-A step needs few rows and a start needs none, so an engine is ready before the whole matrix is read.
-"""
+"""Token embeddings, read from the checkpoint on demand and copied into memory later: a step needs few rows,
+so an engine is ready before the whole matrix is read."""
 
 from __future__ import annotations
 
@@ -25,8 +23,7 @@ class Embedding:
     """[rows, width] numbers of a checkpoint's tensor. Its file stays open until all rows are in memory."""
 
     def __init__(self, reader: TensorReader, name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
-        """`reader`: owned and closed by this object. `dtype`: of the rows returned. Raises ModelError where
-        the tensor is missing or of another shape."""
+        """`reader`: closed by this object. `dtype`: of the rows returned. Raises ModelError as `rows`."""
         self.bytes = shape[0] * shape[1] * dtype.itemsize
         self._source = TensorRows(name, shape, 0, shape[0])
         self._dtype = dtype
@@ -45,9 +42,8 @@ class Embedding:
         return self._matrix[tokens]
 
     def materialize(self, proceed: Callable[[], bool]) -> None:
-        """Read all rows into memory and close the file, unless `proceed` returns False in between. For one
-        thread at a time; other threads may read rows in the meantime. Raises ModelError, and OSError where
-        memory is short."""
+        """Read all rows into memory and close the file, unless `proceed` returns False in between. Other
+        threads may read rows meanwhile. Raises ModelError, and OSError where memory is short."""
         if self._matrix is not None:
             return
         rows, width = self._source.shape

@@ -62,8 +62,7 @@ class SequenceKV:
         return not dropped
 
     def resize(self, capacity: int) -> None:
-        """Copy the filled tokens to streams of another capacity, one by one, so that memory holds only one
-        stream twice."""
+        """Copy to streams of another capacity, one by one: memory holds only one stream twice."""
         for streams in self.layers:
             for n, old in enumerate(streams):
                 new = old.new_empty((old.shape[0], capacity, old.shape[2]))
@@ -72,8 +71,7 @@ class SequenceKV:
 
 
 class TransientKV(SequenceKV):
-    """For a sequence computed in one step from its first token to its last: `write` returns its arguments and
-    stores nothing, so that torch can compute gradients."""
+    """For a sequence computed in one step: `write` stores nothing, so torch can compute gradients."""
 
     def __init__(self, tokens: int, switch: int | None) -> None:
         """`tokens`: at least 2, because decode attention of a single token reads stored ones."""

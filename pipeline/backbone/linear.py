@@ -30,8 +30,7 @@ class FileBacked(Protocol):
         """Their size in memory."""
 
     def materialize(self, proceed: Proceed) -> None:
-        """Copy them into memory, unless `proceed` returns False in between. They may be used in the
-        meantime."""
+        """Copy them into memory, unless `proceed` returns False. They may be used meanwhile."""
 
 
 Linear = Callable[[Tensor], Tensor]  # x float32 [R, inputs] -> float32 [R, outputs]
@@ -90,9 +89,8 @@ class Precision:
     def quantized_matrix(
         self, name: str, shape: tuple[int, int], numbers: Callable[[], Float32], spin: bool
     ) -> HostMatrix:
-        """A quantized matrix [outputs, inputs], from the cache or else from its float32 `numbers`. `name`:
-        the cache's key; `spin`: the next product follows so soon that the team's threads spin until then.
-        Raises ModelError where the numbers cannot be quantized."""
+        """A quantized matrix [outputs, inputs], from the cache under `name`, else from its float32 `numbers`.
+        `spin`: as in HostMatrix. Raises ModelError where the numbers cannot be quantized."""
         assert self._format is not None
         data = None if self.cache is None else self.cache.take(name, self._format.matrix_bytes(*shape))
         cached = data is not None

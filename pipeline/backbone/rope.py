@@ -20,8 +20,7 @@ from pipeline.models.spec import Rope
 
 
 class RopeTables:
-    """Cosines and sines of every position of a context, for short sequences and, where the model has a switch
-    (see Rope), for long ones."""
+    """Cosines and sines of every position, for short sequences and, with a switch (see Rope), long ones."""
 
     def __init__(
         self,
@@ -33,8 +32,7 @@ class RopeTables:
         cache: BackboneCache | None,
     ) -> None:
         """`width`: numbers of a head that are rotated; `cache`: keeps frequencies between starts, since
-        importing transformers takes longer than reading a cached backbone. Raises ModelError for parameters
-        that make no sense."""
+        importing transformers is slow. Raises ModelError for parameters that make no sense."""
         lengths = [False, True] if rope.switch is not None and context > rope.switch else [False]
         tables = [_table(rope, config, width, context, long, cache) for long in lengths]
         self._context = context
@@ -43,8 +41,7 @@ class RopeTables:
         self._sin = torch.cat([sin for _, sin in tables]).to(device)[:, None]
 
     def rows(self, positions: Sequence[tuple[range, bool]]) -> Tensor:
-        """The tables' row numbers for ranges of positions, each with whether its sequence is long:
-        int64 [R]."""
+        """Row numbers of ranges of positions, each with whether its sequence is long: int64 [R]."""
         return torch.tensor([p + self._context * long for span, long in positions for p in span])
 
     def __getitem__(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,8 +50,7 @@ class RopeTables:
 
 
 def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """x float32 [R, heads, width], rotated by `RopeTables`' cosines and sines: numbers i and i + width / 2
-    are a pair."""
+    """x float32 [R, heads, width] by `RopeTables`' factors: numbers i and i + width / 2 are a pair."""
     cos, sin = cos_sin
     return x * cos + torch.roll(x, x.shape[-1] // 2, dims=-1) * sin
 

@@ -42,8 +42,7 @@ class Rows(Protocol):
 def expert_chunks(
     reader: Rows, downs: ThreadPoolExecutor, layout: StoreLayout, expert: ExpertRows, out: Bytes
 ) -> list[Chunk]:
-    """The chunks of an expert, for any order and any number of threads. `downs` reads the whole `down` matrix
-    where that is needed. out: uint8 [expert_stride]."""
+    """The chunks of an expert, for any order and threads. `downs`: reads `down` where it is needed whole."""
     shape = layout.shape
     out[layout.tile_bytes * shape.tiles :] = 0
     if isinstance(layout.format, BlockFormat):

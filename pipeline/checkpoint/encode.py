@@ -1,12 +1,11 @@
 """Encodes a checkpoint's experts into the store, on all cores.
 
-An expert is divided into chunks (`chunks.py`); a core reads the rows of a chunk and encodes them, both
-without the interpreter's lock. Meanwhile the kernel reads the next experts ahead into the page cache, and
-drops the encoded ones: they are not read again, and would evict what the engine's start reads next. On a
-virtual machine the dropped pages are also reused quickly, whereas new ones from its host are slow.
+A core reads and encodes a chunk (`chunks.py`) without the interpreter's lock. Meanwhile the kernel reads the
+next experts ahead, and drops the encoded ones from the page cache: they are not read again, and would evict
+what the engine's start reads next.
 
-Memory beyond the store and the page cache: two `down` matrices, or READ_AHEAD_BYTES / 3 of smaller ones, and
-CHUNK_BYTES for each core, whatever the model's size. Quantized formats need no whole `down` matrix.
+Memory beyond the store and the page cache: two `down` matrices, or READ_AHEAD_BYTES / 3 of smaller ones (none
+for quantized formats), and CHUNK_BYTES for each core, whatever the model's size.
 """
 
 from __future__ import annotations
@@ -39,9 +38,8 @@ class _Pending(NamedTuple):
 def encode_experts(
     reader: TensorReader, locate: LocateExpert, builder: StoreBuilder, progress: Callable[[int], None]
 ) -> None:
-    """Fill a store with every expert of a checkpoint. `progress` is called in this thread with the bytes of
-    the store encoded so far. Raises ModelError where a tensor is missing, has another shape or weights that
-    cannot be encoded, or where its file changed."""
+    """`progress` is called in this thread with the bytes of the store encoded so far. Raises ModelError where
+    a tensor is missing, has another shape or weights that cannot be encoded, or its file changed."""
     layout = builder.layout
     shape = layout.shape
     pending: deque[_Pending] = deque()

@@ -1,12 +1,11 @@
 """The header of a safetensors file, checked before anything is allocated for its claims.
 
-A file begins with the header's length (8 bytes, little endian) and the header, a JSON object that gives
-each tensor a dtype, a shape and `data_offsets` [begin, end) relative to the byte after the header. The
-tensors cover the rest of the file exactly, without holes or overlaps.
+A file begins with the header's length (8 bytes, little endian) and the header, a JSON object that gives each
+tensor a dtype, a shape and `data_offsets` [begin, end) relative to the byte after the header. The tensors
+cover the rest of the file exactly.
 
-The safetensors library is not used: its numpy interface has no bfloat16, its errors name neither the file nor
-the remedy, and it maps files, so that a file that shrinks while it is read ends the process instead of
-raising an error.
+The safetensors library is not used: its numpy interface has no bfloat16, its errors name no remedy, and it
+maps files, so that a file that shrinks meanwhile ends the process.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ class Shard:
 
 
 def read_shard(path: Path) -> Shard:
-    """Read and check a file's header. Raises ModelError, one line, for a file that is missing, cut short or
-    damaged."""
+    """Raises ModelError, one line, for a file that is missing, cut short or damaged."""
     try:
         if path.exists() and not path.is_file():  # opening a pipe could block for ever
             raise ModelError(f"{path} is no file: download it again")

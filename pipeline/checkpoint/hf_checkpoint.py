@@ -25,8 +25,7 @@ class Checkpoint(ModelSource):
     filling = "encoding the experts"
 
     def __init__(self, folder: Path) -> None:
-        """Read config.json and the headers, and check one against the other. Raises ModelError, one line, for
-        any error that shows without reading a weight."""
+        """Check config.json and the headers against each other. Raises ModelError, one line."""
         self._index = CheckpointIndex.open(folder)
         self.name = str(folder)
         self.config = self._index.config

@@ -1,7 +1,5 @@
-"""The contents of a Hugging Face checkpoint directory, from its headers alone.
-
-No weights are read. Every unusable directory raises a ModelError that names the file and the remedy.
-"""
+"""The contents of a Hugging Face checkpoint directory, from its headers alone. Every unusable directory
+raises a ModelError that names the file and the remedy."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""The interface of a model that can be loaded: a config, tensors by name, and experts for a store.
-
-`hf_checkpoint.py` implements it for a checkpoint folder, `random_model.py` for a shape with random weights;
-`open.py` chooses one. The rest of the engine sees only this interface.
-"""
+"""The interface of a model that can be loaded: a checkpoint folder (`hf_checkpoint.py`) or a shape with
+random weights (`random_model.py`)."""
 
 from __future__ import annotations
 
@@ -21,16 +18,14 @@ class Tensors(Protocol):
     """A model's tensors outside the routed experts, for any number of threads."""
 
     def float32(self, name: str, shape: tuple[int, ...]) -> Float32:
-        """A tensor's numbers; the caller owns the array. Raises ModelError where the tensor is missing or of
-        another shape."""
+        """A tensor's numbers, owned by the caller. Raises ModelError: it is missing or of another shape."""
 
     def stacked(self, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> RawTensor:
         """Tensors (name, shape) with rows of one length, stacked by rows, with unchanged bits where all have
         one dtype; the caller owns the memory. Raises ModelError as `float32`."""
 
     def reopen(self) -> TensorReader | None:
-        """A reader of the same tensors that is closed independently of this one; None where they are not in
-        files."""
+        """A reader of the same tensors that is closed independently; None where they are not in files."""
 
 
 class ModelSource(ABC):
@@ -44,8 +39,7 @@ class ModelSource(ABC):
 
     @abstractmethod
     def fingerprint(self, format_name: str, tile: int) -> str:
-        """64 hex digits that change whenever the store's bytes would, in this format with tiles of `tile`
-        channels. Reads no weights."""
+        """64 hex digits that change whenever the store's bytes would. `tile`: channels. Reads no weights."""
 
     @abstractmethod
     def worth_keeping(self, format_name: str) -> bool:

@@ -1,9 +1,8 @@
 """A model of a known shape with random weights: it has the speed of the real model, and meaningless text.
 
-Experts are drawn directly in the store's format, on all cores. Each tile and each block of a tensor has its
-own generator, seeded by the shape's name and its position: a shape has the same bytes on every start and any
-number of cores, and `shape:NAME/4` is the first four layers of `shape:NAME`. The weights depend on the format
-and the tile size, so speeds can be compared across formats, tokens cannot. `--seed` does not change them.
+Each tile and each block of a tensor has its own generator, seeded by the shape's name and its position: a
+shape has the same bytes on every start and any number of cores, and `shape:NAME/4` is the first four layers
+of `shape:NAME`. Weights depend on format and tile size, not on `--seed`.
 
 The standard deviation is 1 / sqrt(H) for experts and 1 / sqrt(inputs) for other matrices; norms are 1, biases
 0. So hidden states keep a sensible magnitude, and routers choose all experts about equally often.

@@ -29,11 +29,7 @@ READ_BYTES = 1 << 26  # of one pread: the kernel cuts short those of 2 GiB and m
 
 
 class RawTensor(NamedTuple):
-    """A tensor's bit patterns: uint16 for BF16 and F16, uint32 for F32, in the tensor's shape.
-
-    The array is writable and owned by the caller, so `torch.from_numpy(bits).view(torch.bfloat16)` neither
-    copies nor warns.
-    """
+    """A tensor's bit patterns, writable and owned by the caller, so that torch neither copies nor warns."""
 
     dtype: str  # BF16 | F16 | F32
     shape: tuple[int, ...]
@@ -41,11 +37,7 @@ class RawTensor(NamedTuple):
 
 
 class TensorReader:
-    """Reads tensors of one checkpoint, in any number of threads. `bytes_read` counts the bytes of weights
-    read.
-
-    A context manager; `close` closes the files, once no thread reads any more.
-    """
+    """Reads tensors of one checkpoint, in any number of threads. A context manager."""
 
     def __init__(self, index: CheckpointIndex) -> None:
         self._index = index
@@ -66,8 +58,7 @@ class TensorReader:
         return RawTensor(entry.dtype, entry.shape, bits)
 
     def stacked(self, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> RawTensor:
-        """Tensors (name, shape) with rows of one length, stacked by rows; float32 where their dtypes differ.
-        Raises ModelError as `float32`."""
+        """As `Tensors.stacked`; float32 where the dtypes differ."""
         dtypes = {self._entry(name).dtype for name, _ in tensors}
         shape = (sum(shape[0] for _, shape in tensors), *tensors[0][1][1:])
         if len(dtypes) > 1:
@@ -102,8 +93,7 @@ class TensorReader:
         return part.rows * row
 
     def float32(self, name: str, shape: tuple[int, ...]) -> Float32:
-        """A tensor's numbers; exact for every dtype. Raises ModelError as `raw`, and where the tensor has
-        another shape."""
+        """A tensor's numbers, exact. Raises ModelError as `raw`, and where it has another shape."""
         dtype, found, bits = self.raw(name)
         self._check_shape(name, found, shape)
         return to_float32(dtype, bits)

@@ -12,8 +12,7 @@ MAX_NAME = 120  # characters of a tensor's name in a message
 
 
 def check_tensors(index: CheckpointIndex, architecture: Architecture, spec: ModelSpec, fused: bool) -> None:
-    """Raises ModelError, one line with the file and the first tensor, where tensors are missing, unknown, of
-    another shape, or of an unsupported dtype."""
+    """Raises ModelError, one line, for missing, unknown, misshapen tensors or unsupported dtypes."""
     required = architecture.tensors(spec, fused)
     missing = [name for name in required if name not in index.tensors]
     if missing:

@@ -100,8 +100,7 @@ class Device(ABC):
 
     @abstractmethod
     def check_memory(self, slab: int, kv: int, weights: int) -> None:
-        """Raise UsageError, with the numbers, unless a slab, a KV cache and pending weights of this many
-        bytes, and SPARE_BYTES, fit the free memory."""
+        """Raise UsageError, with the numbers, unless these bytes and SPARE_BYTES fit the free memory."""
 
     @abstractmethod
     def open_slab(self, name: str, slots: int, slot_bytes: int) -> SlabMemory:

@@ -50,8 +50,7 @@ class LayerExecutor(Protocol[Begun]):
         have landed on the device meanwhile are resident from now on."""
 
     def begin(self, decision: LayerDecision[Begun]) -> None:
-        """Apply the decision's targets, divide the layer, begin the host's share unless it has begun, and
-        order the missing tiles of the device's."""
+        """Apply the decision's targets, divide the layer, begin the host's share, order missing tiles."""
 
     def begin_early(self, layer: int, ahead: Ahead) -> Begun:
         """Begin the host's share of the next layer with this layer's x."""
@@ -67,8 +66,7 @@ class LayerExecutor(Protocol[Begun]):
 
 
 class PolicyDriver(Generic[Begun]):
-    """Drives one policy. Keeps the state that lasts longer than a layer: the next layer where it is decided
-    early, the step count, the prefetch meter, and the popularity of experts."""
+    """Drives one policy, and keeps the state that lasts longer than a layer."""
 
     def __init__(self, policy: Policy, view: View, landed: int = 0, useful: int = 0) -> None:
         """`view`: the policy's inputs. Its residency and target are live; its popularity is counted in place.
@@ -92,8 +90,7 @@ class PolicyDriver(Generic[Begun]):
         self.view = replace(self.view, phase=phase, sequences=sequences, prefetching=self.prefetch.on)
 
     def layer(self, layer: int, executor: LayerExecutor[Begun]) -> None:
-        """One layer of the step. Raises PlanError where the policy breaks its contract, and the executor's
-        exceptions."""
+        """Raises PlanError where the policy breaks its contract, and the executor's exceptions."""
         policy, view = self.policy, self.view
         early, self._early = self._early, None
         signals = executor.read(layer, policy.probes(layer, view), own=early is None)
@@ -128,8 +125,7 @@ class PolicyDriver(Generic[Begun]):
         return phase == "decode" and self.prefetch.step(landed, useful)
 
     def cancel_early(self) -> Begun | None:
-        """The step has failed. Returns the host share that began early for a layer that will not be
-        computed."""
+        """The step has failed: the host share that began early for a layer, which will not be computed."""
         early, self._early = self._early, None
         return None if early is None else early[1]
 

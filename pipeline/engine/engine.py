@@ -97,9 +97,8 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, inputs: Sequence[StepInput], phase: Phase) -> list[FloatArray]:
-        """Run the tokens of `inputs` through the model. Returns the wanted logits of each, float32 [n,
-        vocabulary], and leaves the KV of the sequences advanced. Raises ShardFailed where the workers cannot
-        compute the step: the sequences are then as they were."""
+        """Run the tokens of `inputs` through the model, and advance their KV. Returns the wanted logits of
+        each, float32 [n, vocabulary]. Raises ShardFailed; the sequences are then as they were."""
         backbone, driver = self.backbone, self.driver
         counters = self.counters.phases[phase]
         self.memory.count_in(counters)

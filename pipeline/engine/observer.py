@@ -1,8 +1,5 @@
-"""Observers of the engine, and probes: routers applied to another layer's input.
-
-Observers make traces and calibrations. An observer does not change the computation; it may request probes
-beside the policy's own.
-"""
+"""Observers of the engine, which make traces and calibrations, and probes: routers applied to another layer's
+input. An observer does not change the computation."""
 
 from __future__ import annotations
 
@@ -51,8 +48,7 @@ class Probing:
         return self._first_gate is not None
 
     def logits(self, target: int, x: Tensor) -> Tensor:
-        """Router logits float32 [R, E] of a later layer, or (0) of the next token's first. Raises
-        PlanError."""
+        """Float32 [R, E] of a later layer, or (0) of the next token's first. Raises PlanError."""
         if target > 0:
             return self._backbone.router(target, x)
         if self._first_gate is None:

@@ -1,2 +1,1 @@
-"""The experts of a layer: the split between host and device, the workers' pool, the expert cache, tile
-fetches."""
+"""The experts of a layer: the split between host and device, worker pool, expert cache, tile fetches."""

@@ -1,8 +1,5 @@
-"""The device's share of a layer, and the memory that its tiles are read from.
-
-Missing tiles are ordered as soon as the layer is divided. The device computes resident tiles while they are
-under way, and each missing tile once it has landed.
-"""
+"""The device's share of a layer, and the memory that its tiles are read from. The device computes resident
+tiles while missing ones are under way, and each of these once it has landed."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@
     IN_USE   its tile has landed and is not kept: streamed, computed with once and released
 
     FREE -> LOADING -> READY -> FREE      a tile that is cached and later evicted
-            LOADING -> IN_USE -> FREE a tile that is streamed LOADING -> FREE a tile that was not written, or
-            that is no longer wanted
+            LOADING -> IN_USE -> FREE     a tile that is streamed
+            LOADING -> FREE               a tile that was not written, or that is no longer wanted
 
 A slot that becomes FREE carries the device's fence of that moment; before it is ordered again, the device
 must have passed that fence, because a kernel may still read the slot. `residency` counts an expert's READY
@@ -44,8 +44,7 @@ FREE, LOADING, READY, IN_USE = SlotState
 
 
 class ExpertCache:
-    """Slots and residency of one slab. A call that a slot's state does not allow raises AssertionError: a bug
-    in the engine."""
+    """Slots and residency of one slab. A wrong state raises AssertionError: a bug in the engine."""
 
     def __init__(
         self, layers: int, experts: int, tiles: int, capacity: int, slots: int, fence: Callable[[], object]
@@ -157,9 +156,8 @@ class ExpertCache:
         self._states[slot] = after
 
     def audit(self, *, idle: bool = False) -> None:
-        """Check that each FREE and each READY slot is listed exactly once, and that `residency` and `target`
-        fit the slots; with `idle` also that no slot is LOADING or IN_USE. Raises AssertionError: a bug in the
-        engine."""
+        """Check that states, lists, residency and targets agree; with `idle` also that no slot is LOADING or
+        IN_USE. Raises AssertionError: a bug in the engine."""
         states = self._states
         listed = {
             FREE: [slot for slot, _ in self._free],

@@ -1,7 +1,6 @@
 """The coordinator's link to its prefetcher: fetch orders and their landings.
 
-While the prefetcher is being restarted the link is not `up`; the orders of the prefetcher that exited are
-final, with the tiles that had landed by then.
+While the prefetcher is being restarted the link is not `up`; orders of the one that exited are final.
 """
 
 from __future__ import annotations
@@ -89,8 +88,7 @@ class FetchLink:
             self._socket.send(0, CancelFetch(order.id))
 
     def update(self, wait_ms: int) -> None:
-        """Apply the messages that are here; wait at most `wait_ms` for the first. When the prefetcher exits,
-        all its orders become final."""
+        """Apply the messages that are here; wait at most `wait_ms` for the first."""
         messages = self._socket.receive(wait_ms)
         for _, message in messages:
             match message:

@@ -1,5 +1,4 @@
-"""The interface of the pools that compute the host's share of a layer: in worker processes (`worker_pool.py`)
-or in the coordinator (`inline_pool.py`)."""
+"""The interface of the pools that compute the host's share: `worker_pool.py` and `inline_pool.py`."""
 
 from __future__ import annotations
 

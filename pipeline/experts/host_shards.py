@@ -29,8 +29,7 @@ ROWS_PER_READ = 5
 
 @dataclass(frozen=True)
 class HostShard:
-    """One worker's part of a share, with the fields of Work; `kept`: the batch's rows that x holds, in
-    order."""
+    """One worker's part of a share, as in Work; `kept`: the batch's rows that x holds, in order."""
 
     items: IntArray  # [n, 3]
     offsets: IntArray  # [n + 1]

@@ -79,8 +79,7 @@ class ChildServerSocket:
         *,
         largest: int = 0,
     ) -> None:
-        """`key`: the engine's, with which children prove their identity; `largest`: bytes of the largest
-        array that a child sends."""
+        """`key`: proves the children's identity; `largest`: bytes of the largest array that they send."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = bind_router(
             self._context,
@@ -116,8 +115,7 @@ class ChildServerSocket:
         return child is not None and child.up
 
     def wait_ready(self, count: int, limit: float) -> None:
-        """Wait until `count` children have announced themselves; their messages are received later. Raises
-        PeerLost after `limit` seconds."""
+        """Wait until `count` children have announced themselves. Raises PeerLost after `limit` seconds."""
         deadline = time.monotonic() + limit
         while len(self._children) < count:
             if time.monotonic() > deadline:
@@ -131,8 +129,7 @@ class ChildServerSocket:
         self._given_up = reason
 
     def mark_up(self, index: int, incarnation: int) -> None:
-        """Mark this incarnation up, and report that to the supervisor. Ignored where it has exited
-        meanwhile."""
+        """Mark this incarnation up, and report that to the supervisor, unless it has exited meanwhile."""
         child = self._children.get(index)
         if child is None or child.up or child.incarnation != incarnation:
             return
@@ -150,9 +147,8 @@ class ChildServerSocket:
             self._to_supervisor(Hung(self.role, index, child.incarnation))
 
     def send(self, index: int, message: object) -> None:
-        """Send to a child. Large tensors are not copied: they must not change until its answer. A message to
-        a child that has exited is dropped: `receive` delivers its exit. Raises PeerLost where a running child
-        takes no message for too long."""
+        """Send to a child; dropped where it has exited (`receive` delivers that). Large tensors must not
+        change until its answer. Raises PeerLost where a running child takes no message for too long."""
         child = self._children.get(index)
         if child is None:
             return
@@ -176,9 +172,8 @@ class ChildServerSocket:
                 return
 
     def receive(self, wait_ms: int) -> list[tuple[int, object]]:
-        """Messages that have arrived, as (index, message); waits at most `wait_ms` for the first. Among them
-        are the Ready of each new child and the WorkerDied of each that exited. Raises PeerLost after
-        `give_up`."""
+        """Messages as (index, message), among them the Ready of each new child and the WorkerDied of each
+        that exited; waits at most `wait_ms` for the first. Raises PeerLost after `give_up`."""
         early, self._early = self._early, []
         return early + self._take(0 if early else wait_ms)
 

@@ -8,8 +8,7 @@ STALL_SLICE = 0.1  # seconds that one reading may count: this process may have b
 
 
 class ProgressWatch:
-    """Seconds without progress of a child that has work. Time in which the watch was not read does not
-    count."""
+    """Seconds without progress of a child that has work; only time between close readings counts."""
 
     def __init__(self) -> None:
         self._ticks = -1

@@ -103,8 +103,7 @@ def split_layer(routing: Routing, cut: IntArray, residency: IntArray, tiles: int
 
 
 def _split_row(routing: Routing, cut: IntArray, residency: IntArray, tiles: int) -> Split:
-    """`split_layer` of a single row, in plain numbers: decode calls it in every layer, when the processor's
-    caches hold nothing but weights."""
+    """`split_layer` of a single row, in plain numbers: decode calls it in every layer."""
     if cut.shape != residency.shape:
         raise _wrong_cuts(residency, tiles)
     row = np.zeros(1, np.int32)

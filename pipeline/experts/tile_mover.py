@@ -1,11 +1,10 @@
 """Moves tiles to the device: keeps residency at the policy's targets, and streams the tiles that a step
 demands.
 
-It is the only user of the expert cache's slots and of the fetch link, so this module has the rules that
-connect the two. An expert has at most one background order. When the expert is demanded, that order is
-truncated first, and its landed tiles are used. Tiles land in order, so the resident tiles are always a
-prefix. While the prefetcher is being restarted, the mover orders nothing and returns demanded tiles as
-unfetched.
+It is the only user of the expert cache's slots and of the fetch link. An expert has at most one background
+order; on a demand, that order is truncated first, and its landed tiles are used. Tiles land in order, so
+resident tiles are always a prefix. While the prefetcher is being restarted, nothing is ordered, and demanded
+tiles are returned as unfetched.
 """
 
 from __future__ import annotations
@@ -127,8 +126,7 @@ class TileMover:
                 del self._predicted[key]
 
     def wait_idle(self) -> bool:
-        """Wait until residency equals the targets; False where no prefetcher starts within the limit: the
-        remaining tiles land once one runs."""
+        """Wait until residency equals the targets; False where no prefetcher starts within the limit."""
         while self.cache.missing or self._background:
             self.update()
             for entry in list(self._background.values())[:1]:
@@ -141,11 +139,10 @@ class TileMover:
     def stream(
         self, layer: int, missing: Iterable[Missing], unfetched: list[Missing]
     ) -> Iterator[tuple[int, int]]:
-        """Fetch tiles on demand. The first orders are sent now. The result yields (expert, slot) for each
-        tile once it has landed, in the order given, but first those that a background order had fetched. A
-        slot that the target does not keep may be read until the iterator advances. Tiles that cannot be
-        fetched, because the prefetcher exited, are appended to `unfetched`: always the last tiles of their
-        expert."""
+        """Fetch tiles on demand. Yields (expert, slot) for each tile once it has landed, in the order given,
+        but first those that a background order had fetched. A slot that the target does not keep may be read
+        until the iterator advances. `unfetched`: tiles not fetched because the prefetcher exited, the last of
+        their expert."""
         wanted = self._wanted = deque(missing)
         self._streamed = {(layer, item.expert) for item in wanted}
         running = deque(self._adopt(layer, wanted))

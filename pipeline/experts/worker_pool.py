@@ -107,14 +107,12 @@ class WorkerPool:
         self._unassigned: list[_PendingWork] = []  # while no worker runs
 
     def wait_ready(self, limit: float) -> None:
-        """Wait until all workers have announced themselves. Raises PeerLost. They import their kernels (with
-        the first Work, where that takes torch) while the caller continues."""
+        """Wait until all workers have announced themselves; they import their kernels meanwhile."""
         self._socket.wait_ready(self.workers, limit)
         self.update(0)
 
     def submit(self, layer: int, shards: Sequence[HostShard], x: FloatArray) -> WorkerTicket:
-        """Send shards, at most one for each worker, and return at once. x: float32 [R, H], unchanged until
-        `result`."""
+        """As HostPool.submit."""
         ticket = WorkerTicket(self, x.shape)
         for shard in shards:
             kept = x if len(shard.kept) == len(x) else x[shard.kept]
@@ -124,8 +122,7 @@ class WorkerPool:
         return ticket
 
     def result(self, ticket: WorkerTicket) -> FloatArray:
-        """The sum of the ticket's partials: float32 [R, H], added in shard order. Raises ShardFailed where a
-        shard cannot be computed, PeerLost where the engine cannot continue."""
+        """As Ticket.result."""
         limit = self._limits.pool
         deadline = time.monotonic() + limit
         while not ticket.complete:
@@ -150,8 +147,7 @@ class WorkerPool:
         self._unassigned = [order for order in self._unassigned if order.ticket is not ticket]
 
     def update(self, wait_ms: int) -> bool:
-        """Process the messages that have arrived, starts and exits of workers among them; True if any had.
-        Waits at most `wait_ms` for the first."""
+        """As HostPool.update."""
         messages = self._socket.receive(wait_ms)
         for index, message in messages:
             match message:
@@ -173,8 +169,7 @@ class WorkerPool:
     # --- assignment --------------------------------------------------------------------------------------
 
     def _assign(self, order: _PendingWork) -> None:
-        """Send an order to the worker that it was cut for, if that worker is able or no other is; else to the
-        able worker with the fewest orders."""
+        """Send an order to the worker it was cut for, if able or no other is; else to the least loaded."""
         able = self._able() or list(self._running)
         if not able:
             self._unassigned.append(order)
@@ -227,8 +222,7 @@ class WorkerPool:
             order.ticket.busy = max(order.ticket.busy, partial.busy)
 
     def _on_exit(self, index: int, exited: WorkerDied) -> None:
-        """Send the worker's orders to others. The order that it was computing fails, if it has ended too many
-        workers."""
+        """Send the worker's orders to others; the one it was computing fails after too many exits."""
         worker = self._running.pop(index)
         for seq, order in worker.orders.items():
             if order.warm_up:

@@ -1,5 +1,4 @@
-"""Limits of an engine's memory: tiles in the cache, tokens of a context and of the KV cache, rows of a
-step."""
+"""Limits of an engine's memory: tiles of the cache, tokens of a context and the KV cache, rows of a step."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ CHUNK_MAX = 1024  # rows of a step, where --chunk does not say otherwise
 
 
 def cache_tiles(share: float, tiles: int) -> int:
-    """This share of the tiles, rounded down; 0.29 of 100 is 29, although the float product is a little
-    less."""
+    """This share of the tiles, rounded down; 0.29 of 100 is 29, though the float product is less."""
     return int(share * tiles + 1e-9)
 
 

@@ -1,7 +1,6 @@
 """The memory that a model needs in one format, from its config and its file headers alone.
 
-Experts, backbone and KV cache are exact. The private memory of the processes was measured on the CPU (Linux,
-torch 2.13); with a GPU it is an estimate.
+Exact, but for the processes' private memory: measured on the CPU (torch 2.13), estimated with a GPU.
 """
 
 from __future__ import annotations

@@ -171,8 +171,7 @@ def plan_format(
 
 
 def choose(every: Sequence[Needs], requested: EngineConfig, machine: Machine, slab: bool) -> Plan | None:
-    """The plan to start with, for the first of these formats (most exact first) that fits; None where none
-    does. Raises UsageError like `smallest`."""
+    """The plan to start with, for the first of these formats that fits. Raises UsageError like `smallest`."""
     for least in (GOOD_CONTEXT, LEAST_CONTEXT):
         for needs in every:
             plan = plan_format(needs, requested, machine, slab, least)

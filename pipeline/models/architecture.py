@@ -123,8 +123,7 @@ class Architecture(ABC):
         return shapes
 
     def optional(self, name: str, spec: ModelSpec) -> bool:
-        """Whether a checkpoint may have this tensor although it is not read: buffers that older versions of
-        transformers saved, and the copied head of a tied model."""
+        """Whether a checkpoint may have this unread tensor: old buffers, or a tied model's copied head."""
         return name.endswith(".rotary_emb.inv_freq") or (spec.tied_embeddings and name == "lm_head.weight")
 
     def _fused(self, layer: int) -> tuple[str, str]:

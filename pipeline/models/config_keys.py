@@ -1,7 +1,5 @@
-"""Typed reads of config.json: a key is required or has a default; unsupported variants are refused by name.
-
-Every refusal is a ModelError of one line that begins with `config.json:`.
-"""
+"""Typed reads of config.json: a key is required or has a default; unsupported variants are refused by name,
+in a ModelError of one line that begins with `config.json:`."""
 
 from __future__ import annotations
 

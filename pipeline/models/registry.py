@@ -48,9 +48,8 @@ def model_spec(config: Config) -> ModelSpec:
 
 
 def expert_shape(config: Config, tile: int | None, tile_format: TileFormat) -> ExpertShape:
-    """The shape of the routed experts, in tiles of `tile` channels or of a suitable number. A tile is at most
-    an expert, rounded up to the format's granularity. Raises UsageError where the format has no such tiles.
-    """
+    """The shape of the routed experts, in tiles of `tile` channels (at most a whole expert) or of a suitable
+    number. Raises UsageError where the format has no such tiles."""
     spec = model_spec(config)
     group = tile_format.granularity
     if tile is None:

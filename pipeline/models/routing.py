@@ -1,7 +1,5 @@
-"""The routing functions of model families: router logits to experts and weights, on the host.
-
-Of equal scores, the expert with the lower index is chosen.
-"""
+"""The routing functions of model families: router logits to experts and weights, on the host. Of equal
+scores, the expert with the lower index is chosen."""
 
 from __future__ import annotations
 

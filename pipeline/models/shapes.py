@@ -1,9 +1,6 @@
-"""Shapes of well-known models, for `--model shape:NAME[/LAYERS]`.
-
-A shape is a model's config.json alone. `pipeline/checkpoint/random_model.py` draws its weights, so that a
-model's speed can be measured before it is downloaded. To add one, add its entry to SHAPES, with the keys that
-its family reads.
-"""
+"""Shapes of well-known models, for `--model shape:NAME[/LAYERS]`: a config.json without weights, so that a
+model's speed can be measured before it is downloaded (`pipeline/checkpoint/random_model.py`). To add one, add
+its entry to SHAPES, with the keys that its family reads."""
 
 from __future__ import annotations
 
@@ -167,8 +164,7 @@ def short_name(model: str | Path) -> str:
 
 
 def shape_config(model: str) -> tuple[str, Config]:
-    """The shape's name and config, from shape:NAME, or shape:NAME/N for its first N layers. Raises
-    ModelError, one line, for an unknown shape."""
+    """Name and config, from shape:NAME or shape:NAME/N (its first N layers). Raises ModelError, one line."""
     name, slash, layers = model.removeprefix(PREFIX).partition("/")
     if name not in SHAPES:
         raise ModelError(f"{model}: there is no shape {name!r}; there are {', '.join(SHAPES)}")

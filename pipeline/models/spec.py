@@ -1,8 +1,5 @@
-"""The description of a model that the rest of the engine uses, read from config.json and checked there.
-
-A spec describes the computation and its sizes; `architecture.py` has the locations of weights in a
-checkpoint. Without torch, so that a command line is checked before a process is started.
-"""
+"""The checked description of a model that the rest of the engine uses; `architecture.py` has the locations of
+weights. Without torch, so that a command line is checked before a process is started."""
 
 from __future__ import annotations
 

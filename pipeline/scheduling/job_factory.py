@@ -1,7 +1,5 @@
-"""Makes jobs from clients' messages: checks a message, encodes its text, and creates its sampler.
-
-Independent of the engine and of other requests. Used by the engine's thread alone.
-"""
+"""Makes jobs from clients' messages: checks a message, encodes its text, and creates its sampler. Used by the
+engine's thread alone."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""A request that is being served: a Generate or a Score with its state, as inputs for the engine's steps.
-
-A job holds its tokens, its sequence's KV and the callback that answers its client; the scheduler decides when
-it runs. Used by the engine's thread alone."""
+"""A request that is being served: a Generate or a Score with its state, as inputs for the engine's steps. The
+scheduler decides when it runs. Used by the engine's thread alone."""
 
 from __future__ import annotations
 
@@ -73,12 +71,10 @@ class Job(ABC):
 
     @abstractmethod
     def take_logits(self, logits: FloatArray) -> None:
-        """Take the wanted logits [n, vocabulary] of the last `step_input`; may set `reason`. Raises
-        PipelineError where they are not finite."""
+        """Take the last `step_input`'s logits [n, vocabulary]; may set `reason`. Raises PipelineError."""
 
     def admit(self, kv: SequenceKV, number: int, counters: dict[str, Any]) -> None:
-        """Begin with the prefix that is in `kv`, or continue after a preemption. `number`: of this admission;
-        `counters`: the engine's, now."""
+        """Begin, or continue after a preemption. `number`: of this admission; `counters`: the engine's."""
         self.kv = kv
         kv.select_rope(len(self.tokens))
         if self.admission < 0:
@@ -86,8 +82,7 @@ class Job(ABC):
             self._queued = time.perf_counter() - self.arrival
 
     def preempt(self) -> SequenceKV:
-        """Give up the sequence. All tokens so far are prefilled again at the next admission; none is sent
-        twice."""
+        """Give up the sequence: its tokens are prefilled again at the next admission, and none sent twice."""
         assert self.kv is not None
         kv, self.kv = self.kv, None
         self.prefill_end = len(self.tokens)
@@ -157,8 +152,7 @@ class GenerateJob(Job):
         eos: frozenset[int],
         conversation: str | None,
     ) -> None:
-        """`resume`: the answer's first tokens, at most `max_tokens`, which the client has already; `sampler`
-        has drawn them, `text` is new."""
+        """`resume`: the answer's first tokens, which the client has; `sampler` has drawn them."""
         super().__init__(client, request, [*prompt, *resume], len(prompt), emit)
         self.prefill_end = len(self.tokens)
         self.prefix_key = None if conversation is None else (client, conversation)

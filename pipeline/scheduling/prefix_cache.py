@@ -38,8 +38,7 @@ class PrefixCache:
         return self._kv.free + self.tokens
 
     def allocate(self, capacity: int, key: PrefixKey | None, prompt: Sequence[int]) -> SequenceKV:
-        """A sequence of this capacity, which is `available`: the one kept under `key` with the prefix that it
-        shares with `prompt`, else an empty one."""
+        """A sequence of this `available` capacity: the one kept under `key`, as `take`, else an empty one."""
         kept = None if key is None else self.take(key, prompt)
         if kept is None:
             self.evict_for(capacity)
@@ -56,8 +55,7 @@ class PrefixCache:
         return True
 
     def keep(self, key: PrefixKey, tokens: Sequence[int], kv: SequenceKV) -> None:
-        """Keep a sequence, with KV of the first `kv.length` of `tokens`, in place of the one kept under this
-        key."""
+        """Keep a sequence, filled with the first of `tokens`, in place of the one under this key."""
         self._evict(key)
         self._kept[key] = _Kept(list(tokens[: kv.length]), kv)
         self.tokens += kv.capacity
@@ -76,8 +74,7 @@ class PrefixCache:
         return kept.kv
 
     def evict_for(self, tokens: int) -> bool:
-        """Evict kept sequences until `tokens` tokens are free. False, without evicting any, where all of them
-        are not enough."""
+        """Evict sequences until `tokens` tokens are free. False, evicting none, where that is not enough."""
         if tokens > self.available:
             return False
         while tokens > self._kv.free:

@@ -108,8 +108,7 @@ class Scheduler:
             self._end(job, "cancelled")
 
     def round(self) -> bool:
-        """Admit the requests that fit, run a prefill chunk, run a decode step. False where nothing could run:
-        every request waits for its client to read."""
+        """Admit, run a prefill chunk and a decode step. False where all requests wait for their clients."""
         self._admit()
         self._report_positions()
         ready = [job for job in self._running if not self._congested(job.client)]
@@ -155,8 +154,7 @@ class Scheduler:
                 return
 
     def _allocate(self, job: Job) -> SequenceKV | None:
-        """A sequence for the job's tokens and a few more. None where the capacity is not available beside the
-        tokens that the running sequences may need next."""
+        """A sequence for the job; None without capacity beside what the running sequences need next."""
         wanted = capacity_for(len(job.tokens) + 1, job.max_kv_tokens) if job.grows else job.max_kv_tokens
         growing = [(j, j.kv.capacity) for j in self._running if j.grows and j.kv is not None]
         growth = sum(min(KV_BLOCK, j.max_kv_tokens - capacity) for j, capacity in growing)
@@ -166,8 +164,7 @@ class Scheduler:
         return self._prefixes.allocate(wanted, job.prefix_key if first else None, job.tokens)
 
     def _preempt_heaviest(self, running: Counter[bytes]) -> bool:
-        """Preempt the newest request of the client with most running requests. False where no client has two
-        requests of which one can be preempted."""
+        """Preempt the newest request of the client with most of them, at least two; False without such."""
         candidates = [job for job in self._running if job.grows and running[job.client] >= 2]
         if not candidates:
             return False
@@ -176,8 +173,7 @@ class Scheduler:
         return True
 
     def _with_capacity(self, decoding: list[Job]) -> list[Job]:
-        """Grow each job's sequence by one token, preempting others where the cache is full. Returns the jobs
-        that can take a step."""
+        """Grow each sequence by a token, preempting others if needed. Returns those that can step."""
         for job in decoding:
             while job.kv is not None and job.filled == job.kv.capacity:
                 ample = capacity_for(int(job.filled * GROWTH), job.max_kv_tokens)
@@ -247,8 +243,7 @@ class Scheduler:
                 self._end(job, job.reason)
 
     def _end(self, job: Job, reason: str, error: str = "") -> None:
-        """Remove a job and send its Done. A conversation's KV is kept, unless the job failed: then the KV may
-        be wrong."""
+        """Remove a job and send its Done. A conversation's KV is kept, unless a failure made it doubtful."""
         del self._live[job.client, job.request]
         policy = self.engine.policy
         stats: dict[str, Any] = {"policy": policy.name, "fidelity": {"exact": policy.exact}}

@@ -1,7 +1,6 @@
 """Serves Calibrate in the engine's thread: one calibration at a time. Requests take no steps meanwhile.
 
-A calibration drains the inbox after each step: it queues or cancels requests, removes disconnected clients,
-and ends where its own client cancels it. Only a complete calibration is written.
+The inbox is drained after each step; a cancellation ends the calibration. Only a complete one is written.
 """
 
 from __future__ import annotations

@@ -40,16 +40,14 @@ class TcpListener:
 
     @classmethod
     def configured(cls, config: EngineConfig) -> TcpListener | None:
-        """None where the configuration has no `listen`. Raises ProtocolError where the engine's keys cannot
-        be read."""
+        """None without `listen`. Raises ProtocolError where the engine's keys cannot be read."""
         if config.listen is None:
             return None
         return cls(config.listen, read_engine_keys(config.key or keys_folder() / ENGINE_FILE))
 
 
 class ClientSocket:
-    """A bound ROUTER. With `keys` it is on tcp and encrypted, and accepts no client before `authenticate`
-    runs."""
+    """A bound ROUTER. With `keys`, on tcp and encrypted; accepts no client before `authenticate` runs."""
 
     def __init__(self, endpoint: str, keys: EngineKeys | None = None) -> None:
         """Raises ProtocolError where the endpoint cannot be bound."""
@@ -89,8 +87,7 @@ class ClientSocket:
         cast(asyncio.Future[None], sent).result()
 
     async def authenticate(self) -> None:
-        """Admit clients with a known public key (ZeroMQ's RFC 27), until cancelled. Returns at once on a
-        socket without keys."""
+        """Admit clients with a known key (RFC 27) until cancelled; returns at once without keys."""
         while self._authenticator is not None:
             frames = await self._authenticator.recv_multipart()
             _, request, _, address, _, mechanism, *credentials = frames

@@ -1,5 +1,4 @@
-"""The events that the engine's thread posts to the event loop. `EngineInbox` is the other direction. Beside
-the two, the event loop reads `EngineStatus`; the threads share nothing else."""
+"""The events that the engine's thread posts to the event loop; `EngineInbox` is the other direction."""
 
 from __future__ import annotations
 

@@ -55,8 +55,7 @@ class EngineInbox:
         return True
 
     def get(self, wait: float) -> tuple[bytes, EngineMessage] | None:
-        """The next client's oldest message, with the client. None where none arrives within `wait` seconds,
-        and after `stop` once all have been taken."""
+        """The next client's oldest message. None after `wait` seconds, and after `stop` once none is left."""
         with self._changed:
             if not self._queues and not self._stopped and wait:
                 self._changed.wait(wait)

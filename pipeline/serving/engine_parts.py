@@ -1,7 +1,5 @@
 """Builds an engine inside the coordinator: model, device, sockets, store, backbone, expert pool, KV cache.
-
-Device memory for experts is opened by the first policy that needs it (`device_memory.py`).
-"""
+Device memory is opened by the first policy that needs it (`device_memory.py`)."""
 
 from __future__ import annotations
 
@@ -46,8 +44,7 @@ class EngineParts:
         to_supervisor: SendToSupervisor,
         closing: ExitStack,
     ) -> None:
-        """`exit_events`: of workers and prefetcher, as the supervisor reports them; `closing` releases the
-        parts. Raises UsageError, ShmError, PeerLost or CudaError, each one line."""
+        """`closing` releases the parts. Raises UsageError, ShmError, PeerLost or CudaError, each one line."""
         self.config = config
         self.to_supervisor = to_supervisor
         self.closing = closing
@@ -99,8 +96,7 @@ class EngineParts:
         self.sockets[role] = socket
 
     def _load_backbone(self, spec: ModelSpec) -> Backbone:
-        """Load the backbone from the checkpoint, or from the disk cache where quantizing again would take
-        long."""
+        """From the checkpoint, or the disk cache where quantizing again would take long."""
         dtype, cache = self.config.options.backbone_dtype, None
         if isinstance(FORMATS[dtype], BlockFormat) and self.source.worth_keeping(dtype):
             record = CacheRecord("backbone", self.source.name, dtype)

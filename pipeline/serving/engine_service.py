@@ -58,8 +58,7 @@ class EngineService:
     def __init__(
         self, parts: EngineParts, inbox: EngineInbox, post: Post, congested: Callable[[bytes], bool]
     ) -> None:
-        """Sets the configured policy. `congested`: whether a client reads too slowly, so that its requests
-        pause. Raises UsageError or PeerLost."""
+        """`congested`: whether a client reads too slowly, so its requests pause. Raises as PolicySwitch."""
         self._parts = parts
         self._inbox = inbox
         self._post = post
@@ -87,8 +86,7 @@ class EngineService:
         self.status = EngineStatus(parts, self._policies, self._scheduler)
 
     def warm_up(self) -> None:
-        """Before the first request: measure the prefill chunk, open the trace file, and begin to copy the
-        backbone's pending weights into memory."""
+        """Measure the prefill chunk, open the trace file, begin to copy pending weights into memory."""
         parts, scheduler, options = self._parts, self._scheduler, self._parts.config.options
         if options.chunk is None:
             scheduler.chunk = measure_chunk(parts.engine, parts.kv, parts.context)
@@ -118,8 +116,7 @@ class EngineService:
                 scheduler.cancel_all()
 
     def _drain_inbox(self, wait: float = 0.0, seconds: float = INBOX_SECONDS) -> bool:
-        """Handle the waiting messages for up to `seconds`; wait for the first. False: the engine is
-        stopped."""
+        """Handle messages for up to `seconds`; wait for the first. False: the engine is stopped."""
         item = self._inbox.get(wait)
         until = time.perf_counter() + seconds
         while item is not None:
@@ -166,8 +163,7 @@ class EngineService:
         self._post(ToOtherClients(client, PolicyChanged(-1, policy.name, policy.exact, notes)))
 
     def _on_idle(self) -> bool:
-        """Between requests: handle exits and restarts of children, continue background fetches, audit the
-        slots. True where such work remains."""
+        """Handle children's exits, fetch in the background, audit. True where such work remains."""
         self._parts.engine.poll_children()
         memory = self._parts.engine.memory
         if memory.idle:

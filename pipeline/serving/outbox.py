@@ -28,8 +28,7 @@ class Outbox:
     """A queue of messages and the task that sends it, so that a client that does not read delays no other."""
 
     def __init__(self, send: Callable[[Frames], None]) -> None:
-        """`send` raises zmq.Again where the client's socket is full, another ZMQError where it has
-        disconnected."""
+        """`send` raises zmq.Again where the socket is full, another ZMQError after a disconnect."""
         self.queued_bytes = 0
         self.full_since: float | None = None  # time at which the socket became full
         self._send = send

@@ -1,5 +1,4 @@
-"""Changes an engine's policy, and collects its inputs: costs and the model's calibration. Used by the
-engine's thread alone."""
+"""Changes an engine's policy, and collects its inputs. Used by the engine's thread alone."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class PolicySwitch:
-    """Makes policies and gives them their inputs, which are read or measured when a policy is set. `current`:
-    the request for the policy in use."""
+    """Gives policies their costs and calibration. `current`: the request for the policy in use."""
 
     def __init__(self, parts: EngineParts) -> None:
         """Sets the configured policy; errors as in `set`."""
@@ -34,9 +32,8 @@ class PolicySwitch:
 
     @full_memory_in_one_line()
     def set(self, request: PolicyRequest) -> tuple[str, ...]:
-        """Make the policy and use it from the next step on. The first policy that keeps experts on the device
-        opens the memory for them. Returns its notes. Raises UsageError, and PeerLost where no prefetcher
-        announces itself; the policy in use is kept then."""
+        """Use this policy from the next step on; the first that keeps experts on the device opens the memory
+        for them. Returns notes. Raises UsageError or PeerLost; the policy in use is kept then."""
         engine = self._parts.engine
         policy: Policy = make_policy(request, self._parts.config.options.seed)
         if policy.uses_device and not engine.memory.exists:
@@ -47,13 +44,11 @@ class PolicySwitch:
         return notes
 
     def reset(self) -> None:
-        """Replace the policy in use by a new object of the same request: without state from earlier steps,
-        and with the present inputs."""
+        """Make the policy in use anew: without state of earlier steps, with the present inputs."""
         self.set(self.current)
 
     def _costs_for(self, policy: Policy) -> Costs | None:
-        """From a file, from an earlier measurement, or measured now; None for a policy that plans without
-        them. Raises PolicyError."""
+        """From a file, or measured now or earlier; None if not needed. Raises PolicyError."""
         if not policy.needs_costs:
             return None
         if self.costs is None:
@@ -61,8 +56,7 @@ class PolicySwitch:
         return self.costs
 
     def _calibration_for(self, policy: Policy) -> Calibration | None:
-        """The model's calibration, or None: a policy that does not need it may still use it. Raises
-        CalibrationError where the policy needs it and the file is unusable."""
+        """None without a usable file. Raises CalibrationError where the policy needs it."""
         if not self._calibration_file.exists():
             return None
         try:

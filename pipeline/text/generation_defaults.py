@@ -14,8 +14,7 @@ DRAWING = ("temperature", "top_k", "top_p", "min_p")  # apply only where the fil
 
 
 def sampling_defaults(model_dir: Path) -> Sampling:
-    """The defaults of a chat; greedy without the file. Raises ModelError where the file is damaged or a value
-    is invalid."""
+    """Greedy without the file. Raises ModelError where it is damaged or a value is invalid."""
     path = model_dir / "generation_config.json"
     if not path.is_file():
         return Sampling()

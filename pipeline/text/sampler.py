@@ -1,9 +1,8 @@
-"""Chooses the next token from one row of logits, and log-probabilities of logits. Independent of tokenizers,
-models and batches.
+"""Chooses the next token from one row of logits, and log-probabilities of logits.
 
 The filters, their order and their limits are those of transformers' generation: repetition penalty,
-temperature, top-k, top-p, min-p. Ties at top-k's limit are all kept, as there; ties at top-p's limit are
-kept by smaller token id.
+temperature, top-k, top-p, min-p. Ties at top-k's limit are all kept, as there; ties at top-p's limit by
+smaller token id.
 """
 
 from __future__ import annotations
@@ -44,13 +43,11 @@ def validate(sampling: Sampling) -> None:
 
 
 class Sampler:
-    """Samples one request's tokens: its settings, its random numbers, and its ids for the repetition
-    penalty."""
+    """One request's settings, random numbers, and ids for the repetition penalty."""
 
     def __init__(self, sampling: Sampling, seed: int, drawn: int = 0) -> None:
-        """`sampling` has passed `validate`. Equal seeds and logits give equal tokens; `seed` is
-        `sampling.seed`, or the engine's where that is None. Continues behind the first `drawn` tokens of a
-        sampler with the same seed."""
+        """`sampling` has passed `validate`. Equal seeds and logits give equal tokens. Continues behind the
+        first `drawn` tokens of a sampler with the same seed."""
         self._sampling = sampling
         self._random = np.random.default_rng(seed)
         self._random.random(drawn)  # `next` draws one number for each token
@@ -58,11 +55,8 @@ class Sampler:
         self._counted = 0  # leading ids of `previous` that are in _seen
 
     def next(self, logits: NDArray[np.float32], previous: Sequence[int]) -> int:
-        """The next token from `logits` [V] float32, which is not modified. `previous`: the request's ids
-        so far, prompt and answer, each in 0..V-1; it only grows from call to call.
-
-        Raises PipelineError where the logits hold NaN or have no finite maximum.
-        """
+        """The next token from `logits` [V] float32. `previous`: the request's ids so far, each in 0..V-1; it
+        only grows. Raises PipelineError where the logits hold NaN or have no finite maximum."""
         if self._sampling.temperature == 0:
             scores = self._penalised(logits, previous)
             best = int(np.argmax(scores))  # the first of equals; a NaN counts as the largest
@@ -77,8 +71,7 @@ class Sampler:
     def candidates(
         self, logits: NDArray[np.float32], previous: Sequence[int]
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """The candidate tokens, ascending, and their unnormalized probabilities. Only for temperatures above
-        0; arguments and errors as for `next`."""
+        """Tokens, ascending, and unnormalized probabilities, for temperatures above 0. As `next`."""
         sampling = self._sampling
         scores = self._penalised(logits, previous)
         best = float(scores.max())

@@ -1,13 +1,12 @@
 """Incremental detokenization: the text of each new token that no later token can change.
 
-Three stages. `ByteDecoder` or `RunDecoder` returns the text that the ids so far make certain; `StopStrings`
-holds back text that could still become a stop string; `TextStream.finish` returns the rest at the end. In
-total the text is exactly the tokenizer's own decoding of all ids without special tokens, cut at the first
-stop string. The work for a token does not grow with the answer.
+`ByteDecoder` or `RunDecoder` returns the text that the ids so far make certain; `StopStrings` holds back text
+that could still become a stop string. In total the text is exactly the tokenizer's own decoding of all ids
+without special tokens, cut at the first stop string. The work for a token does not grow with the answer.
 
 The `tokenizers` library's DecodeStream is not used: it returns the text of a byte-fallback token at once,
-although the next byte can change it, and then fails on such ids. Independent of files and of transformers:
-`tokenizer.py` provides the tokens' bytes or a decoding function."""
+although the next byte can change it, and then fails on such ids.
+"""
 
 from __future__ import annotations
 
@@ -139,8 +138,7 @@ class TextStream:
         return self._stop.found
 
     def push(self, token: int) -> str:
-        """The text that becomes certain with this token, which may include text of earlier tokens. Special
-        tokens and ids outside the vocabulary have none."""
+        """The text that becomes certain with this token. Special tokens and unknown ids have none."""
         if self.stopped or self._is_special(token):
             return ""
         return self._stop.push(self._decoder.push(token))

@@ -1,5 +1,4 @@
-"""A model's tokenizer: text and conversations to ids, ids to text. Importing this module is cheap;
-`Tokenizer.load` imports the tokenizer library."""
+"""Text and conversations to ids, ids to text. `Tokenizer.load` imports the tokenizer library."""
 
 from __future__ import annotations
 
@@ -89,8 +88,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model has a template for conversations; some have only others, for tools or
-        documents."""
+        """A template for conversations; some models have only others, for tools or documents."""
         template = self._tokenizer.chat_template
         return bool(template.get("default") if isinstance(template, dict) else template)
 
@@ -101,8 +99,7 @@ class Tokenizer:
         return ids
 
     def min_tokens(self, characters: int) -> int:
-        """A lower bound on the tokens of a text with this many characters, without encoding it; 0 where
-        encoding takes no time."""
+        """A lower bound on the tokens of so many characters; 0 where encoding takes no time."""
         if characters <= QUICK:
             return 0
         return characters // (2 * self._longest)  # twice: a normalizer may shorten the text
@@ -134,8 +131,7 @@ class Tokenizer:
         return ids
 
     def stream(self, stop: Sequence[str]) -> TextStream:
-        """A new answer's text, up to the first stop string. Raises RequestError where a stop string is empty
-        or too long, or there are too many."""
+        """A new answer's text, up to the first stop string. Raises RequestError for unusable stop strings."""
         if len(stop) > MAX_STOP_STRINGS:
             raise RequestError(
                 f"{len(stop)} stop strings are too many; at most {MAX_STOP_STRINGS} are allowed"
