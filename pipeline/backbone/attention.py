@@ -6,7 +6,7 @@ dtype. Where every span is a single token and the device computes on the host, `
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -24,11 +24,8 @@ from pipeline.models.spec import GroupedQuery, Latent
 LATENT_EPS = 1e-6  # of the norms of latents; the config's rms_norm_eps does not apply to them
 
 
-class Attention(Protocol):
-    """The attention block of one layer."""
-
-    def __call__(self, layer: int, x: Tensor, batch: Batch) -> Tensor:
-        """x float32 [R, H], normalised: float32 [R, H]. Appends to the sequences' KV of `layer`."""
+# One layer's block. layer, x float32 [R, H] normalised, batch: float32 [R, H]; appends to the sequences' KV.
+Attention = Callable[[int, Tensor, Batch], Tensor]
 
 
 class GroupedQueryAttention:

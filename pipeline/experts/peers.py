@@ -104,11 +104,6 @@ class ChildServerSocket:
         self.malformed = 0
         self.behind = False  # the last `receive` ran out of time before all messages
 
-    @property
-    def running(self) -> list[int]:
-        """The indices of the children that have announced themselves and have not exited."""
-        return list(self._children)
-
     def is_up(self, index: int) -> bool:
         """The child runs and was marked up."""
         child = self._children.get(index)

@@ -74,15 +74,20 @@ class TileMover:
             return
         resident = {(c.layer, c.expert): int(self.cache.residency[c.layer, c.expert]) for c in changes}
         self.cache.set_targets(changes)
-        for change in changes:
-            key = (change.layer, change.expert)
+        for key, before in resident.items():
+            tiles = int(self.cache.target[key])
             entry = self._background.get(key)
-            if entry is not None and entry.order.lo + len(entry.order.slots) > change.tiles:
+            if entry is not None and entry.order.lo + len(entry.order.slots) > tiles:
                 self._link.cancel(entry.order)
-            if predicted and change.tiles > resident[key]:
+            if predicted and tiles > before:
                 self._predicted.setdefault(key, _Prediction(self.counters))
-            elif key in self._predicted:
-                self._evicted(key, max(0, resident[key] - change.tiles))
+            elif (prediction := self._predicted.get(key)) is not None:
+                # the last of its tiles are evicted, which predictions have fetched
+                wasted = min(prediction.unused, max(0, before - tiles))
+                prediction.counters.wasted_tiles += wasted
+                prediction.unused -= wasted
+                if tiles == 0:
+                    del self._predicted[key]
 
     def poll_prefetcher(self) -> None:
         """Handle the prefetcher's start or exit, also while no order is under way; then `update`."""
@@ -278,13 +283,3 @@ class TileMover:
         if order.final:
             for slot in order.slots[order.landed :]:
                 self.cache.release_loading(slot)
-
-    def _evicted(self, key: Key, tiles: int) -> None:
-        """The last `tiles` resident tiles of a predicted expert were evicted: predictions fetched the last
-        ones."""
-        prediction = self._predicted[key]
-        wasted = min(prediction.unused, tiles)
-        prediction.counters.wasted_tiles += wasted
-        prediction.unused -= wasted
-        if self.cache.target[key] == 0:
-            del self._predicted[key]

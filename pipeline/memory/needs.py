@@ -89,10 +89,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
 
 def backbone_tensors(source: ModelSource, spec: ModelSpec) -> Iterator[TensorSpec]:
     """Every tensor of the backbone. A checkpoint's layout changes their names and not their sizes."""
-    architecture = architecture_of(source.config)
-    yield from architecture.outer(spec).values()
-    for layer in range(spec.layers):
-        yield from architecture.layer(spec, layer, fused=False).values()
+    return architecture_of(source.config).backbone(spec, fused=False)
 
 
 def plain_bytes(config: EngineConfig) -> int:

@@ -10,7 +10,7 @@ A family is a subclass in its own file, with only its differences from the names
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from typing import ClassVar, Literal, NamedTuple
 
 from pipeline.models.config_keys import Config
@@ -111,12 +111,15 @@ class Architecture(ABC):
         """Whether a checkpoint with these tensors has the fused layout."""
         return self._fused(spec.moe_layers[0])[0] in names
 
+    def backbone(self, spec: ModelSpec, fused: bool) -> Iterator[TensorSpec]:
+        """Every tensor but those of routed experts."""
+        yield from self.outer(spec).values()
+        for layer in range(spec.layers):
+            yield from self.layer(spec, layer, fused).values()
+
     def tensors(self, spec: ModelSpec, fused: bool) -> dict[str, tuple[int, ...]]:
         """The shapes of all tensors that a checkpoint must have, by name."""
-        backbone = [*self.outer(spec).values()]
-        for layer in range(spec.layers):
-            backbone += self.layer(spec, layer, fused).values()
-        shapes = {tensor.name: tensor.shape for tensor in backbone}
+        shapes = {tensor.name: tensor.shape for tensor in self.backbone(spec, fused)}
         for layer in spec.moe_layers:
             for expert in range(spec.experts):
                 shapes |= {part.name: part.shape for part in self.expert(spec, layer, expert, fused)}

@@ -29,12 +29,15 @@ class Job(ABC):
     grows = False  # the job adds tokens while it runs, and can be preempted
     prefix_key: PrefixKey | None = None  # of the job's conversation: its KV is kept when the job ends
 
-    def __init__(self, client: bytes, request: int, tokens: list[int], prompt: int, emit: Emit) -> None:
+    def __init__(
+        self, client: bytes, request: int, tokens: list[int], prompt: int, max_kv_tokens: int, emit: Emit
+    ) -> None:
         """`tokens`: prompt and answer so far; the first `prompt` of them are prefilled."""
         self.client = client
         self.request = request
         self.tokens = tokens
         self.prompt_length = prompt
+        self.max_kv_tokens = max_kv_tokens  # the most that the job can need
         self.prefill_end = prompt  # KV tokens at which prefilling is over
         self.kv: SequenceKV | None = None
         self.reason: str | None = None
@@ -59,11 +62,6 @@ class Job(ABC):
     def filled(self) -> int:
         """Tokens with computed KV."""
         return 0 if self.kv is None else self.kv.length
-
-    @property
-    @abstractmethod
-    def max_kv_tokens(self) -> int:
-        """The most tokens of KV that the job can need."""
 
     @abstractmethod
     def step_input(self, chunk: int) -> StepInput:
@@ -121,12 +119,12 @@ class Job(ABC):
         }
         self._emit(Done(self.request, reason, error, text, {**times, **stats}))
 
-    def _next_tokens(self, count: int) -> TokenSpan:
-        """The next `count` tokens without KV, fewer at the end of the prefill."""
+    def _next_tokens(self, chunk: int) -> TokenSpan:
+        """The next tokens without KV: at most `chunk` while prefilling, else one."""
         assert self.kv is not None
         start = self.kv.length
-        end = start + count
-        return TokenSpan(self.kv, self.tokens[start : min(end, self.prefill_end) if self.prefilling else end])
+        end = min(start + chunk, self.prefill_end) if self.prefilling else start + 1
+        return TokenSpan(self.kv, self.tokens[start:end])
 
     def _note_answer(self) -> None:
         if self._first_answer is None:
@@ -153,10 +151,10 @@ class GenerateJob(Job):
         conversation: str | None,
     ) -> None:
         """`resume`: the answer's first tokens, which the client has; `sampler` has drawn them."""
-        super().__init__(client, request, [*prompt, *resume], len(prompt), emit)
-        self.prefill_end = len(self.tokens)
+        tokens = [*prompt, *resume]
+        super().__init__(client, request, tokens, len(prompt), len(prompt) + max_tokens, emit)
+        self.prefill_end = len(tokens)
         self.prefix_key = None if conversation is None else (client, conversation)
-        self._max_tokens = len(prompt) + max_tokens
         self._sampler = sampler
         self._text = text
         if text is not None:
@@ -164,12 +162,8 @@ class GenerateJob(Job):
         self._eos = eos
         self._end: dict[str, Any] = {}  # content for the missing Token message of an end token
 
-    @property
-    def max_kv_tokens(self) -> int:
-        return self._max_tokens
-
     def step_input(self, chunk: int) -> StepInput:
-        new = self._next_tokens(chunk if self.prefilling else 1)
+        new = self._next_tokens(chunk)
         return StepInput(new, "last" if self.filled + len(new.tokens) == len(self.tokens) else "none")
 
     def take_logits(self, logits: FloatArray) -> None:
@@ -198,7 +192,7 @@ class GenerateJob(Job):
         """The reason why the answer ends here; None where more tokens follow."""
         if self._text is not None and self._text.stopped:
             return "stop"
-        return "length" if len(self.tokens) == self._max_tokens else None
+        return "length" if len(self.tokens) == self.max_kv_tokens else None
 
     def finish(self, reason: str, stats: dict[str, Any], error: str = "", text: str = "") -> None:
         if self._text is not None:
@@ -214,15 +208,11 @@ class ScoreJob(Job):
     def __init__(
         self, client: bytes, request: int, tokens: list[int], emit: Emit, *, prefill: int, full: bool
     ) -> None:
-        super().__init__(client, request, tokens, prefill, emit)
+        super().__init__(client, request, tokens, prefill, len(tokens), emit)
         self._full = full
 
-    @property
-    def max_kv_tokens(self) -> int:
-        return len(self.tokens)
-
     def step_input(self, chunk: int) -> StepInput:
-        return StepInput(self._next_tokens(chunk if self.prefilling else 1), "all")
+        return StepInput(self._next_tokens(chunk), "all")
 
     def take_logits(self, logits: FloatArray) -> None:
         self._note_answer()

@@ -32,7 +32,7 @@ from pipeline.serving.engine_inbox import ClientGone, EngineInbox, EngineMessage
 from pipeline.serving.engine_parts import EngineParts
 from pipeline.serving.engine_status import EngineStatus
 from pipeline.serving.policy_switch import PolicySwitch
-from pipeline.serving.prefill_chunk import TRIAL_TOKENS, chunk_alone, measure_chunk
+from pipeline.serving.prefill_chunk import TRIAL_TOKENS, measure_chunks
 from pipeline.text.tokenizer import eos_ids
 from pipeline.traces.recorder import recorder_of
 from protocol.messages import Calibrate, Cancel, Done, Error, Generate, PolicyChanged, Score, SetPolicy
@@ -89,8 +89,8 @@ class EngineService:
         """Measure the prefill chunk, open the trace file, begin to copy pending weights into memory."""
         parts, scheduler, options = self._parts, self._scheduler, self._parts.config.options
         if options.chunk is None:
-            scheduler.chunk = measure_chunk(parts.engine, parts.kv, parts.context)
-            scheduler.chunk_alone = chunk_alone(scheduler.chunk, parts.context)
+            chunks = measure_chunks(parts.engine, parts.kv, parts.context)
+            scheduler.chunk, scheduler.chunk_alone = chunks
             parts.engine.forget_trials()
             self._policies.reset()
         if options.record is not None:

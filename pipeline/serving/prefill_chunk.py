@@ -17,9 +17,9 @@ TRIAL_TOKENS = 64
 TRIAL_SECONDS = 1.0  # no trial begins after this: the first request waits for them
 
 
-def measure_chunk(engine: Engine, kv: KVCache, context: int) -> int:
-    """Prefill tokens that take about CHUNK_SECONDS, by the fastest of up to three trials. A power of two, so
-    that a little noise does not change it from start to start."""
+def measure_chunks(engine: Engine, kv: KVCache, context: int) -> tuple[int, int]:
+    """Prefill tokens that take about CHUNK_SECONDS, by the fastest of up to three trials (a power of two,
+    so that a little noise does not change it), and the larger chunk of an engine's only request."""
     count = min(TRIAL_TOKENS, context)
     tokens = np.linspace(0, engine.backbone.spec.vocabulary - 1, count).astype(int).tolist()
     seconds: list[float] = []
@@ -30,9 +30,5 @@ def measure_chunk(engine: Engine, kv: KVCache, context: int) -> int:
         seconds.append(time.perf_counter() - started)
         kv.release(sequence)
     wanted = count * CHUNK_SECONDS / min(seconds)
-    return int(min(max(2 ** int(np.log2(wanted)), 16), CHUNK_MAX, context))
-
-
-def chunk_alone(chunk: int, context: int) -> int:
-    """The chunk of an engine's only request: longer chunks take less time for each token."""
-    return min(ALONE * chunk, CHUNK_MAX, context)
+    chunk = int(min(max(2 ** int(np.log2(wanted)), 16), CHUNK_MAX, context))
+    return chunk, min(ALONE * chunk, CHUNK_MAX, context)

@@ -60,6 +60,11 @@ UPDATE = st.sampled_from(["update", "update", "wait_idle", "phase"])
     capacity=18, staging=1, orders=[FULL, "update", (0, [5, 5, 5]), NONE, (1, [5, 5, 5]), FULL, "update"]
 )
 @example(capacity=18, staging=1, orders=[FULL, "update", NONE, "update", FULL, "update", (1, [0, 5, 4])])
+@example(
+    capacity=1,
+    staging=1,
+    orders=[Predicted([Target(0, 1, 1)]), "wait_idle", [Target(0, 1, 1), Target(0, 1, 0)]],
+)
 @given(
     capacity=st.integers(0, 20),
     staging=st.integers(1, 4),
