@@ -6,6 +6,7 @@ Each check returns the value or raises MalformedMessage with the end of a senten
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,22 +63,18 @@ def check_float(value: Any, limits: Limits) -> float:
     raise wrong("finite float", value)
 
 
-def check_str(value: Any, limits: Limits) -> str:
-    if type(value) is str:
-        return value
-    raise wrong("str", value)
+def exactly(kind: type) -> Callable[[Any, Limits], Any]:
+    """The check for values of this type and of no subclass."""
+
+    def check(value: Any, limits: Limits) -> Any:
+        if type(value) is kind:
+            return value
+        raise wrong(kind.__name__, value)
+
+    return check
 
 
-def check_bool(value: Any, limits: Limits) -> bool:
-    if type(value) is bool:
-        return value
-    raise wrong("bool", value)
-
-
-def check_bytes(value: Any, limits: Limits) -> bytes:
-    if type(value) is bytes:
-        return value
-    raise wrong("bytes", value)
+check_str = exactly(str)
 
 
 def check_tree(value: Any, limits: Limits) -> Any:

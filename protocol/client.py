@@ -25,7 +25,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from protocol.answer import Answer
-from protocol.connection import SILENCE_SECONDS, end_task
+from protocol.connection import SILENCE_SECONDS, ConnectOptions, end_task
 from protocol.errors import EngineGone, ProtocolError, RequestFailed
 from protocol.keys import Address
 from protocol.link import Link
@@ -54,7 +54,7 @@ POLICY_SECONDS = 900.0  # for SetPolicy, which may copy many gigabytes and measu
 class Client:
     """A connection to an engine. Once the engine is gone, every pending and later call raises EngineGone."""
 
-    def __init__(self, address: Address, name: str, timeout: float, retry: float, silence: float) -> None:
+    def __init__(self, options: ConnectOptions) -> None:
         """For `connect`."""
         self.on_policy: Callable[[PolicyChanged], None] | None = None
         """Called in the event loop when another client has changed the policy."""
@@ -62,18 +62,8 @@ class Client:
         """Called in the event loop with the reason when the connection is lost and the client reconnects."""
         self.on_reconnect: Callable[[], None] | None = None
         """Called in the event loop after a reconnection, when unfinished requests have been sent again."""
-        self._endpoint = address.endpoint
-        self._address, self._name, self._timeout, self._retry = address, name, timeout, retry
-        self._silence = silence
-        self._link = Link(
-            address,
-            name,
-            timeout,
-            retry,
-            on_lost=self._on_lost,
-            on_reconnected=self._on_reconnected,
-            silence=silence,
-        )
+        self._options = options
+        self._link = Link(options, self._on_lost, self._on_reconnected)
         self._pending = Pending(self._link)
         self._requests = itertools.count()
         self._ended: ProtocolError | None = None
@@ -96,10 +86,11 @@ class Client:
         Raises EngineGone if no engine answers within `timeout` seconds, VersionMismatch if the engine
         speaks another version, ProtocolError for an endpoint that cannot be used.
         """
-        client = Client(Address(where) if isinstance(where, str) else where, name, timeout, retry, silence)
+        address = Address(where) if isinstance(where, str) else where
+        client = Client(ConnectOptions(address, name, timeout, retry, silence))
         await client._link.open()
         try:
-            receiver = asyncio.create_task(client._receive(), name=f"receiver from {client._endpoint}")
+            receiver = asyncio.create_task(client._receive(), name=f"receiver from {address.endpoint}")
             try:
                 yield client
             finally:
@@ -168,16 +159,7 @@ class Client:
         """
         ids = None if token_ids is None else tuple(token_ids)
         asked = Score(self._next_request(), text, ids, stepwise, prefill, full)
-        blocks = score_blocks(
-            asked,
-            self._address,
-            f"{self._name}/score",
-            self._timeout,
-            self._retry,
-            self.welcome,
-            self._silence,
-        )
-        async with aclosing(blocks):
+        async with aclosing(score_blocks(asked, self._options, self.welcome)) as blocks:
             async for block in blocks:
                 yield block
 
@@ -222,7 +204,7 @@ class Client:
         return next(self._requests)
 
     async def _ask(self, message: Stats | SetPolicy, limit: float) -> Any:
-        limit += self._retry
+        limit += self._options.retry
         try:
             async with asyncio.timeout(limit):
                 return await self._pending.request(message)

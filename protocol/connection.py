@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import cast
 
 import zmq
@@ -28,6 +29,18 @@ from protocol.sockets import HWM, connect_dealer
 HEARTBEAT_SECONDS = 0.5
 SILENCE_SECONDS = 2.5
 _WAITS = 10  # in a row without a message make an engine silent
+
+
+@dataclass(frozen=True)
+class ConnectOptions:
+    """How a client connects to an engine."""
+
+    address: Address
+    name: str  # of the client
+    timeout: float  # seconds for the first answer
+    retry: float  # seconds to wait for a restart of the engine; 0: not at all
+    silence: float = SILENCE_SECONDS  # seconds without a message after which the engine counts as lost
+    receive_hwm: int = HWM
 
 
 class Connection:
@@ -137,26 +150,18 @@ class Connection:
             self._socket.close(linger=None if deliver else 0)
 
 
-async def open_connection(
-    address: Address,
-    name: str,
-    timeout: float,
-    *,
-    receive_hwm: int = HWM,
-    silence: float = SILENCE_SECONDS,
-) -> Connection:
-    """A connection after its Welcome, which sends heartbeats until it is closed. `silence`: seconds without a
-    message after which the engine counts as lost.
+async def open_connection(options: ConnectOptions, timeout: float) -> Connection:
+    """A connection after its Welcome, which sends heartbeats until it is closed.
 
     Raises ConnectionLost if no engine answers within `timeout` seconds, VersionMismatch, and ProtocolError
     for an unusable endpoint.
     """
-    context = zmq.asyncio.Context.instance()
-    socket = connect_dealer(context, address.endpoint, receive_hwm=receive_hwm, keys=address.keys)
-    connection = Connection(socket, address.endpoint, silence)
+    context, address = zmq.asyncio.Context.instance(), options.address
+    socket = connect_dealer(context, address.endpoint, receive_hwm=options.receive_hwm, keys=address.keys)
+    connection = Connection(socket, address.endpoint, options.silence)
     try:
         async with asyncio.timeout(timeout):
-            await connection.shake_hands(name)
+            await connection.shake_hands(options.name)
     except TimeoutError:
         await connection.close(deliver=False)
         key = " Does it know this client's key?" if address.keys is not None else ""

@@ -19,13 +19,11 @@ from numpy.typing import NDArray
 
 from protocol.checks import (
     Limits,
-    check_bool,
-    check_bytes,
     check_float,
     check_int,
     check_ints,
-    check_str,
     check_tree,
+    exactly,
     shown,
     type_name,
     wrong,
@@ -127,13 +125,10 @@ def unknown_field(header: dict[Any, Any], known: set[str]) -> MalformedMessage:
     return MalformedMessage(f"unknown field {shown(next(key for key in header if key not in known))}")
 
 
-_SCALARS = {
-    int: WireType("int", check_int, check_int),
-    float: WireType("float", check_float, check_float),
-    str: WireType("str", check_str, check_str),
-    bool: WireType("bool", check_bool, check_bool),
-    bytes: WireType("bytes", check_bytes, check_bytes),
+_CHECKS: dict[type, Convert] = {int: check_int, float: check_float} | {
+    t: exactly(t) for t in (str, bool, bytes)
 }
+_SCALARS = {kind: WireType(kind.__name__, check, check) for kind, check in _CHECKS.items()}
 
 
 def _plain(inner: WireType | ArrayType) -> WireType:

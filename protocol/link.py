@@ -13,11 +13,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from protocol.codec import encode
-from protocol.connection import SILENCE_SECONDS, Connection, open_connection
+from protocol.connection import Connection, ConnectOptions, open_connection
 from protocol.errors import ConnectionLost, EngineGone, ProtocolError, RequestFailed
-from protocol.keys import Address
 from protocol.messages import Welcome
-from protocol.sockets import HWM
 
 ATTEMPT_SECONDS = 2.0  # for one Hello, which is lost if the engine exits before it answers
 MAX_DROPS = 3  # times that a running engine may drop this client, within
@@ -30,24 +28,16 @@ class Link:
 
     def __init__(
         self,
-        address: Address,
-        name: str,
-        timeout: float,
-        retry: float,
-        *,
+        options: ConnectOptions,
         on_lost: Callable[[ProtocolError], None],
         on_reconnected: Callable[[], Awaitable[None]],
-        receive_hwm: int = HWM,
         known: Welcome | None = None,
-        silence: float = SILENCE_SECONDS,
     ) -> None:
-        """`timeout`: seconds for the first answer; `retry`: seconds to wait for a restart of the engine, 0:
-        not at all. `on_lost` is called with the reason as soon as a connection is lost, and `on_reconnected`
-        awaited after the next one is open; `receive` raises what they raise. `known`: the only engine to
-        accept; None: any. `silence`: seconds without a message after which the engine counts as lost."""
-        self._address, self._name, self._timeout, self._retry = address, name, timeout, retry
+        """`on_lost` is called with the reason as soon as a connection is lost, and `on_reconnected` awaited
+        after the next one is open; `receive` raises what they raise. `known`: the only engine to accept;
+        None: any."""
+        self._options = options
         self._on_lost, self._on_reconnected = on_lost, on_reconnected
-        self._receive_hwm, self._silence = receive_hwm, silence
         self._known = known
         self._connection: Connection | None = None
         self._drops: list[float] = []  # times at which a running engine had dropped this client
@@ -67,21 +57,19 @@ class Link:
         """Connect for the first time; a `known` engine may be restarting, so this waits for it as after a
         loss. Raises what `open_connection` does, EngineGone for another model."""
         try:
-            await self._open(self._timeout)
+            await self._open(self._options.timeout)
         except ConnectionLost as failure:
-            if self._known is None or self._retry <= 0:
+            if self._known is None or self._options.retry <= 0:
                 raise
             await self._wait_for_engine(failure)
 
     async def _open(self, timeout: float) -> None:
-        connection = await open_connection(
-            self._address, self._name, timeout, receive_hwm=self._receive_hwm, silence=self._silence
-        )
+        connection = await open_connection(self._options, timeout)
         known, welcome = self._known, connection.welcome
         if known is not None and _model(known) != _model(welcome):
             await connection.close(deliver=False)
             raise EngineGone(
-                f"another engine is at {self._address.endpoint} now: {' '.join(_model(welcome))}, "
+                f"another engine is at {self._options.address.endpoint} now: {' '.join(_model(welcome))}, "
                 f"where {' '.join(_model(known))} was"
             )
         self._connection, self._known = connection, welcome
@@ -102,7 +90,7 @@ class Link:
     async def send_when_possible(self, message: object) -> None:
         """For `on_reconnected`: send as soon as the queue takes it. Raises MalformedMessage; ConnectionLost
         if the queue stays full for too long."""
-        deadline = time.monotonic() + self._silence
+        deadline = time.monotonic() + self._options.silence
         while True:
             try:
                 return self.send(message)
@@ -128,7 +116,7 @@ class Link:
 
     async def _reconnect(self, lost: ConnectionLost) -> None:
         while True:
-            if self._retry <= 0:
+            if self._options.retry <= 0:
                 raise EngineGone(str(lost))
             self._count_drop(lost)
             if self._connection is not None:
@@ -154,7 +142,7 @@ class Link:
                 )
 
     async def _wait_for_engine(self, lost: ConnectionLost) -> None:
-        deadline = time.monotonic() + self._retry
+        deadline = time.monotonic() + self._options.retry
         while (rest := deadline - time.monotonic()) > 0:
             if self._stopped():
                 raise EngineGone(f"{lost} (it has ended)")
@@ -162,12 +150,12 @@ class Link:
                 return await self._open(min(rest, ATTEMPT_SECONDS))
             except ConnectionLost:
                 continue
-        raise EngineGone(f"{lost} (none came in its place within {self._retry:g} s)")
+        raise EngineGone(f"{lost} (none came in its place within {self._options.retry:g} s)")
 
     def _stopped(self) -> bool:
         """Whether the whole engine has ended, and not only its coordinator: its directory was removed, as by
         an orderly stop, or no process holds the lock in it."""
-        scheme, _, path = self._address.endpoint.partition("://")
+        scheme, _, path = self._options.address.endpoint.partition("://")
         if scheme != "ipc":
             return False
         lock = Path(path).parent / "lock"

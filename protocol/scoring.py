@@ -5,26 +5,18 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 
+from protocol.connection import ConnectOptions
 from protocol.errors import ProtocolError, RequestFailed
-from protocol.keys import Address
 from protocol.link import Link, RetryBudget
 from protocol.messages import Done, Error, Score, Scores, Welcome
 
 SCORES_HWM = 4  # blocks of Scores that may wait to be read
 
 
-async def score_blocks(
-    asked: Score,
-    address: Address,
-    name: str,
-    timeout: float,
-    retry: float,
-    known: Welcome,
-    silence: float,
-) -> AsyncGenerator[Scores, None]:
+async def score_blocks(asked: Score, options: ConnectOptions, known: Welcome) -> AsyncGenerator[Scores, None]:
     """Yield each row once, in order, even if the engine is restarted and sends all of them again. `known`:
-    the engine that the caller is connected to; other arguments as for `Link`. Leaving the loop before the end
-    cancels the request. Raises RequestFailed, EngineGone, MalformedMessage."""
+    the engine that the caller is connected to. Leaving the loop before the end cancels the request. Raises
+    RequestFailed, EngineGone, MalformedMessage."""
     rows = 0  # received
     retries = RetryBudget()
 
@@ -36,17 +28,8 @@ async def score_blocks(
     async def on_reconnected() -> None:
         link.send(asked)
 
-    link = Link(
-        address,
-        name,
-        timeout,
-        retry,
-        on_lost=on_lost,
-        on_reconnected=on_reconnected,
-        receive_hwm=SCORES_HWM,
-        known=known,
-        silence=silence,
-    )
+    own = replace(options, name=f"{options.name}/score", receive_hwm=SCORES_HWM)
+    link = Link(own, on_lost, on_reconnected, known)
     await link.open()
     try:
         link.send(asked)
