@@ -15,8 +15,7 @@ PRIVATE, SHARED = 0o600, 0o666  # modes; the umask applies
 @contextmanager
 def atomic_file(path: Path, mode: int = PRIVATE, *, sync: bool = False) -> Iterator[BinaryIO]:
     """A new file that replaces `path` when the block ends without an exception; otherwise it is removed, and
-    an existing `path` stays as it was. `sync`: the bytes are on the disk before the rename. Raises
-    OSError."""
+    `path` stays as it was. `sync`: the bytes are on the disk before the rename. Raises OSError."""
     descriptor, temporary = _create_beside(path, mode)
     try:
         with os.fdopen(descriptor, "w+b") as file:

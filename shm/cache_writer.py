@@ -37,8 +37,7 @@ class CacheWriter:
     """The unfinished, locked file of one store. A context manager, which removes an unfinished file."""
 
     def __init__(self, folder: Path, manifest: StoreManifest) -> None:
-        """Create the file. Raises OSError; ENOSPC if the disk has too little free space for the whole
-        store."""
+        """Create the file. Raises OSError; ENOSPC if the disk has too little free space for the store."""
         self._path = store_path(folder, manifest.fingerprint)
         self._temporary = self._path.with_name(UNFINISHED)
         self._size = store_bytes(manifest)
@@ -85,7 +84,7 @@ class CacheWriter:
             with contextlib.suppress(OSError):  # free the space now: other programs use the disk, too
                 os.ftruncate(self._descriptor, 0)
 
-    def _write_piece(self, begin: int, piece: memoryview) -> None:
+    def _write_piece(self, begin: int, piece: memoryview | bytes) -> None:
         size = len(piece)
         done = 0
         while done < size:
@@ -106,10 +105,7 @@ class CacheWriter:
         if self._failure is not None:
             raise self._failure
         self._flush()
-        head = pack_head(manifest, READY)
-        done = 0
-        while done < len(head):
-            done += os.pwrite(self._descriptor, head[done:], done)
+        self._write_piece(0, pack_head(manifest, READY))
         self._flush()
 
     def _remove(self) -> None:

@@ -28,10 +28,8 @@ class Limits:
 
 def limits(root: Path = Path("/")) -> Limits:
     """The lowest limits that bind this process."""
-    cpus: list[float] = []
+    cpus = [cores for group in _groups(root, "cpu") if (cores := _cpus(group)) is not None]
     memory: list[int] = []
-    for group in _groups(root, "cpu"):
-        cpus += [c for c in (_cpus(group),) if c is not None]
     for group in _groups(root, "memory"):
         sizes = (number(contents(group / name)) for name in ("memory.max", MEMORY_1[0]))
         memory += [size for size in sizes if size is not None and size < UNLIMITED]

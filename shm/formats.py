@@ -38,8 +38,7 @@ class TileFormat(ABC):
 
     @abstractmethod
     def tile_bytes(self, hidden: int, tile: int) -> int:
-        """Bytes of one tile of `tile` channels. Raises ValueError where those are not a multiple of the
-        granularity."""
+        """Bytes of one tile of `tile` channels. Raises ValueError for no multiple of the granularity."""
 
     @abstractmethod
     def encode(self, gate: Float32, up: Float32, down: Float32, out: Bytes) -> None:
@@ -47,8 +46,7 @@ class TileFormat(ABC):
 
     @abstractmethod
     def decode(self, data: Bytes, hidden: int, tile: int) -> Float32:
-        """The tile's numbers as float32 [3, T, H]: gate, up, down transposed. For tests and tools; the
-        kernels read the bytes themselves."""
+        """The tile's numbers as float32 [3, T, H]: gate, up, down transposed. For tests and tools."""
 
     @abstractmethod
     def fill_random(self, rng: np.random.Generator, hidden: int, tile: int, scale: float, out: Bytes) -> None:

@@ -70,8 +70,7 @@ def int4_groups(x: Float32, steps: int = STEPS) -> tuple[NDArray[np.uint16], NDA
 
 
 def int8_groups(x: Float32) -> tuple[Float32, Bytes]:
-    """Groups of finite weights float32 [inputs, groups]. Returns scales [groups], and codes + 128, uint8
-    [inputs, groups]."""
+    """Of finite weights float32 [inputs, groups]: scales [groups] and codes + 128, uint8 [inputs, groups]."""
     scale = np.abs(x).max(axis=0) / np.float32(127)
     scale[scale < SMALLEST] = 0
     inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)

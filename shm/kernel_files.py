@@ -20,8 +20,7 @@ def number(text: str) -> int | None:
 
 
 def entries(folder: Path, pattern: str) -> list[Path]:
-    """The matching entries of a folder in numerical order (cpu2 before cpu10); none if it cannot be
-    listed."""
+    """The matching entries of a folder, cpu2 before cpu10; none if it cannot be listed."""
     try:
         found = list(folder.glob(pattern))
     except OSError:

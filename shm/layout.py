@@ -19,25 +19,9 @@ import numpy as np
 
 from shm.blocks import BlockFormat, Int4, Int8
 from shm.errors import UnknownFormat
-from shm.formats import BF16, F32, Bytes, Float32, TileFormat, round_to_bf16
+from shm.formats import BF16, F32, Bytes, Float32, TileFormat
 
-__all__ = [
-    "BF16",
-    "F32",
-    "FORMATS",
-    "PAGE",
-    "BlockFormat",
-    "Bytes",
-    "ExpertShape",
-    "Float32",
-    "Int4",
-    "Int8",
-    "StoreLayout",
-    "TileFormat",
-    "format_named",
-    "round_to_bf16",
-    "suitable_tile",
-]
+__all__ = ["BF16", "BlockFormat", "Bytes", "Float32", "Int4", "TileFormat"]  # beside what is defined here
 
 PAGE = 4096
 # A tile should be large enough that starting its kernel or its copy costs little, small enough that one

@@ -99,8 +99,7 @@ class StoreLease:
 
 @contextlib.contextmanager
 def build_lock(fingerprint: str, root: Path, waiting: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold a store's build lock. `waiting` is called repeatedly while another engine holds it. Raises
-    ShmError after an hour."""
+    """Hold a build lock; `waiting` is called while another engine does. Raises ShmError after an hour."""
     path, use = _build_path(fingerprint), _use_path(root, fingerprint)
     descriptor = wait_lock(path, fcntl.LOCK_EX, BUILD_WAIT_SECONDS, waiting)
     try:
@@ -120,15 +119,9 @@ def sweep(root: Path) -> list[str]:
     """
     removed = []
     for key in _known_keys(root):
-        build = try_lock(_build_path(key), fcntl.LOCK_EX)
-        if build is None:
-            continue
-        try:
-            if _sweep_store(root, key):
+        with _try_build_lock(key) as locked:
+            if locked and _sweep_store(root, key):
                 removed.append(store_name(key))
-        finally:
-            _build_path(key).unlink(missing_ok=True)
-            os.close(build)
     return removed
 
 
@@ -137,18 +130,12 @@ def unused_store(fingerprint: str) -> Iterator[bool]:
     """Whether no engine builds or uses a store; if so, none builds or loads it before the end of the block.
     The first 16 digits of a fingerprint are enough."""
     for _ in range(LOCK_TRIES):
-        build = _claim_unused(fingerprint)
-        if build is not None:
-            break
+        with _try_build_lock(fingerprint) as locked:
+            if locked and not _in_use(store_name(fingerprint)):
+                yield True
+                return
         time.sleep(LOCK_PAUSE)
-    else:
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        _build_path(fingerprint).unlink(missing_ok=True)
-        os.close(build)
+    yield False
 
 
 def remove_kept(fingerprint: str, root: Path) -> bool:
@@ -161,8 +148,7 @@ def remove_kept(fingerprint: str, root: Path) -> bool:
 
 
 def remove_unused(name: str) -> bool:
-    """Remove a store, unless an engine uses it, for the holder of its build lock; returns whether it was
-    removed."""
+    """For the holder of its build lock: remove a store unless an engine uses it; whether it was removed."""
     segment = _lock_segment(name, fcntl.LOCK_EX)
     if segment is None:
         return not _segment_path(name).exists()
@@ -171,20 +157,25 @@ def remove_unused(name: str) -> bool:
     return True
 
 
-def _claim_unused(fingerprint: str) -> int | None:
-    """The build lock of a store that no engine uses; None for any other."""
-    path, name = _build_path(fingerprint), store_name(fingerprint)
-    build = try_lock(path, fcntl.LOCK_EX)
-    if build is None:
-        return None
+@contextlib.contextmanager
+def _try_build_lock(fingerprint: str) -> Iterator[bool]:
+    """Whether the build lock of a store is free; if so, it is held for the block."""
+    path = _build_path(fingerprint)
+    descriptor = try_lock(path, fcntl.LOCK_EX)
+    try:
+        yield descriptor is not None
+    finally:
+        if descriptor is not None:
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+
+
+def _in_use(name: str) -> bool:
     segment = _lock_segment(name, fcntl.LOCK_EX)
-    if segment is not None:
-        os.close(segment)
-    elif _segment_path(name).exists():
-        path.unlink(missing_ok=True)
-        os.close(build)
-        return None
-    return build
+    if segment is None:
+        return _segment_path(name).exists()
+    os.close(segment)
+    return False
 
 
 def _known_keys(root: Path) -> list[str]:

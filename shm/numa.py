@@ -53,11 +53,9 @@ def spans(layout: StoreLayout, start: int, nodes: int, page: int = mmap.PAGESIZE
     shape = layout.shape
     for layer in range(shape.layers):
         for expert in range(shape.experts):
-            after = layout.offset(layer, expert) + layout.expert_stride
-            bounds = [begin(layout.offset(layer, expert, tile)) for tile in range(shape.tiles)] + [
-                begin(after)
-            ]
-            for tile, (lo, hi) in enumerate(pairwise([*bounds, begin(after)])):
+            starts = [layout.offset(layer, expert, tile) for tile in range(shape.tiles)]
+            bounds = map(begin, (*starts, starts[0] + layout.expert_stride))
+            for tile, (lo, hi) in enumerate(pairwise(bounds)):
                 if lo < hi:
                     yield Span(lo, hi - lo, node_of(expert, tile, nodes))
 
@@ -78,7 +76,7 @@ def interleave(
         first = batch[0].start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         last = batch[-1].start + batch[-1].length
         with mmap.mmap(descriptor, min(last, os.fstat(descriptor).st_size) - first, offset=first) as mapping:
-            address = _address(mapping)
+            address = np.frombuffer(mapping, np.uint8).ctypes.data
             for span in batch:
                 error = place(address + span.start - first, span.length, nodes[span.node])
                 if error:
@@ -106,8 +104,3 @@ def kernel_mbind() -> Mbind | None:
         return 0 if done == 0 else ctypes.get_errno()
 
     return mbind
-
-
-def _address(mapping: mmap.mmap) -> int:
-    address: int = np.frombuffer(mapping, np.uint8).ctypes.data
-    return address

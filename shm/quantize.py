@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -41,42 +41,46 @@ class Library:
 @cache
 def library() -> Library | None:
     """None where it was not compiled, or not for this version."""
-    for suffix in EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name(f"_quantize{suffix}")
-        if path.exists():
-            try:
-                functions = ctypes.CDLL(str(path))
-                return Library(functions) if functions.tandem_quantize_version() == VERSION else None
-            except (OSError, AttributeError):
-                return None
-    return None
+    found = PathFinder.find_spec("_quantize", [str(Path(__file__).parent)])
+    if found is None:
+        return None
+    try:
+        functions = ctypes.CDLL(found.origin)
+        return Library(functions) if functions.tandem_quantize_version() == VERSION else None
+    except (OSError, AttributeError):
+        return None
 
 
 def encode_int4(w: Float32, group: int, out: Bytes, steps: int = STEPS, compiled: bool = True) -> None:
     """Fill the int4 records `out` (uint8, contiguous) of w float32 [n, k], any strides. `steps`: of the
     optimisation, at most; 0 rounds to nearest. `compiled`: by the library, where there is one. Raises
     WeightsUnusable where a weight is not finite, or beyond 2^120; then `out` holds nothing useful."""
-    w = _checked(w, group, out, HEAD_BYTES + LANES * group // 2)
-    functions = library() if compiled else None
-    if functions is None:
-        _numpy_int4(w, group, out, steps)
-    elif functions.int4(*_arguments(w), group, steps, out.ctypes.data):
-        raise WeightsUnusable(UNUSABLE)
+    _encode(w, group, out, 4, compiled, steps)
 
 
 def encode_int8(w: Float32, group: int, out: Bytes, compiled: bool = True) -> None:
     """Fill the int8 records, as `encode_int4` does the others."""
-    w = _checked(w, group, out, HEAD_BYTES + LANES * group)
+    _encode(w, group, out, 8, compiled)
+
+
+def _encode(w: Float32, group: int, out: Bytes, bits: int, compiled: bool, *steps: int) -> None:
+    record_bytes = HEAD_BYTES + LANES * group * bits // 8
+    w = _checked(w, group, out, record_bytes)
     functions = library() if compiled else None
     if functions is None:
-        _numpy_int8(w, group, out)
-    elif functions.int8(*_arguments(w), group, out.ctypes.data):
+        records = out.reshape(-1, -(-w.shape[1] // group), record_bytes)
+        for block, first, x in _lanes(w, group):
+            part = records[block : block + x.shape[1], first : first + x.shape[2]]
+            (_numpy_int4 if bits == 4 else _numpy_int8)(x, group, part, *steps)
+        return
+    function = functions.int4 if bits == 4 else functions.int8
+    strides = (stride // w.itemsize for stride in w.strides)
+    if function(w.ctypes.data, *w.shape, *strides, group, *steps, out.ctypes.data):
         raise WeightsUnusable(UNUSABLE)
 
 
 def _checked(w: Float32, group: int, out: Bytes, record_bytes: int) -> Float32:
-    """The weights, in a form of which the library can be given a pointer. Raises ValueError for what does
-    not fit."""
+    """The weights as the library can read them. Raises ValueError for what does not fit."""
     if w.ndim != 2 or min(w.shape) < 1 or w.dtype != np.float32:
         raise ValueError(f"a matrix of float32 is quantized, not {w.dtype} {w.shape}")
     if group % 8 or not 0 < group <= MAX_GROUP:
@@ -89,36 +93,24 @@ def _checked(w: Float32, group: int, out: Bytes, record_bytes: int) -> Float32:
     return w if plain else w.copy()
 
 
-def _arguments(w: Float32) -> tuple[int, ...]:
-    return w.ctypes.data, *w.shape, *(stride // w.itemsize for stride in w.strides)
+def _numpy_int4(x: Float32, group: int, part: Bytes, steps: int) -> None:
+    scales, zeros, q = int4_groups(x.reshape(len(x), -1), steps)
+    codes = np.zeros((group, *x.shape[1:]), np.uint8)
+    codes[: len(x)] = q.reshape(x.shape)
+    part[..., :32].view("<u2")[:] = scales.reshape(x.shape[1:])
+    part[..., 32:64].view("<u2")[:] = zeros.reshape(x.shape[1:])
+    halves = codes.reshape(-1, 2, 4, *x.shape[1:])  # j, half, b, blocks, groups, lane
+    packed = halves[:, 0] | halves[:, 1] << 4
+    part[..., 64:] = packed.transpose(2, 3, 0, 4, 1).reshape(*part.shape[:2], -1)
 
 
-def _numpy_int4(w: Float32, group: int, out: Bytes, steps: int) -> None:
-    groups = -(-w.shape[1] // group)
-    records = out.reshape(-1, groups, HEAD_BYTES + LANES * group // 2)
-    for block, first, x in _lanes(w, group):
-        scales, zeros, q = int4_groups(x.reshape(len(x), -1), steps)
-        codes = np.zeros((group, *x.shape[1:]), np.uint8)
-        codes[: len(x)] = q.reshape(x.shape)
-        part = records[block : block + x.shape[1], first : first + x.shape[2]]
-        part[..., :32].view("<u2")[:] = scales.reshape(x.shape[1:])
-        part[..., 32:64].view("<u2")[:] = zeros.reshape(x.shape[1:])
-        halves = codes.reshape(-1, 2, 4, *x.shape[1:])  # j, half, b, blocks, groups, lane
-        packed = halves[:, 0] | halves[:, 1] << 4
-        part[..., 64:] = packed.transpose(2, 3, 0, 4, 1).reshape(*part.shape[:2], -1)
-
-
-def _numpy_int8(w: Float32, group: int, out: Bytes) -> None:
-    groups = -(-w.shape[1] // group)
-    records = out.reshape(-1, groups, HEAD_BYTES + LANES * group)
-    for block, first, x in _lanes(w, group):
-        scales, u = int8_groups(x.reshape(len(x), -1))
-        codes = np.full((group, *x.shape[1:]), 128, np.uint8)
-        codes[: len(x)] = u.reshape(x.shape)
-        part = records[block : block + x.shape[1], first : first + x.shape[2]]
-        part[..., :64].view("<f4")[:] = scales.reshape(x.shape[1:])
-        quads = codes.reshape(-1, 4, *x.shape[1:])  # j, b, blocks, groups, lane
-        part[..., 64:] = quads.transpose(2, 3, 0, 4, 1).reshape(*part.shape[:2], -1)
+def _numpy_int8(x: Float32, group: int, part: Bytes) -> None:
+    scales, u = int8_groups(x.reshape(len(x), -1))
+    codes = np.full((group, *x.shape[1:]), 128, np.uint8)
+    codes[: len(x)] = u.reshape(x.shape)
+    part[..., :64].view("<f4")[:] = scales.reshape(x.shape[1:])
+    quads = codes.reshape(-1, 4, *x.shape[1:])  # j, b, blocks, groups, lane
+    part[..., 64:] = quads.transpose(2, 3, 0, 4, 1).reshape(*part.shape[:2], -1)
 
 
 def _lanes(w: Float32, group: int) -> Iterator[tuple[int, int, Float32]]:

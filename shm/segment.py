@@ -48,7 +48,6 @@ class Segment:
         """Map an open descriptor, which the caller keeps. Use `create` or `attach`."""
         self.name = name
         self.size = size
-        self.writable = writable
         self._array: Bytes | None = map_shared(descriptor, size, writable)
 
     @classmethod
@@ -143,16 +142,14 @@ class Segment:
 
 
 def _give_up(memory: posix_ipc.SharedMemory) -> None:
-    """Remove a segment that could not be completed; its pages are freed at once, even if a process maps
-    it."""
+    """Remove an incomplete segment; its pages are freed at once, even if a process maps it."""
     with contextlib.suppress(OSError):
         os.ftruncate(memory.fd, 0)
     unlink(memory.name)
 
 
 def unlink(name: str) -> None:
-    """Remove a segment's name; its memory is freed with the last mapping. Does nothing if it does not
-    exist."""
+    """Remove a segment's name, if it exists; its memory is freed with the last mapping."""
     with contextlib.suppress(posix_ipc.ExistentialError):
         posix_ipc.unlink_shared_memory(name)
 

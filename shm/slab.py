@@ -36,8 +36,7 @@ class Slab:
 
     @classmethod
     def attach(cls, name: str, slots: int, slot_bytes: int) -> Slab:
-        """The slab that another process created. Raises SegmentMissing where there is none, ShmError where
-        it has another size."""
+        """Another process's slab. Raises SegmentMissing, and ShmError where it has another size."""
         segment = Segment.attach(name, writable=True)
         if segment.size != slots * _stride(slot_bytes):
             segment.close()

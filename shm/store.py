@@ -231,8 +231,7 @@ class StoreBuilder:
             self.keep(part[0], data)
 
     def finish(self) -> StoreManifest:
-        """Write the manifest, with the checksums of all layers, and make the store ready; returns that
-        manifest. The builder is closed."""
+        """Write and return the manifest with all checksums, make the store ready, close the builder."""
         checksums = tuple(self.checksum(layer) for layer in range(self.layout.shape.layers))
         manifest = dataclasses.replace(self.manifest, checksums=checksums)
         head = pack_head(manifest, BUILDING)

@@ -1,5 +1,10 @@
-"""A small store for tests."""
+"""A small store for tests, and processes that use it."""
 
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -32,3 +37,29 @@ def build(fingerprint: str) -> None:
     )
     fill(builder)
     builder.finish()
+
+
+def flip(path: Path, place: int) -> None:
+    """Flip a bit of a file's byte; `place` counts from its end."""
+    with path.open("r+b") as file:
+        file.seek(place, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(place, os.SEEK_END)
+        file.write(bytes([byte[0] ^ 128]))
+
+
+def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run code in another process until its end."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+
+
+@contextmanager
+def running(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """Another process that runs code; it is killed at the end of the block."""
+    pipe, command = subprocess.PIPE, [sys.executable, "-c", code, *map(str, arguments)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()

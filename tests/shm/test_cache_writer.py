@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import random
 import shutil
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from small_store import ROOT, SHAPE, file_of, fill
+from small_store import SHAPE, file_of, fill, running
 
 import shm.store
 from shm.cache_writer import CacheWriter, write_cache
@@ -111,16 +109,10 @@ sys.stdin.readline()
 
 
 def test_file_of_a_killed_writer_is_no_store_whatever_its_name(fingerprint: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", FILLER, fingerprint, str(tmp_path)]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "half\n"
-            assert sweep_cache(tmp_path) == []  # it is being written
-        finally:
-            process.kill()
+    with running(FILLER, fingerprint, tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "half\n"
+        assert sweep_cache(tmp_path) == []  # it is being written
     unfinished = tmp_path / fingerprint / "store.tmp"
     assert unfinished.stat().st_size > 100_000
     assert CachedStore.open(tmp_path, fingerprint) is None

@@ -1,25 +1,21 @@
 """The control segment: lines of one writer each, read by others, also from other processes."""
 
-import subprocess
-import sys
-import uuid
 from collections.abc import Iterator
 
 import pytest
-from small_store import ROOT
+from small_store import ROOT, run
 
 from shm.control import IDLE, ControlSegment
 from shm.errors import SegmentMissing
-from shm.segment import SHM_FOLDER, unlink
+from shm.segment import SHM_FOLDER
 
 
 @pytest.fixture
-def control() -> Iterator[ControlSegment]:
+def control(name) -> Iterator[ControlSegment]:
     """For the prefetcher and three workers."""
-    made = ControlSegment.create(f"/tandem-test-{uuid.uuid4().hex[:8]}", 3)
+    made = ControlSegment.create(name, 3)
     yield made
     made.close()
-    unlink(made.segment.name)
 
 
 def lines(control: ControlSegment) -> list[tuple[int, int]]:
@@ -45,8 +41,7 @@ def test_writes_of_another_process_appear_on_its_line_alone(control):
         "control.line('prefetcher', 0).tick()\n"
         "control.close()\n"
     )
-    command = [sys.executable, "-c", code, control.segment.name]
-    subprocess.run(command, cwd=ROOT, timeout=30, check=True)
+    run(code, control.segment.name).check_returncode()
     assert lines(control) == [(1, IDLE), (0, IDLE), (5, 1 << 40), (0, IDLE)]
 
 

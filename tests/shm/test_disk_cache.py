@@ -3,13 +3,12 @@
 import os
 import struct
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from small_store import ROOT, build, file_of
+from small_store import build, file_of, flip, run, running
 
 from shm.cache_writer import write_cache
 from shm.disk_cache import CachedStore, sweep_cache
@@ -78,14 +77,6 @@ def test_a_flipped_bit_is_found_and_leaves_no_segment(cached, fingerprint):
     with pytest.raises(StoreDamaged, match="layer 1"):
         refill(cached, fingerprint)
     assert not file_of(fingerprint).exists()
-
-
-def flip(path: Path, place: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(place, os.SEEK_END)
-        byte = file.read(1)
-        file.seek(place, os.SEEK_END)
-        file.write(bytes([byte[0] ^ 128]))
 
 
 def open_cached(path: Path, fingerprint: str) -> CachedStore:
@@ -197,18 +188,9 @@ write_cache(Path(sys.argv[2]), Store.attach(sys.argv[1]), halfway)
 @contextmanager
 def writer(fingerprint: str, folder: Path) -> Iterator[subprocess.Popen]:
     """A process that is writing the cached store."""
-    with subprocess.Popen(
-        [sys.executable, "-c", WRITER, store_name(fingerprint), str(folder)],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            assert process.stdout.readline() == "writing\n"
-            yield process
-        finally:
-            process.kill()
+    with running(WRITER, store_name(fingerprint), folder) as process:
+        assert process.stdout.readline() == "writing\n"
+        yield process
 
 
 def test_sweep_removes_unfinished_files_unless_they_are_being_written(fingerprint, tmp_path):
@@ -252,16 +234,11 @@ def test_a_sweep_and_many_writes_at_once_lose_nothing(fingerprint, tmp_path):
         "print('up', flush=True)\n"
         "while True: sweep_cache(Path(sys.argv[1]))\n"
     )
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as sweeper:
-        try:
-            assert sweeper.stdout.readline() == "up\n"
-            with Store.attach(store_name(fingerprint)) as store:
-                for _ in range(30):
-                    write_cache(tmp_path, store, lambda done: None)
-                    (tmp_path / fingerprint / "store.bin").unlink()
-        finally:
-            sweeper.kill()
+    with running(code, tmp_path) as sweeper, Store.attach(store_name(fingerprint)) as store:
+        assert sweeper.stdout.readline() == "up\n"
+        for _ in range(30):
+            write_cache(tmp_path, store, lambda done: None)
+            (tmp_path / fingerprint / "store.bin").unlink()
     assert sweep_cache(tmp_path) == []
 
 
@@ -294,12 +271,6 @@ def test_a_full_disk_is_an_error_that_leaves_nothing(fingerprint, tmp_path):
         "except OSError as e:\n"
         "    print(e.strerror)\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code, store_name(fingerprint), str(tmp_path / "cache")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
+    result = run(code, store_name(fingerprint), tmp_path / "cache")
     assert result.stdout.strip() == "File too large", result.stderr
     assert list((tmp_path / "cache").iterdir()) == []

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shm.layout import FORMATS, BlockFormat, ExpertShape, Float32, Int4, Int8, StoreLayout, format_named
+from shm.blocks import Int4, Int8
+from shm.layout import FORMATS, BlockFormat, ExpertShape, Float32, StoreLayout, format_named
 
 LANES = 16
 BLOCK_FORMATS = [f for f in FORMATS.values() if isinstance(f, BlockFormat)]

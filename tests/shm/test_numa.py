@@ -7,7 +7,6 @@ import errno
 import mmap
 import os
 import re
-import uuid
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,7 +127,7 @@ def policy(name: str, start: int) -> str:
 
 
 @pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="a kernel without NUMA")
-def test_kernel_places_the_pages_of_a_store_by_its_policy() -> None:
+def test_kernel_places_the_pages_of_a_store_by_its_policy(name: str) -> None:
     """Both of the "nodes" are node 0, so that it works anywhere; the policy of the pages shows the call."""
     mbind = kernel_mbind()
     assert mbind is not None
@@ -138,31 +137,24 @@ def test_kernel_places_the_pages_of_a_store_by_its_policy() -> None:
             pytest.skip(f"mbind is refused here: {os.strerror(error)}")
         assert mbind(address, PAGE, 1000) == errno.EINVAL
     shape = ExpertShape(1, 3, 1024, 8, 1)
-    name = f"/tandem-test-{uuid.uuid4().hex[:8]}"
     builder = StoreBuilder.create(name, StoreManifest("ab" * 32, shape, "f32", "a test"), nodes=(0, 0))
-    try:
-        assert builder.notes == ()
-        builder.layer(0)[:] = 1
-        for tile in range(8):
-            assert policy(name, START + builder.layout.offset(0, 2, tile)) == "prefer:0 N0"
-        builder.finish()
-        with Store.attach(name) as store:
-            assert (store.tiles(0, 2, 0, 8) == 1).all()
-    finally:
-        unlink(name)
+    assert builder.notes == ()
+    builder.layer(0)[:] = 1
+    for tile in range(8):
+        assert policy(name, START + builder.layout.offset(0, 2, tile)) == "prefer:0 N0"
+    builder.finish()
+    with Store.attach(name) as store:
+        assert (store.tiles(0, 2, 0, 8) == 1).all()
 
 
-def test_store_is_built_with_a_note_where_the_kernel_refuses() -> None:
-    name = f"/tandem-test-{uuid.uuid4().hex[:8]}"
+def test_store_is_built_with_a_note_where_the_kernel_refuses(name: str) -> None:
     manifest = StoreManifest("cd" * 32, ExpertShape(1, 2, 64, 8, 4), "f32", "a test")
     builder = StoreBuilder.create(name, manifest, nodes=(0, 1000))
-    try:
-        assert len(builder.notes) == 1
-        assert "tiles are not placed on NUMA nodes" in builder.notes[0]
-        builder.layer(0)[:] = 2
-        builder.finish()
-        with Store.attach(name) as store:
-            assert (store.tiles(0, 1, 0, 2) == 2).all()
-    finally:
-        unlink(name)
+    assert len(builder.notes) == 1
+    assert "tiles are not placed on NUMA nodes" in builder.notes[0]
+    builder.layer(0)[:] = 2
+    builder.finish()
+    with Store.attach(name) as store:
+        assert (store.tiles(0, 1, 0, 2) == 2).all()
+    unlink(name)
     assert not Path(SHM_FOLDER, name.lstrip("/")).exists()

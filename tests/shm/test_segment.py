@@ -2,27 +2,15 @@
 
 import os
 import re
-import subprocess
-import sys
-import uuid
 from pathlib import Path
 
 import pytest
+from small_store import run
 
-import shm
 from shm.errors import NotEnoughMemory, SegmentMissing, ShmError
 from shm.pinned import lock_pages
 from shm.segment import Segment, available_memory, check_space, free_shm_bytes, unlink
 from shm.slab import Slab
-
-ROOT = Path(shm.__file__).parent.parent
-
-
-@pytest.fixture
-def name():
-    name = f"/tandem-test-{uuid.uuid4().hex[:12]}"
-    yield name
-    unlink(name)
 
 
 def file_of(name: str) -> Path:
@@ -142,9 +130,7 @@ def test_a_failed_allocation_removes_the_segment(name):
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
         "Segment.create(sys.argv[1], 8 << 20)\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code, name], cwd=ROOT, capture_output=True, text=True, timeout=30
-    )
+    result = run(code, name)
     assert result.returncode == 1
     assert "larger than a file may be here" in result.stderr
     assert not file_of(name).exists()
@@ -206,9 +192,7 @@ def test_a_limit_on_locking_is_reported_and_not_fatal(name):
         "print(report.locked_bytes, report.total_bytes, report)\n"
     )
     with Segment.create(name, 8 << 20):
-        result = subprocess.run(
-            [sys.executable, "-c", code, name], cwd=ROOT, capture_output=True, text=True, timeout=30
-        )
+        result = run(code, name)
     assert result.returncode == 0, result.stderr
     locked, total, text = result.stdout.strip().split(" ", 2)
     assert int(total) == 8 << 20

@@ -1,6 +1,5 @@
 """The store: building, attaching, and its head against damage."""
 
-import os
 import struct
 import time
 import zlib
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_store import SHAPE, build, file_of, fill
+from small_store import SHAPE, build, file_of, fill, flip
 
 from shm.checksums import damaged_layers, name_layers
 from shm.crc32 import join_crc32
@@ -126,11 +125,7 @@ def test_another_models_store_is_refused(fingerprint):
 
 def test_verify_names_the_damaged_layer(fingerprint):
     build(fingerprint)
-    with file_of(fingerprint).open("r+b") as file:
-        file.seek(-5000, os.SEEK_END)
-        byte = file.read(1)
-        file.seek(-5000, os.SEEK_END)
-        file.write(bytes([byte[0] ^ 4]))
+    flip(file_of(fingerprint), -5000)
     with (
         Store.attach(store_name(fingerprint), fingerprint) as store,
         pytest.raises(StoreDamaged, match=r"is damaged in layer 1$"),

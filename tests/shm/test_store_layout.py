@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shm.errors import UnknownFormat
-from shm.layout import PAGE, ExpertShape, StoreLayout, format_named, round_to_bf16
+from shm.formats import round_to_bf16
+from shm.layout import PAGE, ExpertShape, StoreLayout, format_named
 
 shapes = st.builds(
     ExpertShape,

@@ -2,15 +2,13 @@
 
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from small_store import ROOT, SHAPE, build, file_of, fill
+from small_store import SHAPE, build, file_of, fill, run, running
 
 from shm import locks
 from shm.errors import SegmentMissing, ShmError
@@ -47,21 +45,13 @@ def test_engines_that_start_together_build_once(fingerprint, tmp_path, roots):
     """Also engines with different runtime directories."""
     for root in set(roots):
         (tmp_path / root).mkdir()
-    racers = [
-        subprocess.Popen(
-            [sys.executable, "-c", RACER, fingerprint, str(tmp_path / root)],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for root in roots
-    ]
-    assert [racer.stdout.readline() for racer in racers] == ["up\n"] * 3
-    for racer in racers:
-        racer.stdin.write("go\n")
-        racer.stdin.flush()
-    answers = sorted(racer.communicate(timeout=30)[0].strip() for racer in racers)
+    with ExitStack() as stack:
+        racers = [stack.enter_context(running(RACER, fingerprint, tmp_path / root)) for root in roots]
+        assert [racer.stdout.readline() for racer in racers] == ["up\n"] * 3
+        for racer in racers:
+            racer.stdin.write("go\n")
+            racer.stdin.flush()
+        answers = sorted(racer.communicate(timeout=30)[0].strip() for racer in racers)
     assert answers == ["built", "shared", "shared"]
     assert all(racer.returncode == 0 for racer in racers)
     for root in roots:  # for the sweep to find
@@ -81,13 +71,18 @@ time.sleep(60)
 @contextmanager
 def killed_user(fingerprint: str, root: Path) -> Iterator[None]:
     """An engine that holds a lease for the block and is then killed."""
-    command = [sys.executable, "-c", HOLDER, fingerprint, str(root)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as user:
-        try:
-            assert user.stdout.readline() == "held\n"
-            yield
-        finally:
-            user.kill()
+    with running(HOLDER, fingerprint, root) as user:
+        assert user.stdout.readline() == "held\n"
+        yield
+
+
+def kill_a_builder(fingerprint: str, root: Path) -> None:
+    """Run an engine that is killed while it holds the build lock."""
+    code = (
+        "import os, signal, sys; from pathlib import Path; from shm.locks import build_lock\n"
+        "with build_lock(sys.argv[1], Path(sys.argv[2])): os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    run(code, fingerprint, root)
 
 
 def test_lock_of_a_killed_builder_is_released(fingerprint, tmp_path):
@@ -96,13 +91,6 @@ def test_lock_of_a_killed_builder_is_released(fingerprint, tmp_path):
         "with build_lock(sys.argv[1], Path(sys.argv[2])):\n"
         "    print('held', flush=True); time.sleep(60)\n"
     )
-    holder = subprocess.Popen(
-        [sys.executable, "-c", code, fingerprint, str(tmp_path)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert holder.stdout.readline() == "held\n"
     calls = []
 
     def waiting() -> None:
@@ -110,9 +98,10 @@ def test_lock_of_a_killed_builder_is_released(fingerprint, tmp_path):
         if len(calls) == 3:
             holder.kill()
 
-    with build_lock(fingerprint, tmp_path, waiting):
-        assert len(calls) >= 3
-    holder.communicate(timeout=10)
+    with running(code, fingerprint, tmp_path) as holder:
+        assert holder.stdout.readline() == "held\n"
+        with build_lock(fingerprint, tmp_path, waiting):
+            assert len(calls) >= 3
 
 
 def test_last_user_removes_the_store(fingerprint, tmp_path):
@@ -218,11 +207,7 @@ def test_sweep_keeps_a_store_that_is_being_built(fingerprint, tmp_path):
 
 
 def test_sweep_removes_the_store_of_a_killed_builder(fingerprint, tmp_path):
-    code = (
-        "import os, signal, sys; from pathlib import Path; from shm.locks import build_lock\n"
-        "with build_lock(sys.argv[1], Path(sys.argv[2])): os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    subprocess.run([sys.executable, "-c", code, fingerprint, str(tmp_path)], cwd=ROOT, timeout=30)
+    kill_a_builder(fingerprint, tmp_path)
     build(fingerprint)
     assert sweep(tmp_path) == [store_name(fingerprint)]
     assert list((tmp_path / ".locks").iterdir()) == []
@@ -277,12 +262,7 @@ def test_lease_of_a_store_that_is_being_rebuilt_raises_segment_missing(fingerpri
 def test_lock_files_of_killed_builders_are_swept(fingerprint, tmp_path):
     """Also if their engine's root has been removed."""
     (tmp_path / "there").mkdir()
-    code = (
-        "import os, signal, sys; from pathlib import Path; from shm.locks import build_lock\n"
-        "with build_lock(sys.argv[1], Path(sys.argv[2])): os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    there = str(tmp_path / "there")
-    subprocess.run([sys.executable, "-c", code, fingerprint, there], cwd=ROOT, timeout=30)
+    kill_a_builder(fingerprint, tmp_path / "there")
     left = build_folder() / f"{fingerprint[:16]}.build"
     assert left.exists()
     (tmp_path / "here").mkdir()
