@@ -67,21 +67,16 @@ class ChildEndpoint:
         for socket, _ in self._poller.poll(POLL_LIMIT_MS if wait else 0):
             while not self.stopped:
                 try:
-                    message = self._decode(socket.recv_multipart(zmq.NOBLOCK))
+                    message = decode(socket.recv_multipart(zmq.NOBLOCK))
                 except zmq.Again:
                     break
+                except MalformedMessage as e:
+                    log.warning("dropped a malformed message: %s", e)
+                    continue
                 if isinstance(message, Shutdown):
                     self.stopped = True
-                elif message is not None:
+                else:
                     yield message
-
-    def _decode(self, frames: list[bytes]) -> object | None:
-        try:
-            message: object = decode(frames)
-        except MalformedMessage as e:
-            log.warning("dropped a malformed message: %s", e)
-            return None
-        return message
 
     def close(self) -> None:
         """Send queued messages (for at most the sockets' linger time) and close."""

@@ -53,8 +53,7 @@ def fault_of(work: Work, shape: ExpertShape) -> str | None:
 
 
 def serve(peer: ChildEndpoint, store: Store, line: ControlLine, team: Team | None, slowdown: float) -> None:
-    """Answer Work until Shutdown; `line` counts progress. `slowdown` > 1 waits after each Work, to emulate a
-    slower host."""
+    """Answer Work until Shutdown; `line` counts progress. `slowdown` > 1 emulates a slower host."""
     experts = HostExperts(store, team, line)
     waiting: deque[Work] = deque()
     while not peer.stopped:
@@ -87,19 +86,18 @@ def main(config: dict[str, Any]) -> int:
     note = pin(config["cores"])
     peer = ChildEndpoint(config, "work.sock")
     try:
-        store = Store.attach(config["store"], config["fingerprint"])
         control = ControlSegment.attach(config["control"])
+        with Store.attach(config["store"], config["fingerprint"]) as store:
+            peer.announce((note,) if note else ())
+            library = best()
+            team = None if library is None else library.team(len(config["cores"]))
+            serve(peer, store, control.line("worker", peer.index), team, config["host_slowdown"])
+            if team is not None:
+                team.close()
+        control.close()
     except ShmError as e:
         peer.fail(str(e))
-        peer.close()
         return 1
-    peer.announce((note,) if note else ())
-    library = best()
-    team = None if library is None else library.team(len(config["cores"]))
-    serve(peer, store, control.line("worker", peer.index), team, config["host_slowdown"])
-    if team is not None:
-        team.close()
-    peer.close()
-    store.close()
-    control.close()
+    finally:
+        peer.close()
     return 0

@@ -19,13 +19,10 @@ class HostExperts:
         """`line`: the progress counter."""
         self._store = store
         self._kernel = HostKernel(store.layout, team, line)
-        self._prepared = False
 
     def prepare(self) -> None:
         """Import everything that a Work may need, so that the first one is not slower."""
-        if not self._prepared:
-            self._kernel.prepare()
-            self._prepared = True
+        self._kernel.prepare()
 
     def compute(self, work: Work) -> Float32:
         """The weighted sum over the items: float32 [R, H], a row for each row of `work.x`."""

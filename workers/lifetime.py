@@ -53,24 +53,21 @@ def pin(cores: list[int]) -> str:
     return ""
 
 
-def _read_exactly(fd: int, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        try:
-            part = os.read(fd, count - len(data))
-        except OSError as e:
-            _give_up(f"the lifeline {fd} cannot be read ({e.strerror}): this process is started by launch.py")
-        if not part:
-            os._exit(EXIT_PARENT_GONE)
-        data += part
-    return data
-
-
 def _watch(lifeline: int, received: Future[dict[str, Any]]) -> NoReturn:
-    length = int.from_bytes(_read_exactly(lifeline, 4), "big")
-    if length > MAX_CONFIG:
-        _give_up("the lifeline holds no configuration")
-    config: dict[str, Any] = msgpack.unpackb(_read_exactly(lifeline, length))
+    try:
+        with open(lifeline, "rb", closefd=False) as pipe:
+            head = pipe.read(4)
+            length = int.from_bytes(head, "big")
+            if length > MAX_CONFIG:
+                _give_up("the lifeline holds no configuration")
+            packed = pipe.read(length)
+    except OSError as e:
+        _give_up(
+            f"the lifeline {lifeline} cannot be read ({e.strerror}): this process is started by launch.py"
+        )
+    if len(head) < 4 or len(packed) < length:
+        os._exit(EXIT_PARENT_GONE)
+    config: dict[str, Any] = msgpack.unpackb(packed)
     role = config.get("role", "child")
     logging.basicConfig(
         level=config.get("log_level", "INFO"), stream=sys.stderr, format=f"[{role}] %(message)s", force=True

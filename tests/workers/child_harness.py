@@ -21,7 +21,7 @@ import zmq
 
 import workers
 from protocol.codec import decode, encode
-from protocol.messages import Ready, Shutdown
+from protocol.messages import Failed, Ready, Shutdown
 from protocol.sockets import Identity, bind_router, ipc_endpoint
 from shm.control import ControlSegment
 from shm.layout import ExpertShape, Float32
@@ -164,6 +164,17 @@ class Surroundings:
             messages.append(received)
         assert messages[0] == messages[1]
         return messages[0]
+
+    def failure(self, child: Child) -> str:
+        """The line with which a child has failed and exited."""
+        sender, message = self.receive(self.control)
+        assert sender == child.name
+        assert isinstance(message, Failed)
+        assert (message.role, message.usage) == (self.role, False)
+        assert "\n" not in message.text
+        assert child.ended() == 1
+        assert child.errors.read_text() == ""
+        return message.text
 
     def send(self, child: Child, message: object) -> None:
         """Send from the coordinator's socket."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from child_harness import SHAPE, small_store, surroundings
+from kernel_runs import bits, kernel_of, reference
 from numpy.typing import NDArray
 
 from pipeline.device import open_device
@@ -17,17 +18,12 @@ from shm.layout import FORMATS, ExpertShape, Float32, StoreLayout, format_named
 from shm.segment import unlink
 from shm.store import Store, store_name
 from workers.kernels.host import HostKernel
-from workers.kernels.native import Geometry, Library, best
-from workers.kernels.reference import ReferenceKernel
+from workers.kernels.native import best
 
 HIDDEN, TILES = 75, 3
 BF16_IN_C = 4  # rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def bits(array: Float32) -> NDArray[np.uint32]:
-    return np.ascontiguousarray(array).view(np.uint32)
 
 
 def make_tiles(name: str) -> tuple[StoreLayout, NDArray[np.uint8]]:
@@ -44,29 +40,20 @@ def states(rows: int) -> Float32:
     return np.random.default_rng(rows).standard_normal((rows, HIDDEN)).astype(np.float32)
 
 
-def in_c(library: Library, layout: StoreLayout, tiles: NDArray[np.uint8], x: Float32) -> Float32:
-    kernel = library.kernel(Geometry(layout.format, HIDDEN, HIDDEN, layout.shape.tile))
-    return kernel.tiles(tiles, kernel.quantize(x), np.arange(len(x), dtype=np.int32))
-
-
-def in_torch(layout: StoreLayout, tiles: NDArray[np.uint8], x: Float32) -> Float32:
-    kernel = ReferenceKernel(layout)
-    activations = kernel.activations(torch.from_numpy(x))
-    return kernel.compute(torch.from_numpy(tiles), activations, torch.arange(len(x))).numpy()
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_format_and_rows_alone_select_c_or_torch(name: str) -> None:
     layout, tiles = make_tiles(name)
     library, kernel = best(), HostKernel(layout)
     most = {"f32": 0, "bf16": BF16_IN_C}.get(name, 1 << 62)
     for rows in (1, 2, BF16_IN_C, BF16_IN_C + 1, 17):
-        x = states(rows)
-        found = kernel.compute(tiles, kernel.activations(x), np.arange(rows, dtype=np.int32))
+        x, every = states(rows), np.arange(rows, dtype=np.int32)
+        found = kernel.compute(tiles, kernel.activations(x), every)
         if library is not None and rows <= most:
-            np.testing.assert_array_equal(bits(found), bits(in_c(library, layout, tiles, x)))
+            native = kernel_of(library, layout)
+            expected = native.tiles(tiles, native.quantize(x), every)
         else:
-            np.testing.assert_array_equal(bits(found), bits(in_torch(layout, tiles, x)))
+            expected = reference(layout, tiles, x, every)
+        np.testing.assert_array_equal(bits(found), bits(expected))
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -7,14 +7,11 @@ from dataclasses import dataclass
 import brute_force
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
-from torch import Tensor
+from kernel_runs import reference
 
-from shm.layout import ExpertShape, Float32, StoreLayout, format_named
-from workers.kernels.reference import ReferenceKernel
+from shm.layout import Bytes, ExpertShape, Float32, StoreLayout, format_named
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,18 +31,17 @@ class Case:
         return self.layout.format.name
 
     @property
-    def data(self) -> Tensor:
+    def data(self) -> Bytes:
         """All of the expert's tiles: uint8 [tiles * tile_bytes]."""
-        out: NDArray[np.uint8] = np.zeros(self.layout.expert_stride, np.uint8)
+        out: Bytes = np.zeros(self.layout.expert_stride, np.uint8)
         self.layout.encode_expert(self.gate, self.up, self.down, out)
-        return torch.from_numpy(out[: self.layout.tile_bytes * self.layout.shape.tiles])
+        return out[: self.layout.tile_bytes * self.layout.shape.tiles]
 
     def expected(self) -> brute_force.Expected:
         return brute_force.expert(self.gate, self.up, self.down, self.x, self.format)
 
-    def run(self, data: Tensor) -> Tensor:
-        kernel = ReferenceKernel(self.layout)
-        return kernel.compute(data, kernel.activations(torch.from_numpy(self.x)), torch.arange(len(self.x)))
+    def run(self, data: Bytes) -> Float32:
+        return reference(self.layout, data, self.x, np.arange(len(self.x), dtype=np.int32))
 
 
 def make_case(hidden: int, intermediate: int, tile: int, rows: int, format: str, seed: int) -> Case:
@@ -76,8 +72,8 @@ cases = st.builds(
 @given(cases)
 def test_a_whole_expert_equals_the_brute_force(case: Case) -> None:
     found = case.run(case.data)
-    assert found.dtype == torch.float32
-    assert case.expected().agrees(found.numpy())
+    assert found.dtype == np.float32
+    assert case.expected().agrees(found)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -85,15 +81,14 @@ def test_a_whole_expert_equals_the_brute_force(case: Case) -> None:
 def test_any_consecutive_split_sums_to_the_whole(case: Case, data: st.DataObject) -> None:
     tiles, size = case.layout.shape.tiles, case.layout.tile_bytes
     cuts = sorted(data.draw(st.sets(st.integers(1, tiles - 1)))) if tiles > 1 else []
-    whole = case.run(case.data).numpy()
+    whole = case.run(case.data)
     parts = [
-        case.run(case.data[lo * size : hi * size]).numpy()
-        for lo, hi in zip([0, *cuts], [*cuts, tiles], strict=True)
+        case.run(case.data[lo * size : hi * size]) for lo, hi in zip([0, *cuts], [*cuts, tiles], strict=True)
     ]
     total = np.sum(parts, axis=0)
     assert case.expected().agrees(total)
     # Each tile's own sum is the same numbers in every call: only the order of the additions differs.
-    single = [case.run(case.data[t * size : (t + 1) * size]).numpy() for t in range(tiles)]
+    single = [case.run(case.data[t * size : (t + 1) * size]) for t in range(tiles)]
     slack = 2 * tiles * brute_force.UNIT["f32"] * np.sum(np.abs(single), axis=0) + 1e-30
     assert (np.abs(total - whole) <= slack).all()
 
@@ -102,16 +97,16 @@ def test_any_consecutive_split_sums_to_the_whole(case: Case, data: st.DataObject
 @given(cases)
 def test_the_same_call_gives_the_same_bits(case: Case) -> None:
     data = case.data
-    first, again = case.run(data), case.run(data.clone())
-    np.testing.assert_array_equal(first.numpy().view(np.uint32), again.numpy().view(np.uint32))
-    assert first.data_ptr() != again.data_ptr()  # the caller may change what it got
+    first, again = case.run(data), case.run(data.copy())
+    np.testing.assert_array_equal(first.view(np.uint32), again.view(np.uint32))
+    assert not np.shares_memory(first, again)  # the caller may change what it got
 
 
 def test_the_inputs_are_not_changed() -> None:
     case = make_case(48, 50, 16, 5, "f32", 0)
     data, before = case.data, case.x.copy()
     case.run(data)
-    np.testing.assert_array_equal(data.numpy(), case.data.numpy())
+    np.testing.assert_array_equal(data, case.data)
     np.testing.assert_array_equal(case.x, before)
 
 

@@ -33,6 +33,7 @@ import time
 print("importing", flush=True)
 time.sleep(600)
 """
+LINES = {"its_module": '{"role": "child"}\n', "slow_module": "importing\n"}  # what they print
 # Starts a child with the given pipe, prints its process id, and waits.
 PARENT = """
 import subprocess, sys, time
@@ -60,6 +61,11 @@ def line_of(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     assert select.select([process.stdout], [], [], LIMIT)[0], "the process prints nothing"
     return process.stdout.readline()
+
+
+def complaints(process: subprocess.Popen[str]) -> str:
+    assert process.stderr is not None
+    return process.stderr.read()
 
 
 @contextmanager
@@ -104,8 +110,7 @@ def test_the_configuration_arrives_as_it_was_sent(pipe: tuple[int, int]) -> None
         assert json.loads(line_of(child)) == config
         os.close(pipe[1])
         assert child.wait(LIMIT) == EXIT_PARENT_GONE
-        assert child.stderr is not None
-        assert child.stderr.read() == "[child] a line\n"
+        assert complaints(child) == "[child] a line\n"
 
 
 def test_configuration_may_arrive_in_pieces(pipe: tuple[int, int]) -> None:
@@ -145,14 +150,14 @@ def test_sigint_is_ignored(pipe: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["with its lifeline", "its lifeline held by another"])
-def test_child_exits_with_its_killed_parent(pipe: tuple[int, int], held: bool) -> None:
-    """Where another process still holds the lifeline's other end, the kernel's signal alone does it."""
+@pytest.mark.parametrize("module", LINES)
+def test_child_exits_with_its_killed_parent(pipe: tuple[int, int], held: bool, module: str) -> None:
+    """In its work and while it imports. Where another process still holds the lifeline's other end, the
+    kernel's signal alone does it."""
     os.write(pipe[1], pack_config({"role": "child"}))
-    with started(("-c", PARENT), pipe[0], *runs("its_module", pipe[0])) as parent:
+    with started(("-c", PARENT), pipe[0], *runs(module, pipe[0])) as parent:
         pid = int(line_of(parent))
-        assert json.loads(line_of(parent)) == {
-            "role": "child"
-        }  # the child has entered: it has its parent's stdout
+        assert line_of(parent) == LINES[module]  # the child has entered: it has its parent's stdout
         parent.send_signal(signal.SIGKILL)
         if not held:
             os.close(pipe[1])
@@ -179,49 +184,33 @@ def test_child_exits_with_its_parent_in_the_middle_of_the_configuration(
     os.close(pipe[1])
     with started(ENTRY, pipe[0], *runs("its_module", pipe[0])) as child:
         assert child.wait(LIMIT) == EXIT_PARENT_GONE
-        assert child.stderr is not None
-        assert child.stderr.read() == ""
+        assert complaints(child) == ""
 
 
 def test_a_configuration_over_the_limit_is_refused(pipe: tuple[int, int]) -> None:
     os.write(pipe[1], (MAX_CONFIG + 1).to_bytes(4, "big"))
     with started(ENTRY, pipe[0], *runs("its_module", pipe[0])) as child:
         assert child.wait(LIMIT) == 1
-        assert child.stderr is not None
-        assert child.stderr.read() == "the lifeline holds no configuration\n"
+        assert complaints(child) == "the lifeline holds no configuration\n"
 
 
 @pytest.mark.parametrize("arguments", ["", "its_module", "its_module --lifeline", "its_module --lifeline x"])
 def test_missing_lifeline_is_one_line(pipe: tuple[int, int], arguments: str) -> None:
     with started(ENTRY, pipe[0], *arguments.split()) as child:
         assert child.wait(LIMIT) == 1
-        assert child.stderr is not None
-        assert child.stderr.read() == "this process is started by launch.py, not by hand\n"
+        assert complaints(child) == "this process is started by launch.py, not by hand\n"
 
 
 def test_invalid_lifeline_is_one_line(pipe: tuple[int, int]) -> None:
     with started(ENTRY, pipe[0], *runs("its_module", 99)) as child:
         assert child.wait(LIMIT) == 1
-        assert child.stderr is not None
-        assert "started by launch.py" in child.stderr.read()
+        assert "started by launch.py" in complaints(child)
 
 
 def test_return_value_of_main_is_the_exit_code(pipe: tuple[int, int]) -> None:
     os.write(pipe[1], pack_config({"role": "child", "code": 7}))
     with started(ENTRY, pipe[0], *runs("its_module", pipe[0])) as child:
         assert child.wait(LIMIT) == 7
-
-
-@pytest.mark.parametrize("held", [False, True], ids=["with its lifeline", "its lifeline held by another"])
-def test_importing_child_exits_with_its_parent(pipe: tuple[int, int], held: bool) -> None:
-    os.write(pipe[1], pack_config({"role": "child"}))
-    with started(("-c", PARENT), pipe[0], *runs("slow_module", pipe[0])) as parent:
-        pid = int(line_of(parent))
-        assert line_of(parent) == "importing\n"
-        parent.send_signal(signal.SIGKILL)
-        if not held:
-            os.close(pipe[1])
-        assert wait_gone(pid)
 
 
 def test_child_exits_if_its_parent_exited_before_its_start(pipe: tuple[int, int]) -> None:

@@ -50,9 +50,24 @@ def turned(x: np.ndarray, angles: np.ndarray) -> np.ndarray:
     return x * np.cos(both) + swapped * np.sin(both)
 
 
-def tables(angles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def tables(angles: np.ndarray) -> np.ndarray:
+    """Cosines and sines."""
     cos, sin = np.cos(angles), np.sin(angles)
-    return np.concatenate((cos, cos)).astype(np.float32), np.concatenate((-sin, sin)).astype(np.float32)
+    return np.array((np.concatenate((cos, cos)), np.concatenate((-sin, sin))), np.float32)
+
+
+def cos_sin(tables: np.ndarray) -> CosSin:
+    return CosSin(tables[0].ctypes.data, tables[1].ctypes.data)
+
+
+def check_stored(
+    cache: np.ndarray, position: tuple[object, ...], before: np.ndarray, new: np.ndarray
+) -> None:
+    """Nothing but the token's numbers was written."""
+    rtol = 1e-5 if cache.dtype == np.float32 else 2**-8
+    np.testing.assert_allclose(read(cache)[position], new, rtol=rtol, atol=1e-5)
+    before[position] = cache[position]
+    np.testing.assert_array_equal(cache, before)
 
 
 def normed(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -87,7 +102,7 @@ def test_grouped_heads(
     sizes = {"": (1, 1), "head": (width, width), "all": (heads * width, kv_heads * width)}[norm]
     weights = [numbers(random, size) for size in sizes]
     angles = random.uniform(0, 6, half)
-    cos, sin = tables(angles)
+    turns = tables(angles)
 
     x = qkv.astype(np.float64)
     q, k, v = x[:heads], x[heads : heads + kv_heads], x[heads + kv_heads :]
@@ -117,7 +132,7 @@ def test_grouped_heads(
     )
     kernel.attend(
         qkv.ctypes.data,
-        CosSin(cos.ctypes.data, sin.ctypes.data),
+        cos_sin(turns),
         (caches[0].ctypes.data, caches[1].ctypes.data),
         capacity,
         position,
@@ -125,10 +140,7 @@ def test_grouped_heads(
         spin_ns=1000,
     )
     for cache, old, new in zip(caches, before, (k, v), strict=True):
-        fits = {"rtol": 1e-5, "atol": 1e-5} if bits == 32 else {"rtol": 2**-8, "atol": 1e-5}
-        np.testing.assert_allclose(read(cache)[:, position], new, **fits)
-        old[:, position] = cache[:, position]
-        np.testing.assert_array_equal(cache, old)  # nothing else was written
+        check_stored(cache, (slice(None), position), old, new)
     seen = slice(0 if window is None else max(0, position + 1 - window), position + 1)
     for head in range(heads):
         keys, values = (read(cache)[head // shared, seen] for cache in caches)
@@ -155,7 +167,7 @@ def test_latent_heads(library, team, seed, heads, rank, nope, half, value, posit
     before, weight = cache.copy(), numbers(random, rank)
     expansion = as_cached(numbers(random, heads, nope + value, rank) * np.float32(rank**-0.5), bits)
     angles, scale = random.uniform(0, 6, half), float((nope + rope) ** -0.5)
-    cos, sin = tables(angles)
+    turns = tables(angles)
     new = latent.astype(np.float64)
     new = np.concatenate((normed(new[:rank], weight), turned(new[rank:], angles)))
     queries = q.astype(np.float64)
@@ -175,14 +187,9 @@ def test_latent_heads(library, team, seed, heads, rank, nope, half, value, posit
         eps=EPS,
         scale=scale,
     )
-    cos_sin = CosSin(cos.ctypes.data, sin.ctypes.data)
-    kernel.attend(
-        q.ctypes.data, latent.ctypes.data, cos_sin, cache.ctypes.data, position, out.ctypes.data, spin_ns=1000
-    )
-    fits = {"rtol": 1e-5, "atol": 1e-5} if bits == 32 else {"rtol": 2**-8, "atol": 1e-5}
-    np.testing.assert_allclose(read(cache)[position], new, **fits)
-    before[position] = cache[position]
-    np.testing.assert_array_equal(cache, before)
+    addresses = q.ctypes.data, latent.ctypes.data, cos_sin(turns), cache.ctypes.data
+    kernel.attend(*addresses, position, out.ctypes.data, spin_ns=1000)
+    check_stored(cache, (position,), before, new)
     cached, expanded = read(cache)[: position + 1], read(expansion)
     for head in range(heads):
         both = cached[:, :rank] @ expanded[head].T  # [tokens, nope + value]
@@ -210,7 +217,7 @@ def test_many_tokens_are_shared_and_give_the_same_bits(library) -> None:
     random, width, tokens = np.random.default_rng(0), 64, 3000
     qkv = numbers(random, 12, width)
     caches = [as_cached(numbers(random, 2, tokens, width), 16) for _ in range(2)]
-    cos, sin = tables(random.uniform(0, 6, width // 2))
+    turns = tables(random.uniform(0, 6, width // 2))
     found = []
     for threads in (1, 2, 4):
         made = library.team(threads)
@@ -221,7 +228,7 @@ def test_many_tokens_are_shared_and_give_the_same_bits(library) -> None:
         x, out = qkv.copy(), np.empty((8, width), np.float32)
         kernel.attend(
             x.ctypes.data,
-            CosSin(cos.ctypes.data, sin.ctypes.data),
+            cos_sin(turns),
             (caches[0].ctypes.data, caches[1].ctypes.data),
             tokens,
             tokens - 1,

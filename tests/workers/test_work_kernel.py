@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kernel_runs import kernel_of
 
 from shm.layout import ExpertShape, StoreLayout, format_named
-from workers.kernels.native import Geometry
 
 TICK = np.zeros(1, np.uint64)
 
@@ -53,8 +53,7 @@ def test_work_has_the_same_bits_as_tile_by_tile(library, threads, name, work) ->
     items, offsets, rows = work["items"], work["offsets"], work["rows"]
     weights = random.random(len(rows), np.float32)
 
-    geometry = Geometry(form, hidden, hidden, tile)
-    alone = library.kernel(geometry)
+    alone = kernel_of(library, layout)
     inputs = alone.quantize(x)
     wanted = np.zeros_like(x)
     for (expert, lo, hi), start, end in zip(items, offsets, offsets[1:], strict=False):
@@ -66,7 +65,7 @@ def test_work_has_the_same_bits_as_tile_by_tile(library, threads, name, work) ->
     team = library.team(threads)
     TICK[0] = 0
     try:
-        found = library.kernel(geometry, team).work(
+        found = kernel_of(library, layout, team).work(
             layer[: layout.tile_bytes], layout.expert_stride, items, offsets, inputs, rows, weights,
             TICK.ctypes.data,
         )  # fmt: skip

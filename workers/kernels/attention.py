@@ -84,19 +84,9 @@ class GroupedHeads:
         self._window = window
         self._heads = heads
         self._token_bytes = 2 * kv_heads * width * bits // 8
-        scale = width**-0.5
+        normed = NORMS.index(norm), query_norm, key_norm
         self._facts = _Grouped(
-            bits,
-            heads,
-            kv_heads,
-            width,
-            window or 0,
-            NORMS.index(norm),
-            query_norm,
-            key_norm,
-            eps,
-            clip or 0,
-            scale,
+            bits, heads, kv_heads, width, window or 0, *normed, eps, clip or 0, width**-0.5
         )
         self._scratch = _Scratch()
 

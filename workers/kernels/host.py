@@ -48,8 +48,7 @@ class HostKernel:
     def __init__(
         self, layout: StoreLayout, team: Team | None = None, line: ControlLine | None = None
     ) -> None:
-        """`team`: the threads that compute; None: the caller alone. `line`: the progress counter, ticked for
-        each tile."""
+        """`team`: the threads that compute; None: the caller alone. `line`: ticked for each tile."""
         self._layout = layout
         self._line = line
         self._ticks = None if line is None else line.address

@@ -11,7 +11,7 @@ import ctypes
 import logging
 from dataclasses import dataclass
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,7 @@ class _Activations(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Geometry:
-    """A matrix [outputs, inputs] of a quantized format, or tiles of `channels` of experts with H = `inputs` =
-    `outputs`."""
+    """A matrix [outputs, inputs] of a quantized format, or tiles of `channels` with H = inputs = outputs."""
 
     format: TileFormat
     inputs: int
@@ -222,8 +221,7 @@ class Kernel:
         ticks: int | None = None,
     ) -> Float32:
         """The weighted sum over items, as in a Work message: float32 [rows of x, H]; the same bits as `tiles`
-        item by item. `layer`: the layer's first tile. The caller has checked the items' experts and
-        tiles."""
+        item by item. `layer`: its first tile. The caller has checked the items' experts and tiles."""
         self._check(layer, x, self._tile_bytes)
         # Arrays out of a message may be unaligned.
         items, offsets, rows = (np.require(each, np.int32, ["C", "A"]) for each in (items, offsets, rows))
@@ -279,14 +277,11 @@ class Kernel:
 @cache
 def load(variant: str) -> Library | str:
     """A variant's library, or in a few words the reason why it cannot be used."""
-    for suffix in EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name(f"_{variant}{suffix}")
-        if path.exists():
-            break
-    else:
+    found = PathFinder.find_spec(f"_{variant}", [str(Path(__file__).parent)])
+    if found is None:
         return "not compiled at installation"
     try:
-        functions = ctypes.CDLL(str(path))
+        functions = ctypes.CDLL(found.origin)
         if functions.tandem_kernels_version() != VERSION:
             return OTHER_VERSION
     except AttributeError:

@@ -22,8 +22,7 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
 def tile_numbers(layout: StoreLayout, tile: Tensor) -> tuple[Tensor, Tensor]:
-    """A tile's weights, float32: gate's rows over up's [2T, H], and down's columns
-    [T, H]. tile: uint8 [tile_bytes]."""
+    """A tile's weights, float32: gate over up [2T, H], down's columns [T, H]. tile: uint8 [tile_bytes]."""
     channels, hidden, blocks = layout.shape.tile, layout.shape.hidden, layout.format
     if not isinstance(blocks, BlockFormat):
         parts = tile.view(DTYPES[blocks.name]).view(3 * channels, hidden).float()
