@@ -13,6 +13,17 @@ from shm.segment import unlink
 from shm.store import Store, StoreBuilder
 
 
+class Enough(Exception):
+    pass
+
+
+class Stop(list[int]):
+    """A `progress` that ends the filling."""
+
+    def append(self, done: int) -> None:
+        raise Enough
+
+
 def layout_of(config: dict[str, Any], format_name: str) -> StoreLayout:
     """With the smallest tiles of the format that have at least 64 channels."""
     tile_format = format_named(format_name)

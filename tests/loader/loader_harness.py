@@ -43,9 +43,20 @@ class Outcome:
         return self.messages[-1]
 
     @property
+    def source(self) -> str:
+        return self.ready.notes[0].partition(":")[0].removeprefix("source ")
+
+    @property
     def failed(self) -> Failed:
         assert isinstance(self.messages[-1], Failed), self.messages
+        assert "\n" not in self.messages[-1].text
         return self.messages[-1]
+
+    @property
+    def refusal(self) -> str:
+        """The line for wrong input."""
+        assert (self.code, self.failed.usage) == (2, True)
+        return self.failed.text
 
 
 class Child:
@@ -129,8 +140,12 @@ class Supervisor:
         return self.finish(self.start(model, **changes))
 
 
+def in_memory(fingerprint: str) -> Path:
+    return Path("/dev/shm") / store_name(fingerprint)[1:]
+
+
 def exists(fingerprint: str) -> bool:
-    return (Path("/dev/shm") / store_name(fingerprint)[1:]).exists()
+    return in_memory(fingerprint).exists()
 
 
 def assert_right(fingerprint: str, tensors: dict[str, torch.Tensor]) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tiny_checkpoint
 import torch
-from filled_store import filled, layout_of, new_store
+from filled_store import Enough, Stop, filled, layout_of, new_store
 
 from pipeline.checkpoint import chunks, encode
 from pipeline.checkpoint.hf_checkpoint import Checkpoint
@@ -13,36 +13,32 @@ from shm.layout import FORMATS, StoreLayout
 
 # Odd sizes: padded in both directions, with tiles of 64 and more channels.
 MIXTRAL = tiny_checkpoint.config() | {"hidden_size": 72, "intermediate_size": 164, "head_dim": 16}
-QWEN2 = {
-    "model_type": "qwen2_moe",
+OTHERS = {
     "hidden_act": "silu",
     "hidden_size": 72,
     "intermediate_size": 48,
     "moe_intermediate_size": 164,
-    "shared_expert_intermediate_size": 40,
-    "num_hidden_layers": 4,
-    "decoder_sparse_step": 2,
-    "num_experts": 3,
     "num_experts_per_tok": 2,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
     "vocab_size": 32,
     "max_position_embeddings": 128,
     "rms_norm_eps": 1e-6,
 }
-DEEPSEEK = {
+QWEN2 = OTHERS | {
+    "model_type": "qwen2_moe",
+    "shared_expert_intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "decoder_sparse_step": 2,
+    "num_experts": 3,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+DEEPSEEK = OTHERS | {
     "model_type": "deepseek_v2",
-    "hidden_act": "silu",
-    "hidden_size": 72,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 164,
     "n_routed_experts": 3,
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
     "num_hidden_layers": 3,
-    "num_experts_per_tok": 2,
-    "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "kv_lora_rank": 16,
     "q_lora_rank": None,
@@ -50,16 +46,12 @@ DEEPSEEK = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 8,
     "topk_method": "greedy",
-    "vocab_size": 32,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-6,
 }
 FAMILIES = {"mixtral": MIXTRAL, "qwen2_moe": QWEN2, "deepseek_v2": DEEPSEEK}
 
 
 def numbers(config: dict) -> np.ndarray:
-    """Random experts as [layer, expert, gate | up | down transposed, I, H]: float32 numbers that every dtype
-    holds exactly."""
+    """Random experts [layer, expert, gate | up | down transposed, I, H], float32, exact in every dtype."""
     spec = model_spec(config)
     shape = (len(spec.moe_layers), spec.experts, 3, spec.intermediate, spec.hidden)
     drawn = np.random.default_rng(7).standard_normal(shape, dtype=np.float32)
@@ -165,13 +157,6 @@ def test_fill_reads_the_experts_only(tmp_path):
 
 
 def test_exception_of_progress_ends_fill(tmp_path):
-    class Enough(Exception):
-        pass
-
-    class Stop(list[int]):
-        def append(self, done: int) -> None:
-            raise Enough
-
     tiny_checkpoint.write(tmp_path, expert_tensors(MIXTRAL, False, torch.bfloat16), settings=MIXTRAL)
     for format_name in ("bf16", "int4"):
         with pytest.raises(Enough), filled(Checkpoint(tmp_path), format_name, Stop()):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import tiny_checkpoint
-from loader_harness import Outcome, Supervisor, assert_right, exists
+from loader_harness import Supervisor, assert_right, exists, in_memory
 
 from shm.locks import StoreLease
 from shm.segment import unlink
@@ -37,10 +37,6 @@ def used(supervisor: Supervisor, fingerprint: str) -> Iterator[None]:
         lease.release(keep=True)
 
 
-def in_memory(fingerprint: str) -> Path:
-    return Path("/dev/shm") / store_name(fingerprint)[1:]
-
-
 def on_disk(supervisor: Supervisor, fingerprint: str) -> Path:
     return supervisor.cache / fingerprint / "store.bin"
 
@@ -54,24 +50,20 @@ def flip(path: Path, place: int = -9000) -> None:
         file.write(bytes([byte[0] ^ 16]))
 
 
-def source(outcome: Outcome) -> str:
-    return outcome.ready.notes[0].split(":")[0]
-
-
 def test_undamaged_store_is_attached_without_a_warning(supervisor, model, loaded):
     outcome = supervisor.load(model, verify=True)
-    assert source(outcome) == "source attached"
+    assert outcome.source == "attached"
     assert outcome.stages == ["verifying the store", "verifying the cache"]
     assert outcome.lines == []
     with used(supervisor, loaded):
-        assert source(supervisor.load(model, verify=True)) == "source attached"
+        assert supervisor.load(model, verify=True).source == "attached"
 
 
 def test_verify_finds_damage_in_memory(supervisor, model, loaded):
     flip(in_memory(loaded))
-    assert source(supervisor.load(model)) == "source attached"
+    assert supervisor.load(model).source == "attached"
     outcome = supervisor.load(model, verify=True)
-    assert source(outcome) == "source cache"
+    assert outcome.source == "cache"
     assert len(outcome.lines) == 1
     assert "is damaged in layer 1; it is removed and made again" in outcome.lines[0]
     assert_right(loaded, TENSORS)
@@ -81,7 +73,7 @@ def test_damaged_store_without_cached_file_is_made_from_the_checkpoint(superviso
     shutil.rmtree(supervisor.cache)
     flip(in_memory(loaded))
     outcome = supervisor.load(model, verify=True)
-    assert source(outcome) == "source checkpoint"
+    assert outcome.source == "checkpoint"
     assert len(outcome.lines) == 1
     assert_right(loaded, TENSORS)
 
@@ -91,7 +83,7 @@ def test_store_damaged_in_memory_and_on_disk_is_made_from_the_checkpoint(supervi
     flip(in_memory(loaded))
     flip(on_disk(supervisor, loaded))
     outcome = supervisor.load(model, verify=True)
-    assert source(outcome) == "source checkpoint"
+    assert outcome.source == "checkpoint"
     assert ["the store" in line for line in outcome.lines] == [True, False]
     assert "made again from the checkpoint" in outcome.lines[1]
     assert_right(loaded, TENSORS)
@@ -105,7 +97,7 @@ def test_damaged_cached_file_is_rewritten_from_memory(supervisor, model, loaded)
         damage(path)
         with used(supervisor, loaded):
             outcome = supervisor.load(model, verify=True)
-        assert source(outcome) == "source attached"
+        assert outcome.source == "attached"
         assert len(outcome.lines) == 1
         assert "written again from the store in memory" in outcome.lines[0]
         assert path.read_bytes() == good
@@ -124,20 +116,14 @@ def test_damaged_store_in_use_is_kept_and_the_start_fails(supervisor, model, loa
         assert not outcome.failed.usage
         named = "layer 0," if layers == [0] else "layers 0, 1,"
         assert f"is damaged in {named} and another engine uses it: end that" in outcome.failed.text
-        assert "\n" not in outcome.failed.text
         assert in_memory(loaded).stat().st_ino == inode
-    assert source(supervisor.load(model, verify=True)) == "source cache"
+    assert supervisor.load(model, verify=True).source == "cache"
 
 
-def garbage(path: Path) -> None:
+def overwrite(path: Path, place: int, data: bytes) -> None:
     with path.open("r+b") as file:
-        file.write(os.urandom(8192))
-
-
-def unfinished(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(12)
-        file.write(struct.pack("<I", 0))
+        file.seek(place)
+        file.write(data)
 
 
 BROKEN: dict[str, Callable[[Path], None]] = {
@@ -145,8 +131,8 @@ BROKEN: dict[str, Callable[[Path], None]] = {
     "cut to its header": lambda path: os.truncate(path, 4096),
     "cut to nothing": lambda path: os.truncate(path, 0),
     "too long": lambda path: os.truncate(path, path.stat().st_size + 4096),
-    "garbage": garbage,
-    "unfinished": unfinished,
+    "garbage": lambda path: overwrite(path, 0, os.urandom(8192)),
+    "unfinished": lambda path: overwrite(path, 12, bytes(4)),
 }
 
 
@@ -154,7 +140,7 @@ def test_invalid_segment_is_replaced_without_verify(supervisor, model, loaded):
     for kind, damage in BROKEN.items():
         damage(in_memory(loaded))
         outcome = supervisor.load(model)
-        assert source(outcome) == "source cache", kind
+        assert outcome.source == "cache", kind
         assert len(outcome.lines) == 1, kind
         assert "it is removed and made again" in outcome.lines[0]
         assert_right(loaded, TENSORS)
@@ -162,21 +148,14 @@ def test_invalid_segment_is_replaced_without_verify(supervisor, model, loaded):
 
 @pytest.mark.parametrize("kind", ["cut to nothing", "garbage"])
 def test_invalid_segment_in_use_is_kept(supervisor, model, loaded, kind):
-    lease = StoreLease.acquire(loaded, supervisor.runtime.parent)
-    BROKEN[kind](in_memory(loaded))
-    outcome = supervisor.load(model)
-    assert outcome.code == 1
-    assert "cannot be used: " in outcome.failed.text
-    assert "another engine uses it" in outcome.failed.text
-    assert exists(loaded)
-    lease.release(keep=True)
+    with used(supervisor, loaded):
+        BROKEN[kind](in_memory(loaded))
+        outcome = supervisor.load(model)
+        assert outcome.code == 1
+        assert "cannot be used: " in outcome.failed.text
+        assert "another engine uses it" in outcome.failed.text
+        assert exists(loaded)
     assert not exists(loaded)  # an invalid store is removed even with keep=True
-
-
-def other_version(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(8)
-        file.write(struct.pack("<I", 2))
 
 
 def folder(path: Path) -> None:
@@ -194,7 +173,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
     "empty": lambda path: os.truncate(path, 0),
     "flipped": flip,
     "foreign": lambda path: path.write_bytes(b"\x7fELF" + path.read_bytes()[4:]),
-    "other version": other_version,
+    "other version": lambda path: overwrite(path, 8, struct.pack("<I", 2)),
     "folder": folder,
     "unreadable": loop,
     "writable": lambda path: path.chmod(0o666),
@@ -208,7 +187,7 @@ def test_damaged_cached_file_is_made_again_with_a_warning(supervisor, model, loa
         unlink(store_name(loaded))
         damage(path)
         outcome = supervisor.load(model)
-        assert source(outcome) == "source checkpoint", kind
+        assert outcome.source == "checkpoint", kind
         assert len(outcome.lines) == 1, kind
         assert "made again from the checkpoint" in outcome.lines[0]
         assert_right(loaded, TENSORS)
@@ -222,7 +201,7 @@ def test_cached_file_of_another_model_is_made_again(supervisor, model, loaded):
         unlink(store_name(fingerprint))
     shutil.copy(on_disk(supervisor, other), on_disk(supervisor, loaded))
     outcome = supervisor.load(model)
-    assert source(outcome) == "source checkpoint"
+    assert outcome.source == "checkpoint"
     assert len(outcome.lines) == 1
     assert "another model" in outcome.lines[0]
     assert_right(loaded, TENSORS)
@@ -237,7 +216,7 @@ def test_unfinished_files_of_killed_loaders_are_removed(supervisor, model, loade
     own.write_bytes(bytes(5000))
     (supervisor.cache / ("1" * 64)).mkdir()
     outcome = supervisor.load(model)
-    assert source(outcome) == "source attached"
+    assert outcome.source == "attached"
     assert [str(half) in outcome.lines[0], str(own) in outcome.lines[1]] == [True, True]
     assert [path.name for path in supervisor.cache.iterdir()] == [loaded]
     assert sorted(path.name for path in (supervisor.cache / loaded).iterdir()) == ["about.json", "store.bin"]

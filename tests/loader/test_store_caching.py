@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tiny_checkpoint
 import torch
-from loader_harness import SECONDS, Supervisor, assert_right, exists
+from loader_harness import SECONDS, Supervisor, assert_right, exists, in_memory
 
 from pipeline import loader
 from pipeline.checkpoint.hf_checkpoint import Checkpoint
@@ -58,10 +58,10 @@ def test_store_not_worth_keeping_is_read_again(supervisor: Supervisor, model: Pa
     with old.open("r+b") as file:
         file.truncate(9000)
     verified = supervisor.load(model, format="bf16", verify=True)
-    assert verified.ready.notes[0].startswith("source attached")
+    assert verified.source == "attached"
     unlink(store_name(fingerprint))
     again = supervisor.load(model, format="bf16")
-    assert again.ready.notes[0].startswith("source checkpoint")
+    assert again.source == "checkpoint"
     assert verified.lines == again.lines == []
     assert old.stat().st_size == 9000
     assert_right(fingerprint, tiny_checkpoint.expert_tensors())
@@ -70,8 +70,8 @@ def test_store_not_worth_keeping_is_read_again(supervisor: Supervisor, model: Pa
 @pytest.mark.parametrize("format_name", ["f32", "int8", "int4"])
 def test_cached_file_equals_the_segment(supervisor: Supervisor, model: Path, format_name: str) -> None:
     fingerprint = supervisor.load(model, format=format_name, tile=None).ready.fingerprint
-    segment = Path("/dev/shm") / store_name(fingerprint)[1:]
-    assert (supervisor.cache / fingerprint / "store.bin").read_bytes() == segment.read_bytes()
+    cached = supervisor.cache / fingerprint / "store.bin"
+    assert cached.read_bytes() == in_memory(fingerprint).read_bytes()
 
 
 def test_unfinished_file_of_a_killed_loader_is_not_used(supervisor: Supervisor, tmp_path: Path) -> None:
@@ -88,11 +88,11 @@ def test_unfinished_file_of_a_killed_loader_is_not_used(supervisor: Supervisor, 
     assert [path.name for path in half[0].parent.iterdir()] == ["store.tmp"]
     supervisor.fingerprints.add(half[0].parent.name)
     outcome = supervisor.load(model, tile=None)
-    assert outcome.ready.notes[0].startswith("source checkpoint")
+    assert outcome.source == "checkpoint"
     assert f"removed the half-written {half[0]}" in outcome.lines[0]
     assert sorted(path.name for path in half[0].parent.iterdir()) == ["about.json", "store.bin"]
     unlink(store_name(outcome.ready.fingerprint))
-    assert supervisor.load(model, tile=None).ready.notes[0].startswith("source cache")
+    assert supervisor.load(model, tile=None).source == "cache"
 
 
 @pytest.fixture
@@ -132,4 +132,4 @@ def test_full_disk_at_the_second_layer_is_a_warning(
     assert list(supervisor.cache.iterdir()) == []
     assert exists(fingerprint)
     assert_right(fingerprint, tiny_checkpoint.expert_tensors())
-    assert supervisor.load(model).ready.notes[0].startswith("source attached")
+    assert supervisor.load(model).source == "attached"
