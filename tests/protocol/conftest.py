@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import zmq
 
 from protocol.sockets import ipc_endpoint
 
@@ -14,6 +15,12 @@ def runtime():
     path = Path(tempfile.mkdtemp(prefix="tandem-test-"))  # mode 0700; tmp_path can be too long for a socket
     yield path
     shutil.rmtree(path)
+
+
+@pytest.fixture
+def context():
+    with zmq.Context() as context:
+        yield context
 
 
 @pytest.fixture

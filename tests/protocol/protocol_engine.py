@@ -56,6 +56,13 @@ class Engine:
         self.shares = {}  # request -> tokens or blocks after which this engine sends no more of it
         self.jobs = {}
 
+    def drop_clients(self):
+        """As a running engine drops clients that were suspended or cut off."""
+        for job in self.jobs.values():
+            job.cancel()
+        self.jobs.clear()
+        self.clients.clear()
+
     def ever(self, kind):
         return [message for message in self.received if isinstance(message, kind)]
 
@@ -209,6 +216,19 @@ async def until(condition, seconds=30.0):  # a limit for a busy machine: no test
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - conditions of many kinds
             await asyncio.sleep(0.01)
+
+
+async def leaves_nothing(use):
+    """Wait until a `use()` has left no descriptor and no task."""
+
+    def files():
+        return len(os.listdir("/proc/self/fd"))
+
+    await use()  # what is opened once for a process
+    await asyncio.sleep(0.1)
+    tasks, before = asyncio.all_tasks(), files()
+    await use()
+    await until(lambda: asyncio.all_tasks() == tasks and files() == before)
 
 
 async def main(endpoint):

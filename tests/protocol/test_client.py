@@ -1,12 +1,11 @@
 """The client library against a real ROUTER on a real socket."""
 
 import asyncio
-import os
 import time
 
 import pytest
 import uvloop
-from protocol_engine import BLOCK, WELCOME, both, drain, engine, engine_process, until
+from protocol_engine import BLOCK, WELCOME, both, drain, engine, engine_process, leaves_nothing, until
 
 from protocol.client import Client
 from protocol.errors import EngineGone, MalformedMessage, RequestFailed
@@ -297,17 +296,10 @@ async def test_a_failing_callback_does_not_end_the_client(endpoint):
 
 
 async def test_clients_leave_no_descriptor_and_no_task(endpoint):
-    def files():
-        return len(os.listdir("/proc/self/fd"))
-
     async def use():
         async with both(endpoint) as (_, client):
             async for _ in client.score(token_ids=range(50), full=True):
                 break
             client.generate(prompt="slow")
 
-    await use()  # what is made once for a process
-    await asyncio.sleep(0.1)
-    tasks, before = asyncio.all_tasks(), files()
-    await use()
-    await until(lambda: asyncio.all_tasks() == tasks and files() == before)
+    await leaves_nothing(use)

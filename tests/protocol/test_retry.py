@@ -1,7 +1,6 @@
 """A client with `retry`: engines that exit at any point, and restarted ones at the same endpoint."""
 
 import asyncio
-import os
 import shutil
 import time
 from contextlib import AsyncExitStack
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from protocol_engine import BLOCK, QUIET, WELCOME, both, drain, engine, until
+from protocol_engine import BLOCK, QUIET, WELCOME, both, drain, engine, leaves_nothing, until
 
 from protocol.client import Client
 from protocol.errors import EngineGone, MalformedMessage, RequestFailed, VersionMismatch
@@ -304,19 +303,14 @@ async def test_score_without_progress_over_three_exits_fails(endpoint):
 
 
 async def test_client_that_is_dropped_repeatedly_does_not_reconnect(endpoint):
-    """By a running engine, as it drops a client that was suspended or cut off."""
     async with both(endpoint, retry=20.0) as (server, client):
         for dropped in range(4):
             answer = client.generate(prompt="slow", max_tokens=60)
             await until(lambda a=answer: len(a.token_ids) >= 2)
-            for job in server.jobs.values():
-                job.cancel()
-            server.jobs.clear()
-            server.clients.clear()
+            server.drop_clients()
             if dropped < 3:
                 assert (await answer.result()).tokens == tuple(range(100, 160))
-                for job in server.jobs.values():
-                    assert job.done()
+                assert all(job.done() for job in server.jobs.values())
         with pytest.raises(
             EngineGone, match=r"^the engine dropped this client 4 times in a short while; it did"
         ):
@@ -331,17 +325,11 @@ async def test_drops_that_are_long_ago_do_not_count(endpoint, monkeypatch):
         for _ in range(2):
             answer = client.generate(prompt="slow", max_tokens=8)
             await until(lambda a=answer: len(a.token_ids) >= 2)
-            for job in server.jobs.values():
-                job.cancel()
-            server.jobs.clear()
-            server.clients.clear()
+            server.drop_clients()
             assert (await answer.result()).tokens == tuple(range(100, 108))
 
 
 async def test_reconnections_leave_no_descriptor_and_no_task(endpoint):
-    def files():
-        return len(os.listdir("/proc/self/fd"))
-
     async def use():
         async with Restarts(endpoint) as engines:
             engines.server.shares = {0: 1}
@@ -350,8 +338,4 @@ async def test_reconnections_leave_no_descriptor_and_no_task(endpoint):
             await engines.next()
             assert (await answer.result()).tokens == ANSWER
 
-    await use()  # descriptors that a process opens once
-    await asyncio.sleep(0.1)
-    tasks, before = asyncio.all_tasks(), files()
-    await use()
-    await until(lambda: asyncio.all_tasks() == tasks and files() == before)
+    await leaves_nothing(use)

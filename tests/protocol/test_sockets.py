@@ -24,12 +24,6 @@ from protocol.sockets import (
 )
 
 
-@pytest.fixture
-def context():
-    with zmq.Context() as context:
-        yield context
-
-
 def test_a_router_and_a_dealer_exchange_messages(context, endpoint):
     with (
         bind_router(context, endpoint) as router,

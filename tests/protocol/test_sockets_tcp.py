@@ -15,12 +15,6 @@ from protocol.sockets import bind_router, check_tcp, connect_dealer
 ENGINE, CLIENT = new_keys()
 
 
-@pytest.fixture
-def context():
-    with zmq.Context() as context:
-        yield context
-
-
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
