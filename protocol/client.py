@@ -169,8 +169,7 @@ class Client:
         return reply.stats
 
     async def set_policy(self, name: str, options: dict[str, str] | None = None) -> PolicyChanged:
-        """Change the engine's policy for all clients. Raises RequestFailed with the engine's reason if the
-        policy is unknown or not possible here, EngineGone."""
+        """Change the engine's policy for all clients. Raises RequestFailed with the reason, EngineGone."""
         asked = SetPolicy(self._next_request(), name, dict(options or {}))
         reply: PolicyChanged = await self._ask(asked, POLICY_SECONDS)
         return reply

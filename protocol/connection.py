@@ -105,8 +105,7 @@ class Connection:
         return bool(cast(int, self._breaks.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     async def shake_hands(self, name: str) -> None:
-        """Exchange Hello and Welcome, then start heartbeats. Raises VersionMismatch; has no time limit of its
-        own."""
+        """Exchange Hello and Welcome, then start heartbeats. Raises VersionMismatch; has no time limit."""
         self.send(Hello(VERSION, name))
         frames = [b""]
         try:

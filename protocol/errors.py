@@ -31,8 +31,7 @@ class ConnectionLost(EngineGone):
 
 
 class RequestFailed(ProtocolError):
-    """The engine answered a request with an error; the text is the engine's. `usage`: the request is at
-    fault, not the engine."""
+    """The engine answered with an error, whose text this is. `usage`: the request is at fault."""
 
     def __init__(self, text: str, usage: bool = False) -> None:
         super().__init__(text)

@@ -91,8 +91,7 @@ class ArrayType:
 
 
 def wire_type(annotation: Any) -> WireType | ArrayType:
-    """The wire type of an annotation (with its extras). Raises TypeError for one that has none: a mistake
-    in messages.py, found at import."""
+    """The wire type of an annotation (with its extras). Raises TypeError for one that has none."""
     scalar = _SCALARS.get(annotation)
     if scalar is not None:
         return scalar
@@ -138,37 +137,29 @@ def _plain(inner: WireType | ArrayType) -> WireType:
 
 
 def _optional(inner: WireType) -> WireType:
-    def pack(value: Any, limits: Limits) -> Any:
-        return None if value is None else inner.pack(value, limits)
+    def or_nil(convert: Convert) -> Convert:
+        return lambda value, limits: None if value is None else convert(value, limits)
 
-    def unpack(value: Any, limits: Limits) -> Any:
-        return None if value is None else inner.unpack(value, limits)
-
-    return WireType(f"{inner.name}?", pack, unpack)
+    return WireType(f"{inner.name}?", or_nil(inner.pack), or_nil(inner.unpack))
 
 
 def _many(inner: WireType, together: Callable[[Any, Limits], None] | None) -> WireType:
     """`together` checks all entries at once where that is much faster than one by one."""
 
-    def pack(values: Any, limits: Limits) -> list[Any]:
-        if type(values) is not tuple:
-            raise wrong("tuple", values)
-        if len(values) > limits.items:
-            raise MalformedMessage(f"has {len(values)} entries, more than the limit of {limits.items}")
-        if together:
-            together(values, limits)
-            return list(values)
-        return [inner.pack(value, limits) for value in values]
+    def each(source: type[Any], target: type[Any], convert: Convert) -> Convert:
+        def all_of(values: Any, limits: Limits) -> Any:
+            if type(values) is not source:
+                raise wrong(source.__name__, values)
+            if len(values) > limits.items:
+                raise MalformedMessage(f"has {len(values)} entries, more than the limit of {limits.items}")
+            if together:
+                together(values, limits)
+                return target(values)
+            return target([convert(value, limits) for value in values])
 
-    def unpack(values: Any, limits: Limits) -> tuple[Any, ...]:
-        if type(values) is not list:
-            raise wrong("list", values)
-        if together:
-            together(values, limits)
-            return tuple(values)
-        return tuple([inner.unpack(value, limits) for value in values])
+        return all_of
 
-    return WireType(f"[{inner.name}]", pack, unpack)
+    return WireType(f"[{inner.name}]", each(tuple, list, inner.pack), each(list, tuple, inner.unpack))
 
 
 def _record(record: type) -> WireType:

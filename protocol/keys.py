@@ -57,8 +57,7 @@ class Address:
 
 
 def keys_folder() -> Path:
-    """The default folder of key files: $XDG_CONFIG_HOME/tandem/keys, usually
-    ~/.config/tandem/keys."""
+    """The default folder of key files: $XDG_CONFIG_HOME/tandem/keys, usually ~/.config/tandem/keys."""
     given = os.environ.get("XDG_CONFIG_HOME", "")
     return (Path(given) if os.path.isabs(given) else Path.home() / ".config") / "tandem" / "keys"
 
@@ -83,8 +82,7 @@ def write_client_keys(path: Path, keys: ClientKeys) -> None:
 
 
 def read_engine_keys(path: Path) -> EngineKeys:
-    """Raises ProtocolError, one line with the remedy, for a file that is missing, not private, a client's, or
-    damaged."""
+    """Raises ProtocolError with the remedy for a file that is missing, not private, damaged or a client's."""
     found = _read(path, _ENGINE)
     public, secret = _checked_pair(path, found)
     clients = found.get("clients")

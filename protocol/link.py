@@ -88,8 +88,7 @@ class Link:
             self._connection.send(message)
 
     async def send_when_possible(self, message: object) -> None:
-        """For `on_reconnected`: send as soon as the queue takes it. Raises MalformedMessage; ConnectionLost
-        if the queue stays full for too long."""
+        """Send as soon as the queue takes it. Raises MalformedMessage; ConnectionLost if it stays full."""
         deadline = time.monotonic() + self._options.silence
         while True:
             try:

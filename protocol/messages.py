@@ -124,8 +124,7 @@ class Queued:
 @dataclass(frozen=True)
 class Token:
     """One new token. `text` can be shown now: whole characters, without anything that may turn out to be part
-    of a stop string; it can be empty. `margin` and `runner_up` tell how near a tie the two best tokens
-    were."""
+    of a stop string; it can be empty."""
 
     request: int
     index: int  # 0 for the first new token
@@ -322,8 +321,7 @@ class Abandon:
 
 @dataclass(frozen=True)
 class AttachSlab:
-    """Coordinator to prefetcher: map this slab. kind "shm": `handle` is the segment's name; kind
-    "cuda": a CUDA IPC memory handle."""
+    """Map this slab. kind "shm": `handle` is the segment's name; "cuda": a CUDA IPC memory handle."""
 
     kind: str
     handle: bytes

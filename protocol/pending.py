@@ -137,8 +137,7 @@ class Pending:
                 waiting.resolve(failure)
 
     async def resend(self) -> None:
-        """Request the missing parts from the new engine; `generate` and `request` send later requests. Raises
-        ConnectionLost."""
+        """Request the missing parts from the new engine. Raises ConnectionLost."""
         replies = list(self._replies.values())
         for pending in list(self._answers.values()):
             if pending.cancelled:

@@ -86,8 +86,7 @@ def _proof(stated: bytes, key: bytes) -> bytes:
 
 def runtime_root() -> Path:
     """The directory of this user's runtime directories, created if missing: $XDG_RUNTIME_DIR/tandem, or
-    /tmp/tandem-<uid> if the session has no runtime directory of this user (under su, for example). Raises
-    NotPrivate."""
+    /tmp/tandem-<uid> if the session has none of this user (under su, for example). Raises NotPrivate."""
     session = os.environ.get("XDG_RUNTIME_DIR", "")
     if os.path.isabs(session) and os.path.isdir(session) and os.stat(session).st_uid == os.getuid():
         return private_directory(Path(session) / "tandem")
@@ -95,8 +94,7 @@ def runtime_root() -> Path:
 
 
 def ipc_endpoint(runtime: Path, name: str) -> str:
-    """The endpoint of a socket file in a runtime directory. Raises ProtocolError if the path is relative or
-    too long for a socket address."""
+    """The endpoint of a socket file. Raises ProtocolError if its path is relative or too long."""
     path = runtime / name
     length = len(os.fsencode(path))
     if not path.is_absolute():
@@ -192,8 +190,7 @@ def connect_dealer(
 
 
 def _is_tcp(endpoint: str, keys: object | None) -> bool:
-    """Whether this is tcp. Raises ProtocolError for tcp without keys or malformed, and for keys without
-    tcp."""
+    """Whether this is tcp. Raises ProtocolError for malformed tcp, and for one of tcp and keys alone."""
     if not endpoint.startswith(_TCP):
         if keys is not None:
             raise ProtocolError(f"endpoint {endpoint[:100]!r} is not tcp://HOST:PORT, and keys are for that")
