@@ -1,8 +1,7 @@
 /* Attention of one new token, and RMS norm: the operations between two products with weights. The cached numbers
  * are bf16 or float32, everything else is float32. Heads do not mix, and each is computed by one thread, so the bits
  * do not depend on the number of threads. Part of body.h. */
-#ifndef TANDEM_ATTENTION_H
-#define TANDEM_ATTENTION_H
+#pragma once
 
 #include "kernels.h"
 #include "team.h"
@@ -255,5 +254,3 @@ void tandem_latent(struct team *team, const struct latent *l, float *q, float *l
 void tandem_rms_norm(const float *x, const float *weight, int64_t rows, int64_t width, float eps, float *out) {
     for (int64_t r = 0; r < rows; r++) rms_norm(x + r * width, weight, width, eps, out + r * width);
 }
-
-#endif

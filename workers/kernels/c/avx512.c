@@ -39,9 +39,10 @@ INLINE __m512 grown(__m512 y, __m512i dot, __m512 scale, __m512 zero, const floa
     return _mm512_fmadd_ps(centred, _mm512_mul_ps(scale, _mm512_set1_ps(factors[0])), y);
 }
 
-INLINE void block_int4(const uint8_t *block, int64_t groups, int64_t group, const int8_t *codes,
-                       const float *factors, const int rows, float *y) {
+INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const int8_t *codes, const float *factors,
+                     const int bits, const int rows, float *y) {
     const __m512i low = _mm512_set1_epi8(15);
+    const int step = bits == INT4 ? 8 : 4; /* inputs of a line */
     __m512 sum[ROWS];
     for (int r = 0; r < rows; r++) sum[r] = _mm512_setzero_ps();
     for (int64_t g = 0; g < groups; g++) {
@@ -49,50 +50,27 @@ INLINE void block_int4(const uint8_t *block, int64_t groups, int64_t group, cons
         __m512i dot[ROWS], more[ROWS];
         for (int r = 0; r < rows; r++) dot[r] = more[r] = _mm512_setzero_si512();
         _mm_prefetch((const char *)block + AHEAD, NEAR(rows));
-        for (int64_t j = 0; j < group; j += 8) {
-            __m512i both = _mm512_loadu_si512(data + 8 * j);
-            _mm_prefetch((const char *)data + 8 * j + AHEAD, NEAR(rows));
-            __m512i even = _mm512_and_si512(both, low);
-            __m512i odd = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+        for (int64_t j = 0; j < group; j += step) {
+            __m512i line = _mm512_loadu_si512(data + 64 / step * j);
+            _mm_prefetch((const char *)data + 64 / step * j + AHEAD, NEAR(rows));
+            __m512i first = bits == INT4 ? _mm512_and_si512(line, low) : line;
+            __m512i second = _mm512_and_si512(_mm512_srli_epi16(line, 4), low);
             for (int r = 0; r < rows; r++) {
-                dot[r] = _mm512_dpbusd_epi32(dot[r], even, four(codes + r * group + j));
+                dot[r] = _mm512_dpbusd_epi32(dot[r], first, four(codes + r * group + j));
+                if (bits == INT8) continue;
                 if (rows <= 4)
-                    more[r] = _mm512_dpbusd_epi32(more[r], odd, four(codes + r * group + j + 4));
+                    more[r] = _mm512_dpbusd_epi32(more[r], second, four(codes + r * group + j + 4));
                 else
-                    dot[r] = _mm512_dpbusd_epi32(dot[r], odd, four(codes + r * group + j + 4));
+                    dot[r] = _mm512_dpbusd_epi32(dot[r], second, four(codes + r * group + j + 4));
             }
         }
-        __m512 scale = sixteen_bf16(block), zero = sixteen_bf16(block + 32);
+        __m512 scale = bits == INT4 ? sixteen_bf16(block) : _mm512_loadu_ps((const float *)block);
+        __m512 zero = bits == INT4 ? sixteen_bf16(block + 32) : _mm512_set1_ps(128.0f);
         for (int r = 0; r < rows; r++) {
-            if (rows <= 4) dot[r] = _mm512_add_epi32(dot[r], more[r]);
+            if (bits == INT4 && rows <= 4) dot[r] = _mm512_add_epi32(dot[r], more[r]);
             sum[r] = grown(sum[r], dot[r], scale, zero, factors + 2 * r);
         }
-        block = data + 8 * group;
-        codes += rows * group;
-        factors += 2 * rows;
-    }
-    for (int r = 0; r < rows; r++) _mm512_storeu_ps(y + BLOCK * r, sum[r]);
-}
-
-INLINE void block_int8(const uint8_t *block, int64_t groups, int64_t group, const int8_t *codes,
-                       const float *factors, const int rows, float *y) {
-    const __m512 zero = _mm512_set1_ps(128.0f);
-    __m512 sum[ROWS];
-    for (int r = 0; r < rows; r++) sum[r] = _mm512_setzero_ps();
-    for (int64_t g = 0; g < groups; g++) {
-        const uint8_t *data = block + 64;
-        __m512i dot[ROWS];
-        for (int r = 0; r < rows; r++) dot[r] = _mm512_setzero_si512();
-        _mm_prefetch((const char *)block + AHEAD, NEAR(rows));
-        for (int64_t j = 0; j < group; j += 4) {
-            __m512i weights = _mm512_loadu_si512(data + 16 * j);
-            _mm_prefetch((const char *)data + 16 * j + AHEAD, NEAR(rows));
-            for (int r = 0; r < rows; r++)
-                dot[r] = _mm512_dpbusd_epi32(dot[r], weights, four(codes + r * group + j));
-        }
-        __m512 scale = _mm512_loadu_ps((const float *)block);
-        for (int r = 0; r < rows; r++) sum[r] = grown(sum[r], dot[r], scale, zero, factors + 2 * r);
-        block = data + 16 * group;
+        block = data + 64 / step * group;
         codes += rows * group;
         factors += 2 * rows;
     }

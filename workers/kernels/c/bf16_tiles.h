@@ -1,6 +1,5 @@
 /* bf16 tiles, row-major: gate rows [T, H], up rows [T, H], down's columns as rows [T, H]. Part of body.h. */
-#ifndef TANDEM_BF16_TILES_H
-#define TANDEM_BF16_TILES_H
+#pragma once
 
 #include "kernels.h"
 #include "team.h"
@@ -144,5 +143,3 @@ static void bf16_tiles(struct team *team, const struct weights *w, const uint16_
         if (ticks) (*ticks)++;
     }
 }
-
-#endif

@@ -1,9 +1,10 @@
 /* The kernels of all variants. Each variant includes this file after it has defined
  *
- *     block_int4(block, groups, group, codes, factors, rows, y)       and block_int8, likewise,
+ *     block_of(block, groups, group, codes, factors, bits, rows, y)
  *
- * which compute one block of 16 outputs for `rows` (a constant, 1 to ROWS) rows into y [rows, 16]. codes and factors
- * are packed: for each group the rows' codes, one row after the other, and the rows' factors.
+ * which computes one block of 16 outputs of INT4 or INT8 for `rows` (1 to ROWS) rows into y [rows, 16]; `bits` and
+ * `rows` are constants. codes and factors are packed: for each group the rows' codes, one row after the other, and the
+ * rows' factors.
  */
 #include "attention.h"
 #include "bf16_tiles.h"
@@ -104,9 +105,9 @@ static void pack(const struct weights *w, int64_t inputs, const struct activatio
 
 static void one_block(const struct weights *w, const uint8_t *block, int64_t groups, const int8_t *codes,
                       const float *factors, int64_t rows, float *y) {
-#define CALL_INT4_64(n) block_int4(block, groups, 64, codes, factors, n, y)
-#define CALL_INT4(n) block_int4(block, groups, w->group, codes, factors, n, y)
-#define CALL_INT8(n) block_int8(block, groups, w->group, codes, factors, n, y)
+#define CALL_INT4_64(n) block_of(block, groups, 64, codes, factors, INT4, n, y)
+#define CALL_INT4(n) block_of(block, groups, w->group, codes, factors, INT4, n, y)
+#define CALL_INT8(n) block_of(block, groups, w->group, codes, factors, INT8, n, y)
     if (w->bits == INT8) {
         EACH_COUNT(CALL_INT8)
     } else if (w->group == 64) {
@@ -128,7 +129,8 @@ struct product {
     int add;
 };
 
-static void blocks(const struct product *p, int64_t lo, int64_t hi) {
+static void blocks(void *context, int64_t lo, int64_t hi) {
+    const struct product *p = context;
     int64_t size = block_bytes(p->w, p->inputs), group = p->w->group;
     int64_t groups = rounded_up(p->inputs, group) / group;
     float y[ROWS * BLOCK] __attribute__((aligned(64)));
@@ -155,12 +157,11 @@ static void blocks(const struct product *p, int64_t lo, int64_t hi) {
     }
 }
 
-static void blocks_of(void *product, int64_t lo, int64_t hi) { blocks(product, lo, hi); }
-
 /* --- a matrix ------------------------------------------------------------------------------------------------- */
 
 /* The parts of the caller's scratch. */
 struct scratch {
+    const struct weights *w;
     struct packed x;     /* [rows, inputs] */
     struct packed inner; /* [rows, channels] */
     struct packed plain; /* the same before packing */
@@ -170,7 +171,7 @@ struct scratch {
 };
 
 static struct scratch lay_out(const struct weights *w, int64_t rows, void *from) {
-    struct scratch s;
+    struct scratch s = {.w = w};
     uint8_t *at = from;
     int64_t inputs = rounded_up(w->inputs, w->group), channels = w->channels;
 #define TAKE(field, size) (s.field = (void *)at, at += rounded_up((size), 64))
@@ -193,19 +194,14 @@ void tandem_matmul(struct team *team, const struct weights *w, const uint8_t *ma
     struct scratch s = lay_out(w, rows, memory);
     pack(w, w->inputs, x, NULL, rows, s.x);
     struct product product = {w, matrix, w->inputs, w->outputs, s.x, rows, y, w->outputs, 0};
-    parallel_for(team, blocks_of, &product, (w->outputs + BLOCK - 1) / BLOCK, spin_ns);
+    parallel_for(team, blocks, &product, (w->outputs + BLOCK - 1) / BLOCK, spin_ns);
 }
 
 /* --- tiles of an expert --------------------------------------------------------------------------------------- */
 
-struct inner {
-    const struct weights *w;
-    struct scratch *s;
-};
-
 static void activate(void *context, int64_t lo, int64_t hi) {
-    const struct weights *w = ((struct inner *)context)->w;
-    struct scratch *s = ((struct inner *)context)->s;
+    const struct scratch *s = context;
+    const struct weights *w = s->w;
     int64_t channels = w->channels;
     for (int64_t r = lo; r < hi; r++) {
         float *both = s->both + r * 2 * channels;
@@ -233,16 +229,15 @@ void tandem_tiles(struct team *team, const struct weights *w, const uint8_t *til
     /* A tile is whole blocks: gate and up are one matrix of twice as many outputs. */
     int64_t wide = 2 * channels / BLOCK * block_bytes(w, w->inputs);
     int64_t blocks_down = (w->outputs + BLOCK - 1) / BLOCK;
-    struct inner inner = {w, &s};
     struct activations middle = {s.plain.codes, s.plain.factors};
     for (int64_t tile = 0; tile < number; tile++) {
         int64_t spin_ns = tile + 1 < number ? WAKE_NS : 0;
         struct product in = {w, tiles, w->inputs, 2 * channels, s.x, count, s.both, 2 * channels, 0};
         struct product out = {w, tiles + wide, channels, w->outputs, s.inner, count, y, w->outputs, tile > 0};
-        parallel_for(team, blocks_of, &in, 2 * channels / BLOCK, WAKE_NS);
-        parallel_for(count < ROWS ? NULL : team, activate, &inner, count, WAKE_NS);
+        parallel_for(team, blocks, &in, 2 * channels / BLOCK, WAKE_NS);
+        parallel_for(count < ROWS ? NULL : team, activate, &s, count, WAKE_NS);
         pack(w, channels, &middle, NULL, count, s.inner);
-        parallel_for(team, blocks_of, &out, blocks_down, spin_ns);
+        parallel_for(team, blocks, &out, blocks_down, spin_ns);
         tiles += wide + blocks_down * block_bytes(w, channels);
         if (ticks) (*ticks)++;
     }

@@ -16,8 +16,7 @@
  *
  * bf16. Inputs are rounded to bf16; products are added in float32.
  */
-#ifndef TANDEM_KERNELS_H
-#define TANDEM_KERNELS_H
+#pragma once
 
 #include <stdint.h>
 
@@ -115,5 +114,3 @@ void tandem_rms_norm(const float *x, const float *weight, int64_t rows, int64_t 
 /* A team of `threads` threads, the caller included. NULL if the system refuses a thread. */
 struct team *tandem_team_create(int64_t threads);
 void tandem_team_destroy(struct team *team);
-
-#endif

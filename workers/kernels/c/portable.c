@@ -119,14 +119,4 @@ INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const 
     }
 }
 
-INLINE void block_int4(const uint8_t *block, int64_t groups, int64_t group, const int8_t *codes,
-                       const float *factors, const int rows, float *y) {
-    block_of(block, groups, group, codes, factors, INT4, rows, y);
-}
-
-INLINE void block_int8(const uint8_t *block, int64_t groups, int64_t group, const int8_t *codes,
-                       const float *factors, const int rows, float *y) {
-    block_of(block, groups, group, codes, factors, INT8, rows, y);
-}
-
 #include "body.h"

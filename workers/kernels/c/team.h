@@ -1,7 +1,6 @@
 /* Threads that share one computation. A waiting thread sleeps, because expert workers need the cores; it spins first
  * only within a computation of several parts, for about as long as one wake-up takes. */
-#ifndef TANDEM_TEAM_H
-#define TANDEM_TEAM_H
+#pragma once
 
 #include "kernels.h"
 
@@ -144,5 +143,3 @@ struct team *tandem_team_create(int64_t threads) {
     }
     return team;
 }
-
-#endif

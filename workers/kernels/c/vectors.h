@@ -2,8 +2,7 @@
  * of gcc and clang, which become whatever the variant's processor has. A variant defines INLINE and VECTOR_BYTES (the
  * width of a register) first, and where it has a better instruction also VFMA(a, b, c) = a * b + c, SUM (of a
  * vector's lanes) and WIDENED (as many bf16 numbers as float32). */
-#ifndef TANDEM_VECTORS_H
-#define TANDEM_VECTORS_H
+#pragma once
 
 #include <stdint.h>
 #include <string.h>
@@ -91,5 +90,3 @@ static float exponential(float x) {
 static void silu_times(float *restrict gate, const float *restrict up, int64_t n) {
     for (int64_t i = 0; i < n; i++) gate[i] = gate[i] / (1.0f + exponential(-gate[i])) * up[i];
 }
-
-#endif

@@ -1,7 +1,6 @@
 /* All items of a Work in one call, for few rows: threads take whole tiles, one after the other, so that they
  * synchronise once a Work and not three times a tile. Part of body.h. */
-#ifndef TANDEM_WORK_H
-#define TANDEM_WORK_H
+#pragma once
 
 #include "kernels.h"
 #include "team.h"
@@ -72,5 +71,3 @@ void tandem_work(struct team *team, const struct weights *w, const uint8_t *laye
     parallel_for(team, take_tiles, &k, team ? team->threads : 1, 0);
     combine_tiles(&k, weights, y);
 }
-
-#endif
