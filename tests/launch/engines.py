@@ -30,6 +30,12 @@ def launch(*arguments: str, limit: float = LIMIT, **settings: Any) -> subprocess
     )
 
 
+def run(*arguments: str) -> tuple[int, str, str]:
+    """Run `launch.py` to its end: exit code, stdout and stderr."""
+    done = launch(*arguments)
+    return done.returncode, done.stdout, done.stderr
+
+
 class Launched:
     """A running `launch.py`; its stderr is kept in a file. Killed at the end of the block."""
 

@@ -19,6 +19,11 @@ RESOLVE = (
     "logging.basicConfig(level='INFO', format='[%(name)s] %(message)s');"
     "print(model_folder(Path(sys.argv[1]), download=True))"
 )
+COMPLAIN = (
+    "import json, sys; from launch.cli import main;"
+    "ask = ['generate', '--prompt', 'a', '--log-level', 'warning', '--model'];"
+    "print(json.dumps([main([*ask, name]) for name in sys.argv[1:]]))"
+)
 WANTED = {
     "config.json",
     "generation_config.json",
@@ -80,6 +85,15 @@ class Home:
         assert log.startswith(f"launch.py: {name}"), log
         assert log.count("\n") == 1, log
         return log
+
+    def complaints(self, *names: str) -> list[tuple[int, str]]:
+        """The exit codes and lines with which launch.py refuses models, in one process."""
+        process = self.start("-c", COMPLAIN, *names)
+        out, log = process.communicate(timeout=60)
+        found = list(zip(json.loads(out), log.splitlines(), strict=True))
+        for name, (_, line) in zip(names, found, strict=True):
+            assert line.startswith(f"launch.py: {name}"), line
+        return found
 
     def unfinished(self) -> list[Path]:
         return list(self.cache.rglob("*.incomplete"))

@@ -54,11 +54,10 @@ class HubServer:
         self._server.server_close()
         self._thread.join()
 
-    def sent(self) -> list[str]:
-        """Names of the files with requested content, in order."""
-        return [
-            line.rpartition("/")[2] for line in self.asked if line.startswith("GET") and "/resolve/" in line
-        ]
+    def sent(self, repository: str = "") -> list[str]:
+        """Names of the files with requested content, in order; of one repository or of all."""
+        gets = [line for line in self.asked if line.startswith("GET")]
+        return [line.rpartition("/")[2] for line in gets if f"{repository}/resolve/" in line]
 
 
 class _Handler(BaseHTTPRequestHandler):

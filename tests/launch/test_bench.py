@@ -7,12 +7,12 @@ import json
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import Launched, engines_left
+from engines import Launched, engines_left, run
 from waiting import wait_until
 
 from launch.bench.perplexity import Texts
@@ -23,17 +23,11 @@ from launch.errors import WrongUsage
 from launch.runtime import find_engine
 from pipeline.policies.presets import PRESETS
 from protocol.client import Client
-from protocol.messages import PolicyChanged
 
 pytestmark = pytest.mark.timeout(300)  # several engines start, on a machine that may be busy
 
 SHORT = "--prompt-len 24 --gen-len 6".split()
 FIGURES = ("prefill_tok_s", "decode_tok_s", "first_token_s")
-
-
-def run(*arguments: str) -> tuple[int, str, str]:
-    with Launched("bench", *arguments) as launched:
-        return launched.end()
 
 
 @pytest.fixture(scope="module")
@@ -107,18 +101,14 @@ async def test_request_of_another_client_disturbs_a_run(engine: str) -> None:
 
 async def test_policies_alternate_and_the_engine_s_is_restored(engine: str) -> None:
     seen: list[str] = []
-
-    def record(changed: PolicyChanged) -> None:
-        seen.append(changed.policy)
-
     async with Client.connect(find_engine(engine).endpoint, name="tests") as client:
         await client.set_policy("layerwise")
-        client.on_policy = record
-        with Launched(
+        client.on_policy = lambda changed: seen.append(changed.policy)
+        code, out, err = await asyncio.to_thread(
+            run,
             *("bench", "--connect", engine, "--policy", "all-host,on-demand,fiddler", "--json"),
             *("--set", "on-demand.scope=global", "--rounds", "2", "--batch", "2", *SHORT),
-        ) as launched:
-            code, out, err = await asyncio.to_thread(launched.end)
+        )
         assert code == 0, err
         assert (await client.stats())["policy"] == "layerwise"
     forwards = ["all-host", "on-demand", "fiddler"]
@@ -163,7 +153,7 @@ def test_approximate_policy_is_compared_with_an_exact_one(engine: str, tmp_path:
     """From layer 1 on, the second of the tiny model's two, daop computes experts from stale hidden states."""
     picture = tmp_path / "bench.png"
     code, out, err = run(
-        *("--connect", engine, "--policy", "daop,on-demand", "--json"),
+        *("bench", "--connect", engine, "--policy", "daop,on-demand", "--json"),
         *("--set", "daop.placement=popular", "--set", "daop.first_layer=1"),
         *("--rounds", "1", "--ppl-tokens", "16", "--plot", str(picture), *SHORT),
     )
@@ -205,7 +195,7 @@ async def test_policy_is_restored_with_its_options(engine: str) -> None:
     async with Client.connect(find_engine(engine).endpoint, name="tests") as client:
         await client.set_policy("on-demand", {"scope": "global"})
         arguments = ("--connect", engine, "--policy", "all-host", "--rounds", "1", *SHORT)
-        code, out, err = await asyncio.to_thread(run, *arguments)
+        code, out, err = await asyncio.to_thread(run, "bench", *arguments)
         assert code == 0, err
         stats = await client.stats()
         assert (stats["policy"], stats["policy_options"]) == ("on-demand", {"scope": "global"})
@@ -223,17 +213,13 @@ async def test_interrupted_bench_restores_the_policy(engine: str) -> None:
             *("bench", "--connect", engine, "--policy", "all-host,on-demand"),
             *("--rounds", "1000", *SHORT),
         ) as launched:
-            assert await asyncio.to_thread(wait_until_changed, changes)
+            assert await asyncio.to_thread(wait_until, lambda: len(changes) > 3, 60.0)
             launched.send(signal.SIGINT)
             code, out, err = await asyncio.to_thread(launched.end)
         assert (code, out) == (1, "")
         assert err.splitlines()[-1] == "launch.py: interrupted"
         assert (await client.stats())["policy"] == "layerwise"
         assert (await client.stats())["scheduler"]["running"] == 0
-
-
-def wait_until_changed(changes: list[str]) -> bool:
-    return wait_until(lambda: len(changes) > 3, 60.0)
 
 
 async def test_policy_set_by_another_client_ends_the_comparison(engine: str) -> None:
@@ -244,7 +230,7 @@ async def test_policy_set_by_another_client_ends_the_comparison(engine: str) -> 
             *("bench", "--connect", engine, "--policy", "all-host,on-demand"),
             *("--rounds", "1000", *SHORT),
         ) as launched:
-            assert await asyncio.to_thread(wait_until_changed, changes)
+            assert await asyncio.to_thread(wait_until, lambda: len(changes) > 3, 60.0)
             await client.set_policy("fiddler")
             code, out, err = await asyncio.to_thread(launched.end)
         assert (code, out) == (1, "")
@@ -260,7 +246,7 @@ def test_every_preset_runs_without_policy_and_without_a_tokenizer(tiny_model: Pa
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(tiny_model / name)
     arguments = ["--model", str(tmp_path), "--device", "cpu", "--workers", "2", "--expert-cache", "0.5"]
-    code, out, err = run(*arguments, "--name", "own", "--rounds", "1", "--json", *SHORT)
+    code, out, err = run("bench", *arguments, "--name", "own", "--rounds", "1", "--json", *SHORT)
     assert code == 0, err
     found = json.loads(out)
     left_out = found["config"]["left_out"]
@@ -307,16 +293,12 @@ def test_every_preset_runs_without_policy_and_without_a_tokenizer(tiny_model: Pa
     ],
 )
 def test_wrong_usage_is_one_line(
-    arguments: str, words: list[str], tiny_model: Path, capfd: pytest.CaptureFixture[str]
+    arguments: str, words: list[str], tiny_model: Path, complaint: Callable[..., str]
 ) -> None:
     model = [] if "--connect" in arguments else ["--model", str(tiny_model)]
-    assert main(["bench", *model, *arguments.split()]) == 2
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert err.startswith("launch.py: ")
-    assert err.count("\n") == 1, err
+    line = complaint("bench", *model, *arguments.split())
     for word in words:
-        assert word in err
+        assert word in line
 
 
 def test_named_policy_that_cannot_run_is_an_error(engine: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,6 @@ from engines import Launched, launch
 from transformers import AutoModelForCausalLM
 from waiting import wait_until
 
-from launch.cli import main
 from launch.runtime import cache_root
 from pipeline.assets import heldout, model_dir
 from pipeline.calibration.file import calibration_path, load
@@ -240,18 +239,6 @@ def test_earlier_calibration_is_drawn_without_an_engine(calibrated: Calibrated, 
     assert max(map(len, done.stdout.split("saved:")[0].splitlines())) <= 80
 
 
-@pytest.fixture
-def error_line(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    def run(*arguments: str) -> str:
-        assert main(["calibrate", *arguments]) == 2
-        out, err = capsys.readouterr()
-        assert out == ""
-        assert err.count("\n") == 1
-        return err
-
-    return run
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -267,14 +254,14 @@ def error_line(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         ("--report /tmp --connect", ["--connect", "--text F"]),
     ],
 )
-def test_wrong_usage_is_one_line(arguments: str, words: list[str], error_line: Callable[..., str]) -> None:
-    line = error_line(*arguments.split())
+def test_wrong_usage_is_one_line(arguments: str, words: list[str], complaint: Callable[..., str]) -> None:
+    line = complaint("calibrate", *arguments.split())
     for word in words:
         assert word in line
 
 
-def test_report_needs_a_calibration(tiny_model: Path, tmp_path: Path, error_line: Callable[..., str]) -> None:
-    line = error_line("--report", str(tmp_path), "--model", str(tiny_model))
+def test_report_needs_a_calibration(tiny_model: Path, tmp_path: Path, complaint: Callable[..., str]) -> None:
+    line = complaint("calibrate", "--report", str(tmp_path), "--model", str(tiny_model))
     assert str(tiny_model) in line
     assert "has not been calibrated" in line
 

@@ -8,9 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
-from engines import Launched, runs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import two_threads_a_core, write
@@ -161,27 +159,6 @@ def test_this_machine_s_cores_are_those_that_may_be_used(usable: int | None) -> 
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("workers", [1, 2])
-def test_workers_of_an_engine_run_on_their_own_cores(workers: int, tiny_model: Path) -> None:
-    with Launched(
-        "serve", "--model", str(tiny_model), "--device", "cpu", "--workers", str(workers)
-    ) as engine:
-        assert engine.line()
-        found = [child for child in engine.children() if runs(child, "workers.expert_worker")]
-        bound = sorted(tuple(child.cpu_affinity()) for child in found)
-        threads = sorted(int(child.environ()["OMP_NUM_THREADS"]) for child in found)
-        free = engine.child("pipeline.coordinator").cpu_affinity()
-        assert outside(found[0]) <= 1
-        engine.process.terminate()
-        assert engine.end()[0] == 0
-    cores = Cores.here()
-    cpu_sets = cores.for_workers(workers)
-    assert bound == sorted(cpus.cores for cpus in cpu_sets)
-    assert threads == sorted(len(cpus.cores) for cpus in cpu_sets)
-    assert free == cores.numbers
-
-
-@pytest.mark.timeout(300)
 async def test_results_do_not_depend_on_the_number_of_nodes(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -201,10 +178,3 @@ async def test_results_do_not_depend_on_the_number_of_nodes(
         assert refused == (cores is both)
         caplog.clear()
     np.testing.assert_allclose(scores[0], scores[1], atol=1e-5)
-
-
-def outside(process: psutil.Process) -> int:
-    """The number of threads with other cores than their process: only the thread that watches the parent
-    started before the process was bound."""
-    main = os.sched_getaffinity(process.pid)
-    return sum(os.sched_getaffinity(thread.id) != main for thread in process.threads())

@@ -15,90 +15,47 @@ from hub_server import COMMIT, HubServer, Repository
 from launch.hub.hf_download import is_hub_name
 
 
-@pytest.mark.parametrize(
-    ("refuse", "words", "code"),
-    [
-        ((401, "RepoNotFound"), ["no such model", "private", "no folder", "hf auth login", "HF_TOKEN"], 2),
-        ((404, "RepoNotFound"), ["no such model"], 2),
-        ((401, "GatedRepo"), ["access", "hf auth login", "HF_TOKEN"], 2),
-        ((403, "GatedRepo"), ["access", "HF_TOKEN"], 2),
-        ((403, ""), ["access", "HF_TOKEN"], 2),
-        ((500, ""), ["error 500", "later"], 1),
-    ],
-)
-def test_refused(home: Home, hub: HubServer, refuse: tuple[int, str], words: list[str], code: int) -> None:
-    hub.repositories[NAME] = Repository({}, refuse=refuse)
-    line = home.complaint(code=code)
-    for word in words:
-        assert word in line
-
-
-def test_unknown_name_is_one_line(home: Home, hub: HubServer) -> None:
-    assert "no such model" in home.complaint("org/missing")
-
-
-@pytest.mark.parametrize("refuse", [(401, "GatedRepo"), (403, "GatedRepo"), (403, "")])
-def test_gated_models_have_lists_of_files(
-    home: Home, hub: HubServer, files: dict[str, bytes], refuse: tuple[int, str]
-) -> None:
-    hub.repositories[NAME] = Repository(files, refuse_files=refuse)
-    assert "hf auth login" in home.complaint()
-
-
-def test_missing_revision_is_refused(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
-    hub.repositories[NAME] = Repository(files)
-    assert "revision" in home.complaint(f"{NAME}@v9")
-
-
-def test_repository_without_safetensors_is_refused(
+def test_refused_models_get_one_line_and_no_weights(
     home: Home, hub: HubServer, files: dict[str, bytes]
 ) -> None:
     pickles = {name: files[name] for name in ("config.json", "tokenizer.json", "pytorch_model.bin")}
-    hub.repositories[NAME] = Repository(pickles)
-    line = home.complaint()
-    assert "pytorch_model.bin" in line
-    assert "safetensors" in line
-    hub.repositories[NAME] = Repository({"README.md": b""})
-    assert "no weights" in home.complaint()
-    assert hub.sent() == []
-
-
-def test_unsupported_architecture_is_refused(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
-    files["config.json"] = files["config.json"].replace(b'"mixtral"', b'"llama"')
+    llama = files["config.json"].replace(b'"mixtral"', b'"llama"')
+    login = ["no such model", "private", "no folder", "hf auth login", "HF_TOKEN"]
+    disk = ["100000000.00 GB", "GB free", "HF_HOME"]
+    config = ["config.json"]
+    indices = (b"{", b"[]", b'{"weight_map": {"a": "b.safetensors"}}', b'{"weight_map": {"a": ["b"]}}')
+    # The repository, words of the line, its exit code, and the files that are sent where these are certain.
+    cases: list[tuple[Repository, list[str], int, list[str] | None]] = [
+        (Repository({}, refuse=(401, "RepoNotFound")), login, 2, []),
+        (Repository({}, refuse=(404, "RepoNotFound")), ["no such model"], 2, []),
+        (Repository({}, refuse=(401, "GatedRepo")), ["access", "hf auth login", "HF_TOKEN"], 2, []),
+        (Repository({}, refuse=(403, "GatedRepo")), ["access", "HF_TOKEN"], 2, []),
+        (Repository({}, refuse=(403, "")), ["access", "HF_TOKEN"], 2, []),
+        (Repository({}, refuse=(500, "")), ["error 500", "later"], 1, []),
+        # Gated models have lists of files.
+        (Repository(files, refuse_files=(401, "GatedRepo")), ["hf auth login"], 2, None),
+        (Repository(files, refuse_files=(403, "GatedRepo")), ["hf auth login"], 2, None),
+        (Repository(files, refuse_files=(403, "")), ["hf auth login"], 2, None),
+        (Repository(pickles), ["pytorch_model.bin", "safetensors"], 2, []),
+        (Repository({"README.md": b""}), ["no weights"], 2, []),
+        (Repository(files | {"config.json": llama}), ["llama", "mixtral"], 2, config),
+        *((Repository(files | {"config.json": c}), config, 2, config) for c in (b"{", b"[]", b"\xff")),
+        *((Repository(files | {INDEX: index}), [INDEX], 2, None) for index in indices),
+        # A full disk is reported before the download.
+        (Repository(files, sizes={SHARDS[0]: 10**17}), disk, 1, None),
+    ]
+    names = [f"org/m{i}" for i in range(len(cases))]
+    hub.repositories |= {name: repository for name, (repository, *_) in zip(names, cases, strict=True)}
     hub.repositories[NAME] = Repository(files)
-    line = home.complaint()
-    assert "llama" in line
-    assert "mixtral" in line
-    assert hub.sent() == ["config.json"]
-
-
-@pytest.mark.parametrize("config", [b"{", b"[]", b"\xff"])
-def test_config_that_is_not_json_is_refused(
-    home: Home, hub: HubServer, files: dict[str, bytes], config: bytes
-) -> None:
-    hub.repositories[NAME] = Repository(files | {"config.json": config})
-    assert "config.json" in home.complaint()
-    assert hub.sent() == ["config.json"]
-
-
-@pytest.mark.parametrize(
-    "index", [b"{", b"[]", b'{"weight_map": {"a": "b.safetensors"}}', b'{"weight_map": {"a": ["b"]}}']
-)
-def test_damaged_index_is_refused(home: Home, hub: HubServer, files: dict[str, bytes], index: bytes) -> None:
-    hub.repositories[NAME] = Repository(files | {INDEX: index})
-    assert INDEX in home.complaint()
-    assert not {*SHARDS} & {*hub.sent()}
-
-
-def test_full_disk_is_reported_before_the_download(
-    home: Home, hub: HubServer, files: dict[str, bytes]
-) -> None:
-    hub.repositories[NAME] = Repository(files, sizes={SHARDS[0]: 10**17})
-    line = home.complaint(code=1)
-    assert "100000000.00 GB" in line
-    assert "GB free" in line
-    assert "HF_HOME" in line
-    assert not {*SHARDS} & {*hub.sent()}
+    *found, missing, revision = home.complaints(*names, "org/missing", f"{NAME}@v9")
+    for name, (_, words, code, sent), (exit_code, line) in zip(names, cases, found, strict=True):
+        assert exit_code == code, line
+        assert all(word in line for word in words), line
+        assert sent in (None, hub.sent(name)), line
+        assert not {*SHARDS} & {*hub.sent(name)}, line
+    assert missing[0] == revision[0] == 2
+    assert "no such model" in missing[1]
+    assert "revision" in revision[1]
 
 
 def test_local_folder_is_used_before_the_hub(

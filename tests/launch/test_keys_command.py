@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from engines import Launched
+from engines import Launched, run
 
 from launch.cli import main
 from protocol.keys import new_keys, read_client_keys, read_engine_keys, write_client_keys, write_engine_keys
@@ -181,21 +181,18 @@ def test_an_engine_is_used_from_another_machine(
         assert f"clients with a key are taken at {where}" in engine.stderr
         answers = []
         for to in (given, ("--connect", name)):
-            with Launched(*prompt, *to) as client:
-                code, out, err = client.end()
+            code, out, err = run(*prompt, *to)
             assert (code, err) == (0, "")
             answers.append(json.loads(out)["token_ids"])
         assert answers[0] == answers[1]
         assert len(answers[0]) == 4
         text = tmp_path / "ids.json"
         text.write_text("[1, 2, 3, 4]")
-        with Launched("score", "--tokens", str(text), "--json", *given) as client:
-            assert client.end()[0] == 0
+        assert run("score", "--tokens", str(text), "--json", *given)[0] == 0
 
         stranger = tmp_path / "stranger.key"
         write_client_keys(stranger, new_keys()[1])
-        with Launched(*prompt, "--connect", where, "--key", str(stranger)) as client:
-            code, out, err = client.end()
+        code, out, err = run(*prompt, "--connect", where, "--key", str(stranger))
         assert (code, out) == (1, "")
         assert where in err
         assert err.count("\n") == 1

@@ -32,8 +32,22 @@ def reused_tokens(summary: str) -> int:
     return int(found[1])
 
 
-def test_session_with_cancel_completion_policy_change_and_history(tmp_path: Path) -> None:
+async def test_session_with_cancel_completion_policy_change_and_history(
+    start_engine, tiny_model: Path, tmp_path: Path
+) -> None:
+    """The next session, with another engine, has the history of the first."""
     env = {"XDG_STATE_HOME": str(tmp_path)}
+    _session(env)
+    history = tmp_path / "tandem" / "history"
+    assert history.stat().st_mode & 0o777 == 0o600
+    assert history.parent.stat().st_mode & 0o777 == 0o700
+    assert engines_left() == []
+    async with start_engine(EngineConfig(model=tiny_model, name="repl-next")):
+        await asyncio.to_thread(_history, env)
+
+
+def _session(env: dict[str, str]) -> None:
+    """With an engine of its own."""
     engine = ("--policy", "layerwise", "--expert-cache", "0.25", "--ignore-eos", "--log-level", "warning")
     with Terminal(*engine, "--max-tokens", "400", env=env) as terminal:
         terminal.until(READY)
@@ -72,11 +86,10 @@ def test_session_with_cancel_completion_policy_change_and_history(tmp_path: Path
         terminal.until(r"\n\n>$")
         terminal.line("/quit")
         assert terminal.end() == (0, True)
-    history = tmp_path / "tandem" / "history"
-    assert history.stat().st_mode & 0o777 == 0o600
-    assert history.parent.stat().st_mode & 0o777 == 0o700
 
-    with Terminal(*engine, env=env) as terminal:
+
+def _history(env: dict[str, str]) -> None:
+    with Terminal("chat", "--connect", "repl-next", env=env) as terminal:
         terminal.until(READY)
         terminal.type("x")  # the prompt shows it when the history has been read
         terminal.until("^> x$")
@@ -90,7 +103,6 @@ def test_session_with_cancel_completion_policy_change_and_history(tmp_path: Path
         terminal.until("^Ctrl-D or /quit ends the chat\n>$")
         terminal.keys("C-d")
         assert terminal.end() == (0, True)
-    assert engines_left() == []
 
 
 async def test_commands_and_announcements_of_other_clients(

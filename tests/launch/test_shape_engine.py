@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from engines import Launched, engines_left
+from engines import Launched, engines_left, run
 
 MODEL = "shape:mixtral-8x7b/1"
 # A given chunk, and an unusual tile: other engines of this machine use other stores.
@@ -15,14 +15,12 @@ def test_a_shape_answers_ids_and_refuses_text() -> None:
     with Launched("serve", "--model", MODEL, "--name", "shape", *QUICK) as engine:
         assert engine.line().startswith("shape ipc://"), engine.stderr
         ask = ["generate", "--connect", "shape", "--max-tokens", "4"]
-        with Launched(*ask, "--prompt-tokens", "1,2,3", "--ignore-eos", "--json") as client:
-            code, out, err = client.end()
-            assert code == 0, err
+        code, out, err = run(*ask, "--prompt-tokens", "1,2,3", "--ignore-eos", "--json")
+        assert code == 0, err
         answer = json.loads(out)
-        with Launched(*ask, "--prompt", "Hello") as client:
-            code, out, err = client.end()
-            assert (code, out) == (2, "")
-            assert "no tokenizer; give --prompt-tokens" in err
+        code, out, err = run(*ask, "--prompt", "Hello")
+        assert (code, out) == (2, "")
+        assert "no tokenizer; give --prompt-tokens" in err
         engine.process.terminate()
         code, _, log = engine.end()
         assert code == 0, log
