@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from launch.chaos.injector import Fault, Injector
 from launch.chaos.plan import Chaos
 from launch.chaos.pool import missing_peers, wait_recovered
 from launch.chaos.processes import Usage, runtime_of
+from launch.cli import main
 from launch.command_line.options import parse
 from launch.errors import WrongUsage
 from launch.stress.chaos import ChaosRun
@@ -21,8 +20,6 @@ from launch.stress.chaos_table import chaos_parts
 from launch.stress.requests import End, Outcome, Request
 from protocol.keys import Address
 from protocol.messages import Sampling
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_chaos_options() -> None:
@@ -43,19 +40,12 @@ def test_chaos_options() -> None:
         parse(["stress", "--seed", "3", "--connect"])
 
 
-def test_chaos_needs_a_local_engine() -> None:
+def test_chaos_needs_a_local_engine(capfd: pytest.CaptureFixture[str]) -> None:
     assert runtime_of(Address("ipc:///run/tandem/a/client.sock")) == Path("/run/tandem/a")
     with pytest.raises(WrongUsage, match=r"^--chaos needs a local engine, not one at tcp://there:1$"):
         runtime_of(Address("tcp://there:1"))
-    done = subprocess.run(
-        [sys.executable, ROOT / "launch.py", "stress", "--chaos", "kill", "--connect", "tcp://there:1"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.splitlines() == ["launch.py: --chaos needs a local engine, not one at tcp://there:1"]
+    assert main(["stress", "--chaos", "kill", "--connect", "tcp://there:1"]) == 2
+    assert capfd.readouterr() == ("", "launch.py: --chaos needs a local engine, not one at tcp://there:1\n")
 
 
 def peer(role: str, index: int, incarnation: int, up: bool = True) -> dict[str, Any]:

@@ -65,26 +65,25 @@ async def test_engine_restarts_when_killed_in_decode(start_engine, tiny_model) -
         watching = asyncio.create_task(loaders(supervisor))
         slabs = [name for name in state.segments() if "-slab-" in name]
         assert len(slabs) == 1
-        for incarnation in (1,):
-            running = [asyncio.create_task(answer(client, count=200)) for _ in range(MANY)]
-            await state.prefilling(1)
-            state.send(KILL, "coordinator")
-            assert await seconds_to_loss(client) < NOTICED
-            ended = await asyncio.gather(*running, return_exceptions=True)
-            assert isinstance(ended[-1], EngineGone)
-            assert all(isinstance(end, EngineGone | list) for end in ended)  # a list: done before the kill
-            with pytest.raises(EngineGone):
-                client.generate(token_ids=[5])
-            client = await clients.enter_async_context(Client.connect(supervisor.endpoint, timeout=RESTARTED))
-            state.client = client
-            assert client.welcome.policy == "on-demand"
-            assert (await client.stats())["policy_options"] == {"scope": "global"}
-            assert [t.token for t in await answer(client)] == [t.token for t in reference]
-            found = the_store(client)
-            assert (found.st_ino, found.st_mtime_ns) == (store.st_ino, store.st_mtime_ns)
-            assert len([name for name in state.segments() if "-slab-" in name]) == 1
-            assert state.incarnation("coordinator") == incarnation
-            assert sorted((child.role, child.index) for child in supervisor.pids) == SLOTS
+        running = [asyncio.create_task(answer(client, count=200)) for _ in range(MANY)]
+        await state.prefilling(1)
+        state.send(KILL, "coordinator")
+        assert await seconds_to_loss(client) < NOTICED
+        ended = await asyncio.gather(*running, return_exceptions=True)
+        assert isinstance(ended[-1], EngineGone)
+        assert all(isinstance(end, EngineGone | list) for end in ended)  # a list: done before the kill
+        with pytest.raises(EngineGone):
+            client.generate(token_ids=[5])
+        client = await clients.enter_async_context(Client.connect(supervisor.endpoint, timeout=RESTARTED))
+        state.client = client
+        assert client.welcome.policy == "on-demand"
+        assert (await client.stats())["policy_options"] == {"scope": "global"}
+        assert [t.token for t in await answer(client)] == [t.token for t in reference]
+        found = the_store(client)
+        assert (found.st_ino, found.st_mtime_ns) == (store.st_ino, store.st_mtime_ns)
+        assert len([name for name in state.segments() if "-slab-" in name]) == 1
+        assert state.incarnation("coordinator") == 1
+        assert sorted((child.role, child.index) for child in supervisor.pids) == SLOTS
         state.send(KILL, "worker", 0)  # a worker of the restarted engine is restarted as before
         assert len(await answer(client)) == len(reference)
         await until(lambda: sorted((child.role, child.index) for child in supervisor.pids) == SLOTS, LIMIT)

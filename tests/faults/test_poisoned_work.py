@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 import torch
 from fault_engines import LIMIT, State, answer, config
 from transformers import MixtralForCausalLM
+from waiting import until
 
 from launch.equality import F32_BOUND, Verdict, compare
 from launch.processes.supervisor import Supervisor
@@ -128,7 +128,7 @@ async def test_replacement_crash_before_its_first_work_does_not_count_against_th
         os.truncate(store, size - LAST_BYTES)
         try:
             request = asyncio.create_task(answer(client, prompt, LENGTH))
-            await until(lambda: first not in supervisor.pids)
+            await until(lambda: first not in supervisor.pids, LIMIT)
         finally:
             os.truncate(store, size)
         async with asyncio.timeout(LIMIT):
@@ -143,12 +143,6 @@ async def test_replacement_crash_before_its_first_work_does_not_count_against_th
 
 def store_file(client: Client) -> Path:
     return Path(SHM_FOLDER) / store_name(client.welcome.fingerprint)[1:]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT):
-        while not condition():  # noqa: ASYNC110 - of processes, which set no event
-            await asyncio.sleep(0.001)
 
 
 # A forked replacement computes before the store has been truncated for it.

@@ -15,7 +15,7 @@ from shm.segment import unlink
 from shm.store import store_name
 
 LIMIT = 100.0
-OPTIONS = ("--workers", "1")
+OPTIONS = ("--workers", "1", "--chunk", "32", "--keep-store")
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def damage(place: Place) -> None:
         file.write(bytes([byte[0] ^ 1]))
 
 
-def test_a_damaged_store_of_a_running_engine_fails_the_start_alone(place: Place) -> None:
+def test_damaged_store_is_built_again_unless_an_engine_uses_it(place: Place) -> None:
     with Engine(place, f"verify-{os.getpid()}") as engine:
         engine.wait_ready()
         damage(place)
@@ -56,12 +56,9 @@ def test_a_damaged_store_of_a_running_engine_fails_the_start_alone(place: Place)
         assert sum("damaged" in line for line in lines) == 1
         assert "coordinator" in engine.doing()
         engine.ask(2)
-
-
-def test_damaged_kept_store_is_built_again(place: Place) -> None:
-    assert generate(place, "--keep-store")[0] == 0
-    damage(place)
-    code, lines = generate(place, "--verify")
+        engine.process.terminate()
+        assert engine.process.wait(LIMIT) == 0
+    code, lines = generate(place, "--verify")  # the damaged store was kept
     assert code == 0
     assert sum("is damaged in layer 1; it is removed and made again" in line for line in lines) == 1
     assert any("source cache" in line for line in lines)

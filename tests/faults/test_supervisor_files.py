@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from shm.locks import build_folder
 from shm.store import store_name
 
 SHM = Path("/dev/shm")
+SOON = 30.0  # seconds for an orderly end, on a machine that may be busy
 OPTIONS = ("--workers", "2", "--policy", "on-demand")
 
 
@@ -55,12 +57,21 @@ def open_files(processes: list[psutil.Process], places: tuple[Path, ...]) -> set
     return {path for path in found if any(path.is_relative_to(folder) for folder in places)}
 
 
-def test_files_of_a_running_engine_are_private(place: Place) -> None:
+async def test_files_of_an_engine_are_private_until_a_closed_terminal_ends_it(place: Place) -> None:
+    """During the whole start, all files are in a folder that only their user can enter, as new sockets are
+    before their mode is set. The engine then answers a client."""
     name = f"files-{os.getpid()}"
     old = os.umask(0)
+    loose: set[Path] = set()
     try:
         with Engine(place, name) as engine:
-            engine.wait_ready()
+            ready = asyncio.create_task(asyncio.to_thread(engine.wait_ready))
+            while not ready.done():
+                made = made_by(place, name)
+                tops = [*made.runtime[:1], *made.cache[:1], *made.segments, *made.locks[:2]]
+                loose |= {path for path in tops if mode(path) & 0o077}
+                await asyncio.sleep(0.002)
+            await ready
             engine.ask(100)
             made = made_by(place, name)
             everything = [*made.runtime, *made.cache, *made.segments, *made.locks]
@@ -68,36 +79,21 @@ def test_files_of_a_running_engine_are_private(place: Place) -> None:
             assert {"lock", "engine.json", "control.sock", "client.sock", "work.sock", "fetch.sock"} <= names
             assert {".locks", f"{place.key[:16]}.use", place.key, "store.bin"} <= names
             assert len(made.segments) == 3  # store, slab, control
-            loose = [path for path in everything if stat.S_IMODE(path.lstat().st_mode) & 0o077]
-            assert loose == []
+            loose |= {path for path in everything if stat.S_IMODE(path.lstat().st_mode) & 0o077}
             assert [path for path in everything if path.lstat().st_uid != os.geteuid()] == []
             # All open files of the engine in those folders were checked.
             opened = open_files(engine.processes(), (place.runtime, place.cache, SHM))
             assert opened <= {*everything}
-    finally:
-        os.umask(old)
-
-
-async def test_new_sockets_are_in_a_private_directory_before_their_mode_is_set(place: Place) -> None:
-    """During the whole start, all files are in a folder that only their user can enter."""
-    name = f"files-{os.getpid()}"
-    old = os.umask(0)
-    loose: set[str] = set()
-    try:
-        with Engine(place, name) as engine:
-            ready = asyncio.create_task(asyncio.to_thread(engine.wait_ready))
-            while not ready.done():
-                made = made_by(place, name)
-                tops = [*made.runtime[:1], *made.cache[:1], *made.segments, *made.locks[:2]]
-                loose |= {str(path) for path in tops if _mode(path) & 0o077}
-                await asyncio.sleep(0.002)
-            await ready
+            engine.process.send_signal(signal.SIGHUP)
+            assert engine.process.wait(SOON) == 0
+            assert engine.processes() == []
+            assert place.remains(name) == []
     finally:
         os.umask(old)
     assert loose == set()
 
 
-def _mode(path: Path) -> int:
+def mode(path: Path) -> int:
     try:
         return stat.S_IMODE(path.lstat().st_mode)
     except FileNotFoundError:

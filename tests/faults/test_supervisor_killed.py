@@ -14,6 +14,7 @@ from fault_engines import sweep_all
 from waiting import wait_until
 
 from benchmarks.marked_engine import LIMIT, Engine, Place
+from launch.runtime import sweep
 
 # What these leave half built, any engine's start may sweep; and they measure.
 pytestmark = [pytest.mark.timeout(200), pytest.mark.alone]
@@ -58,5 +59,6 @@ def test_supervisor_kill_during_an_answer(place: Place) -> None:
         assert gone < GONE_LIMIT
         kinds = {"directory", "segment slab", "segment control", "store", "lock .use"}
         assert set(place.remains(name)) == kinds
+    assert sweep() == [name]  # as the next start does
     sweep_all(place)
     assert place.remains(name) == []

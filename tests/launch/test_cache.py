@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import LAUNCH, store_of
+from engines import LAUNCH, run, store_of
 
 from launch.cache.entries import Entry, scan
 from launch.cache.full_disk import full_disk_line
@@ -40,9 +40,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run_cache(*arguments: str) -> tuple[int, str]:
-    done = subprocess.run([sys.executable, LAUNCH, "cache", *arguments], capture_output=True, text=True)
-    assert done.stderr == ""
-    return done.returncode, done.stdout
+    code, out, err = run("cache", *arguments)
+    assert err == ""
+    return code, out
 
 
 def run_json(*arguments: str) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shlex
 import signal
 import subprocess
@@ -22,23 +24,21 @@ from engines import (
     fingerprint_of,
     is_running,
     own_segments,
+    run,
     runs,
     store_of,
 )
 from waiting import wait_until
 
 from launch.errors import StartFailed
+from launch.processes.cores import Cores
 from launch.processes.limits import Limits
 from launch.processes.supervisor import Supervisor
-from launch.runtime import sweep
 from pipeline.config import EngineConfig
 from protocol.sockets import runtime_root
 from shm.locks import build_lock
-from shm.locks import sweep as sweep_stores
 
 pytestmark = pytest.mark.timeout(300)  # several engines start in a test, on a machine that may be busy
-
-CHILDREN_GONE = 5.0  # seconds in which the children of a killed supervisor exit
 
 
 @pytest.fixture
@@ -46,12 +46,8 @@ def arguments(tiny_model: Path) -> list[str]:
     return ["--model", str(tiny_model), "--device", "cpu", "--workers", "2", "--chunk", "32"]
 
 
-def run(*arguments: str) -> tuple[int, str, str]:
-    with Launched(*arguments) as launched:
-        return launched.end()
-
-
 def test_engine_serves_every_command_and_stops_on_sigint(arguments: list[str], tmp_path: Path) -> None:
+    """Its log includes its memory plan."""
     with Launched("serve", "--name", "cycle", *arguments) as engine:
         name, endpoint = engine.line().split()
         assert name == "cycle"
@@ -102,8 +98,11 @@ def test_engine_serves_every_command_and_stops_on_sigint(arguments: list[str], t
         assert "300 tokens" in err
 
         engine.send(signal.SIGINT)
-        code, _, _ = engine.end()
+        code, _, err = engine.end()
         assert code == 0
+    (line,) = re.findall(r"^\[tandem\] memory: .*$", err, re.M)
+    assert re.search(r"experts [\d.]+ kB \(bf16\), KV cache [\d.]+ kB \(1024 tokens\), backbone", line)
+    assert "--format" not in err
     assert engines_left() == []
     assert own_segments("cycle") == []
 
@@ -126,6 +125,7 @@ def test_piped_chat_answers_every_line_that_fits_and_reports_the_others(argument
 
 
 def test_killed_child_is_restarted_and_answers_are_the_same(arguments: list[str]) -> None:
+    """Until its coordinator keeps exiting: then the engine stops, with one line."""
     generate = "generate --prompt-tokens 5,6,7 --max-tokens 4 --ignore-eos --json --connect victim".split()
     with Launched("serve", "--name", "victim", *arguments) as engine:
         engine.line()
@@ -143,21 +143,11 @@ def test_killed_child_is_restarted_and_answers_are_the_same(arguments: list[str]
             assert wait_until(lambda: run(*generate)[0] == 0, 60)
             code, after, _ = run(*generate)
             assert json.loads(after)["token_ids"] == json.loads(before)["token_ids"]
-        engine.send(signal.SIGTERM)
-        code, _, err = engine.end()
-    assert code == 0
-    assert "Traceback" not in err
-    exits = [line for line in err.splitlines() if "killed by SIGKILL" in line]
-    assert len(exits) == 2
-    assert "the worker 0 was killed by SIGKILL; it is being restarted" in exits[0]
-    assert "the coordinator was killed by SIGKILL; the engine is being restarted" in exits[1]
-    assert engines_left() == []
-    assert own_segments("victim") == []
+        exits = [line for line in engine.stderr.splitlines() if "killed by SIGKILL" in line]
+        assert len(exits) == 2
+        assert "the worker 0 was killed by SIGKILL; it is being restarted" in exits[0]
+        assert "the coordinator was killed by SIGKILL; the engine is being restarted" in exits[1]
 
-
-def test_engine_whose_coordinator_keeps_exiting_stops_with_one_line(arguments: list[str]) -> None:
-    with Launched("serve", "--name", "victim", *arguments) as engine:
-        engine.line()
         while engine.process.poll() is None:
             for child in engine.children():
                 if runs(child, "pipeline.coordinator") and is_running(child):
@@ -187,32 +177,33 @@ def test_sigint_during_the_start_leaves_no_process_and_no_file(arguments: list[s
     assert engines_left() == []
 
 
-def test_children_of_a_killed_supervisor_exit_and_their_files_are_swept(arguments: list[str]) -> None:
-    with Launched("serve", "--name", "orphans", "--policy", "on-demand", *arguments) as engine:
-        engine.line()
-        children = engine.children()
-        assert len(children) == 4  # coordinator, two workers, prefetcher
-        assert own_segments("orphans")
-        engine.send(signal.SIGKILL)
-        engine.end()
-        assert wait_until(lambda: not any(is_running(c) for c in children), CHILDREN_GONE)
-    assert engines_left() == ["orphans"]
-    assert sweep() == ["orphans"]  # as the next start does
-    sweep_stores(runtime_root())
-    assert engines_left() == []
-    assert own_segments("orphans") == []
+def check_cores(engine: Launched, workers: int) -> None:
+    """Each worker is bound to its own cores and computes with as many threads; the coordinator may use all
+    cores."""
+    found = [child for child in engine.children() if runs(child, "workers.expert_worker")]
+    cores = Cores.here()
+    cpu_sets = cores.for_workers(workers)
+    assert sorted(tuple(child.cpu_affinity()) for child in found) == sorted(cpus.cores for cpus in cpu_sets)
+    threads = sorted(int(child.environ()["OMP_NUM_THREADS"]) for child in found)
+    assert threads == sorted(len(cpus.cores) for cpus in cpu_sets)
+    assert engine.child("pipeline.coordinator").cpu_affinity() == cores.numbers
+    # Only the thread that watches the parent started before the process was bound.
+    bound = os.sched_getaffinity(found[0].pid)
+    assert sum(os.sched_getaffinity(thread.id) != bound for thread in found[0].threads()) <= 1
 
 
 def test_two_engines_share_a_store_and_stop_independently(arguments: list[str], tiny_model: Path) -> None:
     generate = "generate --prompt-tokens 5 --max-tokens 2 --ignore-eos --json --connect".split()
     with Launched("serve", "--name", "left", *arguments) as left:
         left.line()
+        check_cores(left, 2)
         code, expected, _ = run(*generate)
         assert code == 0
         assert len(json.loads(expected)["token_ids"]) == 2
         store = store_of(tiny_model).stat().st_ino
-        with Launched("serve", "--name", "right", *arguments) as right:
+        with Launched("serve", "--name", "right", *arguments, "--workers", "1") as right:
             right.line()
+            check_cores(right, 1)
             assert store_of(tiny_model).stat().st_ino == store
             assert engines_left() == ["left", "right"]
             code, _, err = run("generate", "--prompt-tokens", "5", "--connect")
@@ -236,12 +227,21 @@ def test_two_engines_share_a_store_and_stop_independently(arguments: list[str], 
 
 
 def test_kept_store_is_attached_by_the_next_start(arguments: list[str], tiny_model: Path) -> None:
-    command = ["generate", "--prompt-tokens", "5", "--max-tokens", "1", *arguments]
-    code, _, _ = run(*command, "--keep-store")
-    assert code == 0
+    """The standard streams of the commands are closed."""
+    generate = "generate --prompt-tokens 5 --max-tokens 1".split()
+    command = shlex.join([sys.executable, LAUNCH, *generate, *arguments])
+
+    def run_with(words: str) -> str:
+        done = subprocess.run(
+            ["sh", "-c", f"{command} {words}"], capture_output=True, text=True, timeout=LIMIT
+        )
+        assert done.returncode == 0, done.stderr
+        assert engines_left() == []
+        return done.stderr
+
+    run_with("--keep-store 2>&-")
     assert store_of(tiny_model).exists()
-    code, _, err = run(*command)
-    assert code == 0
+    err = run_with("<&- >&-")
     assert "0 bytes read from the checkpoint, 0 bytes read from the cache" in err
     assert not store_of(tiny_model).exists()
 
@@ -288,15 +288,6 @@ def test_answer_cancelled_by_the_engine_is_one_line_and_exit_1(arguments: list[s
         assert err.startswith("launch.py: the engine cancelled this ")
         assert err.count("\n") == 1
     assert list(tmp_path.iterdir()) == [ids]
-
-
-def test_command_runs_with_closed_standard_streams(arguments: list[str]) -> None:
-    generate = "generate --prompt-tokens 5 --max-tokens 1".split()
-    command = shlex.join([sys.executable, LAUNCH, *generate, *arguments])
-    for closed in ("<&- >&-", "2>&-"):
-        done = subprocess.run(["sh", "-c", f"{command} {closed}"], capture_output=True, timeout=LIMIT)
-        assert done.returncode == 0, done.stderr
-    assert engines_left() == []
 
 
 @pytest.mark.usefixtures("executed_processes")  # none is ready within the limit

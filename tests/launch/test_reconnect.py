@@ -6,11 +6,12 @@ import json
 import os
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import LIMIT, Launched, runs
+from engines import LIMIT, Launched, run, runs
 from terminal import TMUX, Terminal
 from waiting import wait_until
 
@@ -31,8 +32,8 @@ def answer(*extra: str) -> tuple[str, ...]:
     return (*prompt, *extra)
 
 
-@pytest.fixture
-def engine(tiny_model: Path):
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path) -> Iterator[Launched]:
     with Launched("serve", "--model", str(tiny_model), *ENGINE) as engine:
         assert engine.line().startswith(NAME), engine.stderr
         yield engine
@@ -40,28 +41,23 @@ def engine(tiny_model: Path):
         assert engine.end()[0] == 0, engine.stderr
 
 
-def kill_coordinator(engine: Launched) -> None:
-    engine.child(COORDINATOR).kill()
-
-
-def run(*arguments: str) -> str:
-    with Launched(*arguments) as launched:
-        code, out, err = launched.end()
-        assert code == 0, err
-        return out
+def output(*arguments: str) -> str:
+    code, out, err = run(*arguments)
+    assert code == 0, err
+    return out
 
 
 def test_answers_and_scores_resume_after_a_coordinator_restart(engine: Launched, tmp_path: Path) -> None:
     seeded = answer("--temperature", "0.9", "--seed", "4")
-    whole = run(*seeded)
+    whole = output(*seeded)
     ids, rows, again = tmp_path / "ids.json", tmp_path / "rows.npy", tmp_path / "again.npy"
     ids.write_text(json.dumps([5 + i * 7 % 4000 for i in range(250)]))
     score = ("score", "--tokens", str(ids), "--stepwise", "--json", *CONNECT, "--out")
-    report = json.loads(run(*score, str(rows)))
+    report = json.loads(output(*score, str(rows)))
     with Launched(*seeded) as launched, Launched(*score, str(again)) as scoring:
         assert os.read(launched.process.stdout.fileno(), 1) == whole[0].encode()  # and buffer nothing
         assert wait_until(lambda: any(p.stat().st_size > 100_000 for p in tmp_path.glob("*again*")), LIMIT)
-        kill_coordinator(engine)
+        engine.child(COORDINATOR).kill()
         code, out, err = launched.end()
         assert (code, whole[0] + out) == (0, whole), err
         assert err.count(WAITING) == err.count(ANSWERS) == 1
@@ -87,7 +83,7 @@ def test_chat_resumes_after_a_coordinator_restart(engine: Launched, tmp_path: Pa
         terminal.until(lambda screen: screen.count("Hi?") == 1 and "> /retry\n" in screen)
         before = len(terminal.screen())
         terminal.until(lambda screen: len(screen) > before + 60)
-        kill_coordinator(engine)
+        engine.child(COORDINATOR).kill()
         shown = terminal.until(r"^the engine answers again$", LIMIT)
         assert shown.count("the engine does not answer; waiting for it") == 1
         shown = terminal.until(lambda screen: len(re.findall("^120 tokens ·", screen, re.M)) == 2, LIMIT)
