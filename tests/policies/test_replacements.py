@@ -193,7 +193,7 @@ def test_score_replacement(data: st.DataObject) -> None:
             score[layer] *= 0.5
             score[layer, top] += 0.5 * shares[top]
             active = set(uses(machine.visit(layer, logits).routing))
-            new = sorted(active - held[layer], key=lambda e: -score[layer, e])
+            new = sorted(active - held[layer], key=lambda e: (-score[layer, e], e))
             for expert in new:
                 others = held[layer] - active
                 if len(held[layer]) < sizes[layer]:
