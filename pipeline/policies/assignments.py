@@ -7,10 +7,11 @@ seconds are in `balance.py`. A resident tile is not moved: `link` is paid for mi
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from pipeline.arrays import IntArray
 from pipeline.errors import PolicyError
@@ -60,26 +61,17 @@ class Resident(Assignment):
 
 
 class _Seconds:
-    """Seconds of one expert by the rows that use it: the costs, in numbers that need no numpy to look up."""
+    """Seconds of one side for an expert, by the rows that use it, in a table that needs no numpy."""
 
-    def __init__(self, costs: Costs, tiles: int) -> None:
-        self.costs = costs
-        self._tiles = tiles
-        rows = np.arange(_TABLE)
-        self._host: list[float] = costs.host_seconds(rows, tiles).tolist()
-        self._device: list[float] = costs.device_seconds(rows, tiles).tolist()
+    def __init__(self, seconds: Callable[[ArrayLike, int], NDArray[np.float64]], tiles: int) -> None:
+        self._seconds, self._tiles = seconds, tiles
+        self._table: list[float] = seconds(np.arange(_TABLE), tiles).tolist()
 
-    def host(self, rows: Sequence[int]) -> list[float]:
+    def __call__(self, rows: Sequence[int]) -> list[float]:
         if max(rows) < _TABLE:
-            table = self._host
+            table = self._table
             return [table[count] for count in rows]
-        return list(self.costs.host_seconds(rows, self._tiles).tolist())
-
-    def device(self, rows: Sequence[int]) -> list[float]:
-        if max(rows) < _TABLE:
-            table = self._device
-            return [table[count] for count in rows]
-        return list(self.costs.device_seconds(rows, self._tiles).tolist())
+        return list(self._seconds(rows, self._tiles).tolist())
 
 
 class Active(NamedTuple):
@@ -100,7 +92,9 @@ class ByCosts(Assignment):
     needs_costs = True
 
     def __init__(self) -> None:
-        self._seconds: _Seconds | None = None
+        self._costs: Costs | None = None  # of the two tables
+        self._device: _Seconds
+        self._host: _Seconds
 
     def cut(self, layer: int, routing: Routing, view: View) -> IntArray:
         active = self._active(layer, routing, view)
@@ -116,11 +110,13 @@ class ByCosts(Assignment):
 
     def _active(self, layer: int, routing: Routing, view: View) -> Active | None:
         """None where no expert is active. Raises PolicyError without costs."""
-        seconds, costs, tiles = self._seconds, view.costs, view.shape.tiles
+        costs, tiles = view.costs, view.shape.tiles
         if costs is None:
             raise PolicyError(f"assignment {self.name} plans by costs: none were measured or given (--costs)")
-        if seconds is None or seconds.costs is not costs:
-            seconds = self._seconds = _Seconds(costs, tiles)
+        if self._costs is not costs:
+            self._costs = costs
+            self._device = _Seconds(costs.device_seconds, tiles)
+            self._host = _Seconds(costs.host_seconds, tiles)
         by_expert = routing.rows
         if not by_expert:
             return None
@@ -132,13 +128,24 @@ class ByCosts(Assignment):
             rows,
             missing,
             [costs.link * count for count in missing],
-            seconds.device(rows),
-            seconds.host(rows),
+            self._device(rows),
+            self._host(rows),
             view.capacity - tiles * len(experts) + sum(missing),
         )
 
 
-class Cheaper(ByCosts):
+class WholeByCosts(ByCosts):
+    """An assignment by costs that does not divide experts."""
+
+    def tiles(self, active: Active, view: View) -> list[int]:
+        return [view.shape.tiles if here else 0 for here in self.on_device(active)]
+
+    @abstractmethod
+    def on_device(self, active: Active) -> list[bool]:
+        """For each active expert whether the device computes it."""
+
+
+class Cheaper(WholeByCosts):
     """Fiddler (PAPERS.md, baselines): a missing expert is computed on the host where that takes less time
     than its transfer and its computing on the device: t_host(w) < transfer + t_device(w) for w rows. Each
     expert is decided by itself, without regard to the load of either side."""
@@ -146,28 +153,20 @@ class Cheaper(ByCosts):
     name: ClassVar[str] = "cheaper"
     help: ClassVar[str] = "a missing expert on the host where that takes less time than fetching it"
 
-    def tiles(self, active: Active, view: View) -> list[int]:
-        whole = view.shape.tiles
-        return [
-            0 if missing and host < link + device else whole
-            for missing, link, device, host in zip(
-                active.missing, active.link, active.device, active.host, strict=True
-            )
-        ]
+    def on_device(self, active: Active) -> list[bool]:
+        costs = zip(active.missing, active.link, active.device, active.host, strict=True)
+        return [not missing or host >= link + device for missing, link, device, host in costs]
 
 
-class Greedy(ByCosts):
+class Greedy(WholeByCosts):
     """DALI's greedy assignment (section 4.1, Algorithm 1). On the device an expert takes the longer of its
     transfer and its computing, which overlap: t_gpu = max(transfer, compute)."""
 
     name: ClassVar[str] = "greedy"
     help: ClassVar[str] = "DALI's: one expert after the other to the side that finishes sooner"
 
-    def tiles(self, active: Active, view: View) -> list[int]:
-        device = [max(pair) for pair in zip(active.link, active.device, strict=True)]
-        on_device = self.decide(device, active)
-        whole = view.shape.tiles
-        return [whole if here else 0 for here in on_device]
+    def on_device(self, active: Active) -> list[bool]:
+        return self.decide([max(pair) for pair in zip(active.link, active.device, strict=True)], active)
 
     def decide(self, device: list[float], active: Active) -> list[bool]:
         """For each active expert whether the device computes it, at `device` seconds each."""
@@ -210,17 +209,15 @@ class Beam(Greedy):
         return balance.beam(device, active.host, active.missing, active.free_tiles, self._width)
 
 
-class TwoEnded(ByCosts):
+class TwoEnded(WholeByCosts):
     """HybriMoE's (PAPERS.md, baselines): the device from the head of a queue, resident and heavy experts
     first, the host from its tail."""
 
     name: ClassVar[str] = "two-ended"
     help: ClassVar[str] = "HybriMoE's: resident and heavy experts to the device, the lightest to the host"
 
-    def tiles(self, active: Active, view: View) -> list[int]:
-        on_device = balance.two_ended(active.link, active.device, active.host, active.rows)
-        whole = view.shape.tiles
-        return [whole if here else 0 for here in on_device]
+    def on_device(self, active: Active) -> list[bool]:
+        return balance.two_ended(active.link, active.device, active.host, active.rows)
 
 
 class Bandwidth(ByCosts):
@@ -231,12 +228,10 @@ class Bandwidth(ByCosts):
     help: ClassVar[str] = "of the missing tiles the share link / (link + host) is fetched, by their rates"
 
     def tiles(self, active: Active, view: View) -> list[int]:
-        whole = view.shape.tiles
-        on_host = [
-            seconds * missing / whole for seconds, missing in zip(active.host, active.missing, strict=True)
-        ]
-        fetched = balance.fetched(active.link, on_host, active.rows, active.missing)
-        return [whole - missing + more for missing, more in zip(active.missing, fetched, strict=True)]
+        whole, missing = view.shape.tiles, active.missing
+        on_host = [seconds * tiles / whole for seconds, tiles in zip(active.host, missing, strict=True)]
+        fetched = balance.fetched(active.link, on_host, active.rows, missing)
+        return [whole - tiles + more for tiles, more in zip(missing, fetched, strict=True)]
 
 
 ASSIGNMENTS: tuple[type[Assignment], ...] = (

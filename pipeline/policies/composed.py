@@ -65,13 +65,16 @@ class Gate(Part):
 
     exact: bool = True
 
-    @abstractmethod
     def __call__(self, layer: int, signals: Signals, view: View) -> Gated:
         """The routing of the layer from its own router's logits."""
+        assert signals.logits is not None
+        assert view.router is not None
+        routing = view.router(signals.logits)
+        return Gated(self.apply_gate(layer, routing, view), routing)
 
     @abstractmethod
     def apply_gate(self, layer: int, routing: Routing, view: View) -> Routing:
-        """The same rule for a routing of that layer that is only predicted."""
+        """The experts that the tokens need of those that the layer's router chose, or is predicted to."""
 
 
 class Prediction(Part):
@@ -81,11 +84,12 @@ class Prediction(Part):
 
     @abstractmethod
     def reserve(self, view: View) -> int:
-        """Experts that may be held at once because they were predicted; 0: the part predicts nothing."""
+        """Experts that may be held at once because they were predicted; 0: the part predicts nothing, and the
+        methods below are not called."""
 
-    @abstractmethod
     def probes(self, layer: int, view: View) -> tuple[int, ...]:
-        """As `Policy.probes`."""
+        """As `Policy.probes`; by default the next layer."""
+        return (layer + 1,) if layer + 1 < view.shape.layers else ()
 
     @abstractmethod
     def experts(self, layer: int, signals: Signals, view: View, apply_gate: ApplyGate) -> list[Expert]:
@@ -125,7 +129,6 @@ class Replacement(Part):
         """How many experts each layer may hold, summing to at most `budget`; None: as they are placed."""
         return None
 
-    @abstractmethod
     def start(self, placed: list[Expert], budget: int, view: View) -> None:
         """The cache holds these experts and can hold `budget`; earlier state is dropped."""
 

@@ -11,7 +11,7 @@ from pipeline.errors import PolicyError
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.composed import Gate
 from pipeline.policies.options import Choice, Option, Real
-from pipeline.policies.view import FEW_ROWS, Gated, Routing, Signals, View
+from pipeline.policies.view import FEW_ROWS, Routing, View
 
 
 class OwnGate(Gate):
@@ -19,9 +19,6 @@ class OwnGate(Gate):
 
     name: ClassVar[str] = "own"
     help: ClassVar[str] = "every expert that the model's router chose"
-
-    def __call__(self, layer: int, signals: Signals, view: View) -> Gated:
-        return Gated.from_router(_own_routing(signals, view))
 
     def apply_gate(self, layer: int, routing: Routing, view: View) -> Routing:
         return routing
@@ -66,18 +63,11 @@ class AdaptiveGate(Gate):
         self._limit = 0.0  # T
 
     def missing(self, view: View) -> str:
-        absent = super().missing(view)
-        if absent or view.calibration is None:
-            return absent
-        if view.calibration.sensitivity is None:
+        if view.calibration is not None and view.calibration.sensitivity is None:
             return "a calibration with sensitivities"
-        if self._threshold is None and view.calibration.threshold is None:
+        if view.calibration is not None and view.calibration.threshold is None and self._threshold is None:
             return "a calibration with a threshold"
-        return ""
-
-    def __call__(self, layer: int, signals: Signals, view: View) -> Gated:
-        routing = _own_routing(signals, view)
-        return Gated(self.apply_gate(layer, routing, view), routing)
+        return super().missing(view)
 
     def apply_gate(self, layer: int, routing: Routing, view: View) -> Routing:
         if view.phase != "decode" and not self._prompts_too:
@@ -88,9 +78,6 @@ class AdaptiveGate(Gate):
         if len(routing.weights) > FEW_ROWS:
             return Routing(routing.experts, _gate_rows(routing.weights, sensitivity, self._limit))
         rows = routing.weights.tolist()
-        if len(rows) == 1:
-            only = _gate_row(rows[0], sensitivity, self._limit)
-            return Routing(routing.experts, np.array([only], np.float32)) if only else routing
         gated = [_gate_row(row, sensitivity, self._limit) for row in rows]
         if not any(gated):
             return routing
@@ -107,12 +94,6 @@ class AdaptiveGate(Gate):
         assert limit is not None
         self._calibration, self._limit = calibration, limit
         self._sensitivity = calibration.sensitivity.tolist()
-
-
-def _own_routing(signals: Signals, view: View) -> Routing:
-    assert signals.logits is not None
-    assert view.router is not None
-    return view.router(signals.logits)
 
 
 def _gate_row(weights: list[float], sensitivity: float, limit: float) -> list[float]:

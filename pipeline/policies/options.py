@@ -7,7 +7,7 @@ nowhere else.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 
@@ -104,16 +104,25 @@ Value = str | int | float | None
 
 
 def parse_options(
-    preset: str, options: Iterable[Option], given: Mapping[str, object], seed: int
+    preset: str,
+    options: Iterable[Option],
+    given: Mapping[str, object],
+    seed: int,
+    why_not: Callable[[str], str],
 ) -> dict[str, Value]:
-    """Every declared option's value: the given text read, or the default. `seed` is the engine's.
+    """Every declared option's value: the given text read, or the default. `seed` is the engine's; `why_not`:
+    the reason why the preset does not have an option of this name, "" for an unknown one.
 
-    Raises PolicyError naming the preset and the nearest option or value.
+    Raises PolicyError naming the preset and the reason, or the nearest option or value.
     """
     declared = {option.name: option for option in options}
     for name in given:
         if name not in declared:
-            raise no_such_option(preset, name, declared)
+            why, near = why_not(name), did_you_mean(name, declared)
+            has = f"it has {', '.join(declared) or 'none'}"
+            raise PolicyError(
+                f"policy {preset} has no option {name[:40]!r}" + (f" ({why})" if why else f"{near} ({has})")
+            )
     values: dict[str, Value] = {}
     for name, option in declared.items():
         default = seed if isinstance(option, Seed) else option.default
@@ -126,15 +135,6 @@ def parse_options(
         except PolicyError as error:
             raise PolicyError(f"policy {preset}: {error}") from None
     return values
-
-
-def no_such_option(preset: str, name: str, declared: Iterable[str], why: str = "") -> PolicyError:
-    """The error for an option that the preset does not have, with the options that it has, or the reason
-    `why`."""
-    known = list(declared)
-    has = why or (f"it has {', '.join(known)}" if known else "it has none")
-    near = "" if why else did_you_mean(name, known)
-    return PolicyError(f"policy {preset} has no option {name[:40]!r}{near} ({has})")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

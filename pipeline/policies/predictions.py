@@ -60,9 +60,6 @@ class NoPrediction(Prediction):
     def reserve(self, view: View) -> int:
         return 0
 
-    def probes(self, layer: int, view: View) -> tuple[int, ...]:
-        return ()
-
     def experts(self, layer: int, signals: Signals, view: View, apply_gate: ApplyGate) -> list[Expert]:
         return []
 
@@ -75,9 +72,6 @@ class NextGate(Prediction):
 
     def reserve(self, view: View) -> int:
         return view.shape.top_k
-
-    def probes(self, layer: int, view: View) -> tuple[int, ...]:
-        return (layer + 1,) if layer + 1 < view.shape.layers else ()
 
     def experts(self, layer: int, signals: Signals, view: View, apply_gate: ApplyGate) -> list[Expert]:
         following = layer + 1
@@ -112,9 +106,6 @@ class Residual(Prediction):
 
     def reserve(self, view: View) -> int:
         return self._prefetch or (1 if view.shape.experts <= FEW_EXPERTS else 4)
-
-    def probes(self, layer: int, view: View) -> tuple[int, ...]:
-        return (layer + 1,) if layer + 1 < view.shape.layers else ()
 
     def experts(self, layer: int, signals: Signals, view: View, apply_gate: ApplyGate) -> list[Expert]:
         following = layer + 1

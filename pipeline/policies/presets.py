@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 from pipeline.errors import PolicyError
 from pipeline.policies import assignments, gates, placements, predictions, replacements
-from pipeline.policies.composed import Composed, Part, Parts
+from pipeline.policies.composed import Composed, Gate, Part, Parts
 from pipeline.policies.daop import Daop
-from pipeline.policies.options import Choice, Option, Value, did_you_mean, no_such_option, parse_options
+from pipeline.policies.options import Choice, Option, Value, did_you_mean, parse_options
 from pipeline.policies.random_plan import RandomPlan
 from pipeline.policies.view import Policy, PolicyRequest
 
@@ -38,70 +39,41 @@ PARTS: dict[str, dict[str, type[Part]]] = {
 }
 
 
-class Preset(Protocol):
+class Preset(ABC):
     """A row of the table of presets."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    help: str  # one line for a person, without a full stop
+    exact: bool  # by default; an option may change that
+    parts: dict[str, str]  # by role; empty for a preset that is one algorithm
+    defaults: dict[str, Value]  # of options with other defaults than their part's own
+    options: tuple[Option, ...]  # that can be set, as long as no part is exchanged
 
-    @property
-    def help(self) -> str:
-        """One line for a person, without a full stop."""
-
-    @property
-    def exact(self) -> bool:
-        """Whether the preset is exact by default; an option may change that."""
-
-    @property
-    def parts(self) -> dict[str, str]:
-        """The part in each role; empty for a preset that is one algorithm."""
-
-    @property
-    def defaults(self) -> dict[str, Value]:
-        """The options with defaults other than their part's own."""
-
-    @property
-    def options(self) -> tuple[Option, ...]:
-        """The options that can be set, as long as no part is exchanged."""
-
+    @abstractmethod
     def make(self, given: Mapping[str, object], seed: int) -> Policy:
         """A new policy object. Raises PolicyError for options that are invalid or cannot be combined."""
 
 
-@dataclass(frozen=True)
-class ComposedPreset:
-    """A preset of five parts. Its options are those of its parts, and for each role one that exchanges the
-    part."""
+class ComposedPreset(Preset):
+    """A preset of five parts, given in the order of PARTS. Its options are those of its parts, and for each
+    role one that exchanges the part."""
 
-    name: str
-    help: str
-    placement: str
-    gate: str
-    prediction: str
-    assignment: str
-    replacement: str
-    defaults: dict[str, Value] = field(default_factory=dict)
-
-    @property
-    def exact(self) -> bool:
-        return bool(getattr(PARTS["gate"][self.gate], "exact", True))
-
-    @property
-    def parts(self) -> dict[str, str]:
-        return {role: getattr(self, role) for role in PARTS}
-
-    @property
-    def options(self) -> tuple[Option, ...]:
-        return *self._roles(), *self._of_parts(self._classes({}))
+    def __init__(self, name: str, help: str, parts: tuple[str, ...], **defaults: Value) -> None:
+        self.name, self.help, self.defaults = name, help, defaults
+        self.parts = dict(zip(PARTS, parts, strict=True))
+        gate = PARTS["gate"][self.parts["gate"]]
+        assert issubclass(gate, Gate)
+        self.exact = gate.exact
+        self._roles = tuple(
+            Choice(role, f"another {role} part", default=self.parts[role], choices=tuple(PARTS[role]))
+            for role in PARTS
+        )
+        self.options = self._options(self._classes({}))
 
     def make(self, given: Mapping[str, object], seed: int) -> Policy:
-        roles = self._roles()
         exchanged = {name: given[name] for name in given if name in PARTS}
-        classes = self._classes(parse_options(self.name, roles, exchanged, seed))
-        declared = self._of_parts(classes)
-        self._refuse_unknown(given, [option.name for option in (*roles, *declared)])
-        own = {name: text for name, text in given.items() if name not in PARTS}
-        values = parse_options(self.name, declared, own, seed)
+        classes = self._classes(parse_options(self.name, self._roles, exchanged, seed, _owner_of))
+        values = parse_options(self.name, self._options(classes), given, seed, _owner_of)
         made: dict[str, Any] = {}
         for role, part in classes.items():
             build: Callable[..., Part] = part
@@ -111,66 +83,32 @@ class ComposedPreset:
             raise PolicyError(f"policy {self.name}: {reason}")
         return Composed(self.name, parts)
 
-    def _roles(self) -> tuple[Choice, ...]:
-        return tuple(
-            Choice(role, f"another {role} part", default=self.parts[role], choices=tuple(parts))
-            for role, parts in PARTS.items()
-        )
-
     def _classes(self, chosen: Mapping[str, Value]) -> dict[str, type[Part]]:
         return {role: parts[str(chosen.get(role, self.parts[role]))] for role, parts in PARTS.items()}
 
-    def _of_parts(self, classes: Mapping[str, type[Part]]) -> tuple[Option, ...]:
-        """An option that two parts have is one option."""
+    def _options(self, classes: Mapping[str, type[Part]]) -> tuple[Option, ...]:
+        """With these parts. An option that two parts have is one option."""
         options: dict[str, Option] = {o.name: o for part in classes.values() for o in part.options}
         for name in self.defaults.keys() & options.keys():
             option: Any = options[name]
             options[name] = replace(option, default=self.defaults[name])
-        return tuple(options.values())
-
-    def _refuse_unknown(self, given: Mapping[str, object], known: list[str]) -> None:
-        for name in given:
-            if name not in known:
-                raise no_such_option(self.name, name, known, _owner_of(name))
+        return *self._roles, *options.values()
 
 
-@dataclass(frozen=True)
-class OwnPreset:
+class OwnPreset(Preset):
     """A preset that is one class, with an algorithm that spans the roles."""
 
-    policy: type[Daop] | type[RandomPlan]
-
-    @property
-    def name(self) -> str:
-        return self.policy.name
-
-    @property
-    def help(self) -> str:
-        return self.policy.help
-
-    @property
-    def exact(self) -> bool:
-        return self.policy.exact
-
-    @property
-    def parts(self) -> dict[str, str]:
-        return {}
-
-    @property
-    def defaults(self) -> dict[str, Value]:
-        return {}
-
-    @property
-    def options(self) -> tuple[Option, ...]:
-        return self.policy.options
+    def __init__(self, policy: type[Daop] | type[RandomPlan]) -> None:
+        self._policy = policy
+        self.name, self.help, self.exact = policy.name, policy.help, policy.exact
+        self.parts, self.defaults, self.options = {}, {}, policy.options
 
     def make(self, given: Mapping[str, object], seed: int) -> Policy:
-        for name in given:
-            if name in PARTS and name not in (option.name for option in self.options):
-                reason = f"it is one algorithm and has no {name} to exchange"
-                raise no_such_option(self.name, name, (), reason)
-        build: Callable[..., Policy] = self.policy
-        return build(**parse_options(self.name, self.options, given, seed))
+        def why_not(name: str) -> str:
+            return f"it is one algorithm and has no {name} to exchange" if name in PARTS else ""
+
+        build: Callable[..., Policy] = self._policy
+        return build(**parse_options(self.name, self.options, given, seed, why_not))
 
 
 def _owner_of(option: str) -> str:
@@ -213,49 +151,49 @@ PRESETS: dict[str, Preset] = {
         ComposedPreset(
             "all-host",
             "The workers compute every expert straight from the store; no tile is ever moved",
-            *("empty", "own", "none", "host", "keep"),
+            ("empty", "own", "none", "host", "keep"),
         ),
         ComposedPreset(
             "on-demand",
             "All experts are computed on the device; missing ones replace the least recently used",
-            *("empty", "own", "none", "device", "lru"),
+            ("empty", "own", "none", "device", "lru"),
         ),
         ComposedPreset(
             "mixtral-offloading",
             "On-demand, and the next layer's router on this layer's input predicts experts to fetch ahead",
-            *("empty", "own", "next-gate", "device", "lru"),
+            ("empty", "own", "next-gate", "device", "lru"),
         ),
         ComposedPreset(
             "layerwise",
             "The first layers' experts on the device, the others on the host",
-            *("first-layers", "own", "none", "resident", "keep"),
+            ("first-layers", "own", "none", "resident", "keep"),
         ),
         ComposedPreset(
             "fiddler",
             "The popular experts stay resident; a missing one is computed where that is quicker",
-            *("known", "own", "none", "cheaper", "keep"),
+            ("known", "own", "none", "cheaper", "keep"),
         ),
         ComposedPreset(
             "hybrimoe",
             "Resident and heavy experts to the device, light ones to the host; scores decide which stay",
-            *("popular", "own", "next-gate", "two-ended", "score"),
+            ("popular", "own", "next-gate", "two-ended", "score"),
         ),
         ComposedPreset(
             "bandwidth-split",
             "Of the missing experts the link's share is fetched, the host computes the rest",
-            *("popular", "own", "none", "bandwidth", "keep"),
+            ("popular", "own", "none", "bandwidth", "keep"),
         ),
         OwnPreset(Daop),
         ComposedPreset(
             "dali",
             "Greedy assignment by cost, residual prefetch, and a cache that follows the workload",
-            *("random", "own", "residual", "greedy", "workload"),
+            ("random", "own", "residual", "greedy", "workload"),
         ),
         ComposedPreset(
             "adapmoe",
             "Less important experts are skipped, coming ones fetched up to three layers ahead",
-            *("sized", "adaptive", "lookahead", "device", "lru"),
-            defaults={"sizes": "dp"},
+            ("sized", "adaptive", "lookahead", "device", "lru"),
+            sizes="dp",
         ),
         OwnPreset(RandomPlan),
     )

@@ -24,9 +24,6 @@ class Keep(Replacement):
     name: ClassVar[str] = "keep"
     help: ClassVar[str] = "placed experts stay"
 
-    def start(self, placed: list[Expert], budget: int, view: View) -> None:
-        pass
-
 
 class Lru(Replacement):
     """A cache of whole experts keeps, in this order: the layer's active experts that it holds, its active
@@ -94,12 +91,8 @@ class Lru(Replacement):
     def plan(self, layer: int, rows: dict[int, int], cut: IntArray, view: View) -> Moves:
         index = layer if self._per_layer else 0
         order, size = self._orders[index], self._sizes[index]
-        used = sorted([(layer, expert) for expert in rows], reverse=True)
+        used = [(layer, expert) for expert in rows]
         hits = [key for key in used if key in order]
-        if len(hits) == len(used):
-            for key in hits:  # the experts of one step are equally recent
-                order.move_to_end(key)
-            return STAY
         new = [key for key in used if key not in order and cut[key[1]]]
         new.sort(key=lambda key: (-rows[key[1]], key[1]))
         del new[size - len(hits) :]
@@ -107,7 +100,7 @@ class Lru(Replacement):
             del order[key]
         excess = len(order) + len(hits) + len(new) - size
         out = [order.popitem(last=False)[0] for _ in range(excess)]
-        for key in sorted(hits + new, reverse=True):
+        for key in sorted(hits + new, reverse=True):  # the experts of one step are equally recent
             order[key] = None
         return Moves(out, new) if new else STAY
 
