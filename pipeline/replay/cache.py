@@ -22,20 +22,16 @@ from pipeline.replay.outcome import PhaseOutcome
 Key = tuple[int, int]  # layer, expert
 
 
+@dataclass(slots=True, eq=False)
 class Order:
     """Tiles [lo, lo + count) of an expert, moved in the background."""
 
-    __slots__ = ("count", "key", "lo", "ordered_at", "predicted", "started")
-
-    def __init__(
-        self, key: Key, lo: int, count: int, predicted: PhaseOutcome | None, ordered_at: float
-    ) -> None:
-        self.key = key
-        self.lo = lo
-        self.count = count
-        self.predicted = predicted  # count a prediction's landings
-        self.ordered_at = ordered_at  # time of the order
-        self.started = 0  # tiles that have begun to move
+    key: Key
+    lo: int
+    count: int
+    predicted: PhaseOutcome | None  # count a prediction's landings
+    ordered_at: float  # time of the order
+    started: int = 0  # tiles that have begun to move
 
 
 @dataclass
@@ -80,9 +76,8 @@ class SimulatedCache:
         capacity."""
         shape, target, residency = self._shape, self.target, self.residency
         for change in changes:
-            if not (0 <= change.layer < shape.layers and 0 <= change.expert < shape.experts):
-                raise PlanError(f"the policy set a target that does not exist: {change}")
-            if not 0 <= change.tiles <= shape.tiles:
+            exists = 0 <= change.layer < shape.layers and 0 <= change.expert < shape.experts
+            if not exists or not 0 <= change.tiles <= shape.tiles:
                 raise PlanError(f"the policy set a target that does not exist: {change}")
             key = (change.layer, change.expert)
             self._kept += change.tiles - int(target[key])
@@ -185,9 +180,12 @@ class SimulatedCache:
     def _land_demanded(self, key: Key) -> None:
         self.counters.demanded += 1
         if self.residency[key] < self.target[key]:
-            self.residency[key] += 1
-            if self.residency[key] == self.target[key]:
-                self._below_target.discard(key)
+            self._add_tile(key)
+
+    def _add_tile(self, key: Key) -> None:
+        self.residency[key] += 1
+        if self.residency[key] == self.target[key]:
+            self._below_target.discard(key)
 
     def _order(self, key: Key, predicted: bool, now: float) -> bool:
         """As in TileMover: order an expert's tiles below target; False where the limit of orders is
@@ -229,9 +227,7 @@ class SimulatedCache:
         else:
             booked.predicted += 1
         if order.lo + order.started - 1 == self.residency[key] < self.target[key]:
-            self.residency[key] += 1
-            if self.residency[key] == self.target[key]:
-                self._below_target.discard(key)
+            self._add_tile(key)
             if prediction is not None:
                 prediction.tiles += 1
         elif booked is not None:

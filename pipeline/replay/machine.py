@@ -19,15 +19,14 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.arrays import FloatArray, IntArray, Phase
+from pipeline.arrays import PHASES, FloatArray, IntArray, Phase
 from pipeline.engine.driver import LayerDecision, PolicyDriver
 from pipeline.errors import PlanError, TraceError
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
-from pipeline.policies.view import Ahead, Policy, Signals, Target, View
+from pipeline.policies.view import Ahead, Policy, Routing, Signals, Target, View
 from pipeline.replay.cache import SimulatedCache
 from pipeline.replay.outcome import Outcome, PhaseOutcome
-from pipeline.replay.recorded_router import RecordedRouter
 from pipeline.traces.header import Header
 from pipeline.traces.steps import LayerTrace, TracedStep
 
@@ -53,12 +52,8 @@ class Replay:
         self._header = header
         self._policy = policy
         self._costs = costs.for_tiles(shape.tiles)
-        self._router = RecordedRouter(header.router)
         self._paused = 0  # decode steps in which prefetching was off
-        self._phases: dict[Phase, PhaseOutcome] = {
-            "prefill": PhaseOutcome(shape.layers),
-            "decode": PhaseOutcome(shape.layers),
-        }
+        self._phases: dict[Phase, PhaseOutcome] = {phase: PhaseOutcome(shape.layers) for phase in PHASES}
         self._counters = self._phases["decode"]
         self._seconds: dict[int, tuple[float, float, float]] = {}  # by rows: see _tile
         capacity = capacity if policy.uses_device else 0
@@ -76,7 +71,7 @@ class Replay:
             popularity=counted if popularity is None else counted + popularity,
             step=0,
             costs=self._costs if policy.needs_costs else None,
-            router=self._router,
+            router=self._route,
             calibration=calibration,
         )
         self._driver = PolicyDriver[float](policy, view)
@@ -122,11 +117,14 @@ class Replay:
         self._counters.device_busy += other
         self.now += other
         self.cache.advance(self.now)
-        logits = None
-        if own and traced.logits is not None:
-            logits = traced.logits.astype(np.float32)
-        self._router.layer(logits, traced.router_routing)
+        logits = traced.logits.astype(np.float32) if own and traced.logits is not None else None
+        self._logits = logits
         return Signals(logits, {target: self._probe(layer, traced, target) for target in probes})
+
+    def _route(self, logits: FloatArray) -> Routing:
+        """The model's router. For a layer's own logits it returns the recorded routing: the logits are
+        recorded as float16, and their rounding could exchange two experts that are nearly equal."""
+        return self._traced.router_routing if logits is self._logits else self._header.router(logits)
 
     def begin(self, decision: LayerDecision[float]) -> None:
         layer, counters, tiles = decision.layer, self._counters, self._header.shape.tiles

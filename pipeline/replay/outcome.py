@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.counters import Fidelity
 
-Moved = Literal["demanded", "predicted", "useful", "late", "wasted", "placed"]
-MOVED: tuple[Moved, ...] = ("demanded", "predicted", "useful", "late", "wasted", "placed")
+MOVED = ("demanded", "predicted", "useful", "late", "wasted", "placed")
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import stat
 import zlib
@@ -11,7 +12,7 @@ from typing import BinaryIO
 
 from pipeline.errors import TraceError
 from pipeline.traces.header import MAGIC, MAX_JSON, PREFIX, VERSION, Header
-from pipeline.traces.steps import FRAME, MAX_BODY, StepReader, TracedStep
+from pipeline.traces.steps import FRAME, MAX_BODY, TracedStep, decode_step
 
 
 class Trace:
@@ -20,28 +21,27 @@ class Trace:
     def __init__(self, path: Path) -> None:
         """Reads the header. Raises TraceError, one line with the path, like every method of this class."""
         self.path = path
-        self.cut_short = False  # known once the steps have been read
+        self.end = 0  # the offset behind the last complete step; known once the steps have been read
+        self.cut_short = False  # whether the file goes on there
         with self._open() as file:
             self.header, self._start = _read_header(file, path)
 
     def steps(self) -> Iterator[TracedStep]:
         """All complete steps, in order."""
         with self._open() as file:
-            for body, number, _ in _bodies(file, self.path, self._start):
+            size = os.fstat(file.fileno()).st_size
+            self.end = file.seek(self._start)
+            for number in itertools.count():
                 try:
-                    step = StepReader(self.header).read(body, number)
+                    body = _next_body(file, size)
+                    step = None if body is None else decode_step(self.header, body, number)
                 except TraceError as e:
                     raise TraceError(f"{self.path}: step {number} is damaged: {e}") from None
+                if step is None:
+                    break
+                self.end = file.tell()
                 yield step
-            self.cut_short = file.tell() != os.fstat(file.fileno()).st_size
-
-    def end(self) -> tuple[int, int]:
-        """The number of complete steps, and the offset behind the last one."""
-        steps, offset = 0, self._start
-        with self._open() as file:
-            for _, number, end in _bodies(file, self.path, self._start):
-                steps, offset = number + 1, end
-        return steps, offset
+            self.cut_short = self.end != size
 
     def _open(self) -> BinaryIO:
         try:
@@ -71,22 +71,16 @@ def _read_header(file: BinaryIO, path: Path) -> tuple[Header, int]:
         raise TraceError(f"{path}: {e}") from None
 
 
-def _bodies(file: BinaryIO, path: Path, start: int) -> Iterator[tuple[bytes, int, int]]:
-    """Yields each complete step's body, number, and the offset behind it; the file's position is then behind
-    the last."""
-    size = os.fstat(file.fileno()).st_size
-    at, number = start, 0
-    file.seek(at)
-    while at + FRAME.size <= size:
-        length, checksum = FRAME.unpack(file.read(FRAME.size))
-        if length > MAX_BODY:
-            raise TraceError(f"{path}: step {number} is damaged: it would have {length} bytes")
-        if at + FRAME.size + length > size:
-            break
-        body = file.read(length)
-        if zlib.crc32(body) != checksum:
-            raise TraceError(f"{path}: step {number} is damaged: its checksum is wrong")
-        at += FRAME.size + length
-        yield body, number, at
-        number += 1
-    file.seek(at)
+def _next_body(file: BinaryIO, size: int) -> bytes | None:
+    """The body of the next step; None where the rest of the file's `size` bytes has no complete one."""
+    if file.tell() + FRAME.size > size:
+        return None
+    length, checksum = FRAME.unpack(file.read(FRAME.size))
+    if length > MAX_BODY:
+        raise TraceError(f"it would have {length} bytes")
+    if file.tell() + length > size:
+        return None
+    body = file.read(length)
+    if zlib.crc32(body) != checksum:
+        raise TraceError("its checksum is wrong")
+    return body

@@ -79,7 +79,6 @@ class Recorder:
         signals, gated = decision.signals, decision.gated
         probed = self.probes(decision.layer)
         last = decision.layer == self._header.shape.layers - 1
-        first = signals.probes[0] if last and probed else None
         router_routing = _copied(gated.router_routing)
         self._layers.append(
             LayerTrace(
@@ -91,7 +90,7 @@ class Recorder:
                 stale=decision.cut.astype("<u2") if decision.stale else None,
                 logits=None if signals.logits is None else halves(signals.logits),
                 predictions=() if last else tuple(halves(signals.probes[layer]) for layer in probed),
-                first=None if first is None else halves(first),
+                first=halves(signals.probes[0]) if last and probed else None,
             )
         )
 
@@ -137,8 +136,8 @@ def _resumable(path: Path, header: Header) -> tuple[int, int, int]:
     trace = Trace(path)
     if trace.header != header:
         raise TraceError(f"--record {path}: the file is of another model; give another name")
-    highest = max((sequence for step in trace.steps() for sequence in step.sequences), default=-1)
-    return *trace.end(), highest + 1
+    steps = [step.sequences for step in trace.steps()]
+    return len(steps), trace.end, max((sequence for step in steps for sequence in step), default=-1) + 1
 
 
 def _same(a: Routing, b: Routing) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from dataclasses import dataclass
@@ -72,78 +73,64 @@ def encode_step(step: TracedStep) -> bytes:
     return FRAME.pack(len(body), zlib.crc32(body)) + body
 
 
-class StepReader:
-    """Decodes bodies. Its arrays are views of the body, except the experts."""
-
-    def __init__(self, header: Header) -> None:
-        self._header = header
-
-    def read(self, body: bytes, expected: int) -> TracedStep:
-        """The step with this number. Raises TraceError."""
-        header = self._header
-        shape = header.shape
-        if len(body) < HEAD.size:
-            raise TraceError("its fixed fields are incomplete")
-        number, rows, phase = HEAD.unpack_from(body)
-        if number != expected:
-            raise TraceError(f"it has the number {number}")
-        if phase >= len(PHASES):
-            raise TraceError(f"it has the unknown phase {phase}")
-        least = HEAD.size + 4 * rows + shape.layers * (1 + 6 * rows * shape.top_k)
-        if rows == 0 or len(body) < least:
-            raise TraceError(f"it is too short for {rows} rows")
-        reader = _BodyReader(body, HEAD.size)
-        sequences = tuple(reader.take("<u4", rows).tolist())
-        layers = tuple(self._layer(layer, reader, rows) for layer in range(shape.layers))
-        if reader.at != len(body):
-            raise TraceError("it is longer than its layers")
-        return TracedStep(number, PHASES[phase], sequences, layers)
-
-    def _layer(self, layer: int, reader: _BodyReader, rows: int) -> LayerTrace:
-        header, shape = self._header, self._header.shape
-        flags = reader.byte()
-        if flags >= 2 * FIRST or (flags & FIRST and layer != shape.layers - 1):
-            raise TraceError(f"layer {layer} has unknown flags")
-        router_routing = self._routing(layer, reader, rows)
-        computed = self._routing(layer, reader, rows) if flags & CHANGED else router_routing
-        size = rows * shape.experts
-
-        def logits() -> Halves:
-            return reader.take("<f2", size).reshape(rows, shape.experts)
-
-        stale = reader.take("<u2", shape.experts) if flags & STALE else None
-        if stale is not None and int(stale.max()) > shape.tiles:
-            raise TraceError(f"layer {layer} has cuts beyond its {shape.tiles} tiles")
-        own = logits() if flags & LOGITS else None
-        predictions = tuple([logits() for _ in range(header.predictions(layer))])
-        first = logits() if flags & FIRST else None
-        return LayerTrace(router_routing, computed, bool(flags & PREDICTED), stale, own, predictions, first)
-
-    def _routing(self, layer: int, reader: _BodyReader, rows: int) -> Routing:
-        shape = self._header.shape
-        experts = reader.take("<u2", rows * shape.top_k).astype(np.int32).reshape(rows, shape.top_k)
-        weights = reader.take("<f4", rows * shape.top_k).reshape(rows, shape.top_k)
-        if int(experts.max()) >= shape.experts or not np.isfinite(weights).all():
-            raise TraceError(f"layer {layer} has experts that do not exist, or weights that are not finite")
-        return Routing(experts, weights)
+def decode_step(header: Header, body: bytes, expected: int) -> TracedStep:
+    """The step with this number. Its arrays are views of the body, except the experts. Raises TraceError."""
+    shape = header.shape
+    if len(body) < HEAD.size:
+        raise TraceError("its fixed fields are incomplete")
+    number, rows, phase = HEAD.unpack_from(body)
+    if number != expected:
+        raise TraceError(f"it has the number {number}")
+    if phase >= len(PHASES):
+        raise TraceError(f"it has the unknown phase {phase}")
+    least = HEAD.size + 4 * rows + shape.layers * (1 + 6 * rows * shape.top_k)
+    if rows == 0 or len(body) < least:
+        raise TraceError(f"it is too short for {rows} rows")
+    reader = _BodyReader(header, body, rows)
+    sequences = tuple(reader.take("<u4", rows).tolist())
+    layers = tuple(reader.layer(layer) for layer in range(shape.layers))
+    if reader.at != len(body):
+        raise TraceError("it is longer than its layers")
+    return TracedStep(number, PHASES[phase], sequences, layers)
 
 
 class _BodyReader:
-    """A read position in a body."""
+    """A read position in a body, behind its fixed fields at first."""
 
-    def __init__(self, body: bytes, at: int) -> None:
-        self._body = body
-        self.at = at
+    def __init__(self, header: Header, body: bytes, rows: int) -> None:
+        self._header, self._body, self._rows = header, body, rows
+        self.at = HEAD.size
 
-    def byte(self) -> int:
-        return int(self.take("u1", 1)[0])
-
-    def take(self, dtype: str, count: int) -> NDArray[Any]:
-        """The next `count` numbers, a view."""
-        kind = np.dtype(dtype)
+    def take(self, dtype: str, *shape: int) -> NDArray[Any]:
+        """The next numbers, a view of this shape."""
+        kind, count = np.dtype(dtype), math.prod(shape)
         end = self.at + kind.itemsize * count
         if end > len(self._body):
             raise TraceError("it ends within a layer")
-        array = np.frombuffer(self._body, kind, count, self.at)
+        array = np.frombuffer(self._body, kind, count, self.at).reshape(shape)
         self.at = end
         return array
+
+    def layer(self, layer: int) -> LayerTrace:
+        shape, rows = self._header.shape, self._rows
+        flags = int(self.take("u1", 1)[0])
+        if flags >= 2 * FIRST or (flags & FIRST and layer != shape.layers - 1):
+            raise TraceError(f"layer {layer} has unknown flags")
+        router_routing = self._routing(layer)
+        computed = self._routing(layer) if flags & CHANGED else router_routing
+        stale = self.take("<u2", shape.experts) if flags & STALE else None
+        if stale is not None and int(stale.max()) > shape.tiles:
+            raise TraceError(f"layer {layer} has cuts beyond its {shape.tiles} tiles")
+        own = self.take("<f2", rows, shape.experts) if flags & LOGITS else None
+        ahead = range(self._header.predictions(layer))
+        predictions = tuple([self.take("<f2", rows, shape.experts) for _ in ahead])
+        first = self.take("<f2", rows, shape.experts) if flags & FIRST else None
+        return LayerTrace(router_routing, computed, bool(flags & PREDICTED), stale, own, predictions, first)
+
+    def _routing(self, layer: int) -> Routing:
+        shape, size = self._header.shape, (self._rows, self._header.shape.top_k)
+        experts = self.take("<u2", *size).astype(np.int32)
+        weights = self.take("<f4", *size)
+        if int(experts.max()) >= shape.experts or not np.isfinite(weights).all():
+            raise TraceError(f"layer {layer} has experts that do not exist, or weights that are not finite")
+        return Routing(experts, weights)

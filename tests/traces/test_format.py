@@ -19,7 +19,7 @@ from pipeline.models.routing import Router, Softmax, SparseMixer
 from pipeline.policies.view import ModelShape, Routing
 from pipeline.traces.header import MAGIC, PREFIX, Header
 from pipeline.traces.reader import Trace
-from pipeline.traces.steps import FRAME, Cuts, Halves, LayerTrace, StepReader, TracedStep, encode_step
+from pipeline.traces.steps import FRAME, Cuts, Halves, LayerTrace, TracedStep, decode_step, encode_step
 
 SMALL = make_header(ModelShape(layers=3, experts=5, tiles=2, top_k=2), depth=2)
 SOFTMAX = {"kind": "softmax", "k": 2, "rescaled": True, "scale": 1.0, "groups": 1, "best_groups": 1}
@@ -124,7 +124,7 @@ def test_truncated_file_ends_with_its_last_complete_step(tmp_path: Path) -> None
         steps = sum(end <= length for end in ends) - 1
         assert len(list(trace.steps())) == steps
         assert trace.cut_short == (length not in ends)
-        assert trace.end() == (steps, ends[steps])
+        assert trace.end == ends[steps]
 
 
 @settings(max_examples=150, deadline=None)
@@ -159,7 +159,7 @@ def test_hostile_bodies_are_refused(body: bytes, begun: bool) -> None:
     if begun:
         body = encode_step(drawn_steps(SMALL, 0, 1)[0])[FRAME.size :][:24] + body
     with pytest.raises(TraceError):
-        StepReader(SMALL).read(body, 0)
+        decode_step(SMALL, body, 0)
 
 
 @pytest.mark.parametrize(
