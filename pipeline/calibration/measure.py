@@ -36,9 +36,7 @@ from pipeline.policies.view import PolicyRequest
 from shm.store import Store
 
 PAIR_BYTES = 64 << 20  # of the pairs that the first gate is trained on
-SENSITIVITY_WINDOWS = (
-    4  # of the training windows, evenly spaced: each layer is differentiated for each of them
-)
+SENSITIVITY_WINDOWS = 4  # of the training windows, evenly spaced: each needs a backward pass of every layer
 BOUND = 0.005  # share of the loss that AdapMoE's gate may add on the validation part
 EVALUATIONS = 8  # thresholds that are tried
 FEW_ANSWERS = 200  # decoded tokens below which chance changes a loss more than the gate does
@@ -84,13 +82,10 @@ class _Measurement:
         self._ctx, self._division, self._progress = ctx, division, progress
         self._spec = ctx.engine.backbone.spec
         self._findings = Findings()
-        self._width = min(LANES, ctx.lanes, len(division.training))
-        self._check_kv_cache()
-
-    def _check_kv_cache(self) -> None:
-        windows = self._division.training + self._division.validation
-        longest, free = max(len(window.tokens) for window in windows), self._ctx.kv.free
-        self._width = min(self._width, free // longest)
+        windows = division.training + division.validation
+        longest, free = max(len(window.tokens) for window in windows), ctx.kv.free
+        self._width = min(LANES, ctx.lanes, len(division.training), free // longest)
+        self._tokens = sum(len(window.tokens) for window in windows)
         if self._width < 1:
             raise RequestError(
                 f"the KV cache has {free} tokens free of the {longest} that calibrating needs: requests and"
@@ -207,9 +202,7 @@ class _Measurement:
     def _read(self, windows: Sequence[Window], observer: Observer, done: int) -> None:
         """Read all windows, a few at a time."""
         engine, ctx = self._ctx.engine, self._ctx
-        every = self._division.training + self._division.validation
-        total = sum(len(window.tokens) for window in every)
-        passed = _TokenCount(self._progress, "reading the text", done, total).more
+        passed = _TokenCount(self._progress, "reading the text", done, self._tokens).more
         with _observed(engine, observer):
             for start in range(0, len(windows), self._width):
                 with lanes(engine, ctx.kv, windows[start : start + self._width], ctx.chunk) as held:

@@ -184,9 +184,7 @@ class _Model:
         """An expert's tiles, one after the other: gate over up [2T, H] and down [T, H], float32."""
         layout = self.store.layout
         for tile in range(layout.shape.tiles):
-            data = self.store.tiles(
-                layer, expert, tile, tile + 1
-            ).copy()  # because torch warns of read-only memory
+            data = self.store.tiles(layer, expert, tile, tile + 1).copy()  # torch warns of read-only memory
             yield tile_numbers(layout, torch.from_numpy(data).to(self.device.torch_device))
 
 

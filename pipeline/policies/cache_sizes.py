@@ -15,7 +15,6 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import ArrayLike, NDArray
 
-from pipeline.errors import PolicyError
 from pipeline.policies.view import View
 
 Floats = NDArray[np.float64]
@@ -84,18 +83,11 @@ def layer_sizes(view: View, total: int, gated: bool, predictor: Predictor | None
 
     `gated`: tokens need as many experts as under the calibrated gate, else always k. `predictor`: the
     predictor with the accuracy to plan with, None without prefetch; the first layer has the accuracy of its
-    trained gate, 0 without one. Raises PolicyError where the calibration is missing."""
+    trained gate, 0 without one. The view has a calibration, if `gated` with `needed`: see `Part.missing`."""
     shape, calibration = view.shape, view.calibration
-    if calibration is None:
-        raise PolicyError(
-            "cache sizes by expected loads need a calibration: run launch.py calibrate --text FILE"
-        )
+    assert calibration is not None
     if gated:
-        if calibration.needed is None:
-            raise PolicyError(
-                "cache sizes need how many experts tokens use under the gate; this calibration does not "
-                "have it: calibrate with --backbone-dtype f32 or bf16, or use the model's own gate (gate=own)"
-            )
+        assert calibration.needed is not None
         needed = calibration.needed.astype(np.float64)
     else:
         needed = np.zeros((shape.layers, shape.top_k + 1))

@@ -54,18 +54,13 @@ class Costs:
             raise PolicyError(f"costs: 'rows' must be ascending and at least 1, not {list(self.rows)}")
         if not self.other:
             object.__setattr__(self, "other", (0.0,) * len(self.rows))
-        for name, values in (("host", self.host), ("device", self.device), ("other", self.other)):
+        by_rows = {"host": self.host, "device": self.device, "other": self.other}
+        for name, values in by_rows.items():
             if len(values) != len(self.rows):
                 raise PolicyError(
                     f"costs: '{name}' has {len(values)} values for {len(self.rows)} row counts; give one each"
                 )
-        for name, values in (
-            ("host", self.host),
-            ("device", self.device),
-            ("link", (self.link,)),
-            ("round_trip", (self.round_trip,)),
-            ("other", self.other),
-        ):
+        for name, values in (by_rows | {"link": (self.link,), "round_trip": (self.round_trip,)}).items():
             wrong = [value for value in values if not (math.isfinite(value) and value >= 0)]
             if wrong:
                 raise PolicyError(f"costs: '{name}' holds {wrong[0]}; seconds are finite and not negative")
@@ -130,11 +125,11 @@ class Costs:
             raise PolicyError(f"costs: '{unknown[0][:40]}' is no key; the keys are {', '.join(names)}")
         return cls(
             rows=tuple(_whole("rows", value) for value in _values("rows", data["rows"])),
-            host=tuple(_number("host", value) for value in _values("host", data["host"])),
-            device=tuple(_number("device", value) for value in _values("device", data["device"])),
+            host=_numbers("host", data["host"]),
+            device=_numbers("device", data["device"]),
             link=_number("link", data["link"]),
             round_trip=_number("round_trip", data["round_trip"]),
-            other=tuple(_number("other", value) for value in _values("other", data.get("other", []))),
+            other=_numbers("other", data.get("other", [])),
             per=_unit(data.get("per", "tile")),
         )
 
@@ -178,6 +173,10 @@ def _values(name: str, value: object) -> list[object]:
     if not isinstance(value, list):
         raise PolicyError(f"costs: '{name}' must be a list of numbers")
     return value
+
+
+def _numbers(name: str, value: object) -> tuple[float, ...]:
+    return tuple(_number(name, item) for item in _values(name, value))
 
 
 def _whole(name: str, value: object) -> int:

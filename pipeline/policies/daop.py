@@ -139,8 +139,7 @@ class Daop(Policy):
         of_rows = np.array(view.sequences or (0,) * len(routing.experts))
         for sequence in dict.fromkeys(of_rows.tolist()):
             if sequence not in self._counts:
-                size = (view.shape.layers, view.shape.experts)
-                self._counts[sequence] = np.zeros(size, np.int64)
+                self._counts[sequence] = np.zeros(view.popularity.shape, np.int64)
             rows = of_rows == sequence
             own = Routing(routing.experts[rows], routing.weights[rows])
             self._counts[sequence][layer] += own.workload(view.shape.experts)

@@ -157,24 +157,26 @@ def test_grouping_of_windows_does_not_change_sensitivities(
     np.testing.assert_allclose(np.average(each, 0, [n - 1 for n in SHORT]), together, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
-def test_dequantized_experts_equal_their_stored_numbers(name: str, tmp_path: Path, device: Device) -> None:
-    case = replace(CASES[2], options={**CASES[2].options, "moe_intermediate_size": 128})
+LARGE = replace(CASES[2], options={**CASES[2].options, "moe_intermediate_size": 128})
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "dtype", "close"),
+    [
+        (LARGE, "bf16", "f32", 0.03),
+        (LARGE, "int8", "f32", 0.03),
+        (LARGE, "int4", "f32", 0.4),
+        (replace(CASES[0], dtype=torch.bfloat16), "bf16", "bf16", 0.1),
+    ],
+)
+def test_dequantized_experts_and_bf16_backbones_are_differentiable(
+    case: Case, name: str, dtype: str, close: float, tmp_path: Path, device: Device
+) -> None:
     save(case, tmp_path)
     windows = windows_of(case)
-    close = {"bf16": 0.03, "int8": 0.03, "int4": 0.4}[name]
     with stored(tmp_path, name) as store:
-        s = found(tmp_path, device, store, windows)
+        s = found(tmp_path, device, store, windows, dtype)
     np.testing.assert_allclose(s, by_autograd(case, windows), rtol=close)
-
-
-def test_bf16_backbone_is_differentiable(tmp_path: Path, device: Device) -> None:
-    case = replace(CASES[0], dtype=torch.bfloat16)
-    save(case, tmp_path)
-    windows = windows_of(case)
-    with stored(tmp_path, "bf16") as store:
-        s = found(tmp_path, device, store, windows, dtype="bf16")
-    np.testing.assert_allclose(s, by_autograd(case, windows), rtol=0.1)
 
 
 def test_quantized_backbone_and_short_windows_are_refused(tmp_path: Path, device: Device) -> None:

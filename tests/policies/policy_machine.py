@@ -14,6 +14,7 @@ from pipeline.errors import ShardFailed
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.prefetch_meter import LEAST
+from pipeline.policies.presets import PRESETS
 from pipeline.policies.view import Ahead, Gated, ModelShape, Policy, Routing, Signals, Target, View
 
 COSTS = Costs(rows=(1, 4, 16), host=(1.0, 2.0, 7.0), device=(0.1, 0.1, 0.3), link=1.6, round_trip=0.1)
@@ -42,6 +43,11 @@ def make_view(
     empty = np.zeros((shape.layers, shape.experts), dtype=np.int32)
     counted = np.zeros(empty.shape, dtype=np.int64) if popularity is None else popularity.astype(np.int64)
     return View(shape, "decode", capacity, empty, empty, counted, 0, costs, softmax_router(shape.top_k))
+
+
+def policy(name: str, **options: str) -> Policy:
+    """A preset with these options; the engine's seed is 0."""
+    return PRESETS[name].make(options, 0)
 
 
 def softmax_router(top_k: int) -> Callable[[FloatArray], Routing]:

@@ -9,15 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_machine import COSTS, Machine, capacities, make_routing, make_view, shapes
+from policy_machine import COSTS, Machine, capacities, make_routing, make_view, policy, shapes
 
 from pipeline.arrays import IntArray
 from pipeline.policies.presets import make_policy
-from pipeline.policies.view import ModelShape, Policy, PolicyRequest, View
-
-
-def policy(name: str, **options: str) -> Policy:
-    return make_policy(PolicyRequest(name, options), 0)
+from pipeline.policies.view import ModelShape, PolicyRequest, View
 
 
 @settings(deadline=None)

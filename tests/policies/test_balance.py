@@ -144,32 +144,30 @@ def test_optimum_beyond_its_limit_is_no_worse_than_greedy() -> None:
     assert makespan(answer, device, host) <= makespan(greedy(device, host, need, 60), device, host)
 
 
-def test_two_ended_by_hand() -> None:
-    # The queue: resident 2 (3 rows), resident 0 (1), missing 3 (5 rows), missing 1 (1).
-    # Resident 2: 1 <= 4. Resident 0: 2 <= 4. Missing 3 lands at 6, done at 7 > 4: the host's tail, 1, at 4.
-    # Then missing 3 on the device at 7 <= 4 + 9.
-    link, device, host, rows = [0, 6, 0, 6], [1, 1, 1, 1], [3, 4, 7, 9], [1, 1, 3, 5]
-    assert two_ended(link, device, host, rows) == [True, False, True, True]
-    # a host as fast as this takes both that are missing
-    assert two_ended(link, device, [1, 1.5, 3, 3], rows) == [True, False, True, False]
-
-
-def test_two_ended_overlaps_transfers_with_computing() -> None:
-    # Resident experts keep the device busy until 4; the missing one has landed by 3: done at 5, not at 8.
-    link, device, host = [0, 0, 3], [2, 2, 1], [9, 9, 5]
-    assert two_ended(link, device, host, [1, 1, 1]) == [True, True, True]
-
-
-def test_two_ended_transfers_experts_in_sequence() -> None:
-    """The second lands at 6, behind the first: the device would be done with it at 7, the host is at 5."""
-    assert two_ended([3, 3], [1, 1], [5, 5], [1, 1]) == [True, False]
-
-
-def test_two_ended_host_may_take_resident_experts() -> None:
-    # The device is slow here: the host takes the missing one (1 < 4) and the light resident one (2 < 4), the
-    # device the heavy one (4 <= 2 + 3), unless the host is done with that sooner too (2 + 1 < 4).
-    assert two_ended([0, 0, 5], [4, 4, 4], [3, 1, 1], [3, 1, 1]) == [True, False, False]
-    assert two_ended([0, 0, 5], [4, 4, 4], [1, 1, 1], [3, 1, 1]) == [False, False, False]
+@pytest.mark.parametrize(
+    ("link", "device", "host", "rows", "answer"),
+    [
+        # The queue: resident 2 (3 rows), resident 0 (1), missing 3 (5 rows), missing 1 (1).
+        # Resident 2: 1 <= 4. Resident 0: 2 <= 4. Missing 3 lands at 6, done at 7 > 4: the host's tail, 1, at
+        # 4. Then missing 3 on the device at 7 <= 4 + 9.
+        ([0, 6, 0, 6], [1, 1, 1, 1], [3, 4, 7, 9], [1, 1, 3, 5], [True, False, True, True]),
+        # a host as fast as this takes both that are missing
+        ([0, 6, 0, 6], [1, 1, 1, 1], [1, 1.5, 3, 3], [1, 1, 3, 5], [True, False, True, False]),
+        # Transfers overlap with computing: resident experts keep the device busy until 4; the missing one has
+        # landed by 3: done at 5, not at 8.
+        ([0, 0, 3], [2, 2, 1], [9, 9, 5], [1, 1, 1], [True, True, True]),
+        # Transfers follow each other: the second lands at 6, the device would be done at 7, the host is at 5.
+        ([3, 3], [1, 1], [5, 5], [1, 1], [True, False]),
+        # The device is slow: the host takes the missing one (1 < 4) and the light resident one (2 < 4), the
+        # device the heavy one (4 <= 2 + 3), unless the host is done with that sooner too (2 + 1 < 4).
+        ([0, 0, 5], [4, 4, 4], [3, 1, 1], [3, 1, 1], [True, False, False]),
+        ([0, 0, 5], [4, 4, 4], [1, 1, 1], [3, 1, 1], [False, False, False]),
+    ],
+)
+def test_two_ended_by_hand(
+    link: list[float], device: list[float], host: list[float], rows: list[int], answer: list[bool]
+) -> None:
+    assert two_ended(link, device, host, rows) == answer
 
 
 def test_bandwidth_by_hand() -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_calibration import plain_calibration
-from policy_machine import make_view
+from policy_machine import make_view, policy
 
 from pipeline.errors import PolicyError
 from pipeline.policies.cache_sizes import best_sizes, expected_loads, filled, layer_sizes
@@ -84,10 +84,10 @@ def test_missing_calibration_parts_are_named() -> None:
     view = mixtral_view()
     assert view.calibration is not None
     with pytest.raises(PolicyError, match="calibrate --text FILE"):
-        layer_sizes(replace(view, calibration=None), 64, gated=True)
-    ungated = replace(view, calibration=replace(view.calibration, needed=None))
+        policy("adapmoe").placement(replace(view, calibration=None))
+    ungated = replace(view, calibration=replace(view.calibration, sensitivity=None, needed=None))
     with pytest.raises(PolicyError, match="gate=own"):
-        layer_sizes(ungated, 64, gated=True)
+        policy("adapmoe").placement(ungated)
     assert sum(layer_sizes(ungated, 64, gated=False)) == 64
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Literal
 
@@ -10,18 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_machine import make_calibration, make_routing, make_view, softmax_router
+from policy_machine import make_calibration, make_routing, make_view, policy, softmax_router
 
 from pipeline.arrays import FloatArray, IntArray
 from pipeline.policies.daop import degrade, swaps
-from pipeline.policies.presets import make_policy
-from pipeline.policies.view import ModelShape, Policy, PolicyRequest, Routing, Signals, Target, View
+from pipeline.policies.view import ModelShape, Policy, Routing, Signals, Target, View
 
 SHAPE = ModelShape(layers=6, experts=8, tiles=2, top_k=2)
-
-
-def daop(**options: str) -> Policy:
-    return make_policy(PolicyRequest("daop", options), 0)
 
 
 def view_of(
@@ -35,6 +31,14 @@ def view_of(
 
 
 RNG = np.random.default_rng(0)
+daop = partial(policy, "daop")
+
+
+def placed(view: View) -> Policy:
+    """A policy that has placed its experts in this view."""
+    made = daop()
+    made.placement(view)
+    return made
 
 
 def rows(*pairs: tuple[int, int], times: int = 1) -> Routing:
@@ -81,8 +85,7 @@ def test_swaps_equal_algorithm_1(counts: list[int], device: list[int], pairs: li
 
 
 def test_prompt_swaps_before_its_experts_are_computed() -> None:
-    policy, view = daop(), view_of("prefill", [0, 1], (7,) * 6)
-    policy.placement(view)
+    policy = placed(view := view_of("prefill", [0, 1], (7,) * 6))
     # four times 5, twice 1, three times 6, three times 7; the device has 0 (unused) and 1
     routing = rows((5, 6), (5, 7), (5, 6), (5, 7), (1, 6), (1, 7))
     plan = policy.plan(0, routing, view)
@@ -94,8 +97,7 @@ def test_prompt_swaps_before_its_experts_are_computed() -> None:
 
 
 def test_unswapped_experts_are_computed_where_they_are() -> None:
-    policy, view = daop(), view_of("prefill", [0, 1, 2], (7,) * 3)
-    policy.placement(view)
+    policy = placed(view := view_of("prefill", [0, 1, 2], (7,) * 3))
     landing = view.residency.copy()
     landing[0, 2] = 1
     view = replace(view, residency=landing)
@@ -105,8 +107,7 @@ def test_unswapped_experts_are_computed_where_they_are() -> None:
 
 
 def test_counts_accumulate_over_the_chunks_of_a_prompt() -> None:
-    policy = daop()
-    policy.placement(view_of("prefill", [0, 1], (7,)))
+    policy = placed(view_of("prefill", [0, 1], (7,)))
     first = policy.plan(0, rows((0, 1), times=6), view_of("prefill", [0, 1], (7,) * 6))
     assert first.targets == ()
     # 5 is used four times now, and 0 and 1 were six times before
@@ -118,8 +119,7 @@ def test_counts_accumulate_over_the_chunks_of_a_prompt() -> None:
 
 @pytest.mark.parametrize(("silent", "forgotten"), [(16, False), (17, True)])
 def test_counts_of_ended_sequences_are_dropped(silent: int, forgotten: bool) -> None:
-    policy = daop()
-    policy.placement(view_of("prefill", [0, 1], (7,)))
+    policy = placed(view_of("prefill", [0, 1], (7,)))
     policy.plan(0, rows((0, 1), times=5), view_of("prefill", [0, 1], (7,) * 5, step=3))
     later = view_of("prefill", [0, 1], (8,) * 2, step=3 + silent)
     targets = policy.plan(0, rows((5, 6), times=2), later).targets
@@ -127,8 +127,7 @@ def test_counts_of_ended_sequences_are_dropped(silent: int, forgotten: bool) -> 
 
 
 def test_decoded_sequences_keep_their_counts() -> None:
-    policy = daop()
-    policy.placement(view_of("prefill", [0, 1], (7,)))
+    policy = placed(view_of("prefill", [0, 1], (7,)))
     policy.plan(0, rows((0, 1), times=5), view_of("prefill", [0, 1], (7,) * 5))
     for step in range(1, 40):
         assert policy.plan(0, rows((5, 6)), view_of("decode", [0, 1], (7,), step=step)).targets == ()
@@ -142,8 +141,7 @@ def test_decoded_sequences_keep_their_counts() -> None:
 
 
 def test_decoding_changes_no_residency() -> None:
-    policy, view = daop(), view_of("decode", [0, 1], (7,))
-    policy.placement(view)
+    policy = placed(view := view_of("decode", [0, 1], (7,)))
     plan = policy.plan(0, rows((5, 6)), view)
     assert plan.targets == ()
     assert plan.cut.tolist() == [2, 2, 0, 0, 0, 0, 0, 0]
@@ -269,7 +267,6 @@ def test_degradation_of_any_size(data: st.DataObject) -> None:
 
 
 def test_rows_without_sequences_count_as_one_prompt() -> None:
-    policy, view = daop(), view_of("prefill", [0, 1], ())
-    policy.placement(view)
+    policy = placed(view := view_of("prefill", [0, 1], ()))
     assert len(policy.plan(0, rows((5, 6), (5, 7)), view).targets) == 4
     policy.plan(1, make_routing(SHAPE, RNG, 5), view)

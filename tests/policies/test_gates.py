@@ -32,6 +32,7 @@ def a_view(top_k: int, sensitivity: list[float], threshold: float | None, weight
     return replace(view, calibration=known, router=lambda logits: Routing(experts, weights))
 
 
+UNEVEN = np.array([[0.9, 0.1]], np.float32)
 SIGNALS = Signals(np.zeros((1, 16), np.float32), {})
 
 
@@ -104,16 +105,14 @@ def test_batch_is_gated_like_its_single_rows() -> None:
 
 def test_share_of_dropped_experts_follows_the_sensitivities() -> None:
     """A token split 0.9 to 0.1 uses both experts in a sensitive layer and one in a late layer."""
-    weights = np.array([[0.9, 0.1]], np.float32)
-    view = a_view(2, [46.7, 0.51, 0.49, 0.02], 0.005, weights)
+    view = a_view(2, [46.7, 0.51, 0.49, 0.02], 0.005, UNEVEN)
     gate = AdaptiveGate(threshold=None, phase="decode")
     used = [np.count_nonzero(gate(layer, SIGNALS, view).routing.weights) for layer in range(4)]
     assert used == [2, 2, 1, 1]
 
 
 def test_gate_drops_experts_only_in_decode_by_default() -> None:
-    weights = np.array([[0.9, 0.1]], np.float32)
-    view = replace(a_view(2, [0.01], 1.0, weights), phase="prefill")
+    view = replace(a_view(2, [0.01], 1.0, UNEVEN), phase="prefill")
     gated = AdaptiveGate(threshold=None, phase="decode")(0, SIGNALS, view)
     assert gated.routing is gated.router_routing
     everywhere = AdaptiveGate(threshold=None, phase="all")(0, SIGNALS, view)
@@ -121,14 +120,13 @@ def test_gate_drops_experts_only_in_decode_by_default() -> None:
 
 
 def test_new_calibration_is_used() -> None:
-    weights = np.array([[0.9, 0.1]], np.float32)
     gate = AdaptiveGate(threshold=None, phase="decode")
-    assert gate(0, SIGNALS, a_view(2, [0.01], 1.0, weights)).routing.weights[0, 1] == 0
-    assert gate(0, SIGNALS, a_view(2, [500.0], 1.0, weights)).routing.weights[0, 1] != 0
+    assert gate(0, SIGNALS, a_view(2, [0.01], 1.0, UNEVEN)).routing.weights[0, 1] == 0
+    assert gate(0, SIGNALS, a_view(2, [500.0], 1.0, UNEVEN)).routing.weights[0, 1] != 0
 
 
 def test_missing_calibration_parts_are_named() -> None:
-    view = a_view(2, [0.01], None, np.array([[0.9, 0.1]], np.float32))
+    view = a_view(2, [0.01], None, UNEVEN)
     gate = AdaptiveGate(threshold=None, phase="decode")
     assert gate.missing(replace(view, calibration=None)) == "a calibration of this model"
     assert "sensitivities" in gate.missing(replace(view, calibration=calibration(None, 0.1)))
@@ -139,7 +137,7 @@ def test_missing_calibration_parts_are_named() -> None:
 
 
 def test_own_gate_is_the_routers_routing() -> None:
-    view = a_view(2, [0.01], 1.0, np.array([[0.9, 0.1]], np.float32))
+    view = a_view(2, [0.01], 1.0, UNEVEN)
     gated = OwnGate()(0, SIGNALS, view)
     assert gated.routing is gated.router_routing
     assert not gated.predicted

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_machine import Machine, capacities, make_calibration, make_view, shapes
+from policy_machine import policy as make
 
 from pipeline.arrays import IntArray, Phase
 from pipeline.engine.driver import LayerDecision, PolicyDriver
@@ -19,7 +20,7 @@ from pipeline.errors import PolicyError, ShardFailed
 from pipeline.policies.options import Real, Whole
 from pipeline.policies.prefetch_meter import PrefetchMeter
 from pipeline.policies.presets import PARTS, PRESETS, make_policy
-from pipeline.policies.view import Gated, ModelShape, Policy, PolicyRequest, Routing, Signals, Target
+from pipeline.policies.view import Gated, ModelShape, PolicyRequest, Routing, Signals, Target
 
 VARIANTS = [
     *(PolicyRequest(name) for name in PRESETS),
@@ -42,10 +43,6 @@ VARIANTS = [
 each_variant = pytest.mark.parametrize(
     "request_", VARIANTS, ids=lambda r: ",".join([r.name, *r.options.values()])
 )
-
-
-def make(name: str, **options: str) -> Policy:
-    return make_policy(PolicyRequest(name, options), 0)
 
 
 def run(machine: Machine, steps: list[int]) -> None:
@@ -85,13 +82,13 @@ def test_any_combination_of_parts_keeps_the_contract_or_is_refused(data: st.Data
     name = data.draw(st.sampled_from([name for name, preset in PRESETS.items() if preset.parts]))
     options = {role: data.draw(st.sampled_from(list(parts))) for role, parts in PARTS.items()}
     try:
-        policy = make(name, **options)
+        made = make(name, **options)
     except PolicyError:
         return  # for the reasons that `test_invalid_requests_are_refused` has
     shape = data.draw(shapes())
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     view = replace(make_view(shape, data.draw(capacities(shape))), calibration=make_calibration(shape, rng))
-    machine = Machine(policy, view, rng, landing=0.7)
+    machine = Machine(made, view, rng, landing=0.7)
     machine.start()
     run(machine, [1, 9, 1, 1])
 

@@ -8,15 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_machine import Machine, capacities, make_calibration, make_routing, make_view, shapes
+from policy_machine import Machine, capacities, make_calibration, make_routing, make_view, policy, shapes
 
 from pipeline.policies.cache_sizes import layer_sizes
-from pipeline.policies.presets import make_policy
-from pipeline.policies.view import Gated, ModelShape, Policy, PolicyRequest, Routing, Signals
-
-
-def policy(name: str, **options: str) -> Policy:
-    return make_policy(PolicyRequest(name, options), 0)
+from pipeline.policies.view import Gated, ModelShape, Routing, Signals
 
 
 def uses(routing: Routing) -> dict[int, int]:

@@ -13,55 +13,40 @@ from trace_files import drawn_steps, make_header, scripted_steps
 
 from pipeline.arrays import IntArray
 from pipeline.errors import PlanError, TraceError
+from pipeline.policies.daop import Daop
 from pipeline.policies.presets import PRESETS
-from pipeline.policies.view import Ahead, Gated, ModelShape, Plan, Policy, Routing, Signals, Target, View
+from pipeline.policies.view import Ahead, Gated, ModelShape, Plan, Routing, Signals, Target, View
 from pipeline.replay.machine import Replay
 
 
-class Spy(Policy):
-    """A policy that records its decisions."""
+class Spy(Daop):
+    """Records its decisions."""
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self.name = policy.name  # type: ignore[misc]
-        self.exact, self.needs_costs, self.uses_device = policy.exact, policy.needs_costs, policy.uses_device
+    def __init__(self) -> None:
+        super().__init__(placement="popular", first_layer=1, swap=1.05, early="1", predict="1")
         self.decided: list[tuple[Gated, IntArray, bool]] = []
-        self._gated: Gated | None = None
-
-    def placement(self, view: View) -> IntArray:
-        return self._policy.placement(view)
-
-    def probes(self, layer: int, view: View) -> tuple[int, ...]:
-        return self._policy.probes(layer, view)
 
     def gate(self, layer: int, signals: Signals, view: View) -> Gated:
-        self._gated = self._policy.gate(layer, signals, view)
+        self._gated = super().gate(layer, signals, view)
         return self._gated
 
     def plan(self, layer: int, routing: Routing, view: View) -> Plan:
-        plan = self._policy.plan(layer, routing, view)
-        assert self._gated is not None
+        plan = super().plan(layer, routing, view)
         self.decided.append((self._gated, plan.cut.copy(), False))
         return plan
 
     def ahead(self, layer: int, signals: Signals, view: View) -> Ahead | None:
-        ahead = self._policy.ahead(layer, signals, view)
+        ahead = super().ahead(layer, signals, view)
         if ahead is not None:
             self.decided.append((ahead.gated, ahead.cut.copy(), ahead.early))
         return ahead
-
-    def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> tuple[Target, ...]:
-        return self._policy.predict(layer, signals, gated, view)
-
-    def after(self, layer: int, routing: Routing, view: View) -> tuple[Target, ...]:
-        return self._policy.after(layer, routing, view)
 
 
 def test_fidelity_sums_the_decisions() -> None:
     shape = ModelShape(layers=5, experts=8, tiles=4, top_k=3)
     header = make_header(shape)
     steps = drawn_steps(header, 0, 60)
-    spy = Spy(preset("daop"))
+    spy = Spy()
     counts = np.random.default_rng(1).integers(0, 9, (5, 8))
     outcome = Replay(header, spy, COSTS, 50, popularity=counts).run(steps)
     sums = dict.fromkeys(("weight", "skipped", "substituted", "stale", "predicted"), 0.0)
