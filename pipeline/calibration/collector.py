@@ -7,6 +7,7 @@ array of the engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from typing import Literal
 
 import numpy as np
@@ -202,7 +203,7 @@ def _both(shape: ModelShape) -> dict[Phase, Counts]:
 def _runs(sequences: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
     """The consecutive rows of each sequence."""
     start = 0
-    for end in range(1, len(sequences) + 1):
-        if end == len(sequences) or sequences[end] != sequences[start]:
-            yield sequences[start], slice(start, end)
-            start = end
+    for sequence, rows in groupby(sequences):
+        end = start + len(list(rows))
+        yield sequence, slice(start, end)
+        start = end

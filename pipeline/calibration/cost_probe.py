@@ -8,10 +8,11 @@ computes.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -91,18 +92,13 @@ class _Probe:
     def __init__(self, engine: Engine, memory: DeviceMemory) -> None:
         self._engine = engine
         self._memory = memory
-        self._experts: Iterator[tuple[int, int]] = self._round_robin()
-
-    def _round_robin(self) -> Iterator[tuple[int, int]]:
-        shape = self._engine.shape
-        while True:
-            for expert in range(shape.experts):
-                for layer in range(shape.layers):
-                    yield layer, expert
+        self._places = itertools.cycle(
+            itertools.product(range(engine.shape.experts), range(engine.shape.layers))
+        )
 
     def warm_up(self) -> None:
         """Run each side once: first calls cost more."""
-        self._compute(1)
+        self._submit(1).result()
         self._fetch()
         self.device(1, 0.0)
 
@@ -170,17 +166,17 @@ class _Probe:
         # A separate cache, because requests may have filled the engine's.
         sequence = KVCache(model.spec, model.dtype, device.torch_device, longest).allocate(longest)
         layers = min(self._engine.shape.layers, OTHER_LAYERS)
-        found = []
+        found = {}
         for rows in sorted({min(rows, longest) for rows in ROWS}, reverse=True):  # the longest fills it first
             sequence.truncate(0)
             sequence.advance(longest - rows)
             batch = model.batch([TokenSpan(sequence, [0] * rows)])
             device.prepare(model.largest_product(rows))
             h = model.embed(batch)
-            turn = iter(range(1 << 62))
+            turn = itertools.cycle(range(layers))
 
             def once() -> float:
-                layer = next(turn) % layers  # noqa: B023 - called within this turn of the loop
+                layer = next(turn)  # noqa: B023 - called within this turn of the loop
                 started = time.perf_counter()
                 x = model.moe_input(layer, model.attention(layer, h, batch))  # noqa: B023
                 device.to_host(x, model.router(layer, x))
@@ -190,15 +186,11 @@ class _Probe:
 
             for _ in range(layers):  # every layer's cache is filled before a shorter chunk reads it
                 once()
-            found.append((rows, _median(once, seconds)))
-        by_rows = dict(found)
-        return tuple(by_rows[min(rows, longest)] for rows in ROWS)
-
-    def _compute(self, rows: int) -> None:
-        self._submit(rows).result()
+            found[rows] = _median(once, seconds)
+        return tuple(found[min(rows, longest)] for rows in ROWS)
 
     def _submit(self, rows: int) -> Ticket:
-        layer, expert = next(self._experts)
+        expert, layer = next(self._places)
         chosen = np.array([expert], np.int32)
         every, weights = np.arange(rows, dtype=np.int32), np.ones(rows, np.float32)
         share = HostShare(chosen, 0 * chosen, 0 * chosen + self._engine.shape.tiles, [every], [weights])
@@ -208,7 +200,7 @@ class _Probe:
 
     def _fetch(self) -> float:
         """Stream one expert to the device; seconds."""
-        layer, expert = next(self._experts)
+        expert, layer = next(self._places)
         started = time.perf_counter()
         unfetched: list[Missing] = []
         for _ in self._memory.mover.stream(layer, [Missing(expert, 0, self._engine.shape.tiles)], unfetched):

@@ -127,13 +127,9 @@ class SimulatedCache:
     def update(self, now: float) -> None:
         """Run the link until now, and order tiles below their target in the background."""
         self.advance(now)
-        if self._predicted:
-            for key in list(self._predicted):
-                if not self._order(key, True, now):
-                    return
-        if self._below_target:
-            for key in sorted(self._below_target):
-                if not self._order(key, False, now):
+        for keys, predicted in ((self._predicted, True), (sorted(self._below_target), False)):
+            for key in keys:
+                if not self._order(key, predicted, now):
                     return
 
     def used(self, key: Key) -> None:

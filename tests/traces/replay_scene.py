@@ -53,7 +53,7 @@ class Scripted(Policy):
         placed: Sequence[tuple[int, int, int]] = (),
         predicts: Callable[[int, View], Sequence[Target]] = lambda layer, view: (),
         ahead: bool | None = None,  # early; None: no layer is decided early
-        afterwards: Callable[[int, View], Sequence[Target]] = lambda layer, view: (),
+        afterwards: Sequence[tuple[int, Target]] = (),  # the layer after which each is set
     ) -> None:
         self._cut, self._placed, self._predicts, self._early = cut, placed, predicts, ahead
         self._afterwards = afterwards
@@ -86,4 +86,4 @@ class Scripted(Policy):
         return tuple(self._predicts(layer, view))
 
     def after(self, layer: int, routing: Routing, view: View) -> tuple[Target, ...]:
-        return tuple(self._afterwards(layer, view))
+        return tuple(target for after, target in self._afterwards if after == layer)

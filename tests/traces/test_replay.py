@@ -169,10 +169,8 @@ def test_predicted_tiles_overtake_placed_ones() -> None:
     def predicts(layer: int, view: View) -> list[Target]:
         return [Target(1, 1, 1)] if layer == 1 else []
 
-    def afterwards(layer: int, view: View) -> list[Target]:
-        return [Target(0, 1, 2)] if layer == 0 else []
-
-    policy = Scripted(2, [(0, 0, 2), (1, 0, 2)], predicts=predicts, afterwards=afterwards)
+    placed = [(0, 0, 2), (1, 0, 2)]
+    policy = Scripted(2, placed, predicts=predicts, afterwards=[(0, Target(0, 1, 2))])
     machine, outcome = run(header, policy, [[[0], [0]]], capacity=8)
     assert outcome.decode.seconds == pytest.approx(8)
     seen = []
@@ -185,11 +183,8 @@ def test_predicted_tiles_overtake_placed_ones() -> None:
 
 def test_dropped_prediction_is_wasted() -> None:
     header = make_header(ModelShape(layers=2, experts=2, tiles=1, top_k=1))
-
-    def afterwards(layer: int, view: View) -> list[Target]:
-        return [Target(1, 1, 0)] if layer == 1 else []
-
-    policy = Scripted(1, [(0, 0, 1), (1, 0, 1)], predicts=predict_next, afterwards=afterwards)
+    placed = [(0, 0, 1), (1, 0, 1)]
+    policy = Scripted(1, placed, predicts=predict_next, afterwards=[(1, Target(1, 1, 0))])
     quick = replace(COSTS, link=2.5)
     machine, outcome = run(header, policy, [[[0], [0]]], capacity=3, costs=quick)
     decode = outcome.decode
