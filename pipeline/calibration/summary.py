@@ -49,10 +49,9 @@ def describe(calibration: Calibration, about: dict[str, Any]) -> str:
     for layer in range(layers):
         cells = _row(calibration, layer)
         lines.append("  ".join(f"{cell:>{len(head)}}" for cell, head in zip(cells, _COLUMNS, strict=True)))
-    lines += ["", "rows by expert in prefill, a line for each layer"]
-    lines += [" ".join(map(str, counts)) for counts in calibration.prefill_counts.tolist()]
-    lines += ["", "rows by expert in decode, a line for each layer"]
-    lines += [" ".join(map(str, counts)) for counts in calibration.decode_counts.tolist()]
+    for phase, counts in (("prefill", calibration.prefill_counts), ("decode", calibration.decode_counts)):
+        lines += ["", f"rows by expert in {phase}, a line for each layer"]
+        lines += [" ".join(map(str, rows)) for rows in counts.tolist()]
     return "\n".join(lines) + "\n"
 
 

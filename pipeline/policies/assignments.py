@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pipeline.arrays import IntArray
-from pipeline.errors import PolicyError
 from pipeline.policies import balance
 from pipeline.policies.composed import Assignment
 from pipeline.policies.costs import Costs
@@ -77,7 +76,6 @@ class _Seconds:
 class Active(NamedTuple):
     """A layer's active experts and their costs, all lists in the same order."""
 
-    experts: list[int]
     rows: list[int]
     missing: list[int]  # tiles
     link: list[float]  # seconds to move the missing tiles
@@ -97,34 +95,18 @@ class ByCosts(Assignment):
         self._host: _Seconds
 
     def cut(self, layer: int, routing: Routing, view: View) -> IntArray:
-        active = self._active(layer, routing, view)
-        cut = np.zeros(view.shape.experts, np.int32)
-        if active is not None:
-            for expert, tiles in zip(active.experts, self.tiles(active, view), strict=True):
-                cut[expert] = tiles
-        return cut
-
-    @abstractmethod
-    def tiles(self, active: Active, view: View) -> Sequence[int]:
-        """The cut of each active expert."""
-
-    def _active(self, layer: int, routing: Routing, view: View) -> Active | None:
-        """None where no expert is active. Raises PolicyError without costs."""
-        costs, tiles = view.costs, view.shape.tiles
-        if costs is None:
-            raise PolicyError(f"assignment {self.name} plans by costs: none were measured or given (--costs)")
+        costs, tiles, cut = view.costs, view.shape.tiles, np.zeros(view.shape.experts, np.int32)
+        assert costs is not None
         if self._costs is not costs:
             self._costs = costs
             self._device = _Seconds(costs.device_seconds, tiles)
             self._host = _Seconds(costs.host_seconds, tiles)
-        by_expert = routing.rows
-        if not by_expert:
-            return None
-        experts, rows = list(by_expert), list(by_expert.values())
+        if not routing.rows:
+            return cut
+        experts, rows = list(routing.rows), list(routing.rows.values())
         resident = view.residency.item
         missing = [tiles - resident(layer, expert) for expert in experts]
-        return Active(
-            experts,
+        active = Active(
             rows,
             missing,
             [costs.link * count for count in missing],
@@ -132,6 +114,13 @@ class ByCosts(Assignment):
             self._host(rows),
             view.capacity - tiles * len(experts) + sum(missing),
         )
+        for expert, on_device in zip(experts, self.tiles(active, view), strict=True):
+            cut[expert] = on_device
+        return cut
+
+    @abstractmethod
+    def tiles(self, active: Active, view: View) -> Sequence[int]:
+        """The cut of each active expert."""
 
 
 class WholeByCosts(ByCosts):

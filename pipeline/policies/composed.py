@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeline.arrays import IntArray
 from pipeline.errors import PolicyError
@@ -23,6 +24,7 @@ from pipeline.policies.parts import unused_tiles_note, whole_experts
 from pipeline.policies.view import Gated, Plan, Policy, Routing, Signals, Target, View
 
 Expert = tuple[int, int]  # (layer, expert)
+Chosen = NDArray[np.bool_]  # [L, E]
 ApplyGate = Callable[[int, Routing], Routing]  # layer, predicted routing -> the gated routing
 
 
@@ -56,8 +58,12 @@ class Placement(Part):
     """The part that decides which experts are resident at the start."""
 
     @abstractmethod
+    def chosen(self, view: View, budget: int) -> Chosen:
+        """The resident experts, at most `budget` in all."""
+
     def targets(self, view: View, budget: int) -> IntArray:
-        """Targets [L, E], each 0 or n, of at most `budget` experts in all."""
+        """Targets [L, E], each 0 or n, of the chosen experts."""
+        return np.where(self.chosen(view, budget), view.shape.tiles, 0).astype(np.int32)
 
 
 class Gate(Part):

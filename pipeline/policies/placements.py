@@ -5,19 +5,11 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from pipeline.arrays import IntArray
-from pipeline.policies.composed import Parts, Placement
+from pipeline.policies.composed import Chosen, Parts, Placement
 from pipeline.policies.options import Seed
 from pipeline.policies.parts import evenly_counted, most_counted, whole_experts
 from pipeline.policies.view import View
-
-Chosen = NDArray[np.bool_]  # [L, E]
-
-
-def _targets(chosen: Chosen, view: View) -> IntArray:
-    return np.where(chosen, view.shape.tiles, 0).astype(np.int32)
 
 
 def _chooses(view: View) -> bool:
@@ -31,8 +23,8 @@ class Empty(Placement):
     name: ClassVar[str] = "empty"
     help: ClassVar[str] = "nothing"
 
-    def targets(self, view: View, budget: int) -> IntArray:
-        return np.zeros((view.shape.layers, view.shape.experts), dtype=np.int32)
+    def chosen(self, view: View, budget: int) -> Chosen:
+        return np.zeros((view.shape.layers, view.shape.experts), dtype=bool)
 
 
 class FirstLayers(Placement):
@@ -42,10 +34,9 @@ class FirstLayers(Placement):
     name: ClassVar[str] = "first-layers"
     help: ClassVar[str] = "all experts of the first layers"
 
-    def targets(self, view: View, budget: int) -> IntArray:
-        chosen = np.zeros(view.shape.layers * view.shape.experts, dtype=bool)
-        chosen[:budget] = True
-        return _targets(chosen.reshape(view.shape.layers, view.shape.experts), view)
+    def chosen(self, view: View, budget: int) -> Chosen:
+        layers, experts = view.shape.layers, view.shape.experts
+        return np.arange(layers * experts).reshape(layers, experts) < budget
 
 
 class Popular(Placement):
@@ -54,8 +45,8 @@ class Popular(Placement):
     name: ClassVar[str] = "popular"
     help: ClassVar[str] = "each layer's most used experts since the engine started"
 
-    def targets(self, view: View, budget: int) -> IntArray:
-        return _targets(evenly_counted(view.popularity, budget), view)
+    def chosen(self, view: View, budget: int) -> Chosen:
+        return evenly_counted(view.popularity, budget)
 
     def notes(self, view: View) -> tuple[str, ...]:
         if view.popularity.any() or not _chooses(view):
@@ -75,9 +66,9 @@ class Calibrated(Placement):
     needs_calibration = True
     without: ClassVar[str] = "placement=popular"
 
-    def targets(self, view: View, budget: int) -> IntArray:
+    def chosen(self, view: View, budget: int) -> Chosen:
         assert view.calibration is not None
-        return _targets(evenly_counted(view.calibration.decode_counts, budget), view)
+        return evenly_counted(view.calibration.decode_counts, budget)
 
 
 class Known(Placement):
@@ -86,9 +77,8 @@ class Known(Placement):
     name: ClassVar[str] = "known"
     help: ClassVar[str] = "calibrated if the model is, else popular"
 
-    def targets(self, view: View, budget: int) -> IntArray:
-        chosen: Placement = Popular() if view.calibration is None else Calibrated()
-        return chosen.targets(view, budget)
+    def chosen(self, view: View, budget: int) -> Chosen:
+        return (Popular() if view.calibration is None else Calibrated()).chosen(view, budget)
 
     def notes(self, view: View) -> tuple[str, ...]:
         if view.calibration is not None or not _chooses(view):
@@ -109,10 +99,10 @@ class Random(Placement):
     def __init__(self, *, seed: int) -> None:
         self._seed = seed
 
-    def targets(self, view: View, budget: int) -> IntArray:
+    def chosen(self, view: View, budget: int) -> Chosen:
         shape = view.shape
         drawn = np.random.default_rng(self._seed).permutation(shape.layers * shape.experts)
-        return _targets(evenly_counted(drawn.reshape(shape.layers, shape.experts), budget), view)
+        return evenly_counted(drawn.reshape(shape.layers, shape.experts), budget)
 
 
 class Sized(Placement):
@@ -125,8 +115,7 @@ class Sized(Placement):
     def join(self, parts: Parts) -> None:
         self._replacement = parts.replacement
 
-    def targets(self, view: View, budget: int) -> IntArray:
+    def chosen(self, view: View, budget: int) -> Chosen:
         counts = view.popularity if view.calibration is None else view.calibration.decode_counts
         sizes = self._replacement.sizes(view, budget)
-        chosen = evenly_counted(counts, budget) if sizes is None else most_counted(counts, sizes)
-        return _targets(chosen, view)
+        return evenly_counted(counts, budget) if sizes is None else most_counted(counts, sizes)

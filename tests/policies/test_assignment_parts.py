@@ -25,7 +25,7 @@ from pipeline.policies.assignments import (
     Resident,
     TwoEnded,
 )
-from pipeline.policies.composed import Assignment
+from pipeline.policies.composed import Assignment, require
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import ModelShape, Routing, View
 
@@ -188,7 +188,7 @@ def test_assignments_need_costs_and_follow_them() -> None:
         view = view_of([0, 4, 0, 0], COSTS)
         if part.needs_costs:
             with pytest.raises(PolicyError, match="--costs"):
-                part.cut(1, ROUTING, replace(view, costs=None))
+                require("any", [part], replace(view, costs=None))
     part = Cheaper()
     slow_link = Costs(rows=(1,), host=(2.0,), device=(1.0,), link=9.0, round_trip=0.0)
     assert part.cut(1, ROUTING, view_of([0, 0, 0, 0], slow_link))[3] == 0
