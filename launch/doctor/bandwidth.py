@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from launch.doctor.finding import Finding
+from launch.doctor.finding import Finding, Topic
 from launch.doctor.models import Reads
 from launch.doctor.trials import TrialFailed, trial
 from launch.terminal.format import percent
 from shm.segment import SHM_FOLDER, byte_size, free_shm_bytes
 
-TOPIC = "speed"
+TOPIC = Topic("speed")
 CHILD = "launch.doctor.reader"
 SMALLEST, LARGEST = 1 << 26, 1 << 31  # bytes of the buffer
 UNKNOWN_CACHE = 1 << 26
@@ -121,18 +121,12 @@ def busy(load: float, cores: int) -> list[Finding]:
     """A note on a load average that makes the figures measured just after it too low."""
     if load < BUSY * cores:
         return []
-    return [
-        Finding(
-            TOPIC,
-            "note",
-            f"load average {load:.1f} before measuring: other programs are computing",
-            "the figures below, and the bounds derived from them, are lower than an idle machine's",
-            "close other programs and run this again",
-        )
-    ]
+    found = f"load average {load:.1f} before measuring: other programs are computing"
+    means = "the figures below, and the bounds derived from them, are lower than an idle machine's"
+    return [TOPIC.note(found, means, "close other programs and run this again")]
 
 
-def explain(found: Bandwidth, embedded: Reads, example: Reads, cache: int | None) -> list[Finding]:
+def explain(found: Bandwidth, embedded: Reads, example: Reads, cache: int | None) -> Iterator[Finding]:
     """What the figures mean for the embedded model and for `example`, a large model."""
     each = f"one core reads {found.one / 1e9:.1f} GB/s"
     both = f", {found.cores} together {found.all / 1e9:.1f} GB/s" if found.cores > 1 else ""
@@ -143,23 +137,12 @@ def explain(found: Bandwidth, embedded: Reads, example: Reads, cache: int | None
     here = f"; the embedded model's {byte_size(embedded.token)}: at most {found.all / embedded.token:,.0f}"
     if cache is not None and embedded.store <= cache:
         here += f", or more, because all its experts ({byte_size(embedded.store)}) fit the cache"
-    findings = [Finding(TOPIC, "ok", each + both, bound + here)]
+    yield TOPIC.ok(each + both, bound + here)
     if found.one_huge is not None and found.one_huge > GAIN * found.one:
-        findings.append(
-            Finding(
-                TOPIC,
-                "note",
-                f"one core reads {found.one_huge / 1e9:.1f} GB/s from huge pages",
-                f"{percent(found.one_huge / found.one - 1)} more than from the small pages of /dev/shm",
-                "sudo mount -o remount,huge=within_size /dev/shm",
-            )
+        yield TOPIC.note(
+            f"one core reads {found.one_huge / 1e9:.1f} GB/s from huge pages",
+            f"{percent(found.one_huge / found.one - 1)} more than from the small pages of /dev/shm",
+            "sudo mount -o remount,huge=within_size /dev/shm",
         )
-    findings.append(
-        Finding(
-            TOPIC,
-            "ok",
-            f"one core copies {found.copy / 1e9:.1f} GB/s",
-            "with --device cpu this is the link: the rate at which the prefetcher can move tiles",
-        )
-    )
-    return findings
+    means = "with --device cpu this is the link: the rate at which the prefetcher can move tiles"
+    yield TOPIC.ok(f"one core copies {found.copy / 1e9:.1f} GB/s", means)

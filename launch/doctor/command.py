@@ -111,8 +111,8 @@ async def _measure(embedded: models.Reads, cores: Cores) -> tuple[bandwidth.Band
         speed = await bandwidth.measure(cores.numbers, cache, available)
     except TrialFailed as e:
         means = "the bound on this machine's speed is unknown"
-        return None, [Finding(bandwidth.TOPIC, "note", f"memory was not measured: {e}", means)]
-    return speed, bandwidth.explain(speed, embedded, models.example(), cache)
+        return None, [bandwidth.TOPIC.note(f"memory was not measured: {e}", means)]
+    return speed, [*bandwidth.explain(speed, embedded, models.example(), cache)]
 
 
 async def _prove(options: Options, interrupts: Interrupts) -> list[proof.Proof]:

@@ -7,13 +7,13 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.doctor.finding import Finding
+from launch.doctor.finding import Finding, Topic
 from pipeline.assets import model_dir
 from pipeline.calibration.cost_cache import FOLDER, Record, measured_here
 from pipeline.models.shapes import short_name
 from shm.segment import byte_size
 
-TOPIC = "costs"
+TOPIC = Topic("costs")
 SHOWN = 4  # sets of costs; older ones are only counted
 LOADED = 0.5  # load average for each core, from which on measured costs are too high
 Kept = tuple[Path, Record]
@@ -24,11 +24,11 @@ def inspect(cache: Path) -> list[Finding]:
     kept = measured_here(cache)
     if not kept:
         means = "an engine with a policy that plans by costs, e.g. fiddler, measures them in two seconds"
-        return [Finding(TOPIC, "ok", "no costs have been measured on this machine yet", means)]
+        return [TOPIC.ok("no costs have been measured on this machine yet", means)]
     found = [_finding(path, record) for path, record in kept[:SHOWN]]
     if len(kept) > SHOWN:
         where = f"{len(kept) - SHOWN} older sets, of other models or options, are in {cache / FOLDER}"
-        found.append(Finding(TOPIC, "ok", where, "doctor --model DIR shows the sets of one model"))
+        found.append(TOPIC.ok(where, "doctor --model DIR shows the sets of one model"))
     return found
 
 
@@ -54,13 +54,13 @@ def explained(record: Record) -> list[str]:
     link = float(costs.link_seconds(tiles))
     most = costs.rows[-1]
     many = [float(f(most, tiles)) for f in (costs.host_seconds, costs.device_seconds)]
-    if host <= link + device:
-        cheaper = "for one token, an expert that is not resident is computed on the host sooner than moved"
-    else:
-        cheaper = "for one token, an expert that is not resident is moved sooner than computed on the host"
+    host_first = host <= link + device
+    sooner = (
+        "computed on the host sooner than moved" if host_first else "moved sooner than computed on the host"
+    )
     return [
         f"one expert: host {_time(host)}, device {_time(device)}, move {_time(link)}",
-        cheaper,
+        f"for one token, an expert that is not resident is {sooner}",
         f"for {most} tokens: host {_time(many[0])}, device {_time(many[1])}",
         f"one tile of {byte_size(record.tile_bytes)}: host {_rate(host, record)}, device"
         f" {_rate(device, record)}, link {_rate(link, record)}",
@@ -72,13 +72,10 @@ def explained(record: Record) -> list[str]:
 def _finding(path: Path, record: Record) -> Finding:
     first, *rest = explained(record)
     found = f"{_name(record)} ({_setting(record)}): {first}"
-    loaded = record.load > LOADED * record.setting.cores
-    if loaded:
+    if record.load > LOADED * record.setting.cores:
         rest.append(f"the load average was {record.load:.1f} before measuring: other programs were computing")
-    means = "\n".join(rest)
-    if loaded:
-        return Finding(TOPIC, "note", found, means, f"to measure again at the next start: rm {path}")
-    return Finding(TOPIC, "ok", found, f"{means}\n{_where(path)}")
+        return TOPIC.note(found, "\n".join(rest), f"to measure again at the next start: rm {path}")
+    return TOPIC.ok(found, "\n".join([*rest, _where(path)]))
 
 
 def _where(path: Path) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.doctor.finding import Finding, binary, parse_size
+from launch.doctor.finding import Finding, Topic, binary, parse_size
 from shm.kernel_files import contents, entries, parse_cores, parse_cpuinfo
 
-TOPIC = "cpu"
+TOPIC = Topic("cpu")
 INSTRUCTIONS = (
     # as /proc/cpuinfo names them on x86, then on aarch64
     *("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"),
@@ -66,110 +66,79 @@ def inspect(usable: Collection[int], quota: float | None, root: Path = Path("/")
     ]
 
 
-def _cores(model: str, logical: int, physical: int | None, usable: int, quota: float | None) -> list[Finding]:
+def _cores(
+    model: str, logical: int, physical: int | None, usable: int, quota: float | None
+) -> Iterator[Finding]:
     cores = f"{physical} cores, {logical} threads" if physical else f"{logical} threads"
     means = "workers use one thread of each usable core: see threads"
-    found = [Finding(TOPIC, "ok", f"{model}: {cores}, {usable} usable here", means)]
+    yield TOPIC.ok(f"{model}: {cores}, {usable} usable here", means)
     if usable < logical:
-        found.append(
-            Finding(
-                TOPIC,
-                "note",
-                f"this process may use {usable} of {logical} threads",
-                "the memory bandwidth of the other cores is not used either",
-                "if unintended, check: `taskset -c`, `docker run --cpuset-cpus`, a service's AllowedCPUs",
-            )
+        yield TOPIC.note(
+            f"this process may use {usable} of {logical} threads",
+            "the memory bandwidth of the other cores is not used either",
+            "if unintended, check: `taskset -c`, `docker run --cpuset-cpus`, a service's AllowedCPUs",
         )
     if quota is not None and quota < usable:
         used = max(1, int(quota))
-        found.append(
-            Finding(
-                TOPIC,
-                "note",
-                f"the control group's CPU quota is {quota:g} cores; {usable} are usable",
-                f"so an engine's workers compute on {used} core{'s' if used > 1 else ''}: on more they would"
-                " exhaust the quota and all be stopped for the rest of each period",
-                f"to use more cores, raise it: `docker run --cpus {usable}`",
-            )
+        yield TOPIC.note(
+            f"the control group's CPU quota is {quota:g} cores; {usable} are usable",
+            f"so an engine's workers compute on {used} core{'s' if used > 1 else ''}: on more they would"
+            " exhaust the quota and all be stopped for the rest of each period",
+            f"to use more cores, raise it: `docker run --cpus {usable}`",
         )
     if physical and logical > physical and usable > physical:
-        found.append(
-            Finding(
-                TOPIC,
-                "ok",
-                f"each core runs {logical / physical:g} threads",
-                "the threads of a core share its memory bandwidth, so one thread of each core is used;"
-                f" `python launch.py bench --workers {usable}` measures all of them",
-            )
+        yield TOPIC.ok(
+            f"each core runs {logical / physical:g} threads",
+            "the threads of a core share its memory bandwidth, so one thread of each core is used;"
+            f" `python launch.py bench --workers {usable}` measures all of them",
         )
-    return found
 
 
 def _caches(found: dict[str, Cache]) -> Finding:
     if not found:
-        return Finding(TOPIC, "note", "caches: unknown", "the size of the measurements' buffers is a guess")
+        return TOPIC.note("caches: unknown", "the size of the measurements' buffers is a guess")
     parts = [
         f"{name} {binary(cache.total)}" + (f" in {cache.instances}" if cache.instances > 1 else "")
         for name, cache in found.items()
     ]
     means = "experts that fit the last level are read faster than from memory; a large model's do not fit"
-    return Finding(TOPIC, "ok", "caches: " + ", ".join(parts), means)
+    return TOPIC.ok("caches: " + ", ".join(parts), means)
 
 
 def _instructions(flags: frozenset[str]) -> Finding:
     have = [name for name in INSTRUCTIONS if name in flags]
     found = "instruction sets: " + (", ".join(have) or "none that the kernels use")
     if BF16 & set(have):
-        return Finding(TOPIC, "ok", found, "bf16 experts are multiplied without conversion")
+        return TOPIC.ok(found, "bf16 experts are multiplied without conversion")
     if WIDE & set(have):
-        return Finding(
-            TOPIC,
-            "note",
-            found,
-            "no bf16 instructions: bf16 experts are converted to f32 while they are computed",
-            "if the memory suffices, compare `--format f32`",
-        )
-    return Finding(TOPIC, "note", found, "computation, not memory bandwidth, will bound the speed")
+        means = "no bf16 instructions: bf16 experts are converted to f32 while they are computed"
+        return TOPIC.note(found, means, "if the memory suffices, compare `--format f32`")
+    return TOPIC.note(found, "computation, not memory bandwidth, will bound the speed")
 
 
-def _nodes(root: Path) -> list[Finding]:
+def _nodes(root: Path) -> Iterator[Finding]:
     folders = entries(root / "sys/devices/system/node", "node[0-9]*")
     nodes = {f.name: parse_cores(contents(f / "cpulist")) for f in folders}
-    if not nodes:
-        return []
     if len(nodes) == 1:
-        return [Finding(TOPIC, "ok", "one NUMA node", "all memory is equally fast for all cores")]
-    sizes = ", ".join(f"{name} {len(cores)} threads" for name, cores in nodes.items())
-    return [
-        Finding(
-            TOPIC,
-            "ok",
-            f"{len(nodes)} NUMA nodes: {sizes}",
-            "the store's tiles are spread over the nodes of the workers' cores; the backbone is not",
-        )
-    ]
+        yield TOPIC.ok("one NUMA node", "all memory is equally fast for all cores")
+    elif nodes:
+        sizes = ", ".join(f"{name} {len(cores)} threads" for name, cores in nodes.items())
+        means = "the store's tiles are spread over the nodes of the workers' cores; the backbone is not"
+        yield TOPIC.ok(f"{len(nodes)} NUMA nodes: {sizes}", means)
 
 
-def _clock(root: Path) -> list[Finding]:
+def _clock(root: Path) -> Iterator[Finding]:
     folder = root / "sys/devices/system/cpu/cpu0/cpufreq"
     governor, driver = contents(folder / "scaling_governor"), contents(folder / "scaling_driver")
-    if not governor:
-        return []
     found = f"frequency governor: {governor}" + (f" ({driver})" if driver else "")
     if governor in SLOW_GOVERNORS and not driver.startswith(SELF_CLOCKED):
-        return [
-            Finding(
-                TOPIC,
-                "note",
-                found,
-                "workers sleep between tokens, and each token waits for the cores to reach full clock again",
-                "sudo cpupower frequency-set -g performance",
-            )
-        ]
-    return [Finding(TOPIC, "ok", found, "the cores' clock follows the load")]
+        means = "workers sleep between tokens, and each token waits for the cores to reach full clock again"
+        yield TOPIC.note(found, means, "sudo cpupower frequency-set -g performance")
+    elif governor:
+        yield TOPIC.ok(found, "the cores' clock follows the load")
 
 
-def _surroundings(root: Path, flags: frozenset[str]) -> list[Finding]:
+def _surroundings(root: Path, flags: frozenset[str]) -> Iterator[Finding]:
     places = []
     if "microsoft" in contents(root / "proc/version").lower():
         places.append("WSL")
@@ -179,7 +148,6 @@ def _surroundings(root: Path, flags: frozenset[str]) -> list[Finding]:
         places.append("a virtual machine" + (f" ({product})" if product else ""))
     if (root / ".dockerenv").exists() or (root / "run/.containerenv").exists():
         places.append("a container")
-    if not places:
-        return []
-    means = "cores and bandwidth may be shared with other guests: figures vary"
-    return [Finding(TOPIC, "ok", f"this is {' and '.join(places)}", means)]
+    if places:
+        means = "cores and bandwidth may be shared with other guests: figures vary"
+        yield TOPIC.ok(f"this is {' and '.join(places)}", means)

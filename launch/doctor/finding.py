@@ -24,8 +24,23 @@ class Finding:
     prevents: bool = False
 
     def to_map(self) -> dict[str, str]:
-        """For JSON."""
         return {name: getattr(self, name) for name in ("topic", "level", "found", "means", "do")}
+
+
+@dataclass(frozen=True)
+class Topic:
+    """Makes the findings on one subject."""
+
+    name: str
+
+    def ok(self, found: str, means: str, do: str = "") -> Finding:
+        return Finding(self.name, "ok", found, means, do)
+
+    def note(self, found: str, means: str, do: str = "") -> Finding:
+        return Finding(self.name, "note", found, means, do)
+
+    def problem(self, found: str, means: str, do: str, prevents: bool = False) -> Finding:
+        return Finding(self.name, "problem", found, means, do, prevents)
 
 
 def parse_size(text: str) -> int | None:

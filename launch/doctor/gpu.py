@@ -6,23 +6,25 @@ Every call of the driver is made in a child process with a time limit.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from launch.device_choice import DRIVER_NODES
-from launch.doctor.finding import Finding
+from launch.doctor.finding import Finding, Topic
 from launch.doctor.models import Reads
 from launch.doctor.software import installed, pip_install
 from launch.doctor.trials import TrialFailed, trial
 from shm.kernel_files import contents, entries
 from shm.segment import byte_size
 
-TOPIC = "gpu"
+TOPIC = Topic("gpu")
 CHILD = "launch.doctor.gpu_child"
 LIMIT = 120.0  # seconds; a cold import of a CUDA build of torch from a slow disk takes tens of them
 CUDA_BUILDS = "https://download.pytorch.org/whl/cu128"
 BINDINGS = "cuda-bindings"
+ON_CPU = "engines compute on the CPU"
 NVIDIA, DISPLAY = "0x10de", "0x03"  # PCI vendor; first digits of a display controller's class
 
 
@@ -51,13 +53,12 @@ async def inspect(example: Reads, root: Path = Path("/")) -> tuple[list[Finding]
     if not nodes:
         return [_without_driver(cards(root))], None
     version = driver_version(contents(root / "proc/driver/nvidia/version"))
-    found = [Finding(TOPIC, "ok", f"NVIDIA driver {version or 'of unknown version'}", f"seen at {nodes[0]}")]
+    found = [TOPIC.ok(f"NVIDIA driver {version or 'of unknown version'}", f"seen at {nodes[0]}")]
     try:
         seen = await _try({"what": "torch"})
     except TrialFailed as e:
         do = "nvidia-smi\nengines start with --device cpu meanwhile"
-        means = "engines compute on the CPU"
-        return [*found, Finding(TOPIC, "problem", f"torch fails: {e}", means, do)], None
+        return [*found, TOPIC.problem(f"torch fails: {e}", ON_CPU, do)], None
     found += _devices(seen)
     if not seen["devices"] or installed(BINDINGS) is None:  # topic `software` has the remedy
         return found, None
@@ -66,26 +67,23 @@ async def inspect(example: Reads, root: Path = Path("/")) -> tuple[list[Finding]
         rate = median(await _try({"what": "link"}))
     except TrialFailed as e:
         means = "experts cannot be moved to the GPU at the speed of its link"
-        return [*found, Finding(TOPIC, "problem", f"no copy from page-locked memory: {e}", means)], None
+        return [*found, TOPIC.problem(f"no copy from page-locked memory: {e}", means, "")], None
     return [*found, _link(rate, example)], rate
 
 
 def _without_driver(count: int) -> Finding:
     if count:
-        return Finding(
-            TOPIC,
-            "note",
+        return TOPIC.note(
             f"{count} NVIDIA GPU{'s' if count > 1 else ''}, and no driver is loaded",
-            "engines compute on the CPU",
+            ON_CPU,
             "install the driver, on Ubuntu: sudo ubuntu-drivers install\n"
             "in a container: `docker run --gpus all`",
         )
     means = "engines run with --device cpu and the policy all-host: the cores compute every expert"
-    return Finding(TOPIC, "note", "no NVIDIA GPU", means)
+    return TOPIC.note("no NVIDIA GPU", means)
 
 
-def _devices(seen: dict[str, Any]) -> list[Finding]:
-    build = f"torch {seen['version']}"
+def _devices(seen: dict[str, Any]) -> Iterator[Finding]:
     if not seen["devices"]:
         if seen["cuda"] is None:
             why = "a build without CUDA"
@@ -93,18 +91,12 @@ def _devices(seen: dict[str, Any]) -> list[Finding]:
         else:
             why = "it finds no GPU that it can use"
             do = f"nvidia-smi\nif the driver is older than CUDA {seen['cuda']}, update it"
-        return [Finding(TOPIC, "problem", f"{build}: {why}", "engines compute on the CPU", do)]
-    return [
-        Finding(
-            TOPIC,
-            "ok",
-            f"{device['name']}, {byte_size(device['bytes'])}, {byte_size(device['free'])} free",
-            "attention and shared parts are kept there, and as many experts as --expert-cache sets"
-            if i == 0
-            else "an engine uses the first GPU alone",
-        )
-        for i, device in enumerate(seen["devices"])
-    ]
+        yield TOPIC.problem(f"torch {seen['version']}: {why}", ON_CPU, do)
+    means = "attention and shared parts are kept there, and as many experts as --expert-cache sets"
+    for device in seen["devices"]:
+        size, free = byte_size(device["bytes"]), byte_size(device["free"])
+        yield TOPIC.ok(f"{device['name']}, {size}, {free} free", means)
+        means = "an engine uses the first GPU alone"
 
 
 async def _try(config: dict[str, Any]) -> Any:
@@ -124,15 +116,9 @@ async def _ipc(wsl: bool) -> Finding:
         reason = str(e)
     if not reason:
         means = "the prefetcher can be a process of its own (--prefetcher process, the default)"
-        return Finding(TOPIC, "ok", "CUDA IPC works", means)
-    why = "; WSL has no CUDA IPC" if wsl else ""
-    return Finding(
-        TOPIC,
-        "problem",
-        f"CUDA IPC does not work: {reason}",
-        f"the prefetcher cannot be a process of its own{why}",
-        "start engines with --prefetcher thread",
-    )
+        return TOPIC.ok("CUDA IPC works", means)
+    means = "the prefetcher cannot be a process of its own" + "; WSL has no CUDA IPC" * wsl
+    return TOPIC.problem(f"CUDA IPC does not work: {reason}", means, "start engines with --prefetcher thread")
 
 
 def _link(rate: float, example: Reads) -> Finding:
@@ -140,4 +126,4 @@ def _link(rate: float, example: Reads) -> Finding:
         f"where every expert of a token is fetched ({byte_size(example.token)} of {example.name}), "
         f"at most {rate / example.token:.2g} tokens/s"
     )
-    return Finding(TOPIC, "ok", f"host to device: {rate / 1e9:.1f} GB/s from page-locked memory", means)
+    return TOPIC.ok(f"host to device: {rate / 1e9:.1f} GB/s from page-locked memory", means)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from launch.doctor.finding import Finding
+from launch.doctor.finding import Finding, Topic
 from launch.runtime import SHM, cache_root, running_engines, sweep
 from pipeline.models.shapes import short_name
 from protocol.errors import ProtocolError
@@ -16,7 +17,7 @@ from shm.errors import ShmError
 from shm.locks import sweep as sweep_stores
 from shm.segment import byte_size
 
-TOPIC = "places"
+TOPIC = Topic("places")
 LONGEST = "x" * 32  # an engine's name
 OWN_FOLDER = "set XDG_RUNTIME_DIR to a folder of your own with a short name"
 STORES = "tandem-store-*"
@@ -24,11 +25,10 @@ STORES = "tandem-store-*"
 
 def inspect() -> list[Finding]:
     """Removes the leftovers of killed engines, as every start does, and reports them."""
-    return [*runtime_findings(), *store_findings(), cache_finding(cache_root())]
+    return [*_runtime_findings(), *store_findings(), _cache_finding(cache_root())]
 
 
-def runtime_findings() -> list[Finding]:
-    """Findings on this user's runtime directory and the engines in it."""
+def _runtime_findings() -> Iterator[Finding]:
     means = "it holds the engines' sockets, in folders with mode 0700"
     try:
         root = runtime_root()
@@ -40,45 +40,40 @@ def runtime_findings() -> list[Finding]:
         # These errors end in what to do, after the last semicolon.
         text, _, do = str(e).rpartition("; ")
         do = do.removeprefix("run: ") if text else OWN_FOLDER
-        return [Finding(TOPIC, "problem", text or str(e), means, do, prevents=True)]
+        yield TOPIC.problem(text or str(e), means, do, prevents=True)
+        return
     except OSError as e:
-        return [Finding(TOPIC, "problem", f"runtime directory: {e}", means, OWN_FOLDER, prevents=True)]
-    found = [Finding(TOPIC, "ok", f"runtime directory {root} is private", means)]
+        yield TOPIC.problem(f"runtime directory: {e}", means, OWN_FOLDER, prevents=True)
+        return
+    yield TOPIC.ok(f"runtime directory {root} is private", means)
     if swept or removed:
         names = ", ".join([*swept, *(name.lstrip("/") for name in removed)])
-        found.append(
-            Finding(TOPIC, "note", f"leftovers of killed engines: {names}", "they have just been removed")
-        )
+        yield TOPIC.note(f"leftovers of killed engines: {names}", "they have just been removed")
     if engines:
         names = ", ".join(f"{e.name} ({short_name(e.model)}, {e.policy}, process {e.pid})" for e in engines)
         means = "they use cores and memory, so the figures measured below are too low"
         do = f"python launch.py chat --connect {engines[0].name}\nto stop it: kill {engines[0].pid}"
-        found.append(Finding(TOPIC, "note", f"running engines: {names}", means, do))
+        yield TOPIC.note(f"running engines: {names}", means, do)
     else:
-        found.append(Finding(TOPIC, "ok", "no engine is running", "none competes for cores and memory"))
-    return found
+        yield TOPIC.ok("no engine is running", "none competes for cores and memory")
 
 
 def store_findings(folder: Path = SHM) -> list[Finding]:
     """A finding on this user's stores in shared memory, if any."""
-    stores: list[tuple[str, int]] = []
     try:
-        for path in sorted(folder.glob(STORES)):
-            status = path.stat()
-            if status.st_uid == os.geteuid():
-                stores.append((path.name, status.st_size))
+        found = [path.stat() for path in folder.glob(STORES)]
     except OSError:
         return []  # a store was just removed; or the folder is missing, which shared_memory reports
+    stores = [status.st_size for status in found if status.st_uid == os.geteuid()]
     if not stores:
         return []
-    size = byte_size(sum(size for _, size in stores))
+    size = byte_size(sum(stores))
     count = f"{len(stores)} store{'s' if len(stores) > 1 else ''} of experts in {folder}, {size}"
     means = "used by running engines or kept by --keep-store for the next start of the same model"
-    return [Finding(TOPIC, "ok", count, means)]
+    return [TOPIC.ok(count, means)]
 
 
-def cache_finding(folder: Path) -> Finding:
-    """A finding on the disk cache: whether it is writable, its size and the free space."""
+def _cache_finding(folder: Path) -> Finding:
     means = "it holds experts in the engine's format, so that a model is converted once"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -88,10 +83,10 @@ def cache_finding(folder: Path) -> Finding:
     except OSError as e:
         means = "engines run without it, but convert a model's experts at every start"
         do = f"ls -ld {folder}; df -h {folder}"
-        return Finding(TOPIC, "note", f"cache {folder}: {e.strerror}", means, do)
-    used = sum(size for size in map(_size, folder.glob("*/*")))
+        return TOPIC.note(f"cache {folder}: {e.strerror}", means, do)
+    used = sum(map(_size, folder.glob("*/*")))
     free = shutil.disk_usage(folder).free
-    return Finding(TOPIC, "ok", f"cache {folder}: {byte_size(used)}, disk has {byte_size(free)} free", means)
+    return TOPIC.ok(f"cache {folder}: {byte_size(used)}, disk has {byte_size(free)} free", means)
 
 
 def _size(path: Path) -> int:

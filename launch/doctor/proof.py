@@ -12,7 +12,7 @@ from typing import Any
 
 from launch.command_line.options import Options
 from launch.connect.session import connected
-from launch.doctor.finding import Finding
+from launch.doctor.finding import Finding, Topic
 from launch.errors import LaunchError
 from launch.terminal.format import percent
 from launch.terminal.interrupts import Interrupts
@@ -20,7 +20,7 @@ from pipeline.errors import PipelineError
 from protocol.errors import ProtocolError
 from shm.errors import ShmError
 
-TOPIC = "engine"
+TOPIC = Topic("engine")
 PROMPT = "A list is"
 TOKENS = 32
 ANSWER_LIMIT = 120.0  # seconds
@@ -95,7 +95,7 @@ def explain(proof: Proof, ceiling: float | None, fits_cache: bool) -> Finding:
         means = "no engine can run on this machine until this is solved"
         do = "solve the problems above\nshow the engine's log: python launch.py doctor --log-level debug"
         found = f"the engine failed{where}: {proof.failure}"
-        return Finding(TOPIC, "problem", found, means, do, prevents=True)
+        return TOPIC.problem(found, means, do, prevents=True)
     found = (
         f"an engine started in {proof.start:.1f} s and generated {proof.tokens} tokens "
         f"at {proof.rate:,.0f} tokens/s ({proof.policy})"
@@ -103,4 +103,4 @@ def explain(proof: Proof, ceiling: float | None, fits_cache: bool) -> Finding:
     means = "the embedded model is so small that the overhead of a step exceeds the reading of its experts"
     if ceiling is not None and not fits_cache and proof.rate:
         means = f"{percent(proof.rate / ceiling)} of the bound given by memory bandwidth"
-    return Finding(TOPIC, "ok", found, means)
+    return TOPIC.ok(found, means)

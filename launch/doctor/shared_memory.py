@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from launch.doctor.finding import Finding
+from launch.doctor.finding import Finding, Topic
 from shm.kernel_files import contents
 from shm.segment import SHM_FOLDER, byte_size
 
-TOPIC = "shared memory"
+TOPIC = Topic("shared memory")
 SMALL = 1 << 28  # bytes; a container's default is 64 MB, too small for any larger model
 LARGE_PAGES = {"always", "within_size"}
 
@@ -43,7 +43,7 @@ def inspect(needed: int, memory: int, root: Path = Path("/")) -> list[Finding]:
 
 def _unusable(why: str, do: str) -> Finding:
     means = "experts cannot be stored anywhere else"
-    return Finding(TOPIC, "problem", f"{SHM_FOLDER}: {why}", means, do, prevents=True)
+    return TOPIC.problem(f"{SHM_FOLDER}: {why}", means, do, prevents=True)
 
 
 def capacity(total: int, free: int, needed: int, memory: int) -> Finding:
@@ -56,14 +56,14 @@ def capacity(total: int, free: int, needed: int, memory: int) -> Finding:
     )
     if free < needed:
         means = f"even the embedded model's experts need {byte_size(needed)}"
-        return Finding(TOPIC, "problem", found, means, enlarge, prevents=True)
+        return TOPIC.problem(found, means, enlarge, prevents=True)
     if total < SMALL:
         means = "large enough for the embedded model's experts alone: this is a container's default size"
-        return Finding(TOPIC, "problem", found, means, enlarge)
+        return TOPIC.problem(found, means, enlarge)
     means = f"experts of up to {byte_size(free)} fit; the embedded model's are {byte_size(needed)}"
     if total < memory // 3:
-        return Finding(TOPIC, "note", found, means + "; the memory could hold more", enlarge)
-    return Finding(TOPIC, "ok", found, means)
+        return TOPIC.note(found, means + "; the memory could hold more", enlarge)
+    return TOPIC.ok(found, means)
 
 
 def pages(options: tuple[str, ...]) -> list[Finding]:
@@ -73,5 +73,5 @@ def pages(options: tuple[str, ...]) -> list[Finding]:
     huge = next((o.removeprefix("huge=") for o in options if o.startswith("huge=")), "never")
     found = f"mounted with {','.join(options)}"
     if huge in LARGE_PAGES:
-        return [Finding(TOPIC, "ok", found, "experts are stored in huge pages while memory has them free")]
-    return [Finding(TOPIC, "ok", found, "experts are stored in small pages; see speed for huge ones")]
+        return [TOPIC.ok(found, "experts are stored in huge pages while memory has them free")]
+    return [TOPIC.ok(found, "experts are stored in small pages; see speed for huge ones")]

@@ -17,10 +17,10 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from launch.doctor.finding import Finding
+from launch.doctor.finding import Finding, Topic
 from launch.processes.children import ROOT
 
-TOPIC = "software"
+TOPIC = Topic("software")
 COMPILERS = ("gcc", "clang", "cc")
 COMPILER_LIMIT = 10.0  # seconds to print a version
 
@@ -80,7 +80,7 @@ def judge(texts: list[str], optional: bool = False) -> list[Finding]:
         try:
             required = Requirement(text)
         except InvalidRequirement:
-            found.append(Finding(TOPIC, "note", f"requirement {text!r}", "invalid, so not checked"))
+            found.append(TOPIC.note(f"requirement {text!r}", "invalid, so not checked"))
             continue
         version = installed(required.name)
         if version is not None and allows(required.specifier, version):
@@ -89,10 +89,9 @@ def judge(texts: list[str], optional: bool = False) -> list[Finding]:
         what = "is not installed" if version is None else f"{version} is not {required.specifier}"
         means = "engines cannot use the GPU without it" if optional else "engines need it, in these versions"
         do = pip_install(f'"{required}"')
-        prevents = not optional
-        found.append(Finding(TOPIC, "problem", f"{required.name} {what}", means, do, prevents))
+        found.append(TOPIC.problem(f"{required.name} {what}", means, do, prevents=not optional))
     if fitting:
-        found.append(Finding(TOPIC, "ok", ", ".join(fitting), "the required versions"))
+        found.append(TOPIC.ok(", ".join(fitting), "the required versions"))
     return found
 
 
@@ -101,29 +100,24 @@ async def inspect(gpu: bool) -> list[Finding]:
     python, needed, cuda = requirements()
     here = platform.python_version()
     if not allows(SpecifierSet(python), here):
+        what, means = f"Python {here} is not {python}", "this version is required"
         do = "create a new virtual environment with a newer Python"
-        what = f"Python {here} is not {python}"
-        version = Finding(TOPIC, "problem", what, "this version is required", do, prevents=True)
+        version = TOPIC.problem(what, means, do, prevents=True)
     else:
-        version = Finding(TOPIC, "ok", f"Python {here}", f"required: {python}" if python else "")
+        version = TOPIC.ok(f"Python {here}", f"required: {python}" if python else "")
     found = [version, *judge(needed), *(judge(cuda, optional=True) if gpu else [])]
     if not needed:
         what = "neither pyproject.toml nor an installed package of Tandem"
-        found.append(Finding(TOPIC, "note", what, "versions cannot be checked"))
-    return [*found, await _compilers()]
+        found.append(TOPIC.note(what, "versions cannot be checked"))
+    versions = "; ".join(await asyncio.gather(*map(_version, _compilers()))) or "none"
+    means = "used for the kernels when Tandem is installed, and not afterwards"
+    return [*found, TOPIC.ok(f"compilers: {versions}", means)]
 
 
-def compilers() -> list[str]:
+def _compilers() -> list[str]:
     """Paths of the installed compilers without duplicates: cc is often a link to one of the others."""
     paths = [os.path.realpath(path) for path in map(shutil.which, COMPILERS) if path]
     return list(dict.fromkeys(paths))
-
-
-async def _compilers() -> Finding:
-    lines = await asyncio.gather(*(_version(path) for path in compilers()))
-    words = "; ".join(lines) or "none"
-    means = "used for the kernels when Tandem is installed, and not afterwards"
-    return Finding(TOPIC, "ok", f"compilers: {words}", means)
 
 
 async def _version(compiler: str) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import groupby
 
-from launch.doctor.finding import Finding
+from launch.doctor.finding import Finding, Topic
 from launch.processes.cores import Cores
 
-TOPIC = "threads"
+TOPIC = Topic("threads")
 
 
 def inspect(cores: Cores) -> list[Finding]:
@@ -25,11 +25,11 @@ def inspect(cores: Cores) -> list[Finding]:
         each = " each" if first != last else ""
         words = f"{workers}: {_count(width)}{each} on {' | '.join(spelled(seat.cores) for seat in same)}"
         where = f", NUMA node {node}" if several and node is not None else ""
-        found.append(Finding(TOPIC, "ok", f"{words}{where}", _workers_mean(cores)))
+        found.append(TOPIC.ok(f"{words}{where}", _workers_mean(cores)))
         first = last + 1
     others = f"coordinator: {_count(cores.computing)}, prefetcher: one thread"
     means = "coordinator and workers compute alternately, and sleep while they wait"
-    found.append(Finding(TOPIC, "ok", f"{others}, on any idle core of {spelled(cores.numbers)}", means))
+    found.append(TOPIC.ok(f"{others}, on any idle core of {spelled(cores.numbers)}", means))
     return found
 
 

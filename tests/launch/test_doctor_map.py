@@ -68,7 +68,7 @@ def test_kernels_of_every_format_and_unused_variants_are_listed_with_reasons() -
         "avx2": library("avx2"),
         "portable": library("portable"),
     }
-    found = kernels.explain(variants, library("avx2"), quantizer=True)
+    found = list(kernels.explain(variants, library("avx2"), quantizer=True))
     assert {f.level for f in found} == {"ok"}
     assert [f.found for f in found] == [
         "int8, int4, int4-g128: AVX2",
