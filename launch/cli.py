@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
+from importlib import import_module
 from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,15 @@ if TYPE_CHECKING:
     from launch.terminal.interrupts import Interrupts
 
     Command = Callable[[Options, Interrupts], Awaitable[int]]
+
+# Where each command's function is, which has the command's name.
+MODULES = {
+    **{name: f"launch.{name}" for name in ("generate", "score", "serve", "keys")},
+    **{
+        name: f"launch.{name}.command" for name in ("chat", "stress", "bench", "calibrate", "doctor", "cache")
+    },
+    "replay": "launch.bench.replay",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -101,50 +111,9 @@ def _with_model(options: Options) -> Options:
 
 def _command(options: Options) -> Command:
     """Imports only the module of this command."""
-    name = options.command
-    if name == "generate":
-        from launch.generate import generate
-
-        return generate
-    if name == "score":
-        from launch.score import score
-
-        return score
-    if name == "serve":
-        from launch.serve import serve
-
-        return serve
-    if name == "stress":
-        from launch.stress.command import stress
-
-        return stress
-    if name == "bench" and "replay" in options.written:
-        from launch.bench.replay import replay
-
-        return replay
-    if name == "bench":
-        from launch.bench.command import bench
-
-        return bench
-    if name == "calibrate":
-        from launch.calibrate.command import calibrate
-
-        return calibrate
-    if name == "keys":
-        from launch.keys import keys
-
-        return keys
-    if name == "cache":
-        from launch.cache.command import cache
-
-        return cache
-    if name == "doctor":
-        from launch.doctor.command import doctor
-
-        return doctor
-    from launch.chat.command import chat
-
-    return chat
+    name = "replay" if "replay" in options.written else options.command or "chat"
+    command: Command = getattr(import_module(MODULES[name]), name)
+    return command
 
 
 def _complain(text: str, exit_code: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import zip_longest
 from typing import Protocol
 
 # Nats that rounding alone may move the margin between two tokens by. Float32: as wide as the tests' bound
@@ -74,18 +75,14 @@ class Comparison:
 
 def compare(tokens: Sequence[int], reference: Sequence[Choice], bound: float) -> Comparison:
     """Apply the rule. An end token is a step like any other."""
-    for at, (ours, choice) in enumerate(zip(tokens, reference, strict=False)):
+    for at, (ours, choice) in enumerate(zip_longest(tokens, reference)):
+        if choice is None:
+            return Comparison(Verdict.MISMATCH, at, ours)
         if ours != choice.token:
             # Within so wide a bound as that of quantized weights a third token may be as close as the second.
-            tied = choice.margin < bound and (ours == choice.runner_up or bound > BF16_BOUND)
-            verdict = Verdict.NEAR_TIE if tied else Verdict.MISMATCH
+            near = ours is not None and (ours == choice.runner_up or bound > BF16_BOUND)
+            verdict = Verdict.NEAR_TIE if near and choice.margin < bound else Verdict.MISMATCH
             return Comparison(verdict, at, ours, choice.token, choice.margin)
-    shared = min(len(tokens), len(reference))
-    if len(tokens) > shared:
-        return Comparison(Verdict.MISMATCH, shared, ours=tokens[shared])
-    if len(reference) > shared:
-        missing = reference[shared]
-        return Comparison(Verdict.MISMATCH, shared, expected=missing.token, margin=missing.margin)
     return Comparison(Verdict.EQUAL)
 
 

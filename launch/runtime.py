@@ -150,22 +150,16 @@ def find_engine(name: str | None) -> EngineInfo:
     """The running engine of this name; without a name, the only one. Raises WrongUsage otherwise, and for an
     engine of another version."""
     engines = running_engines()
-    names = ", ".join(e.name for e in engines)
-    if name is not None:
-        for engine in engines:
-            if engine.name == name:
-                return _of_this_version(engine)
-        there = f"running: {names}" if engines else "none is running"
+    found = [engine for engine in engines if name in (None, engine.name)]
+    if not found and name is not None:
+        there = f"running: {', '.join(e.name for e in engines)}" if engines else "none is running"
         raise WrongUsage(f"--connect {name}: no engine of that name is ready ({there})")
-    if not engines:
+    if not found:
         raise WrongUsage("no engine is running; start one with `python launch.py serve`")
-    if len(engines) > 1:
-        which = ", ".join(f"{e.name} ({short_name(e.model)})" for e in engines)
-        raise WrongUsage(f"{len(engines)} engines are running; choose one with --connect NAME: {which}")
-    return _of_this_version(engines[0])
-
-
-def _of_this_version(engine: EngineInfo) -> EngineInfo:
+    if len(found) > 1:
+        which = ", ".join(f"{e.name} ({short_name(e.model)})" for e in found)
+        raise WrongUsage(f"{len(found)} engines are running; choose one with --connect NAME: {which}")
+    engine = found[0]
     if engine.version != VERSION:
         raise WrongUsage(
             f"engine {engine.name} speaks protocol version {engine.version}, this program version {VERSION};"

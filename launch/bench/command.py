@@ -29,7 +29,6 @@ from launch.processes.cores import Cores
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
 from launch.terminal.progress import ProgressCounter
-from pipeline.config import EngineConfig
 from pipeline.policies.view import PolicyRequest
 from protocol.client import Client
 from protocol.errors import EngineGone, ProtocolError, RequestFailed
@@ -151,28 +150,19 @@ async def _restore(client: Client, before: dict[str, Any]) -> None:
 def _config(options: Options, plan: BenchPlan, client: Client, stats: dict[str, Any]) -> dict[str, Any]:
     welcome, asked = client.welcome, options.config()
     started = not options.connect
+    workers = Cores.here().default_workers() if asked.workers is None else asked.workers
+    of_engine = ("engine", "model", "device", "format", "backbone_dtype")
+    of_plan = ("prompt_len", "gen_len", "batch", "rounds", "ppl_tokens")
     return {
-        "engine": welcome.engine,
-        "model": welcome.model,
-        "device": welcome.device,
-        "format": welcome.format,
-        "backbone_dtype": welcome.backbone_dtype,
+        **{name: getattr(welcome, name) for name in of_engine},
         "expert_cache": asked.expert_cache if started else None,
         "cache_tiles": stats["cache"]["capacity_tiles"] if "cache" in stats else None,
         "tile_bytes": stats["tile_bytes"],
-        "workers": _workers(asked) if started else None,
+        "workers": workers if started else None,
         "context": welcome.context,
         "prefill_chunk": stats["scheduler"]["prefill_chunk"],
         "prompts": "held-out text" if welcome.has_tokenizer else "random ids",
-        "prompt_len": plan.prompt_len,
-        "gen_len": plan.gen_len,
-        "batch": plan.batch,
-        "rounds": plan.rounds,
-        "ppl_tokens": plan.ppl_tokens,
+        **{name: getattr(plan, name) for name in of_plan},
         "warm_up": 1,
         "seed": plan.seed,
     }
-
-
-def _workers(asked: EngineConfig) -> int:
-    return Cores.here().default_workers() if asked.workers is None else asked.workers

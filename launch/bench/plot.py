@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -107,14 +107,8 @@ def _hits(axes: Any, profiles: Sequence[PhaseProfile]) -> None:
 
 
 def _bytes(axes: Any, results: Sequence[PolicyResult], profiles: Sequence[PhaseProfile]) -> None:
-    rows = range(len(profiles))
-    left = [0.0] * len(profiles)
-    for kind, color in BYTES.items():
-        sizes = [_moved_by_cause(*both)[kind] for both in zip(results, profiles, strict=True)]
-        if any(sizes):
-            axes.barh(rows, sizes, left=left, color=color, height=0.6, label=kind)
-        left = [a + b for a, b in zip(left, sizes, strict=True)]
-    for row, size in enumerate(left):
+    sums = _stack(axes, BYTES, [_moved_by_cause(*both) for both in zip(results, profiles, strict=True)])
+    for row, size in enumerate(sums):
         _write(axes, size, row, f"{size:.3g}")
     axes.set_title("moved, MB/token")
     axes.margins(x=0.18)
@@ -132,24 +126,28 @@ def _moved_by_cause(result: PolicyResult, profile: PhaseProfile) -> dict[str, fl
 
 
 def _fidelity(axes: Any, results: Sequence[PolicyResult], profiles: Sequence[PhaseProfile]) -> None:
-    rows = range(len(profiles))
-    left = [0.0] * len(profiles)
-    words: list[list[str]] = [[] for _ in results]
-    for kind, color in APPROXIMATE.items():
-        shares = [100 * profile.fidelity[kind] for profile in profiles]
-        if any(shares):
-            axes.barh(rows, shares, left=left, color=color, height=0.6, label=kind)
-        left = [a + b for a, b in zip(left, shares, strict=True)]
-        for text, share in zip(words, shares, strict=True):
-            text += [f"{share:.1f}"] if share else []
-    for row, (result, text) in enumerate(zip(results, words, strict=True)):
-        shown = "exact" if result.exact else " + ".join(text) or "0"
+    shares = [{kind: 100 * profile.fidelity[kind] for kind in APPROXIMATE} for profile in profiles]
+    sums = _stack(axes, APPROXIMATE, shares)
+    for row, (result, its) in enumerate(zip(results, shares, strict=True)):
+        words = " + ".join(f"{share:.1f}" for share in its.values() if share)
+        shown = "exact" if result.exact else words or "0"
         if result.perplexity is not None:
             shown += f"   ppl {result.perplexity.percent:+.2f} %"
-        _write(axes, left[row], row, shown, FAINT if result.exact else INK)
+        _write(axes, sums[row], row, shown, FAINT if result.exact else INK)
     axes.set_title("approximated, % of the routed weight")
-    axes.set_xlim(0, max(1.0, max(left) * 2))
+    axes.set_xlim(0, max(1.0, max(sums) * 2))
     _legend(axes)
+
+
+def _stack(axes: Any, colors: Mapping[str, str], rows: Sequence[Mapping[str, float]]) -> list[float]:
+    """Draw a bar of each row's values by kind, one after the other; returns their sums."""
+    left = [0.0] * len(rows)
+    for kind, color in colors.items():
+        values = [row[kind] for row in rows]
+        if any(values):
+            axes.barh(range(len(rows)), values, left=left, color=color, height=0.6, label=kind)
+        left = [before + value for before, value in zip(left, values, strict=True)]
+    return left
 
 
 def _write(axes: Any, x: float, row: int, text: str, color: str = INK) -> None:

@@ -7,6 +7,7 @@ have no effect is refused.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -114,18 +115,15 @@ def parse(arguments: list[str]) -> Options:
     if unknown:
         raise WrongUsage(_unknown(unknown[0], command, commands[command] if command else parser, commands))
     if command not in (None, "chat", "generate"):
-        for option in sorted(ANSWER_OPTIONS & written.keys()):
-            raise WrongUsage(f"{_spelled(option)} does not belong to {command}")
+        _refuse(ANSWER_OPTIONS & written.keys(), f"does not belong to {command}")
     if command not in (None, "chat") and "system" in written:
         raise WrongUsage(f"--system does not belong to {command}")
     if {"chat", "prompt_tokens"} <= written.keys():
         raise WrongUsage("--chat puts a text into a template; not with --prompt-tokens")
     # A chat samples by default as its model recommends.
     if written.get("temperature", 0 if command == "generate" else None) == 0:
-        for option in sorted(RANDOM_OPTIONS & written.keys()):
-            raise WrongUsage(
-                f"{_spelled(option)} has no effect on a greedy answer; give a --temperature as well"
-            )
+        why = "has no effect on a greedy answer; give a --temperature as well"
+        _refuse(RANDOM_OPTIONS & written.keys(), why)
     if "chaos_rate" in written and "chaos" not in written:
         raise WrongUsage("--chaos-rate belongs to --chaos; give both or neither")
     if "prefill" in written and "stepwise" not in written:
@@ -134,16 +132,12 @@ def parse(arguments: list[str]) -> Options:
         _check_calibrate(written)
     if command == "cache":
         _check_cache(written)
-    for option in sorted(written.keys() - WITHOUT_ENGINE.get(command or "", written.keys())):
-        raise WrongUsage(f"{_spelled(option)} does not belong to {command}")
+    if command in WITHOUT_ENGINE:
+        _refuse(written.keys() - WITHOUT_ENGINE[command], f"does not belong to {command}")
     if "replay" in written:
-        for option in sorted(written.keys() - REPLAY):
-            raise WrongUsage(f"{_spelled(option)} does not belong to bench --replay, which starts no engine")
+        _refuse(written.keys() - REPLAY, "does not belong to bench --replay, which starts no engine")
     if command == "doctor" and "model" not in written:
-        for option in sorted(SIZES & written.keys()):
-            raise WrongUsage(
-                f"{_spelled(option)} is about a model: doctor --model DIR {_spelled(option)} ..."
-            )
+        _refuse(SIZES & written.keys(), "is about a model: doctor --model DIR {} ...")
     options = Options(command, written)
     if "key" in written and "listen" not in written and options.remote is None:
         raise WrongUsage("--key is for tcp: --connect tcp://HOST:PORT, or serve --listen tcp://ADDRESS:PORT")
@@ -151,9 +145,8 @@ def parse(arguments: list[str]) -> Options:
         # A running engine keeps its seed; injected faults have their own.
         allowed = {"seed"} if "chaos" in written else REQUEST_OPTIONS.get(command, set())
         engine_options = (CONFIG_FIELDS | {"set"}) - allowed - {"key"}
-        for option in sorted(engine_options & written.keys()):
-            with_what = "with --connect" if "connect" in written else "in chat, which connects to one"
-            raise WrongUsage(f"{_spelled(option)} does not change a running engine; not {with_what}")
+        with_what = "with --connect" if "connect" in written else "in chat, which connects to one"
+        _refuse(engine_options & written.keys(), f"does not change a running engine; not {with_what}")
         if command == "serve":
             raise WrongUsage("serve starts an engine; it takes no --connect")
     return options
@@ -169,10 +162,8 @@ def _check_calibrate(written: dict[str, Any]) -> None:
             "calibrate reads a text: give --text F or --tokens F.json; --report DIR alone draws what an"
             " earlier calibration found"
         )
-    for option in sorted(written.keys() - DRAWING):
-        raise WrongUsage(
-            f"{_spelled(option)} applies to the reading of a text: give --text F or --tokens F.json too"
-        )
+    why = "applies to the reading of a text: give --text F or --tokens F.json too"
+    _refuse(written.keys() - DRAWING, why)
 
 
 def _check_cache(written: dict[str, Any]) -> None:
@@ -181,6 +172,13 @@ def _check_cache(written: dict[str, Any]) -> None:
     for option in ("older_than", "to", "dry_run"):
         if option in written and "prune" not in written:
             raise WrongUsage(f"{_spelled(option)} belongs to --prune; give both or neither")
+
+
+def _refuse(options: Collection[str], why: str) -> None:
+    """Raise WrongUsage for the first of these options, if any. `why`: with {} for the option."""
+    if options:
+        option = _spelled(min(options))
+        raise WrongUsage(f"{option} {why.format(option)}")
 
 
 def _unknown(word: str, command: str | None, parser: Parser, commands: dict[str, Parser]) -> str:

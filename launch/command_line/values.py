@@ -28,34 +28,26 @@ def at_least(low: int) -> Callable[[str], int]:
     return whole
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-
-
 def between(low: float, high: float) -> Callable[[str], float]:
     """Finite numbers from `low` to `high`."""
-
-    def number(text: str) -> float:
-        value = _number(text)
-        if not (low <= value <= high and math.isfinite(value)):
-            bound = f"between {low:g} and {high:g}" if math.isfinite(high) else f"at least {low:g}"
-            raise argparse.ArgumentTypeError(f"must be {bound}, not {text}")
-        return value
-
-    return number
+    bound = f"between {low:g} and {high:g}" if math.isfinite(high) else f"at least {low:g}"
+    return _number(lambda value: low <= value <= high, bound)
 
 
 def above(low: float, high: float = math.inf) -> Callable[[str], float]:
     """Finite numbers greater than `low`, up to `high`."""
+    bound = f"above {low:g}" + (f" and at most {high:g}" if math.isfinite(high) else "")
+    return _number(lambda value: low < value <= high, bound)
 
+
+def _number(allowed: Callable[[float], bool], bound: str) -> Callable[[str], float]:
     def number(text: str) -> float:
-        value = _number(text)
-        if not (low < value <= high and math.isfinite(value)):
-            bound = f" and at most {high:g}" if math.isfinite(high) else ""
-            raise argparse.ArgumentTypeError(f"must be above {low:g}{bound}, not {text}")
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        if not (allowed(value) and math.isfinite(value)):
+            raise argparse.ArgumentTypeError(f"must be {bound}, not {text}")
         return value
 
     return number

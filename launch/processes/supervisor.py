@@ -23,7 +23,7 @@ from types import TracebackType
 from launch.cache.full_disk import cache_use, full_disk_line
 from launch.command_line.checks import without_effect
 from launch.errors import StartFailed
-from launch.plan import Situation, make_plan, situation
+from launch.plan import make_plan, situation
 from launch.processes.child_configs import ChildConfigs
 from launch.processes.children import Child, title
 from launch.processes.control import Control
@@ -37,7 +37,6 @@ from launch.terminal.progress import ProgressDisplay
 from pipeline.assets import model_dir
 from pipeline.config import EngineConfig
 from pipeline.errors import ModelError
-from pipeline.memory.plan import Plan
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from protocol.messages import VERSION, Needed, Progress, Ready, SetPolicy
@@ -68,7 +67,6 @@ class Supervisor:
         self._cores = Cores.here()
         self._configs: ChildConfigs
         self._log_level = log_level
-        self._runtime: RuntimeDir | None = None
         self._files = ExitStack()  # closes and removes what the start opened
         self._group: ProcessGroup | None = None
         self._monitor: ProcessMonitor | None = None
@@ -122,15 +120,28 @@ class Supervisor:
         self.config = config = plan.resolved(now.config)
         for line in without_effect(replace(now.config, format=config.format), now.policy, self.model):
             log.warning(f"note: {line}")
-        self._runtime = RuntimeDir.claim(self.name)
-        self._files.callback(self._runtime.remove)
+        runtime = RuntimeDir.claim(self.name)
+        self._files.callback(runtime.remove)
         self._files.callback(self._release_store)
-        await self._reserve_cache(self._runtime, now.config, plan)
-        control = Control(self._runtime.endpoint("control.sock"))
+        use = await asyncio.to_thread(cache_use, self.model, config, plan.needs, cache_root())
+        runtime.reserve_cache(use.fingerprints)  # `launch.py cache` does not prune them
+        if line := full_disk_line(cache_root(), use.missing):
+            log.warning(f"warning: {line}")
+        control = Control(runtime.endpoint("control.sock"))
         self._files.callback(control.close)
         self._group = group = ProcessGroup(control, self._guard)
         group.on_message, group.on_exit = self._on_message, self._on_exit
-        self._configs = self._child_configs(now, plan, self._runtime, control.key)
+        self._configs = ChildConfigs(
+            config=config,
+            model=self.model,
+            cores=self._cores,
+            runtime=runtime,
+            slab=now.policy.uses_device,
+            reserve=plan.beside_store(now.machine),
+            log_level=self._log_level,
+            cache_dir=cache_root(),
+            key=control.key,
+        )
         log.info(f"model: {self.model}")
         for line in lines:
             log.info(line)
@@ -140,31 +151,10 @@ class Supervisor:
         await group.prepare(Identity("coordinator", 0, 0), self._cores.computing)
         await self._load(group)
         await self._start_processes(group)
-        self.endpoint = self._runtime.endpoint("client.sock")
+        self.endpoint = runtime.endpoint("client.sock")
         self._publish()
         took = time.monotonic() - began
         log.info(f"engine {self.name} is ready after {took:.1f} s: {config.policy} on {config.device}")
-
-    async def _reserve_cache(self, runtime: RuntimeDir, asked: EngineConfig, plan: Plan) -> None:
-        """Keep `launch.py cache` from pruning the files of this engine; warn where the disk is full."""
-        config = plan.resolved(asked)
-        use = await asyncio.to_thread(cache_use, self.model, config, plan.needs, cache_root())
-        runtime.reserve_cache(use.fingerprints)
-        if line := full_disk_line(cache_root(), use.missing):
-            log.warning(f"warning: {line}")
-
-    def _child_configs(self, now: Situation, plan: Plan, runtime: RuntimeDir, key: bytes) -> ChildConfigs:
-        return ChildConfigs(
-            config=plan.resolved(now.config),
-            model=self.model,
-            cores=self._cores,
-            runtime=runtime,
-            slab=now.policy.uses_device,
-            reserve=plan.beside_store(now.machine),
-            log_level=self._log_level,
-            cache_dir=cache_root(),
-            key=key,
-        )
 
     async def _load(self, group: ProcessGroup) -> None:
         """Run the loader until the store is in shared memory, and take a lease of it."""
@@ -217,11 +207,9 @@ class Supervisor:
 
     def _publish(self) -> None:
         """Write how other programs of this user find the engine."""
-        assert self._runtime is not None
         policy = self.config.policy or ""
-        self._runtime.publish(
-            EngineInfo(self.name, os.getpid(), str(self.model), policy, self.endpoint, VERSION)
-        )
+        info = EngineInfo(self.name, os.getpid(), str(self.model), policy, self.endpoint, VERSION)
+        self._configs.runtime.publish(info)
 
     # --- children's messages and exits -------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from launch.stress.reference import Finding
 from launch.stress.requests import End, Outcome
 from protocol.messages import Welcome
 
+OF_ENGINE = ("engine", "model", "device", "policy", "emulation", "format", "backbone_dtype")
 FAULTS = ("mismatches", "failures", "lost", "doubled", "leaks", "unhealed")  # each makes a run fail
 
 
@@ -48,13 +49,7 @@ def report(run: StressRun) -> dict[str, Any]:
         "passed": run.finished and not any(details[fault] for fault in FAULTS),
         "finished": run.finished,
         "script": run.script,
-        "engine": run.welcome.engine,
-        "model": run.welcome.model,
-        "device": run.welcome.device,
-        "policy": run.welcome.policy,
-        "emulation": run.welcome.emulation,
-        "format": run.welcome.format,
-        "backbone_dtype": run.welcome.backbone_dtype,
+        **{name: getattr(run.welcome, name) for name in OF_ENGINE},
         "clients": len(run.load.outcomes),
         "requests": len(outcomes),
         "completed": ends.count(End.STOP) + ends.count(End.LENGTH),
