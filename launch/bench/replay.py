@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from launch.bench.plan import requested_policies
-from launch.bench.replay_report import Report, Result, Settings
+from launch.bench.replay_report import Report, Result
 from launch.command_line.options import Options
 from launch.errors import LaunchError, WrongUsage
 from launch.runtime import cache_root
@@ -71,8 +71,10 @@ async def replay(options: Options, interrupts: Interrupts) -> int:
     if not replays.running:
         raise WrongUsage(f"no policy can be replayed here: {'; '.join(replays.left_out.values())}")
     results = [Result(request, machine.outcome) for request, machine in replays.running]
-    settings = Settings(trace.path, capacity, costs, costs_of, calibration is not None)
-    report = Report(header, overview, settings, results, replays.left_out)
+    calibrated = calibration is not None
+    report = Report(
+        trace.path, header, overview, capacity, costs, costs_of, calibrated, results, replays.left_out
+    )
     if "json" in written:
         print_json(report.to_json())
     else:

@@ -11,10 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.bench.profile_table import policy_name
-from launch.terminal.format import MISSING, percent, three_digits
+from launch.terminal.format import MISSING, model_name, percent, three_digits
 from launch.terminal.tables import make_table, render
-from pipeline.assets import model_dir
-from pipeline.models.shapes import short_name
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import PolicyRequest
 from pipeline.replay.outcome import Outcome, PhaseOutcome
@@ -34,31 +32,24 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The settings that all policies were replayed with."""
+class Report:
+    """All policies' outcomes, and the settings that they were replayed with."""
 
     path: Path  # of the trace
+    header: Header
+    overview: Overview
     capacity: int  # tiles
     costs: Costs  # per tile
     costs_of: str  # where they come from, in words
     calibrated: bool
-
-
-@dataclass(frozen=True)
-class Report:
-    """`left_out`: the reason for each policy that cannot be replayed here."""
-
-    header: Header
-    overview: Overview
-    settings: Settings
     results: Sequence[Result]
-    left_out: Mapping[str, str]
+    left_out: Mapping[str, str]  # policy: why it cannot be replayed here
 
     def to_json(self) -> dict[str, Any]:
         header, seen = self.header, self.overview
         shape = header.shape
         config = {
-            "trace": str(self.settings.path),
+            "trace": str(self.path),
             "model": header.model,
             "layers": shape.layers,
             "experts": shape.experts,
@@ -68,9 +59,9 @@ class Report:
             "steps": dict(seen.steps),
             "tokens": dict(seen.rows),
             "cut_short": seen.cut_short,
-            "cache_tiles": self.settings.capacity,
-            "calibrated": self.settings.calibrated,
-            "costs": self.settings.costs.to_json() | {"of": self.settings.costs_of},
+            "cache_tiles": self.capacity,
+            "calibrated": self.calibrated,
+            "costs": self.costs.to_json() | {"of": self.costs_of},
         }
         policies = [self._to_map(result) for result in self.results]
         left_out = [{"name": name, "reason": reason} for name, reason in self.left_out.items()]
@@ -142,15 +133,15 @@ class Report:
 
     def _footnotes(self) -> list[Text]:
         header, seen, shape = self.header, self.overview, self.header.shape
-        model = "embedded model" if header.model == str(model_dir()) else short_name(header.model)
+        model = model_name(header.model, article="")
         every = shape.layers * shape.experts * shape.tiles
-        size = byte_size(self.settings.capacity * header.tile_bytes)
+        size = byte_size(self.capacity * header.tile_bytes)
         plural = "s" * (shape.tiles > 1)
         lines = [
             f"{model}, {shape.layers} x {shape.experts} experts of {shape.tiles} tile{plural}; recorded:"
             f" {seen.rows['prefill']} tokens of prefill, {seen.rows['decode']} of decode",
-            f"expert cache: {self.settings.capacity} of {every} tiles, {size}",
-            f"costs: {self.settings.costs_of}",
+            f"expert cache: {self.capacity} of {every} tiles, {size}",
+            f"costs: {self.costs_of}",
         ]
         if len(self.results) > 1:
             lines.append(f"x: ratio to {self.results[0].request.name}")

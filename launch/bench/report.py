@@ -13,10 +13,8 @@ from rich.text import Text
 from launch.bench.profile_table import legend, policy_name, profile_table, profile_to_map
 from launch.bench.result import PolicyResult
 from launch.phase_profile import PhaseProfile
-from launch.terminal.format import percent, three_digits
+from launch.terminal.format import model_name, percent, three_digits
 from launch.terminal.tables import make_table, render
-from pipeline.assets import model_dir
-from pipeline.models.shapes import short_name
 from shm.segment import byte_size
 
 
@@ -38,9 +36,7 @@ class Report:
 
     @property
     def model_name(self) -> str:
-        """The model's name for the tables."""
-        model = self.config["model"]
-        return "embedded model" if model == str(model_dir()) else short_name(model)
+        return model_name(self.config["model"], article="")
 
     def to_json(self) -> dict[str, Any]:
         policies = [_result_to_map(result, self.results[0]) for result in self.results]

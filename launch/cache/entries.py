@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.runtime import SHM, reserved_cache
-from pipeline.assets import model_dir
+from launch.terminal.format import model_name
 from pipeline.backbone import disk_cache as backbone_cache
 from pipeline.calibration import cost_cache
 from pipeline.calibration import file as calibration_file
-from pipeline.models.shapes import short_name
 from shm.cache_record import RECORD, last_use, read_record
 from shm.disk_cache import FINGERPRINT, STORE_FILE, UNFINISHED, CachedStore
 from shm.errors import ShmError
@@ -186,6 +185,4 @@ def _size_and_time(path: Path) -> tuple[int, float]:
 
 
 def _short(model: str) -> str:
-    if model == str(model_dir()):
-        return "the embedded model"
-    return short_name(model) if model else UNKNOWN
+    return model_name(model) if model else UNKNOWN

@@ -19,9 +19,8 @@ from launch.chat.transcript import Transcript, load, save
 from launch.chat.why import why_text
 from launch.connect.reconnect import ANSWERS, WAITING
 from launch.errors import OutputFailed, WrongUsage
+from launch.terminal.format import model_name
 from launch.terminal.interrupts import Interrupts
-from pipeline.assets import model_dir
-from pipeline.models.shapes import short_name
 from protocol.client import Client
 from protocol.errors import RequestFailed
 from protocol.messages import PolicyChanged
@@ -236,9 +235,7 @@ class Repl:
     def _welcome(self) -> None:
         welcome = self._client.welcome
         self._screen.show()
-        model = welcome.model
-        name = "the embedded model" if model == str(model_dir()) else short_name(model)
-        self._screen.note(f"{name} on {welcome.device}, policy {welcome.policy}")
+        self._screen.note(f"{model_name(welcome.model)} on {welcome.device}, policy {welcome.policy}")
         if welcome.emulation:
             self._screen.note(f"emulated: {welcome.emulation}")
         if self._conversation.system is not None:

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from launch.doctor.finding import Finding, Topic
-from pipeline.assets import model_dir
+from launch.terminal.format import model_name
 from pipeline.calibration.cost_cache import FOLDER, Record, measured_here
-from pipeline.models.shapes import short_name
 from shm.segment import byte_size
 
 TOPIC = Topic("costs")
@@ -71,7 +70,7 @@ def explained(record: Record) -> list[str]:
 
 def _finding(path: Path, record: Record) -> Finding:
     first, *rest = explained(record)
-    found = f"{_name(record)} ({_setting(record)}): {first}"
+    found = f"{model_name(record.model)} ({_setting(record)}): {first}"
     if record.load > LOADED * record.setting.cores:
         rest.append(f"the load average was {record.load:.1f} before measuring: other programs were computing")
         return TOPIC.note(found, "\n".join(rest), f"to measure again at the next start: rm {path}")
@@ -80,10 +79,6 @@ def _finding(path: Path, record: Record) -> Finding:
 
 def _where(path: Path) -> str:
     return f"from {path}: delete it to measure again; --costs FILE overrides it"
-
-
-def _name(record: Record) -> str:
-    return "the embedded model" if record.model == str(model_dir()) else short_name(record.model)
 
 
 def _setting(record: Record) -> str:

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from launch.errors import LaunchError
-from launch.processes.children import ROOT
+from launch.processes.children import environment
 from workers.lifetime import pack_config
 
 MAX_REASON = 200  # characters of a failed child's last line that are shown
@@ -68,7 +68,7 @@ async def trial(module: str, config: dict[str, Any], pass_fds: tuple[int, ...] =
                 stderr=asyncio.subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C in the terminal signals the doctor alone
                 pass_fds=(for_child, *pass_fds),
-                env=_environment(),
+                env=environment(1),
             )
         except OSError as e:
             raise TrialFailed(f"no process could be started: {e.strerror}") from e
@@ -82,9 +82,3 @@ async def trial(module: str, config: dict[str, Any], pass_fds: tuple[int, ...] =
             await process.wait()
     finally:
         os.close(lifeline)
-
-
-def _environment() -> dict[str, str]:
-    # Otherwise numpy's linear algebra starts a thread for each core when it is imported.
-    path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p)
-    return os.environ | {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}

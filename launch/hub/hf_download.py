@@ -70,17 +70,12 @@ def model_folder(model: Path, download: bool) -> Path:
     downloaded if it is missing and `download` allows it. Raises WrongUsage where the Hub refuses it or it
     cannot be run, DownloadFailed where it cannot be downloaded now; KeyboardInterrupt for SIGTERM and SIGHUP
     too."""
-    if model.exists() or not is_hub_name(str(model)):
+    name = str(model)
+    match = _NAME.fullmatch(name)
+    if model.exists() or match is None or not is_hub_name(name):
         return model
-    return _from_hub(str(model), download)
-
-
-def _from_hub(name: str, download: bool) -> Path:
-    """The folder in the cache. Raises as `model_folder`."""
     from huggingface_hub import try_to_load_from_cache
 
-    match = _NAME.fullmatch(name)
-    assert match is not None
     repository, revision = match[1], match[2] or "main"
     config = try_to_load_from_cache(repository, CONFIG, revision=revision)
     folder = Path(config).parent if isinstance(config, str) else None
@@ -110,7 +105,8 @@ def _download(name: str, repository: str, revision: str) -> Path:
     meanwhile."""
     from huggingface_hub import HfApi, hf_hub_download
 
-    _quiet()
+    for library in ("httpx", "httpx2"):  # they log each request
+        logging.getLogger(library).setLevel(logging.WARNING)
     with translate(name, answered=False):
         about = HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=DEADLINE)
     commit = about.sha
@@ -237,9 +233,3 @@ def _interruptible() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _quiet() -> None:
-    """Do not log each HTTP request."""
-    for library in ("httpx", "httpx2"):
-        logging.getLogger(library).setLevel(logging.WARNING)

@@ -142,7 +142,7 @@ async def spawn(identity: Identity, threads: int, key: bytes) -> Child:
             stdout=2,  # stdout is for answers alone
             start_new_session=True,  # the terminal's Ctrl-C is the supervisor's to handle
             pass_fds=(for_child,),
-            env=_environment(threads),
+            env=environment(threads),
         )
     except BaseException as e:
         os.close(lifeline)  # the child exits, if it was started already
@@ -171,15 +171,14 @@ async def wait_exits(children: list[Child], limit: float) -> None:
             waiting.cancel()
 
 
-def _environment(threads: int) -> dict[str, str]:
+def environment(threads: int) -> dict[str, str]:
+    """Of a child whose numerical libraries use so many threads."""
     # OpenMP's idle threads spin by default, which steals the cores that the other processes compute on.
-    environment = dict(os.environ)
-    environment.update(
-        OMP_WAIT_POLICY="PASSIVE",
-        GOMP_SPINCOUNT="0",
-        KMP_BLOCKTIME="0",
-        OMP_NUM_THREADS=str(threads),
-        OPENBLAS_NUM_THREADS="1",  # numpy's start when it is imported, before a worker is bound to its cores
-        PYTHONPATH=os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p),
-    )
-    return environment
+    return os.environ | {
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": "0",
+        "KMP_BLOCKTIME": "0",
+        "OMP_NUM_THREADS": str(threads),
+        "OPENBLAS_NUM_THREADS": "1",  # numpy starts them when it is imported, before a worker is bound
+        "PYTHONPATH": os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p),
+    }

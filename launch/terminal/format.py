@@ -1,8 +1,16 @@
-"""Numbers as the commands print them. Byte counts are formatted by `shm.segment.byte_size`."""
+"""Names and numbers as the commands print them. Byte counts are formatted by `shm.segment.byte_size`."""
 
 from __future__ import annotations
 
+from pipeline.assets import model_dir
+from pipeline.models.shapes import short_name
+
 MISSING = "-"  # where a figure was not measured, or is a share of nothing
+
+
+def model_name(model: str, article: str = "the ") -> str:
+    """The last part of a model's path; "the embedded model"."""
+    return f"{article}embedded model" if model == str(model_dir()) else short_name(model)
 
 
 def percent(share: float | None, digits: int = 0) -> str:
