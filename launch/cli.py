@@ -1,9 +1,6 @@
-"""The command line: runs a command and returns its exit code.
-
-Exit codes: 0 done, 2 wrong usage or input, 1 any other error, an interrupted answer among them. An error is
-one line on stderr; stdout holds answers alone. A command ends quietly when the reader of its stdout closes
-it (`| head`).
-"""
+"""The command line: runs a command and returns its exit code: 0 done, 2 wrong usage or input, 1 any other
+error, an interrupted answer among them. An error is one line on stderr; stdout holds answers alone. A command
+ends quietly when the reader of its stdout closes it (`| head`)."""
 
 from __future__ import annotations
 
@@ -60,8 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Open /dev/null in place of a closed standard stream: a socket could get its number, and receive what is
-    written to stdout."""
+    """/dev/null for a closed standard stream, whose number, and so output, a socket could get."""
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(fd)
@@ -95,8 +91,7 @@ def _run(options: Options) -> int:
 
 
 def _with_model(options: Options) -> Options:
-    """The same with the folder of a model of the Hub, downloaded if need be. That may take hours, so policies
-    are checked before."""
+    """With the folder of a Hub's model; its download may take hours, so policies are checked before."""
     if "model" not in options.written:
         return options
     from launch.hub.hf_download import model_folder

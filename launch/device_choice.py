@@ -18,9 +18,8 @@ PROBE_LIMIT = 120.0  # seconds; a cold import of a CUDA build from a slow disk t
 
 
 def usable_device(asked: DeviceName) -> tuple[DeviceName, int | None]:
-    """The device to use, cpu or cuda, and the bytes of its memory that are free for a process; None of cpu.
-    Raises WrongUsage where cuda was asked for and is not usable; warns where the machine has a GPU that this
-    torch cannot use."""
+    """The device to use, and the bytes of its memory that are free for a process; None of cpu. Raises
+    WrongUsage where cuda was asked for and is not usable; warns of a GPU that this torch cannot use."""
     if asked == "cpu":
         return "cpu", None
     driver = any(node.exists() for node in DRIVER_NODES)

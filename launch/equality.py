@@ -1,9 +1,9 @@
 """The one rule of equality between two answers to the same prompt (docs/architecture.md, Equality).
 
 Between plans, batch compositions and worker counts results differ by rounding only. So greedy tokens are
-equal, or their first difference is at a near-tie: where the reference's two best log-probabilities are
-closer than the rounding bound (and ours, but for quantized weights, is the second of them). What follows a
-first difference has another past and is not compared. Works on numbers alone, without an engine or a client.
+equal, or their first difference is at a near-tie: where the reference's two best log-probabilities are closer
+than the rounding bound (and ours, but for quantized weights, is the second of them). What follows a first
+difference has another past and is not compared.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def compare(tokens: Sequence[int], reference: Sequence[Choice], bound: float) ->
 
 
 def rounding_bound(format_name: str, backbone_dtype: str) -> float:
-    """Nats that the margin between two log-probabilities may move by rounding alone, in an engine with
-    experts of that format and a backbone of that dtype."""
+    """Nats by which rounding alone may move a margin, with experts of that format and that backbone's
+    dtype."""
     if format_name == backbone_dtype == "f32":
         return F32_BOUND
     return BF16_BOUND if {format_name, backbone_dtype} <= {"f32", "bf16"} else QUANTIZED_BOUND

@@ -48,8 +48,7 @@ async def generate(options: Options, interrupts: Interrupts) -> int:
 
 
 def answer_settings(options: Options, otherwise: Sampling) -> dict[str, Any]:
-    """The given arguments of Client.generate, without the prompt; `otherwise`: the settings of sampling that
-    are not given."""
+    """The given arguments of Client.generate but the prompt; `otherwise`: for settings not given."""
     settings = {
         key: options.written[key] for key in ("max_tokens", "stop", "ignore_eos") if key in options.written
     }

@@ -1,8 +1,5 @@
-"""Figures derived from a phase's counters: time by cause, bytes moved by cause, hit rates, approximation.
-
-The counters are those of `pipeline/counters.py`: of one request (Done's stats), or of all steps since the
-engine started. Shares are of the time of the phase's steps.
-"""
+"""Figures derived from a phase's counters: time by cause, bytes moved by cause, hit rates, approximation. The
+counters (`pipeline/counters.py`) are those of one request, or of all steps since the engine started."""
 
 from __future__ import annotations
 
@@ -86,8 +83,7 @@ class PhaseProfile:
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of the needed experts that were wholly resident when their layer was planned; None where
-        no expert was needed."""
+        """Share of the needed experts that were wholly resident when their layer was planned, if any."""
         layers = self.tree["layers"]
         active = sum(layers["active"])
         return sum(layers["hits"]) / active if active else None
@@ -101,9 +97,8 @@ class PhaseProfile:
 
     @property
     def moved(self) -> dict[str, int]:
-        """Bytes copied to the device by kind. `demanded`: a step needed them; `late`, part of those: their
-        prefetch had not completed. `predicted`: prefetched, of which `useful`: used, and `wasted`: evicted
-        unused."""
+        """Bytes copied to the device. `demanded`: a step needed them; `late`, part of those: being
+        prefetched. `predicted`: prefetched, of which `useful`: used, and `wasted`: evicted unused."""
         counts = {kind: int(self.tree[f"{kind}_tiles"]) for kind in ("predicted", "useful", "late", "wasted")}
         sizes = {kind: count * self.tile_bytes for kind, count in counts.items()}
         return {"demanded": int(self.tree["fetched_bytes"])} | sizes

@@ -1,7 +1,5 @@
-"""The memory plan of a start: the memory of this machine, the chosen configuration, and texts about both.
-
-It is made before any process is started or any weight is loaded: a model that cannot fit is refused here.
-"""
+"""The memory plan of a start: the memory of this machine, the chosen configuration, and texts about both. A
+model that cannot fit is refused here, before any process is started or any weight is loaded."""
 
 from __future__ import annotations
 
@@ -48,8 +46,7 @@ class Situation:
 
 
 def situation(asked: EngineConfig, workers: int) -> Situation:
-    """Inspect the machine; takes a second or two where it has a GPU. `workers`: the default.
-    Raises WrongUsage, PolicyError."""
+    """Takes a second or two with a GPU. `workers`: the default. Raises WrongUsage, PolicyError."""
     device, gpu = usable_device(asked.device)
     name = asked.policy or ("all-host" if device == "cpu" else "fiddler")
     config = replace(

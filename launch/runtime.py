@@ -136,8 +136,7 @@ def running_engines() -> list[EngineInfo]:
 
 
 def reserved_cache() -> dict[str, str]:
-    """Folders of the disk cache that engines of this user use, which run or are being started: fingerprint ->
-    name of the engine."""
+    """Folders of the disk cache that this user's engines use: fingerprint -> name of the engine."""
     reserved: dict[str, str] = {}
     for path in _running_dirs():
         with suppress(OSError, ValueError, TypeError):  # just started, or stopped meanwhile
@@ -147,8 +146,7 @@ def reserved_cache() -> dict[str, str]:
 
 
 def find_engine(name: str | None) -> EngineInfo:
-    """The running engine of this name; without a name, the only one. Raises WrongUsage otherwise, and for an
-    engine of another version."""
+    """The running engine of this name, or the only one. Raises WrongUsage, also for another version's."""
     engines = running_engines()
     found = [engine for engine in engines if name in (None, engine.name)]
     if not found and name is not None:
@@ -188,9 +186,8 @@ def sweep() -> list[str]:
 
 
 def segments(runtime: Path) -> list[Path]:
-    """The shared-memory segments that belong to one engine alone: tandem-<name>-<hash>-<kind>-<incarnation>.
-
-    The kind has no dash, so that engine `a` never claims what belongs to engine `a-b`."""
+    """One engine's own shared-memory segments: tandem-<name>-<hash>-<kind>-<incarnation>. The kind has no
+    dash, so that engine `a` never claims what belongs to engine `a-b`."""
     prefix = engine_prefix(runtime)[1:]
     own = re.compile(rf"{re.escape(prefix)}[a-z]+-[0-9]+")
     return [path for path in sorted(SHM.glob(f"{prefix}*")) if own.fullmatch(path.name)]

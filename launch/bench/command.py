@@ -1,12 +1,12 @@
 """`launch.py bench`: the same prompts under several policies in one engine, interleaved.
 
-Afterwards each approximate policy and an exact one score some held-out text: the difference in perplexity is
-what the approximation costs.
+Afterwards each approximate policy and an exact one score held-out text: what an approximation costs is the
+difference in perplexity.
 
 A machine's speed drifts (heat, other programs), so the order of the policies alternates: A B C, then C B A,
-and so on, after one round that is not counted. Before every run the policy is set again and computes a short
-request that is not measured: its placement has landed and its cache is filled, so all its runs begin alike. A
-policy that places experts by how often they were used has seen these very prompts in earlier rounds.
+after one round that is not counted. Before every run the policy is set again and computes a short request
+that is not measured, so that its placement has landed and its cache is filled. A policy that places experts
+by how often they were used has seen these very prompts in earlier rounds.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ WARM_UP_NEW = 8
 
 
 async def bench(options: Options, interrupts: Interrupts) -> int:
-    """Raises WrongUsage, PolicyError, Disturbed, AnswerLost, RequestFailed, OutputFailed, and what the start
-    of an engine raises."""
+    """Raises WrongUsage, Disturbed, AnswerLost, OutputFailed, RequestFailed and what an engine's start
+    raises."""
     plan = BenchPlan.of(options)
     async with connected(options, interrupts) as client:
         before = await client.stats()

@@ -34,7 +34,6 @@ class Perplexity:
         return 100 * (self.approximate / self.exact - 1)
 
     def to_map(self) -> dict[str, object]:
-        """For JSON."""
         return {
             "approximate": self.approximate,
             "exact": self.exact,
@@ -59,8 +58,8 @@ class Texts:
 
     @classmethod
     async def make(cls, client: Client, tokens: int, prefill: int, seed: int) -> Texts:
-        """Several kinds of held-out text, `tokens` scored tokens in all. Raises WrongUsage where the engine's
-        context is too short, RequestFailed, EngineGone."""
+        """Held-out texts, `tokens` scored in all. Raises WrongUsage for too short a context,
+        RequestFailed."""
         count = max(1, min(len(heldout()), tokens // LEAST))
         each = -(-tokens // count)
         longest = client.welcome.context - each - 1  # prefill that fits

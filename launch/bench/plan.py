@@ -81,8 +81,7 @@ class BenchPlan:
 
 
 def requested_policies(options: Options, seed: int) -> list[PolicyRequest]:
-    """The policies that --policy names, else every preset but the one for tests. Raises WrongUsage,
-    PolicyError."""
+    """Those of --policy, else every preset but the one for tests. Raises WrongUsage, PolicyError."""
     requests = options.policies() or [PolicyRequest(name) for name in PRESETS if name != RandomPlan.name]
     names = [request.name for request in requests]
     if not all(names):

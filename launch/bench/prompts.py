@@ -17,10 +17,7 @@ STRIDE = 20_000  # bytes between two prompts from the same text
 
 async def make_prompts(client: Client, count: int, length: int, seed: int) -> list[Prompt]:
     """`count` different prompts of exactly `length` token ids. The measured engine tokenizes the text (Scores
-    carry the token ids), so this takes about as long as one prefill of the prompts.
-
-    Raises RequestFailed, EngineGone.
-    """
+    carry the token ids), in about the time of one prefill of the prompts. Raises RequestFailed."""
     if not client.welcome.has_tokenizer:
         random = np.random.default_rng(seed)
         ids = random.integers(0, client.welcome.vocabulary, (count, length))
@@ -31,10 +28,7 @@ async def make_prompts(client: Client, count: int, length: int, seed: int) -> li
 
 async def make_texts(client: Client, count: int, length: int, seed: int) -> list[Prompt]:
     """`count` texts of exactly `length` token ids, each of another kind, for perplexities: from the ends of
-    the files, which the prompts (taken from the beginnings) do not reach unless they are long.
-
-    Raises RequestFailed, EngineGone.
-    """
+    the files, which the prompts do not reach unless they are long. Raises RequestFailed."""
     if not client.welcome.has_tokenizer:
         return await make_prompts(client, count, length, seed + 1)
     texts = [path.read_bytes() for path in heldout().values()]

@@ -93,8 +93,8 @@ class Replays:
 
     @contextmanager
     def guarded(self, request: PolicyRequest) -> Iterator[None]:
-        """Around each call of one policy. Raises its PolicyError or TraceError unless the policy is left out
-        for it, and LaunchError where the policy breaks its contract."""
+        """Leaves a policy out for its PolicyError or TraceError if it may; raises LaunchError for its
+        PlanError."""
         try:
             yield
         except PlanError as e:

@@ -25,8 +25,6 @@ ASSUMPTION = "approximate policies are replayed on the recorded text; they might
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of one policy's replay."""
-
     request: PolicyRequest
     outcome: Outcome
 
@@ -83,7 +81,6 @@ class Report:
         return plain
 
     def render(self) -> str:
-        """The tables and their legend: with colours for a terminal, else plain."""
         return render(self._speeds(), "", self._reasons(), "", *self._footnotes())
 
     def _speeds(self) -> Table:

@@ -45,7 +45,6 @@ class Report:
         return {"config": self.config, "policies": policies, "emulation": self.emulation}
 
     def render(self) -> str:
-        """The tables and their legend: with colours for a terminal, else plain."""
         tables = [_table(self)]
         if profiles := self.profiles:
             tables.append(profile_table(self.results, profiles))

@@ -68,8 +68,6 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Run:
-    """The figures of one run under one policy."""
-
     prefill_tok_s: float
     first_token_s: float
     decode_tok_s: float
@@ -82,11 +80,8 @@ class Run:
 
 async def measure(client: Client, prompts: Sequence[Prompt], gen_len: int) -> tuple[Run, list[Done]]:
     """Send all prompts (of one length) at once and wait for exactly `gen_len` new tokens of each, at least 2.
-    Returns the figures and each request's Done.
-
-    Raises Disturbed, WrongUsage where the lengths leave no step in which all requests decode, AnswerLost,
-    RequestFailed, EngineGone.
-    """
+    Returns the figures and each request's Done. Raises Disturbed, WrongUsage where no step would have all
+    requests decode, AnswerLost, RequestFailed."""
     before = await client.stats()
     timeline, ends = await _generate(client, prompts, gen_len)
     after = await client.stats()

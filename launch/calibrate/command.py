@@ -1,8 +1,5 @@
-"""`launch.py calibrate`: the model reads a text once; routing statistics, residuals and sensitivities that
-policies plan with are kept in a file.
-
-With --report they are also drawn; without a text, --report draws an earlier calibration.
-"""
+"""`launch.py calibrate`: the model reads a text once; what policies plan with is kept in a file: routing
+statistics, residuals, sensitivities. --report draws it; without a text, an earlier calibration."""
 
 from __future__ import annotations
 
@@ -31,8 +28,8 @@ CHARACTERS = 16  # more than any token has; the text beyond is not sent
 
 
 async def calibrate(options: Options, interrupts: Interrupts) -> int:
-    """Raises WrongUsage, OutputFailed, CalibrationError, RequestFailed, and what `reconnecting_client`
-    raises."""
+    """Raises WrongUsage, OutputFailed, CalibrationError, RequestFailed and what `reconnecting_client`
+    does."""
     written = options.written
     folder: Path | None = written.get("report")
     if folder is not None:
@@ -70,8 +67,8 @@ async def _calibrate(options: Options, interrupts: Interrupts) -> tuple[Path, di
 
 
 def _with_costs(options: Options) -> Options:
-    """For an engine started here: a policy that plans with costs, so that they are measured too. No expert
-    has to be resident for that."""
+    """For an engine started here: a policy that plans with costs measures them too, without a resident
+    expert."""
     if options.connect or "policy" in options.written:
         return options
     return replace(options, written={"expert_cache": 0.0} | options.written | {"policy": "fiddler"})

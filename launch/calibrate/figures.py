@@ -36,8 +36,7 @@ def check_folder(folder: Path) -> None:
 
 
 def draw(calibration: Calibration, about: dict[str, Any], folder: Path) -> list[Path]:
-    """Write the figures, each whole or not at all. A figure without data is left out, and an older file of
-    its name removed. Raises OutputFailed."""
+    """Write the figures, each whole or not at all; one without data is removed. Raises OutputFailed."""
     import matplotlib  # here, because it takes a second
 
     matplotlib.use("Agg")
@@ -106,7 +105,6 @@ def _activations(plot: Any, calibration: Calibration) -> Any:
 
 
 def _accuracy(plot: Any, calibration: Calibration, about: dict[str, Any]) -> Any:
-    """Share of each layer's experts that the predictors found."""
     layers, experts = calibration.prefill_counts.shape
     figure, axes = _lines(plot, layers)
     for name in ("raw", "residual"):

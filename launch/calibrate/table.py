@@ -20,7 +20,6 @@ MOST_ROWS = 64  # a model with more layers gets the mean values only
 def render(
     path: Path, found: dict[str, Any], calibration: Calibration | None, pictures: Sequence[Path]
 ) -> str:
-    """The text for stdout: with colours for a terminal, else plain."""
     parts: list[Table | Text] = []
     if calibration is not None and len(calibration.similarity) <= MOST_ROWS:
         parts += [_layers(calibration), Text()]

@@ -40,8 +40,6 @@ class HostileMessage:
 
 
 class HostileFrames:
-    """The stream of one seed."""
-
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
         self._history: list[Frames] = []

@@ -1,7 +1,5 @@
-"""A client that sends hostile messages to an engine's sockets, in bursts.
-
-Every burst uses a new connection, with a random identity: none, noise, or a child's without its proof.
-"""
+"""A client that sends hostile messages to an engine's sockets, in bursts. Every burst uses a new connection,
+with a random identity: none, noise, or a child's without its proof."""
 
 from __future__ import annotations
 
@@ -26,8 +24,7 @@ RETRY = 0.002  # seconds until the next attempt on a full socket
 
 
 class HostileClient:
-    """One seed's bursts on the sockets of the engine in this runtime directory. For one task, which must call
-    `close`."""
+    """One seed's bursts on the sockets of one engine. For one task, which must call `close`."""
 
     def __init__(self, runtime: Path, seed: int) -> None:
         self.sent: Counter[str] = Counter()  # messages, by socket

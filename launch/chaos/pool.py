@@ -11,8 +11,7 @@ from launch.chaos.injector import Fault, StatsOf
 def missing_peers(
     peers: list[dict[str, Any]], before: list[dict[str, Any]], faults: list[Fault]
 ) -> list[str]:
-    """A line for each worker and prefetcher of `before` that is not up in `peers`, or is there only as the
-    incarnation that was killed."""
+    """A line for each worker and prefetcher of `before` that is not up, or only as the killed incarnation."""
     killed = {(f.role, f.index, f.incarnation) for f in faults if f.kind == "kill"}
     up = {
         (p["role"], p["index"])

@@ -20,8 +20,7 @@ _IPC = "ipc://"
 
 @dataclass(frozen=True)
 class Usage:
-    """Resources of one process, memory in bytes. `private` would be freed by its exit, so excludes store and
-    slab."""
+    """Resources of one process, memory in bytes; `private`, without store and slab, is freed by its exit."""
 
     role: str
     pid: int

@@ -36,16 +36,13 @@ COMMANDS = {
 
 @dataclass(frozen=True)
 class Call:
-    """A typed command and the text after it."""
-
     name: str
     argument: str
 
 
 def parse_line(text: str) -> Call | str | None:
     """A command, a question for the model, or None for a blank line. "//" begins a question with "/". Raises
-    WrongUsage, one line with the nearest names, for an unknown command, and for an argument to a command
-    that takes none."""
+    WrongUsage for an unknown command and for an argument to a command that takes none."""
     if not text.strip():
         return None
     if text.startswith("//"):

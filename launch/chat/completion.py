@@ -69,5 +69,4 @@ def _offer(typed: str, choices: Iterable[tuple[str, str]]) -> Iterator[Completio
 
 
 def describe(preset: Preset) -> str:
-    """One sentence about a preset."""
     return preset.help + ("" if preset.exact else " (approximate)")

@@ -1,7 +1,5 @@
-"""A conversation with an engine: its turns, its requests, and the turns dropped when the context is full.
-
-It prints nothing: answers go to a `View`.
-"""
+"""A conversation with an engine, of which the oldest turns are dropped when the context is full. It prints
+nothing: answers go to a `View`."""
 
 from __future__ import annotations
 
@@ -43,8 +41,6 @@ class View(Protocol):
 
 @dataclass(frozen=True)
 class Reply:
-    """A complete answer."""
-
     text: str
     tokens: int
     first_s: float | None  # seconds from the request to its first token, by the client's clock
@@ -75,14 +71,12 @@ class Conversation:
         self._turns = list(turns)
 
     async def ask(self, text: str, view: View, interrupts: Interrupts) -> Reply:
-        """Ask, and show the answer. Raises AnswerLost where the engine shuts down meanwhile, EngineGone, and
-        RequestFailed where the request fails or is refused even without earlier turns: the conversation is
-        then unchanged."""
+        """Raises AnswerLost where the engine shuts down meanwhile, EngineGone, and RequestFailed where the
+        request fails or is refused even without earlier turns; the conversation is then unchanged."""
         return await self._continue([*self._turns, ChatMessage("user", text)], view, interrupts)
 
     async def ask_again(self, view: View, interrupts: Interrupts) -> Reply:
-        """Ask the last question again and replace its answer. Raises WrongUsage before the first question,
-        and what `ask` raises."""
+        """Replace the last answer. Raises WrongUsage before the first question, and what `ask` raises."""
         if not self._turns:
             raise WrongUsage("nothing has been asked yet")
         return await self._continue(self._turns[:-1], view, interrupts)

@@ -30,8 +30,6 @@ HOW_TO_QUIT = "Ctrl-D or /quit ends the chat"
 
 
 class Repl:
-    """An interactive session with an engine."""
-
     def __init__(self, client: Client, conversation: Conversation, interrupts: Interrupts) -> None:
         self._client = client
         self._conversation = conversation
@@ -58,8 +56,8 @@ class Repl:
         }
 
     async def run(self) -> int:
-        """0 when the user ends the session. Raises EngineGone where the engine ends first, AnswerLost where
-        it shuts down during an answer."""
+        """0 at the session's end. Raises EngineGone where the engine ends first, AnswerLost during an
+        answer."""
         screen = self._screen
         self._client.on_policy = self._on_policy
         self._client.on_pause = lambda lost: self._on_connection(WAITING)

@@ -49,7 +49,6 @@ class Screen:
         self.show(Text(visible(text), style="dim"))
 
     def error(self, text: str) -> None:
-        """An error in the user's line."""
         self.show(Text(visible(text), style="red"))
 
     def announce(self, text: str, style: str = "dim") -> None:

@@ -80,8 +80,7 @@ KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
 
 
 def change(settings: AnswerSettings, text: str, defaults: AnswerSettings) -> AnswerSettings:
-    """The settings after `key=value ...`; an empty value restores the default. Raises WrongUsage, one line,
-    without changing anything."""
+    """The settings after `key=value ...`; an empty value restores the default. Raises WrongUsage."""
     try:
         words = shlex.split(text)
     except ValueError:

@@ -80,8 +80,7 @@ def _parts_table() -> Table:
 
 
 def counters_table(reply: Reply | None, stats: dict[str, Any]) -> Table:
-    """The engine's counters by phase, of the last answer and since the engine started: tiles by the place
-    where they were computed, bytes moved, fidelity, and shares of the time."""
+    """The engine's counters by phase, of the last answer and of all since the engine started."""
     last = reply.done.stats if reply is not None else {}
     columns = {
         f"{name}\n{phase}": tree[phase]
@@ -123,7 +122,6 @@ def counters_table(reply: Reply | None, stats: dict[str, Any]) -> Table:
 
 
 def engine_table(stats: dict[str, Any], welcome: Welcome) -> Table:
-    """The engine's policy, model and present contents."""
     table = make_grid(2)
     kinds = (("experts", welcome.format), ("backbone", welcome.backbone_dtype))
     formats = ", ".join(f"{what} {name}" for what, name in kinds if name)

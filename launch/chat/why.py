@@ -82,7 +82,6 @@ def why_text(reply: Reply | None, stats: dict[str, Any], welcome: Welcome) -> Re
 
 
 def _time(profile: PhaseProfile, policy: str) -> Text:
-    """The time of a token by cause, in one sentence."""
     text = Text(f"A token took {_milliseconds(profile.seconds / profile.rows)} under {policy}: ")
     named = [(cause, part) for cause, part in profile.shares.items() if part >= NAMED]
     named.sort(key=lambda item: -item[1])
@@ -93,7 +92,6 @@ def _time(profile: PhaseProfile, policy: str) -> Text:
 
 
 def _layers(profile: PhaseProfile) -> Table:
-    """The slowest layers, with their time by cause."""
     table = make_table("slowest", numbers=("per step", "hits"))
     table.add_column("causes", overflow="fold")
     rates = profile.hit_rates

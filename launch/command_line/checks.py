@@ -95,8 +95,7 @@ def check_listening(endpoint: str, key: Path) -> None:
 
 
 def client_address(endpoint: str, key: Path | None) -> Address:
-    """The address of an engine on tcp, with the client's keys from this file or the default one. Raises
-    WrongUsage."""
+    """The address of an engine on tcp, with the client's keys. Raises WrongUsage."""
     try:
         if check_tcp(endpoint)[1] == 0:
             raise ProtocolError("port 0")

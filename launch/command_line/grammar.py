@@ -1,8 +1,5 @@
-"""The commands and options of the command line, for argparse. `options.py` checks what they mean together.
-
-An option that was not given is absent from argparse's result. Common options may be given before and after
-the command.
-"""
+"""The commands and options for argparse. An option that was not given is absent from its result. Common
+options may be given before and after the command. `options.py` checks what options mean together."""
 
 from __future__ import annotations
 

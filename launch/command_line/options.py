@@ -1,8 +1,5 @@
 """The command line's meaning as dataclasses. Starts nothing, reads no file; `grammar.py` knows the words.
-
-Options that were not given are absent. So defaults come from the dataclasses alone, and an option that would
-have no effect is refused.
-"""
+Options that were not given are absent, so defaults come from the dataclasses alone."""
 
 from __future__ import annotations
 
@@ -74,7 +71,6 @@ class Options:
         return replace(otherwise, **{k: v for k, v in self.written.items() if k in SAMPLING_FIELDS})
 
     def config(self) -> EngineConfig:
-        """The configuration of the engine."""
         given = {k: v for k, v in self.written.items() if k in CONFIG_FIELDS}
         if policies := self.policies():
             given |= {"policy": policies[0].name, "policy_options": policies[0].options}

@@ -73,14 +73,12 @@ def absolute(text: str) -> Path:
 
 
 def not_empty(text: str) -> str:
-    """Any text but the empty one."""
     if not text:
         raise argparse.ArgumentTypeError("must not be empty")
     return text
 
 
 def token_ids(text: str) -> tuple[int, ...]:
-    """Token ids as 1,2,3."""
     try:
         ids = tuple(int(part) for part in text.split(","))
     except ValueError:

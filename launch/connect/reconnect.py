@@ -21,8 +21,8 @@ ANSWERS = "the engine answers again"
 
 @asynccontextmanager
 async def reconnecting_client(options: Options, interrupts: Interrupts) -> AsyncIterator[Client]:
-    """It prints a line on stderr when it begins to wait for the engine and when it continues. Raises what
-    `endpoint` and Client.connect raise."""
+    """Logs when it begins to wait for the engine and when it continues. Raises as `endpoint`,
+    Client.connect."""
     async with (
         endpoint(options, interrupts) as where,
         Client.connect(where, name=CLIENT, retry=RETRY_SECONDS) as client,

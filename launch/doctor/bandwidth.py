@@ -1,8 +1,5 @@
-"""Measures the memory bandwidth of reads and copies, and derives the bound on tokens a second.
-
-The buffer is shared memory like the store, far larger than the last level of cache, and nameless: nothing
-remains of it, however this process ends.
-"""
+"""Measures the memory bandwidth of reads and copies, and derives the bound on tokens a second. The buffer is
+shared memory like the store, far larger than the last level of cache, and nameless."""
 
 from __future__ import annotations
 
@@ -110,7 +107,7 @@ def _buffer(size: int) -> Iterator[int]:
 
 
 def _nameless(size: int) -> int:
-    """A nameless file in /dev/shm, so that its mount options apply, if that has `size` bytes free; else a
+    """A nameless file in /dev/shm, whose mount options apply, if `size` bytes are free there; else a
     memfd."""
     if free_shm_bytes() > size:
         return os.open(SHM_FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)

@@ -1,7 +1,5 @@
-"""NVIDIA GPUs: the driver, torch's view of them, CUDA IPC, the bandwidth of the link.
-
-Every call of the driver is made in a child process with a time limit.
-"""
+"""NVIDIA GPUs: the driver, torch's view of them, CUDA IPC, the bandwidth of the link. Every call of the
+driver is made in a child process with a time limit."""
 
 from __future__ import annotations
 

@@ -47,7 +47,6 @@ def inspect(
 
 
 def has_capability(status: str, bit: int) -> bool:
-    """Whether /proc/self/status grants this capability."""
     mask = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.MULTILINE)
     return mask is not None and bool(int(mask[1], 16) & bit)
 

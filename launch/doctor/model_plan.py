@@ -1,8 +1,5 @@
-"""`launch.py doctor --model`: whether a model fits, in which formats, and the memory that each part needs.
-
-The plan is the one by which an engine with the same options would start now. Nothing is loaded. Exit code 0:
-the model fits; 1: it does not.
-"""
+"""`launch.py doctor --model`: whether a model fits, in which formats, and the memory that each part needs, by
+the plan of an engine with these options. Nothing is loaded. Exit code 0: the model fits; 1: not."""
 
 from __future__ import annotations
 
@@ -73,7 +70,6 @@ def _text(
     why: Sequence[str],
     measured: Sequence[tuple[str, list[str]]],
 ) -> str:
-    """The report for stdout."""
     parts: list[RenderableType] = [Text(source.name, style="bold"), _layers(model_spec(source.config))]
     parts.append(f"with --device {now.config.device} --policy {now.config.policy}")
     if (limit := cgroup.limits().memory) is not None:

@@ -41,7 +41,6 @@ class Proof:
     policy: str = ""
 
     def to_map(self) -> dict[str, Any]:
-        """For JSON."""
         if self.failure:
             return {"failure": self.failure}
         return {
@@ -54,8 +53,7 @@ class Proof:
 
 
 async def prove(options: Options, interrupts: Interrupts, device: str) -> Proof:
-    """Start an engine on this device (auto: the default), send a request, stop the engine. Errors become the
-    proof's `failure`; an interrupt is raised."""
+    """Start an engine on this device (auto: the default) and send a request. Errors become `failure`."""
     level = str(options.written.get("log_level", "warning"))
     engine = Options("generate", {"device": device, "log_level": level})
     began = time.monotonic()

@@ -16,7 +16,6 @@ COLOURS = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 
 def render(findings: Sequence[Finding], verdict: str) -> str:
-    """The whole report for stdout."""
     parts: list[RenderableType] = []
     for topic, group in groupby(findings, key=lambda finding: finding.topic):
         table = tables.make_grid(2, gap=1)

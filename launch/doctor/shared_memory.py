@@ -67,7 +67,6 @@ def capacity(total: int, free: int, needed: int, memory: int) -> Finding:
 
 
 def pages(options: tuple[str, ...]) -> list[Finding]:
-    """The page size of /dev/shm, by its mount options."""
     if not options:
         return []
     huge = next((o.removeprefix("huge=") for o in options if o.startswith("huge=")), "never")

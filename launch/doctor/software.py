@@ -34,8 +34,7 @@ def allows(specifier: SpecifierSet, version: str) -> bool:
 
 
 def requirements() -> tuple[str, list[str], list[str]]:
-    """The Python versions, the libraries, and the libraries for CUDA: from the checkout's pyproject.toml, or
-    from the installed package. Empty without either."""
+    """Python versions, libraries, libraries for CUDA: of the checkout, else of the package; empty without."""
     try:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     except (OSError, ValueError, KeyError):

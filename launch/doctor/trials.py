@@ -55,8 +55,7 @@ class Trial:
 
 @asynccontextmanager
 async def trial(module: str, config: dict[str, Any], pass_fds: tuple[int, ...] = ()) -> AsyncIterator[Trial]:
-    """`python -m MODULE` with a configuration (see workers.lifetime) for the length of the block. Raises
-    TrialFailed where it cannot be started."""
+    """`python -m MODULE` with this configuration during the block. Raises TrialFailed."""
     for_child, lifeline = os.pipe()
     try:
         try:

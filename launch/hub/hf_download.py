@@ -59,17 +59,15 @@ DEADLINE = 20.0  # seconds for the Hub to list a model's files
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether `--model` could name a model of the Hub, org/name or org/name@revision; a folder of that name
-    comes first."""
+    """Whether this could be a model of the Hub, org/name or org/name@revision."""
     match = _NAME.fullmatch(text)
     return match is not None and not re.search(r"\.\.|--", text) and not match[1].endswith(".git")
 
 
 def model_folder(model: Path, download: bool) -> Path:
     """What `--model` means: a shape or a path as it is, or the folder of a model of the Hub, which is
-    downloaded if it is missing and `download` allows it. Raises WrongUsage where the Hub refuses it or it
-    cannot be run, DownloadFailed where it cannot be downloaded now; KeyboardInterrupt for SIGTERM and SIGHUP
-    too."""
+    downloaded if `download` allows it. Raises WrongUsage where the Hub refuses it or it cannot be run,
+    DownloadFailed where it cannot be downloaded now; KeyboardInterrupt for SIGTERM and SIGHUP too."""
     name = str(model)
     match = _NAME.fullmatch(name)
     if model.exists() or match is None or not is_hub_name(name):
@@ -101,8 +99,7 @@ def model_folder(model: Path, download: bool) -> Path:
 
 
 def _download(name: str, repository: str, revision: str) -> Path:
-    """The folder with all files that are needed. All are of one commit, even if the model changes on the Hub
-    meanwhile."""
+    """The folder with all needed files, of one commit even if the model changes on the Hub meanwhile."""
     from huggingface_hub import HfApi, hf_hub_download
 
     for library in ("httpx", "httpx2"):  # they log each request

@@ -35,7 +35,6 @@ class ChildConfigs:
 
     @property
     def worker_cores(self) -> tuple[CpuSet, ...]:
-        """The cores of each worker."""
         return self.cores.for_workers(self.config.workers) if self.config.workers else ()
 
     def for_loader(self) -> dict[str, Any]:

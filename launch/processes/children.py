@@ -104,8 +104,7 @@ class Child:
         return code
 
     async def wait_last_message(self, limit: float) -> None:
-        """After an exit that was not by a signal: wait at most `limit` seconds for a Ready or a Failed that
-        may be under way."""
+        """Wait for a Ready or a Failed that may be under way after an exit that was not by a signal."""
         ready = asyncio.ensure_future(self.ready.wait())
         try:
             messages = (ready, self.failed) if self.process.returncode == 0 else (self.failed,)
@@ -114,7 +113,6 @@ class Child:
             ready.cancel()
 
     def exit_reason(self, code: int) -> str:
-        """One line."""
         if self.failed.done():
             return self.failed.result().text
         if self.hung:
@@ -126,9 +124,8 @@ class Child:
 
 async def spawn(identity: Identity, threads: int, key: bytes) -> Child:
     """Start a child from the calling thread, which must run as long as the engine does: the kernel ties
-    PDEATHSIG to it. The child imports its modules and waits for its configuration. `key`: the engine's, which
-    proves its identity; `threads` bounds the threads of numerical libraries. Raises StartFailed where the
-    system refuses another process."""
+    PDEATHSIG to it. The child imports its modules and waits for its configuration. `key`: the engine's;
+    `threads`: of numerical libraries. Raises StartFailed where the system refuses another process."""
     for_child, lifeline = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(

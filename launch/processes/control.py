@@ -23,8 +23,7 @@ TURN_SECONDS = 0.002  # of receiving without giving other tasks a turn
 
 
 class Control:
-    """A bound ROUTER. `key` is the engine's: with it children prove their identity, which names role, index
-    and incarnation."""
+    """A bound ROUTER. With `key`, the engine's, children prove their identity."""
 
     def __init__(self, endpoint: str) -> None:
         """Raises ProtocolError where the endpoint cannot be bound."""
@@ -44,8 +43,7 @@ class Control:
                 self._log.warning(f"dropped a malformed message on the control socket: {e}")
 
     async def _frames(self) -> list[bytes]:
-        """Without waiting where a message is there, but not for so long that a flood keeps every other task
-        from running."""
+        """Does not wait where a message is there, but a flood does not keep every other task from running."""
         if time.perf_counter() - self._turn > TURN_SECONDS:
             await asyncio.sleep(0)
             self._turn = time.perf_counter()

@@ -38,8 +38,7 @@ class Thread:
 
 @dataclass(frozen=True)
 class CpuSet:
-    """The cores of one worker, by hardware thread. `node`: the NUMA node of all of them; None where they lie
-    on several."""
+    """One worker's hardware threads. `node`: the NUMA node of all of them; None where they lie on several."""
 
     cores: tuple[int, ...]
     node: int | None
@@ -99,8 +98,7 @@ class Cores:
 
 
 def read_threads(usable: Collection[int], root: Path = Path("/")) -> tuple[Thread, ...]:
-    """The usable threads that are online, as sysfs places them; where it has no data, each is a core
-    of its own on node 0."""
+    """The usable threads that are online, by sysfs; without its data each is a core of its own on node 0."""
     system = root / "sys/devices/system"
     online = parse_cores(contents(system / "cpu/online"))
     node_of = {

@@ -1,5 +1,4 @@
-"""The engine's running child processes: started, their messages received, ended in order. Knows nothing of
-restarts."""
+"""The engine's running child processes: started, their messages received, ended in order."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ class ProcessGroup:
         return {identity: child.process.pid for identity, child in self._children.items() if child.running}
 
     async def prepare(self, identity: Identity, threads: int) -> Child:
-        """Spawn a child before its configuration is known: it imports its modules meanwhile, and waits for
-        `start`. Raises StartFailed."""
+        """Spawn a child, which imports its modules and waits for `start`. Raises StartFailed."""
         child = await spawn(identity, threads, self._control.key)
         self._children[identity] = child
         self._guard.keep(self._watch(child))
@@ -57,7 +55,6 @@ class ProcessGroup:
         return child
 
     async def send(self, identity: Identity, message: object) -> bool:
-        """False where this child never connected, has exited, or does not read."""
         return await self._control.send(identity, message)
 
     def kill(self, *roles: str) -> None:

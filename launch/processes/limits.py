@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds, except where a comment names another unit. The defaults are what an engine uses; tests use
-    shorter ones.
-
+    """Seconds, except where a comment names another unit; the defaults are what an engine uses.
     `stopped_checks`, `silent_checks` and `start_checks` count checks in a row, one every `check_interval`, so
     that only time counts in which the supervisor itself was running."""
 

@@ -31,8 +31,7 @@ COORDINATOR = "coordinator"
 
 @dataclass
 class ProcessSlot:
-    """One of the engine's processes, through all its incarnations. `config` makes the configuration map of
-    the next incarnation."""
+    """One process through all its incarnations. `config`: makes the next one's configuration map."""
 
     role: str
     index: int
@@ -55,8 +54,8 @@ class ProcessSlot:
 
 
 class ProcessMonitor:
-    """The process slots of one engine. `on_restart` is called between the exit of a coordinator and the start
-    of the next one."""
+    """The process slots of one engine. `on_restart`: called between a coordinator's exit and the next
+    start."""
 
     def __init__(
         self,
@@ -96,8 +95,7 @@ class ProcessMonitor:
         self._guard.keep(self._restart_coordinator(time.monotonic()))
 
     async def start_late(self, slot: ProcessSlot) -> None:
-        """Start the process of a slot that was added after `start`, and wait until it is ready. Raises
-        StartFailed."""
+        """Start a slot that was added after `start`, and wait until it is ready. Raises StartFailed."""
         await self._start_child(slot)
         await self._wait_ready()
 
@@ -123,7 +121,6 @@ class ProcessMonitor:
                 pass  # the group has noted the time
 
     def on_exit(self, child: Child, code: int) -> None:
-        """Restart a child's process, unless its exit was expected."""
         slot = self._slot_of(child)
         if slot is None or child.exit_expected or self._stopping:
             return
@@ -172,7 +169,6 @@ class ProcessMonitor:
             raise StartFailed(f"not ready after {limit:g} s: {late}")
 
     async def _restart_child(self, slot: ProcessSlot, child: Child, code: int) -> None:
-        """Of a worker or the prefetcher that has exited."""
         slot.exited_at = time.monotonic()
         crashed = child.hung or code not in (-signal.SIGKILL, -signal.SIGTERM)
         seq = self._control.line(slot.role, slot.index).seq
@@ -240,7 +236,6 @@ class ProcessMonitor:
                     slot.child.kill_hung()
 
     def _hangs(self, slot: ProcessSlot, child: Child) -> bool:
-        """Check a child once more."""
         child.count_check()
         sends_heartbeats = slot.role == COORDINATOR and child.ready.is_set()
         if sends_heartbeats:
@@ -255,6 +250,5 @@ class ProcessMonitor:
 
 
 def _exit_line(child: Child, code: int) -> str:
-    """One line: which child exited, and why."""
     reason = child.exit_reason(code)
     return f"the {title(child.identity)} failed: {reason}" if child.failed.done() else reason

@@ -12,7 +12,6 @@ from shm.segment import byte_size
 
 
 def chaos_parts(chaos: dict[str, Any]) -> list[RenderableType]:
-    """Lines for a report's "chaos"."""
     kinds = "; ".join(
         f"{sum(roles.values())} {kind} ({', '.join(f'{n} {role}' for role, n in roles.items())})"
         for kind, roles in chaos["faults"].items()

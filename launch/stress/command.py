@@ -44,8 +44,7 @@ IDLE = {
 
 
 async def stress(options: Options, interrupts: Interrupts) -> int:
-    """1 where the run failed. Raises WrongUsage, EngineGone and what the engine's start raises, after the
-    report of the run so far."""
+    """1 where the run failed. Raises WrongUsage, EngineGone, as an engine's start; reports the run so far."""
     path: Path = options.written.get("script", stress_script())
     entries = read_script(path) * options.written.get("repeat", 1)
     clients = options.written.get("clients", CLIENTS)
@@ -113,8 +112,7 @@ async def _run(
 
 
 async def _look_for_leaks(client: Client, run: StressRun) -> None:
-    """Once this run's clients have disconnected, the engine must hold nothing for them; not checked while
-    other clients are connected."""
+    """Whether the engine holds anything after this run's clients; unknown while others are connected."""
     deadline = asyncio.get_running_loop().time() + IDLE_SECONDS
     while True:
         stats = await client.stats()

@@ -31,8 +31,7 @@ class Load:
 async def run_load(
     clients: list[Client], entries: Iterable[Entry], load: Load, ended: Callable[[Outcome], None]
 ) -> None:
-    """Send every entry once; fills `load` and calls `ended` as requests end. A client stops when its engine
-    has ended."""
+    """Send every entry once, and call `ended` for each request. A client stops when its engine has ended."""
     queue = deque(enumerate(entries))
     began = time.perf_counter()
 

@@ -46,8 +46,7 @@ def alone(outcome: Outcome) -> Request | None:
 async def compare_all(
     client: Client, outcomes: Iterable[Outcome], bound: float, compared: Callable[[Finding], None]
 ) -> None:
-    """Run each different request once, one after the other, and call `compared` with the finding for every
-    outcome that can be compared. Raises EngineGone."""
+    """Run each different request once, in turn; call `compared` for every outcome. Raises EngineGone."""
     groups: dict[Request, list[Outcome]] = {}
     for outcome in outcomes:
         request = alone(outcome)

@@ -34,8 +34,6 @@ class Request:
 
 
 class End(StrEnum):
-    """How a request ended."""
-
     STOP = "stop"  # by the model
     LENGTH = "length"  # by max_tokens or the context
     CANCELLED = "cancelled"  # by cancel_after

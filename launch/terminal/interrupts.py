@@ -53,8 +53,8 @@ class Interrupts:
 
     @contextmanager
     def otherwise(self, handler: Handler) -> Iterator[None]:
-        """Within the block, a SIGINT outside of every `handled_by` calls `handler` instead of ending the
-        command: it was probably meant for an answer that ended just before."""
+        """Within the block, a SIGINT outside of every `handled_by` calls `handler`: it came just after an
+        answer."""
         self._otherwise = handler
         try:
             yield

@@ -105,18 +105,15 @@ class ProgressCounter:
         self._stage, self._total, self._done, self._failed = stage, total, 0, 0
 
     def start_stage(self, stage: str) -> None:
-        """Name the work of the items from here on."""
         self._stage = stage
         self._show()
 
     def count(self, failed: bool = False) -> None:
-        """One more item is done."""
         self._done += 1
         self._failed += failed
         self._show()
 
     def drop(self, count: int) -> None:
-        """Leave so many of the items out."""
         self._total -= count
         self._show()
 
