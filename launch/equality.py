@@ -87,8 +87,7 @@ def compare(tokens: Sequence[int], reference: Sequence[Choice], bound: float) ->
 
 
 def rounding_bound(format_name: str, backbone_dtype: str) -> float:
-    """Nats by which rounding alone may move a margin, with experts of that format and that backbone's
-    dtype."""
+    """Nats by which rounding alone may move a margin, by the experts' format and the backbone's dtype."""
     if format_name == backbone_dtype == "f32":
         return F32_BOUND
     return BF16_BOUND if {format_name, backbone_dtype} <= {"f32", "bf16"} else QUANTIZED_BOUND

@@ -1,8 +1,5 @@
-"""`launch.py generate`: one prompt, one answer, streamed to stdout or as one JSON object.
-
-The prompt is continued as it stands; with --chat it is a turn of a conversation in the model's template.
-After a Ctrl-C the answer so far is shown, the JSON object has finish_reason "cancelled", the exit code is 1.
-"""
+"""`launch.py generate`: one prompt, one answer, streamed to stdout or as one JSON object. After a Ctrl-C the
+answer so far is shown, the JSON object has finish_reason "cancelled", the exit code is 1."""
 
 from __future__ import annotations
 

@@ -43,8 +43,7 @@ async def keys(options: Options, interrupts: Interrupts) -> int:
 
 
 def make_keys(folder: Path) -> tuple[Path, Path]:
-    """Write new key files of an engine and a client, both or none, into a folder that only this user can
-    enter; it is made if it is missing. Raises ProtocolError, also where one of the files exists."""
+    """Write both key files or none, into a private folder, made if missing. Raises ProtocolError."""
     for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
         made = private_directory(missing)
         made.chmod(0o700)  # a umask may have taken more away

@@ -65,8 +65,7 @@ def formats(asked: EngineConfig) -> tuple[FormatName, ...]:
 
 
 def every_format(source: ModelSource, asked: EngineConfig, names: Sequence[FormatName]) -> list[Needs]:
-    """What the model needs in each of these formats. A format without tiles of the given size is left out,
-    unless it is the only one. Raises UsageError, ModelError."""
+    """The needs in each format that has tiles of the given size. Raises UsageError, ModelError."""
     found = []
     for name in names:
         try:
@@ -78,8 +77,7 @@ def every_format(source: ModelSource, asked: EngineConfig, names: Sequence[Forma
 
 
 def make_plan(model: Path, now: Situation) -> tuple[Plan, list[str]]:
-    """The plan to start with, and the log lines that describe it. Raises UsageError, one line with the
-    numbers and with what would fit, where nothing does; ModelError."""
+    """The plan to start with, and log lines about it. Raises UsageError where nothing fits, ModelError."""
     source = open_model(model)
     every = every_format(source, now.config, formats(now.config))
     plan = now.plan(now.config, every)

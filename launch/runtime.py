@@ -224,8 +224,7 @@ def _try_lock(path: Path, create: bool = False) -> int | None:
 
 
 def _without_directory() -> list[str]:
-    """Names of engines that have segments and no directory here. A running engine's directory is made before
-    its segments and removed after them."""
+    """Names of engines that have segments and no directory, which exists longer than the segments."""
     names = {found[1] for path in SHM.glob("tandem-*") if (found := SEGMENT.fullmatch(path.name))}
     paths = [runtime_root() / name for name in sorted(names)]
     return [path.name for path in paths if segments(path) and not path.exists()]

@@ -1,12 +1,10 @@
 """`launch.py bench`: the same prompts under several policies in one engine, interleaved.
 
-Afterwards each approximate policy and an exact one score held-out text: what an approximation costs is the
-difference in perplexity.
-
 A machine's speed drifts (heat, other programs), so the order of the policies alternates: A B C, then C B A,
 after one round that is not counted. Before every run the policy is set again and computes a short request
 that is not measured, so that its placement has landed and its cache is filled. A policy that places experts
-by how often they were used has seen these very prompts in earlier rounds.
+by how often they were used has seen these very prompts in earlier rounds. At the end approximate policies and
+an exact one score held-out text; the perplexities' difference is an approximation's cost.
 """
 
 from __future__ import annotations
@@ -42,8 +40,7 @@ WARM_UP_NEW = 8
 
 
 async def bench(options: Options, interrupts: Interrupts) -> int:
-    """Raises WrongUsage, Disturbed, AnswerLost, OutputFailed, RequestFailed and what an engine's start
-    raises."""
+    """Raises Disturbed, AnswerLost, OutputFailed, RequestFailed, WrongUsage; as an engine's start."""
     plan = BenchPlan.of(options)
     async with connected(options, interrupts) as client:
         before = await client.stats()

@@ -58,8 +58,7 @@ class Texts:
 
     @classmethod
     async def make(cls, client: Client, tokens: int, prefill: int, seed: int) -> Texts:
-        """Held-out texts, `tokens` scored in all. Raises WrongUsage for too short a context,
-        RequestFailed."""
+        """`tokens`: scored, of all texts. Raises WrongUsage for a short context, RequestFailed."""
         count = max(1, min(len(heldout()), tokens // LEAST))
         each = -(-tokens // count)
         longest = client.welcome.context - each - 1  # prefill that fits

@@ -21,8 +21,7 @@ PPL_TOKENS = 256  # enough to see a tenth of a percent; a few seconds for each a
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """The policies in the order given; lengths in tokens; `batch` requests at once; `rounds` measured runs of
-    each policy; `ppl_tokens` of held-out text are scored for each approximate policy, 0 for none."""
+    """Lengths in tokens; `ppl_tokens` of held-out text are scored for each approximate policy, 0 for none."""
 
     policies: tuple[PolicyRequest, ...]
     named: bool  # by --policy; otherwise a policy that cannot run here is left out

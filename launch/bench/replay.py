@@ -84,8 +84,7 @@ async def replay(options: Options, interrupts: Interrupts) -> int:
 
 @dataclass
 class Replays:
-    """All policies' replays advance together, so that the trace is read once. With `skip_unable` a policy
-    that cannot be replayed is left out."""
+    """Replays that advance together, so that the trace is read once."""
 
     skip_unable: bool
     running: list[tuple[PolicyRequest, Replay]] = field(default_factory=list)
@@ -93,8 +92,7 @@ class Replays:
 
     @contextmanager
     def guarded(self, request: PolicyRequest) -> Iterator[None]:
-        """Leaves a policy out for its PolicyError or TraceError if it may; raises LaunchError for its
-        PlanError."""
+        """Leaves out a policy that cannot be replayed, if allowed. Raises LaunchError for a PlanError."""
         try:
             yield
         except PlanError as e:
@@ -107,8 +105,7 @@ class Replays:
 
 
 def _costs(header: Header, asked: Path | None) -> tuple[Costs, str]:
-    """The costs, and where they come from, in words. Raises PolicyError for a file that cannot be used, and
-    WrongUsage where no file was given and this machine has measured none."""
+    """The costs, and their origin in words. Raises PolicyError, WrongUsage."""
     if asked is not None:
         return Costs.load(asked), str(asked)
     for _, record in measured_here(cache_root()):

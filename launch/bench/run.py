@@ -45,8 +45,7 @@ class Timeline:
 
     @property
     def decode_steps(self) -> int:
-        """Tokens that each request received while all of them were decoding: after the last request's first
-        token, until the first request ended."""
+        """Tokens of each request while all decode: from the last one's first token to the first one's end."""
         return min(len(times) - had for times, had in zip(self.arrivals, self._had, strict=True))
 
     @property

@@ -25,8 +25,7 @@ class Selection:
 
 
 def select(entries: Sequence[Entry], older_than: float | None, to_size: int | None) -> Selection:
-    """`entries`: the least recently used first. `older_than`: days since the last use. `to_size`: bytes that
-    the cache may take on disk at most; stores in shared memory do not count for it."""
+    """`entries`: the least recently used first; `older_than`: days; `to_size`: bytes on disk at most."""
     remove: list[Entry] = []
     in_use: list[Entry] = []
     total = sum(entry.size for entry in entries if entry.on_disk)

@@ -28,8 +28,7 @@ CHARACTERS = 16  # more than any token has; the text beyond is not sent
 
 
 async def calibrate(options: Options, interrupts: Interrupts) -> int:
-    """Raises WrongUsage, OutputFailed, CalibrationError, RequestFailed and what `reconnecting_client`
-    does."""
+    """Raises WrongUsage, OutputFailed, CalibrationError, RequestFailed; as `reconnecting_client`."""
     written = options.written
     folder: Path | None = written.get("report")
     if folder is not None:
@@ -67,8 +66,7 @@ async def _calibrate(options: Options, interrupts: Interrupts) -> tuple[Path, di
 
 
 def _with_costs(options: Options) -> Options:
-    """For an engine started here: a policy that plans with costs measures them too, without a resident
-    expert."""
+    """For a new engine: a policy that plans with costs measures them too; no expert need be resident."""
     if options.connect or "policy" in options.written:
         return options
     return replace(options, written={"expert_cache": 0.0} | options.written | {"policy": "fiddler"})
@@ -84,8 +82,7 @@ def _asked(written: dict[str, Any], most: int) -> tuple[dict[str, Any], bool]:
 
 
 def _earlier(options: Options) -> tuple[Path, Calibration, dict[str, Any]]:
-    """The path, arrays and summary of the kept calibration. Raises WrongUsage where the model has none,
-    CalibrationError where it cannot be used."""
+    """The kept calibration: path, arrays, summary. Raises WrongUsage, CalibrationError."""
     model = options.config().model or model_dir()
     path = calibration_path(cache_root(), open_model(model))
     if not path.exists():

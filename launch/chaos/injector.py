@@ -44,12 +44,10 @@ class Fault:
 
 
 class Injector:
-    """Injects faults while its block runs. Stopped processes are resumed at the block's end, and only
-    processes that are verified to be this engine's are signalled."""
+    """Injects faults during its block, into this engine's processes alone; at the end stopped ones resume."""
 
     def __init__(self, stats: StatsOf, runtime: Path, chaos: Chaos, *, supervisor: int | None = None) -> None:
-        """`stats`: returns the engine's Stats, as `Client.stats`. Raises WrongUsage where no engine runs in
-        `runtime`, unless its supervisor's process id is given."""
+        """`stats`: as `Client.stats`. Raises WrongUsage where no engine runs in `runtime`."""
         self.chaos = chaos
         self.faults: list[Fault] = []
         self.missed = 0  # faults without a victim that was up

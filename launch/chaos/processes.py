@@ -1,5 +1,4 @@
-"""The processes of an engine on this machine, seen from outside: their roles, their resources, and handles
-for signals that are safe against a reused process id."""
+"""An engine's processes seen from outside: roles, resources, and handles that are safe for signals."""
 
 from __future__ import annotations
 
@@ -73,8 +72,7 @@ def _children(supervisor: int) -> list[tuple[psutil.Process, str]]:
 
 
 class PidHandle:
-    """A process by the kernel's pidfd: signals reach this process or none, even after its exit, when another
-    process may have its id."""
+    """A process by the kernel's pidfd: signals never reach another process that has its id later."""
 
     def __init__(self, pid: int, descriptor: int) -> None:
         self.pid = pid

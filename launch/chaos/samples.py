@@ -1,5 +1,4 @@
-"""Random valid messages, made from the annotations of messages.py, so that a new message needs no change
-here. The same generator state gives the same message. Sends nothing."""
+"""Random valid messages, made from the annotations of messages.py; the same state gives the same message."""
 
 from __future__ import annotations
 

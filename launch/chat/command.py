@@ -29,8 +29,7 @@ DUMB_TERMINALS = ("", "dumb", "unknown")
 
 
 async def chat(options: Options, interrupts: Interrupts) -> int:
-    """0 at the end of the input, 1 where a piped request failed. Raises as `reconnecting_client`;
-    EngineGone."""
+    """0 at the end of the input, 1 where a piped request failed. Raises as `reconnecting_client`."""
     async with reconnecting_client(options, interrupts) as client:
         settings = _settings(options, client)
         conversation = Conversation(client, settings, options.written.get("system"))

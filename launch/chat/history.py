@@ -27,8 +27,7 @@ def history_file() -> Path:
 
 
 class PrivateFileHistory(History):
-    """Lines in memory and in a file with mode 0600. When the file cannot be used, `warn` is called once with
-    a message, and further lines are held in memory alone."""
+    """Lines in memory and in a file with mode 0600; in memory alone after a `warn` that it is unusable."""
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         super().__init__()

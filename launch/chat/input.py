@@ -41,8 +41,7 @@ class InputLine:
     """Reads a text of one or more lines: Enter sends it, Alt-Enter begins a new line."""
 
     def __init__(self, history: History, hint: Callable[[], None]) -> None:
-        """`hint` is called for Ctrl-C on an empty line. Raises WrongUsage for a terminal that cannot be
-        opened."""
+        """`hint`: called for Ctrl-C on an empty line. Raises WrongUsage if the terminal cannot be opened."""
         self._terminal = _open_terminal()
         self._session: PromptSession[str] = PromptSession(
             [("class:prompt", PROMPT)],

@@ -56,8 +56,7 @@ class Repl:
         }
 
     async def run(self) -> int:
-        """0 at the session's end. Raises EngineGone where the engine ends first, AnswerLost during an
-        answer."""
+        """0 at the session's end. Raises EngineGone; AnswerLost where it shuts down during an answer."""
         screen = self._screen
         self._client.on_policy = self._on_policy
         self._client.on_pause = lambda lost: self._on_connection(WAITING)

@@ -76,8 +76,7 @@ class Screen:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Keys typed within the block are not echoed, and the next prompt reads them. Ctrl-Z is disabled: it
-        would stop the engine along with this process."""
+        """No echo: the next prompt reads the keys. No Ctrl-Z: it would stop the engine with this process."""
         fd = sys.stdin.fileno()
         before = termios.tcgetattr(fd)
         after = termios.tcgetattr(fd)

@@ -77,8 +77,7 @@ class Options:
         return EngineConfig(**given)
 
     def policies(self) -> list[PolicyRequest]:
-        """The policies of --policy and --set in the given order; more than one for `bench` alone. A --set
-        without a policy's name is for each of them. Raises WrongUsage."""
+        """Those of --policy and --set, in order; a --set without a name is for each. Raises WrongUsage."""
         policy = self.written.get("policy")
         names = [] if policy is None else policy.split(",") if self.command == "bench" else [policy]
         options: dict[str, dict[str, str]] = {name: {} for name in names}

@@ -21,8 +21,7 @@ ANSWERS = "the engine answers again"
 
 @asynccontextmanager
 async def reconnecting_client(options: Options, interrupts: Interrupts) -> AsyncIterator[Client]:
-    """Logs when it begins to wait for the engine and when it continues. Raises as `endpoint`,
-    Client.connect."""
+    """Logs the begin and end of a wait for the engine. Raises as `endpoint` and Client.connect."""
     async with (
         endpoint(options, interrupts) as where,
         Client.connect(where, name=CLIENT, retry=RETRY_SECONDS) as client,

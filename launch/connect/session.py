@@ -28,8 +28,7 @@ async def connected(options: Options, interrupts: Interrupts) -> AsyncIterator[C
 
 @asynccontextmanager
 async def endpoint(options: Options, interrupts: Interrupts) -> AsyncIterator[Address]:
-    """The address of the engine that the command line names, or of a new one. Raises what Supervisor raises,
-    WrongUsage where --connect finds no engine or --key no key."""
+    """Of the engine that the command line names, or of a new one. Raises as Supervisor; WrongUsage."""
     if options.remote is not None:
         yield client_address(options.remote, options.written.get("key"))
     elif options.connect:

@@ -107,8 +107,7 @@ def _buffer(size: int) -> Iterator[int]:
 
 
 def _nameless(size: int) -> int:
-    """A nameless file in /dev/shm, whose mount options apply, if `size` bytes are free there; else a
-    memfd."""
+    """A nameless file in /dev/shm, with its mount options, if `size` bytes are free; else a memfd."""
     if free_shm_bytes() > size:
         return os.open(SHM_FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     return os.memfd_create("tandem-doctor")

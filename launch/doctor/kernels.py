@@ -22,8 +22,7 @@ def inspect() -> list[Finding]:
 
 
 def explain(variants: dict[str, Library | str], chosen: Library | None, quantizer: bool) -> Iterator[Finding]:
-    """`variants`: each variant's library, or the reason why it cannot run, best first. `chosen`: the library
-    that is used. `quantizer`: whether the quantizer is compiled."""
+    """`variants`: each one's library, or why it cannot run, best first; `chosen`: the one that is used."""
     grouped = [name for name, kind in FORMATS.items() if isinstance(kind, BlockFormat)]
     plain = [name for name, kind in FORMATS.items() if not isinstance(kind, BlockFormat | BF16)]
     fix = "install a C compiler (Debian, Ubuntu: sudo apt install gcc)\n" + pip_install(f"-e {ROOT}")

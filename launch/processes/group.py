@@ -19,8 +19,7 @@ STOP_ORDER = (("coordinator",), ("worker", "prefetcher"), ("loader",))
 
 
 class ProcessGroup:
-    """The running children. `on_message(child, message)` is called for each of their messages but Failed,
-    `on_exit(child, code)` when a child has exited and all its messages were received."""
+    """`on_message` is called for each message but Failed, `on_exit` when a child's messages are received."""
 
     def __init__(self, control: Control, guard: TaskGuard) -> None:
         self.last_message = 0.0  # monotonic seconds: when a child last sent one
@@ -68,8 +67,7 @@ class ProcessGroup:
         await wait_exits(self._of(*roles), KILL_LIMIT)
 
     async def stop(self, orderly: bool) -> None:
-        """End all children in order: the coordinator first, because it ends its clients' requests and needs
-        the others for that. `orderly`: they are ready, receive messages, and may finish their work."""
+        """In order: the coordinator needs the others to end its requests. `orderly`: the engine was ready."""
         self._stopped = True
         for roles in STOP_ORDER:
             children = self._of(*roles)

@@ -54,8 +54,7 @@ class ProcessSlot:
 
 
 class ProcessMonitor:
-    """The process slots of one engine. `on_restart`: called between a coordinator's exit and the next
-    start."""
+    """One engine's slots. `on_restart`: called between a coordinator's exit and the next one's start."""
 
     def __init__(
         self,
@@ -227,8 +226,7 @@ class ProcessMonitor:
     # --- hangs -------------------------------------------------------------------------------------------
 
     async def _kill_hung_children(self) -> None:
-        """Kill hung children that no other process would notice, because none waits for their work: stopped
-        ones, those that send nothing after their start, and a coordinator without heartbeats."""
+        """Of those that no other process waits for: stopped, silent since their start, without heartbeats."""
         while True:
             await asyncio.sleep(self._limits.check_interval)
             for slot in self._slots.values():

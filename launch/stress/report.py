@@ -36,8 +36,7 @@ class StressRun:
 
 
 def report(run: StressRun) -> dict[str, Any]:
-    """Figures of the load, not of the comparison, in seconds; "details": a text for each near-tie and
-    fault."""
+    """Figures of the load alone; times are seconds; "details" has a text for each near-tie and fault."""
     outcomes, seconds = run.load.all, run.load.seconds
     ends = [outcome.end for outcome in outcomes]
     verdicts = [finding.verdict for finding in run.findings]

@@ -53,8 +53,7 @@ class Interrupts:
 
     @contextmanager
     def otherwise(self, handler: Handler) -> Iterator[None]:
-        """Within the block, a SIGINT outside of every `handled_by` calls `handler`: it came just after an
-        answer."""
+        """SIGINT outside of every `handled_by` calls `handler`: it was probably meant for an answer."""
         self._otherwise = handler
         try:
             yield
