@@ -21,7 +21,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -92,9 +92,9 @@ class RuntimeDir:
         """Write engine.json, whole or not at all."""
         self._write("engine.json", asdict(info))
 
-    def reserve_cache(self, fingerprints: Sequence[str]) -> None:
+    def reserve_cache(self, fingerprints: list[str]) -> None:
         """Keep these folders of the disk cache from being pruned until `remove`."""
-        self._write("cache.json", list(fingerprints))
+        self._write("cache.json", fingerprints)
 
     def remove_slabs(self) -> None:
         """Remove an exited coordinator's slab, where that is a shared-memory segment."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -22,37 +22,27 @@ from protocol.messages import F32Matrix, Score
 from shm.atomic_file import atomic_file
 
 
-class MatrixFile:
-    """A .npy file of float32 [positions, vocabulary], written block by block."""
-
-    def __init__(self, file: BinaryIO, vocabulary: int) -> None:
-        self._file = file
-        self._vocabulary = vocabulary
-        self._rows = 0
-        self.write_header()
-
-    def append(self, rows: F32Matrix) -> None:
-        """[n, vocabulary]"""
-        self._file.write(np.ascontiguousarray(rows, dtype="<f4").data)
-        self._rows += len(rows)
-
-    def write_header(self) -> None:
-        """Write or update the header, which holds the number of rows."""
-        self._file.seek(0)
-        # numpy pads a header so that its first dimension can grow in place
-        shape = (self._rows, self._vocabulary)
-        np.lib.format.write_array_header_1_0(
-            self._file, {"descr": "<f4", "fortran_order": False, "shape": shape}
-        )
-
-
 @contextmanager
-def matrix_file(path: Path, vocabulary: int) -> Iterator[MatrixFile]:
-    """A MatrixFile that replaces `path` when the block ends without an exception. Raises OSError."""
+def matrix_file(path: Path, vocabulary: int) -> Iterator[Callable[[F32Matrix], None]]:
+    """Appends blocks of rows to a .npy file of float32 [positions, vocabulary], which replaces `path` when
+    the block ends without an exception. Raises OSError."""
+    positions = 0
     with atomic_file(path) as file:
-        matrix = MatrixFile(file, vocabulary)
-        yield matrix
-        matrix.write_header()
+
+        def write_header() -> None:
+            # numpy pads a header so that its first dimension can grow in place
+            header = {"descr": "<f4", "fortran_order": False, "shape": (positions, vocabulary)}
+            file.seek(0)
+            np.lib.format.write_array_header_1_0(file, header)
+
+        def append(rows: F32Matrix) -> None:
+            nonlocal positions
+            file.write(np.ascontiguousarray(rows, dtype="<f4").data)
+            positions += len(rows)
+
+        write_header()
+        yield append
+        write_header()
 
 
 async def score(options: Options, interrupts: Interrupts) -> int:
@@ -80,8 +70,8 @@ async def score(options: Options, interrupts: Interrupts) -> int:
             count, nll = await _sum(client, asked, None)
         else:
             try:
-                with matrix_file(out, client.welcome.vocabulary) as matrix:
-                    count, nll = await _sum(client, asked, matrix)
+                with matrix_file(out, client.welcome.vocabulary) as append:
+                    count, nll = await _sum(client, asked, append)
             except OSError as e:
                 raise OutputFailed(f"--out {out}: {e.strerror}") from e
         stats = await client.stats()
@@ -103,12 +93,14 @@ async def score(options: Options, interrupts: Interrupts) -> int:
     return 0
 
 
-async def _sum(client: Client, asked: dict[str, Any], matrix: MatrixFile | None) -> tuple[int, float]:
+async def _sum(
+    client: Client, asked: dict[str, Any], append: Callable[[F32Matrix], None] | None
+) -> tuple[int, float]:
     """Tokens, and the sum of their negative log-probabilities in nats (the first token has none)."""
     count, nll = 0, 0.0
     async for block in client.score(**asked):
         count += len(block.tokens)
         nll -= float(block.chosen.sum(dtype=np.float64))
-        if matrix is not None:
-            matrix.append(block.logprobs)
+        if append is not None:
+            append(block.logprobs)
     return count, nll

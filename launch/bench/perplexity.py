@@ -1,8 +1,6 @@
-"""The cost of an approximation: the perplexity of held-out text under it, and under an exact policy.
-
-It is measured in decode, where the approximation acts: the beginning of each text is prefilled, the rest is
-fed one token at a time, and only the log-probabilities of those steps count.
-"""
+"""The cost of an approximation: the perplexity of held-out text under it, and under an exact policy. It is
+measured in decode, where the approximation acts: the beginning of each text is prefilled, the rest is fed one
+token at a time, and only the log-probabilities of those steps count."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """`launch.py bench --replay F`: each policy's decisions on a recorded trace of routings, and their time by
-measured or published costs. No engine is started, and the checkpoint is not needed.
-
-A policy that places experts by how often they were used begins with the counts of the calibration; without
-one, with those of the whole trace, as in `bench`, where it has seen the prompts in earlier rounds.
-"""
+measured or published costs. No engine is started, and the checkpoint is not needed. A policy that places
+experts by how often they were used begins with the counts of the calibration; without one, with those of the
+whole trace, as in `bench`, where it has seen the prompts in earlier rounds."""
 
 from __future__ import annotations
 

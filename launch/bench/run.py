@@ -1,9 +1,6 @@
 """One measured run: requests sent together, the arrival of each of their tokens, the engine's counters.
-
-Speeds are taken from the client's clock at the arrival of each token, so scheduling and transport count, and
-so do the gaps while several answers decode at the same time. The engine's own `decode_s` adds up the steps
-of one request without those gaps; it is a little shorter.
-"""
+Speeds are taken from the client's clock, so scheduling, transport and the gaps while several answers decode
+count. The engine's own `decode_s` adds up the steps of one request without those gaps."""
 
 from __future__ import annotations
 

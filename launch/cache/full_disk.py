@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from launch.cache.entries import scan
@@ -21,16 +20,9 @@ from shm.segment import byte_size
 MOST_NAMED = 3  # entries
 
 
-@dataclass(frozen=True)
-class CacheUse:
-    """The folders of the disk cache that an engine uses, and the bytes that it would write there."""
-
-    fingerprints: tuple[str, ...]
-    missing: int
-
-
-def cache_use(model: Path, config: ResolvedConfig, needs: Needs, folder: Path) -> CacheUse:
-    """Raises ModelError, UsageError."""
+def cache_use(model: Path, config: ResolvedConfig, needs: Needs, folder: Path) -> tuple[list[str], int]:
+    """Names of the folders of the disk cache that an engine uses, and the bytes that it would write there.
+    Raises ModelError, UsageError."""
     source = open_model(model)
     shape = expert_shape(source.config, config.tile, format_named(config.format))
     store = source.fingerprint(config.format, shape.tile)
@@ -43,7 +35,7 @@ def cache_use(model: Path, config: ResolvedConfig, needs: Needs, folder: Path) -
     written = quantized and source.worth_keeping(config.backbone_dtype)
     if written and not (folder / backbone / backbone_cache.NAME).exists():
         missing += needs.backbone
-    return CacheUse((store, backbone, calibration), missing)
+    return [store, backbone, calibration], missing
 
 
 def full_disk_line(folder: Path, missing: int) -> str:
@@ -54,10 +46,10 @@ def full_disk_line(folder: Path, missing: int) -> str:
     line = f"the disk of {folder} has {byte_size(free)} free, and {byte_size(missing)} would be kept there: "
     entries = [entry for entry in scan(folder) if entry.on_disk]
     target = max(sum(entry.size for entry in entries) - (missing - free), 0)
-    selection = select(entries, None, target)
-    if not selection.remove:
+    removable = select(entries, None, target).remove
+    if not removable:
         return line + "nothing there can be removed, and the next start will be as slow as this one"
-    large = sorted(selection.remove, key=lambda entry: -entry.size)[:MOST_NAMED]
-    more = len(selection.remove) - len(large)
+    large = sorted(removable, key=lambda entry: -entry.size)[:MOST_NAMED]
+    more = len(removable) - len(large)
     names = "; ".join(describe(entry) for entry in large) + f" and {more} more" * bool(more)
     return line + f"`python launch.py cache --prune --to {target // 10**6}MB` would remove {names}"

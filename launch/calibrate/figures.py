@@ -79,10 +79,7 @@ def _activations(plot: Any, calibration: Calibration) -> Any:
     # Cells wide enough to be distinguished, figures no larger than a screen.
     width = min(max(0.32 * experts, 3.2), 7.0)
     height = min(max(0.26 * layers, 2.2), 9.0)
-    figure, all_axes = plot.subplots(
-        1, 2, sharey=True, figsize=(2 * width + 1.7, height + 1.5), layout="constrained"
-    )
-    figure.get_layout_engine().set(rect=(0, 0.035, 1, 0.965))
+    figure, all_axes = _figure(plot, 1, 2, (2 * width + 1.7, height + 1.5), sharey=True)
     for axes, shares, phase in zip(all_axes, both, ("prefill", "decode"), strict=True):
         image = axes.imshow(
             shares, aspect="auto", cmap="viridis", vmin=0, vmax=brightest, interpolation="nearest"
@@ -106,7 +103,7 @@ def _activations(plot: Any, calibration: Calibration) -> Any:
 
 def _accuracy(plot: Any, calibration: Calibration, about: dict[str, Any]) -> Any:
     layers, experts = calibration.prefill_counts.shape
-    figure, axes = _lines(plot, layers)
+    figure, (axes,) = _by_layer(plot, layers, 4.8)
     for name in ("raw", "residual"):
         mean = mean_accuracy(calibration, name)
         if mean is not None:
@@ -131,7 +128,7 @@ def _accuracy(plot: Any, calibration: Calibration, about: dict[str, Any]) -> Any
 def _similarity(plot: Any, calibration: Calibration) -> Any:
     """DAOP's equation 1 for each layer."""
     layers = len(calibration.similarity)
-    figure, axes = _lines(plot, layers)
+    figure, (axes,) = _by_layer(plot, layers, 4.8)
     mean = float(calibration.similarity.mean())
     style = {"color": COLORS["raw"], "markersize": 4}
     axes.plot(range(layers), calibration.similarity, "o-", label="layer", **style)
@@ -149,28 +146,15 @@ def _sensitivity(plot: Any, calibration: Calibration) -> Any:
     assert sensitivity is not None
     layers = len(sensitivity)
     rows = 1 if needed is None else 2
-    figure, all_axes = plot.subplots(
-        rows,
-        1,
-        sharex=True,
-        squeeze=False,
-        figsize=(_width(layers), 3.1 * rows + 0.5),
-        layout="constrained",
-    )
-    figure.get_layout_engine().set(rect=(0, 0.035, 1, 0.965))
-    axes = all_axes[0, 0]
+    figure, (axes, *below) = _by_layer(plot, layers, 3.1 * rows + 0.5, rows)
     shown = np.where(sensitivity > 0, sensitivity, np.nan)  # a log scale has no 0
     axes.plot(range(layers), shown, "o-", color=COLORS["raw"], markersize=4)
     axes.set_yscale("log")
     axes.set_ylabel("sum of mean squared gradients", fontsize=9, color=INK)
     _title(axes, "Sensitivity of the loss to each layer's expert output")
     if needed is not None:
-        _needed(all_axes[1, 0], needed, calibration.threshold)
-    for axes in all_axes[:, 0]:
-        _tidy(axes)
-    all_axes[-1, 0].set_xlabel("layer", fontsize=9, color=INK)
-    all_axes[-1, 0].set_xticks(_ticks(layers))
-    all_axes[-1, 0].set_xlim(-0.6, layers - 0.4)
+        _needed(below[0], needed, calibration.threshold)
+    axes.set_xlim(-0.6, layers - 0.4)
     return figure
 
 
@@ -200,18 +184,22 @@ def _shares(counts: NDArray[np.int64]) -> NDArray[np.float64]:
     return shares
 
 
-def _lines(plot: Any, layers: int) -> tuple[Any, Any]:
-    figure, axes = plot.subplots(figsize=(_width(layers), 4.8), layout="constrained")
+def _figure(plot: Any, rows: int, columns: int, size: tuple[float, float], **shared: bool) -> Any:
+    """The figure and its axes, above a line for the footnote. `size`: inches."""
+    figure, grid = plot.subplots(rows, columns, squeeze=False, figsize=size, layout="constrained", **shared)
     figure.get_layout_engine().set(rect=(0, 0.035, 1, 0.965))
+    return figure, list(grid.flat)
+
+
+def _by_layer(plot: Any, layers: int, height: float, rows: int = 1) -> Any:
+    width = min(max(6.4, 0.22 * layers + 2), 12.0)
+    figure, all_axes = _figure(plot, rows, 1, (width, height), sharex=True)
+    for axes in all_axes:
+        _tidy(axes)
     axes.set_xticks(_ticks(layers))
     axes.set_xlim(-0.5, layers - 0.5)
     axes.set_xlabel("layer", fontsize=9, color=INK)
-    _tidy(axes)
-    return figure, axes
-
-
-def _width(layers: int) -> float:
-    return min(max(6.4, 0.22 * layers + 2), 12.0)
+    return figure, all_axes
 
 
 def _ticks(count: int) -> range:

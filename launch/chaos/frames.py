@@ -1,8 +1,5 @@
-"""A seeded, endless stream of hostile messages, as frames for any of an engine's sockets. Sends nothing.
-
-Noise; valid messages at the wrong time and in the wrong order; replays of earlier messages; and valid
-messages with every kind of damage to the wire format: see `MUTATIONS`. The same seed gives the same frames.
-"""
+"""A seeded, endless stream of hostile messages, as frames for any of an engine's sockets: noise; valid
+messages at the wrong time; replays; and valid messages with every kind of damage, see `MUTATIONS`."""
 
 from __future__ import annotations
 
@@ -166,18 +163,8 @@ def _version(random: Random, frames: Frames) -> Frames:
     return [frames[0][:1] + bytes([random.randrange(256)]), *frames[1:]]
 
 
-MUTATIONS: dict[str, Callable[[Random, Frames], Frames]] = {
-    "flip": _flip,
-    "cut": _cut,
-    "shuffle": _shuffle,
-    "lie": _lie,
-    "shape": _shape,
-    "type": _type,
-    "nest": _nest,
-    "huge": _huge,
-    "tag": _tag,
-    "version": _version,
-}
+_EVERY = (_flip, _cut, _shuffle, _lie, _shape, _type, _nest, _huge, _tag, _version)
+MUTATIONS: dict[str, Callable[[Random, Frames], Frames]] = {mutate.__name__[1:]: mutate for mutate in _EVERY}
 _WEIGHTS = {
     "noise": 8.0,
     "valid": 14.0,

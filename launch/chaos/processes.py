@@ -99,13 +99,9 @@ class PidHandle:
     @property
     def running(self) -> bool:
         """Whether the process has not been waited for by its parent."""
-        try:
-            signal.pidfd_send_signal(self._descriptor, 0)
-        except ProcessLookupError:
-            return False
-        return True
+        return self.send(0)
 
-    def send(self, number: signal.Signals) -> bool:
+    def send(self, number: int) -> bool:
         """False where the process has exited."""
         try:
             signal.pidfd_send_signal(self._descriptor, number)

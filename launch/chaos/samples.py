@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import types
 import typing
 from collections.abc import Callable
@@ -70,21 +71,10 @@ def _text(random: Random) -> str:
     return "".join(chr(random.randrange(32, 0x2FF)) for _ in range(random.randrange(20)))
 
 
-def _bool(random: Random) -> bool:
-    return random.random() < 0.5
-
-
-def _bytes(random: Random) -> bytes:
-    return random.randbytes(random.randrange(80))
-
-
 def _array(random: Random, spec: ArraySpec) -> np.ndarray[Any, Any]:
     shape = tuple(random.randrange(9) for _ in range(spec.ndim))
     dtype = np.dtype(spec.dtype)
-    size = dtype.itemsize
-    for length in shape:
-        size *= length
-    return np.frombuffer(random.randbytes(size), dtype).reshape(shape)
+    return np.frombuffer(random.randbytes(math.prod(shape) * dtype.itemsize), dtype).reshape(shape)
 
 
 def _map(random: Random, levels: int) -> dict[str, Any]:
@@ -99,4 +89,10 @@ def _node(random: Random, levels: int) -> Any:
     return random.choice((None, True, _integer(random), _float(random), _text(random)))
 
 
-_SCALARS: dict[Any, Make] = {int: _integer, float: _float, str: _text, bool: _bool, bytes: _bytes}
+_SCALARS: dict[Any, Make] = {
+    int: _integer,
+    float: _float,
+    str: _text,
+    bool: lambda random: random.random() < 0.5,
+    bytes: lambda random: random.randbytes(random.randrange(80)),
+}

@@ -1,9 +1,6 @@
-"""`launch.py` without a command, and `launch.py chat`: a conversation.
-
-On a terminal the REPL runs (`repl.py`). Where stdin or stdout is a pipe or a file, or TERM names a dumb
-terminal, each line of stdin is a turn, stdout holds the answers alone, and the chat ends with its input. When
-the conversation no longer fits the context, its oldest turns are dropped.
-"""
+"""`launch.py` without a command, and `launch.py chat`: a conversation. On a terminal the REPL runs
+(`repl.py`). Where stdin or stdout is a pipe or a file, or TERM names a dumb terminal, each line of stdin is a
+turn, stdout holds the answers alone, and the chat ends with its input."""
 
 from __future__ import annotations
 

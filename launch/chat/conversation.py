@@ -86,7 +86,7 @@ class Conversation:
         dropped, reason = 0, ""
         while True:
             try:
-                reply = await self._answer(turns, view, interrupts, dropped, reason)
+                reply = await self._answer(turns, view, interrupts, _dropped(dropped, reason))
             except RequestFailed as e:
                 if not e.usage or len(turns) == 1:
                     raise  # self._turns is unchanged: the settings may be at fault, not the length
@@ -101,7 +101,7 @@ class Conversation:
         return reply
 
     async def _answer(
-        self, turns: list[ChatMessage], view: View, interrupts: Interrupts, dropped: int, reason: str
+        self, turns: list[ChatMessage], view: View, interrupts: Interrupts, notice: str
     ) -> Reply:
         began = time.monotonic()
         answer = self._send(turns)
@@ -117,13 +117,13 @@ class Conversation:
             async for token in answer:
                 if first is None:
                     first = time.monotonic() - began
-                    if dropped:
-                        view.notice(_dropped(dropped, reason))
+                    if notice:
+                        view.notice(notice)
                 text, tokens = text + token.text, tokens + 1
                 view.append(token.text)
         assert answer.done is not None  # the loop above raises otherwise
-        if first is None and dropped:
-            view.notice(_dropped(dropped, reason))
+        if first is None and notice:
+            view.notice(notice)
         view.append(answer.done.text)
         view.ended()
         if answer.done.reason == "cancelled" and not cancelling:
@@ -141,4 +141,4 @@ class Conversation:
 
 def _dropped(turns: int, reason: str) -> str:
     which = "oldest turn was" if turns == 1 else f"{turns} oldest turns were"
-    return f"the {which} dropped: {reason}"
+    return f"the {which} dropped: {reason}" if turns else ""

@@ -1,6 +1,5 @@
-"""The typed lines of earlier sessions, for the arrow keys and Ctrl-R.
-
-$XDG_STATE_HOME/tandem/history, or ~/.local/state/tandem/history: one JSON string a line, oldest first.
+"""The typed lines of earlier sessions, in $XDG_STATE_HOME/tandem/history: one JSON string a line, oldest
+first.
 
 prompt_toolkit's FileHistory creates its file with the umask's permissions, follows links, grows without
 limit, and raises when the file cannot be used or a line holds half a surrogate pair.

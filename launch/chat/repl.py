@@ -103,7 +103,7 @@ class Repl:
             else:
                 await self._execute(parsed)
         except (WrongUsage, OutputFailed, RequestFailed) as e:
-            self._screen.error(str(e))
+            self._screen.note(str(e), "red")
         self._screen.show()
         return True
 

@@ -44,12 +44,8 @@ class Screen:
     def show(self, what: RenderableType = "") -> None:
         self.console.print(what)
 
-    def note(self, text: str) -> None:
-        """A dim message."""
-        self.show(Text(visible(text), style="dim"))
-
-    def error(self, text: str) -> None:
-        self.show(Text(visible(text), style="red"))
+    def note(self, text: str, style: str = "dim") -> None:
+        self.show(Text(visible(text), style=style))
 
     def announce(self, text: str, style: str = "dim") -> None:
         """A message that no command of the user caused: above the prompt, or after the present answer."""

@@ -13,9 +13,9 @@ _FENCE = re.compile(r"\s{0,3}```")
 
 
 class WordWrap:
-    """Wraps one text. A word is written at once, and moved to the next line by the terminal's CHA and EL when
-    it grows beyond the line's end. Code, words longer than a line, and scripts without spaces are wrapped by
-    the terminal, so that they can be copied whole."""
+    """Wraps one text. A word is written at once, and moved to the next line by CHA and EL when it grows too
+    long. Code, words longer than a line, and scripts without spaces are left to the terminal, to be copied
+    whole."""
 
     def __init__(self, width: Callable[[], int]) -> None:
         """`width`: returns the terminal's columns; called for each piece."""

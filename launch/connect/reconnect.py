@@ -27,14 +27,10 @@ async def reconnecting_client(options: Options, interrupts: Interrupts) -> Async
         Client.connect(where, name=CLIENT, retry=RETRY_SECONDS) as client,
     ):
         client.on_pause = _on_pause
-        client.on_reconnect = _on_reconnect
+        client.on_reconnect = lambda: log.warning(ANSWERS)
         yield client
 
 
 def _on_pause(lost: ProtocolError) -> None:
     log.warning(WAITING)
     log.debug("%s", lost)
-
-
-def _on_reconnect() -> None:
-    log.warning(ANSWERS)

@@ -1,9 +1,7 @@
-"""`launch.py doctor`: what this machine can do, what is missing, what to change.
-
-Each finding is a fact, its meaning for an engine on this machine, and what to do about it. At the end an
-engine is started on the embedded model. Exit code 0: it answered, and no finding prevents engines from
-running; else 1. With `--model` the doctor reports a memory plan instead, see `model_plan.py`.
-"""
+"""`launch.py doctor`: what this machine can do, what is missing, what to change. Each finding is a fact, its
+meaning for an engine, and what to do about it. At the end an engine is started on the embedded model. Exit
+code 0: it answered, and no finding prevents engines from running; else 1. With `--model` the doctor reports a
+memory plan instead, see `model_plan.py`."""
 
 from __future__ import annotations
 

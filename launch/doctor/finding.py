@@ -33,8 +33,8 @@ class Topic:
 
     name: str
 
-    def ok(self, found: str, means: str, do: str = "") -> Finding:
-        return Finding(self.name, "ok", found, means, do)
+    def ok(self, found: str, means: str) -> Finding:
+        return Finding(self.name, "ok", found, means)
 
     def note(self, found: str, means: str, do: str = "") -> Finding:
         return Finding(self.name, "note", found, means, do)

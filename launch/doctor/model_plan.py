@@ -110,14 +110,10 @@ def _table(now: Situation, rows: Sequence[Plan], chosen: Plan | None) -> Table:
     table.add_row("context (tokens)", "", *(str(plan.context) for plan in rows))
     if any(plan.slab for plan in rows):
         table.add_row("expert cache", "", *(f"{plan.expert_cache:g}" for plan in rows))
-    table.add_row("", "", *(_verdict(plan, plan is chosen, now) for plan in rows))
+    fits = {True: "fits", False: "too large"}
+    verdicts = ("chosen" if plan is chosen else fits[plan.fits(now.machine)] for plan in rows)
+    table.add_row("", "", *verdicts)
     return table
-
-
-def _verdict(plan: Plan, chosen: bool, now: Situation) -> str:
-    if not plan.fits(now.machine):
-        return "too large"
-    return "chosen" if chosen else "fits"
 
 
 def _report(

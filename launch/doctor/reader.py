@@ -26,9 +26,8 @@ FEWEST = 3  # blocks, for a median
 
 def main(config: dict[str, Any]) -> None:
     """Configuration: `fd` and `size` of the buffer; `lo`, `hi`: the part to use; `cores` to run on; `seconds`
-    of measurement; `what`: read | copy | huge, which reads alternately from the buffer and from as many bytes
-    of private memory in huge pages. Writes "ready", waits for a line, then writes a list for each kind of
-    memory: bytes a second of each block."""
+    of measurement; `what`: read | copy | huge, which also reads private memory in huge pages. Writes "ready",
+    waits for a line, then writes for each kind of memory a list of bytes a second."""
     pin(config["cores"])
     shared = np.frombuffer(mmap.mmap(config["fd"], config["size"], mmap.MAP_SHARED), np.uint8)
     part = shared[config["lo"] : config["hi"]]

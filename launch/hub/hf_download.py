@@ -1,13 +1,12 @@
 """`--model org/name`: a model of the Hugging Face Hub, from this machine's cache of it or downloaded into it.
 
-The cache is huggingface_hub's own, which other programs share; so are its progress bars and its environment
-variables (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE). A model that is complete in the cache is used as
-it is, without the network, even if the Hub has a newer version. Before the gigabytes are downloaded, a few
-kilobytes are, and checked: architecture, format of the weights, free space on the disk.
+The cache is huggingface_hub's own, with its progress bars and environment variables. A model that is complete
+in the cache is used as it is, without the network, even if the Hub has a newer version. Before the weights a
+few kilobytes are downloaded and checked: architecture, format of the weights, free space.
 
 Files are downloaded one after the other in the main thread, and not by snapshot_download: its pool of threads
-ends only when the files under way are complete, so a Ctrl-C would take effect after gigabytes. Within a large
-file huggingface_hub downloads in parallel. Complete files are kept: the next start continues after them.
+ends only when the files under way are complete, so a Ctrl-C would take effect after gigabytes. Complete files
+are kept: the next start continues after them.
 """
 
 from __future__ import annotations

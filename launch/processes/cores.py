@@ -2,14 +2,12 @@
 
 Decode is bound by reading weights, and two hardware threads of a core read no more than one: so workers take
 one thread of each core, and both only where --workers asks for more workers than there are cores. By default
-there is one worker a core: the threads of one worker synchronize several times within each tile, workers only
-at the end of a layer. Beyond MOST_WORKERS each worker has more cores instead, because each worker costs the
-coordinator a message and an answer in every layer.
+there is one worker a core, because a worker's threads synchronize several times within each tile. Beyond
+MOST_WORKERS each has more cores instead: a worker costs the coordinator two messages in every layer.
 
-Workers share nothing: their sets of cores are disjoint, cover what the process may use, and lie within one
-NUMA node each where there are at least as many workers as nodes. Coordinator and prefetcher are bound to no
-core: the coordinator computes while the workers wait and the other way round, and the prefetcher copies on
-any idle core.
+Workers' sets of cores are disjoint, cover what the process may use, and lie within one NUMA node each where
+there are at least as many workers as nodes. Coordinator and prefetcher are bound to no core: the coordinator
+computes while the workers wait, and the prefetcher copies on any idle core.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Restarts an engine's processes when they exit or hang; where that is no use, ends the engine with one line.
-
 A worker or the prefetcher is restarted at once at first, then after growing pauses; the coordinator receives
 a WorkerDied and gives its work to others. When the coordinator exits or hangs, workers and prefetcher are
-killed as well, and all are restarted on the same store.
-"""
+killed as well, and all are restarted on the same store."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from launch.processes.children import Child, title
 from launch.processes.group import ProcessGroup
 from launch.processes.limits import Limits
 from launch.processes.task_guard import TaskGuard
-from protocol.messages import Heartbeat, Hung, Ready, WorkerDied, WorkerUp
+from protocol.messages import Hung, Ready, WorkerDied, WorkerUp
 from protocol.sockets import Identity
 from shm.control import ControlSegment
 
@@ -110,14 +108,13 @@ class ProcessMonitor:
                 slot = self._slot_of(child)
                 if slot is not None and not slot.ready.done():
                     slot.ready.set_result(None)
-            case WorkerUp():
-                self._on_worker_up(self._slots.get((message.role, message.index)), message.incarnation)
-            case Hung():
+            case WorkerUp() | Hung():
                 slot = self._slots.get((message.role, message.index))
                 if slot is not None and slot.child is not None and slot.incarnation == message.incarnation:
-                    slot.child.kill_hung()
-            case Heartbeat():
-                pass  # the group has noted the time
+                    if isinstance(message, Hung):
+                        slot.child.kill_hung()
+                    else:
+                        self._on_worker_up(slot, slot.child)
 
     def on_exit(self, child: Child, code: int) -> None:
         slot = self._slot_of(child)
@@ -132,10 +129,8 @@ class ProcessMonitor:
         else:
             self._guard.keep(self._restart_child(slot, child, code))
 
-    def _on_worker_up(self, slot: ProcessSlot | None, incarnation: int) -> None:
-        if slot is None or slot.child is None or slot.incarnation != incarnation or slot.child.up:
-            return
-        slot.child.up = True
+    def _on_worker_up(self, slot: ProcessSlot, child: Child) -> None:
+        child.up = True
         if slot.exited_at is not None:
             log.info(f"the {slot.title} is up again after {time.monotonic() - slot.exited_at:.1f} s")
             slot.exited_at = None

@@ -123,9 +123,9 @@ class Supervisor:
         runtime = RuntimeDir.claim(self.name)
         self._files.callback(runtime.remove)
         self._files.callback(self._release_store)
-        use = await asyncio.to_thread(cache_use, self.model, config, plan.needs, cache_root())
-        runtime.reserve_cache(use.fingerprints)  # `launch.py cache` does not prune them
-        if line := full_disk_line(cache_root(), use.missing):
+        folders, missing = await asyncio.to_thread(cache_use, self.model, config, plan.needs, cache_root())
+        runtime.reserve_cache(folders)  # `launch.py cache` does not prune them
+        if line := full_disk_line(cache_root(), missing):
             log.warning(f"warning: {line}")
         control = Control(runtime.endpoint("control.sock"))
         self._files.callback(control.close)

@@ -17,28 +17,25 @@ def chaos_parts(chaos: dict[str, Any]) -> list[RenderableType]:
         for kind, roles in chaos["faults"].items()
     )
     head = f"faults, seed {chaos['seed']}: {kinds or 'none'}; {chaos['during_decode']} during requests"
-    lines = [Text(head, style="bold")]
+    lines = []
     if chaos["hostile_messages"]["sent"]:
         sent = sum(chaos["hostile_messages"]["sent"].values())
-        lines.append(Text(f"hostile messages: {sent} sent, {chaos['hostile_messages']['answered']} answered"))
+        lines.append(f"hostile messages: {sent} sent, {chaos['hostile_messages']['answered']} answered")
     if chaos["kill_to_next_token_s"]["median"] is not None:
+        any_answer, every = (chaos[f"kill_to_{which}next_token_s"] for which in ("", "every_"))
         lines.append(
-            Text(
-                f"from a kill to the next token of any answer: {_times(chaos['kill_to_next_token_s'])}; "
-                f"of every answer: {_times(chaos['kill_to_every_next_token_s'])}"
-            )
+            f"from a kill to the next token of any answer: {_times(any_answer)}; "
+            f"of every answer: {_times(every)}"
         )
     for role, found in (chaos["recovery"] or {}).items():
         if count := chaos["respawns"][role]:
             lines.append(
-                Text(
-                    f"{role} restarted {count} time{'' if count == 1 else 's'}: ready after "
-                    f"{_seconds(found['ready_s'])}, up after {_seconds(found['whole_s'])} (medians)"
-                )
+                f"{role} restarted {count} time{'' if count == 1 else 's'}: ready after "
+                f"{_seconds(found['ready_s'])}, up after {_seconds(found['whole_s'])} (medians)"
             )
     if chaos["engine_after"]:
-        lines.append(Text(_usage(chaos["engine_before"], chaos["engine_after"])))
-    return list(lines)
+        lines.append(_usage(chaos["engine_before"], chaos["engine_after"]))
+    return [Text(head, style="bold"), *map(Text, lines)]
 
 
 def _usage(before: dict[str, Any], after: dict[str, Any]) -> str:

@@ -1,9 +1,9 @@
 """`launch.py stress`: many concurrent clients, and every answer compared with the same request run alone.
 
-First C clients send all entries of the script. Then each deterministic request is repeated with the same
-prompt, alone in the same engine, and the answers are compared (`equality.py`). The exit code is 0 only if no
-answer differs, no request failed or was lost, no message came twice, and the engine holds nothing afterwards.
-With --chaos faults are injected during the load, and the engine must recover before the comparison.
+First C clients send all entries of the script; with --chaos faults are injected meanwhile, from which the
+engine must recover. Then each deterministic request is repeated alone in the same engine, and the answers are
+compared (`equality.py`). The exit code is 0 only if no answer differs, no request failed or was lost, no
+message came twice, and the engine holds nothing afterwards.
 """
 
 from __future__ import annotations

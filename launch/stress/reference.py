@@ -53,7 +53,9 @@ async def compare_all(
         if request is not None:
             groups.setdefault(request, []).append(outcome)
     for request, group in groups.items():
-        reference = await _ask(client, request)
+        reference = await ask(client, request)
+        if reference.end is End.GONE:
+            raise EngineGone(reference.error)
         for outcome in group:
             compared(judge(outcome, reference, bound))
 
@@ -74,13 +76,6 @@ def judge(outcome: Outcome, reference: Outcome, bound: float) -> Finding:
         why = f"equal tokens, but {_ended(outcome)}; alone {_ended(reference)}"
         return Finding(label, Comparison(Verdict.MISMATCH), why)
     return Finding(label, found)
-
-
-async def _ask(client: Client, request: Request) -> Outcome:
-    outcome = await ask(client, request)
-    if outcome.end is End.GONE:
-        raise EngineGone(outcome.error)
-    return outcome
 
 
 def _ended(outcome: Outcome) -> str:

@@ -125,34 +125,25 @@ def _object(line: str) -> dict[str, Any]:
     return value
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        _wrong("a string", value)
-    return value
+def _check(expected: str, good: Callable[[Any], bool], made: type | None = None) -> Callable[[Any], Any]:
+    """Accepts good values, as they are or converted."""
 
-
-def _name(value: Any) -> str:
-    if not isinstance(value, str) or not value.strip() or not value.isprintable():
-        _wrong("a string of one line", value)
-    return value
-
-
-def _integer(smallest: int) -> Callable[[Any], int]:
-    def check(value: Any) -> int:
-        if type(value) is not int or not smallest <= value < 1 << 63:
-            _wrong(f"an integer from {smallest} to 2**63 - 1", value)
-        return value
+    def check(value: Any) -> Any:
+        if not good(value):
+            _wrong(expected, value)
+        return value if made is None else made(value)
 
     return check
 
 
-def _number(largest: float) -> Callable[[Any], float]:
-    def check(value: Any) -> float:
-        if type(value) not in (int, float) or not 0 <= value <= largest:  # false for NaN too
-            _wrong(f"a number from 0 to {largest:g}", value)
-        return float(value)
+def _integer(smallest: int) -> Callable[[Any], Any]:
+    expected = f"an integer from {smallest} to 2**63 - 1"
+    return _check(expected, lambda value: type(value) is int and smallest <= value < 1 << 63)
 
-    return check
+
+def _number(largest: float) -> Callable[[Any], Any]:
+    expected = f"a number from 0 to {largest:g}"
+    return _check(expected, lambda value: type(value) in (int, float) and 0 <= value <= largest, float)
 
 
 def _messages(value: Any) -> tuple[ChatMessage, ...]:
@@ -177,8 +168,10 @@ def _turns(value: Any) -> tuple[str, ...]:
 
 
 CHECKS: dict[str, Callable[[Any], Any]] = {
-    "name": _name,
-    "prompt": _text,
+    "name": _check(
+        "a string of one line", lambda v: isinstance(v, str) and v.isprintable() and bool(v.strip())
+    ),
+    "prompt": _check("a string", lambda value: isinstance(value, str)),
     "messages": _messages,
     "turns": _turns,
     "max_tokens": _integer(1),

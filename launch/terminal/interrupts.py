@@ -1,8 +1,6 @@
-"""Ctrl-C, SIGTERM and a closed terminal: the first signal ends the command in order, the second at once.
-
-"In order" depends on the command's state: a chat that is answering cancels the answer; all else is cancelled
-and its engine stopped. So the first signal goes to the innermost handler.
-"""
+"""Ctrl-C, SIGTERM and a closed terminal: the first signal ends the command in order, the second at once. A
+chat that is answering cancels the answer; all else is cancelled and its engine stopped. So the first signal
+goes to the innermost handler."""
 
 from __future__ import annotations
 

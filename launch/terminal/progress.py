@@ -26,9 +26,8 @@ LINE_INTERVAL = 5.0  # seconds between log lines where stderr is no terminal
 
 
 class ProgressDisplay:
-    """Shows one stage after the other. Of bytes each finished stage keeps its bar, and lines give a rate and
-    the time that remains; of items one bar shows the current stage and is cleared at the end. A context
-    manager; nothing is drawn before the first `update`."""
+    """Shows one stage after the other: of bytes with a bar each, a rate and the time that remains; of items
+    in one bar that is cleared at the end. A context manager; draws nothing before the first `update`."""
 
     def __init__(self, unit: Literal["bytes", "items"], prefix: str = "") -> None:
         """`prefix`: written before the stage in log lines, for which a bar has no space."""

@@ -65,9 +65,9 @@ def test_a_matrix_is_what_numpy_reads(tmp_path: Path) -> None:
     blocks = [
         np.random.default_rng(i).standard_normal((n, 7)).astype(np.float32) for i, n in enumerate((3, 1, 200))
     ]
-    with matrix_file(tmp_path / "p.npy", 7) as matrix:
+    with matrix_file(tmp_path / "p.npy", 7) as append:
         for block in blocks:
-            matrix.append(block)
+            append(block)
         assert not (tmp_path / "p.npy").exists()
     np.testing.assert_array_equal(np.load(tmp_path / "p.npy", allow_pickle=False), np.concatenate(blocks))
     assert list(tmp_path.iterdir()) == [tmp_path / "p.npy"]
