@@ -83,7 +83,8 @@ class Cores:
         return tuple(_cpu_set(part) for parts in divided for part in parts)
 
     def _units(self, workers: int) -> list[Thread]:
-        """The threads for so many workers, by node and core: one of each core, or all; at most the quota."""
+        """The threads for so many workers, by node and core: one of each core, or all where these are too
+        few; at most the quota, evenly over the nodes."""
         order = sorted(self.threads)
         turns = _turns([(thread.node, thread.core) for thread in order])
         chosen = [thread for turn, thread in zip(turns, order, strict=True) if turn == 0]

@@ -19,7 +19,7 @@ STOP_ORDER = (("coordinator",), ("worker", "prefetcher"), ("loader",))
 
 
 class ProcessGroup:
-    """`on_message` is called for each message but Failed, `on_exit` when a child's messages are received."""
+    """`on_message` is called for each message but Failed, `on_exit` after the last one of an exited child."""
 
     def __init__(self, control: Control, guard: TaskGuard) -> None:
         self.last_message = 0.0  # monotonic seconds: when a child last sent one

@@ -112,7 +112,7 @@ async def _run(
 
 
 async def _look_for_leaks(client: Client, run: StressRun) -> None:
-    """Whether the engine holds anything after this run's clients; unknown while others are connected."""
+    """What the engine holds after this run's clients; not checked while other clients are connected."""
     deadline = asyncio.get_running_loop().time() + IDLE_SECONDS
     while True:
         stats = await client.stats()
