@@ -9,10 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.chat.conversation import Reply
+from launch.chat.levers import LEAST_GAIN, Lever, levers
 from launch.errors import WrongUsage
 from launch.phase_profile import PhaseProfile
 from launch.terminal.format import percent
-from launch.terminal.tables import make_table
+from launch.terminal.tables import make_grid, make_table
 from protocol.messages import Welcome
 from shm.segment import byte_size
 
@@ -26,39 +27,6 @@ CAUSE_NAMES = {
     "planning": "planning",
     "messages": "messages and sums",
     "head": "the head",
-}
-
-# By cause: a sentence, and policies of which it names the first that is not in use.
-POLICY_ADVICE: dict[str, tuple[tuple[str, ...], str]] = {
-    "workers": (
-        ("fiddler", "bandwidth-split"),
-        "Most of the time is spent waiting for the workers: a larger --expert-cache leaves them fewer"
-        " experts, a smaller --format (int8, int4) fewer bytes, and a policy that divides the experts"
-        " between host and device, e.g. {}, may give more of them to the device.",
-    ),
-    "link": (
-        ("fiddler", "all-host"),
-        "Most of the time is spent waiting for the link: a policy that computes experts that are not"
-        " resident on the host, e.g. {}, moves less, and a larger --expert-cache keeps more resident.",
-    ),
-    "device": (
-        ("bandwidth-split", "fiddler"),
-        "Most of the time is spent on experts on the device: a policy that gives some of them to the host"
-        " at the same time, e.g. {}, may be faster.",
-    ),
-    "planning": (
-        ("all-host", "layerwise"),
-        "Most of the time is spent on planning: for layers as small as these a decision costs more than"
-        " the computation; {} decides least.",
-    ),
-}
-ADVICE = {
-    "attention": "Most of the time is spent on attention and other layers than experts: a smaller"
-    " --backbone-dtype (int8, int4) reads fewer bytes, a shorter conversation (/reset) less KV.",
-    "messages": "Most of the time is spent on messages: for layers as small as these sending costs more than"
-    " computing; fewer --workers need fewer messages, and --workers 0 needs none.",
-    "head": "Most of the time is spent on the head: the vocabulary is large relative to the layers; a smaller"
-    " --backbone-dtype (int8, int4) reads fewer bytes.",
 }
 
 
@@ -76,8 +44,8 @@ def why_text(reply: Reply | None, stats: dict[str, Any], welcome: Welcome) -> Re
     policy = answer.get("policy", welcome.policy)
     parts: list[RenderableType] = [_time(profile, policy), "", _layers(profile), ""]
     parts += [Text(line) for line in facts(profile, answer, stats.get("prefetch", {}))]
-    same_cores = welcome.device == "cpu" and not welcome.emulation
-    parts += ["", Text(advice(profile, policy, same_cores), "bold")]
+    found = levers(profile, stats, welcome, policy)
+    parts += ["", advice(found, profile.seconds / profile.rows)]
     return Group(*parts)
 
 
@@ -135,20 +103,21 @@ def _fidelity(fidelity: dict[str, Any]) -> str:
     return f"approximate; of the routed weight: {words}"
 
 
-def advice(profile: PhaseProfile, policy: str, same_cores: bool) -> str:
-    """One sentence for the largest cause. `same_cores`: the device is emulated on the host's cores."""
-    cause = max(profile.causes.items(), key=lambda item: item[1])[0]
-    if same_cores and cause in ("workers", "link", "device"):
-        if policy != "all-host":
-            return (
-                "Most of the time is spent on experts: with --device cpu the device is these same cores, so"
-                " a fetched tile is only a copy; /policy all-host reads every expert in place."
-            )
-        return "Most of the time is spent on experts: a smaller --format (int8, int4) reads fewer bytes."
-    if cause in POLICY_ADVICE:
-        policies, sentence = POLICY_ADVICE[cause]
-        return sentence.format(f"/policy {next(name for name in policies if name != policy)}")
-    return ADVICE[cause]
+def advice(found: list[Lever], now: float) -> RenderableType:
+    """The levers, the largest gain first. `now`: seconds of a token."""
+    if not found:
+        return Text(f"No setting is known that would make this {percent(LEAST_GAIN)} faster.")
+    table = make_grid(3)
+    for lever in found:
+        speed = f"{'at most' if lever.bound else 'about'} {_speed(lever.seconds)}"
+        table.add_row(Text(lever.setting, "bold"), speed, Text(lever.effect, "dim"))
+    options = any(lever.setting.startswith("--") for lever in found)
+    start = "; a setting with -- is given at the next start" if options else ""
+    return Group(f"What would help, from {_speed(now)}{start}:", table)
+
+
+def _speed(seconds: float) -> str:
+    return f"{1 / seconds:#.3g}".rstrip(".") + " tok/s"
 
 
 def _milliseconds(seconds: float) -> str:

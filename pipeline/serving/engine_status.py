@@ -69,6 +69,7 @@ class EngineStatus:
             mover, cache = memory.mover, memory.mover.cache
             stats["cache"] = {
                 "capacity_tiles": cache.capacity,
+                "all_tiles": cache.residency.size * engine.shape.tiles,
                 "resident_tiles": int(cache.residency.sum()),
                 "demanded_tiles": mover.demanded,
                 "placed_tiles": mover.placed,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +11,11 @@ from counters import TILE, decode
 from rich.console import Console, RenderableType
 
 from launch.chat.conversation import Reply
+from launch.chat.levers import Lever, levers
 from launch.chat.tables import counters_table
-from launch.chat.why import ADVICE, POLICY_ADVICE, advice, why_text
+from launch.chat.why import why_text
 from launch.errors import WrongUsage
-from launch.phase_profile import CAUSES, PhaseProfile
-from pipeline.policies.presets import PRESETS
+from launch.phase_profile import PhaseProfile
 from protocol.messages import VERSION, Done, Welcome
 
 WELCOME = Welcome(VERSION, "e", "/models/m", "f", "cuda", "lru", True, 100, 100, True, True)
@@ -53,7 +54,6 @@ def test_why_shows_time_by_cause_and_by_layer() -> None:
     assert "prefetched: 2.0 MB per token, 60% of it used, 30% evicted unused" in words
     assert "prefetching is off for 256 steps" in words
     assert "fidelity: exact" in words
-    assert "Most of the time is spent waiting for the link: " in words
     assert "/policy fiddler" in words
 
 
@@ -65,23 +65,67 @@ def test_why_shows_the_fidelity_of_an_approximate_policy() -> None:
     assert "skipped" not in words
 
 
-@pytest.mark.parametrize("cause", CAUSES)
-@pytest.mark.parametrize("policy", PRESETS)
-def test_advice_is_for_the_largest_cause_and_never_the_policy_in_use(cause: str, policy: str) -> None:
-    profile = PhaseProfile(decode(**{CAUSES[cause][0]: 5.0}), TILE)
-    sentence = advice(profile, policy, same_cores=False)
-    expected = POLICY_ADVICE[cause][1] if cause in POLICY_ADVICE else ADVICE[cause]
-    assert sentence.startswith(expected.partition("{}")[0])
-    assert ("/policy " in sentence) == (cause in POLICY_ADVICE)
-    for name in re.findall(r"/policy ([\w-]+)", sentence):
-        assert name in PRESETS
-        assert name != policy
+def found(tree: dict[str, Any], policy: str = "mixtral-offloading", **welcome: Any) -> dict[str, Lever]:
+    """By setting, in the order of the gains."""
+    stats = {"peers": [{"role": "worker"}] * 2, "cache": {"capacity_tiles": 25, "all_tiles": 100}}
+    about = replace(WELCOME, format="bf16", backbone_dtype="bf16", **welcome)
+    return {lever.setting: lever for lever in levers(PhaseProfile(tree, TILE), stats, about, policy)}
 
 
-@pytest.mark.parametrize("policy", ["on-demand", "all-host"])
-def test_advice_for_an_emulated_device_is_all_host(policy: str) -> None:
-    sentence = advice(PhaseProfile(decode(), TILE), policy, same_cores=True)
-    assert ("/policy all-host" in sentence) == (policy != "all-host")
+def test_largest_gain_of_workers_that_wait_for_messages_is_no_workers() -> None:
+    """100 ms a token: 20 of waiting, 10 of which the workers computed, 30 of messages."""
+    seconds = {"link": 0.0, "device": 0.0, "wait": 0.2, "submit": 0.2, "combine": 0.1, "attention": 0.5}
+    tree = decode(**seconds, head=0.0, host_busy=0.1, fetched_tiles=0, resident_tiles=0)
+    ranked = found(tree, "all-host", device="cpu")
+    assert next(iter(ranked)) == "--workers 0"
+    assert ranked["--workers 0"].seconds == pytest.approx(0.1 - 0.03 - 0.01)
+    assert ranked["--backbone-dtype int4"].seconds == pytest.approx(0.1 - 0.05 * (1 - 4.5 / 16))
+    assert ranked["--format int4"].seconds == pytest.approx(0.1 - 0.01 * (1 - 4.5 / 16))
+    assert ranked["--format int4"].bound
+    assert not ranked["--workers 0"].bound
+    assert "--format int8" not in ranked  # 5 ms of 100 are within the noise
+    gains = [lever.seconds for lever in ranked.values()]
+    assert gains == sorted(gains)
+    assert not any(setting.startswith("/policy") for setting in ranked)
+
+
+def test_levers_of_a_link_are_policies_and_a_larger_cache() -> None:
+    """100 ms a token: 50 for 5 tiles over the link, 20 for 4 tiles of the workers, 2.5 ms each."""
+    ranked = found(decode())
+    others, host, link, missing = 0.03, 0.01 / 4, 0.01, 9
+    split = ranked["/policy bandwidth-split"]
+    assert split.seconds == pytest.approx(others + missing * host * link / (host + link))
+    assert split.bound
+    assert ranked["/policy fiddler"].seconds == pytest.approx(others + missing * host)
+    assert ranked["--expert-cache 0.5"].seconds == pytest.approx(0.1 - 0.07 / 3)
+    assert "--workers 0" not in ranked  # on a GPU
+    assert "--backbone-dtype int4" not in ranked  # quantized on the CPU only
+    assert "/policy fiddler" not in found(decode(), "fiddler")
+
+
+def test_levers_without_a_gpu_read_experts_in_place() -> None:
+    ranked = found(decode(), "on-demand", device="cpu")
+    assert ranked["/policy all-host"].seconds == pytest.approx(0.05)
+    assert not any("cache" in setting or "fiddler" in setting for setting in ranked)
+    assert "/policy all-host" not in found(decode(fetched_tiles=0, link=0.0), "layerwise", device="cpu")
+    assert "/policy all-host" not in found(decode(), "all-host", device="cpu")
+
+
+def test_formats_in_use_and_larger_ones_are_no_lever() -> None:
+    least = PhaseProfile(decode(), TILE)
+    about = replace(WELCOME, device="cpu", format="int4", backbone_dtype="int8")
+    settings = {lever.setting for lever in levers(least, {}, about, "all-host")}
+    assert settings == {"--backbone-dtype int4"}
+
+
+def test_why_shows_gains_or_that_none_is_known() -> None:
+    text = shown(why_text(reply(decode()), {"tile_bytes": TILE}, WELCOME))
+    assert re.search(r"^What would help, from 10\.0 tok/s:$", text, re.M)
+    assert re.search(r"^/policy bandwidth-split +at most 20\.8 tok/s +divides missing", text, re.M)
+    busy = decode(link=0.0, wait=0.0, fetched_tiles=0, host_tiles=0, host_busy=0.0, attention=0.85)
+    assert "No setting is known that would make this 5% faster." in shown(
+        why_text(reply(busy), {"tile_bytes": TILE}, WELCOME)
+    )
 
 
 def test_why_needs_an_answer_of_several_tokens() -> None:
