@@ -73,17 +73,17 @@ def found(tree: dict[str, Any], policy: str = "mixtral-offloading", **welcome: A
 
 
 def test_largest_gain_of_workers_that_wait_for_messages_is_no_workers() -> None:
-    """100 ms a token: 20 of waiting, 10 of which the workers computed, 30 of messages."""
+    """100 ms a token: 20 of waiting, 8 of which the workers computed, 30 of messages."""
     seconds = {"link": 0.0, "device": 0.0, "wait": 0.2, "submit": 0.2, "combine": 0.1, "attention": 0.5}
-    tree = decode(**seconds, head=0.0, host_busy=0.1, fetched_tiles=0, resident_tiles=0)
+    tree = decode(**seconds, head=0.0, host_busy=0.08, fetched_tiles=0, resident_tiles=0)
     ranked = found(tree, "all-host", device="cpu")
     assert next(iter(ranked)) == "--workers 0"
-    assert ranked["--workers 0"].seconds == pytest.approx(0.1 - 0.03 - 0.01)
+    assert ranked["--workers 0"].seconds == pytest.approx(0.1 - 0.03 - 0.012)
     assert ranked["--backbone-dtype int4"].seconds == pytest.approx(0.1 - 0.05 * (1 - 4.5 / 16))
-    assert ranked["--format int4"].seconds == pytest.approx(0.1 - 0.01 * (1 - 4.5 / 16))
+    assert ranked["--format int4"].seconds == pytest.approx(0.1 - 0.008 * (1 - 4.5 / 16))
     assert ranked["--format int4"].bound
     assert not ranked["--workers 0"].bound
-    assert "--format int8" not in ranked  # 5 ms of 100 are within the noise
+    assert "--format int8" not in ranked  # 4 ms of 100 are within the noise
     gains = [lever.seconds for lever in ranked.values()]
     assert gains == sorted(gains)
     assert not any(setting.startswith("/policy") for setting in ranked)
