@@ -4,23 +4,32 @@ answer so far is shown, the JSON object has finish_reason "cancelled", the exit 
 from __future__ import annotations
 
 import asyncio
+import logging
+import sys
+from pathlib import Path
 from typing import Any
 
-from launch.command_line.options import Options
+from launch.command_line.checks import MAX_TEXT_BYTES, check_request, read_text
+from launch.command_line.options import RANDOM_OPTIONS, Options
 from launch.connect.reconnect import reconnecting_client
 from launch.errors import AnswerLost, WrongUsage
 from launch.terminal.interrupts import Interrupts
+from launch.terminal.lines import Lines
 from launch.terminal.output import print_json, show
 from protocol.answer import Answer
 from protocol.client import Client
 from protocol.errors import RequestFailed
-from protocol.messages import ChatMessage, Sampling, Token
+from protocol.messages import ChatMessage, Generate, Sampling, Token
+
+log = logging.getLogger("tandem")
 
 
 async def generate(options: Options, interrupts: Interrupts) -> int:
     """Raises WrongUsage, RequestFailed, AnswerLost and what `reconnecting_client` raises."""
+    text = await _text(options)
     async with reconnecting_client(options, interrupts) as client:
-        answer = client.generate(**_prompt(options, client), **answer_settings(options, Sampling()))
+        recommended = client.welcome.sampling if "chat" in options.written else Sampling()
+        answer = client.generate(**_prompt(options, text, client), **answer_settings(options, recommended))
         tokens: list[Token] = []
         as_json = "json" in options.written
         try:
@@ -30,7 +39,7 @@ async def generate(options: Options, interrupts: Interrupts) -> int:
                     show(token.text)
         except asyncio.CancelledError:
             if interrupts.received:
-                _finish(answer, tokens, client, as_json)
+                _finish(options, answer, tokens, client)
             elif not as_json:  # the engine has exited, for which the supervisor prints a line
                 show("\n")
             raise
@@ -38,41 +47,71 @@ async def generate(options: Options, interrupts: Interrupts) -> int:
             if tokens:
                 raise AnswerLost(str(e)) from e
             raise
-        _finish(answer, tokens, client, as_json)
+        _finish(options, answer, tokens, client)
         if answer.done is not None and answer.done.reason == "cancelled":  # by the engine
             raise AnswerLost("the engine cancelled this answer; it is shutting down")
     return 0
 
 
 def answer_settings(options: Options, otherwise: Sampling) -> dict[str, Any]:
-    """The given arguments of Client.generate but the prompt; `otherwise`: for settings not given."""
+    """The given arguments of Client.generate but the prompt; `otherwise`: for settings not given. Says which
+    of the given ones have no effect."""
     settings = {
         key: options.written[key] for key in ("max_tokens", "stop", "ignore_eos") if key in options.written
     }
-    return settings | {"sampling": options.sampling(otherwise)}
+    sampling = options.sampling(otherwise)
+    if sampling.temperature == 0 and RANDOM_OPTIONS & options.written.keys():
+        log.warning("note: decoding is greedy without --temperature; the other sampling options are ignored")
+    return settings | {"sampling": sampling}
 
 
-def _prompt(options: Options, client: Client) -> dict[str, Any]:
-    ids = options.written.get("prompt_tokens")
-    if ids is not None:
+async def _text(options: Options) -> str | None:
+    """The prompt as text, from the command line, a file or stdin, of which the last line's end is no part;
+    None where token ids are given. Raises WrongUsage."""
+    path, prompt = options.written.get("file"), options.written.get("prompt")
+    if path is not None:
+        prompt, source = read_text(path).removesuffix("\n"), path
+    elif prompt == "-":
+        prompt, source = await _stdin(), Path("stdin")
+    else:
+        return prompt
+    check_request(source, Generate(0, prompt=prompt))
+    return prompt
+
+
+async def _stdin() -> str:
+    lines, read, size = Lines(sys.stdin.fileno()), list[str](), 0
+    while size <= MAX_TEXT_BYTES and (line := await lines.next()) is not None:
+        read.append(line)
+        size += len(line)
+    return "\n".join(read)
+
+
+def _prompt(options: Options, text: str | None, client: Client) -> dict[str, Any]:
+    if text is None:
+        ids = options.written["prompt_tokens"]
         largest = client.welcome.vocabulary - 1
         if max(ids) > largest:
             raise WrongUsage(f"--prompt-tokens: {max(ids)} is no token; this model's ids end at {largest}")
         return {"token_ids": ids}
     if not client.welcome.has_tokenizer:
-        raise WrongUsage("--prompt: this model has no tokenizer; give --prompt-tokens")
+        raise WrongUsage("this model has no tokenizer, so it reads no text; give --prompt-tokens")
     if "chat" not in options.written:
-        return {"prompt": options.written["prompt"]}
+        return {"prompt": text}
     if not client.welcome.has_chat_template:
         raise WrongUsage("--chat: this model has no chat template; leave it out")
-    return {"messages": (ChatMessage("user", options.written["prompt"]),)}
+    return {"messages": (ChatMessage("user", text),)}
 
 
-def _finish(answer: Answer, tokens: list[Token], client: Client, as_json: bool) -> None:
+def _finish(options: Options, answer: Answer, tokens: list[Token], client: Client) -> None:
     last, reason = ("", "cancelled") if answer.done is None else (answer.done.text, answer.done.reason)
     stats = {} if answer.done is None else answer.done.stats
-    if not as_json:
+    if "json" not in options.written:
         show(last + "\n")
+        most = options.written.get("max_tokens", Generate.max_tokens)
+        length = "; --max-tokens reached" if len(tokens) == most else "; the context is full"
+        end = {"cancelled": "; cancelled", "length": length}
+        print(f"[tandem] {_speed(len(tokens), stats)}{end.get(reason, '')}", file=sys.stderr)
         return
     if client.welcome.emulation:
         stats = stats | {"emulation": client.welcome.emulation}
@@ -88,3 +127,13 @@ def _finish(answer: Answer, tokens: list[Token], client: Client, as_json: bool) 
             "stats": stats,
         }
     )
+
+
+def _speed(count: int, stats: dict[str, Any]) -> str:
+    """Of an answer of `count` tokens and of its prompt."""
+    words = f"{count} token{'' if count == 1 else 's'}"
+    if stats.get("decode_tok_s"):
+        words += f", {stats['decode_tok_s']:.1f} tok/s"
+    if stats.get("prefill_tok_s"):
+        words += f"; prompt of {stats.get('prompt_tokens', 0)}, {stats['prefill_tok_s']:.0f} tok/s"
+    return words + ("" if stats.get("fidelity", {}).get("exact", True) else "; approximate (shares: --json)")

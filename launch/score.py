@@ -1,10 +1,15 @@
-"""`launch.py score`: the perplexity of a text, and with --out every log-probability."""
+"""`launch.py score`: the perplexity of a text, and with --out every log-probability.
+
+A text longer than the context is scored in windows of one context each, which move by `--stride` tokens, so
+that each token outside the first window is predicted from context - stride tokens at least.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,7 @@ from launch.errors import OutputFailed, WrongUsage
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
 from pipeline.counters import difference, fidelity
+from pipeline.text.tokenizer import Tokenizer
 from protocol.client import Client
 from protocol.messages import F32Matrix, Score
 from shm.atomic_file import atomic_file
@@ -51,27 +57,21 @@ async def score(options: Options, interrupts: Interrupts) -> int:
     out: Path | None = written.get("out")
     if out is not None:
         check_output(out)
-    asked: dict[str, Any] = (
-        {"text": read_text(written["text"])}
-        if "text" in written
-        else {"token_ids": read_ids(written["tokens"])}
-    )
-    asked |= {
-        "stepwise": "stepwise" in written,
-        "prefill": written.get("prefill", 1),
-        "full": out is not None,
-    }
-    check_request(written.get("text") or written["tokens"], Score(0, **asked))
+    text = read_text(written["text"]) if "text" in written else None
+    ids = read_ids(written["tokens"]) if text is None else ()
     async with reconnecting_client(options, interrupts) as client:
-        if "text" in asked and not client.welcome.has_tokenizer:
-            raise WrongUsage("--text: this model has no tokenizer; give --tokens")
+        context = client.welcome.context
+        stride = written.get("stride", max(1, context // 2))
+        if stride >= context and "stride" in written:
+            raise WrongUsage(f"--stride {stride}: must be less than the context of {context} tokens")
+        requests = _requests(client, options, text, ids, stride)
         before = await client.stats()
         if out is None:
-            count, nll = await _sum(client, asked, None)
+            count, nll = await _sum(client, requests, None)
         else:
             try:
                 with matrix_file(out, client.welcome.vocabulary) as append:
-                    count, nll = await _sum(client, asked, append)
+                    count, nll = await _sum(client, requests, append)
             except OSError as e:
                 raise OutputFailed(f"--out {out}: {e.strerror}") from e
         stats = await client.stats()
@@ -83,24 +83,82 @@ async def score(options: Options, interrupts: Interrupts) -> int:
                 "tokens": count,
                 "mean_nll": mean,
                 "perplexity": perplexity,
+                "windows": len(requests),
+                "stride": stride if len(requests) > 1 else None,
                 "policy": stats.get("policy", client.welcome.policy),
                 "fidelity": fidelity(client.welcome.exact, difference(stats["engine"], before["engine"])),
                 "stats": stats,
             }
         )
     else:
-        show(f"{count} tokens, {mean:.4f} nats a token, perplexity {perplexity:.2f}\n")
+        how = f" ({len(requests)} windows of {context}, stride {stride})" if len(requests) > 1 else ""
+        show(f"{count} tokens{how}, {mean:.4f} nats a token, perplexity {perplexity:.2f}\n")
     return 0
 
 
+@dataclass(frozen=True)
+class Window:
+    """Tokens of a text, and the rows over them that count: those before `first` count in an earlier window,
+    those from `stop` in a later one. Row i predicts token i + 1 of the text."""
+
+    start: int
+    end: int
+    first: int
+    stop: int
+
+
+def windows_of(tokens: int, context: int, stride: int) -> Iterator[Window]:
+    """Every row counts in one window. `stride` is less than `context`, but for a text that fits."""
+    end, first = min(context, tokens), 0
+    while end < tokens:
+        yield Window(max(0, end - context), end, first, end - 1)
+        first, end = end - 1, min(end + stride, tokens)
+    yield Window(max(0, end - context), end, first, tokens)
+
+
+def _requests(
+    client: Client, options: Options, text: str | None, ids: Sequence[int], stride: int
+) -> list[tuple[Window, dict[str, Any]]]:
+    """Each window with the arguments of Client.score. Raises WrongUsage, and ModelError for an unusable
+    tokenizer."""
+    welcome, written = client.welcome, options.written
+    how = {"stepwise": "stepwise" in written, "full": "out" in written}
+    prefill = written.get("prefill", 1)
+    if text is not None:
+        if not welcome.has_tokenizer:
+            raise WrongUsage("--text: this model has no tokenizer; give --tokens")
+        if options.remote or len(text.encode()) < welcome.context:  # a byte a token at least, and the bos
+            check_request(written["text"], Score(0, text=text))
+            whole = Window(0, welcome.context, 0, welcome.context)
+            return [(whole, {"text": text, "prefill": prefill, **how})]
+        tokenizer = Tokenizer.load(Path(welcome.model))
+        if tokenizer is None:
+            raise WrongUsage(f"--text: {welcome.model} has no tokenizer any more; give --tokens")
+        ids = tokenizer.encode(text)
+    if len(ids) > welcome.context == 1:
+        raise WrongUsage("the engine's context has 1 token; start it with a larger --context")
+    largest = welcome.vocabulary - 1
+    if ids and max(ids) > largest:
+        raise WrongUsage(f"--tokens: {max(ids)} is no token; this model's ids end at {largest}")
+    return [
+        (w, {"token_ids": ids[w.start : w.end], "prefill": max(prefill, w.first - w.start), **how})
+        for w in windows_of(len(ids), welcome.context, stride)
+    ]
+
+
 async def _sum(
-    client: Client, asked: dict[str, Any], append: Callable[[F32Matrix], None] | None
+    client: Client,
+    requests: Sequence[tuple[Window, dict[str, Any]]],
+    append: Callable[[F32Matrix], None] | None,
 ) -> tuple[int, float]:
     """Tokens, and the sum of their negative log-probabilities in nats (the first token has none)."""
     count, nll = 0, 0.0
-    async for block in client.score(**asked):
-        count += len(block.tokens)
-        nll -= float(block.chosen.sum(dtype=np.float64))
-        if append is not None:
-            append(block.logprobs)
+    for window, request in requests:
+        async for block in client.score(**request):
+            at = window.start + block.start
+            rows = slice(max(window.first - at, 0), max(min(window.stop - at, len(block.tokens)), 0))
+            count += len(block.tokens[rows])
+            nll -= float(block.chosen[rows].sum(dtype=np.float64))
+            if append is not None:
+                append(block.logprobs[rows])
     return count, nll

@@ -9,12 +9,12 @@ import os
 import sys
 
 from launch.chat.conversation import Conversation
-from launch.chat.lines import Lines
 from launch.chat.settings import AnswerSettings
-from launch.command_line.options import RANDOM_OPTIONS, Options
+from launch.command_line.options import Options
 from launch.connect.reconnect import reconnecting_client
 from launch.generate import answer_settings
 from launch.terminal.interrupts import Interrupts
+from launch.terminal.lines import Lines
 from launch.terminal.output import show
 from protocol.client import Client
 from protocol.errors import RequestFailed
@@ -40,10 +40,7 @@ async def chat(options: Options, interrupts: Interrupts) -> int:
 def _settings(options: Options, client: Client) -> AnswerSettings:
     most = {"max_tokens": min(LONGEST_ANSWER, max(1, client.welcome.context // 2))}
     asked = answer_settings(options, client.welcome.sampling)
-    settings = AnswerSettings(**most | asked | {"stop": tuple(asked.get("stop", ()))})
-    if settings.sampling.temperature == 0 and RANDOM_OPTIONS & options.written.keys():
-        log.warning("note: decoding is greedy without --temperature; the other sampling options are ignored")
-    return settings
+    return AnswerSettings(**most | asked | {"stop": tuple(asked.get("stop", ()))})
 
 
 async def _line_by_line(client: Client, conversation: Conversation, interrupts: Interrupts) -> int:

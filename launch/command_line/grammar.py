@@ -8,7 +8,9 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Iterable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from platform import python_version
 from typing import Any, NoReturn, get_args
 
 from launch.command_line.values import (
@@ -64,23 +66,40 @@ class Parser(argparse.ArgumentParser):
         return [option for action in self._actions for option in action.option_strings]
 
 
+def _versions() -> str:
+    found = {}
+    for name in ("tandem", "torch"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # a checkout that was not installed
+            found[name] = "(not installed)"
+    return f"tandem {found['tandem']}, Python {python_version()}, torch {found['torch']}"
+
+
 def grammar() -> tuple[Parser, dict[str, Parser]]:
     parser = Parser(
         prog="launch.py",
         description="Mixture-of-experts models on one workstation. Without a command: chat in this terminal.",
+    )
+    parser.add_argument(
+        "--version", action="version", version=_versions(), help="of Tandem, Python and torch"
     )
     _add_common(parser)
     _add_answer(parser)
     _add_chat(parser)
     subparsers = parser.add_subparsers(dest="command", metavar="command", parser_class=Parser)
 
-    generate = subparsers.add_parser("generate", help="complete one prompt (greedy by default)")
+    generate = subparsers.add_parser("generate", help="complete one prompt")
     _add_common(generate)
     _add_answer(generate)
     prompt = generate.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="T", help="text to continue; with --chat, the user's message")
+    words = "text to continue, with --chat the user's message; -: read it from stdin"
+    prompt.add_argument("prompt", nargs="?", metavar="PROMPT", help=words)
+    prompt.add_argument("--prompt", metavar="T", help="the same")
+    prompt.add_argument("--file", type=Path, metavar="F", help="UTF-8 file with the prompt")
     prompt.add_argument("--prompt-tokens", type=token_ids, metavar="1,2,3", help="token ids to continue")
-    generate.add_argument("--chat", action="store_true", help="use the model's chat template")
+    template = "use the model's chat template, and sample as a chat does"
+    generate.add_argument("--chat", action="store_true", help=template)
     _add_json(generate)
 
     score = subparsers.add_parser("score", help="log-probabilities of a text")
@@ -92,6 +111,8 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
     add("--out", type=Path, metavar="F.npy", help="write all log-probabilities: float32 [positions, vocab]")
     add("--stepwise", action="store_true", help="score one token at a time, by the decode path")
     add("--prefill", type=at_least(1), metavar="N", help="tokens to prefill before stepping (default 1)")
+    stride = "tokens by which the window moves over a text longer than the context (default: half of it)"
+    add("--stride", type=at_least(1), metavar="N", help=stride)
     _add_json(score)
 
     serve = subparsers.add_parser("serve", help="start an engine and print its name and address")
@@ -233,7 +254,7 @@ def _add_answer(parser: Parser) -> None:
     default = Sampling()
     add = parser.add_argument_group("answer").add_argument
     add("--max-tokens", type=at_least(1), metavar="N", help="new tokens at most (default 128)")
-    temperature = "0: greedy (default 0; in a chat the model's)"
+    temperature = "0: greedy (default 0; of a chat and with --chat the model's)"
     add("--temperature", type=between(0.0, math.inf), metavar="X", help=temperature)
     add("--top-k", type=at_least(0), metavar="K", help=f"0: no limit (default {default.top_k})")
     add("--top-p", type=above(0.0, 1.0), metavar="P", help=f"(default {default.top_p})")

@@ -116,7 +116,7 @@ def parse(arguments: list[str]) -> Options:
     if {"chat", "prompt_tokens"} <= written.keys():
         raise WrongUsage("--chat puts a text into a template; not with --prompt-tokens")
     # A chat samples by default as its model recommends.
-    if written.get("temperature", 0 if command == "generate" else None) == 0:
+    if written.get("temperature", 0 if command == "generate" and "chat" not in written else None) == 0:
         why = "has no effect on a greedy answer; give a --temperature as well"
         _refuse(RANDOM_OPTIONS & written.keys(), why)
     if "chaos_rate" in written and "chaos" not in written:

@@ -64,6 +64,11 @@ def size(text: str) -> int:
 def model_path(text: str) -> Path:
     """A checkpoint's folder, or a shape as it is written; ./NAME is always a folder."""
     path = Path(text)
+    if path.suffix.lower() == ".gguf":
+        raise argparse.ArgumentTypeError(
+            f"{text}: GGUF files are not read yet; give the folder of the Hugging Face checkpoint that it was"
+            " made from (safetensors), or ORG/NAME for one of the Hub"
+        )
     return path.absolute() if is_shape(path) and not is_shape(text) else path
 
 

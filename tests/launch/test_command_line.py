@@ -27,7 +27,12 @@ Complaint = Callable[..., str]
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("generate", ["--prompt", "--prompt-tokens", "required"]),
+        ("generate", ["PROMPT", "--prompt", "--file", "--prompt-tokens", "required"]),
+        ("generate hello --file /tmp/x", ["--file", "not allowed with"]),
+        ("generate --file /nowhere/prompt", ["/nowhere/prompt"]),
+        ("generate hello --model some/model.gguf", ["--model", "GGUF", "safetensors"]),
+        ("generate hello --top-k 3", ["--top-k", "greedy"]),
+        ("score --text README.md --stride 0", ["--stride", "at least 1"]),
         ("generate --prompt a --prompt-tokens 1", ["not allowed with"]),
         ("generate --prompt a --max-tokens 0", ["--max-tokens", "at least 1"]),
         ("generate --prompt a --max-tokens -3", ["--max-tokens", "at least 1"]),

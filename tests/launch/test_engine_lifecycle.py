@@ -79,6 +79,26 @@ def test_engine_serves_every_command_and_stops_on_sigint(arguments: list[str], t
         chosen = scores[np.arange(19), np.arange(11, 30)]
         assert json.loads(out)["mean_nll"] == pytest.approx(-chosen.mean(), rel=1e-5)
 
+        text = [7 * i % 4000 for i in range(400)]  # longer than the model's context of 256
+        ids.write_text(json.dumps(text))
+        windows = ("--stride", "100", "--out", str(matrix), "--json", "--connect")
+        code, out, _ = run("score", "--tokens", str(ids), *windows)
+        assert code == 0
+        found = json.loads(out)
+        assert (found["tokens"], found["windows"], found["stride"]) == (400, 3, 100)
+        scores = np.load(matrix, allow_pickle=False)
+        assert scores.shape == (400, 4096)
+        assert found["mean_nll"] == pytest.approx(-scores[np.arange(399), text[1:]].mean(), rel=1e-5)
+        ids.write_text(json.dumps(text[144:]))  # the last window by itself
+        code, out, _ = run("score", "--tokens", str(ids), "--out", str(matrix), "--connect")
+        assert code == 0
+        assert "windows" not in out
+        last = np.load(matrix, allow_pickle=False)
+        np.testing.assert_array_equal(scores[355:], last[355 - 144 :])
+        code, _, err = run("score", "--tokens", str(ids), "--stride", "256", "--connect")
+        assert code == 2
+        assert "--stride 256: must be less than the context of 256 tokens" in err
+
         many = [*"generate --prompt-tokens 5,6 --max-tokens 200 --ignore-eos --connect".split()]
         with Launched(*many) as generate:  # the reader of its stdout closes it
             assert generate.process.stdout is not None

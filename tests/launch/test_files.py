@@ -8,12 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from launch.chat.lines import Lines
 from launch.command_line.checks import read_ids, read_text
 from launch.errors import WrongUsage
-from launch.score import matrix_file
+from launch.score import matrix_file, windows_of
 from launch.stress.script import read_script
+from launch.terminal.lines import Lines
 
 
 async def all_lines(fd: int) -> list[str]:
@@ -77,3 +79,17 @@ def test_an_unfinished_matrix_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), matrix_file(tmp_path / "p.npy", 7):
         raise RuntimeError("the engine is gone")
     assert list(tmp_path.iterdir()) == []
+
+
+@given(tokens=st.integers(0, 300), context=st.integers(1, 60), data=st.data())
+def test_windows_count_each_row_once_with_enough_context(
+    tokens: int, context: int, data: st.DataObject
+) -> None:
+    stride = data.draw(st.integers(1, context))
+    windows = list(windows_of(tokens, context, stride))
+    assert [row for w in windows for row in range(w.first, w.stop)] == list(range(tokens))
+    for w in windows:
+        assert w.end - w.start <= context
+        assert w.start <= w.first <= w.stop <= w.end
+    for w in windows[1:]:  # row `first` is predicted from the tokens up to it
+        assert w.first - w.start + 1 >= context - stride
