@@ -102,6 +102,11 @@ class Client:
             await client._link.close()
 
     @property
+    def endpoint(self) -> str:
+        """The endpoint of the engine that this client is connected to."""
+        return self._options.address.endpoint
+
+    @property
     def welcome(self) -> Welcome:
         """The Welcome of the engine, of the latest one after a reconnection."""
         return self._link.welcome

@@ -89,7 +89,7 @@ async def test_calibration_leaves_policy_and_counters_unchanged(client: Client, 
 
 
 async def test_requests_wait_and_other_messages_are_answered(client: Client) -> None:
-    async with Client.connect(client._endpoint) as other:
+    async with Client.connect(client.endpoint) as other:
         expected = await other.generate(token_ids=PROMPT, max_tokens=90, ignore_eos=True).result()
         running = asyncio.create_task(
             other.generate(token_ids=PROMPT, max_tokens=90, ignore_eos=True).result()
@@ -115,7 +115,7 @@ async def test_requests_wait_and_other_messages_are_answered(client: Client) -> 
 
 @pytest.mark.parametrize("leaves", [False, True])
 async def test_cancel_or_disconnect_ends_a_calibration(client: Client, path: Path, leaves: bool) -> None:
-    async with Client.connect(client._endpoint) as other:
+    async with Client.connect(client.endpoint) as other:
         begun = Begun(other, 8000)
         await begun.under_way()
         if not leaves:

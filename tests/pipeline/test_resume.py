@@ -41,7 +41,7 @@ class Answer:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def raw(engine) -> AsyncIterator[RawClient]:
-    async with raw_client(engine[1]._endpoint) as raw:
+    async with raw_client(engine[1].endpoint) as raw:
         yield raw
 
 

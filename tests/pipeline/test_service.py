@@ -63,7 +63,7 @@ def check_request(messages: list, kind: type = Token) -> Done:
 @pytest.mark.parametrize("wait", [0, 0.002, 0.01, 0.03, 0.08, 0.2])
 async def test_request_is_cancelled_at_any_moment(engine, wait) -> None:
     """Eight requests of which six can run: the Cancel meets some in prefill, some in decode, some waiting."""
-    async with raw_client(engine[1]._endpoint) as raw:
+    async with raw_client(engine[1].endpoint) as raw:
         await raw.send(*(Generate(i, token_ids=LONG, max_tokens=50, ignore_eos=True) for i in range(8)))
         await raw.send(Score(8, token_ids=LONG, stepwise=True))
         await asyncio.sleep(wait)
@@ -78,7 +78,7 @@ async def test_request_is_cancelled_at_any_moment(engine, wait) -> None:
 
 
 async def test_only_its_own_client_cancels_a_request(engine) -> None:
-    async with raw_client(engine[1]._endpoint) as owner, raw_client(engine[1]._endpoint) as other:
+    async with raw_client(engine[1].endpoint) as owner, raw_client(engine[1].endpoint) as other:
         await owner.send(Generate(0, token_ids=(5, 6), max_tokens=40, ignore_eos=True))
         await other.send(Cancel(0))
         assert (await other.until_stats())[0] == []
@@ -90,7 +90,7 @@ async def test_batched_answers_equal_those_computed_alone(engine) -> None:
     expected = [await alone(client, prompt, 24) for prompt in PROMPTS]
 
     async def ask(prompt: tuple[int, ...], start: float) -> list[int]:
-        async with Client.connect(client._endpoint) as own:
+        async with Client.connect(client.endpoint) as own:
             await asyncio.sleep(start)
             answer = await own.generate(token_ids=prompt, max_tokens=24, ignore_eos=True).result()
             assert answer.done.reason == "length"
@@ -119,7 +119,7 @@ async def test_policy_changes_during_an_answer(engine) -> None:
     alone."""
     client = engine[1]
     tokens, logprobs = await alone(client, PROMPTS[1], 150)
-    async with raw_client(client._endpoint) as raw, raw_client(client._endpoint) as boss:
+    async with raw_client(client.endpoint) as raw, raw_client(client.endpoint) as boss:
         await raw.send(Generate(0, token_ids=PROMPTS[1], max_tokens=150, ignore_eos=True))
         found: dict[int, list] = {-1: [], 0: [await raw.expect(Token)]}
         made = [make_policy(PolicyRequest(name), 0) for name in PRESETS]
@@ -147,7 +147,7 @@ async def test_policy_changes_during_an_answer(engine) -> None:
 async def test_requests_of_a_disconnected_client_are_released(engine) -> None:
     """The client's forty answers of 200 tokens are not computed to the end."""
     before = (await idle(engine[1]))["engine"]["decode"]["rows"]
-    async with raw_client(engine[1]._endpoint) as raw:
+    async with raw_client(engine[1].endpoint) as raw:
         many = (Generate(i, token_ids=(5, 6, 7), max_tokens=200, ignore_eos=True) for i in range(40))
         await raw.send(*many)
         while not isinstance(await raw.next(), Token):
@@ -161,7 +161,7 @@ async def test_requests_of_a_disconnected_client_are_released(engine) -> None:
 
 async def test_requests_beyond_the_kv_cache_wait(engine) -> None:
     """Eight requests that need 250 tokens of the KV cache's 1024 each, with small ones in between."""
-    async with raw_client(engine[1]._endpoint) as raw:
+    async with raw_client(engine[1].endpoint) as raw:
         large = [Generate(i, token_ids=LONG, max_tokens=50, ignore_eos=True) for i in range(8)]
         small = [Generate(i, token_ids=(5,), max_tokens=3, ignore_eos=True) for i in range(8, 16)]
         await raw.send(*(m for pair in zip(large, small, strict=True) for m in pair))
@@ -193,7 +193,7 @@ async def test_second_turn_prefills_only_new_tokens(engine) -> None:
     """It equals a fresh prefill of the whole conversation. Names of conversations are separate for each
     client."""
     turns = [ChatMessage("user", "What is a list?")]
-    async with Client.connect(engine[1]._endpoint) as client:
+    async with Client.connect(engine[1].endpoint) as client:
         tokens, first = await say(client, turns, "x")
         assert first.stats["kv_reused_tokens"] == 0
         text = "".join(token.text for token in tokens) + first.text
@@ -206,7 +206,7 @@ async def test_second_turn_prefills_only_new_tokens(engine) -> None:
         assert scheduler["engine"]["prefill"]["rows"] - before == whole - reused
         assert scheduler["scheduler"]["conversations"] == 1
         assert scheduler["scheduler"]["kv_tokens_kept"] >= whole + 19
-        async with Client.connect(client._endpoint) as new_client:
+        async with Client.connect(client.endpoint) as new_client:
             fresh, done = await say(new_client, turns, "x")
         assert done.stats["kv_reused_tokens"] == 0
         assert same_answer(again, fresh)

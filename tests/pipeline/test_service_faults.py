@@ -101,7 +101,7 @@ async def works(endpoint: str) -> None:
 
 @pytest.mark.parametrize(("message", "reason"), REFUSED.values(), ids=REFUSED.keys())
 async def test_invalid_request_is_refused_in_one_line(engine, message, reason) -> None:
-    async with raw_client(engine[1]._endpoint) as raw:
+    async with raw_client(engine[1].endpoint) as raw:
         await raw.send(message)
         ((answer,), stats) = await raw.until_stats()
         assert (type(answer), answer.request, answer.reason) == (Done, 0, "error")
@@ -120,7 +120,7 @@ async def test_invalid_sampling_is_refused(engine, name, value) -> None:
 
 @pytest.mark.parametrize(("message", "reason"), POLICIES.values(), ids=POLICIES.keys())
 async def test_invalid_policy_is_refused(engine, message, reason) -> None:
-    async with raw_client(engine[1]._endpoint) as raw:
+    async with raw_client(engine[1].endpoint) as raw:
         await raw.send(message)
         (answer,), stats = await raw.until_stats()
         assert (type(answer), answer.request) == (Error, 0)
@@ -130,7 +130,7 @@ async def test_invalid_policy_is_refused(engine, message, reason) -> None:
 
 async def test_request_number_in_use_is_refused(engine) -> None:
     """The second request is refused, the first continues."""
-    async with raw_client(engine[1]._endpoint) as raw:
+    async with raw_client(engine[1].endpoint) as raw:
         first = Generate(3, token_ids=IDS, max_tokens=20, ignore_eos=True)
         await raw.send(first, Generate(3, token_ids=(9,)), Score(3, token_ids=IDS))
         messages = (await raw.to_the_end(3))[3]
@@ -141,7 +141,7 @@ async def test_request_number_in_use_is_refused(engine) -> None:
         refusals = [m.text for m in messages if isinstance(m, Error)]
         assert refusals == ["request 3 is already being served"] * 2
         assert [m.index for m in messages if isinstance(m, Token)] == list(range(20))
-        async with raw_client(engine[1]._endpoint) as other:  # numbers are separate for each client
+        async with raw_client(engine[1].endpoint) as other:  # numbers are separate for each client
             await raw.send(first)
             await other.send(first)
             for client in (raw, other):
@@ -168,7 +168,7 @@ async def test_request_number_in_use_is_refused(engine) -> None:
 )
 @pytest.mark.parametrize("known", [True, False], ids=["a client", "no client"])
 async def test_malformed_frames_are_answered_and_counted(engine, frames, known) -> None:
-    endpoint = engine[1]._endpoint
+    endpoint = engine[1].endpoint
     before = (await engine[1].stats())["clients"]["malformed"]
     async with raw_client(endpoint, hello=known) as raw:
         await raw.socket.send_multipart(frames)
@@ -183,7 +183,7 @@ async def test_malformed_frames_are_answered_and_counted(engine, frames, known) 
 
 
 async def test_hello_of_another_version_is_refused(engine) -> None:
-    async with raw_client(engine[1]._endpoint, hello=False) as raw:
+    async with raw_client(engine[1].endpoint, hello=False) as raw:
         await raw.send(Hello(VERSION + 1))
         answer = await raw.expect(Error)
         assert (answer.request, answer.text) == (
@@ -204,17 +204,17 @@ async def test_messages_between_processes_are_refused_from_a_client(engine) -> N
     work = Work(1, 0, nothing.reshape(0, 3), np.zeros(1, np.int32), nothing, x[0, :0], x)
     ready = Ready(VERSION, "worker", 0, 9, 1, "f" * 64)
     sent = [work, ready, Partial(0, 0, 0.0, x), Token(1, 0, 0, ""), PolicyChanged(1, "all-host", True)]
-    async with raw_client(engine[1]._endpoint) as raw:
+    async with raw_client(engine[1].endpoint) as raw:
         await raw.send(*sent)
         answers, _ = await raw.until_stats()
         assert [type(a) for a in answers] == [Error] * len(sent)
         for message, answer in zip(sent, answers, strict=True):
             assert type(message).__name__ in one_line(answer.text)
-    await works(engine[1]._endpoint)
+    await works(engine[1].endpoint)
 
 
 async def test_text_far_beyond_the_context_is_refused_unencoded(engine) -> None:
-    async with Client.connect(engine[1]._endpoint) as client:
+    async with Client.connect(engine[1].endpoint) as client:
         for given in ({"prompt": "x" * 4_000_000}, {"messages": [ChatMessage("user", "x " * 2_000_000)]}):
             with pytest.raises(RequestFailed, match=r"4000000 char.* at least .* the context is 256"):
                 await client.generate(**given).result()
@@ -232,7 +232,7 @@ async def test_text_far_beyond_the_context_is_refused_unencoded(engine) -> None:
 )
 async def test_flooding_client_does_not_stall_other_clients(engine, flood) -> None:
     """For three seconds, longer than the silence after which a client gives its engine up."""
-    async with raw_client(engine[1]._endpoint) as raw, Client.connect(engine[1]._endpoint) as other:
+    async with raw_client(engine[1].endpoint) as raw, Client.connect(engine[1].endpoint) as other:
 
         async def pour() -> None:
             frames = [b"\x01"] if flood is None else encode(flood)
@@ -249,7 +249,7 @@ async def test_flooding_client_does_not_stall_other_clients(engine, flood) -> No
                 await generates(other)
         finally:
             pouring.cancel()
-    await works(engine[1]._endpoint)
+    await works(engine[1].endpoint)
 
 
 async def test_every_request_ends_as_cancelled_at_shutdown(tiny_model) -> None:
