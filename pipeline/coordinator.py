@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
 from contextlib import suppress
 from typing import Any, cast
@@ -26,8 +27,8 @@ from pipeline.serving.engine_events import (
     ToOtherClients,
     ToSupervisor,
 )
-from pipeline.serving.engine_inbox import ClientGone
-from pipeline.serving.engine_service import EngineThread
+from pipeline.serving.engine_inbox import ClientGone, EngineInbox
+from pipeline.serving.engine_service import run_engine
 from pipeline.serving.engine_status import EngineStatus
 from protocol.codec import decode, encode
 from protocol.connection import HEARTBEAT_SECONDS
@@ -57,10 +58,12 @@ log = logging.getLogger(__name__)
 STOPPING = "the engine is shutting down"
 FLOODED = "this client has sent more than the engine can take in; ask again later"
 FLUSH_LIMIT = 1.0  # seconds for the last messages to clients
+JOIN_LIMIT = 2.0  # seconds for the engine's thread to end its step
+GIVE_UP_LIMIT = 1.0  # seconds for it to end after its waits for children were given up
 
 
 class Coordinator:
-    """Connects clients, supervisor and engine. Everything but `_post` runs in the event loop."""
+    """Connects clients, supervisor and the engine's thread. Runs in the event loop."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = CoordinatorConfig.from_map(config)
@@ -81,14 +84,15 @@ class Coordinator:
             self._control.close()
             self._context.term()
             raise SystemExit(2) from None
-        self._loop = asyncio.get_running_loop()
-        self._exit_events = ExitEvents()
-        self._engine = EngineThread(
-            self._config,
-            self._post,
-            exit_events=self._exit_events,
-            congested=self._clients.congested,
-        )
+        self._exits = ExitEvents()
+        self._inbox = EngineInbox()
+        loop = asyncio.get_running_loop()
+
+        def post(event: EngineEvent) -> None:  # called by the engine's thread
+            loop.call_soon_threadsafe(self._on_engine_event, event)
+
+        engine = (self._config, self._inbox, post, self._exits, self._clients.congested)
+        self._engine = threading.Thread(target=run_engine, args=engine, name="engine", daemon=True)
         self._status: EngineStatus | None = None
         self._ready = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -104,8 +108,11 @@ class Coordinator:
             if (error := task.exception()) is not None:
                 log.error("the coordinator failed", exc_info=error)
                 self._exit_code = 1
-        self._engine.stop()
-        await asyncio.to_thread(self._engine.join)
+        self._inbox.stop()
+        await asyncio.to_thread(self._engine.join, JOIN_LIMIT)
+        if self._engine.is_alive():
+            self._exits.give_up("the engine was stopped while a step waited")
+            await asyncio.to_thread(self._engine.join, GIVE_UP_LIMIT)
         await self._clients.flush(FLUSH_LIMIT)
         for task in tasks:
             task.cancel()
@@ -116,10 +123,6 @@ class Coordinator:
         return self._exit_code
 
     # --- the engine ---------------------------------------------------------------------------------------
-
-    def _post(self, event: EngineEvent) -> None:
-        """Post an event to the event loop; called by the engine's thread."""
-        self._loop.call_soon_threadsafe(self._on_engine_event, event)
 
     def _on_engine_event(self, event: EngineEvent) -> None:
         match event:
@@ -167,7 +170,7 @@ class Coordinator:
                     self._stopping.set()
                     return
                 case WorkerDied():
-                    self._exit_events.put(message)
+                    self._exits.put(message)
 
     # --- clients ------------------------------------------------------------------------------------------
 
@@ -181,19 +184,19 @@ class Coordinator:
         return self._status.welcome()
 
     def _on_client_gone(self, client: bytes) -> None:
-        self._engine.inbox.put(client, ClientGone())
+        self._inbox.put(client, ClientGone())
 
     def _on_client_message(self, client: bytes, message: object) -> None:
         refusal = STOPPING if self._stopping.is_set() else FLOODED
         match message:
             case Generate() | Score() | Calibrate():
-                if not self._engine.inbox.put(client, message):
+                if not self._inbox.put(client, message):
                     self._clients.send(client, Done(message.request, "error", refusal))
             case SetPolicy():
-                if not self._engine.inbox.put(client, message):
+                if not self._inbox.put(client, message):
                     self._clients.send(client, Error(message.request, refusal))
             case Cancel():
-                if not (self._engine.inbox.put(client, message) or self._stopping.is_set()):
+                if not (self._inbox.put(client, message) or self._stopping.is_set()):
                     self._clients.cut_off(client, FLOODED)
             case Stats():
                 assert self._status is not None

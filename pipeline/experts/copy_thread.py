@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from pipeline.coordinator_config import CoordinatorConfig
-from pipeline.experts.peers import ChildServerSocket
+from pipeline.experts.peers import ChildServerSocket, ExitEvents
 from protocol.messages import Shutdown
 from protocol.sockets import Identity
 from shm.errors import ShmError
@@ -21,9 +21,9 @@ JOIN_LIMIT = 5.0  # seconds for the thread to end
 
 
 def start_copy_thread(
-    config: CoordinatorConfig, store: Store, copier: Copier, socket: ChildServerSocket
+    config: CoordinatorConfig, store: Store, copier: Copier, socket: ChildServerSocket, exits: ExitEvents
 ) -> Callable[[], None]:
-    """Start the thread, which announces itself to `socket`. Returns the function that ends it."""
+    """Start the thread, which announces itself to `socket`. Returns the function that stops it."""
 
     def no_tick() -> None:
         """Does nothing: a thread of the coordinator needs no progress counter of its own."""
@@ -46,7 +46,7 @@ def start_copy_thread(
         try:
             loop.run()
         except (CudaError, ShmError) as e:
-            socket.give_up(f"the prefetcher failed: {e}")
+            exits.give_up(f"the prefetcher failed: {e}")
         finally:
             endpoint.close()
 

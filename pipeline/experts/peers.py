@@ -2,7 +2,7 @@
 
 A child is identified by its index. Of each index only the newest incarnation counts; messages of earlier ones
 are dropped. A child's start and its exit are delivered in order among its messages, as its Ready and as
-WorkerDied. Used by the engine's thread alone, except `give_up` and the two statistics.
+WorkerDied. Used by the engine's thread alone, except the two statistics; `ExitEvents` by any thread.
 """
 
 from __future__ import annotations
@@ -49,10 +49,15 @@ class ChildState:
 
 
 class ExitEvents:
-    """Exits that the supervisor reported, by role. May be used from any thread."""
+    """Exits that the supervisor reported, by role, and the end of all waiting. For any thread."""
 
     def __init__(self) -> None:
         self._exits: dict[str, deque[WorkerDied]] = {"worker": deque(), "prefetcher": deque()}
+        self.given_up = ""
+
+    def give_up(self, reason: str) -> None:
+        """End all waiting for children: every wait from now on raises PeerLost with this reason."""
+        self.given_up = reason
 
     def put(self, exit: WorkerDied) -> None:
         """Add an exit; those of other roles are dropped."""
@@ -90,10 +95,9 @@ class ChildServerSocket:
         self.role = role
         self._fingerprint = fingerprint
         self._key = key
-        self._exits = exits.of(role)
+        self._events = exits
         self._to_supervisor = to_supervisor
         self._children: dict[int, ChildState] = {}
-        self._given_up = ""
         self._log = SparseLog(log)
         self._proven: dict[bytes, Identity] = {}  # of running children, by name: each proof is checked once
         self._early: list[tuple[int, object]] = []  # received while a send or `wait_ready` waited
@@ -118,10 +122,6 @@ class ChildServerSocket:
                     f"{len(self._children)} of {count} {self.role}s were ready after {limit:.0f} s"
                 )
             self._early.extend(self._take(100))
-
-    def give_up(self, reason: str) -> None:
-        """End all waiting: every wait from now on raises PeerLost with this reason. From any thread."""
-        self._given_up = reason
 
     def mark_up(self, index: int, incarnation: int) -> None:
         """Mark this incarnation up, and report that to the supervisor, unless it has exited meanwhile."""
@@ -168,7 +168,7 @@ class ChildServerSocket:
 
     def receive(self, wait_ms: int) -> list[tuple[int, object]]:
         """Messages as (index, message), among them the Ready of each new child and the WorkerDied of each
-        that exited; waits at most `wait_ms` for the first. Raises PeerLost after `give_up`."""
+        that exited; waits at most `wait_ms` for the first. Raises PeerLost after `ExitEvents.give_up`."""
         early, self._early = self._early, []
         return early + self._take(0 if early else wait_ms)
 
@@ -191,13 +191,14 @@ class ChildServerSocket:
 
     def _take(self, wait_ms: int) -> list[tuple[int, object]]:
         messages: list[tuple[int, object]] = []
+        exits = self._events.of(self.role)
         while True:
             slice_ms = min(wait_ms, SLICE_MS)
             arrived = self._socket.poll(slice_ms)
-            if self._given_up:
-                raise PeerLost(self._given_up)
-            while self._exits:
-                self._on_exit(self._exits.popleft(), messages)
+            if self._events.given_up:
+                raise PeerLost(self._events.given_up)
+            while exits:
+                self._on_exit(exits.popleft(), messages)
             if arrived:
                 self._drain(messages)
             wait_ms -= slice_ms

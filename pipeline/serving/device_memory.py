@@ -39,7 +39,7 @@ def open_device_memory(parts: EngineParts) -> DeviceMemory:
     else:
         link = FetchLink(socket, None, None)
         copier = paced(slab.local_copier(parts.store), config.options.link_gbps, lambda: None)
-        parts.closing.callback(start_copy_thread(config, parts.store, copier, socket))
+        parts.closing.callback(start_copy_thread(config, parts.store, copier, socket, parts.exits))
     if not link.wait_up(CHILD_LIMIT):
         raise PeerLost(f"no prefetcher was ready after {CHILD_LIMIT:.0f} s")
 

@@ -40,7 +40,7 @@ class EngineParts:
     def __init__(
         self,
         config: CoordinatorConfig,
-        exit_events: ExitEvents,
+        exits: ExitEvents,
         to_supervisor: SendToSupervisor,
         closing: ExitStack,
     ) -> None:
@@ -49,7 +49,7 @@ class EngineParts:
         self.to_supervisor = to_supervisor
         self.closing = closing
         self.sockets: dict[str, ChildServerSocket] = {}  # the sockets to the children, by role
-        self._exit_events = exit_events
+        self.exits = exits
         options = config.options
         self.source = open_model(config.model)
         spec = model_spec(self.source.config)
@@ -91,7 +91,7 @@ class EngineParts:
         """Open the socket to the children of a role. `largest`: bytes of the largest array that they send."""
         config, file = self.config, SOCKET_FILES[role]
         identity = (config.runtime, file, role, config.fingerprint, config.key)
-        socket = ChildServerSocket(*identity, self._exit_events, self.to_supervisor, largest=largest)
+        socket = ChildServerSocket(*identity, self.exits, self.to_supervisor, largest=largest)
         self.closing.callback(socket.close)
         self.sockets[role] = socket
 

@@ -1,13 +1,9 @@
 """The engine's thread: builds the engine, then alternates between clients' messages from the inbox and rounds
-of the scheduler. Answers are posted to the event loop.
-
-`EngineService` is used by the engine's thread alone, `EngineThread` by the event loop, which starts and stops
-it."""
+of the scheduler. Answers are posted to the event loop."""
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -46,14 +42,12 @@ MOVING_WAIT = 0.01  # the same while tiles move in the background
 CONGESTED_WAIT = 0.005  # seconds until the next round when every request waits for its client to read
 INBOX_SECONDS = 0.01  # for messages between two rounds: a flood of messages must not stop the rounds
 LAST_INBOX_SECONDS = 0.5  # for the messages that wait when the engine is stopped
-JOIN_LIMIT = 2.0  # seconds for the thread to end its step
-GIVE_UP_LIMIT = 1.0  # seconds for the thread to end after its waits for children were given up
 
 CALIBRATING = "the engine is being calibrated; set the policy when that has ended"
 
 
 class EngineService:
-    """One engine and its requests. `status` may be read by any thread."""
+    """One engine and its requests. Used by the engine's thread alone; `status` may be read by any."""
 
     def __init__(
         self, parts: EngineParts, inbox: EngineInbox, post: Post, congested: Callable[[bytes], bool]
@@ -174,59 +168,27 @@ class EngineService:
         self._post(ToClient(client, message))
 
 
-class EngineThread:
-    """Owns the engine's thread. The event loop calls `start`, then `stop` and `join`."""
+def run_engine(
+    config: CoordinatorConfig,
+    inbox: EngineInbox,
+    post: Post,
+    exits: ExitEvents,
+    congested: Callable[[bytes], bool],
+) -> None:
+    """Build an engine and serve until `inbox` is stopped: the whole life of the engine's thread."""
 
-    def __init__(
-        self,
-        config: CoordinatorConfig,
-        post: Post,
-        *,
-        exit_events: ExitEvents,
-        congested: Callable[[bytes], bool],
-    ) -> None:
-        """`post` and `congested` are called in the engine's thread."""
-        self.inbox = EngineInbox()
-        self._config = config
-        self._post = post
-        self._exit_events = exit_events
-        self._congested = congested
-        self._parts: EngineParts | None = None  # once the engine is built
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+    def to_supervisor(message: object) -> None:
+        post(ToSupervisor(message))
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread after its present round; `join` waits for that."""
-        self.inbox.stop()
-
-    def join(self) -> None:
-        """Wait for the thread's end; a step that still waits for a child is then given up."""
-        self._thread.join(JOIN_LIMIT)
-        if self._thread.is_alive() and self._parts is not None:
-            for socket in list(self._parts.sockets.values()):
-                socket.give_up("the engine was stopped while a step waited")
-            self._thread.join(GIVE_UP_LIMIT)
-
-    def _run(self) -> None:
-        """The engine's thread."""
-        try:
-            with ExitStack() as closing:
-                self._serve(closing)
-        except (PipelineError, ShmError, CudaError) as e:
-            self._post(EngineFailed(str(e), isinstance(e, UsageError | NotEnoughMemory)))
-        except Exception as e:
-            log.exception("the engine failed")
-            self._post(EngineFailed(f"the engine failed: {type(e).__name__}: {e}", False))
-
-    def _serve(self, closing: ExitStack) -> None:
-        def to_supervisor(message: object) -> None:
-            self._post(ToSupervisor(message))
-
-        parts = EngineParts(self._config, self._exit_events, to_supervisor, closing)
-        service = EngineService(parts, self.inbox, self._post, self._congested)
-        self._parts = parts
-        self._post(EngineReady(service.status, tuple(parts.notes)))
-        service.warm_up()
-        service.serve()
+    try:
+        with ExitStack() as closing:
+            parts = EngineParts(config, exits, to_supervisor, closing)
+            service = EngineService(parts, inbox, post, congested)
+            post(EngineReady(service.status, tuple(parts.notes)))
+            service.warm_up()
+            service.serve()
+    except (PipelineError, ShmError, CudaError) as e:
+        post(EngineFailed(str(e), isinstance(e, UsageError | NotEnoughMemory)))
+    except Exception as e:
+        log.exception("the engine failed")
+        post(EngineFailed(f"the engine failed: {type(e).__name__}: {e}", False))

@@ -185,9 +185,9 @@ def test_missing_child_is_lost_after_the_limit(workers, make_child) -> None:
     assert kinds(until(workers, 1)) == [(1, Ready)]  # messages received meanwhile are not lost
 
 
-def test_give_up_ends_every_wait(workers, child) -> None:
+def test_give_up_ends_every_wait(workers, exits, child) -> None:
     until(workers, 1)
-    threading.Timer(0.2, workers.give_up, ["the engine was stopped"]).start()
+    threading.Timer(0.2, exits.give_up, ["the engine was stopped"]).start()
     began = time.monotonic()
     with pytest.raises(PeerLost, match="the engine was stopped"):
         workers.receive(60_000)
