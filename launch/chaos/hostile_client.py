@@ -50,7 +50,7 @@ class HostileClient:
         taken = 0
         try:
             if self._random.random() < 0.5:  # with a handshake the client socket processes what follows
-                dealer.send_multipart(encode(Hello(VERSION, "stranger")), zmq.NOBLOCK)
+                dealer.send_multipart(encode(Hello(VERSION, "hostile")), zmq.NOBLOCK)
             for message in islice(self._messages, count):
                 if not await self._send(dealer, message.frames):
                     self.stalled += 1

@@ -4,7 +4,7 @@
         ...                                   # requests
     injector.faults                           # the faults with their times
 
-Times, kinds, victims' numbers and frames follow from the seed; the engine's state at those times does not, so
+Times, kinds, processes and frames follow from the seed; the engine's state at those times does not, so
 two runs of one seed are similar and never identical.
 """
 
@@ -24,7 +24,7 @@ from launch.chaos.plan import SIGNALS, Chaos
 from launch.chaos.processes import PidHandle, supervisor_of
 from protocol.errors import ProtocolError
 
-VICTIMS = ("worker", "prefetcher")
+TARGETS = ("worker", "prefetcher")
 DELAY_SECONDS = (0.010, 0.500)
 BURST = 100  # hostile messages to each socket
 
@@ -38,7 +38,7 @@ class Fault:
     kind: str
     at: float
     decoding: bool  # requests were running
-    role: str = "stranger"  # the victim's; of hostile messages, their sender's
+    role: str = "client"  # of the process; of hostile messages, their sender's
     index: int = 0
     incarnation: int = 0
 
@@ -50,7 +50,7 @@ class Injector:
         """`stats`: as `Client.stats`. Raises WrongUsage where no engine runs in `runtime`."""
         self.chaos = chaos
         self.faults: list[Fault] = []
-        self.missed = 0  # faults without a victim that was up
+        self.missed = 0  # faults without a process that was up
         self.failure = ""  # why it ended early
         self.hostile = HostileClient(runtime, chaos.seed)
         self._stats = stats
@@ -105,14 +105,14 @@ class Injector:
         self._drop_exited()
         # Always drawn, so that later draws do not depend on the engine's state.
         choice, pause = self._random.random(), self._random.uniform(*DELAY_SECONDS)
-        victims = [p for p in peers if p["up"] and p["role"] in VICTIMS and self._untouched(p)]
-        victim = victims[int(choice * len(victims))] if victims else None
-        handle = victim and PidHandle.take(victim["pid"], victim["role"], self._supervisor)
-        if not victim or not handle:
+        targets = [p for p in peers if p["up"] and p["role"] in TARGETS and self._untouched(p)]
+        target = targets[int(choice * len(targets))] if targets else None
+        handle = target and PidHandle.take(target["pid"], target["role"], self._supervisor)
+        if not target or not handle:
             self.missed += 1
             return
         fault = Fault(
-            kind, time.perf_counter(), decoding, victim["role"], victim["index"], victim["incarnation"]
+            kind, time.perf_counter(), decoding, target["role"], target["index"], target["incarnation"]
         )
         if kind == "kill":
             sent = handle.send(signal.SIGKILL)

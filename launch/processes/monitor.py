@@ -171,7 +171,7 @@ class ProcessMonitor:
         slot.early_exits = 0 if child.up else slot.early_exits + 1
         reason = _exit_line(child, code)
         if slot.early_exits >= self._limits.early_exits:
-            nth = f"the {slot.early_exits}th time in a row before it could work"
+            nth = f"{slot.early_exits} times in a row before it could work"
             self._guard.fail(EngineFailed(f"{reason}, {nth}; the engine has been stopped"))
             return
         log.warning(f"{reason}; it is being restarted")
@@ -190,7 +190,7 @@ class ProcessMonitor:
             reason = _exit_line(child, code)
             too_many = early_exits >= self._limits.coordinator_exits
             if too_many or (child.failed.done() and child.failed.result().usage):
-                nth = f", the {early_exits}th time in a row" if too_many else ""
+                nth = f", {early_exits} times in a row" if too_many else ""
                 self._guard.fail(EngineFailed(f"{reason}{nth}; the engine has been stopped"))
                 return
             log.warning(f"{reason}; the engine is being restarted, its store is kept")

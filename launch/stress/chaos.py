@@ -36,7 +36,7 @@ class ChaosRun:
 
     @classmethod
     async def begin(cls, stats: StatsOf, runtime: Path, chaos: Chaos) -> ChaosRun:
-        """Reads the engine's state. Raises WrongUsage without an engine or without victims, ProtocolError."""
+        """Reads the engine's state. Raises WrongUsage without an engine or targets, ProtocolError."""
         supervisor = supervisor_of(runtime)
         injector = Injector(stats, runtime, chaos, supervisor=supervisor)
         run = cls(injector, stats, supervisor)

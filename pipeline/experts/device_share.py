@@ -45,7 +45,7 @@ class EmptyDeviceMemory:
         self.target = self.residency
 
     def _nothing(self, *_: object) -> None:
-        """What DeviceMemory does with its tiles: here are none."""
+        """Replaces methods of DeviceMemory that act on tiles."""
 
     audit = count_in = poll = collect_landings = retarget = prefetch = end_layer = _nothing
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from calibrations import abouts, calibrations
+from equal_values import same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plain_calibration import plain_calibration
@@ -29,14 +30,6 @@ SMALL = plain_calibration(2, 3, threshold=0.005, first_gate=np.ones((3, 4), np.f
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "cache" / ("ab" * 32) / NAME
-
-
-def same(one: object, other: object) -> bool:
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        return one.dtype == other.dtype and np.array_equal(one, other)
-    return type(one) is type(other) and one == other
 
 
 @given(calibration=calibrations(), about=abouts)

@@ -102,7 +102,7 @@ def test_report_of_a_run_with_faults(tmp_path: Path) -> None:
     run.whole_after = 0.5
     outcomes = [answered(0.5, 1.25, 2.5), answered(0.75, 2.0, 2.125), answered(1.5, 1.75), answered(9.5)]
     report = run.report(outcomes)
-    assert report["faults"] == {"kill": {"worker": 2, "prefetcher": 1}, "corrupt": {"stranger": 1}}
+    assert report["faults"] == {"kill": {"worker": 2, "prefetcher": 1}, "corrupt": {"client": 1}}
     assert (report["total"], report["during_decode"], report["kills_during_decode"]) == (4, 3, 2)
     # Two answers are in progress at the first kill, two at the second, none at the third.
     assert report["kill_to_next_token_s"] == {"median": pytest.approx(0.1875), "max": 0.25}
@@ -112,7 +112,7 @@ def test_report_of_a_run_with_faults(tmp_path: Path) -> None:
         **{"processes": 4, "private_bytes": 20_000_000, "descriptors": 28}
     }
     shown = "\n".join(str(part) for part in chaos_parts(report))
-    assert "faults, seed 9: 3 kill (2 worker, 1 prefetcher); 1 corrupt (1 stranger); 3 during" in shown
+    assert "faults, seed 9: 3 kill (2 worker, 1 prefetcher); 1 corrupt (1 client); 3 during" in shown
     assert "median 188 ms, maximum 250 ms; of every answer: median 750 ms, maximum 1000 ms" in shown
     assert "worker restarted 2 times: ready after 400 ms, up after - (medians)" in shown
     assert "worker 20.0 MB to 15.0 MB, 28 to 21 descriptors" in shown

@@ -111,7 +111,7 @@ async def test_stopped_coordinator_is_restarted_while_a_worker_is_killed(start_e
 async def test_early_exits_in_a_row_stop_the_engine_with_one_line(start_engine, tiny_model) -> None:
     killed, seen = [-1], []
 
-    async def scene() -> None:
+    async def run_and_kill() -> None:
         async with start_engine(config(tiny_model)) as (supervisor, client):
             state = State(supervisor, client)
             seen.append(state)
@@ -119,9 +119,9 @@ async def test_early_exits_in_a_row_stop_the_engine_with_one_line(start_engine, 
                 killed.append(await state.kill_next("coordinator", 0, killed[-1]))
 
     with pytest.raises(
-        EngineFailed, match=r"^the coordinator was killed by SIGKILL, the \dth time"
+        EngineFailed, match=r"^the coordinator was killed by SIGKILL, \d times in a row"
     ) as failure:
-        await scene()
+        await run_and_kill()
     assert "\n" not in str(failure.value)
     assert 4 <= killed[-1] <= 5
     assert seen[0].supervisor.pids == {}
@@ -135,7 +135,7 @@ async def test_restarted_coordinator_that_exits_early_stops_an_engine_that_ran_l
     limits = Limits(early=2.0, coordinator_exits=2)
     killed = []
 
-    async def scene() -> None:
+    async def run_and_kill() -> None:
         async with start_engine(config(tiny_model), limits) as (supervisor, client):
             state = State(supervisor, client)
             await asyncio.sleep(limits.early)
@@ -146,8 +146,8 @@ async def test_restarted_coordinator_that_exits_early_stops_an_engine_that_ran_l
             killed.append(-1)
             await asyncio.sleep(LIMIT)
 
-    with pytest.raises(EngineFailed, match=r"^the coordinator was killed by SIGKILL, the 2th time in a row"):
-        await scene()
+    with pytest.raises(EngineFailed, match=r"^the coordinator was killed by SIGKILL, 2 times in a row"):
+        await run_and_kill()
     assert killed == [0, 1]
 
 
@@ -155,7 +155,7 @@ async def test_worker_that_cannot_start_stops_the_engine_with_one_line(start_eng
     """A restarted worker finds its segment removed. Meanwhile the other worker computes."""
     seen = []
 
-    async def scene() -> None:
+    async def run_and_kill() -> None:
         async with start_engine(config(tiny_model), Limits(longest_pause=0.2)) as (supervisor, client):
             state = State(supervisor, client)
             seen.append(state)
@@ -166,8 +166,8 @@ async def test_worker_that_cannot_start_stops_the_engine_with_one_line(start_eng
             assert bits(await answer(client)) == bits(reference)
             await asyncio.sleep(LIMIT)
 
-    with pytest.raises(EngineFailed, match=r"no shared-memory segment .*, the 8th time in a row") as failure:
-        await scene()
+    with pytest.raises(EngineFailed, match=r"no shared-memory segment .*, 8 times in a row") as failure:
+        await run_and_kill()
     assert "\n" not in str(failure.value)
     assert seen[0].supervisor.pids == {}
     assert seen[0].segments() == []

@@ -13,15 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fault_engines import LIMIT, State, answer, config
+from fault_engines import LIMIT, State, answer, config, same
 from transformers import MixtralForCausalLM
 from waiting import until
 
-from launch.equality import F32_BOUND, Verdict, compare
 from launch.processes.supervisor import Supervisor
 from protocol.client import Client
 from protocol.errors import RequestFailed
-from protocol.messages import Token
 from protocol.sockets import Identity
 from shm.segment import SHM_FOLDER
 from shm.store import store_name
@@ -65,11 +63,11 @@ class CutOff:
         self._store = store_file(client)
         self._size = self._store.stat().st_size
         self._supervisor, self._workers = supervisor, workers
-        self._victims: set[Identity] = set()
+        self._mapped: set[Identity] = set()
 
     async def __aenter__(self) -> None:
         self._update()
-        assert self._victims
+        assert self._mapped
         self._task = asyncio.create_task(self._watch())
 
     async def __aexit__(self, *_: object) -> None:
@@ -83,12 +81,12 @@ class CutOff:
 
     def _update(self) -> None:
         running = {child: pid for child, pid in self._supervisor.pids.items() if child.role == "worker"}
-        if self._victims:
-            if self._victims.isdisjoint(running):
-                self._victims = set()
+        if self._mapped:
+            if self._mapped.isdisjoint(running):
+                self._mapped = set()
                 os.truncate(self._store, self._size)
         elif len(running) == self._workers and all(map(self._maps, running.values())):
-            self._victims = set(running)
+            self._mapped = set(running)
             os.truncate(self._store, self._size - LAST_BYTES)
 
     def _maps(self, pid: int) -> bool:
@@ -96,10 +94,6 @@ class CutOff:
             return self._store.name in Path(f"/proc/{pid}/maps").read_text()
         except OSError:  # it has just ended
             return False
-
-
-def same(tokens: list[Token], reference: list[Token]) -> bool:
-    return compare([t.token for t in tokens], reference, F32_BOUND).verdict is not Verdict.MISMATCH
 
 
 async def ended(client: Client, prompt: list[int]) -> str:

@@ -8,10 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from fault_engines import KILL, LONG, PROMPT, STOP, State, answer, config
-
-from launch.equality import F32_BOUND, Verdict, compare
-from protocol.messages import Token
+from fault_engines import KILL, LONG, PROMPT, STOP, State, answer, config, same
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
@@ -24,11 +21,6 @@ async def state(start_engine, tiny_model) -> AsyncIterator[State]:
         state = State(supervisor, client)
         await state.wait_recovered()
         yield state
-
-
-def same(tokens: list[Token], reference: list[Token]) -> bool:
-    """By the rule of equality: rounding depends on which process computes a tile."""
-    return compare([t.token for t in tokens], reference, F32_BOUND).verdict is not Verdict.MISMATCH
 
 
 async def recovered(state: State, before: int) -> None:

@@ -109,7 +109,7 @@ def test_stress_command_with_delays_and_hostile_messages(tiny_model: Path, tmp_p
     assert done.returncode == 0, (done.stdout, done.stderr)
     chaos = json.loads(done.stdout)["chaos"]
     assert (chaos["kinds"], chaos["rate"], chaos["seed"]) == (["delay", "corrupt"], 4.0, 137)
-    assert chaos["faults"]["corrupt"]["stranger"] >= 1
+    assert chaos["faults"]["corrupt"]["client"] >= 1
     sockets = {"client.sock", "work.sock", "fetch.sock", "control.sock"}
     assert set(chaos["hostile_messages"]["sent"]) == sockets
     assert all(chaos["malformed"].values())

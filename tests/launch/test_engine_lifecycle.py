@@ -146,8 +146,8 @@ def test_piped_chat_answers_every_line_that_fits_and_reports_the_others(argument
 
 def test_killed_child_is_restarted_and_answers_are_the_same(arguments: list[str]) -> None:
     """Until its coordinator keeps exiting: then the engine stops, with one line."""
-    generate = "generate --prompt-tokens 5,6,7 --max-tokens 4 --ignore-eos --json --connect victim".split()
-    with Launched("serve", "--name", "victim", *arguments) as engine:
+    generate = "generate --prompt-tokens 5,6,7 --max-tokens 4 --ignore-eos --json --connect killed".split()
+    with Launched("serve", "--name", "killed", *arguments) as engine:
         engine.line()
         code, before, _ = run(*generate)
         assert code == 0
@@ -181,7 +181,7 @@ def test_killed_child_is_restarted_and_answers_are_the_same(arguments: list[str]
     assert "in a row" in complaints[0]
     assert "Traceback" not in err
     assert engines_left() == []
-    assert own_segments("victim") == []
+    assert own_segments("killed") == []
 
 
 def test_sigint_during_the_start_leaves_no_process_and_no_file(arguments: list[str]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from engines import Launched, run
+from free_port import free_port
 
 from launch.cli import main
 from protocol.keys import new_keys, read_client_keys, read_engine_keys, write_client_keys, write_engine_keys
@@ -28,8 +29,7 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture
@@ -190,9 +190,9 @@ def test_an_engine_is_used_from_another_machine(
         text.write_text("[1, 2, 3, 4]")
         assert run("score", "--tokens", str(text), "--json", *given)[0] == 0
 
-        stranger = tmp_path / "stranger.key"
-        write_client_keys(stranger, new_keys()[1])
-        code, out, err = run(*prompt, "--connect", where, "--key", str(stranger))
+        unknown = tmp_path / "unknown.key"
+        write_client_keys(unknown, new_keys()[1])
+        code, out, err = run(*prompt, "--connect", where, "--key", str(unknown))
         assert (code, out) == (1, "")
         assert where in err
         assert err.count("\n") == 1

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import socket
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+
+from free_port import free_port
 
 from pipeline.serving.client_sockets import TcpListener
 from pipeline.serving.clients import Clients
@@ -81,8 +82,7 @@ async def service(tcp: bool = False) -> AsyncIterator[Service]:
 
 
 def free_endpoint() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 async def works(where: str | Address) -> dict[str, Any]:

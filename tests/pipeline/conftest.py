@@ -96,7 +96,7 @@ def mover_store(request: pytest.FixtureRequest) -> Iterator[Store]:
 
 
 @pytest.fixture(scope="module")
-def scene(
+def parts(
     tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Engine, Store, KVCache]]:
     """An engine in threads of this process, its store and a KV cache."""

@@ -97,9 +97,9 @@ def by_hand(engine: Engine, store: Store, new: TokenSpan, cut: int, stale: bool)
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("cut", [0, 1, 3])
-def test_early_share_is_computed_from_the_layer_before(scene, cut, early) -> None:
+def test_early_share_is_computed_from_the_layer_before(parts, cut, early) -> None:
     """The device computes its own share from the layer's own input."""
-    engine, store, kv = scene
+    engine, store, kv = parts
     expected = by_hand(engine, store, prefilled(engine, kv), cut, stale=early)
     new = prefilled(engine, kv)
     notes = Notes()
@@ -120,8 +120,8 @@ def test_early_share_is_computed_from_the_layer_before(scene, cut, early) -> Non
     assert after["stale"] - before["stale"] == pytest.approx((1 - cut / 3) * early, abs=1e-5)
 
 
-def test_failed_layer_abandons_the_next_layers_early_share(scene, monkeypatch) -> None:
-    engine, _, kv = scene
+def test_failed_layer_abandons_the_next_layers_early_share(parts, monkeypatch) -> None:
+    engine, _, kv = parts
     new = prefilled(engine, kv)
     engine.set_policy(SecondLayerAhead(0, True), None)
     result = engine.pool.result
@@ -143,8 +143,8 @@ def test_failed_layer_abandons_the_next_layers_early_share(scene, monkeypatch) -
     assert np.isfinite(logits).all()
 
 
-def test_forget_trials_clears_popularity_and_counters(scene) -> None:
-    engine, _, kv = scene
+def test_forget_trials_clears_popularity_and_counters(parts) -> None:
+    engine, _, kv = parts
     new = prefilled(engine, kv)
     decode(engine, new)
     assert engine.driver.view.popularity.sum() > 0

@@ -28,9 +28,9 @@ class OneTarget(Placed):
         return () if layer == 0 else (Target(1, 2, 0),)
 
 
-def test_predicted_tiles_are_fetched_and_counted(scene) -> None:
+def test_predicted_tiles_are_fetched_and_counted(parts) -> None:
     """In each step three tiles are prefetched, or are late; each is used, wasted, or demanded."""
-    engine, _, kv = scene
+    engine, _, kv = parts
     new = prefilled(engine, kv)
     engine.set_policy(OneTarget(), None)
     before = engine.counters.snapshot()["decode"]
@@ -61,8 +61,8 @@ class Wasteful(Placed):
         return (Target(1, before, 0), Target(1, now, view.shape.tiles)) if view.prefetching else ()
 
 
-def test_predictions_that_are_not_used_are_switched_off(scene) -> None:
-    engine, _, kv = scene
+def test_predictions_that_are_not_used_are_switched_off(parts) -> None:
+    engine, _, kv = parts
     new = prefilled(engine, kv, capacity=250)
     policy = Wasteful()
     engine.set_policy(policy, None)
@@ -75,8 +75,8 @@ def test_predictions_that_are_not_used_are_switched_off(scene) -> None:
     assert policy.asked.count(False) == 1
 
 
-def test_meter_of_a_new_policy_ignores_earlier_predictions(scene) -> None:
-    engine, _, kv = scene
+def test_meter_of_a_new_policy_ignores_earlier_predictions(parts) -> None:
+    engine, _, kv = parts
     new = prefilled(engine, kv, capacity=250)
     policy = Wasteful()
     engine.set_policy(policy, None)
@@ -103,10 +103,10 @@ class Crowding(Placed):
         return () if layer else self._predicts
 
 
-def test_demanded_tiles_are_ordered_before_predicted_ones(scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demanded_tiles_are_ordered_before_predicted_ones(parts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Six tiles are demanded, four slots are free, and the prediction frees three: they belong to the demand.
     No tile is ordered twice."""
-    engine, _, kv = scene
+    engine, _, kv = parts
     new = prefilled(engine, kv)
     (expected,) = engine.step([StepInput(new, "last")], "decode")
     new = prefilled(engine, kv)
@@ -121,9 +121,9 @@ def test_demanded_tiles_are_ordered_before_predicted_ones(scene, monkeypatch: py
     assert len({tile for _, tile in ordered}) == 9
 
 
-def test_tile_below_target_is_not_ordered_beside_its_demand(scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tile_below_target_is_not_ordered_beside_its_demand(parts, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that keeps what it fetches, and a prediction in the same layer: every tile is ordered once."""
-    engine, _, kv = scene
+    engine, _, kv = parts
     new = prefilled(engine, kv, capacity=32)
     engine.set_policy(make_policy(PolicyRequest("mixtral-offloading"), 0), None)
     ordered = recorded_orders(engine, monkeypatch)
@@ -134,8 +134,8 @@ def test_tile_below_target_is_not_ordered_beside_its_demand(scene, monkeypatch: 
         assert not demanded & {tile for urgency, tile in ordered if urgency == PLACED}
 
 
-def test_prediction_must_not_evict_tiles_of_its_own_layer(scene) -> None:
-    engine, _, kv = scene
+def test_prediction_must_not_evict_tiles_of_its_own_layer(parts) -> None:
+    engine, _, kv = parts
     new = prefilled(engine, kv)
 
     class Evicting(Crowding):

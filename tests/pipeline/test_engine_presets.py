@@ -35,7 +35,7 @@ def calibration(favoured: tuple[int, ...] = (), sensitivity: float = 1.0) -> Cal
     return plain_calibration(LAYERS, EXPERTS, 64, **fields)
 
 
-class Scene:
+class PresetEngine:
     """An engine in which predicted tiles have always landed when the next layer is planned."""
 
     def __init__(self, engine: Engine, patch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ class Scene:
 
 
 @pytest.fixture(scope="module")
-def scene(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+def presets(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PresetEngine]:
     with (
         engine_in_threads(tiny_model, tmp_path_factory.mktemp("presets"), capacity=12) as (engine, _),
         pytest.MonkeyPatch.context() as patched,
@@ -76,42 +76,42 @@ def scene(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
                 mover.update()
 
         patched.setattr(engine.memory, "collect_landings", wait)
-        yield Scene(engine, patched)
+        yield PresetEngine(engine, patched)
 
 
-def test_daop_dispatches_early_and_degrades(scene: Scene) -> None:
-    counted = scene.decode("daop", placement="popular", first_layer="1")["fidelity"]
+def test_daop_dispatches_early_and_degrades(presets: PresetEngine) -> None:
+    counted = presets.decode("daop", placement="popular", first_layer="1")["fidelity"]
     assert counted["predicted"] == pytest.approx(len(TOKENS), rel=1e-4), "the second layer of each token"
     assert 0 < counted["stale"] < counted["predicted"]
     assert 0 < counted["substituted"] < counted["predicted"]
-    on_time = scene.decode("daop", placement="popular", first_layer="1", early="0")["fidelity"]
+    on_time = presets.decode("daop", placement="popular", first_layer="1", early="0")["fidelity"]
     assert on_time["stale"] == 0
     assert on_time["substituted"] > 0
 
 
-def test_adapmoe_skips_experts_where_the_layer_is_not_sensitive(scene: Scene) -> None:
+def test_adapmoe_skips_experts_where_the_layer_is_not_sensitive(presets: PresetEngine) -> None:
     options = {"placement": "empty", "sizes": "even"}
-    skipping = scene.decode("adapmoe", calibration(sensitivity=0.0), **options)
+    skipping = presets.decode("adapmoe", calibration(sensitivity=0.0), **options)
     assert skipping["fidelity"]["skipped"] > 0
     assert sum(skipping["layers"]["active"]) == LAYERS * len(TOKENS), "one expert a token is left"
     assert skipping["predicted_tiles"] > 0
-    kept = scene.decode("adapmoe", calibration(sensitivity=1e6), **options)
+    kept = presets.decode("adapmoe", calibration(sensitivity=1e6), **options)
     assert kept["fidelity"]["skipped"] == 0
     assert sum(kept["layers"]["active"]) == TOP_K * LAYERS * len(TOKENS)
 
 
 @pytest.mark.parametrize("favoured", [(2, 3), (0, 3)])
-def test_dali_prefetches_by_the_mean_residual(scene: Scene, favoured: tuple[int, ...]) -> None:
+def test_dali_prefetches_by_the_mean_residual(presets: PresetEngine, favoured: tuple[int, ...]) -> None:
     known = calibration(favoured)
-    counted = scene.decode("dali", known, placement="first-layers", prefetch="2")
-    assert scene.predicted == {(1, expert) for expert in favoured}
+    counted = presets.decode("dali", known, placement="first-layers", prefetch="2")
+    assert presets.predicted == {(1, expert) for expert in favoured}
     assert counted["predicted_tiles"] > 0
     assert counted["useful_tiles"] > 0
 
 
 @pytest.mark.parametrize("preset", ["mixtral-offloading", "hybrimoe"])
-def test_next_gate_prefetch_is_used(scene: Scene, preset: str) -> None:
-    counted = scene.decode(preset)
-    assert {layer for layer, _ in scene.predicted} == {1}
+def test_next_gate_prefetch_is_used(presets: PresetEngine, preset: str) -> None:
+    counted = presets.decode(preset)
+    assert {layer for layer, _ in presets.predicted} == {1}
     assert counted["predicted_tiles"] >= counted["useful_tiles"] > 0
     assert counted["late_tiles"] == 0

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pipeline.policies.prefetch_meter import LEAST, LONGEST_PAUSE, PAUSE, WINDOW, PrefetchMeter
 
 
-class Scene:
+class MeteredSteps:
     """Counts of prefetched tiles that land in each step, and of those that are used."""
 
     def __init__(self) -> None:
         self.meter = PrefetchMeter()
         self.landed = self.useful = 0
 
-    def run(self, steps: int, landed: int, useful: int) -> None:
+    def take(self, steps: int, landed: int, useful: int) -> None:
         for _ in range(steps):
             if self.meter.on:
                 self.landed += landed
@@ -21,51 +21,51 @@ class Scene:
 
 
 def test_half_useful_predictions_stay_on() -> None:
-    scene = Scene()
-    scene.run(20 * WINDOW, 4, 2)
-    assert scene.meter.on
-    assert scene.meter.status == ""
+    metered = MeteredSteps()
+    metered.take(20 * WINDOW, 4, 2)
+    assert metered.meter.on
+    assert metered.meter.status == ""
 
 
 def test_less_useful_predictions_pause_with_a_reason_and_are_tried_again() -> None:
-    scene = Scene()
-    scene.run(WINDOW - 1, 4, 1)
-    assert scene.meter.on
-    scene.run(1, 4, 1)
-    assert not scene.meter.on
-    assert f"{4 * WINDOW} tiles" in scene.meter.status
-    assert f"{WINDOW} were used" in scene.meter.status
-    scene.run(PAUSE - 1, 4, 1)
-    assert not scene.meter.on
-    scene.run(1, 4, 1)
-    assert scene.meter.on
-    assert "again" in scene.meter.status
+    metered = MeteredSteps()
+    metered.take(WINDOW - 1, 4, 1)
+    assert metered.meter.on
+    metered.take(1, 4, 1)
+    assert not metered.meter.on
+    assert f"{4 * WINDOW} tiles" in metered.meter.status
+    assert f"{WINDOW} were used" in metered.meter.status
+    metered.take(PAUSE - 1, 4, 1)
+    assert not metered.meter.on
+    metered.take(1, 4, 1)
+    assert metered.meter.on
+    assert "again" in metered.meter.status
 
 
 def test_each_failed_trial_doubles_the_pause_and_a_good_one_resets_it() -> None:
-    scene = Scene()
+    metered = MeteredSteps()
     pauses = []
     for _ in range(8):
-        scene.run(WINDOW, 4, 0)
+        metered.take(WINDOW, 4, 0)
         count = 0
-        while not scene.meter.on:
-            scene.run(1, 4, 0)
+        while not metered.meter.on:
+            metered.take(1, 4, 0)
             count += 1
         pauses.append(count)
     assert pauses == [min(PAUSE << i, LONGEST_PAUSE) for i in range(8)]
-    scene.run(WINDOW, 4, 4)
-    scene.run(WINDOW, 4, 0)
-    scene.run(PAUSE - 1, 4, 0)
-    assert not scene.meter.on
-    scene.run(1, 4, 0)
-    assert scene.meter.on
+    metered.take(WINDOW, 4, 4)
+    metered.take(WINDOW, 4, 0)
+    metered.take(PAUSE - 1, 4, 0)
+    assert not metered.meter.on
+    metered.take(1, 4, 0)
+    assert metered.meter.on
 
 
 def test_window_continues_until_enough_tiles_landed() -> None:
     """A window is judged once LEAST tiles have landed."""
-    scene = Scene()
-    scene.run(WINDOW, 0, 0)
-    scene.run(LEAST - 1, 1, 0)
-    assert scene.meter.on
-    scene.run(1, 1, 0)
-    assert not scene.meter.on
+    metered = MeteredSteps()
+    metered.take(WINDOW, 0, 0)
+    metered.take(LEAST - 1, 1, 0)
+    assert metered.meter.on
+    metered.take(1, 1, 0)
+    assert not metered.meter.on

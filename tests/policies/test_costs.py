@@ -65,13 +65,18 @@ def test_costs_of_an_expert_are_divided_by_its_tiles(tiles: int, rows: int) -> N
     st.lists(st.integers(1, 100), min_size=6, max_size=6, unique=True),
     st.integers(0, 300),
 )
-def test_seconds_are_never_negative_and_exact_on_the_grid(
+def test_seconds_are_exact_on_the_grid_and_linear_outside(
     values: list[float], rows: list[int], asked: int
 ) -> None:
     grid = tuple(sorted(rows)[: len(values)])
     costs = Costs(grid, tuple(values), tuple(values), 0.0, 0.0)
     assert np.allclose(costs.host_seconds(grid, 1), values)
-    assert costs.host_seconds(asked, 1) >= 0
+    expected = float(np.interp(asked, grid, values))
+    if not grid[0] <= asked <= grid[-1]:  # the nearest segment goes on: not below 0, nor below the last point
+        near = slice(0, 2) if asked < grid[0] else slice(-2, None)
+        (a, b), (x, y) = grid[near], values[near]
+        expected = max(0.0 if asked < a else y, x + (y - x) / (b - a) * (asked - a))
+    assert np.isclose(costs.host_seconds(asked, 1), expected if asked else 0.0)
 
 
 def test_costs_file_round_trip(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ import time
 import numpy as np
 import pytest
 import zmq
+from equal_values import same
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from protocol_messages import messages, records, same
+from protocol_messages import messages, records
 
 import protocol.codec
 from protocol.codec import decode, encode, wire_version

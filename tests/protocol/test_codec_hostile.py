@@ -5,9 +5,10 @@ import math
 import msgpack
 import numpy as np
 import pytest
+from equal_values import same
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from protocol_messages import messages, same
+from protocol_messages import messages
 
 from protocol.checks import Limits
 from protocol.codec import decode, encode

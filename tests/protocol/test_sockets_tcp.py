@@ -7,17 +7,13 @@ import time
 
 import pytest
 import zmq
+from free_port import free_port
 
 from protocol.errors import ProtocolError
 from protocol.keys import ClientKeys, EngineKeys, binary_key, new_keys
 from protocol.sockets import bind_router, check_tcp, connect_dealer
 
 ENGINE, CLIENT = new_keys()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -154,9 +150,9 @@ def test_peer_that_connects_and_sends_nothing_is_dropped(context, tcp, monkeypat
     with bind_router(context, tcp, keys=ENGINE):
         host, port = check_tcp(tcp)
         for words in (b"", b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(15 + 1 + 31)):
-            with socket.create_connection((host, port), timeout=5) as stranger:
-                stranger.sendall(words)
+            with socket.create_connection((host, port), timeout=5) as foreign:
+                foreign.sendall(words)
                 began = time.monotonic()
-                while stranger.recv(1000):
+                while foreign.recv(1000):
                     pass
                 assert 0.1 < time.monotonic() - began < 3

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from replay_scene import COSTS, Scripted, preset, run
+from replay_cases import COSTS, Scripted, preset, run
 from trace_files import make_header, scripted_steps
 
 from pipeline.policies.costs import Costs

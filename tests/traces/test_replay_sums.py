@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replay_scene import COSTS, Scripted, preset, run
+from replay_cases import COSTS, Scripted, preset, run
 from trace_files import drawn_steps, make_header, scripted_steps
 
 from pipeline.arrays import IntArray
