@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import psutil
 import pytest
 from waiting import until
 
