@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable, Sequence
 import numpy as np
 from equality import near_tie_or_equal
 from numpy.typing import NDArray
-from rounding import Rounding, Rows
+from rounding import Distances, Rounding, Rows
 
 from protocol.client import Client
 
-ALONE = 2  # texts that an engine scores while it has nothing else to do
+ALONE = 7  # texts that an engine scores while it has nothing else to do
 
 Tokens = tuple[int, ...]
 Check = Callable[[Client, bool], Awaitable[str]]  # (client, stepwise) -> what is wrong; "" if nothing is
@@ -59,16 +59,14 @@ def within(
     allowed: Rounding,
     texts: Sequence[Tokens],
     exact: Sequence[Rows],
-    alone: int = ALONE,
-    factor: float = 1.0,
 ) -> Check:
-    """The distances to exact log-probabilities are a sample of `allowed` (rounding.py). The first `alone`
+    """The distances to exact log-probabilities are rounding as in `allowed` (rounding.py). The first ALONE
     texts are scored one after the other, so that steps are of one token, the others at once."""
 
     async def check(client: Client, stepwise: bool) -> str:
-        ours = [await scored(client, tokens, stepwise) for tokens in texts[:alone]]
-        ours += await asyncio.gather(*(scored(client, tokens, stepwise) for tokens in texts[alone:]))
-        return allowed.refusal(Rounding.between(ours, exact), factor)
+        ours = [await scored(client, tokens, stepwise) for tokens in texts[:ALONE]]
+        ours += await asyncio.gather(*(scored(client, tokens, stepwise) for tokens in texts[ALONE:]))
+        return allowed.refusal(Distances.between(ours, exact), ALONE)
 
     return check
 

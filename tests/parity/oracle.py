@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 BATCH = 14  # texts
@@ -21,6 +23,8 @@ class Oracle:
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, experts_implementation="eager"
         ).eval()
+        mlps = [layer.mlp for layer in self.model.model.layers]
+        self.experts = [mlp.experts for mlp in mlps if hasattr(mlp, "experts")]
 
     def logprobs(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """[len(tokens), vocabulary] of one pass over them all; row i predicts token i + 1."""
@@ -35,6 +39,31 @@ class Oracle:
             logits = self.model(tokens, use_cache=False).logits.float()
             rows.extend(torch.log_softmax(logits, -1).numpy())
         return rows
+
+    @contextmanager
+    def noise(self, relative: float, seed: int) -> Iterator[None]:
+        """Shift the input of every layer's experts by this much, at random, to show what it grows to."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def shift(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            x, *rest = inputs
+            shifted = x * (1 + relative * torch.randn(x.shape, generator=generator))
+            return shifted.to(x.dtype), *rest
+
+        hooks = [experts.register_forward_pre_hook(shift) for experts in self.experts]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def noisy(
+        self, texts: Sequence[Sequence[int]], relative: float, seeds: int
+    ) -> Iterator[list[NDArray[np.float32]]]:
+        """`batch` with noise of the first `seeds` seeds."""
+        for seed in range(seeds):
+            with self.noise(relative, seed):
+                yield self.batch(texts)
 
     def greedy(self, prompt: Sequence[int], count: int) -> tuple[list[int], NDArray[np.float32]]:
         """`count` new tokens, and the log-probabilities [count, vocabulary] that they were chosen from; each

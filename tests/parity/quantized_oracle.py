@@ -3,8 +3,6 @@ format's arithmetic: the only difference to the engine is the rounding of float3
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +26,6 @@ class QuantizedOracle(Oracle):
         super().__init__(folder, torch.float32)
         expert_format = FORMATS[experts]
         assert isinstance(expert_format, BlockFormat)
-        mlps = [layer.mlp for layer in self.model.model.layers]
-        self.experts = [mlp.experts for mlp in mlps if hasattr(mlp, "experts")]
         for module in self.experts:
             replace_experts(module, expert_format)
         if backbone is None:
@@ -40,22 +36,6 @@ class QuantizedOracle(Oracle):
         for name, weight in self.model.named_parameters():
             if name.endswith(("embed_tokens.weight", "kv_b_proj.weight")):
                 weight.data = weight.data.bfloat16().float()  # what is not quantized beside what is
-
-    @contextmanager
-    def noise(self, relative: float, seed: int) -> Iterator[None]:
-        """Shift the input of every layer's experts by this much, at random, to show what it grows to."""
-        generator = torch.Generator().manual_seed(seed)
-
-        def shift(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            x, *rest = inputs
-            return x * (1 + relative * torch.randn(x.shape, generator=generator)), *rest
-
-        hooks = [experts.register_forward_pre_hook(shift) for experts in self.experts]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 def replace_experts(module: nn.Module, format: BlockFormat) -> None:

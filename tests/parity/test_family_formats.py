@@ -13,15 +13,16 @@ from family_cases import CASES, place
 from oracle import Oracle
 from quantized_oracle import QuantizedOracle
 from rounding import Rounding
-from test_quantized import FACTOR, reach
+from test_parity import BF16_NOISE, BF16_SEEDS
+from test_quantized import reach
 
 from launch.equality import rounding_bound
 from pipeline.config import EngineConfig
 
 NEW = 14  # tokens of a greedy continuation
 POLICIES = [("all-host", {}), ("random", {"seed": "2", "churn": "1"})]
-DISTRIBUTION = 70  # texts from which rounding is known
-SCORED = 21  # of them, by an engine
+TEXTS = 21
+SEEDS = 16  # of noise
 
 ROUNDED = ("phimoe", "qwen2_moe", "deepseek_v2")  # between them every kind of tensor
 
@@ -41,15 +42,15 @@ FORMATS = {  # of experts and of the rest; no size of a model here is a whole nu
 async def test_bf16_is_as_close_as_transformers_bf16(case: Case, start_engine, tmp_path: Path) -> None:
     save(case, tmp_path)
     oracle, rounded = Oracle(tmp_path, torch.float32), Oracle(tmp_path, torch.bfloat16)
-    many, prompt = drawn_texts(case, DISTRIBUTION), texts(case)[0]
+    many, prompt = drawn_texts(case, TEXTS), texts(case)[0]
     exact = oracle.batch(many)
-    theirs = Rounding.between(rounded.batch(many), exact)
-    check, greedy = within(theirs, many[:SCORED], exact[:SCORED]), oracle.greedy(prompt, NEW)
+    theirs = Rounding.of(rounded.noisy(many, BF16_NOISE, BF16_SEEDS), exact, factor=1.0)
+    check, greedy = within(theirs, many, exact), oracle.greedy(prompt, NEW)
     config = EngineConfig(
         model=tmp_path, format="bf16", backbone_dtype="bf16", workers=1, tile=24, expert_cache=0.5, chunk=24
     )
     async with start_engine(config) as (_, client):
-        await check_policies(client, POLICIES, check, prompt, greedy, 2 * theirs.tails.mean())
+        await check_policies(client, POLICIES, check, prompt, greedy, 2 * theirs.tail)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if place(c) == 3], ids=str)
@@ -59,10 +60,9 @@ async def test_quantized_equals_transformers_on_the_same_weights(
     save(case, tmp_path)
     experts, backbone = FORMATS[case.family]
     oracle = QuantizedOracle(tmp_path, experts, None if backbone == "f32" else backbone)
-    many, prompt = drawn_texts(case, DISTRIBUTION), texts(case)[0]
+    many, prompt = drawn_texts(case, TEXTS), texts(case)[0]
     expected = oracle.batch(many)
-    allowed = reach(oracle, backbone, many, expected)
-    check = within(allowed, many[:SCORED], expected[:SCORED], factor=FACTOR)
+    check = within(reach(oracle, backbone, many, expected, SEEDS), many, expected)
     greedy, bound = oracle.greedy(prompt, NEW), rounding_bound(experts, backbone)
     config = EngineConfig(
         model=tmp_path, format=experts, backbone_dtype=backbone, workers=2, expert_cache=0.5, chunk=24

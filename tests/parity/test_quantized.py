@@ -2,7 +2,8 @@
 
 Activations are rounded to int8 steps. A float32 sum that ends on the other side of such a step's edge moves
 a code by one, and that moves others in later layers. The oracle itself shows how far: it is run with noise of
-float32's size in its hidden states, and the engine's log-probabilities may be no further off (rounding.py).
+float32's size in its hidden states, several times, and the engine's log-probabilities may be no further off
+(rounding.py).
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from pipeline.config import EngineConfig
 # Relative. A float32 sum of some hundred numbers is off by as much; and beside a quantized backbone
 # attention computes in bfloat16, which rounds as much.
 NOISE = {"f32": 3e-7, "int8": 2**-9, "int4": 2**-9}
-LENGTH = 48  # tokens of each text; a prefill takes two chunks
-DISTRIBUTION = 56  # texts from which the reach of noise is known
-TEXTS = 14  # of them, which an engine scores
-FACTOR = 2.0  # how much more all of an engine's sums may do on average than noise in one place
+LENGTH = 40  # tokens of each text; a prefill takes two chunks
+TEXTS = 14
+SEEDS = 12  # of noise
+# How much more all of an engine's sums may do than noise in one place. Beside quantized backbones they do
+# 1.02 to 1.15 times as much on average over the texts, 1.01 to 1.10 over those alone, 1.09 in calm rows.
+FACTOR = 1.4
 POLICIES = [
     ("all-host", {}),
     ("on-demand", {}),
@@ -32,11 +35,10 @@ POLICIES = [
 
 
 def reach(
-    oracle: QuantizedOracle, backbone: str, texts: list[tuple[int, ...]], exact: list[Rows]
+    oracle: QuantizedOracle, backbone: str, texts: list[tuple[int, ...]], exact: list[Rows], seeds: int
 ) -> Rounding:
     """The distances that noise causes."""
-    with oracle.noise(NOISE[backbone], seed=0):
-        return Rounding.between(oracle.batch(texts), exact)
+    return Rounding.of(oracle.noisy(texts, NOISE[backbone], seeds), exact, FACTOR)
 
 
 @pytest.mark.timeout(300)
@@ -53,10 +55,9 @@ def reach(
 async def test_equals_transformers_on_the_same_weights(setting, workers, tile, start_engine) -> None:
     experts, backbone = setting
     oracle = QuantizedOracle(model_dir(), experts, None if backbone == "f32" else backbone)
-    texts = passages(DISTRIBUTION, LENGTH)
+    texts = passages(TEXTS, LENGTH)
     expected = oracle.batch(texts)
-    allowed = reach(oracle, backbone, texts, expected)
-    check = within(allowed, texts[:TEXTS], expected[:TEXTS], factor=FACTOR)
+    check = within(reach(oracle, backbone, texts, expected, SEEDS), texts, expected)
     greedy, bound = oracle.greedy(texts[0], NEW), rounding_bound(experts, backbone)
     config = EngineConfig(
         format=experts, backbone_dtype=backbone, workers=workers, tile=tile, chunk=CHUNK, expert_cache=0.4
