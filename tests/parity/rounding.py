@@ -18,16 +18,16 @@ probabilities of 0.03 or more on the processor where this was written.
 What is refused, measured with the mistakes of test_rounding.py, of 21 texts (7 of them alone):
 
 - beside an int4 backbone a wrong scale in one group, which moves a text 4.9 times as far as rounding on
-  average, in two texts (chance 3e-11), and swapped groups in two (3e-15); a scale 25 % wrong (1.7 times) in
-  all texts (1e-17), and a stale token in all texts alone (2e-9);
-- beside float32 all of them and bfloat16 sums in the texts alone (3e-11 or less), or in seven others (5e-11).
+  average, in two texts (chance 1e-11), and swapped groups in two (2e-15); a scale 25 % wrong (1.7 times) in
+  all texts (5e-20), and a stale token in all texts alone (2e-10);
+- beside float32 all of them and bfloat16 sums in the texts alone (2e-12 or less), or in seven others (1e-11).
 
 What is accepted: beside an int4 backbone a stale token in two texts (1e-3), or in seven that are not alone
-(4e-4), and a scale 25 % wrong in the texts alone only (2e-8); beside float32 any mistake in two texts (1e-4
-or more), as a flip may move a text a thousand times as far as its other roundings do. A bound of twice the
-largest mean and tail of four roundings of the same two texts refuses the mistakes beside float32, and with
-them 7.2 % of correct engines at each check (20,000 draws); beside int4 it refuses the stale token in half of
-all pairs of texts, and the scale 25 % wrong in none.
+(1e-4), and, at the limit (2e-9), a scale 25 % wrong in the texts alone only; beside float32 any mistake in
+two texts (2e-5 or more), as a flip may move a text a thousand times as far as its other roundings do. A bound
+of twice the largest mean and tail of four roundings of the same two texts refuses the mistakes beside
+float32, and with them 7.2 % of correct engines at each check (20,000 draws); beside int4 it refuses the stale
+token in half of all pairs of texts, and the scale 25 % wrong in none.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from pipeline.config import EngineConfig
 NEW = 14  # tokens of a greedy continuation
 POLICIES = [("all-host", {}), ("random", {"seed": "2", "churn": "1"})]
 TEXTS = 21
-SEEDS = 16  # of noise
+SEEDS = 24  # of noise
 
 ROUNDED = ("phimoe", "qwen2_moe", "deepseek_v2")  # between them every kind of tensor
 
