@@ -173,9 +173,12 @@ class Client:
         reply: StatsReply = await self._ask(Stats(self._next_request()), REPLY_SECONDS)
         return reply.stats
 
-    async def set_policy(self, name: str, options: dict[str, str] | None = None) -> PolicyChanged:
-        """Change the engine's policy for all clients. Raises RequestFailed with the reason, EngineGone."""
-        asked = SetPolicy(self._next_request(), name, dict(options or {}))
+    async def set_policy(
+        self, name: str, options: dict[str, str] | None = None, *, counted: bool = True
+    ) -> PolicyChanged:
+        """Change the engine's policy for all clients. Without `counted`, placements by use ignore the steps
+        under it. Raises RequestFailed with the reason, EngineGone."""
+        asked = SetPolicy(self._next_request(), name, dict(options or {}), counted)
         reply: PolicyChanged = await self._ask(asked, POLICY_SECONDS)
         return reply
 
@@ -185,14 +188,17 @@ class Client:
         text: str | None = None,
         token_ids: Sequence[int] | None = None,
         tokens: int = Calibrate.tokens,
+        starts: Sequence[int] = (),
+        share: float = Calibrate.share,
         on_progress: Callable[[Calibrating], None] | None = None,
     ) -> Calibrated:
         """Have the engine calibrate its model on exactly one of `text`, `token_ids`, at most so many `tokens`
-        of it. That may take many minutes, and the engine serves no other request meanwhile. If the engine is
-        restarted, the calibration starts again. Cancelling the caller cancels it. Raises RequestFailed with
-        the engine's reason, EngineGone, MalformedMessage."""
+        of it. `starts`, `share`: of excerpts, see `Calibrate`. That may take many minutes, and the engine
+        serves no other request meanwhile. If the engine is restarted, the calibration starts again.
+        Cancelling the caller cancels it. Raises RequestFailed with the engine's reason, EngineGone,
+        MalformedMessage."""
         ids = None if token_ids is None else tuple(token_ids)
-        asked = Calibrate(self._next_request(), text, ids, tokens)
+        asked = Calibrate(self._next_request(), text, ids, tokens, tuple(starts), share)
         calibrated: Calibrated = await self._pending.request(asked, on_progress)
         return calibrated
 

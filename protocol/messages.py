@@ -203,6 +203,7 @@ class SetPolicy:
     request: int
     policy: str
     options: Tree = field(default_factory=dict)  # option name -> text value, as in --set policy.option=value
+    counted: bool = True  # False: the routing of its steps is not counted, as for a measurement
 
 
 @dataclass(frozen=True)
@@ -217,12 +218,17 @@ class PolicyChanged:
 class Calibrate:
     """Run the model over a text and write the statistics that policies plan with to a file on the engine's
     machine; exactly one of `text`, `token_ids`. Answered by any number of Calibrating, then by one
-    Calibrated, or by a Done with the reason why not. Meanwhile running requests pause and new ones wait."""
+    Calibrated, or by a Done with the reason why not. Meanwhile running requests pause and new ones wait.
+
+    Of a longer text the engine reads windows from all of it. A text that is too long for a message is sent
+    as excerpts, one after the other."""
 
     request: int
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
     tokens: int = 8192  # most tokens used; the rest of the text is left out
+    starts: tuple[int, ...] = ()  # where the second and further excerpts begin, in characters or ids
+    share: float = 1.0  # of the whole text that the excerpts are
 
 
 @dataclass(frozen=True)
@@ -469,5 +475,5 @@ TAGS: dict[int, type] = {
     69: Needed,
     70: Hung,
 }
-VERSION = 4
+VERSION = 5
 SAY_HELLO = "say Hello first"  # the text of the Error that answers a peer without a Welcome

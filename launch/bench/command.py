@@ -2,9 +2,12 @@
 
 A machine's speed drifts (heat, other programs), so the order of the policies alternates: A B C, then C B A,
 after one round that is not counted. Before every run the policy is set again and computes a short request
-that is not measured, so that its placement has landed and its cache is filled. A policy that places experts
-by how often they were used has seen these very prompts in earlier rounds. At the end approximate policies and
-an exact one score held-out text; the perplexities' difference is an approximation's cost.
+that is not measured, so that its placement has landed and its cache is filled.
+
+No policy learns from what is measured. Placements by use see the same counts in every round: those of
+held-out texts of every kind, which are read first, or of a running engine's earlier requests; the engine
+counts none of the steps after that. At the end approximate policies and an exact one score held-out text; the
+perplexities' difference is an approximation's cost.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Any
 from launch.bench.perplexity import Perplexity, Texts
 from launch.bench.plan import BenchPlan
 from launch.bench.plot import draw
-from launch.bench.prompts import make_prompts
+from launch.bench.prompts import Prompt, make_prompts, read_other_texts
 from launch.bench.report import Report
 from launch.bench.result import PolicyResult
 from launch.bench.run import measure, warm_up
@@ -27,6 +30,7 @@ from launch.processes.cores import Cores
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
 from launch.terminal.progress import ProgressCounter
+from pipeline.policies.parts import ENOUGH_TOKENS
 from pipeline.policies.view import PolicyRequest
 from protocol.client import Client
 from protocol.errors import EngineGone, ProtocolError, RequestFailed
@@ -34,7 +38,8 @@ from protocol.messages import PolicyChanged
 
 log = logging.getLogger("tandem")
 
-EXACT = "all-host"  # the reference for approximate policies where --policy names no exact one
+# Computes what is not measured; the reference for approximate policies where --policy names no exact one.
+EXACT = "all-host"
 WARM_UP_PROMPT = 64  # tokens read before a run, at most: enough to use nearly every expert
 WARM_UP_NEW = 8
 
@@ -57,7 +62,8 @@ async def bench(options: Options, interrupts: Interrupts) -> int:
                 await _restore(client, before)
         left_out = [result for result in every if result.left_out]
         config = _config(options, plan, client, stats) | {
-            "left_out": {result.request.name: result.left_out for result in left_out}
+            "counted_tokens": stats["counted_tokens"],
+            "left_out": {result.request.name: result.left_out for result in left_out},
         }
     report = Report(config, results, stats["emulation"], left_out)
     if "json" in options.written:
@@ -73,7 +79,7 @@ async def _run(client: Client, plan: BenchPlan, changes: list[PolicyChanged]) ->
     """Each policy's runs; a policy that cannot run here has none, and `left_out` has the reason."""
     results = [PolicyResult(request) for request in plan.policies]
     with ProgressCounter("bench: prompts", len(results) * (1 + plan.rounds)) as bar:
-        *prompts, other = await make_prompts(client, plan.batch + 1, plan.prompt_len, plan.seed)
+        *prompts, other = await _prepare(client, plan)
         for turn in range(1 + plan.rounds):
             for result in (results[index] for index in plan.order(turn)):
                 if result.left_out:
@@ -81,7 +87,7 @@ async def _run(client: Client, plan: BenchPlan, changes: list[PolicyChanged]) ->
                 name = result.request.name
                 bar.start_stage(f"bench: round {turn}, {name}" if turn else f"bench: warm-up, {name}")
                 try:
-                    changed = await client.set_policy(name, result.request.options)
+                    changed = await client.set_policy(name, result.request.options, counted=False)
                 except RequestFailed as e:
                     others = any(not rest.left_out for rest in results if rest is not result)
                     if plan.named or turn or not e.usage or not others:
@@ -100,6 +106,16 @@ async def _run(client: Client, plan: BenchPlan, changes: list[PolicyChanged]) ->
     return results
 
 
+async def _prepare(client: Client, plan: BenchPlan) -> list[Prompt]:
+    """The prompts, and one more for warm-ups. An engine that has counted no routing yet reads other text."""
+    stats = await client.stats()
+    if stats["counted_tokens"] < ENOUGH_TOKENS:
+        await client.set_policy(EXACT)
+        await read_other_texts(client, plan.seed)
+    await client.set_policy(EXACT, counted=False)  # the prompts are tokenized by scoring them
+    return await make_prompts(client, plan.batch + 1, plan.prompt_len, plan.seed)
+
+
 async def _compare_perplexity(
     client: Client, plan: BenchPlan, results: Sequence[PolicyResult], changes: list[PolicyChanged]
 ) -> None:
@@ -113,7 +129,7 @@ async def _compare_perplexity(
 
         async def perplexity(request: PolicyRequest) -> float:
             bar.start_stage(f"bench: perplexity, {request.name}")
-            await client.set_policy(request.name, request.options)
+            await client.set_policy(request.name, request.options, counted=False)
             await warm_up(client, texts.ids[-1][:WARM_UP_PROMPT], WARM_UP_NEW)
             found = await texts.perplexity(client)
             _check_own(changes)

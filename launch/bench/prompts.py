@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pipeline.assets import heldout
+from pipeline.policies.parts import ENOUGH_TOKENS
 from protocol.client import Client
 
 Prompt = tuple[int, ...]
@@ -12,6 +13,7 @@ Prompt = tuple[int, ...]
 SPECIAL_TOKENS = 8  # at most so many are put around a text by a tokenizer
 BYTES_PER_TOKEN = 4  # a first guess; where it is too small, more text follows
 TAIL_BYTES_PER_TOKEN = 8  # more than the average of any text
+OTHER_TOKENS = 128  # of each kind of text, that are read before anything is measured
 STRIDE = 20_000  # bytes between two prompts from the same text
 
 
@@ -24,6 +26,19 @@ async def make_prompts(client: Client, count: int, length: int, seed: int) -> li
         return [tuple(row) for row in ids.tolist()]
     texts = [path.read_bytes() for path in heldout().values()]
     return [await _read(client, _beginning(texts, i), length) for i in range(count)]
+
+
+async def read_other_texts(client: Client, seed: int) -> None:
+    """Have the engine read text of every kind that is not measured, from the middle of the files, so that it
+    counts the use of its experts. Raises RequestFailed."""
+    length = min(OTHER_TOKENS, client.welcome.context)
+    if not client.welcome.has_tokenizer:
+        for ids in await make_prompts(client, -(-ENOUGH_TOKENS // length), length, seed + 2):
+            async for _ in client.score(token_ids=ids):
+                pass
+        return
+    for text in [path.read_bytes() for path in heldout().values()]:
+        await _read(client, text[text.find(b"\n", len(text) // 2) + 1 :], length)
 
 
 async def make_texts(client: Client, count: int, length: int, seed: int) -> list[Prompt]:

@@ -4,8 +4,9 @@ statistics, residuals, sensitivities. --report draws it; without a text, an earl
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from launch.calibrate.figures import check_folder, draw
 from launch.calibrate.table import render
@@ -20,11 +21,15 @@ from launch.terminal.progress import ProgressDisplay
 from pipeline.assets import model_dir
 from pipeline.calibration.file import calibration_path, read
 from pipeline.calibration.summary import summary
+from pipeline.calibration.windows import HELD_OUT, LANES
 from pipeline.checkpoint.open import open_model
 from pipeline.policies.calibration import Calibration
 from protocol.messages import Calibrate, Calibrating
 
-CHARACTERS = 16  # more than any token has; the text beyond is not sent
+CHARACTERS = 16  # more than tokens have: of a text longer than this for each token excerpts are sent
+EXCERPTS = HELD_OUT * LANES  # of a longer text: a window is read from each, unless they are large
+
+Text = TypeVar("Text", str, tuple[int, ...])
 
 
 async def calibrate(options: Options, interrupts: Interrupts) -> int:
@@ -51,7 +56,7 @@ async def _calibrate(options: Options, interrupts: Interrupts) -> tuple[Path, di
     """The file's path on the engine's machine, and the summary."""
     written = options.written
     most = written.get("calibrate_tokens", Calibrate.tokens)
-    asked, cut = _asked(written, most)
+    asked = _asked(written, most)
     check_request(written.get("text") or written["tokens"], Calibrate(0, tokens=most, **asked))
     async with reconnecting_client(_with_costs(options), interrupts) as client:
         if "text" in asked and not client.welcome.has_tokenizer:
@@ -62,7 +67,7 @@ async def _calibrate(options: Options, interrupts: Interrupts) -> tuple[Path, di
                 display.update(f"calibrate: {progress.stage}", progress.done, progress.total)
 
             done = await client.calibrate(tokens=most, on_progress=show_progress, **asked)
-    return Path(done.path), done.summary | {"cut": cut or done.summary["left_out"] > 0}
+    return Path(done.path), done.summary
 
 
 def _with_costs(options: Options) -> Options:
@@ -72,13 +77,32 @@ def _with_costs(options: Options) -> Options:
     return replace(options, written={"expert_cache": 0.0} | options.written | {"policy": "fiddler"})
 
 
-def _asked(written: dict[str, Any], most: int) -> tuple[dict[str, Any], bool]:
-    """The text or its ids, and whether they were cut to what `most` tokens need. Raises WrongUsage."""
+def _asked(written: dict[str, Any], most: int) -> dict[str, Any]:
+    """The arguments of `Client.calibrate` for the text or its ids. Raises WrongUsage."""
     if "text" in written:
         text = read_text(written["text"])
-        return {"text": text[: CHARACTERS * most]}, len(text) > CHARACTERS * most
+        parts, starts = _excerpts(text, CHARACTERS * most)
+        return {"text": "".join(parts), "starts": starts, "share": _share(parts, text)}
     ids = read_ids(written["tokens"])
-    return {"token_ids": ids[:most]}, len(ids) > most
+    pieces, starts = _excerpts(ids, most)
+    return {"token_ids": tuple(chain(*pieces)), "starts": starts, "share": _share(pieces, ids)}
+
+
+def _share(parts: list[Text], whole: Text) -> float:
+    return sum(map(len, parts)) / len(whole) if whole else 1.0
+
+
+def _excerpts(whole: Text, most: int) -> tuple[list[Text], tuple[int, ...]]:
+    """All of a text (or of its ids), or EXCERPTS parts of equal length, `most` in all and evenly spaced over
+    it; and where the second and further ones begin in their concatenation."""
+    if len(whole) <= most:
+        return [whole], ()
+    begins = (len(whole) * i // EXCERPTS for i in range(EXCERPTS))
+    parts = [
+        whole[begin : begin + most * (i + 1) // EXCERPTS - most * i // EXCERPTS]
+        for i, begin in enumerate(begins)
+    ]
+    return parts, tuple(accumulate(map(len, parts[:-1])))
 
 
 def _earlier(options: Options) -> tuple[Path, Calibration, dict[str, Any]]:

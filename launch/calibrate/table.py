@@ -13,6 +13,7 @@ from launch.terminal import tables
 from launch.terminal.format import MISSING, percent
 from pipeline.calibration.summary import experts_per_token
 from pipeline.policies.calibration import Calibration
+from pipeline.policies.parts import DIFFERENT
 
 MOST_ROWS = 64  # a model with more layers gets the mean values only
 
@@ -29,19 +30,21 @@ def render(
 
 
 def _layers(calibration: Calibration) -> Table:
-    names = ("layer", "predicted,\nrouter", "predicted,\nresidual", "simi-\nlarity", "sensi-\ntivity")
-    table = tables.make_table(numbers=(*names, "experts\nper token"))
+    names = ("router", "with residual", "prefill ~ decode", "sensitivity", "experts")
+    units = ("predicts", "predicts", "similarity", "of the loss", "per token")
+    headings = [f"{name}\n{unit}" for name, unit in zip(names, units, strict=True)]
+    table = tables.make_table(numbers=("\nlayer", *headings))
     raw, residual, first = (calibration.accuracy[name] for name in ("raw", "residual", "first"))
     used = None if calibration.needed is None else experts_per_token(calibration.needed)
     for layer, similarity in enumerate(calibration.similarity):
         predicted = [percent(accuracy[layer], 1) for accuracy in (raw, residual)]
         if layer == 0:
-            predicted = [MISSING if calibration.first_gate is None else f"{percent(first[0], 1)}*", MISSING]
+            predicted = [MISSING if calibration.first_gate is None else f"*{percent(first[0], 1)}", MISSING]
         table.add_row(
             str(layer),
             *predicted,
             f"{similarity:.3f}",
-            MISSING if calibration.sensitivity is None else f"{calibration.sensitivity[layer]:.2g}",
+            MISSING if calibration.sensitivity is None else f"{calibration.sensitivity[layer]:.1e}",
             MISSING if used is None else f"{used[layer]:.2f}",
         )
     return table
@@ -49,9 +52,9 @@ def _layers(calibration: Calibration) -> Table:
 
 def _means(found: dict[str, Any]) -> Text:
     accuracy = found["accuracy"]
-    rest = "; the rest of the text was not used" if found.get("cut") else ""
     lines = [
-        f"{found['model']}: {found['tokens']} tokens{rest}",
+        f"{found['model']}: {_read(found)}",
+        *_hits(found.get("hits") or {}),
         f"next layer's experts predicted: {percent(accuracy['raw'], 1)} by its router on this layer's input,"
         f" {percent(accuracy['residual'], 1)} with the mean residual added",
         f"first layer's experts (*) predicted from the previous token by a trained gate:"
@@ -65,3 +68,27 @@ def _means(found: dict[str, Any]) -> Text:
             f" from {loss['exact']:.4f} to {loss['gated']:.4f} nats per token"
         )
     return Text("\n".join(lines))
+
+
+def _read(found: dict[str, Any]) -> str:
+    """How much of the text was read."""
+    share = found.get("share", 1.0)
+    if share == 1:
+        return f"{found['tokens']} tokens, the whole text"
+    windows = f"{found['windows']} windows, evenly spaced over the text"
+    return f"{found['tokens']} tokens in {windows}: {percent(share, 1)} of it"
+
+
+def _hits(hits: dict[str, Any]) -> list[str]:
+    """The use of placing experts by this text, and a line where the engine's clients run another kind."""
+    if not hits:
+        return []
+    heldout, own = percent(hits["heldout"]), hits["own"]
+    cache = f"a cache of the {percent(hits['share'])} of the experts that this text uses most"
+    if own is None:
+        return [f"{cache}: {heldout} hits on its held-out part"]
+    earlier = f"{percent(own)} on {hits['tokens']} tokens that the engine computed for clients before"
+    lines = [f"{cache}: {heldout} hits on its held-out part, {earlier}"]
+    if own < DIFFERENT * hits["heldout"]:
+        lines.append("warning: the text routes differently from what the engine runs; give text of that kind")
+    return lines

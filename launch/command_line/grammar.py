@@ -161,7 +161,7 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
     source = calibrate.add_mutually_exclusive_group()
     source.add_argument("--text", type=Path, metavar="F", help="UTF-8 text similar to the model's use")
     source.add_argument("--tokens", type=Path, metavar="F.json", help="file with a JSON list of token ids")
-    most = f"tokens to read at most (default {Calibrate.tokens})"
+    most = f"tokens to read at most, from all of the text (default {Calibrate.tokens})"
     add = calibrate.add_argument
     add("--calibrate-tokens", type=at_least(LEAST_TOKENS), metavar="N", help=most)
     report = "draw the results into this folder; without a text, those of an earlier calibration"

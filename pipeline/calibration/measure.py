@@ -26,11 +26,13 @@ from pipeline.calibration.lanes import lanes
 from pipeline.calibration.sensitivity import sensitivities
 from pipeline.calibration.threshold import largest_threshold, perturbations
 from pipeline.calibration.windows import LANES, Division, Window
+from pipeline.config import DEFAULT_CACHE
 from pipeline.counters import Counters
 from pipeline.engine.engine import Engine
 from pipeline.engine.observer import Observer
 from pipeline.errors import RequestError, UsageError
 from pipeline.policies.calibration import Calibration, Floats
+from pipeline.policies.parts import ENOUGH_TOKENS, Counts, counted_tokens, placed_share, whole_experts
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from shm.store import Store
@@ -61,7 +63,13 @@ class CalibrationContext:
 
 @dataclass
 class Findings:
-    """Results of a calibration other than its arrays."""
+    """Results of a calibration other than its arrays. `hits`: of the experts that tokens use, the share that
+    the cache would hold with the training windows' most used experts in it: of the `heldout` windows' tokens,
+    and of those that the engine has computed for its clients (`own`, None for too few)."""
+
+    tokens: int = 0  # that were read
+    windows: int = 0
+    hits: dict[str, float | int | None] = field(default_factory=dict)
 
     seconds: dict[str, float] = field(default_factory=dict)  # by stage
     notes: list[str] = field(default_factory=list)  # arrays that could not be measured, with the remedy
@@ -69,23 +77,24 @@ class Findings:
 
 
 def calibrate(
-    ctx: CalibrationContext, tokens: Sequence[int], progress: Progress
+    ctx: CalibrationContext, excerpts: Sequence[Sequence[int]], most: int, progress: Progress
 ) -> tuple[Calibration, Findings]:
-    """Calibrate on a text's tokens. Leaves the engine with the exact policy and its counters unchanged.
-    Raises RequestError for a text that is too short or where the KV cache has too few free tokens,
+    """Calibrate on at most `most` tokens of a text's excerpts. Leaves the engine with the exact policy, and
+    its counters and counts of routing unchanged. Raises RequestError for a text that is too short or where
+    the KV cache has too few free tokens,
     ShardFailed, and the exceptions of `progress`."""
-    return _Measurement(ctx, Division.of(tokens, ctx.context), progress).run()
+    return _Measurement(ctx, Division.of(excerpts, ctx.context, most), progress).run()
 
 
 class _Measurement:
     def __init__(self, ctx: CalibrationContext, division: Division, progress: Progress) -> None:
         self._ctx, self._division, self._progress = ctx, division, progress
         self._spec = ctx.engine.backbone.spec
-        self._findings = Findings()
         windows = division.training + division.validation
+        self._findings = Findings(tokens=division.tokens, windows=len(windows))
         longest, free = max(len(window.tokens) for window in windows), ctx.kv.free
         self._width = min(LANES, ctx.lanes, len(division.training), free // longest)
-        self._tokens = sum(len(window.tokens) for window in windows)
+        self._tokens = division.tokens
         if self._width < 1:
             raise RequestError(
                 f"the KV cache has {free} tokens free of the {longest} that calibrating needs: requests and"
@@ -94,7 +103,7 @@ class _Measurement:
 
     def run(self) -> tuple[Calibration, Findings]:
         with _separate_counters(self._ctx.engine):
-            self._ctx.engine.set_policy(make_policy(EXACT, self._ctx.seed), None, None)
+            self._ctx.engine.set_policy(make_policy(EXACT, self._ctx.seed), None, None, counted=False)
             train_pass, trained = self._train()
             validated, validation = self._validate(train_pass, trained)
             return self._find_threshold(validated, validation), self._findings
@@ -126,9 +135,8 @@ class _Measurement:
         )
 
     def _sensitivity(self) -> Floats | None:
-        windows, ctx = self._division.training, self._ctx
-        places = np.linspace(0, len(windows) - 1, min(SENSITIVITY_WINDOWS, len(windows))).round().astype(int)
-        chosen = [windows[place].tokens for place in places]
+        ctx = self._ctx
+        chosen = [window.tokens for window in _spread(self._division.training, SENSITIVITY_WINDOWS)]
         engine, progress = ctx.engine, self._progress
         try:
             with self._timed("sensitivities"):
@@ -145,15 +153,31 @@ class _Measurement:
         with self._timed("reading"):
             read = sum(len(window.tokens) for window in self._division.training)
             self._read(self._division.validation, validation, done=read)
+        counts = validation.counts("prefill"), validation.counts("decode")
+        self._findings.hits = self._hits(trained.decode_counts, counts[0] + counts[1])
         similarity = np.concatenate((train_pass.similarities(), validation.similarities()))
         validated = replace(
             trained,
-            prefill_counts=trained.prefill_counts + validation.counts("prefill"),
-            decode_counts=trained.decode_counts + validation.counts("decode"),
+            prefill_counts=trained.prefill_counts + counts[0],
+            decode_counts=trained.decode_counts + counts[1],
             accuracy=validation.accuracy(),
             similarity=similarity.mean(axis=0).astype(np.float32),
         )
         return validated, validation
+
+    def _hits(self, used: Counts, heldout: Counts) -> dict[str, float | int | None]:
+        """`Findings.hits`, with the cache's `share` of all experts and the engine's own `tokens`."""
+        engine = self._ctx.engine
+        experts = used.size
+        placed = whole_experts(engine.shape, engine.memory.capacity) or round(DEFAULT_CACHE * experts)
+        own = engine.popularity
+        tokens = counted_tokens(own, engine.shape.top_k)
+        return {
+            "share": placed / experts,
+            "heldout": placed_share(used, heldout, placed),
+            "own": placed_share(used, own, placed) if tokens >= ENOUGH_TOKENS else None,
+            "tokens": tokens,
+        }
 
     def _find_threshold(self, validated: Calibration, validation: ValidationPass) -> Calibration:
         """Stage 4."""
@@ -163,7 +187,7 @@ class _Measurement:
         weights = [np.concatenate(layer) for layer in validation.weights]
         candidates = [perturbations(w, float(s)) for w, s in zip(weights, sensitivity, strict=True)]
         engine, ctx = self._ctx.engine, self._ctx
-        windows = self._division.validation[: self._width]
+        windows = _spread(self._division.validation, self._width)
         if engine.shape.top_k == 1:  # a gate cannot skip the only expert
             only = np.tile(np.array([0, 1], np.float32), (engine.shape.layers, 1))
             return replace(validated, threshold=0.0, needed=only)
@@ -175,7 +199,7 @@ class _Measurement:
 
             def loss(threshold: float) -> float:
                 gated = PolicyRequest(EXACT.name, {"gate": "adaptive", "threshold": repr(float(threshold))})
-                engine.set_policy(make_policy(gated, ctx.seed), None, validated)
+                engine.set_policy(make_policy(gated, ctx.seed), None, validated, counted=False)
                 seen = Needs(engine.shape)
                 with _observed(engine, seen):
                     found = held.loss(done.more)
@@ -188,7 +212,7 @@ class _Measurement:
                 self._findings.notes.append(f"no threshold of AdapMoE's gate: {e}")
                 return validated
             finally:
-                engine.set_policy(make_policy(EXACT, ctx.seed), None, None)
+                engine.set_policy(make_policy(EXACT, ctx.seed), None, None, counted=False)
         self._findings.losses = {"exact": best.exact, "gated": best.loss}
         if len(windows) < len(self._division.validation):
             several = f"{len(windows)} of {len(self._division.validation)} validation windows"
@@ -226,6 +250,12 @@ class _TokenCount:
     def more(self, tokens: int) -> None:
         self._done += tokens
         self._progress(self._stage, self._done, self._total)
+
+
+def _spread(windows: Sequence[Window], most: int) -> list[Window]:
+    """At most so many, evenly spaced."""
+    places = np.linspace(0, len(windows) - 1, min(most, len(windows))).round().astype(int)
+    return [windows[place] for place in places]
 
 
 @torch.inference_mode()

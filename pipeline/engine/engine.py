@@ -49,7 +49,8 @@ class Engine:
         self.counters = Counters(layout.tile_bytes, s.layers)
         self.observers: list[Observer] = []
         self.kernel = device.expert_kernel(layout)
-        self._popularity = np.zeros((s.layers, s.experts), np.int64)  # lasts longer than a policy
+        # Rows routed to each expert by the steps that count; lasts longer than a policy.
+        self.popularity = np.zeros((s.layers, s.experts), np.int64)
         self.probing = Probing(backbone, device.torch_device, None)
 
     @property
@@ -57,11 +58,17 @@ class Engine:
         return self.driver.policy
 
     def set_policy(
-        self, policy: Policy, costs: Costs | None, calibration: Calibration | None = None
+        self,
+        policy: Policy,
+        costs: Costs | None,
+        calibration: Calibration | None = None,
+        *,
+        counted: bool = True,
     ) -> tuple[str, ...]:
         """Use a policy from the next step on. Its placement is resident when this returns, unless the
-        prefetcher is down. Returns its notes. Raises PolicyError where the policy needs a slab or anything
-        else that the engine does not have; the previous policy is kept then."""
+        prefetcher is down. Without `counted` its steps leave `popularity` unchanged. Returns its notes.
+        Raises PolicyError where the policy needs a slab or anything else that the engine does not have; the
+        previous policy is kept then."""
         memory, decode = self.memory, self.counters.phases["decode"]
         if policy.uses_device and not memory.exists:
             raise PolicyError(f"policy {policy.name} keeps experts on the device, and the engine has no slab")
@@ -71,7 +78,7 @@ class Engine:
             capacity=memory.capacity,
             residency=memory.residency,
             target=memory.target,
-            popularity=self._popularity,
+            popularity=self.popularity if counted else self.popularity.copy(),
             step=0,
             costs=costs,
             router=self.backbone.spec.router,

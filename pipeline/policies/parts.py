@@ -9,6 +9,10 @@ from numpy.typing import NDArray
 
 from pipeline.policies.view import ModelShape, View
 
+Counts = NDArray[np.int64]  # [L, E] rows routed to each expert
+ENOUGH_TOKENS = 256  # that were counted, for a comparison of counts
+DIFFERENT = 0.85  # of the hits of its own text a placement has on text that routes differently, at most
+
 
 def whole_experts(shape: ModelShape, capacity: int) -> int:
     """How many whole experts a cache of `capacity` tiles holds."""
@@ -41,6 +45,39 @@ def evenly_counted(counts: NDArray[np.int64], budget: int) -> NDArray[np.bool_]:
     by_count = np.argsort(-counts.ravel()[rest], kind="stable")
     chosen.ravel()[rest[by_count[:left]]] = True
     return chosen
+
+
+def counted_tokens(counts: Counts, top_k: int) -> int:
+    """The tokens that counts [L, E] are of."""
+    return int(counts[0].sum()) // top_k
+
+
+def placed_share(used: Counts, counts: Counts, experts: int) -> float:
+    """The share of `counts` that `evenly_counted(used, experts)` holds: the hits of that placement."""
+    return float(counts[evenly_counted(used, experts)].sum() / max(counts.sum(), 1))
+
+
+def other_text_note(view: View) -> tuple[str, ...]:
+    """A note where the calibration's most used experts serve the tokens that this engine has computed clearly
+    worse than the calibration's own text. Of that text the tokens of prompts are compared, because the
+    placement counted the decoded ones."""
+    shape, calibration = view.shape, view.calibration
+    experts = whole_experts(shape, view.capacity)
+    tokens = counted_tokens(view.popularity, shape.top_k)
+    if calibration is None or not 0 < experts < shape.layers * shape.experts or tokens < ENOUGH_TOKENS:
+        return ()
+    used = calibration.decode_counts
+    own, here = (
+        placed_share(used, calibration.prefill_counts, experts),
+        placed_share(used, view.popularity, experts),
+    )
+    if here > DIFFERENT * own:
+        return ()
+    return (
+        f"the calibration's text routes differently from the {tokens} tokens that this engine has computed:"
+        f" the experts placed by it are {100 * here:.0f}% of those used here, {100 * own:.0f}% of those used"
+        " there; calibrate on text of the kind that you run",
+    )
 
 
 def unused_tiles_note(name: str, view: View) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from pipeline.policies.composed import Chosen, Parts, Placement
 from pipeline.policies.options import Seed
-from pipeline.policies.parts import evenly_counted, most_counted, whole_experts
+from pipeline.policies.parts import evenly_counted, most_counted, other_text_note, whole_experts
 from pipeline.policies.view import View
 
 
@@ -70,6 +70,9 @@ class Calibrated(Placement):
         assert view.calibration is not None
         return evenly_counted(view.calibration.decode_counts, budget)
 
+    def notes(self, view: View) -> tuple[str, ...]:
+        return other_text_note(view)
+
 
 class Known(Placement):
     """`calibrated` where the model has been calibrated, else `popular`."""
@@ -81,7 +84,9 @@ class Known(Placement):
         return (Popular() if view.calibration is None else Calibrated()).chosen(view, budget)
 
     def notes(self, view: View) -> tuple[str, ...]:
-        if view.calibration is not None or not _chooses(view):
+        if view.calibration is not None:
+            return other_text_note(view)
+        if not _chooses(view):
             return ()
         return Popular().notes(view) or (
             "the model is not calibrated, so the experts used most since the engine started are resident "
@@ -119,3 +124,6 @@ class Sized(Placement):
         counts = view.popularity if view.calibration is None else view.calibration.decode_counts
         sizes = self._replacement.sizes(view, budget)
         return evenly_counted(counts, budget) if sizes is None else most_counted(counts, sizes)
+
+    def notes(self, view: View) -> tuple[str, ...]:
+        return other_text_note(view)

@@ -125,7 +125,7 @@ class View:
     capacity: int  # tiles that the cache may keep resident over all layers
     residency: IntArray  # [L, E]: leading tiles that have landed
     target: IntArray  # [L, E]: leading tiles to keep; sum <= capacity
-    popularity: NDArray[np.int64]  # [L, E]: rows routed to each expert since the engine started
+    popularity: NDArray[np.int64]  # [L, E]: rows routed to each expert by the counted steps
     step: int  # engine steps since the policy was set; one step visits every layer once
     costs: Costs | None  # None unless the policy's `needs_costs`
     router: Callable[[FloatArray], Routing] | None = None  # the model's own: logits [R, E] to a routing

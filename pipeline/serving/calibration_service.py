@@ -9,6 +9,7 @@ import platform
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from itertools import pairwise
 from typing import Any
 
 from pipeline.assets import model_dir
@@ -85,8 +86,7 @@ class CalibrationService:
 
     def _calibrate(self, client: bytes, message: Calibrate) -> Calibrated:
         parts, scheduler = self._parts, self._scheduler
-        given = self._tokens(message)
-        tokens = given[: message.tokens]
+        excerpts = self._excerpts(message)
         context = CalibrationContext(
             parts.engine,
             parts.store,
@@ -109,8 +109,9 @@ class CalibrationService:
                 raise _Cancelled
 
         try:
-            calibration, findings = calibrate(context, tokens, report)
-            about = self._about(findings) | {"tokens": len(tokens), "left_out": len(given) - len(tokens)}
+            calibration, findings = calibrate(context, excerpts, message.tokens, report)
+            about = self._about(findings)
+            about["share"] = message.share * findings.tokens / sum(map(len, excerpts))
             about["costs"] = None if costs is None else costs.to_json()
             about["seconds"]["all"] = time.perf_counter() - began
             path = calibration_path(parts.config.cache, parts.source)
@@ -120,18 +121,25 @@ class CalibrationService:
                 self._policies.reset()  # the policy may use the new calibration
         return Calibrated(message.request, str(path), summary(calibration, about))
 
-    def _tokens(self, message: Calibrate) -> list[int]:
-        """The text's ids. Raises RequestError."""
+    def _excerpts(self, message: Calibrate) -> list[list[int]]:
+        """The ids of each excerpt. Raises RequestError."""
         if message.tokens < 1:
             raise RequestError(f"tokens must be at least 1, it is {message.tokens}")
         if (message.text is None) == (message.token_ids is None):
             raise RequestError("give exactly one of text and token_ids")
+        whole = message.text or message.token_ids or ()
+        places = [0, *message.starts, len(whole)]
+        if sorted(places) != places:
+            raise RequestError("starts must ascend, within the text")
+        if not 0 < message.share <= 1:
+            raise RequestError(f"share must be above 0 and at most 1, it is {message.share}")
         if message.token_ids is not None:
             check_ids(message.token_ids, self._parts.engine.backbone.spec.vocabulary)
-            return list(message.token_ids)
+            return [list(message.token_ids[start:end]) for start, end in pairwise(places)]
         if self._parts.tokenizer is None:
             raise RequestError("a text needs a tokenizer, and this model has none; give token ids")
-        return self._parts.tokenizer.encode(message.text or "")
+        text = message.text or ""
+        return [self._parts.tokenizer.encode(text[start:end]) for start, end in pairwise(places)]
 
     def _about(self, findings: Findings) -> dict[str, Any]:
         """The circumstances of the calibration."""
@@ -143,6 +151,9 @@ class CalibrationService:
             "format": options.format,
             "backbone_dtype": options.backbone_dtype,
             "emulation": options.emulation,
+            "tokens": findings.tokens,
+            "windows": findings.windows,
+            "hits": findings.hits,
             "experts_of_a_token": self._parts.engine.shape.top_k,
             "loss": findings.losses | {"bound": BOUND} if findings.losses else None,
             "seconds": findings.seconds,

@@ -147,7 +147,7 @@ class EngineService:
             return
         options = {name: str(value) for name, value in message.options.items()}
         try:
-            notes = self._policies.set(PolicyRequest(message.policy, options))
+            notes = self._policies.set(PolicyRequest(message.policy, options), message.counted)
         except (UsageError, NotEnoughMemory) as e:
             self._send(client, Error(message.request, str(e)))
             return

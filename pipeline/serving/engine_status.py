@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipeline.policies.parts import counted_tokens
 from pipeline.scheduling.scheduler import Scheduler
 from pipeline.serving.engine_parts import EngineParts
 from pipeline.serving.policy_switch import PolicySwitch
@@ -55,6 +56,7 @@ class EngineStatus:
             "emulation": self._parts.config.options.emulation,
             "scheduler": self._scheduler.stats(),
             "engine": engine.counters.snapshot(),
+            "counted_tokens": counted_tokens(engine.popularity, engine.shape.top_k),
             "prefetch": {"on": engine.driver.prefetch.on, "says": engine.driver.prefetch.status},
             "tiles_per_expert": engine.shape.tiles,
             "tile_bytes": engine.layout.tile_bytes,

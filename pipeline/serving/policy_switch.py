@@ -31,21 +31,22 @@ class PolicySwitch:
         parts.notes.extend(self.set(self.current))
 
     @full_memory_in_one_line()
-    def set(self, request: PolicyRequest) -> tuple[str, ...]:
+    def set(self, request: PolicyRequest, counted: bool = True) -> tuple[str, ...]:
         """Use this policy from the next step on; the first that keeps experts on the device opens the memory
-        for them. Returns notes. Raises UsageError or PeerLost; the policy in use is kept then."""
+        for them. Without `counted` the routing of its steps is not counted. Returns notes. Raises UsageError
+        or PeerLost; the policy in use is kept then."""
         engine = self._parts.engine
         policy: Policy = make_policy(request, self._parts.config.options.seed)
         if policy.uses_device and not engine.memory.exists:
             engine.memory = open_device_memory(self._parts)
         costs, calibration = self._costs_for(policy), self._calibration_for(policy)
-        notes = engine.set_policy(policy, costs, calibration)
-        self.current = request
+        notes = engine.set_policy(policy, costs, calibration, counted=counted)
+        self.current, self._counted = request, counted
         return notes
 
     def reset(self) -> None:
         """Make the policy in use anew: without state of earlier steps, with the present inputs."""
-        self.set(self.current)
+        self.set(self.current, self._counted)
 
     def _costs_for(self, policy: Policy) -> Costs | None:
         """From a file, or measured now or earlier; None if not needed. Raises PolicyError."""
