@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from launch.bench.perplexity import Perplexity, Texts
@@ -30,6 +31,7 @@ from launch.processes.cores import Cores
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
 from launch.terminal.progress import ProgressCounter
+from pipeline.calibration.cost_cache import processor
 from pipeline.policies.parts import ENOUGH_TOKENS
 from pipeline.policies.view import PolicyRequest
 from protocol.client import Client
@@ -172,6 +174,8 @@ def _config(options: Options, plan: BenchPlan, client: Client, stats: dict[str, 
         "cache_tiles": stats["cache"]["capacity_tiles"] if "cache" in stats else None,
         "tile_bytes": stats["tile_bytes"],
         "workers": workers if started else None,
+        "machine": options.remote or "{}, {} cores".format(*processor()),
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "context": welcome.context,
         "prefill_chunk": stats["scheduler"]["prefill_chunk"],
         "prompts": "held-out text" if welcome.has_tokenizer else "random ids",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch.bench.plot import check_picture
@@ -50,6 +51,8 @@ class BenchPlan:
         )
         if plan.batch > config.max_sequences:
             raise WrongUsage(f"--batch {plan.batch}: an engine runs {config.max_sequences} requests at once")
+        if config.record is not None:
+            plan = replace(plan, policies=_recordable(plan.policies, plan.named, config.seed))
         if plan.plot is not None:
             check_picture(plan.plot)
         if not options.connect:
@@ -77,6 +80,18 @@ class BenchPlan:
         """Indices of the policies: every other round is reversed, so that a steady drift cancels out."""
         forwards = range(len(self.policies))
         return list(reversed(forwards) if turn % 2 else forwards)
+
+
+def _recordable(requests: Sequence[PolicyRequest], named: bool, seed: int) -> tuple[PolicyRequest, ...]:
+    """Those that run every layer's router, which a replay needs. Raises WrongUsage for another named one."""
+    unable = [request for request in requests if not make_policy(request, seed).runs_all_routers]
+    if unable and named:
+        name = unable[0].name
+        raise WrongUsage(
+            f"--record: a recording of {name} cannot be replayed, because it predicts layers without running"
+            f" their routers; leave {name} out, or add --set {name}.predict=0"
+        )
+    return tuple(request for request in requests if request not in unable)
 
 
 def requested_policies(options: Options, seed: int) -> list[PolicyRequest]:

@@ -1,4 +1,4 @@
-"""`bench --plot`: a row for each policy; panels for its speed, hits, bytes moved and approximation."""
+"""`bench --plot`: a row for each policy; panels for speeds, hits, bytes copied and approximation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from launch.bench.report import Report
 from launch.bench.result import PolicyResult
 from launch.errors import OutputFailed, WrongUsage
 from launch.phase_profile import PhaseProfile
-from launch.terminal.format import percent
+from launch.terminal.format import alike, count, percent
 from shm.atomic_file import SHARED, atomic_file, check_creatable
 
 log = logging.getLogger("tandem")
@@ -22,14 +22,19 @@ INK, FAINT = "#333333", "#999999"
 SPEED, HITS = "#3b6ea5", "#5b9a68"
 # Why bytes were moved, in the order of _moved_by_cause.
 BYTES = {
-    "on demand": "#c0504d",
-    "on demand, prefetch too late": "#e39b6d",
-    "prefetched, used": "#5b9a68",
-    "prefetched, unused": "#b9b9b9",
-    "placed by replacement": "#7d9cc0",
+    "a step waited for it": "#c0504d",
+    "prefetched too late": "#e39b6d",
+    "prefetched and used": "#5b9a68",
+    "prefetched, not used": "#b9b9b9",
+    "replaced in the background": "#7d9cc0",
 }
 # Without `predicted`: it counts experts that a predictor chose, and their result need not differ.
 APPROXIMATE = {"skipped": "#8c6bb1", "substituted": "#b59ad0", "stale": "#d9a441"}
+NAMES = {  # in a legend
+    "skipped": "expert skipped",
+    "substituted": "another expert instead",
+    "stale": "from the layer before's input",
+}
 ROW = 0.42  # inches
 
 
@@ -53,26 +58,34 @@ def draw(report: Report, path: Path) -> None:
     from matplotlib import pyplot
 
     results, profiles = report.results, report.profiles
-    panels: list[tuple[float, Callable[[Any], None]]] = [(1.5, lambda axes: _speeds(axes, results))]
+    rows: list[list[Callable[[Any], None]]] = [
+        [
+            lambda axes: _figures(axes, results, "prefill_tok_s", "prefill, tokens/s"),
+            lambda axes: _figures(axes, results, "first_token_s", "time to the first token, ms", 1e3),
+            lambda axes: _figures(axes, results, "decode_tok_s", "decode, tokens/s"),
+        ]
+    ]
     if profiles:
-        panels.append((1.0, lambda axes: _hits(axes, profiles)))
-        panels.append((1.4, lambda axes: _bytes(axes, results, profiles)))
+        rows.append([lambda axes: _hits(axes, profiles), lambda axes: _bytes(axes, results, profiles)])
     if profiles and not all(result.exact for result in results):
-        panels.append((1.4, lambda axes: _fidelity(axes, results, profiles)))
-    widths = [width for width, _ in panels]
-    size = (2.0 + 2.4 * sum(widths), 1.9 + ROW * len(results))
+        rows[1].append(lambda axes: _fidelity(axes, results, profiles))
+    size = (13.0, 1.2 + len(rows) * (1.5 + ROW * len(results)))
     with pyplot.style.context("default"):
-        figure, all_axes = pyplot.subplots(
-            1, len(panels), sharey=True, figsize=size, squeeze=False, gridspec_kw={"width_ratios": widths}
+        figure, grid = pyplot.subplots(
+            len(rows), 3, sharey=True, figsize=size, squeeze=False, layout="constrained"
         )
-        for axes, (_, panel) in zip(all_axes[0], panels, strict=True):
-            panel(axes)
-            _tidy(axes)
-        first = all_axes[0][0]
+        for line, panels in zip(grid, rows, strict=True):
+            for axes, panel in zip(line, panels, strict=False):
+                panel(axes)
+                _tidy(axes)
+            for axes in line[len(panels) :]:
+                axes.set_axis_off()
+        first = grid[0][0]
         first.set_yticks(range(len(results)), [_label(result) for result in results])
-        first.invert_yaxis()
+        first.set_ylim(len(results) - 0.5, -0.5)
         figure.suptitle(_title(report), fontsize=10, color=INK, x=0.01, ha="left")
-        figure.tight_layout(w_pad=2.0)
+        figure.get_layout_engine().set(rect=(0, 0.03, 1, 0.97), w_pad=0.12, h_pad=0.08)
+        figure.text(0.01, 0.008, _footnote(report), fontsize=7.5, color=FAINT, va="bottom")
         try:
             with atomic_file(path, SHARED) as file:
                 figure.savefig(file, format=path.suffix[1:].lower(), dpi=150)
@@ -83,35 +96,37 @@ def draw(report: Report, path: Path) -> None:
     log.info(f"wrote {path}")
 
 
-def _speeds(axes: Any, results: Sequence[PolicyResult]) -> None:
-    every = [result.figures("decode_tok_s") for result in results]
+def _figures(axes: Any, results: Sequence[PolicyResult], name: str, title: str, scale: float = 1.0) -> None:
+    """A field of Run: the median as a bar, the range as a line."""
+    every = [[scale * value for value in result.figures(name)] for result in results]
     middle = [median(values) for values in every]
     spread = [
         [m - min(values) for m, values in zip(middle, every, strict=True)],
         [max(values) - m for m, values in zip(middle, every, strict=True)],
     ]
     axes.barh(range(len(results)), middle, xerr=spread, color=SPEED, height=0.6, ecolor=INK, capsize=2)
-    for row, (value, values) in enumerate(zip(middle, every, strict=True)):
-        _write(axes, max(values), row, f"{value:.3g}")
-    axes.set_title("decode, tokens/s (line: range)")
-    axes.margins(x=0.18)
+    for row, (words, values) in enumerate(zip(alike(middle), every, strict=True)):
+        _write(axes, max(values), row, words)
+    axes.set_title(title)
+    _from_zero(axes, max(map(max, every)))
 
 
 def _hits(axes: Any, profiles: Sequence[PhaseProfile]) -> None:
     rates = [100 * (profile.hit_rate or 0.0) for profile in profiles]
     axes.barh(range(len(rates)), rates, color=HITS, height=0.6)
-    for row, rate in enumerate(rates):
-        _write(axes, rate, row, f"{rate:.0f}")
-    axes.set_title("expert hit rate, %")
+    for row, profile in enumerate(profiles):
+        _write(axes, rates[row], row, percent(profile.hit_rate))
+    axes.set_title("needed experts that were on the device, %")
     axes.set_xlim(0, 118)
+    axes.set_xticks(range(0, 101, 20))
 
 
 def _bytes(axes: Any, results: Sequence[PolicyResult], profiles: Sequence[PhaseProfile]) -> None:
     sums = _stack(axes, BYTES, [_moved_by_cause(*both) for both in zip(results, profiles, strict=True)])
-    for row, size in enumerate(sums):
-        _write(axes, size, row, f"{size:.3g}")
-    axes.set_title("moved, MB/token")
-    axes.margins(x=0.18)
+    for row, words in enumerate(alike(sums)):
+        _write(axes, sums[row], row, words)
+    axes.set_title("copied to the device in decode, MB/token")
+    _from_zero(axes, max(sums))
     _legend(axes)
 
 
@@ -132,11 +147,16 @@ def _fidelity(axes: Any, results: Sequence[PolicyResult], profiles: Sequence[Pha
         words = " + ".join(f"{share:.1f}" for share in its.values() if share)
         shown = "exact" if result.exact else words or "0"
         if result.perplexity is not None:
-            shown += f"   ppl {result.perplexity.percent:+.2f} %"
+            shown += f"   (perplexity {result.perplexity.percent:+.2f}%)"
         _write(axes, sums[row], row, shown, FAINT if result.exact else INK)
-    axes.set_title("approximated, % of the routed weight")
-    axes.set_xlim(0, max(1.0, max(sums) * 2))
+    axes.set_title("computed otherwise than routed, % of the weight")
+    axes.set_xlim(0, max(1.0, max(sums) * 2.4))
     _legend(axes)
+
+
+def _from_zero(axes: Any, largest: float) -> None:
+    """The axis begins at 0, and leaves room for the figures behind the bars."""
+    axes.set_xlim(0, 1.25 * largest or 1.0)
 
 
 def _stack(axes: Any, colors: Mapping[str, str], rows: Sequence[Mapping[str, float]]) -> list[float]:
@@ -145,7 +165,8 @@ def _stack(axes: Any, colors: Mapping[str, str], rows: Sequence[Mapping[str, flo
     for kind, color in colors.items():
         values = [row[kind] for row in rows]
         if any(values):
-            axes.barh(range(len(rows)), values, left=left, color=color, height=0.6, label=kind)
+            label = NAMES.get(kind, kind)
+            axes.barh(range(len(rows)), values, left=left, color=color, height=0.6, label=label)
         left = [before + value for before, value in zip(left, values, strict=True)]
     return left
 
@@ -169,7 +190,7 @@ def _tidy(axes: Any) -> None:
 
 def _legend(axes: Any) -> None:
     if axes.get_legend_handles_labels()[0]:
-        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.12)}
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.1)}
         axes.legend(ncols=2, fontsize=7, frameon=False, handlelength=1.2, **place)
 
 
@@ -183,7 +204,12 @@ def _title(report: Report) -> str:
     cache = "" if c.get("expert_cache") is None else f", expert cache {percent(c['expert_cache'])}"
     lines = [
         f"{report.model_name} on {c['device']}: experts {c['format']}{cache}",
-        f"batch {c['batch']}, {c['prompt_len']} prompt tokens, {c['gen_len']} generated, {c['rounds']} rounds"
+        f"batch {c['batch']}, {count(c['prompt_len'], 'prompt token')}, {c['gen_len']} generated;"
+        f" bars: median of {count(c['rounds'], 'round')}, lines: range"
         + (f"; emulated: {report.emulation}" if report.emulation else ""),
     ]
     return "\n".join(lines)
+
+
+def _footnote(report: Report) -> str:
+    return f"{report.config.get('machine', '')}, {report.config.get('when', '')[:10]}".strip(", ")

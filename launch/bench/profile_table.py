@@ -1,8 +1,8 @@
-"""The second table of `bench`: the engine's counters of decode, which explain each policy's speed."""
+"""The further tables of `bench`: the engine's counters of decode, which explain each policy's speed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -10,34 +10,67 @@ from rich.text import Text
 
 from launch.bench.result import PolicyResult
 from launch.phase_profile import PhaseProfile
-from launch.terminal.format import MISSING, percent, three_digits
+from launch.terminal.format import MISSING, alike, percent
 from launch.terminal.tables import make_table
 from pipeline.policies.view import PolicyRequest
 
-SHOWN = 0.0005  # smaller shares of the routed weight have no line
+APPROXIMATE = ("skipped", "substituted", "stale", "predicted")
 
 
-def profile_table(results: Sequence[PolicyResult], profiles: Sequence[PhaseProfile]) -> Table:
-    """A row for each policy. A column that would be empty is left out, so that it fits 80 columns."""
-    moves = any(profile.moved["demanded"] for profile in profiles)
-    predicts = any(profile.moved["predicted"] for profile in profiles)
-    places = any(result.placed_bytes for result in results)
-    judged = any(result.perplexity for result in results)
-    names = ["hits", *["demand\nMB/tok"] * moves, *["pref.\nMB/tok", "pref.\nused"] * predicts]
-    names += ["placed\nMB/tok"] * places
-    names += ["host\nbusy", "dev.\nbusy", "wait\nhost", *["wait\nlink"] * moves]
-    table = make_table("policy", numbers=(*names, *["perp-\nlexity"] * judged), gap=0)
-    for result, profile in zip(results, profiles, strict=True):
-        moved, shares, rows = profile.moved, profile.shares, max(profile.rows, 1)
-        cells = [percent(profile.hit_rate)]
-        cells += [_megabytes(moved["demanded"] / rows)] * moves
-        if predicts:
-            landed = moved["predicted"]
-            cells += [_megabytes(landed / rows), percent(moved["useful"] / landed if landed else None)]
-        cells += [_megabytes(result.placed_bytes)] * places
-        cells += [percent(share) for share in (profile.host_busy, profile.device_busy, shares["workers"])]
-        cells += [percent(shares["link"])] * moves
-        table.add_row(_fidelity(result, profile), *cells, *[_added(result)] * judged)
+def profile_tables(results: Sequence[PolicyResult], profiles: Sequence[PhaseProfile]) -> list[Table]:
+    """What was copied and hit, where the time went, what was approximated: a row for each policy, without
+    columns that would be empty."""
+    tables = [_cache_table(results, profiles), _time_table(results, profiles)]
+    return [*tables, *_approximation_table(results, profiles)]
+
+
+def _cache_table(results: Sequence[PolicyResult], profiles: Sequence[PhaseProfile]) -> Table:
+    columns: dict[str, list[str]] = {"expert\nhits": [percent(profile.hit_rate) for profile in profiles]}
+    if any(profile.moved["demanded"] for profile in profiles):
+        columns["on demand\nMB/token"] = alike([_per_token(profile, "demanded") for profile in profiles])
+    if any(profile.moved["predicted"] for profile in profiles):
+        columns["prefetched\nMB/token"] = alike([_per_token(profile, "predicted") for profile in profiles])
+        columns["of it\nused"] = [
+            percent(
+                profile.moved["useful"] / profile.moved["predicted"] if profile.moved["predicted"] else None
+            )
+            for profile in profiles
+        ]
+    if any(result.placed_bytes for result in results):
+        columns["replaced\nMB/token"] = alike([result.placed_bytes / 1e6 for result in results])
+    return _rows(results, columns)
+
+
+def _time_table(results: Sequence[PolicyResult], profiles: Sequence[PhaseProfile]) -> Table:
+    columns = {
+        "workers\nbusy": [percent(profile.host_busy) for profile in profiles],
+        "device\nbusy": [percent(profile.device_busy) for profile in profiles],
+        "waiting for\nworkers": [percent(profile.shares["workers"]) for profile in profiles],
+    }
+    if any(profile.moved["demanded"] for profile in profiles):
+        columns["waiting for\ncopies"] = [percent(profile.shares["link"]) for profile in profiles]
+    return _rows(results, columns)
+
+
+def _approximation_table(
+    results: Sequence[PolicyResult], profiles: Sequence[PhaseProfile]
+) -> Iterator[Table]:
+    approximate = [(r, p) for r, p in zip(results, profiles, strict=True) if not r.exact]
+    if not approximate:
+        return
+    columns = {
+        f"\n{kind}": [percent(profile.fidelity[kind], 1) for _, profile in approximate]
+        for kind in approximate[0][1].fidelity
+    }
+    if any(result.perplexity for result, _ in approximate):
+        columns["added\nperplexity"] = [_added(result) for result, _ in approximate]
+    yield _rows([result for result, _ in approximate], columns)
+
+
+def _rows(results: Sequence[PolicyResult], columns: dict[str, list[str]]) -> Table:
+    table = make_table("\npolicy", numbers=columns, gap=1)
+    for result, *cells in zip(results, *columns.values(), strict=True):
+        table.add_row(Text(result.request.name, style="bold"), *cells)
     return table
 
 
@@ -45,18 +78,20 @@ def legend(results: Sequence[PolicyResult], profiles: Sequence[PhaseProfile], te
     """Explains the columns; each line fits 80 columns. `text`: the kind of text that perplexities are of."""
     if not profiles:
         return []
-    lines = ["hits: share of the needed experts that were resident"]
-    words = ["demand: tiles that a step needed"]
+    lines = ["expert hits: share of the needed experts that were resident, in decode"]
+    words = []
+    if any(profile.moved["demanded"] for profile in profiles):
+        words.append("on demand: a step waited for it")
     if any(profile.moved["predicted"] for profile in profiles):
-        words.append("pref.: prefetched")
-    if any(result.placed_bytes for result in results):
-        words.append("placed: by replacement")
-    if any(profile.moved["demanded"] for profile in profiles) or len(words) > 1:
+        words.append("prefetched: before a step needed it")
+    if words:
         lines.append("; ".join(words))
-    lines.append("busy, wait: shares of decode's time; dev.: attention, resident experts, head")
-    kinds = {kind for p in profiles for kind, share in p.fidelity.items() if share >= SHOWN}
-    if kinds:
-        lines.append(f"{', '.join(sorted(kinds))}: shares of the routed weight")
+    if any(result.placed_bytes for result in results):
+        lines.append("replaced: copied in the background, by the policy's replacement")
+    lines.append("busy, waiting: shares of decode's time; the device computes attention, resident")
+    lines.append("experts and the head")
+    if not all(result.exact for result in results):
+        lines.append(f"{', '.join(APPROXIMATE)}: shares of the routed weight")
     judged = next((result.perplexity for result in results if result.perplexity), None)
     if judged is not None:
         lines.append(f"perplexity: relative to {judged.policy}, {judged.tokens} decoded tokens, {text}")
@@ -89,22 +124,14 @@ def policy_name(request: PolicyRequest, exact: bool) -> Text:
     return name
 
 
-def _fidelity(result: PolicyResult, profile: PhaseProfile) -> Text:
-    """The name, and below it the shares of the routed weight that were computed otherwise than routed."""
-    name = Text(result.request.name, style="bold")
-    for kind, share in profile.fidelity.items():
-        if share >= SHOWN:
-            name.append(f"\n{kind} {percent(share, 1)}", style="yellow not bold")
-    return name
-
-
-def _added(result: PolicyResult) -> Text:
+def _added(result: PolicyResult) -> str:
     """By how much the approximation raises the perplexity."""
     if result.perplexity is None:
-        return Text("" if result.exact else MISSING, style="dim")
+        return MISSING
     added = result.perplexity.percent
-    return Text(f"{added:+.2f}%" if abs(added) < 9.995 else f"{added:+.0f}%", style="yellow")
+    return f"{added:+.2f}%" if abs(added) < 9.995 else f"{added:+.0f}%"
 
 
-def _megabytes(size: float) -> str:
-    return "<0.01" if 0 < size < 1e4 else three_digits(size / 1e6)
+def _per_token(profile: PhaseProfile, kind: str) -> float:
+    """Megabytes."""
+    return profile.moved[kind] / max(profile.rows, 1) / 1e6

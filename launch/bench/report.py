@@ -10,10 +10,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from launch.bench.profile_table import legend, policy_name, profile_table, profile_to_map
+from launch.bench.profile_table import legend, policy_name, profile_tables, profile_to_map
 from launch.bench.result import PolicyResult
 from launch.phase_profile import PhaseProfile
-from launch.terminal.format import model_name, percent, three_digits
+from launch.terminal.format import alike, count, model_name, percent
 from launch.terminal.tables import make_table, render
 from shm.segment import byte_size
 
@@ -47,7 +47,7 @@ class Report:
     def render(self) -> str:
         tables = [_table(self)]
         if profiles := self.profiles:
-            tables.append(profile_table(self.results, profiles))
+            tables += profile_tables(self.results, profiles)
         return render(*(part for table in tables for part in (table, "")), *self._footnotes())
 
     def _footnotes(self) -> list[Text]:
@@ -57,14 +57,16 @@ class Report:
             + (f", {c['workers']} workers" if c["workers"] is not None else "")
             + f": experts {c['format']}, backbone {c['backbone_dtype']}",
             _cache(c),
-            f"batch {c['batch']}: {c['prompt_len']} prompt tokens ({c['prompts']}),"
+            f"batch {c['batch']}: {count(c['prompt_len'], 'prompt token')} ({c['prompts']}),"
             f" {c['gen_len']} generated tokens",
-            f"{c['rounds']} rounds, policies interleaved: median, and below it the range",
+            f"{count(c['rounds'], 'round')}, policies interleaved: median, and below it the range",
+            *placed_by(c),
+            *([f"{c['machine']}, {c['when'][:10]}"] if "machine" in c else []),
         ]
         if len(self.results) > 1:
             lines.append(f"x: speed relative to {self.results[0].request.name}, median over the rounds")
-        lines.append("MB/token: copied to the device in decode")
-        lines.append("host: share of decode's expert tiles that the workers computed")
+        lines.append("copied: to the device in decode")
+        lines.append("workers' share: of decode's expert tiles; the device computed the others")
         lines += legend(self.results, self.profiles, c["prompts"])
         notes = [f"note: {note}" for result in self.results for note in result.notes]
         notes += [f"note: {result.request.name} left out: {result.left_out}" for result in self.left_out]
@@ -97,27 +99,42 @@ def _spread(values: list[float]) -> dict[str, Any]:
 def _table(report: Report) -> Table:
     title = f"emulation: {report.emulation}" if report.emulation else ""
     several = len(report.results) > 1
-    speeds = ("prefill\ntok/s", *("x",) * several, "first\ntoken ms", "decode\ntok/s", *("x",) * several)
-    table = make_table("policy", numbers=(*speeds, "MB/\ntoken", "host"), title=title)
-    first = report.results[0]
-    for result in report.results:
-        prefill, decode = ([result.ratio(first, f"{p}_tok_s")] * several for p in ("prefill", "decode"))
+    speeds = ("prefill\ntok/s", *("\nx",) * several, "first\ntoken ms", "decode\ntok/s", *("\nx",) * several)
+    table = make_table(
+        "\npolicy", numbers=(*speeds, "copied\nMB/token", "workers'\nshare"), gap=0, title=title
+    )
+    results = report.results
+    prefill, first_token, decode = (
+        _spreads([[scale * value for value in result.figures(name)] for result in results], style)
+        for name, scale, style in (
+            ("prefill_tok_s", 1, ""),
+            ("first_token_s", 1e3, ""),
+            ("decode_tok_s", 1, "bold"),
+        )
+    )
+    copied = alike([median(result.figures("moved_bytes_per_token")) / 1e6 for result in results])
+    for i, result in enumerate(results):
+        ratios = [f"{result.ratio(results[0], f'{phase}_tok_s'):.2f}" for phase in ("prefill", "decode")]
         table.add_row(
             policy_name(result.request, result.exact),
-            _cell(result.figures("prefill_tok_s")),
-            *(f"{ratio:.2f}" for ratio in prefill),
-            _cell([1e3 * seconds for seconds in result.figures("first_token_s")]),
-            _cell(result.figures("decode_tok_s"), "bold"),
-            *(Text(f"{ratio:.2f}", style="bold") for ratio in decode),
-            three_digits(median(result.figures("moved_bytes_per_token")) / 1e6),
+            prefill[i],
+            *ratios[:1] * several,
+            first_token[i],
+            decode[i],
+            *[Text(ratios[1], style="bold")] * several,
+            copied[i],
             percent(median(result.figures("host_share"))),
         )
     return table
 
 
-def _cell(values: list[float], style: str = "") -> Text:
-    cell = Text(three_digits(median(values)), style=style)
-    return cell.append(f"\n{three_digits(min(values))}-{three_digits(max(values))}", style="dim not bold")
+def _spreads(every: Sequence[list[float]], style: str) -> list[Text]:
+    """Of each row's values the median, and the range below it."""
+    words = alike([of(values) for values in every for of in (median, min, max)])
+    cells = []
+    for middle, least, most in zip(words[::3], words[1::3], words[2::3], strict=True):
+        cells.append(Text(middle, style=style).append(f"\n{least}-{most}", style="dim not bold"))
+    return cells
 
 
 def _cache(config: dict[str, Any]) -> str:
@@ -126,3 +143,11 @@ def _cache(config: dict[str, Any]) -> str:
     size = byte_size(config["cache_tiles"] * config["tile_bytes"])
     share = "" if config["expert_cache"] is None else f", {percent(config['expert_cache'])} of all tiles"
     return f"expert cache: {config['cache_tiles']} tiles, {size}{share}"
+
+
+def placed_by(config: dict[str, Any]) -> list[str]:
+    """What placements by use have counted, where the engine says so."""
+    tokens = config.get("counted_tokens")
+    if tokens is None:
+        return []
+    return [f"uncalibrated placements: by the use of experts in {tokens} tokens of other text"]

@@ -19,11 +19,13 @@ DPI = 150
 INK, FAINT = "#333333", "#999999"
 COLORS = {"raw": "#3b6ea5", "residual": "#c0504d", "first": "#5b9a68"}
 NAMES = {
-    "raw": "the layer's router on the input of the previous layer",
-    "residual": "the same, corrected by the mean residual (DALI)",
-    "first": "layer 0: trained gate on the previous token's last layer (AdapMoE)",
+    "raw": "the layer's router, applied to the input of the layer before",
+    "residual": "the same, with the mean residual added (DALI)",
+    "first": "layer 0: a trained gate, applied to the previous token's last layer (AdapMoE)",
 }
+Drawing = Callable[[Any], Any]  # from pyplot to a figure
 MOST_TICKS = 16  # of an axis
+PAGE = "report"  # all figures together
 
 
 def check_folder(folder: Path) -> None:
@@ -42,7 +44,7 @@ def draw(calibration: Calibration, about: dict[str, Any], folder: Path) -> list[
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figures: dict[str, Callable[[Any], Any] | None] = {
+    figures: dict[str, Drawing | None] = {
         "activations": lambda plot: _activations(plot, calibration),
         "accuracy": lambda plot: _accuracy(plot, calibration, about),
         "similarity": lambda plot: _similarity(plot, calibration),
@@ -50,6 +52,8 @@ def draw(calibration: Calibration, about: dict[str, Any], folder: Path) -> list[
         if calibration.sensitivity is None
         else lambda plot: _sensitivity(plot, calibration),
     }
+    drawn = [make for make in figures.values() if make is not None]
+    figures[PAGE] = lambda plot: _page(plot, *drawn)
     written = []
     for name, make in figures.items():
         path = folder / f"{name}.png"
@@ -69,6 +73,30 @@ def draw(calibration: Calibration, about: dict[str, Any], folder: Path) -> list[
             raise OutputFailed(f"--report {path}: {e.strerror}") from e
         written.append(path)
     return written
+
+
+class _Place:
+    """Stands for pyplot, and makes a figure in a part of a page."""
+
+    def __init__(self, part: Any) -> None:
+        self._part = part
+
+    def subplots(self, rows: int, columns: int, *, figsize: object, layout: str, **kept: Any) -> Any:
+        """The sizes are the page's."""
+        return self._part, self._part.subplots(rows, columns, **kept)
+
+
+def _page(plot: Any, activations: Drawing, accuracy: Drawing, similarity: Drawing, *more: Drawing) -> Any:
+    """The first figure above the others."""
+    figure = plot.figure(figsize=(16.0, 14.0), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=(1, 1.5), hspace=0.03)
+    columns = below.subfigures(1, 1 + len(more), wspace=0.03, squeeze=False)[0]
+    left = columns[0].subfigures(2, 1, hspace=0.03)
+    for make, part in zip(
+        (activations, accuracy, similarity, *more), (above, *left, *columns[1:]), strict=True
+    ):
+        make(_Place(part))
+    return figure
 
 
 def _activations(plot: Any, calibration: Calibration) -> Any:
@@ -131,9 +159,9 @@ def _similarity(plot: Any, calibration: Calibration) -> Any:
     figure, (axes,) = _by_layer(plot, layers, 4.8)
     mean = float(calibration.similarity.mean())
     style = {"color": COLORS["raw"], "markersize": 4}
-    axes.plot(range(layers), calibration.similarity, "o-", label="layer", **style)
+    axes.plot(range(layers), calibration.similarity, "o-", label="of a layer", **style)
     axes.axhline(mean, color=FAINT, linewidth=1, linestyle="--", label=f"mean over layers: {mean:.3f}")
-    axes.set_ylim(min(0.5, float(calibration.similarity.min()) - 0.05), 1.01)
+    axes.set_ylim(min(0.0, float(calibration.similarity.min())), 1.02)
     axes.set_ylabel("cosine similarity", fontsize=9, color=INK)
     _title(axes, "Similarity of expert activations in prefill and in decode")
     _legend(axes)
@@ -150,7 +178,7 @@ def _sensitivity(plot: Any, calibration: Calibration) -> Any:
     shown = np.where(sensitivity > 0, sensitivity, np.nan)  # a log scale has no 0
     axes.plot(range(layers), shown, "o-", color=COLORS["raw"], markersize=4)
     axes.set_yscale("log")
-    axes.set_ylabel("sum of mean squared gradients", fontsize=9, color=INK)
+    axes.set_ylabel("sum of mean squared gradients (log scale)", fontsize=9, color=INK)
     _title(axes, "Sensitivity of the loss to each layer's expert output")
     if needed is not None:
         _needed(below[0], needed, calibration.threshold)
@@ -229,5 +257,5 @@ def _legend(axes: Any) -> None:
 
 
 def _footnote(about: dict[str, Any]) -> str:
-    model, tokens, when = (about.get(key, "?") for key in ("model", "tokens", "when"))
-    return f"{model}, {tokens} tokens of text, {when[:10]}"
+    model, tokens, machine, when = (about.get(key, "?") for key in ("model", "tokens", "machine", "when"))
+    return f"{model}, {tokens} tokens of text; {machine}, {when[:10]}"

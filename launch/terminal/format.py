@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from pipeline.assets import model_dir
 from pipeline.models.shapes import short_name
 
@@ -33,3 +36,20 @@ def three_digits(value: float) -> str:
     if abs(value) >= 1e4:
         return f"{value / 1e3:.3g}k"
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
+
+
+def alike(values: Sequence[float], width: int = 5) -> list[str]:
+    """The figures of one column with the same number of decimals: two digits of the smallest, three of the
+    largest, as far as the largest has at most `width` digits. 0 is exact: a smaller figure is "<0.01"."""
+    sizes = [abs(value) for value in values if value]
+    if not sizes:
+        return [f"{value:.0f}" for value in values]
+    before = [math.floor(math.log10(size)) + 1 for size in (min(sizes), max(sizes))]
+    decimals = min(max(2 - before[0], 3 - before[1], 0), max(width - max(before[1], 1), 0), 3)
+    least = 10.0**-decimals
+    return [f"<{least:g}" if 0 < value < least / 2 else f"{value:.{decimals}f}" for value in values]
+
+
+def count(number: int, noun: str) -> str:
+    """ "1 round", "2 rounds"."""
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -1,4 +1,5 @@
-"""The preset daop: experts follow the prompt, and the host begins a layer ahead of the device."""
+"""The preset daop: in prefill the experts that a prompt uses move to the device; in decode the host begins a
+layer ahead of the device."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ class Daop(Policy):
     (graceful degradation)."""
 
     name = "daop"
-    help: ClassVar[str] = "Experts follow the prompt; the host computes predicted ones a layer early"
+    help: ClassVar[str] = "Experts that the prompt uses move to the device; the host starts a layer early"
     exact = False
     options: ClassVar[tuple[Option, ...]] = (
         Choice(
@@ -75,6 +76,10 @@ class Daop(Policy):
         self.needs_calibration = self._placement.needs_calibration
         self._seen: dict[int, int] = {}  # sequence -> the last step it had a row in
         self._counts: dict[int, NDArray[np.int64]] = {}  # sequence -> [L, E] rows of its prompt
+
+    @property
+    def runs_all_routers(self) -> bool:
+        return not self._predict
 
     def notes(self, view: View) -> tuple[str, ...]:
         notes = [f"{self.name}: {note}" for note in self._placement.notes(view)]

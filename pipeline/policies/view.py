@@ -148,6 +148,11 @@ class Policy(ABC):
     uses_device: bool = True  # False: no slab and no prefetcher are needed
     uses_host: bool = True  # False: the workers compute nothing
 
+    @property
+    def runs_all_routers(self) -> bool:
+        """False: some layers use a predicted routing alone, so a trace of its steps lacks their logits."""
+        return True
+
     def notes(self, view: View) -> tuple[str, ...]:
         """Options that the policy cannot follow here, with the reason; each one line."""
         return ()
