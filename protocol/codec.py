@@ -1,4 +1,4 @@
-r"""Messages to frames and back: Tandem's wire format, version 4.
+r"""Messages to frames and back: Tandem's wire format, version 5.
 
 This docstring is the specification; with it a client can be written in any language that has ZeroMQ and
 msgpack. `messages.py` defines the meaning of each message.
@@ -56,12 +56,13 @@ third between the supervisor and its children.
   8 Scores: request int, start int, tokens int32[1d], chosen float32[1d], logprobs float32[2d]
   9 Stats: request int
   10 StatsReply: request int, stats map
-  11 SetPolicy: request int, policy str, options map = {}
+  11 SetPolicy: request int, policy str, options map = {}, counted bool = true
   12 PolicyChanged: request int, policy str, exact bool, notes [str] = []
   13 Heartbeat: time float = 0.0
   14 Error: request int, text str
   15 Queued: request int, position int
-  16 Calibrate: request int, text str? = nil, token_ids [int]? = nil, tokens int = 8192
+  16 Calibrate: request int, text str? = nil, token_ids [int]? = nil, tokens int = 8192,
+    starts [int] = [], share float = 1.0
   17 Calibrating: request int, stage str, done int, total int
   18 Calibrated: request int, path str, summary map
 
@@ -135,15 +136,15 @@ A conversation
 
 Example
 -------
-Queued(request=7, position=2) is two frames: tag 15 and version 4, then a map of two.
+Queued(request=7, position=2) is two frames: tag 15 and version 5, then a map of two.
 
 >>> from protocol.codec import decode, encode
 >>> from protocol.messages import Queued
 >>> for frame in encode(Queued(request=7, position=2)):
 ...     print(frame.hex(" "))
-0f 04
+0f 05
 82 a7 72 65 71 75 65 73 74 07 a8 70 6f 73 69 74 69 6f 6e 02
->>> decode([bytes([15, 4]), bytes.fromhex("82a77265717565737407a8706f736974696f6e02")])
+>>> decode([bytes([15, 5]), bytes.fromhex("82a77265717565737407a8706f736974696f6e02")])
 Queued(request=7, position=2)
 
 A block of scores has three arrays, so five frames; here tokens [5, 6], chosen [-0.5], logprobs [0, 0]:

@@ -84,7 +84,8 @@ def draw(report: Report, path: Path) -> None:
         first.set_yticks(range(len(results)), [_label(result) for result in results])
         first.set_ylim(len(results) - 0.5, -0.5)
         figure.suptitle(_title(report), fontsize=10, color=INK, x=0.01, ha="left")
-        figure.get_layout_engine().set(rect=(0, 0.03, 1, 0.97), w_pad=0.12, h_pad=0.08)
+        layout: Any = figure.get_layout_engine()
+        layout.set(rect=(0, 0.03, 1, 0.97), w_pad=0.12, h_pad=0.08)
         figure.text(0.01, 0.008, _footnote(report), fontsize=7.5, color=FAINT, va="bottom")
         try:
             with atomic_file(path, SHARED) as file:

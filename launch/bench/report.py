@@ -58,7 +58,7 @@ class Report:
             + f": experts {c['format']}, backbone {c['backbone_dtype']}",
             _cache(c),
             f"batch {c['batch']}: {count(c['prompt_len'], 'prompt token')} ({c['prompts']}),"
-            f" {c['gen_len']} generated tokens",
+            f" {c['gen_len']} generated tokens, sampled",
             f"{count(c['rounds'], 'round')}, policies interleaved: median, and below it the range",
             *placed_by(c),
             *([f"{c['machine']}, {c['when'][:10]}"] if "machine" in c else []),

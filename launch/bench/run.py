@@ -8,7 +8,7 @@ import asyncio
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -18,7 +18,10 @@ from launch.phase_profile import Tree
 from pipeline.counters import difference
 from protocol.answer import Answer
 from protocol.client import Client
-from protocol.messages import Done
+from protocol.messages import Done, Sampling
+
+# A greedy answer of a small model soon repeats itself, and then uses few experts over and over, unlike text.
+SAMPLING = Sampling(temperature=1.0)
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,10 @@ async def _generate(client: Client, prompts: Sequence[Prompt], gen_len: int) -> 
         return tuple([time.perf_counter() async for _ in answer])
 
     sent = time.perf_counter()
-    answers = [client.generate(token_ids=p, max_tokens=gen_len, ignore_eos=True) for p in prompts]
+    answers = [
+        client.generate(token_ids=p, max_tokens=gen_len, ignore_eos=True, sampling=replace(SAMPLING, seed=i))
+        for i, p in enumerate(prompts)
+    ]
     try:
         async with asyncio.TaskGroup() as group:
             times = [group.create_task(arrivals(answer)) for answer in answers]

@@ -47,7 +47,7 @@ def alike(values: Sequence[float], width: int = 5) -> list[str]:
     before = [math.floor(math.log10(size)) + 1 for size in (min(sizes), max(sizes))]
     decimals = min(max(2 - before[0], 3 - before[1], 0), max(width - max(before[1], 1), 0), 3)
     least = 10.0**-decimals
-    return [f"<{least:g}" if 0 < value < least / 2 else f"{value:.{decimals}f}" for value in values]
+    return [f"<{least:g}" if 0 < value <= least / 2 else f"{value:.{decimals}f}" for value in values]
 
 
 def count(number: int, noun: str) -> str:

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from pipeline.assets import model_dir
+from pipeline.calibration.cost_cache import processor
 from pipeline.calibration.file import calibration_path, save
 from pipeline.calibration.measure import BOUND, CalibrationContext, Findings, calibrate
 from pipeline.calibration.summary import summary
@@ -147,7 +148,7 @@ class CalibrationService:
         return {
             "model": "the embedded model" if config.model == model_dir() else short_name(config.model),
             "when": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": f"{platform.node()}: {self._parts.device.describe()}",
+            "machine": f"{platform.node()}: {processor()[0]}, {self._parts.device.describe()}",
             "format": options.format,
             "backbone_dtype": options.backbone_dtype,
             "emulation": options.emulation,

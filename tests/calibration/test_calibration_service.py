@@ -67,7 +67,7 @@ async def test_calibration_reports_progress_and_its_result(client: Client, path:
     done = await begun.task
     assert Path(done.path) == path
     assert done.summary["tokens"] == 1000
-    assert done.summary["left_out"] == len(IDS) - 1000
+    assert done.summary["share"] == 1000 / len(IDS)
     calibration = load(path)
     every = calibration.prefill_counts + calibration.decode_counts
     assert (every.sum(axis=1) == 2 * 1000).all()
@@ -81,11 +81,31 @@ async def test_calibration_leaves_policy_and_counters_unchanged(client: Client, 
     expected = await client.generate(token_ids=PROMPT, max_tokens=8, ignore_eos=True).result()
     await Begun(client, 300).task
     after = await client.stats()
+    assert after["counted_tokens"] - before["counted_tokens"] == len(PROMPT) + 7  # the last is not computed
     assert (after["policy"], after["policy_options"]) == (before["policy"], before["policy_options"])
     assert after["engine"]["prefill"]["rows"] - before["engine"]["prefill"]["rows"] == len(PROMPT)
     assert after["scheduler"]["kv_tokens_used"] == 0
     answer = await client.generate(token_ids=PROMPT, max_tokens=8, ignore_eos=True).result()
     assert answer.tokens == expected.tokens
+
+
+async def test_measured_requests_are_not_counted(client: Client, path: Path) -> None:
+    """A calibration says how many of the experts its placement holds of those that clients used."""
+    await client.set_policy("all-host", counted=False)
+    before = (await client.stats())["counted_tokens"]
+    await client.generate(token_ids=PROMPT, max_tokens=2, ignore_eos=True).result()
+    assert (await client.stats())["counted_tokens"] == before
+    await client.set_policy("on-demand")
+    for _ in range(8):
+        await client.generate(token_ids=IDS[:100], max_tokens=1, ignore_eos=True).result()
+    done = await client.calibrate(token_ids=IDS[:600], starts=(200, 400), share=0.5)
+    hits = done.summary["hits"]
+    assert hits["tokens"] == before + 800 == (await client.stats())["counted_tokens"]
+    assert hits["share"] == 0.5
+    assert 0.5 < hits["own"] < 1
+    assert 0.5 < hits["heldout"] < 1
+    assert done.summary["share"] == 0.5
+    assert done.summary["tokens"] == 600
 
 
 async def test_requests_wait_and_other_messages_are_answered(client: Client) -> None:
@@ -141,6 +161,9 @@ async def test_cancel_or_disconnect_ends_a_calibration(client: Client, path: Pat
         ({"token_ids": (*IDS[:300], 4096)}, "token id 4096 is outside the vocabulary of 4096"),
         ({"token_ids": (-1,)}, "token id -1 is outside"),
         ({"token_ids": IDS, "tokens": 0}, "tokens must be at least 1"),
+        ({"token_ids": IDS, "starts": (9, 5)}, "starts must ascend"),
+        ({"token_ids": IDS, "starts": (8001,)}, "starts must ascend"),
+        ({"token_ids": IDS, "share": 0.0}, "share must be above 0"),
         ({}, "exactly one of text and token_ids"),
         ({"text": "a", "token_ids": (1,)}, "exactly one of text and token_ids"),
     ],

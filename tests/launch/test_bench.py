@@ -112,7 +112,9 @@ async def test_policies_alternate_and_the_engine_s_is_restored(engine: str) -> N
         assert code == 0, err
         assert (await client.stats())["policy"] == "layerwise"
     forwards = ["all-host", "on-demand", "fiddler"]
-    assert seen == [*forwards, *reversed(forwards), *forwards, "layerwise"]
+    # all-host first: it reads what is not measured
+    assert [*"all-host".split(), *forwards, *reversed(forwards), *forwards, "layerwise"] == seen[-11:]
+    assert set(seen[:-11]) <= {"all-host"}
 
     found = json.loads(out)
     assert set(found) == {"config", "policies", "emulation"}
@@ -189,6 +191,23 @@ def check_policies(found: dict[str, Any], names: list[str], rounds: int) -> None
             assert len(spread["runs"]) == rounds
             assert 0 < spread["min"] <= spread["median"] <= spread["max"] < math.inf
             assert {spread["min"], spread["max"]} <= set(spread["runs"])
+
+
+async def test_measured_prompts_are_not_counted(engine: str) -> None:
+    """Neither while they are tokenized nor in any run, so that no placement by use has learned from them."""
+    async with Client.connect(find_engine(engine).endpoint, name="tests") as client:
+        counted = []
+        for _ in range(2):
+            arguments = ("--connect", engine, "--policy", "fiddler,daop", "--set", "daop.placement=popular")
+            code, out, err = await asyncio.to_thread(
+                run, "bench", *arguments, "--rounds", "2", "--ppl-tokens", "16", "--json", *SHORT
+            )
+            assert code == 0, err
+            counted.append((await client.stats())["counted_tokens"])
+            assert json.loads(out)["config"]["counted_tokens"] == counted[-1] >= 256
+        assert counted[0] == counted[1]
+        await client.generate(token_ids=(5, 6, 7), max_tokens=3, ignore_eos=True).result()
+        assert (await client.stats())["counted_tokens"] == counted[1] + 5, "bench must leave counting on"
 
 
 async def test_policy_is_restored_with_its_options(engine: str) -> None:
@@ -288,6 +307,7 @@ def test_every_preset_runs_without_policy_and_without_a_tokenizer(tiny_model: Pa
         ("--ppl-tokens -1", ["--ppl-tokens", "at least 0"]),
         ("--plot bench.jpeg", ["bench.jpeg", ".png", ".pdf"]),
         ("--plot /dev/null/no/bench.png", ["/dev/null/no/bench.png", "Not a directory"]),
+        ("--record x.trace --policy all-host,daop", ["daop", "cannot be replayed", "--set daop.predict=0"]),
         ("--temperature 1", ["--temperature"]),
         ("--connect missing", ["missing"]),
     ],
