@@ -72,7 +72,9 @@ def _means(found: dict[str, Any]) -> Text:
 
 def _read(found: dict[str, Any]) -> str:
     """How much of the text was read."""
-    share = found.get("share", 1.0)
+    share = found.get("share")
+    if share is None:  # an older file
+        return f"{found['tokens']} tokens"
     if share == 1:
         return f"{found['tokens']} tokens, the whole text"
     windows = f"{found['windows']} windows, evenly spaced over the text"
