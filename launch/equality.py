@@ -1,9 +1,12 @@
 """The one rule of equality between two answers to the same prompt (docs/architecture.md, Equality).
 
 Between plans, batch compositions and worker counts results differ by rounding only. So greedy tokens are
-equal, or their first difference is at a near-tie: where the reference's two best log-probabilities are closer
-than the rounding bound (and ours, but for quantized weights, is the second of them). What follows a first
-difference has another past and is not compared.
+equal, or their first difference is at a near-tie: by the reference's own log-probabilities the token there is
+within the rounding bound of the best, whatever its rank. What follows a first difference has another past and
+is not compared.
+
+A reference measures one other token at each step, its runner-up. For a third token it is run again with that
+token as the Generate's `rival`.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ class Choice(Protocol):
 
     @property
     def runner_up(self) -> int:
-        """The second best token."""
+        """The token that was measured against the best: the second best, or the Generate's `rival`."""
 
     @property
     def margin(self) -> float:
@@ -64,13 +67,19 @@ class Verdict(StrEnum):
 @dataclass(frozen=True)
 class Comparison:
     """The verdict, and where the first difference is: `ours` and `expected` are None where that sequence has
-    ended, `margin` is the reference's there."""
+    ended. `margin`: by how many nats the reference prefers its best token to ours; None where it did not measure
+    ours, which is a mismatch."""
 
     verdict: Verdict
     at: int | None = None
     ours: int | None = None
     expected: int | None = None
     margin: float | None = None
+
+    @property
+    def unmeasured(self) -> bool:
+        """Both have a token there, and the reference can measure ours only as a `rival`."""
+        return self.ours is not None and self.expected is not None and self.margin is None
 
 
 def compare(tokens: Sequence[int], reference: Sequence[Choice], bound: float) -> Comparison:
@@ -79,10 +88,10 @@ def compare(tokens: Sequence[int], reference: Sequence[Choice], bound: float) ->
         if choice is None:
             return Comparison(Verdict.MISMATCH, at, ours)
         if ours != choice.token:
-            # Within so wide a bound as that of quantized weights a third token may be as close as the second.
-            near = ours is not None and (ours == choice.runner_up or bound > BF16_BOUND)
-            verdict = Verdict.NEAR_TIE if near and choice.margin < bound else Verdict.MISMATCH
-            return Comparison(verdict, at, ours, choice.token, choice.margin)
+            margin = choice.margin if ours == choice.runner_up else None
+            near = margin is not None and margin < bound
+            verdict = Verdict.NEAR_TIE if near else Verdict.MISMATCH
+            return Comparison(verdict, at, ours, choice.token, margin)
     return Comparison(Verdict.EQUAL)
 
 

@@ -99,6 +99,9 @@ class Generate:
     `resume` are the answer's first tokens if the client has them already (from an engine that exited, for
     example): the answer continues after them. They count against `max_tokens`; the first Token has index
     len(resume).
+
+    With a `rival`, a token id, every step's `runner_up` is that token, and `margin` the distance to it: by how
+    much the best token exceeds a token of any rank, where two answers are compared.
     """
 
     request: int
@@ -111,6 +114,7 @@ class Generate:
     ignore_eos: bool = False
     conversation: str | None = None
     resume: tuple[int, ...] = ()
+    rival: int = -1  # -1: the second best token of each step
 
 
 @dataclass(frozen=True)
@@ -130,8 +134,8 @@ class Token:
     index: int  # 0 for the first new token
     token: int
     text: str
-    margin: float = 0.0  # the model's largest logit above its second, before any penalty or filter
-    runner_up: int = -1  # the token of that second logit; -1 where there is none
+    margin: float = 0.0  # the model's largest logit above that of `runner_up`, before any penalty or filter
+    runner_up: int = -1  # the token of the second largest, -1 where there is none; or the Generate's `rival`
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,8 @@ class StressRun:
 
 
 def report(run: StressRun) -> dict[str, Any]:
-    """Figures of the load alone; times are seconds; "details" has a text for each near-tie and fault."""
+    """Figures of the load alone; times are seconds; "details" has a text for each near-tie and fault;
+    "third_tokens": of the near-ties, those whose token is not the second best."""
     outcomes, seconds = run.load.all, run.load.seconds
     ends = [outcome.end for outcome in outcomes]
     verdicts = [finding.verdict for finding in run.findings]
@@ -60,6 +61,7 @@ def report(run: StressRun) -> dict[str, Any]:
         "equal": verdicts.count(Verdict.EQUAL),
         "near_ties": verdicts.count(Verdict.NEAR_TIE),
         "near_tie_bound": run.bound,
+        "third_tokens": sum(f.third and f.verdict is Verdict.NEAR_TIE for f in run.findings),
         **{fault: len(details[fault]) for fault in FAULTS},
         "leaks_checked": run.leaks_checked,
         "seconds": seconds,

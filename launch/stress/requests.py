@@ -27,6 +27,7 @@ class Request:
     sampling: Sampling
     cancel_after: int | None = None  # tokens
     conversation: str | None = None
+    rival: int = -1  # the token that every step is to measure in place of its runner-up
 
     @property
     def deterministic(self) -> bool:
@@ -105,6 +106,7 @@ async def _receive(client: Client, outcome: Outcome, limit: asyncio.Timeout, sil
         max_tokens=request.max_tokens,
         sampling=request.sampling,
         conversation=request.conversation,
+        rival=request.rival,
     )
     answer.on_queued = extend_limit
     if request.cancel_after == 0:

@@ -125,7 +125,7 @@ def _details(found: dict[str, Any], kind: str) -> list[RenderableType]:
         return []
     title = NAMES[kind][1]
     if kind == "near_ties":
-        title += f" (first differences at margins below {found['near_tie_bound']:g})"
+        title += f" (first differences, less than {found['near_tie_bound']:g} nats below the best token)"
     shown = lines[:MOST_DETAILS]
     if len(lines) > MOST_DETAILS:
         shown.append(f"and {len(lines) - MOST_DETAILS} more (all with --json)")

@@ -49,6 +49,8 @@ class JobFactory:
                 f"resume has {len(message.resume)} tokens, the answer can have {limit} at most"
             )
         check_ids(message.resume, self._vocabulary)
+        if message.rival != -1:
+            check_ids([message.rival], self._vocabulary)
         seed = message.sampling.seed
         seed = next(self._seeds) if seed is None else seed
         return GenerateJob(
@@ -62,6 +64,7 @@ class JobFactory:
             text=None if self._tokenizer is None else self._tokenizer.stream(message.stop),
             eos=frozenset() if message.ignore_eos else self._eos,
             conversation=message.conversation,
+            rival=None if message.rival == -1 else message.rival,
         )
 
     def _prompt_of(self, message: Generate) -> list[int]:

@@ -14,7 +14,7 @@ from pipeline.arrays import FloatArray, Phase
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import SequenceKV
 from pipeline.scheduling.prefix_cache import PrefixKey
-from pipeline.text.sampler import Sampler, log_softmax, two_best
+from pipeline.text.sampler import Sampler, best_margin, log_softmax
 from pipeline.text.text_stream import TextStream
 from protocol.messages import Done, Queued, Scores, Token
 
@@ -149,8 +149,10 @@ class GenerateJob(Job):
         text: TextStream | None,
         eos: frozenset[int],
         conversation: str | None,
+        rival: int | None,
     ) -> None:
-        """`resume`: the answer's first tokens, which the client has; `sampler` has drawn them."""
+        """`resume`: the answer's first tokens, which the client has; `sampler` has drawn them. `rival`: the token
+        whose distance to the best is reported; None for the second best of each step."""
         tokens = [*prompt, *resume]
         super().__init__(client, request, tokens, len(prompt), len(prompt) + max_tokens, emit)
         self.prefill_end = len(tokens)
@@ -160,6 +162,7 @@ class GenerateJob(Job):
         if text is not None:
             text.resume(resume)
         self._eos = eos
+        self._rival = rival
         self._end: dict[str, Any] = {}  # content for the missing Token message of an end token
 
     def step_input(self, chunk: int) -> StepInput:
@@ -174,7 +177,7 @@ class GenerateJob(Job):
         if self.reason is not None:  # the resumed answer lacks only its Done
             return
         token = self._sampler.next(logits[0], self.tokens)
-        margin, runner_up = two_best(logits[0])
+        margin, runner_up = best_margin(logits[0], self._rival)
         if token in self._eos:
             self.reason = "stop"
             self._end = {"end": {"token": token, "margin": margin, "runner_up": runner_up}}

@@ -154,10 +154,12 @@ def log_softmax(logits: FloatArray) -> FloatArray:
     return logprobs
 
 
-def two_best(logits: FloatArray) -> tuple[float, int]:
-    """The margin between the two largest of logits [vocabulary], and the index of the second. A vocabulary of
-    one has no second: -1."""
+def best_margin(logits: FloatArray, rival: int | None = None) -> tuple[float, int]:
+    """By how much the largest of logits [vocabulary] exceeds that of `rival`, by default of the second largest,
+    and that token. A vocabulary of one has no second: -1."""
     best = int(logits.argmax())
+    if rival is not None:
+        return float(logits[best]) - float(logits[rival]), rival
     rest = [
         (float(part.max()), start + int(part.argmax()))
         for start, part in ((0, logits[:best]), (best + 1, logits[best + 1 :]))

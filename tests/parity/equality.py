@@ -16,8 +16,7 @@ def near_tie_or_equal(
     """True where the sequences are equal or first differ at a near-tie; logprobs [len(reference), vocabulary]
     are the reference's at each of its steps."""
     steps = []
-    for token, row in zip(reference, logprobs, strict=True):
-        second, best = np.argpartition(row, -2)[-2:]
-        rival = second if best == token else best
-        steps.append(Step(token, int(rival), float(row[best] - row[second])))
+    for place, (token, row) in enumerate(zip(reference, logprobs, strict=True)):
+        ours = tokens[place] if place < len(tokens) else token
+        steps.append(Step(token, ours, float(row.max() - min(row[ours], row[token]))))
     return compare(tokens, steps, bound).verdict is not Verdict.MISMATCH
