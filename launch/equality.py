@@ -5,8 +5,10 @@ equal, or their first difference is at a near-tie: by the reference's own log-pr
 within the rounding bound of the best, whatever its rank. What follows a first difference has another past and
 is not compared.
 
-A reference measures one other token at each step, its runner-up. For a third token it is run again with that
-token as the Generate's `rival`.
+At each step a reference measures one other token, its runner-up; run again with a third token as the
+Generate's `rival` it measures that one. Where rounding flips a router's choice, log-probabilities move by
+more than the bound, and a reference has several values of its own: `stress/reference.py` runs it again with
+the same past divided otherwise into prefill and decode; in one of them the token must be within the bound.
 """
 
 from __future__ import annotations
@@ -67,19 +69,14 @@ class Verdict(StrEnum):
 @dataclass(frozen=True)
 class Comparison:
     """The verdict, and where the first difference is: `ours` and `expected` are None where that sequence has
-    ended. `margin`: by how many nats the reference prefers its best token to ours; None where it did not measure
-    ours, which is a mismatch."""
+    ended. `margin`: by how many nats the reference prefers its best token to ours; None where it did not
+    measure ours, which is a mismatch until it does."""
 
     verdict: Verdict
     at: int | None = None
     ours: int | None = None
     expected: int | None = None
     margin: float | None = None
-
-    @property
-    def unmeasured(self) -> bool:
-        """Both have a token there, and the reference can measure ours only as a `rival`."""
-        return self.ours is not None and self.expected is not None and self.margin is None
 
 
 def compare(tokens: Sequence[int], reference: Sequence[Choice], bound: float) -> Comparison:

@@ -127,6 +127,7 @@ class Client:
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
         conversation: str | None = None,
+        resume: Sequence[int] = (),
         rival: int = -1,
     ) -> Answer:
         """Request an answer to exactly one of `prompt`, `token_ids`, `messages`; the request is sent at once.
@@ -146,7 +147,8 @@ class Client:
                 tuple(stop),
                 ignore_eos,
                 conversation,
-                rival=rival,
+                tuple(resume),
+                rival,
             )
         )
 

@@ -100,8 +100,8 @@ class Generate:
     example): the answer continues after them. They count against `max_tokens`; the first Token has index
     len(resume).
 
-    With a `rival`, a token id, every step's `runner_up` is that token, and `margin` the distance to it: by how
-    much the best token exceeds a token of any rank, where two answers are compared.
+    With a `rival`, a token id, every step's `runner_up` is that token, whatever its rank, and `margin` says
+    by how much the best token exceeds it: for comparing two answers.
     """
 
     request: int

@@ -144,7 +144,8 @@ class Pending:
                 self._end_cancelled(pending)
                 continue
             try:
-                await self._link.send_when_possible(replace(pending.message, resume=pending.answer.token_ids))
+                had = (*pending.message.resume, *pending.answer.token_ids)
+                await self._link.send_when_possible(replace(pending.message, resume=had))
             except MalformedMessage as e:  # prompt and answer together exceed a message's limit
                 self._answers.pop(pending.message.request).answer.feed(e)
         for waiting in replies:

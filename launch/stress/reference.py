@@ -10,7 +10,7 @@ from launch.stress.requests import End, Outcome, Request, ask
 from protocol.client import Client
 from protocol.errors import EngineGone
 
-MEASUREMENTS = 3  # further runs of one request alone, each of which measures one token
+DIVISIONS = 16  # of one answer's past into prefill and decode, at most, to measure a token
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Finding:
     comparison: Comparison
     why: str = ""  # a difference other than in the tokens
     third: bool = False  # the answer's token is not the second best of the request alone
+    prefilled: int | None = None  # tokens of the answer that were prefilled for the margin; None: all decoded
 
     @property
     def verdict(self) -> Verdict:
@@ -32,6 +33,8 @@ class Finding:
             return f"{self.label}: {self.why or found.verdict}"
         tie = "" if found.margin is None else f", {found.margin:.3g} nats less likely"
         tie += " (not the second best)" * self.third
+        if self.prefilled is not None:
+            tie += f" with {self.prefilled} of them prefilled"
         return f"{self.label}: token {found.at} is {_token(found.ours)}{tie}; alone {_token(found.expected)}"
 
 
@@ -61,24 +64,38 @@ async def compare_all(
         if reference.end is End.GONE:
             raise EngineGone(reference.error)
         for outcome in group:
-            compared(await _judge_any_rank(client, request, outcome, reference, bound))
+            finding = judge(outcome, reference, bound)
+            compared(await _measured(client, request, outcome, finding, bound))
 
 
-async def _judge_any_rank(
-    client: Client, request: Request, outcome: Outcome, reference: Outcome, bound: float
+async def _measured(
+    client: Client, request: Request, outcome: Outcome, finding: Finding, bound: float
 ) -> Finding:
-    """`judge`; where the answer's token is neither the best nor the second best of the reference, the request
-    runs alone again and measures that token. That run may differ from the first, at a near-tie of its own."""
-    finding = judge(outcome, reference, bound)
-    for _ in range(MEASUREMENTS):
-        token = finding.comparison.ours
-        if token is None or not finding.comparison.unmeasured:
-            break
-        again = await ask(client, replace(request, rival=token))
-        if again.end is End.GONE:
-            raise EngineGone(again.error)
-        finding = replace(judge(outcome, again, bound), third=True)
-    return finding
+    """A mismatch of two tokens, judged by the reference's log-probabilities of the answer's token: with the
+    past decoded, as in the reference, and where that is beyond the bound, with a part of it prefilled. Each
+    is one more run of the request alone, up to that token. A run that differs before it measures nothing."""
+    found = finding.comparison
+    at, ours = found.at, found.ours
+    if finding.verdict is not Verdict.MISMATCH or at is None or ours is None or found.expected is None:
+        return finding
+    past = tuple(step.token for step in outcome.steps[:at])
+    third = found.margin is None
+    divisions = range(at, 0, -max(1, -(-at // DIVISIONS)))
+    for prefilled in (0, *divisions) if third else divisions:
+        resume = past[:prefilled]
+        run = await ask(client, replace(request, max_tokens=at + 1, resume=resume, rival=ours))
+        if run.end is End.GONE:
+            raise EngineGone(run.error)
+        steps = run.steps
+        if tuple(step.token for step in steps[:-1]) != past[prefilled:]:
+            continue
+        margin = steps[-1].margin
+        if found.margin is None or margin < bound:
+            found = replace(found, margin=margin)
+        if margin < bound:
+            found = replace(found, verdict=Verdict.NEAR_TIE)
+            return replace(finding, comparison=found, third=third, prefilled=prefilled or None)
+    return replace(finding, comparison=found, third=third)
 
 
 def judge(outcome: Outcome, reference: Outcome, bound: float) -> Finding:

@@ -36,11 +36,13 @@ class StressRun:
 
 
 def report(run: StressRun) -> dict[str, Any]:
-    """Figures of the load alone; times are seconds; "details" has a text for each near-tie and fault;
-    "third_tokens": of the near-ties, those whose token is not the second best."""
+    """Figures of the load alone; times are seconds; "details" has a text for each near-tie and fault. Of
+    the near-ties, "third_tokens" have a token that is not the second best, and "prefilled_ties" are such only
+    where a part of the answer's past was prefilled."""
     outcomes, seconds = run.load.all, run.load.seconds
     ends = [outcome.end for outcome in outcomes]
     verdicts = [finding.verdict for finding in run.findings]
+    ties = [finding for finding in run.findings if finding.verdict is Verdict.NEAR_TIE]
     gaps = [after - before for outcome in outcomes for before, after in pairwise(outcome.arrivals)]
     first = [outcome.arrivals[0] - outcome.sent for outcome in outcomes if outcome.arrivals]
     tokens = _tokens(outcomes)
@@ -61,7 +63,8 @@ def report(run: StressRun) -> dict[str, Any]:
         "equal": verdicts.count(Verdict.EQUAL),
         "near_ties": verdicts.count(Verdict.NEAR_TIE),
         "near_tie_bound": run.bound,
-        "third_tokens": sum(f.third and f.verdict is Verdict.NEAR_TIE for f in run.findings),
+        "third_tokens": sum(finding.third for finding in ties),
+        "prefilled_ties": sum(finding.prefilled is not None for finding in ties),
         **{fault: len(details[fault]) for fault in FAULTS},
         "leaks_checked": run.leaks_checked,
         "seconds": seconds,

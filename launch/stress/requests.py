@@ -27,6 +27,7 @@ class Request:
     sampling: Sampling
     cancel_after: int | None = None  # tokens
     conversation: str | None = None
+    resume: tuple[int, ...] = ()  # the answer's first tokens, to be prefilled with the prompt
     rival: int = -1  # the token that every step is to measure in place of its runner-up
 
     @property
@@ -106,6 +107,7 @@ async def _receive(client: Client, outcome: Outcome, limit: asyncio.Timeout, sil
         max_tokens=request.max_tokens,
         sampling=request.sampling,
         conversation=request.conversation,
+        resume=request.resume,
         rival=request.rival,
     )
     answer.on_queued = extend_limit

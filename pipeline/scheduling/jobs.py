@@ -151,8 +151,8 @@ class GenerateJob(Job):
         conversation: str | None,
         rival: int | None,
     ) -> None:
-        """`resume`: the answer's first tokens, which the client has; `sampler` has drawn them. `rival`: the token
-        whose distance to the best is reported; None for the second best of each step."""
+        """`resume`: the answer's first tokens, which the client has; `sampler` has drawn them. `rival`: the
+        token whose distance to the best is reported; None for the second best of each step."""
         tokens = [*prompt, *resume]
         super().__init__(client, request, tokens, len(prompt), len(prompt) + max_tokens, emit)
         self.prefill_end = len(tokens)

@@ -155,7 +155,7 @@ def log_softmax(logits: FloatArray) -> FloatArray:
 
 
 def best_margin(logits: FloatArray, rival: int | None = None) -> tuple[float, int]:
-    """By how much the largest of logits [vocabulary] exceeds that of `rival`, by default of the second largest,
+    """By how much the largest of logits [vocabulary] exceeds that of `rival`, by default the second largest,
     and that token. A vocabulary of one has no second: -1."""
     best = int(logits.argmax())
     if rival is not None:

@@ -6,10 +6,11 @@ import json
 import os
 import signal
 from collections import Counter
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from engines import Launched, launch, run
@@ -27,7 +28,7 @@ from launch.stress.script import Entry
 from launch.stress.table import NAMES, show_report
 from pipeline.config import EngineConfig
 from protocol.client import Client
-from protocol.messages import ChatMessage, Sampling, Token, Welcome
+from protocol.messages import ChatMessage, Done, Sampling, Token, Welcome
 
 BOUND = 1e-4
 F32 = ["--format", "f32", "--backbone-dtype", "f32"]
@@ -195,6 +196,95 @@ async def test_altered_answers_are_mismatches(start_engine, tiny_model: Path) ->
         assert "no message" in quick.error
 
 
+async def test_a_third_token_counts_by_its_own_distance_to_the_best(start_engine, tiny_model: Path) -> None:
+    """Whatever its rank, a token is a near-tie within the bound, and a mismatch beyond it."""
+    config = EngineConfig(model=tiny_model, format="f32", backbone_dtype="f32")
+    async with start_engine(config) as (_, client):
+        request = Request("a list", "A list of", None, 6, Sampling())
+        whole = await ask(client, request)
+        at, margins = 3, {}
+        for rival in range(20, 25):
+            steps = (await ask(client, replace(request, rival=rival))).steps
+            assert [step.token for step in steps] == [step.token for step in whole.steps]
+            assert {step.runner_up for step in steps} == {rival}
+            margins[rival] = steps[at].margin
+        second = whole.steps[at]
+        others = {t: margin for t, margin in margins.items() if t not in (second.token, second.runner_up)}
+        for token, margin in others.items():
+            assert margin > second.margin  # so the second token's margin alone would not do
+            changed = replace(whole.tokens[at], token=token)
+            other = replace(whole, tokens=[*whole.tokens[:at], changed, *whole.tokens[at + 1 :]])
+            for bound, verdict in (
+                (margin + 0.01, Verdict.NEAR_TIE),
+                (margin - 0.01, Verdict.MISMATCH),
+                (second.margin + (margin - second.margin) / 2, Verdict.MISMATCH),
+            ):
+                findings: list[Finding] = []
+                await compare_all(client, [other], bound, findings.append)
+                (found,) = findings
+                assert (found.verdict, found.third, found.prefilled) == (verdict, True, None)
+                assert found.comparison.margin == pytest.approx(margin, abs=1e-3)
+                assert "not the second best" in str(found)
+        refused = await ask(client, replace(request, rival=client.welcome.vocabulary))
+        assert refused.end is End.REFUSED
+
+
+class FinishedAnswer:
+    """An answer whose tokens have all arrived."""
+
+    def __init__(self, tokens: list[Token]) -> None:
+        self._tokens = tokens
+        self.done = Done(0, "length")
+        self.on_queued: Any = None
+
+    async def __aiter__(self) -> AsyncIterator[Token]:
+        for token in self._tokens:
+            yield token
+
+
+class FlippingClient:
+    """Answers with the tokens 1, 2, 3, 4; the last exceeds its rival 9 by 2 nats, and by `flipped` where
+    two tokens are prefilled."""
+
+    def __init__(self, flipped: float) -> None:
+        self.flipped = flipped
+        self.asked: list[int] = []  # tokens that were to be prefilled
+
+    def generate(
+        self, *, resume: tuple[int, ...] = (), rival: int, max_tokens: int, **_: Any
+    ) -> FinishedAnswer:
+        self.asked.append(len(resume))
+        last = self.flipped if len(resume) == 2 else 2.0
+        margins = {1: 5.0, 2: 5.0, 3: 5.0, 4: last}
+        rest = [Token(0, i, token, "", margins[token], rival) for i, token in enumerate((1, 2, 3, 4))]
+        return FinishedAnswer(rest[len(resume) : max_tokens])
+
+
+@pytest.mark.parametrize(("flipped", "verdict"), [(0.1, Verdict.NEAR_TIE), (0.9, Verdict.MISMATCH)])
+async def test_a_router_that_flips_gives_the_reference_a_second_value(
+    flipped: float, verdict: Verdict
+) -> None:
+    """Beyond the bound with a decoded past, the token must be within it where a part is prefilled."""
+    client = FlippingClient(flipped)
+    request = Request("flips", "x", None, 4, Sampling())
+    answer = await ask(cast(Client, client), replace(request, rival=9))
+    other = replace(answer, request=request, tokens=[*answer.tokens[:3], replace(answer.tokens[3], token=9)])
+    client.asked.clear()
+    findings: list[Finding] = []
+    await compare_all(cast(Client, client), [other], 0.5, findings.append)
+    (found,) = findings
+    assert found.verdict is verdict
+    assert client.asked[:2] == [0, 0]  # the reference, and the same with this token measured
+    if verdict is Verdict.NEAR_TIE:
+        assert found.prefilled == 2
+        assert "0.1 nats less likely" in str(found)
+    else:
+        assert sorted(client.asked[2:]) == [1, 2, 3]  # every division was tried
+        assert found.comparison.margin == 2.0
+    run = StressRun("s", WELCOME, 0.5, Load([[other]]), findings, finished=True)
+    assert report(run)["prefilled_ties"] == int(verdict is Verdict.NEAR_TIE)
+
+
 async def test_end_of_an_answer_is_compared_like_a_token(start_engine) -> None:
     """The embedded model ends its answers; a longer answer is a near-tie only if it continues with the
     runner-up of the end token, and within the bound."""
@@ -214,7 +304,7 @@ async def test_end_of_an_answer_is_compared_like_a_token(start_engine) -> None:
 
         cut = replace(whole, tokens=whole.tokens[:-1])  # ends one token before
         outcomes = [whole, continued(step.runner_up), continued(step.token)]
-        for bound, near in ((step.margin + 0.01, Verdict.NEAR_TIE), (step.margin, Verdict.MISMATCH)):
+        for bound, near in ((step.margin + 0.01, Verdict.NEAR_TIE), (step.margin / 2, Verdict.MISMATCH)):
             findings: list[Finding] = []
             await compare_all(client, outcomes, bound, findings.append)
             assert [f.verdict for f in findings] == [Verdict.EQUAL, near, Verdict.MISMATCH]

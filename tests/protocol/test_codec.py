@@ -140,11 +140,11 @@ GOLDEN = [
     ),
     (
         Generate(0, messages=(ChatMessage("user", "é"),), max_tokens=-1, sampling=Sampling(seed=-(2**63))),
-        "0305 8aa77265717565737400a670726f6d7074c0a9746f6b656e5f696473c0a86d657373616765739182a4726f6c65"
+        "0305 8ba77265717565737400a670726f6d7074c0a9746f6b656e5f696473c0a86d657373616765739182a4726f6c65"
         "a475736572a7636f6e74656e74a2c3a9aa6d61785f746f6b656e73ffa873616d706c696e6786ab74656d7065726174757265cb00000000"
         "00000000a5746f705f6b00a5746f705f70cb3ff0000000000000a56d696e5f70cb0000000000000000b272657065746974696f"
         "6e5f70656e616c7479cb3ff0000000000000a473656564d38000000000000000a473746f7090aa69676e6f72655f656f73c2ac636f6e766572736174696f6ec0"
-        "a6726573756d6590",
+        "a6726573756d6590a5726976616cff",
     ),
     (
         Partial(1, 2, 0.25, np.array([[1.0, -2.0]], np.float32)),
@@ -190,7 +190,7 @@ WRONG = [
     ),
     (Generate(1, sampling={}), "Generate.sampling must be Sampling, not dict"),
     (Generate(1, messages=(Sampling(),)), "Generate.messages must be ChatMessage, not Sampling"),
-    (Generate(1, prompt="x" * (4 << 20)), "Generate: 4194502 bytes of header, the limit is 4194304"),
+    (Generate(1, prompt="x" * (4 << 20)), "Generate: 4194509 bytes of header, the limit is 4194304"),
     (StatsReply(1, {1: 2}), "StatsReply.stats must be str, not 1"),
     (
         StatsReply(1, {"a": np.float32(1)}),
