@@ -125,7 +125,8 @@ def _finish(options: Options, answer: Answer, tokens: list[Token], client: Clien
             "policy": stats.get("policy", client.welcome.policy),
             "fidelity": stats.get("fidelity"),
             "stats": stats,
-        }
+        },
+        detail="detail" in options.written,
     )
 
 

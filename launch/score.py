@@ -20,7 +20,7 @@ from launch.command_line.options import Options
 from launch.connect.reconnect import reconnecting_client
 from launch.errors import OutputFailed, WrongUsage
 from launch.terminal.interrupts import Interrupts
-from launch.terminal.output import print_json, show
+from launch.terminal.output import plain, print_json, show
 from pipeline.counters import difference, fidelity
 from pipeline.text.tokenizer import Tokenizer
 from protocol.client import Client
@@ -87,8 +87,9 @@ async def score(options: Options, interrupts: Interrupts) -> int:
                 "stride": stride if len(requests) > 1 else None,
                 "policy": stats.get("policy", client.welcome.policy),
                 "fidelity": fidelity(client.welcome.exact, difference(stats["engine"], before["engine"])),
-                "stats": stats,
-            }
+                "stats": plain(stats, detail="detail" in written),
+            },
+            digits=7,  # of float32
         )
     else:
         how = f" ({len(requests)} windows of {context}, stride {stride})" if len(requests) > 1 else ""

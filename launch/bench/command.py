@@ -69,7 +69,7 @@ async def bench(options: Options, interrupts: Interrupts) -> int:
         }
     report = Report(config, results, stats["emulation"], left_out)
     if "json" in options.written:
-        print_json(report.to_json())
+        print_json(report.to_json(), detail="detail" in options.written)
     else:
         show(report.render())
     if plan.plot is not None:

@@ -74,7 +74,7 @@ async def replay(options: Options, interrupts: Interrupts) -> int:
         trace.path, header, overview, capacity, costs, costs_of, calibrated, results, replays.left_out
     )
     if "json" in written:
-        print_json(report.to_json())
+        print_json(report.to_json(), detail="detail" in written)
     else:
         show(report.render())
     return 0

@@ -101,6 +101,7 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
     template = "use the model's chat template, and sample as a chat does"
     generate.add_argument("--chat", action="store_true", help=template)
     _add_json(generate)
+    _add_detail(generate)
 
     score = subparsers.add_parser("score", help="log-probabilities of a text")
     _add_common(score)
@@ -114,6 +115,7 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
     stride = "tokens by which the window moves over a text longer than the context (default: half of it)"
     add("--stride", type=at_least(1), metavar="N", help=stride)
     _add_json(score)
+    _add_detail(score)
 
     serve = subparsers.add_parser("serve", help="start an engine and print its name and address")
     _add_common(serve)
@@ -153,6 +155,7 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
     replay = "simulate the policies on the recorded routing of --record; no engine is started"
     add("--replay", type=Path, metavar="F", help=replay)
     _add_json(bench)
+    _add_detail(bench)
 
     calibrate = subparsers.add_parser(
         "calibrate", help="measure the model's routing statistics, which policies use"
@@ -266,6 +269,10 @@ def _add_answer(parser: Parser) -> None:
 
 def _add_chat(parser: Parser) -> None:
     parser.add_argument("--system", type=not_empty, metavar="T", help="system prompt of the chat")
+
+
+def _add_detail(parser: Parser) -> None:
+    parser.add_argument("--detail", action="store_true", help="with --json: also the figures of each layer")
 
 
 def _add_json(parser: Parser) -> None:

@@ -36,7 +36,7 @@ WITHOUT_ENGINE = {
     "cache": {"prune", "older_than", "to", "dry_run", "json", "log_level"},
 }
 # All options of a replay, which starts no engine either.
-REPLAY = {"replay", "costs", "policy", "set", "expert_cache", "seed", "json", "log_level"}
+REPLAY = {"replay", "costs", "policy", "set", "expert_cache", "seed", "json", "detail", "log_level"}
 DRAWING = {"report", "model", "json", "log_level"}  # all options of calibrate without a text
 ANSWER_OPTIONS = SAMPLING_FIELDS - {"seed"} | {"max_tokens", "stop", "ignore_eos"}
 

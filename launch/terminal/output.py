@@ -6,6 +6,8 @@ import json
 import math
 from typing import Any
 
+MEASURED = 4  # significant digits of a measured figure: clocks and loads vary by more than the rest
+
 
 def show(text: str) -> None:
     """Print part of an answer without buffering."""
@@ -13,17 +15,30 @@ def show(text: str) -> None:
         print(text, end="", flush=True)
 
 
-def print_json(fields: dict[str, Any]) -> None:
-    """Print one line of JSON. NaN and infinities, which JSON does not have, become null."""
-    print(json.dumps(_plain(fields), ensure_ascii=False, allow_nan=False), flush=True)
+def print_json(fields: dict[str, Any], *, digits: int = MEASURED, detail: bool = True) -> None:
+    """Print one line of JSON. Numbers that are not whole have `digits` significant digits; NaN and infinities,
+    which JSON does not have, become null. Without `detail` the arrays with an item for each layer are left
+    out."""
+    print(json.dumps(plain(fields, digits, detail), ensure_ascii=False, allow_nan=False), flush=True)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any, digits: int = MEASURED, detail: bool = True) -> Any:
+    """What `print_json` prints of a value."""
     match value:
         case float() if not math.isfinite(value):
             return None
+        case float() if value:
+            return round(value, max(0, digits - 1 - math.floor(math.log10(abs(value)))))
         case dict():
-            return {str(key): _plain(item) for key, item in value.items()}
+            return {
+                str(key): plain(item, digits, detail)
+                for key, item in value.items()
+                if detail or not _by_layer(str(key), item)
+            }
         case list() | tuple():
-            return [_plain(item) for item in value]
+            return [plain(item, digits, detail) for item in value]
     return value
+
+
+def _by_layer(key: str, value: Any) -> bool:
+    return key.endswith("_by_layer") or (key == "layers" and isinstance(value, dict | list))

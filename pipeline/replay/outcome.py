@@ -75,8 +75,8 @@ class PhaseOutcome:
             "bytes_per_token": {name: getattr(self, name) * tile_bytes / tokens for name in MOVED}
             | {"moved": self.moved * tile_bytes / tokens},
             "host_share": self.host_share,
-            "busy": {
-                side: _share(getattr(self, f"{side}_busy"), self.seconds)
+            "busy": {  # work is booked when it is sent, and may go on in the next phase
+                side: min(1.0, _share(getattr(self, f"{side}_busy"), self.seconds))
                 for side in ("host", "device", "link")
             },
             "waits": {
