@@ -74,7 +74,7 @@ class PhaseProfile:
     @property
     def host_busy(self) -> float:
         """Share of the time in which workers computed: of each layer, the worker that took longest. A worker
-        measures by its own clock, so the sum may be a little above the coordinator's time; the share is not."""
+        has its own clock, so the sum may be a little above the coordinator's time; the share is not."""
         return min(1.0, float(self.tree["host_busy_s"]) / self.seconds) if self.seconds else 0.0
 
     @property

@@ -71,7 +71,16 @@ async def replay(options: Options, interrupts: Interrupts) -> int:
     results = [Result(request, machine.outcome) for request, machine in replays.running]
     calibrated = calibration is not None
     report = Report(
-        trace.path, header, overview, capacity, costs, costs_of, calibrated, results, replays.left_out
+        trace.path,
+        header,
+        overview,
+        capacity,
+        costs,
+        costs_of,
+        config.costs is None,
+        calibrated,
+        results,
+        replays.left_out,
     )
     if "json" in written:
         print_json(report.to_json(), detail="detail" in written)

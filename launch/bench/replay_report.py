@@ -13,6 +13,8 @@ from rich.text import Text
 from launch.bench.profile_table import policy_name
 from launch.terminal.format import MISSING, model_name, percent, three_digits
 from launch.terminal.tables import make_table, render
+from pipeline.arrays import Phase
+from pipeline.models.shapes import is_shape
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import PolicyRequest
 from pipeline.replay.outcome import Outcome, PhaseOutcome
@@ -20,6 +22,10 @@ from pipeline.replay.overview import Overview
 from pipeline.traces.header import Header
 from shm.segment import byte_size
 
+LEFT_OUT = ("embedding", "head", "sampling", "planning", "messages", "scheduling")  # of the time
+RANDOM_ROUTING = (
+    "random weights route at random: hits, and what depends on them, mean nothing for the real model"
+)
 ASSUMPTION = "approximate policies are replayed on the recorded text; they might have generated another"
 
 
@@ -39,6 +45,7 @@ class Report:
     capacity: int  # tiles
     costs: Costs  # per tile
     costs_of: str  # where they come from, in words
+    here: bool  # they were measured on this machine, like the steps' rest
     calibrated: bool
     results: Sequence[Result]
     left_out: Mapping[str, str]  # policy: why it cannot be replayed here
@@ -57,6 +64,7 @@ class Report:
             "steps": dict(seen.steps),
             "tokens": dict(seen.rows),
             "cut_short": seen.cut_short,
+            "time_leaves_out": self._left_out,
             "cache_tiles": self.capacity,
             "calibrated": self.calibrated,
             "costs": self.costs.to_json() | {"of": self.costs_of},
@@ -77,16 +85,36 @@ class Report:
             plain["assumption"] = ASSUMPTION
         for name, phase in outcome.phases.items():
             ratio = _ratio(phase, self.results[0].outcome.phases[name])
-            plain[name] = phase.to_json(self.header.tile_bytes) | {"ratio": ratio}
+            rest, whole = self._rest(name), self._whole(name, phase)
+            plain[name] = phase.to_json(self.header.tile_bytes)
+            plain[name] |= {"ratio": ratio, "rest_s_per_step": rest, "whole_tok_s": whole}
+        if is_shape(self.header.model):
+            plain["notes"] = [*outcome.notes, RANDOM_ROUTING]
         return plain
+
+    @property
+    def _left_out(self) -> tuple[str, ...]:
+        """What the simulated time does not contain."""
+        return LEFT_OUT if any(self.costs.other) else ("attention", *LEFT_OUT)
+
+    def _rest(self, phase: Phase) -> float | None:
+        """Seconds a step that were measured while recording and are not simulated; None for another machine's
+        costs, and where they were not measured."""
+        return self.overview.rest[phase] if self.here else None
+
+    def _whole(self, name: Phase, phase: PhaseOutcome) -> float | None:
+        """Estimated tokens a second of an engine: the simulated time and the rest."""
+        rest = self._rest(name)
+        return None if rest is None or not phase.rows else phase.rows / (phase.seconds + phase.steps * rest)
 
     def render(self) -> str:
         return render(self._speeds(), "", self._reasons(), "", *self._footnotes())
 
     def _speeds(self) -> Table:
         several = len(self.results) > 1
-        names = ("prefill\ntok/s", *("x",) * several, "decode\ntok/s", *("x",) * several)
-        names += ("hits", f"{self._unit[0]}/\ntoken", "host")
+        whole = self._rest("decode") is not None
+        names = ("prefill,\nlayers", *("x",) * several, "decode,\nlayers", *("x",) * several)
+        names += (*("whole\ntoken",) * whole, "hits", f"{self._unit[0]}/\ntoken", "host")
         table = make_table("policy", numbers=names, gap=0)
         first = self.results[0].outcome
         for result in self.results:
@@ -97,6 +125,7 @@ class Report:
                 *(_times(prefill, first.prefill),) * several,
                 Text(_speed(decode), style="bold"),
                 *(Text(_times(decode, first.decode), style="bold"),) * several,
+                *(_tok_s(self._whole("decode", decode)),) * whole,
                 percent(decode.hit_rate),
                 self._bytes(decode, decode.moved),
                 percent(decode.host_share),
@@ -107,7 +136,7 @@ class Report:
         """Decode's time by cause, and the predicted tiles by their use, if a policy predicts."""
         predicts = any(r.outcome.decode.predicted or r.outcome.decode.late for r in self.results)
         names = ["host\nbusy", "dev.\nbusy", "link\nbusy", "wait\nlink", "wait\nhost"]
-        names += ["pre-\ndicted", "use-\nful", "late", "was-\nted"] * predicts
+        names += ["predicted", "useful", "late", "wasted"] * predicts
         table = make_table("policy", numbers=names, gap=0)
         for result in self.results:
             decode = result.outcome.decode
@@ -128,6 +157,20 @@ class Report:
     def _bytes(self, phase: PhaseOutcome, tiles: int) -> str:
         return three_digits(tiles * self.header.tile_bytes / max(phase.rows, 1) / self._unit[1])
 
+    def _about_times(self) -> list[str]:
+        rest = self._rest("decode")
+        lines = [
+            "layers: tok/s of the layers alone; an engine is slower, because this leaves out",
+            ", ".join(self._left_out),
+        ]
+        if rest is None:
+            why = (
+                "these costs are another machine's" if not self.here else "the trace has no measurement of it"
+            )
+            return [*lines, f"no estimate of a whole token: {why}"]
+        words = f"{1e3 * rest:.1f} ms a step, as measured while recording"
+        return [*lines, f"whole token: estimated tok/s of decode with the rest too: {words}"]
+
     def _footnotes(self) -> list[Text]:
         header, seen, shape = self.header, self.overview, self.header.shape
         model = model_name(header.model, article="")
@@ -142,14 +185,15 @@ class Report:
         ]
         if len(self.results) > 1:
             lines.append(f"x: ratio to {self.results[0].request.name}")
+        lines += [*self._about_times(), "hits: share of the needed experts that were resident, in decode"]
         lines += [
-            "in decode: hits: share of the needed experts that were resident; host: share of the",
-            "tiles that the workers computed; busy, wait: shares of the time;",
+            "host: share of the tiles that the workers computed; busy, wait: shares of time",
             f"predicted, useful, late, wasted: {self._unit[0]}/token",
         ]
         inexact = [result for result in self.results if not result.outcome.exact]
         lines += [_fidelity(result) for result in inexact]
-        notes = [ASSUMPTION] * bool(inexact)
+        notes = [RANDOM_ROUTING] * is_shape(header.model)
+        notes += [ASSUMPTION] * bool(inexact)
         notes += ["the file ends within a step; that step is left out"] * seen.cut_short
         notes += [note for result in self.results for note in result.outcome.notes]
         notes += [f"{name} left out: {reason}" for name, reason in self.left_out.items()]
@@ -157,6 +201,10 @@ class Report:
             *(Text(line, style="dim") for line in lines),
             *(Text(f"note: {note}") for note in dict.fromkeys(notes)),
         ]
+
+
+def _tok_s(value: float | None) -> str:
+    return MISSING if value is None else three_digits(value)
 
 
 def _fidelity(result: Result) -> str:

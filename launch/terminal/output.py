@@ -16,9 +16,9 @@ def show(text: str) -> None:
 
 
 def print_json(fields: dict[str, Any], *, digits: int = MEASURED, detail: bool = True) -> None:
-    """Print one line of JSON. Numbers that are not whole have `digits` significant digits; NaN and infinities,
-    which JSON does not have, become null. Without `detail` the arrays with an item for each layer are left
-    out."""
+    """Print one line of JSON. Numbers that are not whole have `digits` significant digits; NaN and
+    infinities, which JSON does not have, become null. Without `detail` the arrays with an item for each layer
+    are left out."""
     print(json.dumps(plain(fields, digits, detail), ensure_ascii=False, allow_nan=False), flush=True)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.arrays import Phase
 from pipeline.counters import Fidelity
 
 MOVED = ("demanded", "predicted", "useful", "late", "wasted", "placed")
@@ -101,7 +102,7 @@ class Outcome:
     notes: list[str]
 
     @property
-    def phases(self) -> dict[str, PhaseOutcome]:
+    def phases(self) -> dict[Phase, PhaseOutcome]:
         return {"prefill": self.prefill, "decode": self.decode}
 
 

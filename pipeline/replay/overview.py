@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ class Overview:
     counts: NDArray[np.int64]  # [L, E] rows routed to each expert
     first: bool  # each step has logits of the gate for the next token's first layer
     cut_short: bool  # the file ends within a step
+    rest: dict[Phase, float | None]  # measured seconds a step that are not simulated; None: not measured
 
 
 def summarize(trace: Trace) -> Overview:
@@ -31,9 +33,12 @@ def summarize(trace: Trace) -> Overview:
     rows: dict[Phase, int] = {"prefill": 0, "decode": 0}
     counts = np.zeros((shape.layers, shape.experts), np.int64)
     first = True
+    rest: dict[Phase, list[float]] = {"prefill": [], "decode": []}
     for step in trace.steps():
         steps[step.phase] += 1
         rows[step.phase] += len(step.sequences)
+        if step.rest:
+            rest[step.phase].append(step.rest)
         for index, layer in enumerate(step.layers):
             if layer.logits is None:
                 raise TraceError(
@@ -44,4 +49,6 @@ def summarize(trace: Trace) -> Overview:
         first = first and step.layers[-1].first is not None
     if not any(steps.values()):
         raise TraceError(f"{trace.path} has no complete step")
-    return Overview(steps, rows, counts, first, trace.cut_short)
+    # the median: a step in which the machine did something else is not the policy's
+    typical = {phase: median(found) if found else None for phase, found in rest.items()}
+    return Overview(steps, rows, counts, first, trace.cut_short, typical)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeline.arrays import FloatArray, Phase
+from pipeline.counters import PARTS, Part
 from pipeline.engine.driver import LayerDecision
 from pipeline.errors import TraceError
 from pipeline.policies.view import Routing
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+UNSIMULATED: tuple[Part, ...] = ("plan", "submit", "combine", "head")
 DEPTH = 3  # layers ahead with recorded routers: as far as any preset predicts
 
 
@@ -33,14 +36,24 @@ class Recorder:
     incomplete step at the end."""
 
     def __init__(
-        self, path: Path, header: Header, *, first_gate: Callable[[], bool], resumed: bool = False
+        self,
+        path: Path,
+        header: Header,
+        *,
+        first_gate: Callable[[], bool],
+        resumed: bool = False,
+        spent: Callable[[Phase], float] | None = None,
     ) -> None:
         """Creates the file, mode 0600. `first_gate`: whether the engine now has a gate for the next token's
         first layer. `resumed`: the coordinator was restarted: append to its predecessor's file, behind the
-        last complete step. Raises TraceError for any other existing file, and where the file cannot be
-        made."""
+        last complete step. `spent`: seconds that the engine has spent so far on what a replay does not
+        simulate; None: not measured. Raises TraceError for any other existing file, and where the file cannot
+        be made."""
         self._header = header
         self._first_gate = first_gate
+        self._spent = spent
+        self._rest = 0.0  # seconds of the present step
+        self._ended = 0.0  # time at which the step before had been written
         self._path = path
         self._phase: Phase = "prefill"
         self._sequences: tuple[int, ...] = ()
@@ -69,13 +82,19 @@ class Recorder:
         return (0,) if last and self._first_gate() else following
 
     def begin(self, phase: Phase, sequences: tuple[int, ...]) -> None:
+        before = set(self._sequences)
         self._phase = phase
         self._sequences = tuple(self._before + sequence for sequence in sequences)
         self._layers.clear()
+        if self._spent is not None:
+            self._rest = -self._spent(phase)
+            if not before.isdisjoint(self._sequences):  # otherwise the engine may have waited for a request
+                self._rest += time.perf_counter() - self._ended
 
     def layer(self, decision: LayerDecision[object], x: FloatArray) -> None:
         if self._fd is None:
             return
+        began = time.perf_counter()
         signals, gated = decision.signals, decision.gated
         probed = self.probes(decision.layer)
         last = decision.layer == self._header.shape.layers - 1
@@ -93,11 +112,13 @@ class Recorder:
                 first=halves(signals.probes[0]) if last and probed else None,
             )
         )
+        self._rest -= time.perf_counter() - began  # part of the engine's planning, without a recorder nothing
 
     def end(self) -> None:
         if self._fd is None:
             return
-        step = TracedStep(self._number, self._phase, self._sequences, tuple(self._layers))
+        rest = 0.0 if self._spent is None else max(0.0, self._rest + self._spent(self._phase))
+        step = TracedStep(self._number, self._phase, self._sequences, tuple(self._layers), rest)
         try:
             _write(self._fd, encode_step(step))
         except OSError as e:
@@ -107,6 +128,7 @@ class Recorder:
             )
             self.close()
         self._number += 1
+        self._ended = time.perf_counter()
 
     def close(self) -> None:
         """Close the file."""
@@ -127,7 +149,14 @@ def recorder_of(config: CoordinatorConfig, source: ModelSource, engine: Engine, 
         DEPTH,
     )
     resumed = config.incarnation > 0
-    return Recorder(path, header, first_gate=lambda: engine.probing.has_first_gate, resumed=resumed)
+    unsimulated = [PARTS.index(part) for part in UNSIMULATED]
+
+    def spent(phase: Phase) -> float:
+        return float(engine.counters.phases[phase].seconds[unsimulated].sum())
+
+    return Recorder(
+        path, header, first_gate=lambda: engine.probing.has_first_gate, resumed=resumed, spent=spent
+    )
 
 
 def _resumable(path: Path, header: Header) -> tuple[int, int, int]:

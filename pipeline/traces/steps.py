@@ -20,7 +20,8 @@ Halves = NDArray[np.float16]
 Cuts = NDArray[np.uint16]
 
 FRAME = struct.Struct("<II")  # bytes of the body, their CRC-32
-HEAD = struct.Struct("<QIB3x")  # number, rows, phase
+HEAD = struct.Struct("<QIB3s")  # number, rows, phase, `rest` in microseconds
+MOST_REST = 0xFFFFFF  # microseconds
 PREDICTED, STALE, CHANGED, LOGITS, FIRST = 1, 2, 4, 8, 16  # flags of a layer
 MAX_BODY = 1 << 30
 LARGEST_HALF = 65504.0
@@ -47,6 +48,7 @@ class TracedStep:
     phase: Phase
     sequences: tuple[int, ...]  # [R]
     layers: tuple[LayerTrace, ...]
+    rest: float = 0.0  # seconds that a replay does not simulate, as in docs/traces.md; 0: not measured
 
 
 def halves(values: NDArray[np.float32]) -> Halves:
@@ -56,8 +58,9 @@ def halves(values: NDArray[np.float32]) -> Halves:
 
 def encode_step(step: TracedStep) -> bytes:
     """The step's frame and body."""
+    rest = min(round(1e6 * step.rest), MOST_REST).to_bytes(3, "little")
     parts = [
-        HEAD.pack(step.number, len(step.sequences), PHASES.index(step.phase)),
+        HEAD.pack(step.number, len(step.sequences), PHASES.index(step.phase), rest),
         (np.array(step.sequences, np.int64) & 0xFFFFFFFF).astype("<u4").tobytes(),
     ]
     for layer in step.layers:
@@ -78,7 +81,7 @@ def decode_step(header: Header, body: bytes, expected: int) -> TracedStep:
     shape = header.shape
     if len(body) < HEAD.size:
         raise TraceError("its fixed fields are incomplete")
-    number, rows, phase = HEAD.unpack_from(body)
+    number, rows, phase, rest = HEAD.unpack_from(body)
     if number != expected:
         raise TraceError(f"it has the number {number}")
     if phase >= len(PHASES):
@@ -91,7 +94,7 @@ def decode_step(header: Header, body: bytes, expected: int) -> TracedStep:
     layers = tuple(reader.layer(layer) for layer in range(shape.layers))
     if reader.at != len(body):
         raise TraceError("it is longer than its layers")
-    return TracedStep(number, PHASES[phase], sequences, layers)
+    return TracedStep(number, PHASES[phase], sequences, layers, int.from_bytes(rest, "little") / 1e6)
 
 
 class _BodyReader:
