@@ -12,6 +12,7 @@ from launch.bench.result import PolicyResult
 from launch.phase_profile import PhaseProfile
 from launch.terminal.format import MISSING, alike, percent
 from launch.terminal.tables import make_table
+from pipeline.models.shapes import is_shape
 from pipeline.policies.view import PolicyRequest
 
 APPROXIMATE = ("skipped", "substituted", "stale", "predicted")
@@ -96,6 +97,12 @@ def legend(results: Sequence[PolicyResult], profiles: Sequence[PhaseProfile], te
     if judged is not None:
         lines.append(f"perplexity: relative to {judged.policy}, {judged.tokens} decoded tokens, {text}")
     return lines
+
+
+def routing_notes(model: str) -> list[str]:
+    """A note on hits where a model's weights, and so its routers, are random."""
+    note = "random weights route at random: hits, and what depends on them, say nothing of the real model"
+    return [note] * is_shape(model)
 
 
 def profile_to_map(profile: PhaseProfile, result: PolicyResult) -> dict[str, Any]:

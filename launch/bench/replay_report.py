@@ -10,11 +10,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from launch.bench.profile_table import policy_name
+from launch.bench.profile_table import policy_name, routing_notes
 from launch.terminal.format import MISSING, model_name, percent, three_digits
 from launch.terminal.tables import make_table, render
 from pipeline.arrays import Phase
-from pipeline.models.shapes import is_shape
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import PolicyRequest
 from pipeline.replay.outcome import Outcome, PhaseOutcome
@@ -23,9 +22,6 @@ from pipeline.traces.header import Header
 from shm.segment import byte_size
 
 LEFT_OUT = ("embedding", "head", "sampling", "planning", "messages", "scheduling")  # of the time
-RANDOM_ROUTING = (
-    "random weights route at random: hits, and what depends on them, mean nothing for the real model"
-)
 ASSUMPTION = "approximate policies are replayed on the recorded text; they might have generated another"
 
 
@@ -88,8 +84,7 @@ class Report:
             rest, whole = self._rest(name), self._whole(name, phase)
             plain[name] = phase.to_json(self.header.tile_bytes)
             plain[name] |= {"ratio": ratio, "rest_s_per_step": rest, "whole_tok_s": whole}
-        if is_shape(self.header.model):
-            plain["notes"] = [*outcome.notes, RANDOM_ROUTING]
+        plain["notes"] = [*outcome.notes, *routing_notes(self.header.model)]
         return plain
 
     @property
@@ -192,8 +187,7 @@ class Report:
         ]
         inexact = [result for result in self.results if not result.outcome.exact]
         lines += [_fidelity(result) for result in inexact]
-        notes = [RANDOM_ROUTING] * is_shape(header.model)
-        notes += [ASSUMPTION] * bool(inexact)
+        notes = [*routing_notes(header.model), *[ASSUMPTION] * bool(inexact)]
         notes += ["the file ends within a step; that step is left out"] * seen.cut_short
         notes += [note for result in self.results for note in result.outcome.notes]
         notes += [f"{name} left out: {reason}" for name, reason in self.left_out.items()]

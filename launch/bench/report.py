@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from launch.bench.profile_table import legend, policy_name, profile_tables, profile_to_map
+from launch.bench.profile_table import legend, policy_name, profile_tables, profile_to_map, routing_notes
 from launch.bench.result import PolicyResult
 from launch.phase_profile import PhaseProfile
 from launch.terminal.format import alike, count, model_name, percent
@@ -42,7 +42,8 @@ class Report:
         policies = [_result_to_map(result, self.results[0]) for result in self.results]
         for result, plain, profile in zip(self.results, policies, self.profiles, strict=True):
             plain["decode"] = profile_to_map(profile, result)
-        return {"config": self.config, "policies": policies, "emulation": self.emulation}
+        notes = routing_notes(self.config["model"])
+        return {"config": self.config, "policies": policies, "emulation": self.emulation, "notes": notes}
 
     def render(self) -> str:
         tables = [_table(self)]
@@ -68,7 +69,8 @@ class Report:
         lines.append("copied: to the device in decode")
         lines.append("workers' share: of decode's expert tiles; the device computed the others")
         lines += legend(self.results, self.profiles, c["prompts"])
-        notes = [f"note: {note}" for result in self.results for note in result.notes]
+        notes = [f"note: {note}" for note in routing_notes(c["model"])]
+        notes += [f"note: {note}" for result in self.results for note in result.notes]
         notes += [f"note: {result.request.name} left out: {result.left_out}" for result in self.left_out]
         return [*(Text(line, style="dim") for line in lines), *map(Text, dict.fromkeys(notes))]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,16 @@ def test_headings_do_not_break_within_words(columns: str, monkeypatch: pytest.Mo
 )
 def test_figures_of_a_column_are_alike(values: list[float], words: list[str]) -> None:
     assert alike(values) == words
+
+
+def test_random_routing_is_named() -> None:
+    """Hits of a model with random weights are no property of the model whose shape it has."""
+    report = whole_report()
+    assert "random weights" not in report.render()
+    assert report.to_json()["notes"] == []
+    shape = replace(report, config=report.config | {"model": "shape:mixtral-8x7b/4"})
+    assert "note: random weights route at random" in shape.render()
+    assert len(shape.to_json()["notes"]) == 1
 
 
 def test_json_holds_the_profile_of_each_policy() -> None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
+
+import pytest
+
 from launch.terminal.format import percent, three_digits
+from launch.terminal.output import print_json
 from shm.segment import byte_size
 
 
@@ -20,6 +26,35 @@ def test_three_digits_keeps_narrow_columns_narrow() -> None:
         "1234",
         "12.3k",
     ]
+
+
+def test_json_has_the_digits_that_were_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    times = {
+        "s": 0.00123456,
+        "tok_s": 165.23423,
+        "moved": 1234567.8,
+        "count": 123456,
+        "exact": 0.25,
+        "none": 0.0,
+    }
+    figures = {"times": times, "rates": (1 / 3, -2 / 3), "open": math.inf}
+    print_json(figures)
+    rounded = {"s": 0.001235, "tok_s": 165.2, "moved": 1234568.0, "count": 123456, "exact": 0.25, "none": 0.0}
+    assert json.loads(capsys.readouterr().out) == {
+        "times": rounded,
+        "rates": [0.3333, -0.6667],
+        "open": None,
+    }
+    print_json(figures, digits=7)
+    assert json.loads(capsys.readouterr().out)["rates"] == [0.3333333, -0.6666667]
+
+
+def test_json_has_figures_of_each_layer_only_in_detail(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = {"layers": 8, "decode": {"layers": {"hits": [1, 2]}, "hit_rate_by_layer": [0.5], "steps": 2}}
+    print_json(figures, detail=False)
+    assert json.loads(capsys.readouterr().out) == {"layers": 8, "decode": {"steps": 2}}
+    print_json(figures, detail=True)
+    assert json.loads(capsys.readouterr().out) == figures
 
 
 def test_byte_size_picks_the_unit() -> None:

@@ -75,7 +75,8 @@ def traces(draw: st.DrawFn) -> tuple[Header, list[TracedStep]]:
             )
         sequences = tuple(rng.integers(0, 1 << 32, rows).tolist())
         phase = draw(st.sampled_from(["prefill", "decode"]))
-        steps.append(TracedStep(number, phase, sequences, tuple(layers)))
+        rest = draw(st.sampled_from([0.0, 1e-6, 0.0123, 20.0]))
+        steps.append(TracedStep(number, phase, sequences, tuple(layers), rest))
     return header, steps
 
 
@@ -90,6 +91,7 @@ def test_written_steps_are_read_back(
     assert trace.header == Header(readable, *list(vars(header).values())[1:])
     for wrote, read in zip(steps, trace.steps(), strict=True):
         assert (wrote.number, wrote.phase, wrote.sequences) == (read.number, read.phase, read.sequences)
+        assert read.rest == min(wrote.rest, 0xFFFFFF / 1e6)  # microseconds in three bytes
         for a, b in zip(wrote.layers, read.layers, strict=True):
             assert equal(a.router_routing, b.router_routing)
             assert equal(a.computed, b.computed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import resource
 import stat
+import time
 from pathlib import Path
 
 import numpy as np
@@ -87,6 +88,29 @@ def test_observed_layers_are_recorded(tmp_path: Path, first: bool) -> None:
         check_step(step, seen)
     assert steps[0].layers[0].computed is steps[0].layers[0].router_routing
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_time_that_a_replay_leaves_out_is_recorded(tmp_path: Path) -> None:
+    """The engine's own, and between two steps of a sequence, but not the wait for another request."""
+    spent = 100.0
+
+    def clock(phase: Phase) -> float:
+        return spent if phase == "decode" else 0.0
+
+    path = tmp_path / "f"
+    recorder = Recorder(path, HEADER, first_gate=lambda: False, spent=clock)
+    for seed, seconds, pause in ((1, 2.0, 0.0), (1, 0.5, 0.2), (2, 0.5, 0.2)):
+        time.sleep(pause)
+        show_step(recorder, seed, ends=False)
+        spent += seconds
+        recorder.end()
+    show_step(recorder, 2, phase="prefill")
+    recorder.close()
+    first, again, other, prefill = (step.rest for step in Trace(path).steps())
+    assert first == pytest.approx(2.0, abs=0.1)
+    assert 0.6 < again < 5.0
+    assert other == pytest.approx(0.5, abs=0.1)
+    assert prefill < 0.1
 
 
 def test_recorder_copies_its_arrays(tmp_path: Path) -> None:

@@ -46,6 +46,11 @@ def in_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str,
     return report
 
 
+def digits(value: Any) -> Any:
+    """As printed: figures have four significant digits."""
+    return pytest.approx(value, rel=6e-4)
+
+
 def calibration() -> Calibration:
     """A calibration in the trace's shape."""
     counts = np.random.default_rng(5).integers(1, 99, (4, 8))
@@ -62,8 +67,18 @@ def calibration() -> Calibration:
     )
 
 
+def costs_of_this_machine() -> Record:
+    costs = Costs((1,), (3.0,), (1.0,), 5.0, 0.5, (2.0,))
+    setting = Setting(
+        *processor(), "cpu", FINGERPRINT, "int4", "bf16", (1,), "k", "process", "host slowed by 2"
+    )
+    return Record(setting, "m", tiles=4, tile_bytes=1000, measured=1.0, load=0.0, costs=costs)
+
+
 def test_figures_are_those_of_the_replay(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = in_json(capsys, trace, *TABLE, "--policy", "on-demand,fiddler", "--expert-cache", "0.5")
+    arguments = (trace, *TABLE, "--policy", "on-demand,fiddler", "--expert-cache", "0.5")
+    assert "by_layer" not in json.dumps(in_json(capsys, *arguments))
+    report = in_json(capsys, *arguments, "--detail")
     counts = sum(
         layer.router_routing.workload(8)[None] * (np.arange(4) == index)[:, None]
         for step in STEPS
@@ -77,14 +92,14 @@ def test_figures_are_those_of_the_replay(trace: Path, capsys: pytest.CaptureFixt
         first = first or outcome
         for phase in ("prefill", "decode"):
             mine, its = getattr(outcome, phase), entry[phase]
-            assert its["tok_s"] == pytest.approx(mine.rows / mine.seconds)
-            assert its["ratio"] == pytest.approx(mine.tok_s / getattr(first, phase).tok_s)
+            assert its["tok_s"] == digits(mine.rows / mine.seconds)
+            assert its["ratio"] == digits(mine.tok_s / getattr(first, phase).tok_s)
             assert its["tokens"] == mine.rows
-            assert its["hit_rate"] == pytest.approx(mine.hits.sum() / mine.active.sum())
-            assert its["hit_rate_by_layer"] == pytest.approx(mine.hits / mine.active)
-            assert its["bytes_per_token"]["demanded"] == pytest.approx(mine.demanded * 1000 / mine.rows)
-            assert its["busy"]["host"] == pytest.approx(mine.host_busy / mine.seconds)
-            assert its["waits"]["link"] == pytest.approx(mine.wait_link / mine.seconds)
+            assert its["hit_rate"] == digits(mine.hits.sum() / mine.active.sum())
+            assert its["hit_rate_by_layer"] == digits(mine.hits / mine.active)
+            assert its["bytes_per_token"]["demanded"] == digits(mine.demanded * 1000 / mine.rows)
+            assert its["busy"]["host"] == digits(mine.host_busy / mine.seconds)
+            assert its["waits"]["link"] == digits(mine.wait_link / mine.seconds)
         assert entry["exact"]
         assert "assumption" not in entry
     assert report["config"]["cache_tiles"] == 64
@@ -103,6 +118,57 @@ def test_table_has_a_row_for_each_policy(trace: Path, capsys: pytest.CaptureFixt
     assert "note: daop left out: policy daop needs a calibration" in flat
     assert "x: ratio to all-host" in out
     assert "recorded: 12 tokens of prefill, 30 of decode" in flat
+    assert "layers: tok/s of the layers alone" in flat
+    assert "leaves out embedding, head, sampling, planning, messages, scheduling" in flat
+    assert "no estimate of a whole token: these costs are another machine's" in flat
+    assert "random weights" not in flat
+    assert not re.search(r"-$", out, re.M), "no heading is broken inside a word"
+
+
+def test_whole_token_is_estimated_from_the_measured_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By this machine's costs a layer takes 2 + 0.5 + 2 x 4 x 3 seconds; four of them, and the rest of 6 s. A
+    step that took longer, and one without a measurement, change nothing."""
+    rests = [6.0, 6.0, 9.0, 0.0]
+    steps = [replace(step, rest=rest) for step, rest in zip(drawn_steps(HEADER, 0, 4), rests, strict=True)]
+    measured = write_trace(tmp_path / "measured", HEADER, steps)
+    unmeasured = write_trace(tmp_path / "unmeasured", HEADER, drawn_steps(HEADER, 0, 4))
+    record = costs_of_this_machine()
+    keep(cache_root(), record)
+    try:
+        (entry,) = in_json(capsys, measured, "--policy", "all-host")["policies"]
+        assert entry["decode"]["tok_s"] == digits(1 / (4 * 26.5))
+        assert entry["decode"]["rest_s_per_step"] == 6.0
+        assert entry["decode"]["whole_tok_s"] == digits(1 / (4 * 26.5 + 6))
+        assert entry["prefill"]["whole_tok_s"] is None
+        _, out, _ = replayed(capsys, measured, "--policy", "all-host")
+        assert "6000.0 ms a step, as measured while recording" in " ".join(out.split())
+        assert "0.00893" in out  # 1 / 112
+        _, out, _ = replayed(capsys, unmeasured, "--policy", "all-host")
+        assert "no estimate of a whole token: the trace has no measurement" in " ".join(out.split())
+        (entry,) = in_json(capsys, measured, *TABLE, "--policy", "all-host")["policies"]
+        assert entry["decode"]["whole_tok_s"] is None, "the rest is this machine's"
+    finally:
+        (cache_root() / "costs" / record.setting.name).unlink()
+
+
+def test_random_routing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    header = replace(HEADER, model="shape:mixtral-8x7b/4")
+    path = write_trace(tmp_path / "shape", header, drawn_steps(header, 0, 2))
+    _, out, _ = replayed(capsys, path, *TABLE)
+    assert "random weights route at random" in " ".join(out.split())
+    report = in_json(capsys, path, *TABLE)
+    assert all("route at random" in " ".join(entry["notes"]) for entry in report["policies"])
+
+
+def test_costs_without_attention_say_so(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = Costs.load(Path("daop-table-1")).to_json() | {"other": []}
+    (tmp_path / "costs.json").write_text(json.dumps(plain))
+    report = in_json(capsys, trace, "--costs", tmp_path / "costs.json", "--policy", "all-host")
+    assert report["config"]["time_leaves_out"][0] == "attention"
 
 
 def test_approximate_policies_note_their_assumption(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,18 +221,14 @@ def test_measured_costs_are_used(trace: Path, capsys: pytest.CaptureFixture[str]
     assert code == 2
     assert "--costs" in err
     assert "daop-table-1" in err
-    costs = Costs((1,), (3.0,), (1.0,), 5.0, 0.5, (2.0,))
-    setting = Setting(
-        *processor(), "cpu", FINGERPRINT, "int4", "bf16", (1,), "k", "process", "host slowed by 2"
-    )
-    record = Record(setting, "m", tiles=4, tile_bytes=1000, measured=1.0, load=0.0, costs=costs)
+    record = costs_of_this_machine()
     keep(cache_root(), record)
     try:
         report = in_json(capsys, trace, "--policy", "all-host")
         assert report["config"]["costs"]["link"] == 5.0
         assert report["config"]["costs"]["of"] == "measured on this machine, cpu (host slowed by 2)"
     finally:
-        (cache_root() / "costs" / setting.name).unlink()
+        (cache_root() / "costs" / record.setting.name).unlink()
 
 
 def test_truncated_trace_is_noted(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
