@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.bench.profile_table import policy_name, routing_notes
-from launch.terminal.format import MISSING, model_name, percent, three_digits
+from launch.terminal.format import MISSING, count, model_name, percent, three_digits
 from launch.terminal.tables import make_table, render
 from pipeline.arrays import Phase
 from pipeline.policies.costs import Costs
@@ -171,10 +171,9 @@ class Report:
         model = model_name(header.model, article="")
         every = shape.layers * shape.experts * shape.tiles
         size = byte_size(self.capacity * header.tile_bytes)
-        plural = "s" * (shape.tiles > 1)
         lines = [
-            f"{model}, {shape.layers} x {shape.experts} experts of {shape.tiles} tile{plural}; recorded:"
-            f" {seen.rows['prefill']} tokens of prefill, {seen.rows['decode']} of decode",
+            f"{model}, {shape.layers} x {shape.experts} experts of {count(shape.tiles, 'tile')}; recorded:"
+            f" {count(seen.rows['prefill'], 'token')} of prefill, {seen.rows['decode']} of decode",
             f"expert cache: {self.capacity} of {every} tiles, {size}",
             f"costs: {self.costs_of}",
         ]

@@ -7,13 +7,13 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from launch.terminal.format import MISSING
+from launch.terminal.format import MISSING, count
 from shm.segment import byte_size
 
 
 def chaos_parts(chaos: dict[str, Any]) -> list[RenderableType]:
     kinds = "; ".join(
-        f"{sum(roles.values())} {kind} ({', '.join(f'{n} {role}' for role, n in roles.items())})"
+        f"{kind} {sum(roles.values())} ({', '.join(f'{role} {n}' for role, n in roles.items())})"
         for kind, roles in chaos["faults"].items()
     )
     head = f"faults, seed {chaos['seed']}: {kinds or 'none'}; {chaos['during_decode']} during requests"
@@ -28,9 +28,9 @@ def chaos_parts(chaos: dict[str, Any]) -> list[RenderableType]:
             f"of every answer: {_times(every)}"
         )
     for role, found in (chaos["recovery"] or {}).items():
-        if count := chaos["respawns"][role]:
+        if deaths := chaos["respawns"][role]:
             lines.append(
-                f"{role} restarted {count} time{'' if count == 1 else 's'}: ready after "
+                f"{role} restarted {count(deaths, 'time')}: ready after "
                 f"{_seconds(found['ready_s'])}, up after {_seconds(found['whole_s'])} (medians)"
             )
     if chaos["engine_after"]:

@@ -26,6 +26,7 @@ from launch.stress.report import StressRun, report
 from launch.stress.requests import End, Outcome
 from launch.stress.script import Entry, read_script
 from launch.stress.table import show_report
+from launch.terminal.format import count
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json
 from launch.terminal.progress import ProgressCounter
@@ -36,10 +37,10 @@ from protocol.messages import Welcome
 CLIENTS = 8
 IDLE_SECONDS = 10.0  # for the engine to notice that clients have disconnected
 IDLE = {
-    "running": "requests still running",
-    "waiting": "requests still queued",
-    "kv_tokens_used": "tokens of KV still in use",
-    "kv_tokens_kept": "tokens of KV still kept for conversations",
+    "running": ("request", "still running"),
+    "waiting": ("request", "still queued"),
+    "kv_tokens_used": ("token", "of KV still in use"),
+    "kv_tokens_kept": ("token", "of KV still kept for conversations"),
 }
 
 
@@ -116,7 +117,8 @@ async def _look_for_leaks(client: Client, run: StressRun) -> None:
     deadline = asyncio.get_running_loop().time() + IDLE_SECONDS
     while True:
         stats = await client.stats()
-        leaks = [f"{count} {what}" for key, what in IDLE.items() if (count := stats["scheduler"].get(key))]
+        held = ((stats["scheduler"].get(key), *words) for key, words in IDLE.items())
+        leaks = [f"{count(number, noun)} {what}" for number, noun, what in held if number]
         others = stats["clients"]["connected"] > 1
         if not (leaks or others) or asyncio.get_running_loop().time() > deadline:
             break

@@ -14,6 +14,7 @@ from launch.stress.chaos import ChaosRun
 from launch.stress.load import Load
 from launch.stress.reference import Finding
 from launch.stress.requests import End, Outcome
+from launch.terminal.format import count
 from protocol.messages import Welcome
 
 OF_ENGINE = ("engine", "model", "device", "policy", "emulation", "format", "backbone_dtype")
@@ -95,9 +96,9 @@ def _details(run: StressRun) -> dict[str, list[str]]:
         if not outcome.in_order
     ]
     strays = [
-        f"client {number}: {count} messages for requests that had ended"
-        for number, count in run.load.strays.items()
-        if count
+        f"client {number}: {count(messages, 'message')} for requests that had ended"
+        for number, messages in run.load.strays.items()
+        if messages
     ]
     return {
         "mismatches": judged(Verdict.MISMATCH),

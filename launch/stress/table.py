@@ -11,7 +11,7 @@ from rich.text import Text
 
 from launch.stress.chaos_table import chaos_parts
 from launch.stress.report import FAULTS
-from launch.terminal.format import MISSING
+from launch.terminal.format import MISSING, count
 from launch.terminal.output import show
 from launch.terminal.tables import make_grid, make_table, render
 
@@ -50,8 +50,8 @@ def _parts(found: dict[str, Any]) -> list[RenderableType]:
     rate = "" if found["tok_s"] is None else f", {found['tok_s']:.0f} tok/s"
     parts: list[RenderableType] = [
         Text(
-            f"{found['requests']} requests by {found['clients']} clients in {found['seconds']:.1f} s, "
-            f"{found['tokens']} tokens{rate}",
+            f"{count(found['requests'], 'request')} by {count(found['clients'], 'client')}"
+            f" in {found['seconds']:.1f} s, {count(found['tokens'], 'token')}{rate}",
             style="bold",
         ),
         Text(engine),
@@ -62,7 +62,8 @@ def _parts(found: dict[str, Any]) -> list[RenderableType]:
     if found["kv_reused_tokens"] or found["preemptions"]:
         parts.append(
             Text(
-                f"KV reused for {found['kv_reused_tokens']} prompt tokens; {found['preemptions']} preemptions"
+                f"KV reused for {count(found['kv_reused_tokens'], 'prompt token')};"
+                f" {count(found['preemptions'], 'preemption')}"
             )
         )
     if found["chaos"] is not None:
@@ -77,7 +78,7 @@ def _parts(found: dict[str, Any]) -> list[RenderableType]:
 def _verdict(found: dict[str, Any]) -> Text:
     if found["passed"]:
         ties = f" ({_count(found, 'near_ties')})" if found["near_ties"] else ""
-        text = f"passed: {found['compared']} answers equal the same requests run alone{ties}"
+        text = f"passed: {count(found['compared'], 'answer')} compared with the same request run alone{ties}"
         return Text(text, style="bold green")
     faults = [_count(found, fault) for fault in FAULTS if found[fault]]
     if not found["finished"]:
@@ -123,7 +124,7 @@ def _details(found: dict[str, Any], kind: str) -> list[RenderableType]:
     lines = found["details"][kind]
     if not lines:
         return []
-    title = NAMES[kind][1]
+    title = _count(found, kind)
     if kind == "near_ties":
         title += f" (first differences, less than {found['near_tie_bound']:g} nats below the best token)"
     shown = lines[:MOST_DETAILS]
