@@ -38,7 +38,7 @@ from abc import abstractmethod
 
 import numpy as np
 
-from shm.formats import UNIFORM, Bytes, Float32, TileFormat, random_parts, round_to_bf16, widen_bf16
+from shm.formats import UNIFORM, Bytes, Float32, TileFormat, copy_pieces, round_to_bf16, widen_bf16
 from shm.quantize import HEAD_BYTES, LANES, encode_int4, encode_int8
 
 __all__ = ["HEAD_BYTES", "LANES", "BlockFormat", "Int4", "Int8"]
@@ -51,7 +51,7 @@ class BlockFormat(TileFormat):
         self.name = name
         self.group = group
         self.bits = bits
-        self.record_bytes = HEAD_BYTES + LANES * group * bits // 8
+        self.record_bytes = self.random_step = HEAD_BYTES + LANES * group * bits // 8
 
     @property
     def granularity(self) -> int:
@@ -70,8 +70,12 @@ class BlockFormat(TileFormat):
         """The numbers of a matrix, float32 [n, k]. data: uint8 [matrix_bytes(n, k)]."""
 
     @abstractmethod
-    def _fill_matrix(self, rng: np.random.Generator, n: int, k: int, scale: float, out: Bytes) -> None:
-        """Random weights [n, k], as in `fill_random`."""
+    def _draw_records(self, rng: np.random.Generator, records: Bytes, scale: float) -> None:
+        """Make random bytes [records, record_bytes] records of random weights."""
+
+    @abstractmethod
+    def _clear_padding(self, records: Bytes, n: int, k: int) -> None:
+        """As `clear_padding`, of records [blocks, groups, record_bytes]."""
 
     def tile_bytes(self, hidden: int, tile: int) -> int:
         if tile % self.group:
@@ -89,10 +93,22 @@ class BlockFormat(TileFormat):
         wide = [self.decode_matrix(part, tile, hidden) for part in (gate, up)]
         return np.stack((*wide, self.decode_matrix(down, hidden, tile).T))
 
+    def draw_pool(self, rng: np.random.Generator, nbytes: int, scale: float) -> Bytes:
+        records = rng.integers(256, size=(nbytes // self.record_bytes, self.record_bytes), dtype=np.uint8)
+        self._draw_records(rng, records, scale)
+        return records.reshape(-1)
+
     def fill_random(self, rng: np.random.Generator, hidden: int, tile: int, scale: float, out: Bytes) -> None:
         gate, up, down = self._matrices(out, hidden, tile)
         for part, n, k in ((gate, tile, hidden), (up, tile, hidden), (down, hidden, tile)):
-            self._fill_matrix(rng, n, k, scale, part)
+            copy_pieces(rng, self, scale, part)
+            self.clear_padding(part, n, k)
+
+    def clear_padding(self, data: Bytes, n: int, k: int) -> None:
+        """Write what pads a matrix [n, k], as `encode_matrix` does. data: uint8 [matrix_bytes(n, k)]."""
+        records = self._records(data, n, k)
+        if n % LANES or k % self.group:
+            self._clear_padding(records, n, k)
 
     def _matrices(self, data: Bytes, hidden: int, tile: int) -> tuple[Bytes, Bytes, Bytes]:
         """The parts of a tile: gate, up, down."""
@@ -125,21 +141,20 @@ class Int8(BlockFormat):
         values = q * scales.transpose(0, 2, 1)[..., None, None]
         return np.ascontiguousarray(values.reshape(len(records) * LANES, -1)[:n, :k])
 
-    def _fill_matrix(self, rng: np.random.Generator, n: int, k: int, scale: float, out: Bytes) -> None:
-        records = self._records(out, n, k)
-        for part in random_parts(rng, out):
-            np.maximum(part, 1, out=part)
+    def _draw_records(self, rng: np.random.Generator, records: Bytes, scale: float) -> None:
+        np.maximum(records, 1, out=records)
         deviation = np.sqrt((255**2 - 1) / 12)  # of u
-        scales = random_scales(rng, records.shape[:2], scale / deviation)
-        codes = records[..., HEAD_BYTES:].reshape(*records.shape[:2], -1, LANES, 4)
+        records[:, :HEAD_BYTES] = random_scales(rng, len(records), scale / deviation).view(np.uint8)
+
+    def _clear_padding(self, records: Bytes, n: int, k: int) -> None:
+        codes = records[..., HEAD_BYTES:].reshape(*records.shape[:2], -1, LANES, 4)  # j, i, b
         if n % LANES:
-            scales[-1, :, n % LANES :] = 0
+            records[-1, :, 4 * (n % LANES) : HEAD_BYTES] = 0
             codes[-1, :, :, n % LANES :] = 128
         if k % self.group:
             tail = codes[:, -1].transpose(0, 2, 1, 3)  # [blocks, 16, j, b], a view
             beyond = np.arange(self.group).reshape(-1, 4) >= k % self.group  # [j, b]
             tail[:, :, beyond] = 128
-        records[..., :HEAD_BYTES].view("<f4")[:] = scales
 
 
 class Int4(BlockFormat):
@@ -162,30 +177,28 @@ class Int4(BlockFormat):
         q *= scales.transpose(0, 2, 1)[..., None, None, None]
         return np.ascontiguousarray(q.reshape(len(records) * LANES, -1)[:n, :k])
 
-    def _fill_matrix(self, rng: np.random.Generator, n: int, k: int, scale: float, out: Bytes) -> None:
-        records = self._records(out, n, k)
-        for _ in random_parts(rng, out):
-            pass
+    def _draw_records(self, rng: np.random.Generator, records: Bytes, scale: float) -> None:
         deviation = np.sqrt((16**2 - 1) / 12)  # of q
-        scales = random_scales(rng, records.shape[:2], scale / deviation)
-        zeros = np.full_like(scales, 7.5)
-        codes = records[..., HEAD_BYTES:].reshape(*records.shape[:2], -1, LANES, 4)
+        scales = random_scales(rng, len(records), scale / deviation)
+        head = round_to_bf16(np.concatenate((scales, np.full_like(scales, 7.5)), axis=1))
+        records[:, :HEAD_BYTES] = head.view(np.uint8)
+
+    def _clear_padding(self, records: Bytes, n: int, k: int) -> None:
+        codes = records[..., HEAD_BYTES:].reshape(*records.shape[:2], -1, LANES, 4)  # j, i, b
         if n % LANES:
-            scales[-1, :, n % LANES :] = 0
-            zeros[-1, :, n % LANES :] = 0
+            lanes = records[-1, :, :HEAD_BYTES].reshape(-1, 2, LANES, 2)  # scales and zeros, i, bytes
+            lanes[:, :, n % LANES :] = 0
             codes[-1, :, :, n % LANES :] = 0
         if k % self.group:
             tail = codes[:, -1].transpose(0, 2, 1, 3)  # [blocks, 16, j, b], a view
             inputs = np.arange(self.group).reshape(-1, 2, 4)  # [j, half, b]
             used = np.where(inputs < k % self.group, [[[15], [240]]], 0).sum(axis=1)  # [j, b]
             tail &= used.astype(np.uint8)
-        head = np.concatenate((scales, zeros), axis=-1)
-        records[..., :HEAD_BYTES].view("<u2")[:] = round_to_bf16(head)
 
 
-def random_scales(rng: np.random.Generator, groups: tuple[int, ...], deviation: float) -> Float32:
-    """Scales [*groups, 16] of the root mean square `deviation`, from 0.56 to 1.44 times that."""
-    spread = rng.random((*groups, LANES), dtype=np.float32) - np.float32(0.5)
+def random_scales(rng: np.random.Generator, records: int, deviation: float) -> Float32:
+    """Scales [records, 16] of the root mean square `deviation`, from 0.56 to 1.44 times that."""
+    spread = rng.random((records, LANES), dtype=np.float32) - np.float32(0.5)
     spread *= np.float32(UNIFORM / 2)
     spread += 1
     spread *= np.float32(deviation / np.sqrt(1 + 1 / 16))

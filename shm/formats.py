@@ -8,18 +8,23 @@
     all row-major, down transposed so that the tile's part of y is `a @ D`, a = silu(gate x) * (up x).
 
 The quantized formats are in `shm/blocks.py`.
+
+Random weights are copied from a pool of random numbers of the format, so that they cost no more than a copy:
+a tile is pieces of POOL_PIECE bytes, each from a random place in the pool.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 ENCODED_ROWS = 8  # rounded at a time, so that the steps in between stay in the processor's cache
-RANDOM_BYTES = 1 << 19  # drawn at a time, for the same reason
+POOL_BYTES = 1 << 22  # of random numbers, about: several fit into the processor's cache
+POOL_PIECE = 1 << 16  # bytes of a tile that are next to each other in the pool, too
+POOL_SEED = 1
 UNIFORM = 3.0**0.5  # a uniform number from -UNIFORM to UNIFORM has the standard deviation 1
 
 Float32 = NDArray[np.float32]
@@ -30,6 +35,7 @@ class TileFormat(ABC):
     """How one tile's numbers become bytes. Stateless."""
 
     name: str
+    random_step = 64  # bytes between the places in the pool where a piece may begin
 
     @property
     def granularity(self) -> int:
@@ -49,9 +55,14 @@ class TileFormat(ABC):
         """The tile's numbers as float32 [3, T, H]: gate, up, down transposed. For tests and tools."""
 
     @abstractmethod
+    def draw_pool(self, rng: np.random.Generator, nbytes: int, scale: float) -> Bytes:
+        """About `nbytes` bytes, a multiple of `random_step`, of random weights of mean 0 and standard
+        deviation about `scale`."""
+
     def fill_random(self, rng: np.random.Generator, hidden: int, tile: int, scale: float, out: Bytes) -> None:
-        """Write a tile of random weights of mean 0 and standard deviation about `scale`, at the speed of the
-        generator; what pads the tile is as `encode` writes it. out uint8 [tile_bytes]."""
+        """Write a tile of random weights of mean 0 and standard deviation about `scale`, at the speed of a
+        copy; what pads the tile is as `encode` writes it. out uint8 [tile_bytes]."""
+        copy_pieces(rng, self, scale, out)
 
 
 class F32(TileFormat):
@@ -68,14 +79,10 @@ class F32(TileFormat):
     def decode(self, data: Bytes, hidden: int, tile: int) -> Float32:
         return data.view("<f4").reshape(3, tile, hidden)
 
-    def fill_random(self, rng: np.random.Generator, hidden: int, tile: int, scale: float, out: Bytes) -> None:
-        step = np.float32(2 * UNIFORM * scale / 2**23)
-        for part in random_parts(rng, out):
-            bits = part.view("<u4")
-            bits &= np.uint32(2**23 - 1)
-            values = bits.astype(np.float32)
-            values -= np.float32(2**22 - 0.5)
-            np.multiply(values, step, out=part.view("<f4"))
+    def draw_pool(self, rng: np.random.Generator, nbytes: int, scale: float) -> Bytes:
+        values = rng.random(nbytes // 4, dtype=np.float32) - np.float32(0.5)
+        values *= np.float32(2 * UNIFORM * scale)
+        return values.view(np.uint8)
 
 
 class BF16(TileFormat):
@@ -95,23 +102,27 @@ class BF16(TileFormat):
     def decode(self, data: Bytes, hidden: int, tile: int) -> Float32:
         return widen_bf16(data.view("<u2").reshape(3, tile, hidden))
 
-    def fill_random(self, rng: np.random.Generator, hidden: int, tile: int, scale: float, out: Bytes) -> None:
-        # Every pattern of 16 bits stands for one of the evenly spaced numbers.
-        values = (np.arange(1 << 16, dtype=np.float32) - np.float32(2**15 - 0.5)) * np.float32(
-            2 * UNIFORM * scale / 2**16
-        )
-        table = round_to_bf16(values)
-        for part in random_parts(rng, out):
-            halves = part.view("<u2")
-            halves[:] = table[halves]
+    def draw_pool(self, rng: np.random.Generator, nbytes: int, scale: float) -> Bytes:
+        values = F32().draw_pool(rng, 2 * nbytes, scale).view("<f4")
+        return round_to_bf16(values).view(np.uint8)
 
 
-def random_parts(rng: np.random.Generator, out: Bytes) -> Iterator[Bytes]:
-    """Fill `out` (any number of bytes) with random bytes; yields its parts in order."""
-    for lo in range(0, len(out), RANDOM_BYTES):
-        part = out[lo : lo + RANDOM_BYTES]
-        part[:] = rng.bit_generator.random_raw(-(-len(part) // 8)).view(np.uint8)[: len(part)]
-        yield part
+@lru_cache(maxsize=8)  # a model has few scales
+def random_pool(tile_format: TileFormat, scale: float) -> Bytes:
+    """The pool of a format and a standard deviation; the same in every process."""
+    pool = tile_format.draw_pool(np.random.Generator(np.random.SFC64(POOL_SEED)), POOL_BYTES, scale)
+    pool.flags.writeable = False
+    return pool
+
+
+def copy_pieces(rng: np.random.Generator, tile_format: TileFormat, scale: float, out: Bytes) -> None:
+    """Fill `out` with pieces of the pool. Releases the GIL."""
+    pool, step = random_pool(tile_format, scale), tile_format.random_step
+    piece = POOL_PIECE // step * step
+    starts = rng.integers((len(pool) - piece) // step + 1, size=-(-len(out) // piece)) * step
+    for lo, start in zip(range(0, len(out), piece), starts.tolist(), strict=True):
+        part = out[lo : lo + piece]
+        part[:] = pool[start : start + len(part)]
 
 
 def round_to_bf16(values: Float32) -> NDArray[np.uint16]:

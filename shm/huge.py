@@ -26,7 +26,11 @@ import numpy as np
 from shm.formats import Bytes
 
 HUGE = 1 << 21
-MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # <asm-generic/mman-common.h>; the mmap module may not know them
+MADV_HUGEPAGE, MADV_POPULATE_WRITE, MADV_COLLAPSE = (
+    14,
+    23,
+    25,
+)  # <asm-generic/mman-common.h>; the mmap module may not know them
 MAP_FIXED = 0x10
 PROTECTION = mmap.PROT_READ | mmap.PROT_WRITE
 COPY_BYTES = 1 << 22  # copied at a time: between two of them, it can be stopped
@@ -94,6 +98,12 @@ def collapse(memory: Bytes) -> int:
         elif ctypes.get_errno() != errno.EAGAIN:  # EAGAIN concerns this page alone
             break  # an older kernel, or no huge page is free: the next call would fail, too
     return joined
+
+
+def populate(memory: Bytes) -> None:
+    """Allocate the pages of a writable mapping, where the kernel can and has the memory (Linux 5.14)."""
+    start = memory.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
+    _libc.madvise(start, memory.ctypes.data + memory.nbytes - start, MADV_POPULATE_WRITE)
 
 
 def _place(size: int, flags: int, descriptor: int, writable: bool) -> ctypes.Array[ctypes.c_uint8]:

@@ -14,6 +14,7 @@ import errno
 import hashlib
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import posix_ipc
@@ -23,11 +24,11 @@ from protocol.errors import NotPrivate
 from protocol.private_files import check_private
 from shm.cgroup import free_memory
 from shm.errors import NotEnoughMemory, SegmentEmpty, SegmentMissing, ShmError
-from shm.huge import HUGE, collapse, map_shared
+from shm.huge import HUGE, collapse, map_shared, populate
 from shm.layout import Bytes
 
 SHM_FOLDER = "/dev/shm"
-ALLOCATION_STEP = 1 << 28  # bytes allocated between two calls of `progress`
+ALLOCATION_STEP = 1 << 26  # bytes allocated by one thread, between two calls of `progress`
 
 
 def engine_prefix(runtime: Path) -> str:
@@ -76,15 +77,7 @@ class Segment:
             if place is not None:
                 place(memory.fd)
             segment = cls(name, memory.fd, size, writable=True)
-            for start in range(0, size, ALLOCATION_STEP):
-                step = min(ALLOCATION_STEP, size - start)
-                # One page of each huge one: the kernel then makes the rest of it, and nothing is copied.
-                for page in range(start, start + step - HUGE + 1, HUGE):
-                    os.posix_fallocate(memory.fd, page, 1)
-                collapse(segment.array[start : start + step])
-                os.posix_fallocate(memory.fd, start, step)
-                if progress is not None:
-                    progress(start + step)
+            _allocate(memory.fd, segment.array, progress)
             return segment
         except OSError as e:
             _give_up(memory)
@@ -139,6 +132,32 @@ class Segment:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _allocate(descriptor: int, memory: Bytes, progress: Callable[[int], None] | None) -> None:
+    """Allocate every page, on all cores: a virtual machine's host may have to find each of them. Raises OSError,
+    and the exceptions of `progress`, which is called in this thread."""
+
+    def allocate(start: int) -> int:
+        part = memory[start : start + ALLOCATION_STEP]
+        # One page of each huge one: the kernel then makes the rest of it, and nothing is copied.
+        for page in range(start, start + len(part) - HUGE + 1, HUGE):
+            os.posix_fallocate(descriptor, page, 1)
+        if collapse(part) < len(part) // HUGE * HUGE:
+            populate(part)  # several threads can; of posix_fallocate, one at a time
+        os.posix_fallocate(descriptor, start, len(part))
+        return len(part)
+
+    starts, done = range(0, len(memory), ALLOCATION_STEP), 0
+    with ThreadPoolExecutor(min(len(starts), len(os.sched_getaffinity(0)))) as pool:
+        try:
+            for allocated in pool.map(allocate, starts):
+                done += allocated
+                if progress is not None:
+                    progress(done)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def _give_up(memory: posix_ipc.SharedMemory) -> None:

@@ -15,7 +15,7 @@ from pipeline.device.base import Device
 from pipeline.errors import ModelError
 from shm.blocks import BlockFormat
 from shm.errors import WeightsUnusable
-from shm.layout import FORMATS, Float32
+from shm.layout import FORMATS, Bytes, Float32
 from workers.kernels.matrix import HostMatrix, quantized
 from workers.kernels.reference import DTYPES
 
@@ -87,12 +87,22 @@ class Precision:
         return self._format is not None
 
     def quantized_matrix(
-        self, name: str, shape: tuple[int, int], numbers: Callable[[], Float32], spin: bool
+        self,
+        name: str,
+        shape: tuple[int, int],
+        numbers: Callable[[], Float32],
+        ready: Callable[[BlockFormat], Bytes | None],
+        spin: bool,
     ) -> HostMatrix:
-        """A quantized matrix [outputs, inputs], from the cache under `name`, else from its float32 `numbers`.
-        `spin`: as in HostMatrix. Raises ModelError where the numbers cannot be quantized."""
+        """A quantized matrix [outputs, inputs]: from `ready` if that is not None, else from the cache under
+        `name`, else from its float32 `numbers`. `spin`: as in HostMatrix. Raises ModelError where the numbers
+        cannot be quantized."""
         assert self._format is not None
-        data = None if self.cache is None else self.cache.take(name, self._format.matrix_bytes(*shape))
+        data = ready(self._format)
+        if data is not None:
+            return HostMatrix(self._format, data, shape, self.device.team, spin)
+        if self.cache is not None:
+            data = self.cache.take(name, self._format.matrix_bytes(*shape))
         cached = data is not None
         if data is None:
             try:

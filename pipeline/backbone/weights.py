@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -79,7 +80,8 @@ class Weights:
         specs = [self._specs[role] for role in roles]
         shape = (sum(spec.shape[0] for spec in specs), specs[0].shape[1])
         names = ", ".join(spec.name for spec in specs)
-        matrix = self._precision.quantized_matrix(names, shape, numbers, spin)
+        ready = partial(self._tensors.quantized, names, shape)
+        matrix = self._precision.quantized_matrix(names, shape, numbers, ready, spin)
         self.bytes += matrix.bytes
         return matrix
 

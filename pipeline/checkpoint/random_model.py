@@ -1,8 +1,10 @@
 """A model of a known shape with random weights: it has the speed of the real model, and meaningless text.
 
-Each tile and each block of a tensor has its own generator, seeded by the shape's name and its position: a
-shape has the same bytes on every start and any number of cores, and `shape:NAME/4` is the first four layers
-of `shape:NAME`. Weights depend on format and tile size, not on `--seed`.
+Weights are pieces of a pool of random numbers (`shm/formats.py`), so that a start takes little longer than
+allocating their memory. Each tile and each block of a tensor chooses its pieces by its own generator, seeded
+by the shape's name and its position: a shape has the same bytes on every start and any number of cores, and
+`shape:NAME/4` is the first four layers of `shape:NAME`. Weights depend on format and tile size, not on
+`--seed`.
 
 The standard deviation is 1 / sqrt(H) for experts and 1 / sqrt(inputs) for other matrices; norms are 1, biases
 0. So hidden states keep a sensible magnitude, and routers choose all experts about equally often.
@@ -12,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,12 +25,15 @@ import numpy as np
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.reader import RawTensor
 from pipeline.models.shapes import shape_config
-from shm.layout import Bytes, Float32, StoreLayout
+from shm.blocks import BlockFormat
+from shm.formats import Bytes, Float32, TileFormat, copy_pieces, widen_bf16
+from shm.huge import private
+from shm.layout import FORMATS, StoreLayout
 from shm.store import StoreBuilder
 
 # Part of every fingerprint; incremented when the same shape would get other bytes.
-VERSION = 1
-BLOCK_NUMBERS = 1 << 22  # of a tensor, drawn by one generator: 16 MiB of float32
+VERSION = 2
+BLOCK_BYTES = 1 << 22  # of a tensor, drawn by one generator
 
 
 class RandomModel(ModelSource):
@@ -102,34 +106,47 @@ class RandomModel(ModelSource):
 
 
 class RandomTensors:
-    """The tensors of a shape outside its experts, drawn on each call; every name exists."""
+    """The tensors of a shape outside its experts, drawn on each call; every name exists. They are bfloat16
+    numbers, or records of the format that a matrix is to have."""
 
     def __init__(self, shape: str, pool: ThreadPoolExecutor) -> None:
         self._shape = shape
         self._pool = pool
 
     def float32(self, name: str, shape: tuple[int, ...]) -> Float32:
-        """Ones for a norm, zeros for a bias, otherwise uniform numbers with mean 0."""
+        """Ones for a norm, zeros for a bias, otherwise random numbers with mean 0."""
         if len(shape) == 1:
             return np.full(shape, 0 if name.endswith("bias") else 1, np.float32)
-        numbers = np.empty(shape, np.float32)
-        flat = numbers.reshape(-1)
-        blocks = (flat[start : start + BLOCK_NUMBERS] for start in range(0, flat.size, BLOCK_NUMBERS))
-        limit = math.sqrt(3 / shape[-1])  # uniform in -a..a has the standard deviation a / sqrt(3)
-        list(
-            self._pool.map(
-                lambda block: _draw_numbers(_generator(self._shape, name, block[0]), limit, block[1]),
-                enumerate(blocks),
-            )
-        )
-        return numbers
+        return widen_bf16(self.stacked([(name, shape)]).bits.view(np.uint16))
 
     def reopen(self) -> None:
         return None
 
     def stacked(self, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> RawTensor:
-        numbers = np.concatenate([self.float32(name, shape) for name, shape in tensors])
-        return RawTensor("F32", numbers.shape, numbers.view(np.uint32))
+        rows = sum(shape[0] for _, shape in tensors)
+        stacked = np.empty((rows, *tensors[0][1][1:]), np.uint16)
+        row = 0
+        for name, shape in tensors:
+            part = stacked[row : row + shape[0]].reshape(-1).view(np.uint8)
+            self._draw(FORMATS["bf16"], name, shape[-1], part)
+            row += shape[0]
+        return RawTensor("BF16", stacked.shape, stacked)
+
+    def quantized(self, name: str, shape: tuple[int, int], block_format: BlockFormat) -> Bytes:
+        out = private(block_format.matrix_bytes(*shape))
+        self._draw(block_format, name, shape[1], out)
+        block_format.clear_padding(out, *shape)
+        return out
+
+    def _draw(self, tile_format: TileFormat, name: str, inputs: int, out: Bytes) -> None:
+        """Random numbers of the standard deviation 1 / sqrt(inputs)."""
+        size = BLOCK_BYTES // tile_format.random_step * tile_format.random_step
+
+        def draw(block: int) -> None:
+            part = out[block * size : (block + 1) * size]
+            copy_pieces(_generator(self._shape, name, block), tile_format, inputs**-0.5, part)
+
+        list(self._pool.map(draw, range(-(-len(out) // size))))
 
 
 def _draw_tile(generator: np.random.Generator, layout: StoreLayout, tile: int, out: Bytes) -> None:
@@ -140,12 +157,6 @@ def _draw_tile(generator: np.random.Generator, layout: StoreLayout, tile: int, o
         gate, up, down = layout.format.decode(out, shape.hidden, shape.tile).copy()
         gate[used:] = up[used:] = down[used:] = 0
         layout.format.encode(gate, up, down, out)
-
-
-def _draw_numbers(generator: np.random.Generator, limit: float, out: Float32) -> None:
-    generator.random(dtype=np.float32, out=out)
-    out -= np.float32(0.5)
-    out *= np.float32(2 * limit)
 
 
 def _generator(*position: str | int) -> np.random.Generator:

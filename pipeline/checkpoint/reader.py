@@ -20,7 +20,7 @@ from pipeline.checkpoint.index import CheckpointIndex
 from pipeline.errors import ModelError
 from pipeline.models.architecture import TensorRows
 from shm.huge import private
-from shm.layout import Float32
+from shm.layout import BlockFormat, Bytes, Float32
 
 Bits = NDArray[np.uint16 | np.uint32]
 
@@ -48,6 +48,9 @@ class TensorReader:
     def reopen(self) -> TensorReader:
         """Another reader of the same checkpoint, with its own files."""
         return TensorReader(self._index)
+
+    def quantized(self, name: str, shape: tuple[int, int], block_format: BlockFormat) -> Bytes | None:
+        return None
 
     def raw(self, name: str) -> RawTensor:
         """A tensor's unchanged bits. Raises ModelError where the checkpoint lacks it, where its dtype is
