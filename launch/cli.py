@@ -69,13 +69,13 @@ def _open_standard_streams() -> None:
 def _run(options: Options) -> int:
     # Imported here, so that --help and a mistyped option are answered at once.
     import asyncio
-    import logging
 
     import uvloop
 
     from launch.terminal.interrupts import Interrupts
+    from launch.terminal.log import start_logging
 
-    logging.basicConfig(level=options.log_level, stream=sys.stderr, format="[%(name)s] %(message)s")
+    start_logging(options.log_level)
     options = _with_model(options)
 
     async def with_interrupts() -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch.device_choice import usable_device
+from launch.terminal.format import model_name
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.open import open_model
 from pipeline.config import DEFAULT_CACHE, KV_CONTEXTS, EngineConfig, FormatName
@@ -84,6 +85,17 @@ def make_plan(model: Path, now: Situation) -> tuple[Plan, list[str]]:
     if plan is None:
         raise UsageError(refusal(source, now, every))
     return plan, [*memory_lines(plan, now.machine), *reasons(plan, now, every)]
+
+
+def start_line(model: Path, plan: Plan, machine: Machine, backbone_dtype: str) -> str:
+    """What a start will run: the model, its formats, and the memory that it takes."""
+    needs = []
+    for pool in plan.pools(machine):
+        if pool.name != SHM_FOLDER:
+            size = byte_size(sum(size for part, size in pool.parts.items() if part != "left free"))
+            needs.append(f"{pool.name} {size} of {byte_size(pool.free)}")
+    formats = f"experts {plan.needs.format}, rest {backbone_dtype}"
+    return f"{model_name(str(model))}: {formats}; {', '.join(needs)}"
 
 
 def memory_lines(plan: Plan, machine: Machine) -> list[str]:

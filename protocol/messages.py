@@ -382,7 +382,7 @@ class CancelFetch:
 
 @dataclass(frozen=True)
 class Progress:
-    """Loader to supervisor: `done` of `total` bytes of a stage."""
+    """Loader or coordinator to supervisor: `done` of `total` bytes of a stage of the start."""
 
     stage: str
     done: int

@@ -135,8 +135,8 @@ class Segment:
 
 
 def _allocate(descriptor: int, memory: Bytes, progress: Callable[[int], None] | None) -> None:
-    """Allocate every page, on all cores: a virtual machine's host may have to find each of them. Raises OSError,
-    and the exceptions of `progress`, which is called in this thread."""
+    """Allocate every page, on all cores: a virtual machine's host may have to find each of them. Raises
+    OSError, and the exceptions of `progress`, which is called in this thread."""
 
     def allocate(start: int) -> int:
         part = memory[start : start + ALLOCATION_STEP]

@@ -69,9 +69,10 @@ def _watch(lifeline: int, received: Future[dict[str, Any]]) -> NoReturn:
         os._exit(EXIT_PARENT_GONE)
     config: dict[str, Any] = msgpack.unpackb(packed)
     role = config.get("role", "child")
-    logging.basicConfig(
-        level=config.get("log_level", "INFO"), stream=sys.stderr, format=f"[{role}] %(message)s", force=True
-    )
+    # While the loader runs, the supervisor draws a bar on a terminal, which a line has to clear.
+    clear = "\r\x1b[2K" if role == "loader" and sys.stderr.isatty() else ""
+    line = f"{clear}[{role}] %(message)s"
+    logging.basicConfig(level=config.get("log_level", "INFO"), stream=sys.stderr, format=line, force=True)
     received.set_result(config)
     os.read(lifeline, 1)  # returns only at end of file: the parent writes nothing after the configuration
     os._exit(EXIT_PARENT_GONE)

@@ -13,6 +13,7 @@ from launch.bench.result import PolicyResult
 from launch.errors import OutputFailed, WrongUsage
 from launch.phase_profile import PhaseProfile
 from launch.terminal.format import alike, count, percent
+from launch.terminal.log import notice
 from shm.atomic_file import SHARED, atomic_file, check_creatable
 
 log = logging.getLogger("tandem")
@@ -94,7 +95,7 @@ def draw(report: Report, path: Path) -> None:
             raise OutputFailed(f"--plot {path}: {e.strerror}") from e
         finally:
             pyplot.close(figure)
-    log.info(f"wrote {path}")
+    notice(f"wrote {path}")
 
 
 def _figures(axes: Any, results: Sequence[PolicyResult], name: str, title: str, scale: float = 1.0) -> None:

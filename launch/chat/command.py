@@ -15,6 +15,7 @@ from launch.connect.reconnect import reconnecting_client
 from launch.generate import answer_settings
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.lines import Lines
+from launch.terminal.log import notice
 from launch.terminal.output import show
 from protocol.client import Client
 from protocol.errors import RequestFailed
@@ -47,7 +48,7 @@ async def _line_by_line(client: Client, conversation: Conversation, interrupts: 
     terminal = sys.stdin.isatty()
     failed = False
     if terminal:
-        log.info(f"chat with {client.welcome.model}: Ctrl-C cancels an answer, Ctrl-D ends the chat")
+        notice(f"chat with {client.welcome.model}: Ctrl-C cancels an answer, Ctrl-D ends the chat")
     lines = Lines(sys.stdin.fileno())
     view = PlainView()
     while True:
@@ -72,7 +73,7 @@ class PlainView:
     """Answers on stdout, messages on stderr."""
 
     def queued(self, position: int) -> None:
-        log.info(f"queued, position {position}")
+        notice(f"queued, position {position}")
 
     def append(self, text: str) -> None:
         show(text)

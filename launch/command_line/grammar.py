@@ -38,7 +38,7 @@ from pipeline.models.shapes import PREFIX, SHAPES
 from protocol.messages import Calibrate, Sampling
 
 MAX_DAYS = 1e6
-LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_LEVELS = ("debug", "info", "notice", "warning", "error")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -210,7 +210,7 @@ def _add_common(parser: Parser) -> None:
     add("--keep-store", action="store_true", help="leave the experts in shared memory for the next start")
     add("--verify", action="store_true", help="compare the experts with their checksums before use")
     add("--name", metavar="NAME", help="of the engine (default: e and the process id)")
-    add("--log-level", choices=LOG_LEVELS, help="(default info)")
+    _add_log_level(parser)
     connect = "use a running engine instead of starting one; tcp://HOST:PORT for another machine"
     add("--connect", nargs="?", const="", metavar="NAME", help=connect)
     key = "for tcp: the client's key file; with serve --listen, the engine's"
@@ -282,4 +282,6 @@ def _add_json(parser: Parser) -> None:
 
 
 def _add_log_level(parser: Parser) -> None:
-    parser.add_argument("--log-level", choices=LOG_LEVELS, help="(default info)")
+    verbose = "show details on stderr: --log-level info"
+    parser.add_argument("-v", "--verbose", action="store_const", dest="log_level", const="info", help=verbose)
+    parser.add_argument("--log-level", choices=LOG_LEVELS, help="(default notice)")

@@ -64,7 +64,7 @@ class Options:
 
     @property
     def log_level(self) -> str:
-        return str(self.written.get("log_level", "info")).upper()
+        return str(self.written.get("log_level", "notice")).upper()
 
     def sampling(self, otherwise: Sampling) -> Sampling:
         """The given settings; those of `otherwise` for the rest."""

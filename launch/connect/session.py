@@ -11,6 +11,7 @@ from launch.command_line.options import Options
 from launch.processes.supervisor import Supervisor
 from launch.runtime import find_engine
 from launch.terminal.interrupts import Interrupts
+from launch.terminal.log import notice
 from protocol.client import Client
 from protocol.keys import Address
 
@@ -47,5 +48,5 @@ async def started(options: Options, interrupts: Interrupts) -> AsyncIterator[Sup
     interrupts.at_once(supervisor.kill)
     async with supervisor:
         if config.listen is not None:
-            log.info(f"clients with a key are taken at {config.listen}")
+            notice(f"clients with a key are taken at {config.listen}")
         yield supervisor

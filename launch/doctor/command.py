@@ -35,6 +35,7 @@ from launch.errors import LaunchError
 from launch.processes.cores import Cores
 from launch.runtime import cache_root
 from launch.terminal.interrupts import Interrupts
+from launch.terminal.log import notice
 from launch.terminal.output import print_json, show
 from pipeline.calibration.cost_cache import measured_here
 from pipeline.errors import PipelineError
@@ -55,16 +56,16 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
         embedded = models.embedded()
     except (OSError, ValueError, PipelineError) as e:
         raise LaunchError(f"the embedded model cannot be read: {e}; install Tandem again") from e
-    log.info("examining the machine")
+    notice("examining the machine")
     cores = Cores.here()
     findings = await _inspect(embedded, cores)
     load = os.getloadavg()[0]
     seen, link = await gpu.inspect(models.example())
     findings += seen
-    log.info("measuring the memory bandwidth: a few seconds")
+    notice("measuring the memory bandwidth: a few seconds")
     speed, speeds = await _measure(embedded, cores)
     findings += bandwidth.busy(load, len(cores.numbers)) + speeds
-    log.info("starting an engine on the embedded model")
+    notice("starting an engine on the embedded model")
     proofs = await _prove(options, interrupts)
     ceiling = None if speed is None else speed.all / embedded.token
     findings += [proof.explain(p, ceiling, embedded.store <= (_last_cache() or 0)) for p in proofs]

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from launch.errors import DownloadFailed, WrongUsage
 from launch.hub.hf_errors import translate
+from launch.terminal.log import notice
 from pipeline.errors import ModelError
 from shm.segment import byte_size
 
@@ -123,10 +124,10 @@ def _download(name: str, repository: str, revision: str) -> Path:
     _check_disk(name, about, files, folder)
     for number, file in enumerate(files, start=1):
         if not sys.stderr.isatty():  # on a terminal the library draws a bar
-            log.info(f"{name}: {file} ({number} of {len(files)}), {byte_size(sizes[file])}")
+            notice(f"{name}: {file} ({number} of {len(files)}), {byte_size(sizes[file])}")
         with translate(name, answered=True):
             hf_hub_download(repository, file, revision=commit)
-    log.info(f"{name}: downloaded into {folder}")
+    notice(f"{name}: downloaded into {folder}")
     return folder
 
 
@@ -208,7 +209,7 @@ def _check_disk(name: str, about: ModelInfo, files: list[str], folder: Path) -> 
             f"{name}: {byte_size(need)} have to be downloaded, and the disk of {cache} has {byte_size(free)}"
             " free; free some space, or set HF_HOME to a folder on a larger disk"
         )
-    log.info(
+    notice(
         f"{name}: downloading {len(files)} files, {byte_size(need)}, into {cache} ({byte_size(free)} free)"
     )
 

@@ -18,6 +18,7 @@ from launch.processes.children import Child, title
 from launch.processes.group import ProcessGroup
 from launch.processes.limits import Limits
 from launch.processes.task_guard import TaskGuard
+from launch.terminal.log import notice
 from protocol.messages import Hung, Ready, WorkerDied, WorkerUp
 from protocol.sockets import Identity
 from shm.control import ControlSegment
@@ -132,7 +133,7 @@ class ProcessMonitor:
     def _on_worker_up(self, slot: ProcessSlot, child: Child) -> None:
         child.up = True
         if slot.exited_at is not None:
-            log.info(f"the {slot.title} is up again after {time.monotonic() - slot.exited_at:.1f} s")
+            notice(f"the {slot.title} is up again after {time.monotonic() - slot.exited_at:.1f} s")
             slot.exited_at = None
 
     # --- starts and restarts -----------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from types import TracebackType
 from launch.cache.full_disk import cache_use, full_disk_line
 from launch.command_line.checks import without_effect
 from launch.errors import StartFailed
-from launch.plan import make_plan, situation
+from launch.plan import make_plan, situation, start_line
 from launch.processes.child_configs import ChildConfigs
 from launch.processes.children import Child, title
 from launch.processes.control import Control
@@ -33,6 +33,8 @@ from launch.processes.limits import Limits
 from launch.processes.monitor import ProcessMonitor, ProcessSlot
 from launch.processes.task_guard import TaskGuard
 from launch.runtime import EngineInfo, RuntimeDir, cache_root, sweep
+from launch.terminal.format import counted
+from launch.terminal.log import child_level, notice
 from launch.terminal.progress import ProgressDisplay
 from pipeline.assets import model_dir
 from pipeline.config import EngineConfig
@@ -71,7 +73,7 @@ class Supervisor:
         self._group: ProcessGroup | None = None
         self._monitor: ProcessMonitor | None = None
         self._lease: StoreLease | None = None
-        self._load_progress = ProgressDisplay("bytes", "store: ")
+        self._progress = ProgressDisplay("bytes", level=logging.INFO)
         self._guard = TaskGuard()
 
     @property
@@ -109,6 +111,7 @@ class Supervisor:
 
     async def _start(self) -> None:
         began = time.monotonic()
+        self._progress.update("reading the model")
         for name in sweep():
             log.info(f"removed what the killed engine {name} had left behind")
         sweep_stores(runtime_root())
@@ -138,10 +141,11 @@ class Supervisor:
             runtime=runtime,
             slab=now.policy.uses_device,
             reserve=plan.beside_store(now.machine),
-            log_level=self._log_level,
+            log_level=child_level(self._log_level),
             cache_dir=cache_root(),
             key=control.key,
         )
+        notice(start_line(self.model, plan, now.machine, config.backbone_dtype))
         log.info(f"model: {self.model}")
         for line in lines:
             log.info(line)
@@ -149,12 +153,17 @@ class Supervisor:
             log.warning(f"emulation: {emulation}")
         # Spawned before the store is loaded: importing torch takes longer than attaching a store.
         await group.prepare(Identity("coordinator", 0, 0), self._cores.computing)
+        self._progress.update("starting the loader")
         await self._load(group)
+        self._progress.update("starting the processes")
         await self._start_processes(group)
+        self._progress.close()
         self.endpoint = runtime.endpoint("client.sock")
         self._publish()
-        took = time.monotonic() - began
-        log.info(f"engine {self.name} is ready after {took:.1f} s: {config.policy} on {config.device}")
+        where = "the CPU" if config.device == "cpu" else "the GPU"
+        workers = counted(config.workers, "worker") if config.workers else "without workers"
+        took = f"{time.monotonic() - began:.1f} s"
+        notice(f"engine {self.name} is ready after {took}: {config.policy} on {where}, {workers}")
 
     async def _load(self, group: ProcessGroup) -> None:
         """Run the loader until the store is in shared memory, and take a lease of it."""
@@ -168,7 +177,6 @@ class Supervisor:
                 await asyncio.wait((self._loaded,), timeout=min(1.0, silence))
                 if time.monotonic() - group.last_message > silence:
                     raise StartFailed(f"the loader was silent for {silence:.0f} s and was stopped")
-            self._load_progress.close()
             fingerprint = self._loaded.result().fingerprint
             try:
                 self._lease = StoreLease.acquire(fingerprint, runtime_root())
@@ -198,7 +206,7 @@ class Supervisor:
             monitor.add_slot("worker", index, config, threads)
         if self._configs.slab and self.config.prefetcher == "process":
             self._add_prefetcher(monitor)
-        workers = f"{count} workers" if count else "which computes experts itself"
+        workers = counted(count, "worker") if count else "which computes experts itself"
         log.info(f"processes: coordinator, {workers}" + ", prefetcher" * monitor.has("prefetcher"))
         await monitor.start()
 
@@ -218,7 +226,8 @@ class Supervisor:
             case Ready():
                 self._on_ready(child, message)
             case Progress():
-                self._load_progress.update(message.stage, message.done, message.total)
+                if not self.endpoint:
+                    self._progress.update(message.stage, message.done, message.total)
             case Needed(role="prefetcher"):
                 if self._monitor is not None and not self._monitor.has("prefetcher"):
                     slot = self._add_prefetcher(self._monitor)
@@ -239,7 +248,6 @@ class Supervisor:
             self._loaded.exception()  # retrieved, also where no task waits for it any more
 
     def _on_ready(self, child: Child, ready: Ready) -> None:
-        self._load_progress.close()
         first = child.identity.incarnation == 0 or child.identity.role == "loader"
         topic = "store" if ready.role == "loader" else title(child.identity)
         for note in ready.notes if first else ():
@@ -266,7 +274,7 @@ class Supervisor:
 
     async def _stop(self) -> None:
         try:
-            self._load_progress.close()
+            self._progress.close()
             if self._monitor is not None:
                 self._monitor.stop()
             if self._group is not None:

@@ -16,6 +16,11 @@ def model_name(model: str, article: str = "the ") -> str:
     return f"{article}embedded model" if model == str(model_dir()) else short_name(model)
 
 
+def counted(count: int, thing: str) -> str:
+    """ "1 worker", "2 workers"."""
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
 def percent(share: float | None, digits: int = 0) -> str:
     """A share of 1 as "37%". 0% and 100% are exact: a share that only rounds to them is "<1%" or ">99%"."""
     if share is None:

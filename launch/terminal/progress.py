@@ -1,59 +1,83 @@
-"""How far a long work has come, on stderr: a bar on a terminal, else a log line every few seconds."""
+"""How far a long work has come, on stderr: a line with a bar on a terminal, else log lines."""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from typing import Literal, Self
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    ProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.progress import Progress as Bars
+from rich.text import Text
+
+from launch.terminal.log import NOTICE, LogHandler
+from shm.segment import byte_size
 
 log = logging.getLogger("tandem")
 
 LINE_INTERVAL = 5.0  # seconds between log lines where stderr is no terminal
+BAR_WIDTH = 12
+DUMB_TERMINALS = ("dumb", "unknown")
+
+
+def draws_bars() -> bool:
+    """Whether stderr is a terminal that can draw a line again."""
+    return sys.stderr.isatty() and os.environ.get("TERM", "") not in DUMB_TERMINALS
 
 
 class ProgressDisplay:
-    """Shows one stage after the other: of bytes with a bar each, a rate and the time that remains; of items
-    in one bar that is cleared at the end. A context manager; draws nothing before the first `update`."""
+    """Shows one stage after the other, of bytes or of items. The line of a terminal is cleared at the end. A
+    context manager; draws nothing before the first `update`."""
 
-    def __init__(self, unit: Literal["bytes", "items"], prefix: str = "") -> None:
-        """`prefix`: written before the stage in log lines, for which a bar has no space."""
+    def __init__(self, unit: Literal["bytes", "items"], prefix: str = "", level: int = NOTICE) -> None:
+        """`prefix`: written before the stage in log lines, for which a bar has no space. `level`: of these
+        lines where stderr is no terminal."""
         self._unit = unit
         self._prefix = prefix
+        self._level = NOTICE if sys.stderr.isatty() else level
         self._bars: Bars | None = None
-        self._stage: str | None = None
-        self._stage_began = 0.0
-        self._stage_first = 0  # `done` when the stage began: another stage may have done part of it
+        self._stage = ""
+        self._began = 0.0  # the stage; monotonic seconds
+        self._first = 0  # `done` when the stage began: another stage may have done part of it
+        self._done, self._total = 0, 0
         self._last_line = time.monotonic()
 
-    def update(self, stage: str, done: int, total: int, note: str = "") -> None:
-        """`note`: a warning that belongs to the stage, such as a count of failures."""
+    def update(self, stage: str, done: int = 0, total: int = 0, note: str = "") -> None:
+        """`total`: 0 where it is not known. `note`: a warning that belongs to the stage, such as a count of
+        failures."""
         now = time.monotonic()
-        new = stage != self._stage
-        if new:
-            self._stage, self._stage_began, self._stage_first = stage, now, done
-        if sys.stderr.isatty():
-            self._draw(stage, done, total, note, new)
+        if stage != self._stage:
+            self._stage, self._began, self._first = stage, now, done
+        self._done, self._total = done, total
+        if draws_bars():
+            self._draw(note)
         elif now - self._last_line >= LINE_INTERVAL:
             self._last_line = now
-            log.info(self._line(done, total, note, now))
+            words = (f"{self._prefix}{stage}", self.figures(), note)
+            log.log(self._level, ", ".join(word for word in words if word))
+
+    def figures(self) -> str:
+        """What is done of the stage, its rate, and the time that it still needs, as far as that is known."""
+        seconds = time.monotonic() - self._began
+        if not self._total:
+            return f"{seconds:.0f} s"
+        if self._unit == "items":
+            return f"{self._done} of {self._total} done"
+        words = [f"{byte_size(self._done)} of {byte_size(self._total)}"]
+        if rate := (self._done - self._first) / max(seconds, 1e-3):
+            words += [f"{byte_size(rate)}/s", f"{(self._total - self._done) / rate:.0f} s left"]
+        return ", ".join(words)
 
     def close(self) -> None:
+        """Clear the line; a later `update` draws it again."""
         if self._bars is not None:
             self._bars.stop()
+            self._bars = None
+            LogHandler.bar_drawn = False
+        self._stage = ""
 
     def __enter__(self) -> Self:
         return self
@@ -61,39 +85,37 @@ class ProgressDisplay:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _line(self, done: int, total: int, note: str, now: float) -> str:
-        words = [f"{self._prefix}{self._stage}"]
-        if self._unit == "items":
-            words.append(f"{done} of {total} done")
-        else:
-            words.append(f"{done / 1e6:.0f} of {total / 1e6:.0f} MB")
-            if rate := (done - self._stage_first) / max(now - self._stage_began, 1e-3):
-                words += [f"{rate / 1e6:.0f} MB/s", f"{(total - done) / rate:.0f} s left"]
-        return ", ".join([*words, *[note] * bool(note)])
-
-    def _draw(self, stage: str, done: int, total: int, note: str, new: bool) -> None:
+    def _draw(self, note: str) -> None:
         if self._bars is None:
-            self._bars = self._new_bars()
+            self._bars = Bars(
+                SpinnerColumn("line"),
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=BAR_WIDTH),
+                _Figures(self),
+                TextColumn("{task.fields[note]}", style="bold red", markup=False),
+                console=Console(stderr=True),
+                redirect_stdout=False,
+                redirect_stderr=False,
+                transient=True,
+            )
+            self._bars.add_task(self._stage, note=note)
             self._bars.start()
-        if not self._bars.tasks or (new and self._unit == "bytes"):
-            self._bars.add_task(stage, note=note)
-        task = self._bars.tasks[-1].id
-        self._bars.update(task, description=stage, completed=done, total=total, note=note)
+            LogHandler.bar_drawn = True
+        task = self._bars.tasks[0].id
+        # A total of None draws a bar that moves without end.
+        total = self._total or None
+        self._bars.update(task, description=self._stage, completed=self._done, total=total, note=note)
 
-    def _new_bars(self) -> Bars:
-        columns: tuple[ProgressColumn, ...] = (MofNCompleteColumn(), TimeElapsedColumn())
-        if self._unit == "bytes":
-            columns = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        return Bars(
-            TextColumn("[tandem] {task.description}", markup=False),
-            BarColumn(bar_width=16),  # the line fits 80 columns: it would wrap and scroll
-            *columns,
-            TextColumn("{task.fields[note]}", style="bold red", markup=False),
-            console=Console(stderr=True),
-            redirect_stdout=False,
-            redirect_stderr=False,
-            transient=self._unit == "items",
-        )
+
+class _Figures(ProgressColumn):
+    """The figures of a display, at the time of each drawing: seconds go on while nothing else does."""
+
+    def __init__(self, display: ProgressDisplay) -> None:
+        super().__init__()
+        self._display = display
+
+    def render(self, task: Task) -> Text:
+        return Text(self._display.figures())
 
 
 class ProgressCounter:

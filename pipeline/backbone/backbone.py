@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -99,8 +99,16 @@ class _Layer:
 class Backbone:
     """A model's weights outside its routed experts, on a device."""
 
-    def __init__(self, source: ModelSource, spec: ModelSpec, precision: Precision, context: int) -> None:
-        """`context`: positions that the rotary tables cover. Raises ModelError, as Weights."""
+    def __init__(
+        self,
+        source: ModelSource,
+        spec: ModelSpec,
+        precision: Precision,
+        context: int,
+        progress: Callable[[int], None] = lambda done: None,
+    ) -> None:
+        """`context`: positions that the rotary tables cover. `progress` is called in this thread with the
+        bytes loaded so far. Raises ModelError, as Weights."""
         self.spec = spec
         self.dtype = precision.dtype
         self._precision = precision
@@ -119,7 +127,10 @@ class Backbone:
             self._norm = _Norm("norm", outer, spec.norm_eps, precision.device)
             self._embedding: Tensor | Embedding
             self._embedding, self._head = self._load_embedding_and_head(outer)
-            layers = list(loading)
+            layers = []
+            for layer in loading:
+                layers.append(layer)
+                progress(sum(part.bytes for part in (outer, *weights)))
             self._rope = rope.result()
             self.bytes = sum(part.bytes for part in (outer, *weights))
         matrices = [t for layer_specs in specs for t in layer_specs.values() if t.kind == "matrix"]

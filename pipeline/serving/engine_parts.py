@@ -19,17 +19,21 @@ from pipeline.experts.inline_pool import InlineExpertPool
 from pipeline.experts.peers import ChildServerSocket, ExitEvents, SendToSupervisor
 from pipeline.experts.worker_pool import WorkerPool
 from pipeline.memory.limits import CHUNK_MAX, choose_context, full_memory_in_one_line, kv_budget
+from pipeline.memory.needs import needs
 from pipeline.models.registry import model_spec
 from pipeline.models.spec import ModelSpec
 from pipeline.text.tokenizer import Tokenizer
+from protocol.messages import Progress
 from shm.cache_record import CacheRecord
 from shm.control import ControlSegment
 from shm.layout import FORMATS, BlockFormat
 from shm.pinned import lock_pages
+from shm.segment import byte_size
 from shm.store import Store
 from workers.kernels.native import VARIANTS, best
 
 CHILD_LIMIT = 60.0  # seconds for workers and prefetcher to announce themselves
+STAGE = "loading the other weights"  # beside the experts
 SOCKET_FILES = {"worker": "work.sock", "prefetcher": "fetch.sock"}
 
 
@@ -80,10 +84,10 @@ class EngineParts:
         missing = "torch; none were compiled: see launch.py doctor"
         self.notes = [
             f"store: {locked.result()}",
-            f"backbone: {backbone.bytes / 1e6:.1f} MB {options.backbone_dtype} on {device.describe()}",
+            f"backbone: {byte_size(backbone.bytes)} {options.backbone_dtype} on {device.describe()}",
             f"kernels: {missing if library is None else VARIANTS[library.variant]}",
             f"experts: {layout.shape.layers} x {layout.shape.experts}, {layout.shape.tiles} tiles of"
-            f" {layout.tile_bytes / 1e6:.2f} MB each",
+            f" {byte_size(layout.tile_bytes)} each",
             f"context: {self.context} tokens; the KV cache holds {held}",
         ]
 
@@ -101,7 +105,13 @@ class EngineParts:
         if isinstance(FORMATS[dtype], BlockFormat) and self.source.worth_keeping(dtype):
             record = CacheRecord("backbone", self.source.name, dtype)
             cache = BackboneCache(self.config.cache, backbone_fingerprint(self.source, dtype), record)
-        backbone = Backbone(self.source, spec, Precision(dtype, self.device, cache), self.context)
+        total = needs(self.source, self.config.options, self.config.options.format).backbone
+
+        def progress(done: int) -> None:
+            self.to_supervisor(Progress(STAGE, min(done, total), total))
+
+        progress(0)
+        backbone = Backbone(self.source, spec, Precision(dtype, self.device, cache), self.context, progress)
         if cache is not None:
             cache.finish()
         return backbone

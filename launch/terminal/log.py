@@ -1,0 +1,42 @@
+"""Log lines on stderr, and the level between info and warning: what a command always says, such as that its
+engine is ready. `--verbose` shows the info lines as well."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+NOTICE = 25
+CLEAR = "\r\x1b[2K"  # the line that a bar is drawn in
+
+logging.addLevelName(NOTICE, "NOTICE")
+_log = logging.getLogger("tandem")
+
+
+def notice(text: str) -> None:
+    """Log a line that is shown by default."""
+    _log.log(NOTICE, text)
+
+
+class LogHandler(logging.StreamHandler):  # type: ignore[type-arg]  # it is no generic class at run time
+    """Writes to stderr; a bar that is drawn there is cleared first, and is drawn again below."""
+
+    bar_drawn = False  # of the only bar at a time; set by ProgressDisplay
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self.setFormatter(logging.Formatter("[%(name)s] %(message)s"))
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return CLEAR + text if LogHandler.bar_drawn else text
+
+
+def start_logging(level: str) -> None:
+    """`level`: NOTICE or one of logging's own."""
+    logging.basicConfig(level=level, handlers=[LogHandler()])
+
+
+def child_level(level: str) -> str:
+    """The level of an engine's child processes, which do not know NOTICE."""
+    return "WARNING" if level == "NOTICE" else level
