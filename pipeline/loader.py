@@ -69,7 +69,7 @@ class Control:
 
         def report(done: int) -> None:
             now = time.monotonic()
-            if now >= self._next or done == total:
+            if now >= self._next or 0 < done == total:
                 self._next = now + PROGRESS_SECONDS
                 with contextlib.suppress(zmq.Again):  # a lost report is better than a loader that blocks
                     self._socket.send_multipart(encode(Progress(name, done, total)), zmq.DONTWAIT)
@@ -108,7 +108,7 @@ class Loading:
         """Make a ready store under `name`. Raises NotEnoughMemory, ModelError, ShmError, Stopped."""
         for path in sweep_cache(self.cache_folder):
             log.warning(f"removed the half-written {path}, left by a loader that was killed")
-        waiting = self.control.stage("waiting for another engine that loads this model", 1)
+        waiting = self.control.stage("waiting for another engine that loads this model", 0)
         with build_lock(self.fingerprint, self.root, lambda: waiting(0)):
             if self._attached():
                 origin, read, cached = "attached", 0, 0

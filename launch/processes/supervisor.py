@@ -250,8 +250,10 @@ class Supervisor:
     def _on_ready(self, child: Child, ready: Ready) -> None:
         first = child.identity.incarnation == 0 or child.identity.role == "loader"
         topic = "store" if ready.role == "loader" else title(child.identity)
-        for note in ready.notes if first else ():
-            log.info(f"{topic}: {note}")
+        for number, note in enumerate(ready.notes if first else ()):
+            # A loader's notes but the first are warnings.
+            level = logging.WARNING if ready.role == "loader" and number else logging.INFO
+            log.log(level, f"{topic}: {note}")
         if ready.version != VERSION or self._fingerprint not in ("", ready.fingerprint):
             other = "version of Tandem" if ready.version != VERSION else "store"
             self._guard.fail(StartFailed(f"the {title(child.identity)} has another {other}"))

@@ -11,6 +11,7 @@ from typing import Literal, Self
 from rich.console import Console
 from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.progress import Progress as Bars
+from rich.table import Column
 from rich.text import Text
 
 from launch.terminal.log import NOTICE, LogHandler
@@ -19,7 +20,7 @@ from shm.segment import byte_size
 log = logging.getLogger("tandem")
 
 LINE_INTERVAL = 5.0  # seconds between log lines where stderr is no terminal
-BAR_WIDTH = 12
+BAR_WIDTH = 8  # so that most lines fit 80 columns; others are cut off, and never wrap
 DUMB_TERMINALS = ("dumb", "unknown")
 
 
@@ -111,7 +112,7 @@ class _Figures(ProgressColumn):
     """The figures of a display, at the time of each drawing: seconds go on while nothing else does."""
 
     def __init__(self, display: ProgressDisplay) -> None:
-        super().__init__()
+        super().__init__(Column(no_wrap=True))
         self._display = display
 
     def render(self, task: Task) -> Text:

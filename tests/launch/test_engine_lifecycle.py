@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import pty
 import re
 import shlex
 import signal
@@ -48,7 +50,7 @@ def arguments(tiny_model: Path) -> list[str]:
 
 def test_engine_serves_every_command_and_stops_on_sigint(arguments: list[str], tmp_path: Path) -> None:
     """Its log includes its memory plan."""
-    with Launched("serve", "--name", "cycle", *arguments) as engine:
+    with Launched("serve", "--name", "cycle", "-v", *arguments) as engine:
         name, endpoint = engine.line().split()
         assert name == "cycle"
         assert endpoint.startswith("ipc://")
@@ -125,6 +127,62 @@ def test_engine_serves_every_command_and_stops_on_sigint(arguments: list[str], t
     assert "--format" not in err
     assert engines_left() == []
     assert own_segments("cycle") == []
+
+
+def test_a_start_in_a_pipe_says_two_lines(arguments: list[str]) -> None:
+    generate = "generate --prompt-tokens 5 --max-tokens 1 --json".split()
+    code, out, err = run(*generate, *arguments)
+    assert code == 0, err
+    assert len(json.loads(out)["token_ids"]) == 1
+    what, ready = (line for line in err.splitlines() if line.startswith("[tandem] "))
+    assert re.fullmatch(
+        r"\[tandem\] tiny: experts bf16, rest bf16; memory [\d.]+ [MG]B of [\d.]+ [MG]B", what
+    )
+    assert re.fullmatch(
+        r"\[tandem\] engine \w+ is ready after [\d.]+ s: all-host on the CPU, 2 workers", ready
+    )
+    assert not {"\r", "\x1b"} & set(err)
+    code, _, err = run(*generate, *arguments, "--log-level", "warning")
+    assert (code, "[tandem]" in err) == (0, False)
+
+
+def test_a_start_on_a_terminal_shows_signs_of_life(arguments: list[str]) -> None:
+    """The line of progress is cleared before each line of the log, and at the end."""
+    command = [LAUNCH, "generate", "--prompt-tokens", "5", "--max-tokens", "1", *arguments]
+    shown, times = run_on_terminal(command)
+    text = shown.decode()
+    assert "reading the model" in text
+    assert "starting the processes" in text
+    assert "?" not in text
+    assert max(later - earlier for earlier, later in itertools.pairwise(times)) < 2
+    lines = [line.rpartition("\x1b[2K")[2] for line in text.splitlines()]
+    assert sum(line.startswith("[tandem] engine ") for line in lines) == 1, lines
+    assert sum(line.startswith("[tandem] tiny: ") for line in lines) == 1, lines
+
+
+def run_on_terminal(command: list[str]) -> tuple[bytes, list[float]]:
+    """What a command writes on stderr where that is a terminal, and when each part of it came."""
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
+    with subprocess.Popen(
+        [sys.executable, *command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
+        env=environment,
+    ) as process:
+        os.close(theirs)
+        shown, times = b"", []
+        while True:
+            try:
+                part = os.read(ours, 4096)
+            except OSError:  # no process has it open any more
+                break
+            shown += part
+            times.append(time.monotonic())
+        os.close(ours)
+        assert process.wait(LIMIT) == 0, shown
+    return shown, times
 
 
 def test_piped_chat_answers_every_line_that_fits_and_reports_the_others(arguments: list[str]) -> None:
@@ -261,7 +319,7 @@ def test_kept_store_is_attached_by_the_next_start(arguments: list[str], tiny_mod
 
     run_with("--keep-store 2>&-")
     assert store_of(tiny_model).exists()
-    err = run_with("<&- >&-")
+    err = run_with("-v <&- >&-")
     assert "0 bytes read from the checkpoint, 0 bytes read from the cache" in err
     assert not store_of(tiny_model).exists()
 

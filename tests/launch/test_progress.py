@@ -12,9 +12,15 @@ from typing import Literal
 import pytest
 
 from launch.terminal import progress
+from launch.terminal.log import NOTICE, LogHandler
 from launch.terminal.progress import ProgressCounter, ProgressDisplay
 
 MB = 10**6
+
+
+class FakeTerminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 def test_lines_give_the_rate_of_the_stage(
@@ -40,10 +46,10 @@ def test_lines_give_the_rate_of_the_stage(
         display.update(stage, done * MB, 200 * MB)
     lines = [record.message for record in caplog.records]
     assert lines == [
-        "store: encoding, 0 of 200 MB",
-        "store: encoding, 120 of 200 MB, 20 MB/s, 4 s left",
-        "store: encoding, 200 of 200 MB, 18 MB/s, 0 s left",
-        "store: writing, 155 of 200 MB, 10 MB/s, 4 s left",
+        "store: encoding, 0 B of 200.0 MB",
+        "store: encoding, 120.0 MB of 200.0 MB, 20.0 MB/s, 4 s left",
+        "store: encoding, 200.0 MB of 200.0 MB, 18.2 MB/s, 0 s left",
+        "store: writing, 155.0 MB of 200.0 MB, 10.0 MB/s, 4 s left",
     ]
 
 
@@ -69,18 +75,69 @@ def test_lines_of_a_counter_give_items_and_failures(
 
 @pytest.mark.parametrize("unit", ["bytes", "items"])
 def test_a_bar_fits_80_columns(monkeypatch: pytest.MonkeyPatch, unit: Literal["bytes", "items"]) -> None:
-    class FakeTerminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     monkeypatch.setattr(sys, "stderr", FakeTerminal())
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")  # a wider terminal, which would show what is cut off at 80
     with ProgressDisplay(unit) as display:
         display.update("verifying the cache", 0, 432_100 * MB)
+        time.sleep(0.2)
         display.update("verifying the cache", 123_400 * MB, 432_100 * MB)
         time.sleep(0.2)  # a bar is drawn ten times a second
     drawn = re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", sys.stderr.getvalue())
     lines = [line.rstrip() for line in re.split(r"[\r\n]+", drawn) if "verifying the cache" in line]
     assert lines
     assert max(map(len, lines)) <= 80
+    assert "?" not in drawn
+    assert drawn.endswith("\r") or not drawn.splitlines()[-1].strip()  # cleared at the end
+
+
+def test_a_narrow_terminal_cuts_the_line_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", FakeTerminal())
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "40")
+    with ProgressDisplay("bytes") as display:
+        for done in (0, 50, 100):
+            display.update("reading the cache", done * MB, 300 * MB)
+            time.sleep(0.15)
+    assert sys.stderr.getvalue().count("\n") <= 1  # at the end, before the line is cleared
+
+
+def test_seconds_are_shown_where_the_end_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go on without another update."""
+    monkeypatch.setattr(sys, "stderr", FakeTerminal())
+    monkeypatch.setenv("TERM", "xterm")
+    with ProgressDisplay("bytes") as display:
+        display.update("starting the processes")
+        time.sleep(1.3)
+    drawn = sys.stderr.getvalue()
+    assert re.search(r"starting the processes.*0 s", drawn)
+    assert re.search(r"starting the processes.*1 s", drawn)
+
+
+def test_a_line_of_the_log_clears_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", FakeTerminal())
+    monkeypatch.setenv("TERM", "xterm")
+    handler = LogHandler()
+    record = logging.LogRecord("tandem", logging.WARNING, "", 0, "warning: x", None, None)
+    with ProgressDisplay("bytes") as display:
+        display.update("allocating", 1, 2)
+        handler.emit(record)
+    handler.emit(record)
+    assert sys.stderr.getvalue().count("\r\x1b[2K[tandem] warning: x\n") == 1
+    assert sys.stderr.getvalue().endswith("[tandem] warning: x\n")
+    assert not sys.stderr.getvalue().endswith("\r\x1b[2K[tandem] warning: x\n")
+
+
+def test_a_terminal_without_control_sequences_gets_lines(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "stderr", FakeTerminal())
+    monkeypatch.setenv("TERM", "dumb")
+    caplog.set_level(NOTICE, logger="tandem")
+    now = time.monotonic()
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    with ProgressDisplay("bytes", level=logging.INFO) as display:
+        now += progress.LINE_INTERVAL
+        display.update("starting the processes")
+    assert [record.message for record in caplog.records] == ["starting the processes, 0 s"]
+    assert sys.stderr.getvalue() == ""
