@@ -141,6 +141,22 @@ def test_random_tiles_have_the_scale_asked_for(fmt, hidden: int) -> None:
         assert abs(part.mean()) < 0.001
 
 
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from(list(FORMATS.values())), st.floats(1e-3, 1.0), st.integers(1, 3), seeds)
+def test_random_weights_have_mean_0_and_any_scale(fmt, scale: float, groups: int, seed: int) -> None:
+    """A tile and the next one, drawn by one generator, are different."""
+    hidden, tile = 256, 128 * groups
+    rng = np.random.default_rng(seed)
+    tiles = [np.empty(fmt.tile_bytes(hidden, tile), np.uint8) for _ in range(2)]
+    for out in tiles:
+        fmt.fill_random(rng, hidden, tile, scale, out)
+        for part in fmt.decode(out, hidden, tile):
+            assert abs(part.mean()) < 0.03 * scale
+            assert abs(part.std() / scale - 1) < 0.05
+            assert np.abs(part).max() < 4 * scale
+    assert (tiles[0] != tiles[1]).any()
+
+
 @pytest.mark.parametrize("fmt", BLOCK_FORMATS, ids=[f.name for f in BLOCK_FORMATS])
 def test_random_tiles_are_padded_as_encoded_ones(fmt: BlockFormat) -> None:
     hidden, tile = 37, fmt.group
