@@ -153,7 +153,8 @@ def test_a_start_on_a_terminal_shows_signs_of_life(arguments: list[str]) -> None
     text = shown.decode()
     assert "reading the model" in text
     assert "starting the processes" in text
-    assert "?" not in text
+    assert "? 0:" not in text
+    assert "0 B of 0 B" not in text
     assert max(later - earlier for earlier, later in itertools.pairwise(times)) < 2
     lines = [line.rpartition("\x1b[2K")[2] for line in text.splitlines()]
     assert sum(line.startswith("[tandem] engine ") for line in lines) == 1, lines
