@@ -25,6 +25,15 @@ class RequestError(UsageError):
     """A request that cannot be served: over the context limit, ids outside the vocabulary, and so on."""
 
 
+class PromptTooLong(RequestError):
+    """A prompt leaves less of the context for its answer than the request reserves. `tokens`: of the prompt,
+    or a lower bound beyond the context."""
+
+    def __init__(self, text: str, tokens: int) -> None:
+        super().__init__(text)
+        self.tokens = tokens
+
+
 class TraceError(UsageError):
     """A trace file cannot be written, or read: not a trace, damaged, or of another version."""
 

@@ -129,6 +129,7 @@ class Client:
         conversation: str | None = None,
         resume: Sequence[int] = (),
         rival: int = -1,
+        reserve: int = 1,
     ) -> Answer:
         """Request an answer to exactly one of `prompt`, `token_ids`, `messages`; the request is sent at once.
 
@@ -149,6 +150,7 @@ class Client:
                 conversation,
                 tuple(resume),
                 rival,
+                reserve=reserve,
             )
         )
 

@@ -47,7 +47,7 @@ third between the supervisor and its children.
     sampling Sampling = {}, format str = "", backbone_dtype str = ""
   3 Generate: request int, prompt str? = nil, token_ids [int]? = nil, messages [ChatMessage]? = nil,
     max_tokens int = 128, sampling Sampling = {}, stop [str] = [], ignore_eos bool = false,
-    conversation str? = nil, resume [int] = [], rival int = -1
+    conversation str? = nil, resume [int] = [], rival int = -1, reserve int = 1
   4 Token: request int, index int, token int, text str, margin float = 0.0, runner_up int = -1
   5 Done: request int, reason str, error str = "", text str = "", stats map = {}, usage bool = false
   6 Cancel: request int

@@ -102,6 +102,9 @@ class Generate:
 
     With a `rival`, a token id, every step's `runner_up` is that token, whatever its rank, and `margin` says
     by how much the best token exceeds it: for comparing two answers.
+
+    A prompt that leaves fewer than `reserve` tokens of the context for the answer is refused; the refusal's
+    stats have its length as `prompt_tokens`.
     """
 
     request: int
@@ -115,6 +118,7 @@ class Generate:
     conversation: str | None = None
     resume: tuple[int, ...] = ()
     rival: int = -1  # -1: the second best token of each step
+    reserve: int = 1
 
 
 @dataclass(frozen=True)

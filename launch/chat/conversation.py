@@ -1,5 +1,5 @@
-"""A conversation with an engine, of which the oldest turns are dropped when the context is full. It prints
-nothing: answers go to a `View`."""
+"""A conversation with an engine, of which the oldest turns are dropped when the context leaves too little
+room for an answer. It prints nothing: answers go to a `View`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from launch.chat.settings import AnswerSettings
+from launch.chat.trim import answer_room, trimmed
 from launch.errors import AnswerLost, WrongUsage
 from launch.terminal.interrupts import Interrupts
 from protocol.answer import Answer
@@ -17,6 +18,7 @@ from protocol.client import Client
 from protocol.errors import MalformedMessage, RequestFailed
 from protocol.messages import ChatMessage, Done
 
+CHARACTERS = 4  # of a token, roughly
 KV_NAME = "chat"  # under which the engine keeps this client's KV between questions
 
 
@@ -82,29 +84,29 @@ class Conversation:
         return await self._continue(self._turns[:-1], view, interrupts)
 
     async def _continue(self, turns: list[ChatMessage], view: View, interrupts: Interrupts) -> Reply:
-        """The answer to `turns`, or to as many of the newest as the engine accepts."""
-        dropped, reason = 0, ""
+        """The answer to `turns`, or to the newest of them where all leave too little room for an answer."""
+        context = self._client.welcome.context
+        room = answer_room(context, self.settings.max_tokens)
+        kept = turns
         while True:
+            notice = _dropped((len(turns) - len(kept)) // 2, context)
             try:
-                reply = await self._answer(turns, view, interrupts, _dropped(dropped, reason))
-            except RequestFailed as e:
-                if not e.usage or len(turns) == 1:
-                    raise  # self._turns is unchanged: the settings may be at fault, not the length
-                turns, dropped, reason = turns[2:], dropped + 1, str(e)
+                # A question alone may leave any room.
+                reply = await self._answer(kept, room if len(kept) > 1 else 1, view, interrupts, notice)
+            except _PromptTooLong as e:
+                if len(kept) == 1:
+                    raise  # self._turns is unchanged
+                kept, room = trimmed(kept, self.system, tokens=e.tokens, context=context, room=room)
             else:
-                break
-        self._turns = [*turns, ChatMessage("assistant", reply.text)]
-        if reply.done.reason == "length" and reply.tokens < self.settings.max_tokens:
-            # The context ended this answer, and would end the next one at once.
-            del self._turns[:2]
-            view.notice(_dropped(1, "the conversation has filled the context"))
-        return reply
+                self._turns = [*kept, ChatMessage("assistant", reply.text)]
+                return reply
 
     async def _answer(
-        self, turns: list[ChatMessage], view: View, interrupts: Interrupts, notice: str
+        self, turns: list[ChatMessage], room: int, view: View, interrupts: Interrupts, notice: str
     ) -> Reply:
+        """Raises _PromptTooLong where the prompt leaves less than `room` tokens."""
         began = time.monotonic()
-        answer = self._send(turns)
+        answer = self._send(turns, room)
         answer.on_queued = view.queued
         cancelling: set[asyncio.Task[None]] = set()  # references, or tasks may be collected before they run
 
@@ -113,14 +115,19 @@ class Conversation:
             view.cancelling()
 
         text, tokens, first = "", 0, None
-        with interrupts.handled_by(cancel):
-            async for token in answer:
-                if first is None:
-                    first = time.monotonic() - began
-                    if notice:
-                        view.notice(notice)
-                text, tokens = text + token.text, tokens + 1
-                view.append(token.text)
+        try:
+            with interrupts.handled_by(cancel):
+                async for token in answer:
+                    if first is None:
+                        first = time.monotonic() - began
+                        if notice:
+                            view.notice(notice)
+                    text, tokens = text + token.text, tokens + 1
+                    view.append(token.text)
+        except RequestFailed as e:
+            if answer.done is not None and "prompt_tokens" in answer.done.stats and first is None:
+                raise _PromptTooLong(str(e), answer.done.stats["prompt_tokens"]) from e
+            raise
         assert answer.done is not None  # the loop above raises otherwise
         if first is None and notice:
             view.notice(notice)
@@ -130,15 +137,28 @@ class Conversation:
             raise AnswerLost("the engine cancelled this answer; it is shutting down")
         return Reply(text + answer.done.text, tokens, first, answer.done)
 
-    def _send(self, turns: list[ChatMessage]) -> Answer:
+    def _send(self, turns: list[ChatMessage], room: int) -> Answer:
         first = [] if self.system is None else [ChatMessage("system", self.system)]
+        messages = [*first, *turns]
         settings: dict[str, Any] = vars(self.settings)
         try:
-            return self._client.generate(messages=[*first, *turns], conversation=KV_NAME, **settings)
+            return self._client.generate(messages=messages, conversation=KV_NAME, reserve=room, **settings)
         except MalformedMessage as e:  # larger than a message may be
-            raise RequestFailed(str(e), usage=True) from e
+            characters = sum(len(message.content) for message in messages)
+            text = f"the prompt has {characters} characters, more than an engine accepts; shorten it"
+            raise _PromptTooLong(text, characters // CHARACTERS) from e
 
 
-def _dropped(turns: int, reason: str) -> str:
-    which = "oldest turn was" if turns == 1 else f"{turns} oldest turns were"
-    return f"the {which} dropped: {reason}" if turns else ""
+class _PromptTooLong(RequestFailed):
+    """The prompt leaves too little room. `tokens`: its length, or an estimate of a very long one."""
+
+    def __init__(self, text: str, tokens: int) -> None:
+        super().__init__(text, usage=True)
+        self.tokens = tokens
+
+
+def _dropped(turns: int, context: int) -> str:
+    if turns == 0:
+        return ""
+    which = "oldest turn" if turns == 1 else f"{turns} oldest turns"
+    return f"dropped the {which}: the context of {context} tokens left too little room for an answer"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from pipeline.errors import RequestError
+from pipeline.errors import PromptTooLong, RequestError
 from pipeline.scheduling.jobs import Emit, GenerateJob, Job, ScoreJob
 from pipeline.text.sampler import Sampler, validate
 from pipeline.text.tokenizer import Tokenizer
@@ -19,10 +19,20 @@ class JobFactory:
     """Makes jobs. A request that can never be served is refused with RequestError, one line."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, eos: frozenset[int], *, vocabulary: int, context: int, seed: int
+        self,
+        tokenizer: Tokenizer | None,
+        eos: frozenset[int],
+        *,
+        vocabulary: int,
+        context: int,
+        longest: int,
+        seed: int,
     ) -> None:
-        """`context`: tokens of prompt and answer together; `seed`: of the first request without one."""
+        """`context`: tokens of prompt and answer together; `longest`: the model's own limit of those; `seed`:
+        of the first request without one."""
         self.context = context
+        larger = " or start the engine with a larger --context" if context < longest else ""
+        self._remedy = f"shorten it{larger}"
         self._tokenizer = tokenizer
         self._eos = eos
         self._vocabulary = vocabulary
@@ -36,10 +46,13 @@ class JobFactory:
             raise RequestError(f"a conversation's name has {NAME_LIMIT} characters at most")
         validate(message.sampling)
         prompt = self._prompt_of(message)
-        if len(prompt) >= self.context:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens, the context is {self.context} with the answer;"
-                " shorten it or start the engine with a larger --context"
+        reserve = max(message.reserve, 1)
+        if len(prompt) + reserve > self.context:
+            answer = "the answer" if reserve == 1 else f"{reserve} tokens of an answer"
+            raise PromptTooLong(
+                f"the prompt has {len(prompt)} tokens, the context is {self.context} with {answer};"
+                f" {self._remedy}",
+                len(prompt),
             )
         if message.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this model has none")
@@ -73,8 +86,9 @@ class JobFactory:
             raise RequestError("give exactly one of prompt, token_ids and messages")
         if message.messages is not None:
             tokenizer = self._need_tokenizer("messages")
-            if len(message.messages) > self.context:  # each is a token at least
-                raise RequestError(f"{len(message.messages)} turns do not fit the context of {self.context}")
+            turns = len(message.messages)
+            if turns > self.context:  # each is a token at least
+                raise PromptTooLong(f"{turns} turns do not fit the context of {self.context}", turns)
             self._check_length(tokenizer, sum(len(turn.content) for turn in message.messages))
             return self._checked(tokenizer.render_chat(message.messages))
         return self._ids(message.prompt, message.token_ids)
@@ -86,8 +100,7 @@ class JobFactory:
         tokens = self._ids(message.text, message.token_ids)
         if len(tokens) > self.context:
             raise RequestError(
-                f"the text has {len(tokens)} tokens, the context is {self.context};"
-                " shorten it or start the engine with a larger --context"
+                f"the text has {len(tokens)} tokens, the context is {self.context}; {self._remedy}"
             )
         if not 1 <= message.prefill <= len(tokens):
             raise RequestError(f"prefill must be in 1..{len(tokens)}, it is {message.prefill}")
@@ -105,9 +118,10 @@ class JobFactory:
         """Refuse a text far beyond the context before it is encoded, which would delay every request."""
         least = tokenizer.min_tokens(characters)
         if least > self.context:
-            raise RequestError(
+            raise PromptTooLong(
                 f"the prompt has {characters} characters, at least {least} tokens, the context is"
-                f" {self.context} with the answer; shorten it"
+                f" {self.context} with the answer; shorten it",
+                least,
             )
 
     def _checked(self, tokens: list[int]) -> list[int]:

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 from pipeline.backbone.materialize import start_materializing
 from pipeline.coordinator_config import CoordinatorConfig
-from pipeline.errors import NumberInUse, PipelineError, UsageError
+from pipeline.errors import NumberInUse, PipelineError, PromptTooLong, UsageError
 from pipeline.experts.peers import ExitEvents
 from pipeline.policies.view import PolicyRequest
 from pipeline.scheduling.job_factory import JobFactory
@@ -63,6 +63,7 @@ class EngineService:
             eos_ids(parts.config.model) if tokenizer is None else tokenizer.eos_ids,
             vocabulary=parts.engine.backbone.spec.vocabulary,
             context=parts.context,
+            longest=parts.engine.backbone.spec.max_positions,
             seed=options.seed,
         )
         self._scheduler = Scheduler(
@@ -139,7 +140,8 @@ class EngineService:
         except NumberInUse as e:  # an Error, because the Done of this number is the other request's
             self._send(client, Error(message.request, str(e)))
         except UsageError as e:
-            self._send(client, Done(message.request, "error", str(e), usage=True))
+            stats = {"prompt_tokens": e.tokens} if isinstance(e, PromptTooLong) else {}
+            self._send(client, Done(message.request, "error", str(e), stats=stats, usage=True))
 
     def _set_policy(self, client: bytes, message: SetPolicy) -> None:
         if self._calibrations.running:

@@ -36,7 +36,9 @@ class Harness:
         self.scheduler = Scheduler(
             engine,
             KVCache(spec, torch.float32, device, budget),
-            JobFactory(None, frozenset({2}), vocabulary=spec.vocabulary, context=context, seed=0),
+            JobFactory(
+                None, frozenset({2}), vocabulary=spec.vocabulary, context=context, longest=context, seed=0
+            ),
             max_sequences=slots,
             chunk=8,
             send=lambda client, message: self.sent.append((client, message)),
