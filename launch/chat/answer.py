@@ -1,4 +1,4 @@
-"""An answer in the terminal, written as its tokens arrive, and the dim summary line below it."""
+"""An answer in the terminal, written as its tokens arrive."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ from contextlib import ExitStack
 
 from rich.text import Text
 
-from launch.chat.conversation import Reply
-from launch.chat.screen import Screen, visible
+from launch.chat.screen import Screen
+from launch.chat.text import visible
 from launch.chat.word_wrap import WordWrap
-from launch.phase_profile import PhaseProfile
-from launch.terminal.format import percent
 from launch.terminal.interrupts import Interrupts
-from shm.segment import byte_size
 
 STATUS_DELAY = 0.7  # seconds without a token until "reading the prompt" is shown
-SEPARATOR = " · "
 ERASE_LINE = "\r\x1b[2K"
 
 
@@ -89,40 +85,3 @@ class AnswerView:
     def _write(self, text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
-
-
-def summary(reply: Reply, emulation: str, max_tokens: int) -> list[str]:
-    """The parts of the summary line below an answer."""
-    stats = reply.done.stats
-    parts = [f"{reply.tokens} token{'' if reply.tokens == 1 else 's'}"]
-    if stats.get("decode_tok_s"):
-        parts.append(f"{stats['decode_tok_s']:.1f} tok/s")
-    if reply.first_s is not None:
-        parts.append(f"first {reply.first_s:.2f} s")
-    if "kv_reused_tokens" in stats:
-        parts.append(f"KV {stats['kv_reused_tokens']}/{stats.get('prompt_tokens', 0)}")
-    phases = [phase for phase in stats.get("engine", {}).values() if isinstance(phase, dict)]
-    if tiles := sum(PhaseProfile(phase, 0).tiles for phase in phases):
-        parts.append(f"host {percent(sum(phase['host_tiles'] for phase in phases) / tiles)}")
-        parts.append(f"{byte_size(sum(phase['fetched_bytes'] for phase in phases))} moved")
-    if times := stats.get("preemptions"):
-        parts.append(f"preempted {times} time{'' if times == 1 else 's'}")
-    if reply.done.reason == "length":
-        parts.append("cut at max_tokens" if reply.tokens >= max_tokens else "cut at the context's end")
-    elif reply.done.reason == "cancelled":
-        parts.append("cancelled")
-    if emulation:
-        parts.append(f"emulated: {emulation}")
-    return parts
-
-
-def in_lines(parts: list[str], width: int) -> str:
-    """The parts, joined by dots; lines longer than `width` are broken between parts."""
-    lines = [""]
-    for part in parts:
-        longer = f"{lines[-1]}{SEPARATOR}{part}" if lines[-1] else part
-        if len(longer) <= width or not lines[-1]:
-            lines[-1] = longer
-        else:
-            lines.append(part)
-    return "\n".join(lines)

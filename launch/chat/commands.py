@@ -1,4 +1,4 @@
-"""The commands of the REPL, and the parser that tells a command from a question."""
+"""The commands of a chat, and the parser that tells a command from a question."""
 
 from __future__ import annotations
 
@@ -16,28 +16,30 @@ class Command:
     help: str
 
 
-COMMANDS = {
-    command.name: command
-    for command in (
-        Command("help", "", "show this list"),
-        Command("reset", "", "clear the conversation; the system message stays"),
-        Command("system", "[TEXT|off]", "show, set or remove the system message"),
-        Command("stats", "", "show counters of the last answer and engine"),
-        Command("why", "", "explain the speed of the last answer"),
-        Command("policy", "[NAME [OPTION=VALUE]]", "show the policies, or switch to one"),
-        Command("set", "[KEY=VALUE]", "show or change settings; KEY= for default"),
-        Command("save", "FILE [--force]", "save the conversation as JSON"),
-        Command("load", "FILE", "continue a saved conversation"),
-        Command("retry", "", "ask the last question again"),
-        Command("quit", "", "end the chat, like Ctrl-D"),
-    )
-}
-
-
 @dataclass(frozen=True)
 class Call:
     name: str
     argument: str
+
+
+COMMANDS = {
+    command.name: command
+    for command in (
+        Command("help", "[policy [NAME]]", "show this list, or what /policy can set"),
+        Command("reset", "", "clear the conversation; the system message stays"),
+        Command("system", "[TEXT|off]", "show, set or remove the system message"),
+        Command("stats", "", "show counters of the last answer and engine"),
+        Command("why", "", "explain the speed of the last answer"),
+        Command("policy", "[NAME [OPTION=VALUE]]", "list the policies, or switch to one"),
+        Command("set", "[KEY=VALUE]", "show or change settings; KEY= for default"),
+        Command("save", "FILE [--force]", "save the conversation as JSON"),
+        Command("load", "FILE", "continue a saved conversation"),
+        Command("retry", "", "ask the last question again"),
+        Command("quit", "", "end the chat, like Ctrl-D; also /exit, /bye, exit"),
+    )
+}
+QUIT = Call("quit", "")
+LAST_WORDS = ("exit", "quit", "/exit", "/bye")  # as a whole line
 
 
 def parse_line(text: str) -> Call | str | None:
@@ -45,6 +47,8 @@ def parse_line(text: str) -> Call | str | None:
     WrongUsage for an unknown command and for an argument to a command that takes none."""
     if not text.strip():
         return None
+    if text.strip() in LAST_WORDS:
+        return QUIT
     if text.startswith("//"):
         return text[1:]
     if not text.startswith("/"):
@@ -52,7 +56,9 @@ def parse_line(text: str) -> Call | str | None:
     name, argument = re.fullmatch(r"/(\S*)\s*(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
     if name not in COMMANDS:
         near = nearest(name, COMMANDS).replace("mean ", "mean /").replace(" or ", " or /")
-        raise WrongUsage(f"unknown command /{name[:40]}{near or '; /help lists all'}")
+        raise WrongUsage(
+            f"unknown command /{name[:40]}{near or '; /help lists all'} (// begins a question with a /)"
+        )
     if argument and not COMMANDS[name].arguments:
         raise WrongUsage(f"/{name} takes no argument")
     return Call(name, argument.strip())

@@ -8,9 +8,10 @@ from prompt_toolkit.completion import CompleteEvent, Completer, Completion, Path
 from prompt_toolkit.document import Document
 
 from launch.chat.commands import COMMANDS
+from launch.chat.policy_tables import describe
 from launch.chat.settings import KEYS
 from pipeline.policies.options import Choice
-from pipeline.policies.presets import PRESETS, Preset
+from pipeline.policies.presets import PRESETS
 
 
 class CommandCompleter(Completer):
@@ -31,6 +32,8 @@ class CommandCompleter(Completer):
                 if command.name.startswith(name):
                     text = command.name + (" " if command.arguments else "")
                     yield Completion(text, -len(name), display=f"/{command.name}", display_meta=command.help)
+        elif name == "help":
+            yield from _help(argument.split(" ")[:-1], word)
         elif name == "policy":
             yield from _policy(argument.split(" ")[:-1], word)
         elif name == "set" and "=" not in word:
@@ -44,6 +47,13 @@ class CommandCompleter(Completer):
 def completes(text: str) -> bool:
     """Whether a line with this text before the cursor is a command."""
     return text.startswith("/") and not text.startswith("//") and "\n" not in text
+
+
+def _help(before: list[str], word: str) -> Iterator[Completion]:
+    if not before:
+        yield from _offer(word, (("policy ", "what /policy can set"),))
+    elif before == ["policy"]:
+        yield from _policy([], word)
 
 
 def _policy(before: list[str], word: str) -> Iterator[Completion]:
@@ -66,7 +76,3 @@ def _offer(typed: str, choices: Iterable[tuple[str, str]]) -> Iterator[Completio
     for choice, help in choices:
         if choice.startswith(typed):
             yield Completion(choice, -len(typed), display_meta=help)
-
-
-def describe(preset: Preset) -> str:
-    return preset.help + ("" if preset.exact else " (approximate)")

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from launch.chat.models import NO_TEMPLATE, NO_TOKENIZER
 from launch.chat.settings import AnswerSettings
 from launch.chat.trim import answer_room, trimmed
 from launch.errors import AnswerLost, WrongUsage
@@ -56,8 +57,8 @@ class Conversation:
     def __init__(self, client: Client, settings: AnswerSettings, system: str | None = None) -> None:
         """Raises WrongUsage for a model that cannot chat."""
         if not client.welcome.has_chat_template:
-            lacks = "chat template" if client.welcome.has_tokenizer else "tokenizer"
-            raise WrongUsage(f"this model has no {lacks}, so it cannot chat; use `generate`")
+            without = f"{NO_TOKENIZER}: use `generate --prompt-tokens`"
+            raise WrongUsage(NO_TEMPLATE if client.welcome.has_tokenizer else without)
         self.settings = settings
         self.system = system
         self._client = client

@@ -15,18 +15,11 @@ from prompt_toolkit.application import run_in_terminal
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-# Text from a model or another program must not control the terminal: newline and tab only.
-_ALLOWED = {ord("\n"): "\n", ord("\t"): "\t"}
-_VISIBLE = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160))} | _ALLOWED
-
-
-def visible(text: str) -> str:
-    """The text with U+FFFD for every control character but newline and tab."""
-    return text.translate(_VISIBLE)
+from launch.chat.text import visible
 
 
 class Screen:
-    """Prints for the REPL, from the event loop alone. `announce` is for messages at unforeseen times."""
+    """Prints for the REPL, from the event loop alone. `announce` is for messages that come at any time."""
 
     def __init__(self, prompting: Callable[[], bool]) -> None:
         """`prompting`: whether a line is being typed."""

@@ -1,4 +1,4 @@
-"""The tables of /help, /stats, /set and /policy; each fits 80 columns."""
+"""The tables of /help, /stats and /set; each fits 80 columns."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.chat.commands import COMMANDS
-from launch.chat.completion import describe
 from launch.chat.conversation import Reply
 from launch.chat.settings import KEYS, AnswerSettings, value_text
 from launch.phase_profile import PhaseProfile
 from launch.terminal.format import percent
 from launch.terminal.tables import make_grid, make_table
 from pipeline.arrays import PHASES
-from pipeline.policies.presets import PARTS, PRESETS
 from protocol.messages import Welcome
 from shm.segment import byte_size
 
@@ -31,7 +29,8 @@ KEYS_HELP = (
 )
 SUMMARY_HELP = (
     "Below an answer: tokens, speed, time to the first token, prompt tokens with reused KV, "
-    "share of the expert tiles computed on the host, bytes moved to the device."
+    "share of the expert tiles computed on the host, bytes moved to the device; with an approximate "
+    "policy also the shares of the routed weight that were not computed as routed."
 )
 
 
@@ -49,33 +48,6 @@ def settings_table(settings: AnswerSettings) -> Table:
     table = make_grid(3)
     for key, (_, help) in KEYS.items():
         table.add_row(key, value_text(settings, key), Text(help, "dim"))
-    return table
-
-
-def policy_table(current: str) -> RenderableType:
-    """The presets, and below them the parts that a preset's options can replace."""
-    table = make_grid(3)
-    for preset in PRESETS.values():
-        help = Text(describe(preset), "dim")
-        if preset.parts:
-            set_to = preset.parts | preset.defaults
-            help.append("\n" + " ".join(f"{name}={value}" for name, value in set_to.items()))
-        else:
-            for option in preset.options:
-                help.append(f"\n{option.name}={option.values} ({option.help})")
-        chosen = preset.name == current
-        table.add_row("*" if chosen else " ", Text(preset.name, "bold" if chosen else ""), help)
-    return Group(table, "", "A preset's parts can be replaced; each has options of its own:", _parts_table())
-
-
-def _parts_table() -> Table:
-    table = make_grid(2)
-    for role, parts in PARTS.items():
-        for part in parts.values():
-            help = Text(part.help, "dim")
-            for option in part.options:
-                help.append(f"\n{option.name}={option.values} ({option.help})")
-            table.add_row(f"{role}={part.name}", help)
     return table
 
 

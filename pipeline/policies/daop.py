@@ -35,7 +35,7 @@ class Daop(Policy):
     (graceful degradation)."""
 
     name = "daop"
-    help: ClassVar[str] = "Experts that the prompt uses move to the device; the host starts a layer early"
+    help: ClassVar[str] = "Cache by prompt; the host begins a layer early"
     exact = False
     options: ClassVar[tuple[Option, ...]] = (
         Choice(

@@ -50,6 +50,10 @@ class Preset(ABC):
     options: tuple[Option, ...]  # that can be set, as long as no part is exchanged
 
     @abstractmethod
+    def values(self, given: Mapping[str, object], seed: int) -> list[tuple[Option, Value]]:
+        """Every option that can be set beside these, with its value. Raises PolicyError as `make`."""
+
+    @abstractmethod
     def make(self, given: Mapping[str, object], seed: int) -> Policy:
         """A new policy object. Raises PolicyError for options that are invalid or cannot be combined."""
 
@@ -65,15 +69,14 @@ class ComposedPreset(Preset):
         assert issubclass(gate, Gate)
         self.exact = gate.exact
         self._roles = tuple(
-            Choice(role, f"another {role} part", default=self.parts[role], choices=tuple(PARTS[role]))
+            Choice(role, f"the {role} part", default=self.parts[role], choices=tuple(PARTS[role]))
             for role in PARTS
         )
         self.options = self._options(self._classes({}))
 
     def make(self, given: Mapping[str, object], seed: int) -> Policy:
-        exchanged = {name: given[name] for name in given if name in PARTS}
-        classes = self._classes(parse_options(self.name, self._roles, exchanged, seed, _owner_of))
-        values = parse_options(self.name, self._options(classes), given, seed, _owner_of)
+        classes = self._exchanged(given, seed)
+        values = dict((option.name, value) for option, value in self.values(given, seed))
         made: dict[str, Any] = {}
         for role, part in classes.items():
             build: Callable[..., Part] = part
@@ -82,6 +85,15 @@ class ComposedPreset(Preset):
         if reason := clash(parts):
             raise PolicyError(f"policy {self.name}: {reason}")
         return Composed(self.name, parts)
+
+    def values(self, given: Mapping[str, object], seed: int) -> list[tuple[Option, Value]]:
+        options = self._options(self._exchanged(given, seed))
+        values = parse_options(self.name, options, given, seed, _owner_of)
+        return [(option, values[option.name]) for option in options]
+
+    def _exchanged(self, given: Mapping[str, object], seed: int) -> dict[str, type[Part]]:
+        exchanged = {name: given[name] for name in given if name in PARTS}
+        return self._classes(parse_options(self.name, self._roles, exchanged, seed, _owner_of))
 
     def _classes(self, chosen: Mapping[str, Value]) -> dict[str, type[Part]]:
         return {role: parts[str(chosen.get(role, self.parts[role]))] for role, parts in PARTS.items()}
@@ -103,12 +115,16 @@ class OwnPreset(Preset):
         self.name, self.help, self.exact = policy.name, policy.help, policy.exact
         self.parts, self.defaults, self.options = {}, {}, policy.options
 
-    def make(self, given: Mapping[str, object], seed: int) -> Policy:
+    def values(self, given: Mapping[str, object], seed: int) -> list[tuple[Option, Value]]:
         def why_not(name: str) -> str:
             return f"it is one algorithm and has no {name} to exchange" if name in PARTS else ""
 
+        values = parse_options(self.name, self.options, given, seed, why_not)
+        return [(option, values[option.name]) for option in self.options]
+
+    def make(self, given: Mapping[str, object], seed: int) -> Policy:
         build: Callable[..., Policy] = self._policy
-        return build(**parse_options(self.name, self.options, given, seed, why_not))
+        return build(**{option.name: value for option, value in self.values(given, seed)})
 
 
 def _owner_of(option: str) -> str:
@@ -150,48 +166,48 @@ PRESETS: dict[str, Preset] = {
     for preset in (
         ComposedPreset(
             "all-host",
-            "The workers compute every expert straight from the store; no tile is ever moved",
+            "All experts on the host, read from the store in place",
             ("empty", "own", "none", "host", "keep"),
         ),
         ComposedPreset(
             "on-demand",
-            "All experts are computed on the device; missing ones replace the least recently used",
+            "All experts on the device; missing ones are fetched",
             ("empty", "own", "none", "device", "lru"),
         ),
         ComposedPreset(
             "mixtral-offloading",
-            "On-demand, and the next layer's router on this layer's input predicts experts to fetch ahead",
+            "On-demand, and the next layer's experts are prefetched",
             ("empty", "own", "next-gate", "device", "lru"),
         ),
         ComposedPreset(
             "layerwise",
-            "The first layers' experts on the device, the others on the host",
+            "The first layers on the device, the others on the host",
             ("first-layers", "own", "none", "resident", "keep"),
         ),
         ComposedPreset(
             "fiddler",
-            "The popular experts stay resident; a missing one is computed where that is quicker",
+            "Popular experts resident, missing ones where faster",
             ("known", "own", "none", "cheaper", "keep"),
         ),
         ComposedPreset(
             "hybrimoe",
-            "Resident and heavy experts to the device, light ones to the host; scores decide which stay",
+            "Heavy experts to the device, light ones to the host",
             ("popular", "own", "next-gate", "two-ended", "score"),
         ),
         ComposedPreset(
             "bandwidth-split",
-            "Of the missing experts the link's share is fetched, the host computes the rest",
+            "Missing experts divided between link and host",
             ("popular", "own", "none", "bandwidth", "keep"),
         ),
         OwnPreset(Daop),
         ComposedPreset(
             "dali",
-            "Greedy assignment by cost, residual prefetch, and a cache that follows the workload",
+            "Greedy by cost, residual prefetch, cache by workload",
             ("random", "own", "residual", "greedy", "workload"),
         ),
         ComposedPreset(
             "adapmoe",
-            "Less important experts are skipped, coming ones fetched up to three layers ahead",
+            "Skips minor experts, prefetches three layers",
             ("sized", "adaptive", "lookahead", "device", "lru"),
             sizes="dp",
         ),
@@ -210,6 +226,6 @@ def make_policy(request: PolicyRequest, seed: int) -> Policy:
     if preset is None:
         raise PolicyError(
             f"unknown policy {request.name[:40]!r}{did_you_mean(request.name, PRESETS)} "
-            f"(there are {', '.join(PRESETS)})"
+            f"(supported: {', '.join(PRESETS)})"
         )
     return preset.make(request.options, seed)

@@ -21,7 +21,7 @@ class RandomPlan(Policy):
     after the layer is computed, depending on the seed, the step and the layer."""
 
     name = "random"
-    help: ClassVar[str] = "Every residency and every cut is drawn at random, to test that any plan executes"
+    help: ClassVar[str] = "Random plans, to test that any plan executes"
     options: ClassVar[tuple[Option, ...]] = (
         Seed(),
         Choice(name="churn", help="1: residencies change at every step", default="0", choices=("0", "1")),

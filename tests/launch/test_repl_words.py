@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 
-from launch.chat.answer import in_lines
 from launch.chat.commands import Call, parse_line, parse_policy
 from launch.chat.completion import CommandCompleter
 from launch.chat.history import MAX_LINES, PrivateFileHistory
-from launch.chat.screen import visible
 from launch.chat.settings import KEYS, AnswerSettings, change, value_text
+from launch.chat.text import in_chat_syntax, in_lines, visible
 from launch.chat.transcript import Transcript, load, save
 from launch.chat.word_wrap import WordWrap
 from launch.errors import OutputFailed, WrongUsage
@@ -37,6 +36,12 @@ START = AnswerSettings(100, Sampling(repetition_penalty=1.1), ("END",))
         ("/help", Call("help", "")),
         ("/policy  random seed=1 ", Call("policy", "random seed=1")),
         ("/system two\nlines", Call("system", "two\nlines")),
+        ("/help policy fiddler", Call("help", "policy fiddler")),
+        ("exit", Call("quit", "")),
+        (" quit ", Call("quit", "")),
+        ("/exit", Call("quit", "")),
+        ("/bye", Call("quit", "")),
+        ("exit the shell, how?", "exit the shell, how?"),
     ],
 )
 def test_line_is_parsed_as_command_or_question(line: str, meaning: object) -> None:
@@ -166,6 +171,8 @@ def test_load_refuses_pipes_devices_and_missing_files(tmp_path: Path) -> None:
         ("/", {"help", "policy ", "quit"}, set()),
         ("/s", {"set ", "save ", "stats", "system "}, {"help"}),
         ("/w", {"why"}, {"stats"}),
+        ("/help ", {"policy "}, {"random"}),
+        ("/help policy ra", {"random"}, {"fiddler"}),
         ("/policy ", set(PRESETS), set()),
         ("/policy ra", {"random"}, {"fiddler"}),
         ("/policy random ", {"seed=", "churn="}, {"scope="}),
@@ -238,6 +245,13 @@ async def test_history_does_not_follow_a_link(tmp_path: Path) -> None:
 def test_summary_line_breaks_between_its_parts() -> None:
     assert in_lines(["12 tokens", "3 tok/s", "the last part"], 22) == "12 tokens · 3 tok/s\nthe last part"
     assert in_lines(["longer than the line"], 5) == "longer than the line"
+
+
+def test_engine_hint_is_written_as_a_command_of_the_chat() -> None:
+    both = "needs a calibration, or do without by --set fiddler.placement=popular --set fiddler.gate=own"
+    assert in_chat_syntax(both).endswith("by /policy fiddler placement=popular gate=own")
+    assert in_chat_syntax("is 4 (--set daop.first_layer=1)") == "is 4 (/policy daop first_layer=1)"
+    assert in_chat_syntax("run launch.py calibrate --text FILE") == "run launch.py calibrate --text FILE"
 
 
 def test_control_characters_of_a_model_do_not_reach_the_terminal() -> None:

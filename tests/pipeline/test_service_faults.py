@@ -79,7 +79,7 @@ BAD_SAMPLING = {
 }
 POLICIES = {
     "unknown": (SetPolicy(0, "on-demnd"), "did you mean on-demand"),
-    "far": (SetPolicy(0, "?"), "there are all-host"),
+    "far": (SetPolicy(0, "?"), "supported: all-host"),
     "option": (SetPolicy(0, "on-demand", {"scoop": "layer"}), "did you mean scope"),
     "nothing near": (SetPolicy(0, "all-host", {"x": "1"}), "it has placement, gate"),
     "value": (SetPolicy(0, "on-demand", {"scope": "gobal"}), "did you mean global"),

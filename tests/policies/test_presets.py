@@ -228,8 +228,8 @@ def test_planning_imports_no_torch(module: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("fidler", {}, r"unknown policy 'fidler'; did you mean fiddler\? \(there are all-host, on-demand, "),
-        ("x\ny", {}, r"unknown policy 'x\\ny' \(there are all-host"),
+        ("fidler", {}, r"unknown policy 'fidler'; did you mean fiddler\? \(supported: all-host, on-demand, "),
+        ("x\ny", {}, r"unknown policy 'x\\ny' \(supported: all-host"),
         ("on-demand", {"scop": "layer"}, r"no option 'scop'; did you mean scope\? \(it has placement, "),
         ("all-host", {"scope": "layer"}, r"no option 'scope' \(it belongs to replacement=lru\)"),
         ("dali", {"depth": "2"}, r"no option 'depth' \(it belongs to prediction=lookahead\)"),

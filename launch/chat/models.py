@@ -1,0 +1,45 @@
+"""Whether a model can chat, from its files: before an engine loads it for minutes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from launch.errors import WrongUsage
+from pipeline.models.shapes import is_shape, shape_config
+from pipeline.text.tokenizer import TOKENIZER_FILES, Tokenizer
+
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+NO_TOKENIZER = "this model has no tokenizer, so it cannot chat"
+NO_TEMPLATE = "this model has no chat template, so it cannot chat: `generate --prompt TEXT` continues a text"
+
+
+def check_can_chat(folder: Path) -> None:
+    """Raises WrongUsage, one line with what to do, for a model without tokenizer or chat template, and
+    ModelError for an unknown shape or a damaged tokenizer. A folder that is no model is left to the loader."""
+    if is_shape(folder):
+        shape_config(str(folder))
+        raise WrongUsage(
+            f"{folder} has random weights and no tokenizer, so it cannot chat: `bench` shows its speed, and"
+            " `generate --prompt-tokens 1,2,3` runs it"
+        )
+    if not (folder / "config.json").is_file():
+        return
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise WrongUsage(
+            f"{NO_TOKENIZER}: put its tokenizer.json and tokenizer_config.json into {folder}, or use"
+            " `generate --prompt-tokens`"
+        )
+    if any((folder / name).exists() for name in TEMPLATE_FILES) or _settings_have_template(folder):
+        return
+    tokenizer = Tokenizer.load(folder)  # takes a second: it knows every place for a template
+    if tokenizer is None or not tokenizer.has_chat_template:
+        raise WrongUsage(NO_TEMPLATE)
+
+
+def _settings_have_template(folder: Path) -> bool:
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(settings, dict) and bool(settings.get("chat_template"))

@@ -1,0 +1,227 @@
+"""One chat: questions are answered, commands are executed. Where its output goes is the caller's choice: the
+REPL's screen, or lines on stdout and stderr."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import RenderableType
+
+from launch.chat.commands import Call, parse_line, parse_policy
+from launch.chat.conversation import Conversation, Reply, View
+from launch.chat.policy_tables import parts_help, policy_list, policy_options
+from launch.chat.settings import KEYS, change, value_text
+from launch.chat.summary import summary
+from launch.chat.tables import counters_table, engine_table, help_text, settings_table
+from launch.chat.text import counted, in_chat_syntax, in_lines
+from launch.chat.transcript import Transcript, load, save
+from launch.chat.why import why_text
+from launch.errors import WrongUsage
+from launch.terminal.interrupts import Interrupts
+from protocol.client import Client
+from protocol.errors import RequestFailed
+from protocol.messages import PolicyChanged
+
+FORCE = "--force"
+
+
+class Output(Protocol):
+    """Where a session's messages and tables go."""
+
+    @property
+    def width(self) -> int:
+        """Columns of a line."""
+
+    def show(self, what: RenderableType = "") -> None:
+        """Print a table or a text."""
+
+    def note(self, text: str) -> None:
+        """Print a message."""
+
+
+class Session:
+    def __init__(
+        self,
+        client: Client,
+        conversation: Conversation,
+        interrupts: Interrupts,
+        output: Output,
+        new_view: Callable[[], AbstractContextManager[View]],
+        *,
+        summaries: bool,
+    ) -> None:
+        """`new_view` is called for each answer. `summaries`: print a line of figures below each."""
+        self._client = client
+        self._conversation = conversation
+        self._interrupts = interrupts
+        self._output = output
+        self._new_view = new_view
+        self._summaries = summaries
+        self._defaults = conversation.settings
+        self._last: Reply | None = None
+        self._files: set[Path] = set()  # saved or loaded in this session: /save may overwrite them
+        self._commands: dict[str, Callable[[str], Awaitable[None]]] = {
+            "help": self._help,
+            "reset": self._reset,
+            "system": self._system,
+            "stats": self._stats,
+            "why": self._why,
+            "policy": self._policy,
+            "set": self._set,
+            "save": self._save,
+            "load": self._load,
+            "retry": self._retry,
+        }
+
+    async def handle(self, line: str) -> bool:
+        """Execute a command or ask a question. False for /quit. Raises WrongUsage, OutputFailed,
+        RequestFailed, and EngineGone or AnswerLost where the engine has ended."""
+        parsed = parse_line(line)
+        if isinstance(parsed, str):
+            await self._answer(lambda view: self._conversation.ask(parsed, view, self._interrupts))
+        elif parsed is not None:
+            if parsed.name == "quit":
+                return False
+            await self._execute(parsed)
+        return True
+
+    async def _execute(self, call: Call) -> None:
+        """Execute a command; Ctrl-C stops waiting for it."""
+        work = self._commands[call.name](call.argument)
+        if call.name == "retry":  # an answer handles Ctrl-C itself
+            return await work
+        task = asyncio.ensure_future(work)
+        cancelled = False
+
+        def cancel() -> None:
+            nonlocal cancelled
+            cancelled = task.cancel()
+
+        with self._interrupts.handled_by(cancel):
+            try:
+                await task
+            except asyncio.CancelledError:
+                if not cancelled or self._interrupts.received:
+                    raise
+                self._output.note(f"/{call.name} was cancelled")
+
+    async def _answer(self, ask: Callable[[View], Coroutine[Any, Any, Reply]]) -> None:
+        with self._new_view() as view:
+            self._last = reply = await ask(view)
+            if self._summaries:
+                most = self._conversation.settings.max_tokens
+                parts = summary(reply, self._client.welcome.emulation, most)
+                self._output.note(in_lines(parts, self._output.width))
+
+    async def _help(self, argument: str) -> None:
+        topic, _, name = argument.partition(" ")
+        if topic not in ("", "policy"):
+            raise WrongUsage(f"no further help on {topic[:40]!r}: /help, /help policy, /help policy NAME")
+        if name:
+            self._output.show(policy_options(name.strip(), {}))
+        else:
+            self._output.show(parts_help() if topic else help_text())
+
+    async def _reset(self, argument: str) -> None:
+        self._conversation.restore(())
+        self._last = None
+        self._output.note("the conversation is cleared")
+
+    async def _system(self, argument: str) -> None:
+        if argument:
+            self._conversation.system = None if argument == "off" else argument
+        system = self._conversation.system
+        self._output.note("no system message" if system is None else f"system message: {system}")
+
+    async def _stats(self, argument: str) -> None:
+        stats = await self._client.stats()
+        self._output.show(engine_table(stats, self._client.welcome))
+        self._output.show()
+        self._output.show(counters_table(self._last, stats))
+
+    async def _why(self, argument: str) -> None:
+        self._output.show(why_text(self._last, await self._client.stats(), self._client.welcome))
+
+    async def _policy(self, argument: str) -> None:
+        if not argument:
+            stats = await self._client.stats()
+            current = stats.get("policy", self._client.welcome.policy)
+            self._output.show(policy_list(current, stats.get("policy_options", {})))
+            return
+        name, options = parse_policy(argument)
+        try:
+            changed = await self._client.set_policy(name, options)
+        except RequestFailed as e:
+            raise RequestFailed(in_chat_syntax(str(e)), e.usage) from e
+        self._output.note(policy_change(changed))
+        self._output.show(policy_options(name, options))
+
+    async def _set(self, argument: str) -> None:
+        conversation = self._conversation
+        before = conversation.settings
+        conversation.settings = after = change(before, argument, self._defaults)
+        if argument:
+            changed = [f"{key} {value_text(after, key)}" for key in KEYS if after.get(key) != before.get(key)]
+            self._output.note(in_lines(changed or ["nothing has changed"], self._output.width))
+        else:
+            self._output.show(settings_table(after))
+        for line in after.without_effect():
+            self._output.note(line)
+
+    async def _save(self, argument: str) -> None:
+        force = argument == FORCE or argument.endswith(f" {FORCE}")
+        path = _path(argument.removesuffix(FORCE).strip() if force else argument, "/save")
+        turns = self._conversation.turns
+        if not turns:
+            raise WrongUsage("there is nothing to save yet")
+        if path not in self._files and not force and _exists(path):
+            raise WrongUsage(f"{path} exists; /save {path} {FORCE} overwrites it")
+        save(Transcript(self._client.welcome.model, self._conversation.system, turns), path)
+        self._files.add(path)
+        self._output.note(f"saved {counted(len(turns) // 2, 'question')} to {path}")
+
+    async def _load(self, argument: str) -> None:
+        path = _path(argument, "/load")
+        transcript = load(path)
+        self._conversation.restore(transcript.messages)
+        self._conversation.system = transcript.system
+        self._last = None
+        self._files.add(path)
+        self._output.note(f"loaded {counted(len(transcript.messages) // 2, 'question')} from {path}")
+        if transcript.system is not None:
+            self._output.note(f"system message: {transcript.system}")
+        if transcript.model not in ("", self._client.welcome.model):
+            self._output.note(f"it was saved with another model: {transcript.model}")
+
+    async def _retry(self, argument: str) -> None:
+        before = self._conversation.turns
+        await self._answer(lambda view: self._conversation.ask_again(view, self._interrupts))
+        same = bool(before) and before == self._conversation.turns
+        if same and self._conversation.settings.sampling.temperature == 0:
+            self._output.note("the same answer: decoding is greedy; /set temperature=0.8 makes it vary")
+
+
+def policy_change(changed: PolicyChanged) -> str:
+    """A message about the policy that an engine has switched to."""
+    first = f"policy: {changed.policy}" + ("" if changed.exact else " (approximate)")
+    return "\n  ".join((first, *map(in_chat_syntax, changed.notes)))
+
+
+def _path(text: str, command: str) -> Path:
+    if not text:
+        raise WrongUsage(f"{command} needs the name of a file")
+    try:
+        return Path(text).expanduser().absolute()
+    except (RuntimeError, OSError) as e:  # ~ of an unknown user; a working directory that was removed
+        raise WrongUsage(f"{text}: {e}") from e
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as e:
+        raise WrongUsage(f"{path}: {e.strerror}") from e

@@ -1,0 +1,118 @@
+"""The chat from a pipe, and models that cannot chat."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from engines import LAUNCH, LIMIT, engines_left
+
+from launch.chat.banner import QUESTIONS, banner
+from launch.chat.models import check_can_chat
+from launch.errors import WrongUsage
+from pipeline.assets import model_dir
+from protocol.messages import VERSION, Welcome
+
+
+def piped(text: str, *arguments: str) -> tuple[int, str, str]:
+    """`launch.py` with this input: exit code, stdout and stderr."""
+    done = subprocess.run(
+        [sys.executable, LAUNCH, *arguments], input=text, capture_output=True, text=True, timeout=LIMIT
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+TALK = """What is a generator?
+/policy
+/policy random churn=1
+/help policy fiddler
+/stats
+/reset
+/retry
+/polcy
+exit
+never asked
+"""
+
+
+def test_commands_from_a_pipe_are_executed_and_stdout_holds_answers_alone(tiny_model: Path) -> None:
+    model = ("--model", str(tiny_model), "--log-level", "warning", "--name", "plain-chat")
+    code, out, err = piped(TALK, *model, "--max-tokens", "4", "--ignore-eos", "--workers", "0")
+    assert code == 1
+    assert "/" not in out
+    assert "policy" not in out
+    assert out.count("\n") >= 1
+    assert re.search(r"^\* all-host +All experts on the host", err, re.M)
+    assert re.search(r"^policy: random\nseed=the engine's .*\n(?s:.*)^churn=1 ", err, re.M)
+    assert re.search(r"^placement=known ", err, re.M)
+    assert re.search(r"^expert tiles ", err, re.M)
+    complaints = re.findall(r"^launch\.py: (.*)$", err, re.M)
+    assert len(complaints) == 2
+    assert complaints[0] == "nothing has been asked yet"
+    assert complaints[1].startswith("unknown command /polcy; did you mean /policy?")
+    assert "\x1b" not in err
+    assert engines_left() == []
+
+
+LONG = 14
+
+
+def test_full_context_keeps_room_for_answers_and_the_prefix() -> None:
+    """With the embedded model: the drops are announced once each, and most turns only add to the prompt."""
+    questions = [
+        f"What is a {word}, and what is it good for in a program?" for word in "list dictionary".split()
+    ]
+    text = "\n".join((questions * LONG)[:LONG]) + "\n/stats\n"
+    options = ("--context", "256", "--max-tokens", "40", "--ignore-eos", "--log-level", "warning")
+    code, _, err = piped(text, *options, "--name", "full-context", "--workers", "0")
+    assert code == 0
+    drops = re.findall(r"dropped the (?:oldest turn|\d+ oldest turns): the context of 256 tokens", err)
+    assert 1 <= len(drops) <= LONG // 2
+    assert "--context" not in err
+    (reused,) = re.findall(r"^KV reused +(\d+) tokens", err, re.M)
+    assert int(reused) > LONG * 40
+
+
+@pytest.mark.parametrize(
+    ("missing", "expected"), [("tokenizer.json", "no tokenizer"), ("chat_template.jinja", "no chat template")]
+)
+def test_model_that_cannot_chat_is_refused_before_it_is_loaded(
+    tmp_path: Path, missing: str, expected: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_dir(), folder)
+    check_can_chat(folder)
+    (folder / missing).unlink()
+    (folder / "model.safetensors").write_bytes(b"not a checkpoint")  # would be refused by the loader
+    began = time.monotonic()
+    code, out, err = piped("Hi?\n", "--model", str(folder))
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert expected in err
+    assert "generate" in err
+    assert time.monotonic() - began < LIMIT / 4
+
+
+def test_shape_cannot_chat() -> None:
+    with pytest.raises(WrongUsage, match="random weights and no tokenizer"):
+        check_can_chat(Path("shape:qwen3-30b-a3b"))
+
+
+def test_banner_says_what_the_embedded_model_is_for() -> None:
+    def of(model: str) -> str:
+        return "\n".join(
+            banner(Welcome(VERSION, "e", model, "f", "cpu", "daop", False, 10, 10, True, True), "Be brief.")
+        )
+
+    embedded = of(str(model_dir()))
+    assert "for trying the engine" in embedded
+    assert all(question in embedded for question in QUESTIONS)
+    assert "daop (approximate)" in embedded
+    other = of("/models/other")
+    assert "trying" not in other
+    assert "system message: Be brief." in other
