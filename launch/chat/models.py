@@ -16,7 +16,7 @@ NO_TEMPLATE = "this model has no chat template, so it cannot chat: `generate --p
 
 def check_can_chat(folder: Path) -> None:
     """Raises WrongUsage, one line with what to do, for a model without tokenizer or chat template, and
-    ModelError for an unknown shape or a damaged tokenizer. A folder that is no model is left to the loader."""
+    ModelError for an unknown shape or a damaged tokenizer. What is no model is left to the loader."""
     if is_shape(folder):
         shape_config(str(folder))
         raise WrongUsage(

@@ -35,7 +35,7 @@ class Daop(Policy):
     (graceful degradation)."""
 
     name = "daop"
-    help: ClassVar[str] = "Cache by prompt; the host begins a layer early"
+    help: ClassVar[str] = "Cache by prompt; the host runs a layer ahead"
     exact = False
     options: ClassVar[tuple[Option, ...]] = (
         Choice(

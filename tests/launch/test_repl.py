@@ -77,7 +77,7 @@ def _session(env: dict[str, str]) -> None:
         terminal.keys("Tab")
         terminal.until(r"^> /policy random\b")
         terminal.keys("Enter")
-        terminal.until(r"^policy: random\n\n>$")
+        terminal.until(r"^policy: random\nseed=the engine's (?s:.+)^churn=0 .*\n\n>$")
         terminal.line("And a decorator?")
         third = summaries(terminal.until(lambda screen: len(summaries(screen)) == 3))[-1]
         assert reused_tokens(third) > reused_tokens(second)  # the KV survives the change of policy
@@ -176,7 +176,7 @@ def _commands(terminal: Terminal, file: Path) -> None:
     for turns in (3, 4):  # with the loaded turn, the second of these exceeds the context
         terminal.line("word " * 110)
         terminal.until(lambda screen, turns=turns: len(summaries(screen)) == turns)
-    terminal.until("^the oldest turn was dropped: ")
+    terminal.until("^dropped the 2 oldest turns: ")
     terminal.line("word " * 300)
     terminal.until("context is 256")
     terminal.line("/stats")
