@@ -63,6 +63,7 @@ class Conversation:
         self.system = system
         self._client = client
         self._turns: list[ChatMessage] = []
+        self._dropping = False  # the last question dropped turns
 
     @property
     def turns(self) -> tuple[ChatMessage, ...]:
@@ -72,6 +73,7 @@ class Conversation:
     def restore(self, turns: Sequence[ChatMessage]) -> None:
         """Replace the turns by these, questions and answers in pairs."""
         self._turns = list(turns)
+        self._dropping = False
 
     async def ask(self, text: str, view: View, interrupts: Interrupts) -> Reply:
         """Raises AnswerLost where the engine shuts down meanwhile, EngineGone, and RequestFailed where the
@@ -90,7 +92,8 @@ class Conversation:
         room = answer_room(context, self.settings.max_tokens)
         kept = turns
         while True:
-            notice = _dropped((len(turns) - len(kept)) // 2, context)
+            # Where every turn drops one, beside a long system message, it is said once.
+            notice = "" if self._dropping else _dropped((len(turns) - len(kept)) // 2, context)
             try:
                 # A question alone may leave any room.
                 reply = await self._answer(kept, room if len(kept) > 1 else 1, view, interrupts, notice)
@@ -100,6 +103,7 @@ class Conversation:
                 kept, room = trimmed(kept, self.system, tokens=e.tokens, context=context, room=room)
             else:
                 self._turns = [*kept, ChatMessage("assistant", reply.text)]
+                self._dropping = len(kept) < len(turns)
                 return reply
 
     async def _answer(

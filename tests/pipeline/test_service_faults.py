@@ -111,6 +111,16 @@ async def test_invalid_request_is_refused_in_one_line(engine, message, reason) -
         assert len((await raw.to_the_end(0))[0]) == 2
 
 
+async def test_prompt_that_leaves_less_than_reserved_is_refused_with_its_length(engine) -> None:
+    async with raw_client(engine[1]._endpoint) as raw:
+        await raw.send(Generate(0, token_ids=(7,) * 100, reserve=157))
+        ((answer,), _) = await raw.until_stats()
+        assert (answer.reason, answer.usage, answer.stats) == ("error", True, {"prompt_tokens": 100})
+        assert "with 157 tokens of an answer; shorten it" in one_line(answer.error)
+        await raw.send(Generate(0, token_ids=(7,) * 100, reserve=156, max_tokens=1))
+        assert len((await raw.to_the_end(0))[0]) == 2
+
+
 @pytest.mark.parametrize(("name", "value"), BAD_SAMPLING.items())
 async def test_invalid_sampling_is_refused(engine, name, value) -> None:
     with pytest.raises(RequestFailed, match=name) as caught:
