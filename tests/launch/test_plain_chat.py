@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -88,6 +89,9 @@ def test_model_that_cannot_chat_is_refused_before_it_is_loaded(
     shutil.copytree(model_dir(), folder)
     check_can_chat(folder)
     (folder / missing).unlink()
+    settings = folder / "tokenizer_config.json"
+    others = {key: value for key, value in json.loads(settings.read_text()).items() if key != "chat_template"}
+    settings.write_text(json.dumps(others))
     (folder / "model.safetensors").write_bytes(b"not a checkpoint")  # would be refused by the loader
     began = time.monotonic()
     code, out, err = piped("Hi?\n", "--model", str(folder))

@@ -168,8 +168,8 @@ def test_load_refuses_pipes_devices_and_missing_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "some", "none"),
     [
-        ("/", {"help", "policy ", "quit"}, set()),
-        ("/s", {"set ", "save ", "stats", "system "}, {"help"}),
+        ("/", {"help ", "policy ", "quit"}, set()),
+        ("/s", {"set ", "save ", "stats", "system "}, {"help "}),
         ("/w", {"why"}, {"stats"}),
         ("/help ", {"policy "}, {"random"}),
         ("/help policy ra", {"random"}, {"fiddler"}),
@@ -182,9 +182,9 @@ def test_load_refuses_pipes_devices_and_missing_files(tmp_path: Path) -> None:
         ("/set to", {"top_k=", "top_p="}, {"stop="}),
         ("/set top_k=1 ignore_eos=", {"on", "off"}, set()),
         ("/load {}/talk", {".json"}, set()),
-        ("//", set(), {"help"}),
-        ("what is /", set(), {"help"}),
-        ("/system a\n/", set(), {"help"}),
+        ("//", set(), {"help "}),
+        ("what is /", set(), {"help "}),
+        ("/system a\n/", set(), {"help "}),
     ],
 )
 def test_completion(tmp_path: Path, line: str, some: set[str], none: set[str]) -> None:
