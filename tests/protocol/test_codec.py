@@ -190,7 +190,7 @@ WRONG = [
     ),
     (Generate(1, sampling={}), "Generate.sampling must be Sampling, not dict"),
     (Generate(1, messages=(Sampling(),)), "Generate.messages must be ChatMessage, not Sampling"),
-    (Generate(1, prompt="x" * (4 << 20)), "Generate: 4194509 bytes of header, the limit is 4194304"),
+    (Generate(1, prompt="x" * (4 << 20)), "Generate: 4194518 bytes of header, the limit is 4194304"),
     (StatsReply(1, {1: 2}), "StatsReply.stats must be str, not 1"),
     (
         StatsReply(1, {"a": np.float32(1)}),
