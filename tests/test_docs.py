@@ -15,7 +15,7 @@ PACKAGES = ("protocol", "shm", "workers", "pipeline", "launch", "benchmarks")
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
 PATH = re.compile(r"`((?:launch|pipeline|workers|shm|protocol|tests|benchmarks|docs)/[\w./-]*)`")
 LINK = re.compile(r"\]\(([^)#:]+)\)")
-COMMAND = re.compile(r"^python launch\.py(.*?)(?: {2,}.*)?$", re.MULTILINE)
+COMMAND = re.compile(r"^(?:\$ )?python launch\.py(.*?)(?: {2,}.*)?$", re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -40,9 +40,39 @@ def test_shown_commands_are_understood(page: Path) -> None:
         parse(shlex.split(words))
 
 
-def test_decode_path_is_read_in_one_sitting() -> None:
+def section(heading: str) -> str:
     text = (ROOT / "docs/architecture.md").read_text()
-    section = text.partition("## The decode path: read these")[2].partition("\n## ")[0]
-    files = [ROOT / path for path in re.findall(r"^\| `([\w./]+)` \|", section, re.MULTILINE)]
-    assert 15 <= len(files) <= 20
-    assert sum(len(path.read_text().splitlines()) for path in files) <= 3500
+    return text.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+
+
+def lines_of(text: str) -> int:
+    """Of all files that a text names."""
+    return sum(len((ROOT / path).read_text().splitlines()) for path in PATH.findall(text))
+
+
+def test_decode_path_is_read_in_one_sitting() -> None:
+    path, _, others = section("The decode path: read these").partition("Also passed through")
+    assert 15 <= len(PATH.findall(path)) <= 20
+    assert lines_of(path) <= 3500
+    rows = re.findall(r"^\| (`.*?) \| (\d+) \|", others, re.MULTILINE)
+    assert rows
+    for files, lines in rows:
+        assert 0.8 < lines_of(files) / int(lines) < 1.25, files
+
+
+def test_imports_go_down_the_list_of_rooms() -> None:
+    rooms: dict[str, int] = {}
+    for number, row in enumerate(re.findall(r"^\| (`.*?) \|", section("Rooms"), re.MULTILINE)):
+        for name in re.findall(r"`([\w./]+)`", row):
+            package = "" if name.split("/")[0] in PACKAGES else f"{row[1:].split('/')[0]}/"
+            rooms[(package + name).removesuffix(".py").strip("/").replace("/", ".")] = number
+
+    def place(module: str) -> int:
+        return rooms[max((room for room in rooms if f"{module}.".startswith(f"{room}.")), key=len)]
+
+    for package in ("launch", "pipeline"):
+        for path in (ROOT / package).rglob("*.py"):
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            if module != package:
+                imported = re.findall(rf"^ *from ({package}\.[\w.]+) import", path.read_text(), re.MULTILINE)
+                assert not [name for name in imported if place(name) < place(module)], module

@@ -20,7 +20,7 @@ from shm.layout import ExpertShape
 from shm.store import Store
 from workers.child_endpoint import ChildEndpoint
 from workers.emulation import sleep_until
-from workers.host_experts import HostExperts
+from workers.kernels.host import HostKernel
 from workers.kernels.native import Team, best
 from workers.lifetime import pin
 
@@ -54,7 +54,7 @@ def fault_of(work: Work, shape: ExpertShape) -> str | None:
 
 def serve(peer: ChildEndpoint, store: Store, line: ControlLine, team: Team | None, slowdown: float) -> None:
     """Answer Work until Shutdown; `line` counts progress. `slowdown` > 1 emulates a slower host."""
-    experts = HostExperts(store, team, line)
+    kernel = HostKernel(store.layout, team, line)
     waiting: deque[Work] = deque()
     while not peer.stopped:
         for message in peer.receive(wait=not waiting):
@@ -71,10 +71,10 @@ def serve(peer: ChildEndpoint, store: Store, line: ControlLine, team: Team | Non
             if fault is not None:
                 peer.send(WorkFailed(work.seq, peer.incarnation, fault))
                 continue
-            experts.prepare()
+            kernel.prepare()
             started = time.perf_counter()
             line.begin(work.seq)
-            y = experts.compute(work)
+            y = kernel.compute_work(work, store)
             line.end()
             busy = (time.perf_counter() - started) * slowdown
             sleep_until(started + busy, line.tick)

@@ -13,7 +13,7 @@ from launch.command_line.grammar import nearest
 from launch.command_line.values import above, at_least, between
 from launch.errors import WrongUsage
 from pipeline.errors import RequestError
-from pipeline.text.sampler import validate
+from pipeline.text.generation_defaults import validate
 from protocol.messages import Sampling
 
 RANDOM_ONLY = ("top_k", "top_p", "min_p", "seed")  # without effect on a greedy answer

@@ -23,13 +23,12 @@ from torch.nn import functional
 
 from pipeline.backbone.attention import Attention, GroupedQueryAttention, LatentAttention
 from pipeline.backbone.batch import Batch, TokenSpan
-from pipeline.backbone.decode_attention import HostNorm
+from pipeline.backbone.blocks import Norm, SwiGLU
 from pipeline.backbone.embedding import Embedding
 from pipeline.backbone.linear import BiasedLinear, DenseLinear, Linear, Precision, Proceed
 from pipeline.backbone.rope import RopeTables
 from pipeline.backbone.weights import Weights
 from pipeline.checkpoint.model_source import ModelSource
-from pipeline.device.base import Device
 from pipeline.errors import ModelError
 from pipeline.models.registry import architecture_of
 from pipeline.models.spec import GroupedQuery, ModelSpec
@@ -39,57 +38,16 @@ log = logging.getLogger(__name__)
 READERS = 2  # threads that load layers: one reads while the other converts
 
 
-class _Norm:
-    """RMS norm of hidden states; LayerNorm where the checkpoint has a bias."""
-
-    def __init__(self, role: str, weights: Weights, eps: float, device: Device) -> None:
-        self._weight, self._eps = weights.vector(role), eps
-        bias = f"{role}_bias"
-        self._bias = weights.vector(bias) if bias in weights else None
-        on_host = self._bias is None and device.library is not None
-        self._host = HostNorm(self._weight, eps, device) if on_host else None
-
-    def __call__(self, h: Tensor) -> Tensor:
-        if self._host is not None and not h.requires_grad:
-            return self._host(h)
-        if self._bias is None:
-            return functional.rms_norm(h, self._weight.shape, self._weight, self._eps)
-        return functional.layer_norm(h, self._weight.shape, self._weight, self._bias, self._eps)
-
-
-@dataclass(frozen=True)
-class _SwiGLU:
-    """A feed-forward block that is applied to every row. `gate` [1, H] scales each row of its output."""
-
-    up: Linear  # [2 I, H], gate over up
-    down: Linear  # [H, I]
-    gate: Tensor | None
-
-    @classmethod
-    def load(cls, role: str, weights: Weights) -> _SwiGLU | None:
-        """None where the layer has no such block."""
-        if f"{role}_up_proj" not in weights:
-            return None
-        up = weights.linear(f"{role}_gate_proj", f"{role}_up_proj", spin=True)
-        gate = weights.vector(f"{role}_gate") if f"{role}_gate" in weights else None
-        return cls(up, weights.linear(f"{role}_down_proj"), gate)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.up(x).chunk(2, dim=1)
-        y = self.down(functional.silu(gate).mul_(up))
-        return y if self.gate is None else y * torch.sigmoid(functional.linear(x, self.gate))
-
-
 @dataclass(frozen=True)
 class _Layer:
     """A decoder layer: either `dense` or, where it has routed experts, `router` is not None."""
 
     index: int
-    attention_norm: _Norm
+    attention_norm: Norm
     attention: Attention
-    mlp_norm: _Norm
-    dense: _SwiGLU | None
-    shared: _SwiGLU | None
+    mlp_norm: Norm
+    dense: SwiGLU | None
+    shared: SwiGLU | None
     router: Tensor | None  # [E, H] float32
 
     def attend(self, h: Tensor, batch: Batch) -> Tensor:
@@ -124,7 +82,7 @@ class Backbone:
             weights = [Weights(layer_specs, tensors, precision) for layer_specs in specs]
             loading = pool.map(self._load_layer, range(spec.layers), weights)
             outer = Weights(architecture.outer(spec), tensors, precision)
-            self._norm = _Norm("norm", outer, spec.norm_eps, precision.device)
+            self._norm = Norm("norm", outer, spec.norm_eps, precision.device)
             self._embedding: Tensor | Embedding
             self._embedding, self._head = self._load_embedding_and_head(outer)
             layers = []
@@ -163,11 +121,11 @@ class Backbone:
             attention = LatentAttention(spec.attention, weights, self._precision)
         return _Layer(
             index,
-            attention_norm=_Norm("attention_norm", weights, spec.norm_eps, device),
+            attention_norm=Norm("attention_norm", weights, spec.norm_eps, device),
             attention=attention,
-            mlp_norm=_Norm("mlp_norm", weights, spec.norm_eps, device),
-            dense=_SwiGLU.load("dense", weights),
-            shared=_SwiGLU.load("shared", weights),
+            mlp_norm=Norm("mlp_norm", weights, spec.norm_eps, device),
+            dense=SwiGLU.load("dense", weights),
+            shared=SwiGLU.load("shared", weights),
             router=weights.vector("router") if "router" in weights else None,
         )
 

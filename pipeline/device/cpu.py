@@ -57,7 +57,7 @@ class CpuKernel:
         self._kernel = HostKernel(layout, team)
 
     def activations(self, x: Tensor) -> Activations:
-        return self._kernel.activations(x.numpy())
+        return Activations(x.numpy())
 
     def compute(self, tiles: Tensor, x: Activations, rows: Tensor) -> Tensor:
         return torch.from_numpy(self._kernel.compute(tiles.numpy(), x, rows.to(torch.int32).numpy()))

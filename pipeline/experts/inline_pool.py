@@ -17,7 +17,7 @@ from pipeline.coordinator_config import WorkerCores
 from pipeline.experts.host_shards import HostShard
 from protocol.messages import Work
 from shm.store import Store
-from workers.host_experts import HostExperts
+from workers.kernels.host import HostKernel
 from workers.kernels.native import Team
 
 
@@ -46,12 +46,13 @@ class InlineExpertPool:
 
     def __init__(self, store: Store, team: Team | None, slowdown: float) -> None:
         """`slowdown` > 1 waits after each share, to emulate a slower host."""
-        self._experts = HostExperts(store, team, None)
+        self._store = store
+        self._kernel = HostKernel(store.layout, team)
         self._slowdown = slowdown
 
     def wait_ready(self, limit: float) -> None:
         """Load the kernels."""
-        self._experts.prepare()
+        self._kernel.prepare()
 
     def submit(self, layer: int, shards: Sequence[HostShard], x: FloatArray) -> InlineTicket:
         """x: float32 [R, H], unchanged until `result`."""
@@ -64,7 +65,7 @@ class InlineExpertPool:
         for shard in ticket.shards:
             x = ticket.x[shard.kept]
             work = Work(0, ticket.layer, shard.items, shard.offsets, shard.rows, shard.weights, x)
-            y[shard.kept] += self._experts.compute(work)
+            y[shard.kept] += self._kernel.compute_work(work, self._store)
         ticket.busy = time.perf_counter() - started
         if self._slowdown > 1:
             time.sleep(ticket.busy * (self._slowdown - 1))

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from pipeline.errors import PromptTooLong, RequestError
 from pipeline.scheduling.jobs import Emit, GenerateJob, Job, ScoreJob
-from pipeline.text.sampler import Sampler, validate
+from pipeline.text.generation_defaults import validate
+from pipeline.text.sampler import Sampler
 from pipeline.text.tokenizer import Tokenizer
 from protocol.messages import Generate, Score
 

@@ -1,16 +1,38 @@
-"""A model's recommended sampling settings, from its generation_config.json."""
+"""Sampling settings: their limits, and a model's recommended ones, from its generation_config.json."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ModelError, RequestError
-from pipeline.text.sampler import validate
 from protocol.messages import Sampling
 
 DRAWING = ("temperature", "top_k", "top_p", "min_p")  # apply only where the file sets do_sample
+
+
+def validate(sampling: Sampling) -> None:
+    """Raise RequestError, one line, where `sampling` cannot be served."""
+    checks = (
+        ("temperature", sampling.temperature, sampling.temperature >= 0, "0 or more (0 is greedy)"),
+        ("top_k", sampling.top_k, sampling.top_k >= 0, "0 or more (0 is no limit)"),
+        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1 (1 is no limit)"),
+        ("min_p", sampling.min_p, 0 <= sampling.min_p <= 1, "from 0 to 1 (0 is no limit)"),
+        (
+            "repetition_penalty",
+            sampling.repetition_penalty,
+            0.01 <= sampling.repetition_penalty <= 100,
+            "from 0.01 to 100 (1 is none)",
+        ),
+    )
+    for name, value, good, allowed in checks:
+        # every comparison with NaN is false, infinity needs its own
+        if not good or not math.isfinite(value):
+            raise RequestError(f"{name} is {value}; it must be {allowed}")
+    if sampling.seed is not None and sampling.seed < 0:
+        raise RequestError(f"seed is {sampling.seed}; it must be 0 or more")
 
 
 def sampling_defaults(model_dir: Path) -> Sampling:

@@ -14,39 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.arrays import FloatArray
-from pipeline.errors import PipelineError, RequestError
+from pipeline.errors import PipelineError
 from protocol.messages import Sampling
 
 Scores = NDArray[np.float32] | NDArray[np.float64]  # [V], or of the remaining candidates
-
-
-def validate(sampling: Sampling) -> None:
-    """Raise RequestError, one line, where `sampling` cannot be served."""
-    checks = (
-        ("temperature", sampling.temperature, sampling.temperature >= 0, "0 or more (0 is greedy)"),
-        ("top_k", sampling.top_k, sampling.top_k >= 0, "0 or more (0 is no limit)"),
-        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1 (1 is no limit)"),
-        ("min_p", sampling.min_p, 0 <= sampling.min_p <= 1, "from 0 to 1 (0 is no limit)"),
-        (
-            "repetition_penalty",
-            sampling.repetition_penalty,
-            0.01 <= sampling.repetition_penalty <= 100,
-            "from 0.01 to 100 (1 is none)",
-        ),
-    )
-    for name, value, good, allowed in checks:
-        # every comparison with NaN is false, infinity needs its own
-        if not good or not math.isfinite(value):
-            raise RequestError(f"{name} is {value}; it must be {allowed}")
-    if sampling.seed is not None and sampling.seed < 0:
-        raise RequestError(f"seed is {sampling.seed}; it must be 0 or more")
 
 
 class Sampler:
     """One request's settings, random numbers, and ids for the repetition penalty."""
 
     def __init__(self, sampling: Sampling, seed: int, drawn: int = 0) -> None:
-        """`sampling` has passed `validate`. Equal seeds and logits give equal tokens. Continues behind the
+        """`sampling` is valid. Equal seeds and logits give equal tokens. Continues behind the
         first `drawn` tokens of a sampler with the same seed."""
         self._sampling = sampling
         self._random = np.random.default_rng(seed)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pipeline.errors import PipelineError, RequestError
-from pipeline.text.sampler import Sampler, validate
+from pipeline.text.generation_defaults import validate
+from pipeline.text.sampler import Sampler
 from protocol.messages import Sampling
 
 

@@ -17,7 +17,7 @@ from shm.control import ControlSegment
 from shm.layout import FORMATS, ExpertShape, Float32, StoreLayout, format_named
 from shm.segment import unlink
 from shm.store import Store, store_name
-from workers.kernels.host import HostKernel
+from workers.kernels.host import Activations, HostKernel
 from workers.kernels.native import best
 
 HIDDEN, TILES = 75, 3
@@ -47,7 +47,7 @@ def test_format_and_rows_alone_select_c_or_torch(name: str) -> None:
     most = {"f32": 0, "bf16": BF16_IN_C}.get(name, 1 << 62)
     for rows in (1, 2, BF16_IN_C, BF16_IN_C + 1, 17):
         x, every = states(rows), np.arange(rows, dtype=np.int32)
-        found = kernel.compute(tiles, kernel.activations(x), every)
+        found = kernel.compute(tiles, Activations(x), every)
         if library is not None and rows <= most:
             native = kernel_of(library, layout)
             expected = native.tiles(tiles, native.quantize(x), every)
@@ -60,12 +60,12 @@ def test_format_and_rows_alone_select_c_or_torch(name: str) -> None:
 def test_activations_serve_any_rows_and_both_codes(name: str) -> None:
     layout, tiles = make_tiles(name)
     kernel, x = HostKernel(layout), states(12)
-    once = kernel.activations(x)
+    once = Activations(x)
     for some in ([3], list(range(12)), [11, 0], [5, 4, 3, 2, 1, 0], [7]):
         rows = np.array(some, np.int32)
         fresh = HostKernel(layout)
         np.testing.assert_array_equal(
-            bits(kernel.compute(tiles, once, rows)), bits(fresh.compute(tiles, fresh.activations(x), rows))
+            bits(kernel.compute(tiles, once, rows)), bits(fresh.compute(tiles, Activations(x), rows))
         )
 
 
@@ -77,7 +77,7 @@ def test_progress_is_counted_by_tiles(name: str) -> None:
         line = segment.line("worker", 0)
         kernel = HostKernel(layout, line=line)
         for calls, rows in enumerate((1, 17), start=1):
-            kernel.compute(tiles, kernel.activations(states(rows)), np.arange(rows, dtype=np.int32))
+            kernel.compute(tiles, Activations(states(rows)), np.arange(rows, dtype=np.int32))
             assert line.ticks == calls * TILES
             assert segment.line("prefetcher", 0).ticks == 0
     finally:

@@ -21,6 +21,7 @@ from shm.blocks import BlockFormat
 from shm.control import ControlLine
 from shm.formats import BF16, Bytes, Float32
 from shm.layout import StoreLayout
+from shm.store import Store
 from workers.kernels.native import Geometry, Kernel, Quantized, Team, best
 
 if TYPE_CHECKING:
@@ -67,21 +68,25 @@ class HostKernel:
         if self._native is None or self._most < UNLIMITED:
             self._torch_kernel()
 
-    def activations(self, x: Float32) -> Activations:
-        """Hidden states float32 [R, H]; once per Work, not once per expert."""
-        return Activations(x)
-
-    def compute_work(self, work: Work, layer: Bytes, x: Activations) -> Float32 | None:
-        """The weighted sum over a Work's items in one call: float32 [R, H], the same bits as `compute` for
-        each of them; None if an item has more than FEW_ROWS rows, or without C. `layer`: the first tile of
-        the Work's layer."""
-        native, offsets = self._native, work.offsets
-        if native is None or len(offsets) < 2 or (offsets[1:] - offsets[:-1]).max() > FEW_ROWS:
-            return None
-        if x.native is None:
-            x.native = native.quantize(x.x)
-        stride = self._layout.expert_stride
-        return native.work(layer, stride, work.items, offsets, x.native, work.rows, work.weights, self._ticks)
+    def compute_work(self, work: Work, store: Store) -> Float32:
+        """The weighted sum over a Work's items: float32 [R, H]. For few rows it is one call of C, with the
+        same bits."""
+        native, offsets, x = self._native, work.offsets, Activations(work.x)
+        if native is not None and len(offsets) > 1 and (offsets[1:] - offsets[:-1]).max() <= FEW_ROWS:
+            layer, stride = store.tiles(work.layer, 0, 0, 1), self._layout.expert_stride
+            quantized = native.quantize(work.x)
+            return native.work(
+                layer, stride, work.items, offsets, quantized, work.rows, work.weights, self._ticks
+            )
+        y = np.zeros(work.x.shape, np.float32)
+        for (expert, lo, hi), start, end in zip(
+            work.items.tolist(), offsets.tolist(), offsets[1:].tolist(), strict=False
+        ):
+            rows = work.rows[start:end]
+            part = self.compute(store.tiles(work.layer, expert, lo, hi), x, rows)
+            part *= work.weights[start:end, None]
+            y[rows] += part  # an item names a row once
+        return y
 
     def compute(self, tiles: Bytes, x: Activations, rows: NDArray[np.int32]) -> Float32:
         """The sum of the outputs of consecutive tiles (uint8 [number * tile_bytes]) for the rows x[rows]:
