@@ -98,7 +98,7 @@ class Coordinator:
         self._stopping = asyncio.Event()
         self._exit_code = 0
 
-    async def run(self) -> int:
+    async def serve(self) -> int:
         """Serve until Shutdown or a failure. Returns the exit code."""
         self._engine.start()
         serving = (self._receive_from_supervisor(), self._serve_clients(), self._send_heartbeats())
@@ -207,7 +207,7 @@ class Coordinator:
 
 
 async def _run(config: dict[str, Any]) -> int:
-    return await Coordinator(config).run()
+    return await Coordinator(config).serve()
 
 
 def main(config: dict[str, Any]) -> int:

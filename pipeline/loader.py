@@ -104,7 +104,7 @@ class Loading:
         self.origin = ""
         self.notes: tuple[str, ...] = ()
 
-    def run(self) -> None:
+    def load(self) -> None:
         """Make a ready store under `name`. Raises NotEnoughMemory, ModelError, ShmError, Stopped."""
         for path in sweep_cache(self.cache_folder):
             log.warning(f"removed the half-written {path}, left by a loader that was killed")
@@ -230,7 +230,7 @@ def main(config: dict[str, Any]) -> int:
         control = Control(context, Path(config["runtime"]), config["identity"])
         try:
             loading = Loading(config, control)
-            loading.run()
+            loading.load()
         except Stopped:
             return 0
         except (UsageError, NotEnoughMemory, UnknownFormat) as e:

@@ -60,7 +60,7 @@ class CopyLoop:
         self._age = 0
         self._copied_at = 0.0  # when the last copy completed
 
-    def run(self) -> None:
+    def serve(self) -> None:
         """Serve orders until Shutdown."""
         while not self._peer.stopped:
             busy = bool(self._queue or self._running)
@@ -141,7 +141,7 @@ def main(config: dict[str, Any]) -> int:
         control = ControlSegment.attach(config["control"])
         with Store.attach(config["store"], config["fingerprint"], writable=True) as store:
             peer.announce((note,) if note else ())
-            CopyLoop(peer, store, config["link_gbps"], control.line("prefetcher", 0).tick).run()
+            CopyLoop(peer, store, config["link_gbps"], control.line("prefetcher", 0).tick).serve()
         control.close()
     except (ShmError, CudaError) as e:
         peer.fail(str(e))

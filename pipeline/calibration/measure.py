@@ -83,7 +83,7 @@ def calibrate(
     its counters and counts of routing unchanged. Raises RequestError for a text that is too short or where
     the KV cache has too few free tokens,
     ShardFailed, and the exceptions of `progress`."""
-    return _Measurement(ctx, Division.of(excerpts, ctx.context, most), progress).run()
+    return _Measurement(ctx, Division.of(excerpts, ctx.context, most), progress).measure()
 
 
 class _Measurement:
@@ -101,7 +101,7 @@ class _Measurement:
                 " kept conversations of other clients hold them; ask again when those have ended"
             )
 
-    def run(self) -> tuple[Calibration, Findings]:
+    def measure(self) -> tuple[Calibration, Findings]:
         with _separate_counters(self._ctx.engine):
             self._ctx.engine.set_policy(make_policy(EXACT, self._ctx.seed), None, None, counted=False)
             train_pass, trained = self._train()

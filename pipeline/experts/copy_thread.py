@@ -44,7 +44,7 @@ def start_copy_thread(
         loop.attach(copier)
         endpoint.announce()
         try:
-            loop.run()
+            loop.serve()
         except (CudaError, ShmError) as e:
             exits.give_up(f"the prefetcher failed: {e}")
         finally:

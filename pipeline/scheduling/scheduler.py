@@ -71,7 +71,7 @@ class Scheduler:
     def idle(self) -> bool:
         return not self._waiting and not self._running
 
-    def submit(self, client: bytes, message: Generate | Score) -> None:
+    def enqueue(self, client: bytes, message: Generate | Score) -> None:
         """Queue a request. Raises RequestError, one line, for a request that can never be served."""
         if (client, message.request) in self._live:
             raise NumberInUse(f"request {message.request} is already being served")

@@ -122,7 +122,7 @@ class EngineService:
     def _handle(self, client: bytes, message: EngineMessage) -> None:
         match message:
             case Generate() | Score():
-                self._submit(client, message)
+                self._enqueue(client, message)
             case Calibrate():
                 self._calibrations.serve(client, message)
             case SetPolicy():
@@ -134,9 +134,9 @@ class EngineService:
                 self._calibrations.forget(client)
                 self._scheduler.forget(client)
 
-    def _submit(self, client: bytes, message: Generate | Score) -> None:
+    def _enqueue(self, client: bytes, message: Generate | Score) -> None:
         try:
-            self._scheduler.submit(client, message)
+            self._scheduler.enqueue(client, message)
         except NumberInUse as e:  # an Error, because the Done of this number is the other request's
             self._send(client, Error(message.request, str(e)))
         except UsageError as e:

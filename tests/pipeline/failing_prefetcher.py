@@ -147,7 +147,7 @@ class FailingPrefetcher:
         loop.incarnation = incarnation
         try:
             endpoint.announce()
-            loop.run()
+            loop.serve()
         except _Exit:
             with self._lock:
                 self.present = None

@@ -50,7 +50,7 @@ class Harness:
 
     def run(self, client: bytes, message: Generate) -> None:
         """One request, and all others, to their ends."""
-        self.scheduler.submit(client, message)
+        self.scheduler.enqueue(client, message)
         self.finish()
 
     def finish(self) -> None:
@@ -93,8 +93,8 @@ def ask(request: int, prompt: int, count: int, conversation: str | None = None) 
 
 def test_congested_client_pauses_and_delays_no_other(harness) -> None:
     harness.slow.add(b"slow")
-    harness.scheduler.submit(b"slow", ask(0, 4, 5))
-    harness.scheduler.submit(b"fast", ask(0, 4, 5))
+    harness.scheduler.enqueue(b"slow", ask(0, 4, 5))
+    harness.scheduler.enqueue(b"fast", ask(0, 4, 5))
     while not harness.to(b"fast", Done):
         assert harness.scheduler.round()
     assert not harness.to(b"slow", Token)
@@ -107,9 +107,9 @@ def test_congested_client_pauses_and_delays_no_other(harness) -> None:
 
 def test_request_that_is_alone_has_longer_chunks(harness) -> None:
     harness.scheduler.chunk_alone = 16
-    harness.scheduler.submit(b"a", ask(0, 40, 1))
+    harness.scheduler.enqueue(b"a", ask(0, 40, 1))
     harness.scheduler.round()
-    harness.scheduler.submit(b"b", ask(0, 40, 20))  # neither has its first token: a has 24 to prefill
+    harness.scheduler.enqueue(b"b", ask(0, 40, 20))  # neither has its first token: a has 24 to prefill
     for round_ in range(6):  # 3 chunks of 8 each
         assert not harness.to(b"a", Token) or round_ > 3, round_
         harness.scheduler.round()
@@ -120,9 +120,9 @@ def test_request_that_is_alone_has_longer_chunks(harness) -> None:
 
 
 def test_decoding_continues_beside_a_chunked_prefill(harness) -> None:
-    harness.scheduler.submit(b"a", ask(0, 2, 20))
+    harness.scheduler.enqueue(b"a", ask(0, 2, 20))
     harness.scheduler.round()
-    harness.scheduler.submit(b"b", ask(0, 40, 2))  # 5 chunks of 8
+    harness.scheduler.enqueue(b"b", ask(0, 40, 2))  # 5 chunks of 8
     for round_ in range(5):
         assert not harness.to(b"b", Token)
         before = len(harness.to(b"a", Token))
@@ -137,8 +137,8 @@ def test_decoding_continues_beside_a_chunked_prefill(harness) -> None:
 def test_clients_take_turns_with_prefill_chunks(harness) -> None:
     """A prompt does not wait for both long prompts of another client."""
     for i in range(2):
-        harness.scheduler.submit(b"a", ask(i, 40, 2))  # 5 chunks each
-    harness.scheduler.submit(b"b", ask(0, 8, 2))
+        harness.scheduler.enqueue(b"a", ask(i, 40, 2))  # 5 chunks each
+    harness.scheduler.enqueue(b"b", ask(0, 8, 2))
     for _ in range(3):
         harness.scheduler.round()
     assert [m.reason for m in harness.to(b"b", Done)] == ["length"]
@@ -150,8 +150,8 @@ def test_waiting_requests_are_sent_their_positions_in_fair_order(engine) -> None
     other four."""
     harness = Harness(engine, CONTEXT)
     for i in range(5):
-        harness.scheduler.submit(b"a", ask(i, 1, 60))
-    harness.scheduler.submit(b"b", ask(0, 1, 60))
+        harness.scheduler.enqueue(b"a", ask(i, 1, 60))
+    harness.scheduler.enqueue(b"b", ask(0, 1, 60))
     harness.scheduler.round()
     stats = harness.scheduler.stats()
     assert (stats["running"], stats["waiting"], stats["kv_tokens_used"]) == (1, 5, 61)
@@ -180,7 +180,7 @@ def test_preempted_request_resumes_with_the_same_tokens(engine) -> None:
         alone.append(harness.answer(message.request)[0])
     harness = Harness(engine, LONGEST, LONGEST)
     for message in asked:
-        harness.scheduler.submit(b"c", message)
+        harness.scheduler.enqueue(b"c", message)
     harness.finish()
     ends = [harness.answer(i)[1] for i in range(4)]
     assert [done.reason for done in ends] == ["length"] * 4
@@ -229,8 +229,8 @@ def test_reused_sequence_shrinks_to_what_its_request_needs(engine) -> None:
     for client in (b"a", b"b", b"c"):
         harness.run(client, ask(0, 200, 40, "talk"))
     for client in (b"a", b"b", b"c"):
-        harness.scheduler.submit(client, ask(1, 12, 200, "talk"))
-    harness.scheduler.submit(b"d", ask(0, 230, 20))
+        harness.scheduler.enqueue(client, ask(1, 12, 200, "talk"))
+    harness.scheduler.enqueue(b"d", ask(0, 230, 20))
     harness.scheduler.round()
     assert harness.scheduler.stats()["running"] == 4
     assert harness.scheduler.stats()["kv_tokens_used"] <= 3 * 64 + 250
@@ -250,11 +250,11 @@ def test_many_requests_of_one_client_do_not_block_another(engine, budget) -> Non
     begins at once, and the request preempted for it is still complete in the end."""
     harness = Harness(engine, budget, LONGEST)
     for i in range(6):
-        harness.scheduler.submit(b"a", ask(i, 4, 120))
+        harness.scheduler.enqueue(b"a", ask(i, 4, 120))
     for _ in range(100):
         harness.scheduler.round()
     for client in (b"b", b"c"):
-        harness.scheduler.submit(client, ask(0, 4, 40))
+        harness.scheduler.enqueue(client, ask(0, 4, 40))
         for _ in range(3):
             harness.scheduler.round()
         assert harness.to(client, Token)
@@ -269,13 +269,13 @@ def test_generate_is_preempted_where_scores_cannot_be(engine) -> None:
     """Two clients have two requests each; one client's are Scores, so the other's newest is preempted."""
     harness = Harness(engine, LONGEST * 8, LONGEST, slots=4)
     for i in range(2):
-        harness.scheduler.submit(b"a", Score(i, token_ids=tuple(range(200)), stepwise=True))
+        harness.scheduler.enqueue(b"a", Score(i, token_ids=tuple(range(200)), stepwise=True))
         harness.scheduler.round()
     for i in range(2):
-        harness.scheduler.submit(b"d", ask(i, 4, 120))
+        harness.scheduler.enqueue(b"d", ask(i, 4, 120))
         harness.scheduler.round()
     for client in (b"m", b"n", b"o"):
-        harness.scheduler.submit(client, ask(0, 4, 20))
+        harness.scheduler.enqueue(client, ask(0, 4, 20))
     for _ in range(12):
         harness.scheduler.round()
     assert all(harness.to(client, Token) for client in (b"m", b"n"))
@@ -295,14 +295,14 @@ def test_generate_is_preempted_where_scores_cannot_be(engine) -> None:
 )
 def test_model_without_tokenizer_refuses_text(harness, message, reason) -> None:
     with pytest.raises(RequestError, match=reason):
-        harness.scheduler.submit(b"c", message)
+        harness.scheduler.enqueue(b"c", message)
     assert harness.scheduler.idle
 
 
 def test_kv_of_a_failed_request_is_not_reused(harness, monkeypatch) -> None:
     """The KV may be wrong, as the logits computed with it were not finite."""
     step = harness.scheduler.engine.step
-    harness.scheduler.submit(b"c", ask(0, 20, 6, "talk"))
+    harness.scheduler.enqueue(b"c", ask(0, 20, 6, "talk"))
     while len(harness.to(b"c", Token)) < 2:
         harness.scheduler.round()
     with monkeypatch.context() as patch:
@@ -325,7 +325,7 @@ def test_admission_leaves_capacity_for_running_sequences_to_grow(engine) -> None
     """A sequence is one token short of its capacity: a request that fits beside it only now waits, instead of
     being preempted a step later."""
     harness = Harness(engine, 2 * KV_BLOCK, 2 * KV_BLOCK)
-    harness.scheduler.submit(b"a", ask(0, KV_BLOCK - 4, 40))
+    harness.scheduler.enqueue(b"a", ask(0, KV_BLOCK - 4, 40))
     while len(harness.to(b"a", Token)) < 4:
         harness.scheduler.round()
     (job,) = harness.scheduler._running

@@ -276,7 +276,7 @@ def test_order_with_a_copy_under_way_is_not_final(fingerprint: str, cancel_at: i
     with Store.attach(store_name(fingerprint)) as store:
         loop = CopyLoop(cast(ChildEndpoint, coordinator), store, None, lambda: None)
         loop.attach(copier)
-        loop.run()
+        loop.serve()
     assert [report.final for report in coordinator.reports].count(True) == 1
     assert copier.started == (6 if cancel_at is None else cancel_at + 1)
 
