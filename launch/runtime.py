@@ -3,7 +3,6 @@
     $XDG_RUNTIME_DIR/tandem/<name>/     or /tmp/tandem-<uid>/<name>/, all 0700
         lock            flocked exclusively by the supervisor as long as it runs
         engine.json     written when the engine is ready: name, pid, model, policy, endpoint, version
-        cache.json      names of the folders of the disk cache that the engine uses
         control.sock    children -> supervisor
         client.sock     clients -> coordinator; work.sock, fetch.sock: its own children
 
@@ -32,6 +31,7 @@ from protocol.errors import ProtocolError
 from protocol.messages import VERSION
 from protocol.private_files import private_directory
 from protocol.sockets import ipc_endpoint, runtime_root
+from protocol.user_folders import user_folder
 from shm.atomic_file import atomic_file
 from shm.segment import engine_prefix
 
@@ -90,21 +90,14 @@ class RuntimeDir:
 
     def publish(self, info: EngineInfo) -> None:
         """Write engine.json, whole or not at all."""
-        self._write("engine.json", asdict(info))
-
-    def reserve_cache(self, fingerprints: list[str]) -> None:
-        """Keep these folders of the disk cache from being pruned until `remove`."""
-        self._write("cache.json", fingerprints)
+        with atomic_file(self.path / "engine.json") as file:
+            file.write(json.dumps(asdict(info)).encode())
 
     def remove_slabs(self) -> None:
         """Remove an exited coordinator's slab, where that is a shared-memory segment."""
         for path in segments(self.path):
             if "-slab-" in path.name:
                 path.unlink(missing_ok=True)
-
-    def _write(self, name: str, data: object) -> None:
-        with atomic_file(self.path / name) as file:
-            file.write(json.dumps(data).encode())
 
     def remove(self) -> None:
         """Remove the engine's segments and the directory, then release the lock. Idempotent."""
@@ -133,16 +126,6 @@ def running_engines() -> list[EngineInfo]:
             # another version's may hold more
             found.append(EngineInfo(**{field.name: found_info[field.name] for field in fields(EngineInfo)}))
     return found
-
-
-def reserved_cache() -> dict[str, str]:
-    """Folders of the disk cache that this user's engines use: fingerprint -> name of the engine."""
-    reserved: dict[str, str] = {}
-    for path in _running_dirs():
-        with suppress(OSError, ValueError, TypeError):  # just started, or stopped meanwhile
-            folders = json.loads((path / "cache.json").read_text("utf-8"))
-            reserved |= {str(folder): path.name for folder in folders}
-    return reserved
 
 
 def find_engine(name: str | None) -> EngineInfo:
@@ -194,9 +177,8 @@ def segments(runtime: Path) -> list[Path]:
 
 
 def cache_root() -> Path:
-    """The disk cache: $XDG_CACHE_HOME/tandem, usually ~/.cache/tandem."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "tandem"
+    """The disk cache."""
+    return user_folder("CACHE")
 
 
 def _engine_dirs() -> Iterator[Path]:

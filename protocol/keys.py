@@ -19,6 +19,7 @@ from zmq.utils import z85
 
 from protocol.errors import NotPrivate, ProtocolError
 from protocol.private_files import OTHERS_READ_OR_WRITE, check_private
+from protocol.user_folders import user_folder
 
 ENGINE_FILE, CLIENT_FILE = "engine.key", "client.key"
 _KINDS = {
@@ -57,9 +58,8 @@ class Address:
 
 
 def keys_folder() -> Path:
-    """The default folder of key files: $XDG_CONFIG_HOME/tandem/keys, usually ~/.config/tandem/keys."""
-    given = os.environ.get("XDG_CONFIG_HOME", "")
-    return (Path(given) if os.path.isabs(given) else Path.home() / ".config") / "tandem" / "keys"
+    """The default folder of key files."""
+    return user_folder("CONFIG") / "keys"
 
 
 def new_keys() -> tuple[EngineKeys, ClientKeys]:

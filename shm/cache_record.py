@@ -14,6 +14,8 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from shm.atomic_file import atomic_file
+
 RECORD = "about.json"
 MAX_RECORD = 1 << 16  # bytes
 
@@ -37,9 +39,8 @@ def note_use(folder: Path, record: CacheRecord) -> None:
         if read_record(folder) == record:
             os.utime(path)
             return
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            json.dump(asdict(record), file)
+        with atomic_file(path) as file:
+            file.write(json.dumps(asdict(record)).encode())
     except OSError as e:
         log.debug(f"no use was noted in {folder}: {e.strerror}")
 

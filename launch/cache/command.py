@@ -11,6 +11,7 @@ from launch.cache.prune import remove, select
 from launch.cache.report import describe, entry_to_json, table, to_json
 from launch.command_line.options import Options
 from launch.runtime import cache_root
+from launch.terminal.format import printable
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
 from shm.errors import ShmError
@@ -45,7 +46,7 @@ def _prune(options: Options, folder: Path, entries: Sequence[Entry]) -> int:
                 in_use.append(entry)
         except (OSError, ShmError) as e:
             failed.append(entry)
-            log.warning(f"{entry.path} could not be removed: {e}")
+            log.warning(f"{printable(str(entry.path))} could not be removed: {e}")
     rest = sum(entry.size for entry in entries if entry.on_disk and entry not in removed)
     if "json" in written:
         figures = {

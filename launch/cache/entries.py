@@ -1,8 +1,9 @@
 """The entries of the disk cache, and the kept stores in shared memory. Read-only.
 
     <cache folder>/<fingerprint>/   store.bin | backbone.bin | calibration.safetensors, calibration.txt
-                                    about.json: `shm/cache_record.py`; *.tmp and .NAME.PID: being written
-    <cache folder>/costs/*.json     measured costs; .new-*: being written
+                                    about.json: `shm/cache_record.py`; *.tmp and .NAME.*: being written
+    <cache folder>/costs/*.json     measured costs; .NAME.*: being written
+    <cache folder>/.locks           the engines' leases of entries: `shm/cache_lease.py`
     /dev/shm/tandem-store-*         stores, in use or left by --keep-store
 
 Everything else in the cache folder is unknown: not written by this program.
@@ -16,14 +17,15 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launch.runtime import SHM, reserved_cache
+from launch.runtime import SHM
 from launch.terminal.format import model_name
 from pipeline.backbone import disk_cache as backbone_cache
 from pipeline.calibration import cost_cache
 from pipeline.calibration import file as calibration_file
+from shm.cache_lease import KEY_DIGITS, LOCK_FOLDER, lease_key, users
 from shm.cache_record import RECORD, last_use, read_record
 from shm.disk_cache import FINGERPRINT, STORE_FILE, UNFINISHED, CachedStore
 from shm.errors import ShmError
@@ -33,6 +35,7 @@ from shm.store import Store, store_prefix
 UNKNOWN = "unknown"
 KINDS = {STORE_FILE: "store", backbone_cache.NAME: "backbone", calibration_file.NAME: "calibration"}
 LOCKED = (UNFINISHED, backbone_cache.UNFINISHED)  # their writers hold a lock on them
+TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")  # of `shm/atomic_file.py`
 WRITING_SECONDS = 60.0  # a small file that has no lock may be written for so long
 
 
@@ -57,32 +60,32 @@ class Entry:
         """Of a store, a backbone or a calibration; of a kept store its first 16 digits."""
         return _kept_key(self.path) or self.path.parent.name
 
+    @property
+    def lease_key(self) -> str:
+        """Of the leases that keep it from being removed."""
+        return self.path.stem if self.kind == "costs" else lease_key(self.fingerprint)
+
 
 def scan(folder: Path) -> list[Entry]:
     """All entries, the least recently used first. Entries removed meanwhile are left out."""
-    reserved = reserved_cache()
     found: list[Entry] = []
     for path in _children(folder):
         with suppress(FileNotFoundError):
             if path.is_symlink() or not path.is_dir():
                 found.append(_unknown(path))
+            elif path.name == LOCK_FOLDER:
+                continue
             elif path.name == cost_cache.FOLDER:
                 found += [_costs(entry) for entry in _children(path)]
             elif FINGERPRINT.fullmatch(path.name):
-                found += _fingerprint_folder(path, reserved.get(path.name, ""))
+                found += _fingerprint_folder(path)
             else:
                 found.append(_unknown(path))
     for path in _children(SHM):
         if _kept_key(path):
             with suppress(FileNotFoundError):
-                found.append(_kept_store(path, reserved))
+                found.append(_kept_store(path, users(folder, _kept_key(path))))
     return sorted(found, key=lambda entry: entry.last_use)
-
-
-def store_in_use(fingerprint: str) -> str:
-    """The engine or process that uses, builds or reads a store in shared memory, for a person."""
-    with unused_store(fingerprint) as unused:
-        return "" if unused else "an engine"
 
 
 def writer_of(path: Path) -> str:
@@ -103,7 +106,7 @@ def writer_of(path: Path) -> str:
 
 def _kept_key(path: Path) -> str:
     """The first 16 digits of the fingerprint in the name of a store's segment; empty for other names."""
-    match = re.fullmatch(rf"{store_prefix()[1:]}([0-9a-f]{{16}})-{os.geteuid()}", path.name)
+    match = re.fullmatch(rf"{store_prefix()[1:]}([0-9a-f]{{{KEY_DIGITS}}})-{os.geteuid()}", path.name)
     return match[1] if match else ""
 
 
@@ -114,13 +117,14 @@ def _children(folder: Path) -> list[Path]:
         return []
 
 
-def _fingerprint_folder(folder: Path, engine: str) -> Iterator[Entry]:
+def _fingerprint_folder(folder: Path) -> Iterator[Entry]:
     record, used = read_record(folder), last_use(folder)
+    in_use = users(folder.parent, lease_key(folder.name))
     for path in _children(folder):
         kind = KINDS.get(path.name)
         if path.name in (RECORD, calibration_file.READABLE):
             continue
-        if path.name in LOCKED or re.fullmatch(r"\.calibration\..*\.[0-9]+", path.name):
+        if path.name in LOCKED or TEMPORARY.fullmatch(path.name):
             yield Entry("unfinished", path, *_size_and_time(path), in_use=writer_of(path))
         elif kind is None or path.is_symlink() or not path.is_file():
             yield _unknown(path)
@@ -128,9 +132,6 @@ def _fingerprint_folder(folder: Path, engine: str) -> Iterator[Entry]:
             model, format = ("", "") if record is None else (record.model, record.format)
             if kind == "store" and not model:
                 model, format = _of_cached_store(folder)
-            in_use = f"engine {engine}" if engine else ""
-            if kind == "store" and not in_use:
-                in_use = store_in_use(folder.name)
             size, written = _size_and_time(path)
             if kind == "calibration":
                 with suppress(FileNotFoundError):
@@ -150,26 +151,29 @@ def _of_cached_store(folder: Path) -> tuple[str, str]:
 
 def _costs(path: Path) -> Entry:
     size, used = _size_and_time(path)
-    if path.name.startswith(".new-"):
+    if TEMPORARY.fullmatch(path.name):
         return Entry("unfinished", path, size, used, in_use=writer_of(path))
+    if not cost_cache.FILE_NAME.fullmatch(path.name):
+        return _unknown(path)
+    entry = Entry("costs", path, size, used, in_use=users(path.parent.parent, path.stem))
     try:
         record = cost_cache.read(path)
-    except (OSError, ValueError):
-        return _unknown(path)
-    return Entry("costs", path, size, used, _short(record.model), record.setting.format)
+    except (OSError, ValueError):  # damaged
+        return entry
+    return replace(entry, model=_short(record.model), format=record.setting.format)
 
 
-def _kept_store(path: Path, reserved: dict[str, str]) -> Entry:
+def _kept_store(path: Path, engines: str) -> Entry:
+    """`engines`: those that hold a lease of its entry in this cache folder."""
     size, used = _size_and_time(path)
-    fingerprint = _kept_key(path)
-    in_use = store_in_use(fingerprint)
-    engines = [f"engine {name}" for folder, name in reserved.items() if folder.startswith(fingerprint)]
+    with unused_store(_kept_key(path)) as unused:
+        in_use = "" if unused else engines or "an engine"
     try:
         with Store.attach(f"/{path.name}") as store:
             model, format = store.manifest.source, store.manifest.format
     except ShmError:
         model, format = "", ""
-    return Entry("kept store", path, size, used, _short(model), format, in_use and (engines or [in_use])[0])
+    return Entry("kept store", path, size, used, _short(model), format, in_use)
 
 
 def _unknown(path: Path) -> Entry:

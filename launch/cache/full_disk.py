@@ -14,7 +14,7 @@ from pipeline.config import ResolvedConfig
 from pipeline.memory.needs import Needs
 from pipeline.models.registry import expert_shape
 from shm.disk_cache import store_path
-from shm.layout import FORMATS, BlockFormat, format_named
+from shm.layout import format_named
 from shm.segment import byte_size
 
 MOST_NAMED = 3  # entries
@@ -31,10 +31,9 @@ def cache_use(model: Path, config: ResolvedConfig, needs: Needs, folder: Path) -
     missing = 0
     if source.worth_keeping(config.format) and not store_path(folder, store).exists():
         missing += needs.store
-    quantized = isinstance(FORMATS[config.backbone_dtype], BlockFormat) and config.device == "cpu"
-    written = quantized and source.worth_keeping(config.backbone_dtype)
+    written = needs.backbone_file and source.worth_keeping(config.backbone_dtype)
     if written and not (folder / backbone / backbone_cache.NAME).exists():
-        missing += needs.backbone
+        missing += needs.backbone_file
     return [store, backbone, calibration], missing
 
 
@@ -45,10 +44,15 @@ def full_disk_line(folder: Path, missing: int) -> str:
         return ""
     line = f"the disk of {folder} has {byte_size(free)} free, and {byte_size(missing)} would be kept there: "
     entries = [entry for entry in scan(folder) if entry.on_disk]
-    target = max(sum(entry.size for entry in entries) - (missing - free), 0)
+    size = sum(entry.size for entry in entries)
+    removable = select(entries, None, 0).remove
+    most = sum(entry.size for entry in removable)
+    if free + most < missing:
+        can = f"only {byte_size(most)} there" if most else "nothing there"
+        lack = byte_size(missing - free)
+        return line + f"{can} can be removed; free {lack} on that disk, or each start is as slow as this one"
+    target = size - (missing - free)
     removable = select(entries, None, target).remove
-    if not removable:
-        return line + "nothing there can be removed, and the next start will be as slow as this one"
     large = sorted(removable, key=lambda entry: -entry.size)[:MOST_NAMED]
     more = len(removable) - len(large)
     names = "; ".join(describe(entry) for entry in large) + f" and {more} more" * bool(more)

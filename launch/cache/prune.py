@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launch.cache.entries import UNKNOWN, Entry, writer_of
-from launch.runtime import reserved_cache
 from pipeline.calibration import file as calibration_file
 from protocol.sockets import runtime_root
+from shm.cache_lease import unused_entry
 from shm.cache_record import remove_empty
-from shm.locks import remove_kept, unused_store
+from shm.locks import remove_kept
 
 DAY = 86400.0
 
@@ -48,20 +48,19 @@ def remove(entry: Entry) -> bool:
     match entry.kind:
         case "kept store":
             return remove_kept(entry.fingerprint, runtime_root())
-        case "store":
-            with unused_store(entry.fingerprint) as unused:
-                return unused and _unlink(entry)
         case "unfinished":
             if writer_of(entry.path):
                 return False
-    return _unlink(entry)
+            _unlink(entry)
+            return True
+    with unused_entry(entry.path.parent.parent, entry.lease_key) as unused:
+        if unused:
+            _unlink(entry)
+        return unused
 
 
-def _unlink(entry: Entry) -> bool:
-    if entry.fingerprint in reserved_cache():
-        return False
+def _unlink(entry: Entry) -> None:
     entry.path.unlink(missing_ok=True)
     if entry.kind == "calibration":
         entry.path.with_name(calibration_file.READABLE).unlink(missing_ok=True)
     remove_empty(entry.path.parent)
-    return True

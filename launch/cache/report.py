@@ -11,6 +11,7 @@ from typing import Any
 from rich.text import Text
 
 from launch.cache.entries import UNKNOWN, Entry
+from launch.terminal.format import printable
 from launch.terminal.tables import make_table, render
 from shm.segment import byte_size
 
@@ -25,16 +26,15 @@ def table(folder: Path, entries: Sequence[Entry]) -> str:
     used = any(entry.in_use for entry in entries)
     shown = make_table("kind", "model", "format", "last use", *["in use by"] * used, numbers=("size",))
     for entry in entries:
-        name = entry.path.name if entry.kind in (UNKNOWN, "unfinished") else entry.model
         shown.add_row(
             Text(entry.kind, style="dim" if entry.kind == UNKNOWN else ""),
-            Text(name),
-            entry.format,
+            Text(_name(entry)),
+            Text(printable(entry.format)),
             age(entry.last_use),
             *[Text(entry.in_use, style="green")] * used,
             byte_size(entry.size),
         )
-    note = "unknown files were not made by Tandem, and are never removed\n"
+    note = "unknown files are of another program or version, and are never removed\n"
     return render(shown, "") + note * any(entry.kind == UNKNOWN for entry in entries) + sums
 
 
@@ -61,9 +61,14 @@ def entry_to_json(entry: Entry) -> dict[str, Any]:
 
 def describe(entry: Entry) -> str:
     """In a few words: "store of Mixtral-8x7B in int4, 24.10 GB, used 3 days ago"."""
-    of = f" {entry.path.name}" if entry.kind == "unfinished" else f" of {entry.model}"
-    format = f" in {entry.format}" if entry.format else ""
-    return f"{entry.kind}{of}{format}, {byte_size(entry.size)}, used {age(entry.last_use)}"
+    of = "" if entry.kind == "unfinished" else " of"
+    format = f" in {printable(entry.format)}" if entry.format else ""
+    return f"{entry.kind}{of} {_name(entry)}{format}, {byte_size(entry.size)}, used {age(entry.last_use)}"
+
+
+def _name(entry: Entry) -> str:
+    """Of its model, or of a file that tells none."""
+    return printable(entry.path.name if entry.kind in (UNKNOWN, "unfinished") else entry.model)
 
 
 def age(then: float) -> str:

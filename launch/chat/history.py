@@ -14,15 +14,14 @@ from pathlib import Path
 
 from prompt_toolkit.history import History
 
+from protocol.user_folders import user_folder
+
 MAX_LINES = 2000  # a file of more than twice as many is cut to these when it is loaded
 MAX_BYTES = 8 << 20  # read from the end of the file
 
 
 def history_file() -> Path:
-    """The path by the XDG rules: a relative $XDG_STATE_HOME counts as not set."""
-    state = os.environ.get("XDG_STATE_HOME", "")
-    base = Path(state) if state.startswith("/") else Path.home() / ".local" / "state"
-    return base / "tandem" / "history"
+    return user_folder("STATE") / "history"
 
 
 class PrivateFileHistory(History):

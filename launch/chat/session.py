@@ -17,10 +17,11 @@ from launch.chat.policy_tables import parts_help, policy_list, policy_options
 from launch.chat.settings import KEYS, change, value_text
 from launch.chat.summary import summary
 from launch.chat.tables import counters_table, engine_table, help_text, settings_table
-from launch.chat.text import counted, in_chat_syntax, in_lines
+from launch.chat.text import in_chat_syntax, in_lines
 from launch.chat.transcript import Transcript, load, save
 from launch.chat.why import why_text
 from launch.errors import WrongUsage
+from launch.terminal.format import count
 from launch.terminal.interrupts import Interrupts
 from protocol.client import Client
 from protocol.errors import RequestFailed
@@ -182,7 +183,7 @@ class Session:
             raise WrongUsage(f"{path} exists; /save {path} {FORCE} overwrites it")
         save(Transcript(self._client.welcome.model, self._conversation.system, turns), path)
         self._files.add(path)
-        self._output.note(f"saved {counted(len(turns) // 2, 'question')} to {path}")
+        self._output.note(f"saved {count(len(turns) // 2, 'question')} to {path}")
 
     async def _load(self, argument: str) -> None:
         path = _path(argument, "/load")
@@ -191,7 +192,7 @@ class Session:
         self._conversation.system = transcript.system
         self._last = None
         self._files.add(path)
-        self._output.note(f"loaded {counted(len(transcript.messages) // 2, 'question')} from {path}")
+        self._output.note(f"loaded {count(len(transcript.messages) // 2, 'question')} from {path}")
         if transcript.system is not None:
             self._output.note(f"system message: {transcript.system}")
         if transcript.model not in ("", self._client.welcome.model):

@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from launch.chat.conversation import Reply
-from launch.chat.text import counted
 from launch.phase_profile import PhaseProfile
-from launch.terminal.format import percent
+from launch.terminal.format import count, percent
 from shm.segment import byte_size
 
 
 def summary(reply: Reply, emulation: str, max_tokens: int) -> list[str]:
     """The parts of the summary line below an answer."""
     stats = reply.done.stats
-    parts = [counted(reply.tokens, "token")]
+    parts = [count(reply.tokens, "token")]
     if stats.get("decode_tok_s"):
         parts.append(f"{stats['decode_tok_s']:.1f} tok/s")
     if reply.first_s is not None:
@@ -26,7 +25,7 @@ def summary(reply: Reply, emulation: str, max_tokens: int) -> list[str]:
         parts.append(f"host {percent(sum(phase['host_tiles'] for phase in phases) / tiles)}")
         parts.append(f"{byte_size(sum(phase['fetched_bytes'] for phase in phases))} moved")
     if times := stats.get("preemptions"):
-        parts.append(f"preempted {counted(times, 'time')}")
+        parts.append(f"preempted {count(times, 'time')}")
     if reply.done.reason == "length":
         parts.append("cut at max_tokens" if reply.tokens >= max_tokens else "cut at the context's end")
     elif reply.done.reason == "cancelled":

@@ -36,8 +36,3 @@ def in_chat_syntax(text: str) -> str:
         return f"/policy {found[1]} {found[2]}{more}"
 
     return _SET.sub(as_command, text)
-
-
-def counted(count: int, noun: str) -> str:
-    """ "1 token", "2 tokens"."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -181,11 +181,11 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
     of_model = "with --model: whether it fits, and with which options; nothing is loaded"
     _add_sizes(doctor.add_argument_group("a model", of_model).add_argument)
 
-    cache = subparsers.add_parser("cache", help="list and prune what is kept on disk")
+    cache = subparsers.add_parser("cache", help="list and prune what is kept on disk and in shared memory")
     add = cache.add_argument
     prune = "remove entries that are not in use, by --older-than, --to or both"
     add("--prune", action="store_true", help=prune)
-    old = "those last used more than DAYS days ago"
+    old = "those last used more than DAYS days ago, on disk and of --keep-store in shared memory"
     add("--older-than", type=between(0.0, MAX_DAYS), metavar="DAYS", help=old)
     to = "the least recently used, until the rest takes at most SIZE on disk (such as 20GB)"
     add("--to", type=size, metavar="SIZE", help=to)

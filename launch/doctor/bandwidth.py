@@ -13,7 +13,7 @@ from typing import Any
 from launch.doctor.finding import Finding, Topic
 from launch.doctor.models import Reads
 from launch.doctor.trials import TrialFailed, trial
-from launch.terminal.format import percent
+from launch.terminal.format import percent, rate
 from shm.segment import SHM_FOLDER, byte_size, free_shm_bytes
 
 TOPIC = Topic("speed")
@@ -124,8 +124,8 @@ def busy(load: float, cores: int) -> list[Finding]:
 
 def explain(found: Bandwidth, embedded: Reads, example: Reads, cache: int | None) -> Iterator[Finding]:
     """What the figures mean for the embedded model and for `example`, a large model."""
-    each = f"one core reads {found.one / 1e9:.1f} GB/s"
-    both = f", {found.cores} together {found.all / 1e9:.1f} GB/s" if found.cores > 1 else ""
+    each = f"one core reads {rate(found.one)}"
+    both = f", {found.cores} together {rate(found.all)}" if found.cores > 1 else ""
     bound = (
         f"a token of {example.name} reads {byte_size(example.token)} of experts: "
         f"at most {found.all / example.token:.2g} tokens/s with all-host"
@@ -136,9 +136,9 @@ def explain(found: Bandwidth, embedded: Reads, example: Reads, cache: int | None
     yield TOPIC.ok(each + both, bound + here)
     if found.one_huge is not None and found.one_huge > GAIN * found.one:
         yield TOPIC.note(
-            f"one core reads {found.one_huge / 1e9:.1f} GB/s from huge pages",
+            f"one core reads {rate(found.one_huge)} from huge pages",
             f"{percent(found.one_huge / found.one - 1)} more than from the small pages of /dev/shm",
             "sudo mount -o remount,huge=within_size /dev/shm",
         )
     means = "with --device cpu this is the link: the rate at which the prefetcher can move tiles"
-    yield TOPIC.ok(f"one core copies {found.copy / 1e9:.1f} GB/s", means)
+    yield TOPIC.ok(f"one core copies {rate(found.copy)}", means)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.doctor.finding import Finding, Topic
-from launch.terminal.format import model_name
+from launch.terminal.format import model_name, rate
 from pipeline.calibration.cost_cache import FOLDER, Record, measured_here
 from shm.segment import byte_size
 
@@ -97,5 +97,5 @@ def _time(seconds: float) -> str:
 def _rate(seconds: float, record: Record) -> str:
     """`seconds`: of all tiles of an expert. The time of one tile, and its rate."""
     tile = seconds / record.tiles
-    gbps = "" if not tile else f" ({record.tile_bytes / tile / 1e9:.3g} GB/s)"
+    gbps = "" if not tile else f" ({rate(record.tile_bytes / tile)})"
     return f"{_time(tile)}{gbps}"

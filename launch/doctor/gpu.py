@@ -14,6 +14,7 @@ from launch.doctor.finding import Finding, Topic
 from launch.doctor.models import Reads
 from launch.doctor.software import installed, pip_install
 from launch.doctor.trials import TrialFailed, trial
+from launch.terminal.format import rate
 from shm.kernel_files import contents, entries
 from shm.segment import byte_size
 
@@ -119,9 +120,9 @@ async def _ipc(wsl: bool) -> Finding:
     return TOPIC.problem(f"CUDA IPC does not work: {reason}", means, "start engines with --prefetcher thread")
 
 
-def _link(rate: float, example: Reads) -> Finding:
+def _link(pace: float, example: Reads) -> Finding:
     means = (
         f"where every expert of a token is fetched ({byte_size(example.token)} of {example.name}), "
-        f"at most {rate / example.token:.2g} tokens/s"
+        f"at most {pace / example.token:.2g} tokens/s"
     )
-    return TOPIC.ok(f"host to device: {rate / 1e9:.1f} GB/s from page-locked memory", means)
+    return TOPIC.ok(f"host to device: {rate(pace)} from page-locked memory", means)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from launch.cache.entries import scan
+from launch.cache.report import free_bytes
 from launch.doctor.finding import Finding, Topic
 from launch.runtime import SHM, cache_root, running_engines, sweep
 from pipeline.models.shapes import short_name
@@ -19,13 +19,13 @@ from shm.segment import byte_size
 
 TOPIC = Topic("places")
 LONGEST = "x" * 32  # an engine's name
+LISTED = "`python launch.py cache` lists and prunes"
 OWN_FOLDER = "set XDG_RUNTIME_DIR to a folder of your own with a short name"
-STORES = "tandem-store-*"
 
 
 def inspect() -> list[Finding]:
     """Removes the leftovers of killed engines, as every start does, and reports them."""
-    return [*_runtime_findings(), *store_findings(), _cache_finding(cache_root())]
+    return [*_runtime_findings(), *cache_findings(cache_root())]
 
 
 def _runtime_findings() -> Iterator[Finding]:
@@ -58,23 +58,19 @@ def _runtime_findings() -> Iterator[Finding]:
         yield TOPIC.ok("no engine is running", "none competes for cores and memory")
 
 
-def store_findings(folder: Path = SHM) -> list[Finding]:
-    """A finding on this user's stores in shared memory, if any."""
-    try:
-        found = [path.stat() for path in folder.glob(STORES)]
-    except OSError:
-        return []  # a store was just removed; or the folder is missing, which shared_memory reports
-    stores = [status.st_size for status in found if status.st_uid == os.geteuid()]
-    if not stores:
-        return []
-    size = byte_size(sum(stores))
-    count = f"{len(stores)} store{'s' if len(stores) > 1 else ''} of experts in {folder}, {size}"
-    means = "used by running engines or kept by --keep-store for the next start of the same model"
-    return [TOPIC.ok(count, means)]
+def cache_findings(folder: Path) -> list[Finding]:
+    """What `launch.py cache` lists: stores in shared memory, if any, and the disk cache."""
+    entries = scan(folder)
+    stores = [entry.size for entry in entries if not entry.on_disk]
+    found = [_cache_finding(folder, sum(entry.size for entry in entries if entry.on_disk))]
+    if stores:
+        count = f"{len(stores)} store{'s' if len(stores) > 1 else ''} of experts in {SHM}"
+        means = "used by running engines or kept by --keep-store for the next start of the same model"
+        found.insert(0, TOPIC.ok(f"{count}, {byte_size(sum(stores))}", f"{means}; {LISTED} them"))
+    return found
 
 
-def _cache_finding(folder: Path) -> Finding:
-    means = "it holds experts in the engine's format, so that a model is converted once"
+def _cache_finding(folder: Path, size: int) -> Finding:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -84,13 +80,6 @@ def _cache_finding(folder: Path) -> Finding:
         means = "engines run without it, but convert a model's experts at every start"
         do = f"ls -ld {folder}; df -h {folder}"
         return TOPIC.note(f"cache {folder}: {e.strerror}", means, do)
-    used = sum(map(_size, folder.glob("*/*")))
-    free = shutil.disk_usage(folder).free
-    return TOPIC.ok(f"cache {folder}: {byte_size(used)}, disk has {byte_size(free)} free", means)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.lstat().st_size
-    except OSError:
-        return 0
+    means = f"it holds experts in the engine's format, so that a model is converted once; {LISTED} it"
+    free = byte_size(free_bytes(folder))
+    return TOPIC.ok(f"cache {folder}: {byte_size(size)}, disk has {free} free", means)

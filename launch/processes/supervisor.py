@@ -33,7 +33,7 @@ from launch.processes.limits import Limits
 from launch.processes.monitor import ProcessMonitor, ProcessSlot
 from launch.processes.task_guard import TaskGuard
 from launch.runtime import EngineInfo, RuntimeDir, cache_root, sweep
-from launch.terminal.format import counted
+from launch.terminal.format import count
 from launch.terminal.log import child_level, notice
 from launch.terminal.progress import ProgressDisplay
 from pipeline.assets import model_dir
@@ -43,6 +43,7 @@ from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from protocol.messages import VERSION, Needed, Progress, Ready, SetPolicy
 from protocol.sockets import Identity, runtime_root
+from shm.cache_lease import CacheLease, lease_key
 from shm.control import ControlSegment
 from shm.errors import SegmentMissing
 from shm.locks import StoreLease
@@ -127,7 +128,9 @@ class Supervisor:
         self._files.callback(runtime.remove)
         self._files.callback(self._release_store)
         folders, missing = await asyncio.to_thread(cache_use, self.model, config, plan.needs, cache_root())
-        runtime.reserve_cache(folders)  # `launch.py cache` does not prune them
+        keys = map(lease_key, folders)  # `launch.py cache` does not remove what they name
+        cache_lease = await asyncio.to_thread(CacheLease.acquire, cache_root(), keys, self.name)
+        self._files.callback(cache_lease.release)
         if line := full_disk_line(cache_root(), missing):
             log.warning(f"warning: {line}")
         control = Control(runtime.endpoint("control.sock"))
@@ -161,7 +164,7 @@ class Supervisor:
         self.endpoint = runtime.endpoint("client.sock")
         self._publish()
         where = "the CPU" if config.device == "cpu" else "the GPU"
-        workers = counted(config.workers, "worker") if config.workers else "without workers"
+        workers = count(config.workers, "worker") if config.workers else "without workers"
         took = f"{time.monotonic() - began:.1f} s"
         notice(f"engine {self.name} is ready after {took}: {config.policy} on {where}, {workers}")
 
@@ -188,11 +191,11 @@ class Supervisor:
 
     async def _start_processes(self, group: ProcessGroup) -> None:
         worker_cores = self._configs.worker_cores
-        count = len(worker_cores)
+        number = len(worker_cores)
         cores = len({core for cpus in worker_cores for core in cpus.cores})
-        if count > cores:
-            log.warning(f"warning: {count} workers share {cores} cores; more than one a core is slower")
-        progress = ControlSegment.create(self._configs.control_name, count)
+        if number > cores:
+            log.warning(f"warning: {number} workers share {cores} cores; more than one a core is slower")
+        progress = ControlSegment.create(self._configs.control_name, number)
         self._files.callback(progress.close)
         self._monitor = monitor = ProcessMonitor(
             group, self._guard, progress, self._configs.runtime.remove_slabs, self._limits
@@ -206,7 +209,7 @@ class Supervisor:
             monitor.add_slot("worker", index, config, threads)
         if self._configs.slab and self.config.prefetcher == "process":
             self._add_prefetcher(monitor)
-        workers = counted(count, "worker") if count else "which computes experts itself"
+        workers = count(number, "worker") if number else "which computes experts itself"
         log.info(f"processes: coordinator, {workers}" + ", prefetcher" * monitor.has("prefetcher"))
         await monitor.start()
 

@@ -16,9 +16,15 @@ def model_name(model: str, article: str = "the ") -> str:
     return f"{article}embedded model" if model == str(model_dir()) else short_name(model)
 
 
-def counted(count: int, thing: str) -> str:
-    """ "1 worker", "2 workers"."""
-    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+def printable(text: str) -> str:
+    """The text as one line that cannot control the terminal: U+FFFD for each character that is not printable,
+    as in a file's name that another program chose."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+
+
+def rate(bytes_a_second: float) -> str:
+    """A measured pace with three digits: "23.1 GB/s"."""
+    return f"{bytes_a_second / 1e9:.3g} GB/s"
 
 
 def percent(share: float | None, digits: int = 0) -> str:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
@@ -26,6 +27,7 @@ from shm.atomic_file import atomic_file
 from shm.kernel_files import contents, parse_cpuinfo
 
 FOLDER = "costs"
+FILE_NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}\.json")  # others in the folder are not touched
 VERSION = 1  # of the files, and of how costs are measured
 
 log = logging.getLogger(__name__)
@@ -49,8 +51,13 @@ class Setting:
     @property
     def name(self) -> str:
         """The name of its file."""
+        return f"{self.lease_key}.json"
+
+    @property
+    def lease_key(self) -> str:
+        """Of the leases that keep its file from being removed: `shm/cache_lease.py`."""
         text = json.dumps(asdict(self), sort_keys=True)
-        return f"{self.store[:16]}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+        return f"{self.store[:16]}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 @dataclass(frozen=True)
@@ -123,7 +130,7 @@ def measured_here(cache: Path) -> list[tuple[Path, Record]]:
     """The records of this processor with as many cores, the newest first."""
     found = []
     for path in (cache / FOLDER).glob("*.json"):
-        record = _read(path)
+        record = _read(path) if FILE_NAME.fullmatch(path.name) else None
         if record is not None and (record.setting.cpu, record.setting.cores) == processor():
             found.append((path, record))
     return sorted(found, key=lambda item: -item[1].measured)

@@ -41,23 +41,9 @@ def costs_for(engine: Engine, coordinator: CoordinatorConfig, context: int) -> C
     """The costs that this engine's policies plan with: the file of --costs; else the costs that were measured
     before on the same machine with the same model and options; else measured now and kept. `context`: the
     longest sequence. Raises PolicyError without a slab to measure with, or for a file that cannot be used."""
-    config = coordinator.options
-    if config.costs is not None:
-        return Costs.load(config.costs).for_tiles(engine.shape.tiles)
-    device, library = engine.device, engine.device.library
-    cpu, cores = cost_cache.processor()
-    setting = cost_cache.Setting(
-        cpu=cpu,
-        cores=cores,
-        device=device.name if device.on_host else device.describe(),
-        store=coordinator.fingerprint,
-        format=config.format,
-        backbone=config.backbone_dtype,
-        workers=coordinator.workers.cores,
-        kernels="torch" if library is None else library.variant,
-        prefetcher=config.prefetcher,
-        emulation=config.emulation,
-    )
+    if coordinator.options.costs is not None:
+        return Costs.load(coordinator.options.costs).for_tiles(engine.shape.tiles)
+    setting = setting_of(engine, coordinator)
     known = cost_cache.find(coordinator.cache, setting)
     if known is not None:
         log.debug("costs: as measured before, see %s", setting.name)
@@ -71,6 +57,24 @@ def costs_for(engine: Engine, coordinator: CoordinatorConfig, context: int) -> C
         cost_cache.Record(setting, str(coordinator.model), *sizes, time.time(), load, costs),
     )
     return costs
+
+
+def setting_of(engine: Engine, coordinator: CoordinatorConfig) -> cost_cache.Setting:
+    """The setting that names this engine's kept costs."""
+    config, device, library = coordinator.options, engine.device, engine.device.library
+    cpu, cores = cost_cache.processor()
+    return cost_cache.Setting(
+        cpu=cpu,
+        cores=cores,
+        device=device.name if device.on_host else device.describe(),
+        store=coordinator.fingerprint,
+        format=config.format,
+        backbone=config.backbone_dtype,
+        workers=coordinator.workers.cores,
+        kernels="torch" if library is None else library.variant,
+        prefetcher=config.prefetcher,
+        emulation=config.emulation,
+    )
 
 
 def measure_costs(engine: Engine, context: int = ROWS[-1]) -> Costs:

@@ -136,4 +136,4 @@ class CudaDevice(Device):
 
     def describe(self) -> str:
         properties = torch.cuda.get_device_properties(self.torch_device)
-        return f"cuda, {properties.name}, {properties.total_memory / 1e9:.1f} GB"
+        return f"cuda, {properties.name}, {byte_size(properties.total_memory)}"

@@ -42,6 +42,7 @@ class Needs:
     slot: int  # a tile on the device
     tiles: int  # number of tiles of all experts
     backbone: int
+    backbone_file: int  # its quantized matrices, which the disk cache keeps; 0 where none are quantized
     position: int  # cosines and sines of one position
     kv_token: int  # one token of the KV cache
     processes: int  # private memory of the processes, on the host
@@ -79,6 +80,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
         slot=-(-slot // SLOT_ALIGNMENT) * SLOT_ALIGNMENT if cuda else slot,
         tiles=shape.layers * shape.experts * shape.tiles,
         backbone=backbone_bytes(tensors, spec, config),
+        backbone_file=quantized_bytes(tensors, spec, config),
         position=8 * spec.attention.rope_dim * (1 if spec.rope.switch is None else 2),
         kv_token=spec.kv_numbers_per_token * plain_bytes(config),
         processes=processes + (largest if cuda else max(largest, activations)),
@@ -99,18 +101,23 @@ def plain_bytes(config: EngineConfig) -> int:
 
 def backbone_bytes(tensors: list[TensorSpec], spec: ModelSpec, config: EngineConfig) -> int:
     """Bytes of the weights on the device."""
-    tile_format = FORMATS[config.backbone_dtype]
-    quantized = tile_format if isinstance(tile_format, BlockFormat) and config.device != "cuda" else None
-    total = 0
+    total = quantized = quantized_bytes(tensors, spec, config)
     for tensor in tensors:
         if tensor.kind == "float32":
             total += 4 * math.prod(tensor.shape)
-        elif tensor.kind == "matrix" and quantized is not None:
-            total += quantized.matrix_bytes(*tensor.shape)
-        else:
+        elif tensor.kind != "matrix" or not quantized:
             total += plain_bytes(config) * math.prod(tensor.shape)
-    if spec.tied_embeddings and quantized is not None:  # a plain table cannot serve as the quantized head
-        total += quantized.matrix_bytes(spec.vocabulary, spec.hidden)
+    return total
+
+
+def quantized_bytes(tensors: list[TensorSpec], spec: ModelSpec, config: EngineConfig) -> int:
+    """Bytes of the matrices that the host keeps quantized; 0 where it keeps none so."""
+    tile_format = FORMATS[config.backbone_dtype]
+    if not isinstance(tile_format, BlockFormat) or config.device == "cuda":
+        return 0
+    total = sum(tile_format.matrix_bytes(*tensor.shape) for tensor in tensors if tensor.kind == "matrix")
+    if spec.tied_embeddings:  # a plain table cannot serve as the quantized head
+        total += tile_format.matrix_bytes(spec.vocabulary, spec.hidden)
     return total
 
 

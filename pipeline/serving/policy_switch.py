@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from pipeline.calibration.cost_probe import costs_for
+from pipeline.calibration.cost_probe import costs_for, setting_of
 from pipeline.calibration.file import calibration_path, load
 from pipeline.errors import CalibrationError
 from pipeline.memory.limits import full_memory_in_one_line
@@ -14,6 +14,7 @@ from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Policy, PolicyRequest
 from pipeline.serving.device_memory import open_device_memory
 from pipeline.serving.engine_parts import EngineParts
+from shm.cache_lease import CacheLease
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,12 @@ class PolicySwitch:
         if not policy.needs_costs:
             return None
         if self.costs is None:
-            self.costs = costs_for(self._parts.engine, self._parts.config, self._parts.context)
+            parts = self._parts
+            if parts.config.options.costs is None:
+                key = setting_of(parts.engine, parts.config).lease_key
+                lease = CacheLease.acquire(parts.config.cache, [key], parts.config.engine)
+                parts.closing.callback(lease.release)
+            self.costs = costs_for(parts.engine, parts.config, parts.context)
         return self.costs
 
     def _calibration_for(self, policy: Policy) -> Calibration | None:

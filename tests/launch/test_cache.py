@@ -21,12 +21,16 @@ from launch.cache.full_disk import full_disk_line
 from launch.cache.prune import DAY, remove, select
 from launch.cache.report import table
 from launch.command_line.options import parse
+from launch.doctor.places import cache_findings
 from launch.errors import WrongUsage
-from launch.runtime import cache_root
+from launch.runtime import SHM, cache_root
 from pipeline.calibration import cost_cache
+from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig
+from pipeline.memory.needs import needs
 from pipeline.policies.costs import Costs
 from shm.cache_record import RECORD, CacheRecord, note_use
+from shm.store import store_prefix
 
 STORE, BACKBONE = "5" * 64, "b" * 64
 
@@ -164,7 +168,64 @@ def test_unknown_files_are_listed_and_stay(folder: Path) -> None:
     assert sorted(e["path"] for e in found) == sorted(map(str, (*files, folder / "thesis", folder / "link")))
     assert set(kinds(found)) == {"unknown"}
     assert all(path.exists() for path in files)
-    assert "unknown files were not made by Tandem, and are never removed" in run_cache()[1]
+    assert cost_cache.measured_here(folder) == []
+    assert all(path.exists() for path in files)
+    assert "unknown files are of another program or version, and are never removed" in run_cache()[1]
+
+
+def test_damaged_costs_are_listed_as_costs_and_removed(folder: Path) -> None:
+    make_file(folder / "costs" / f"{'5' * 16}-{'6' * 16}.json", 100, 1)
+    (found,) = disk(run_json())
+    assert (found["kind"], found["model"]) == ("costs", "unknown")
+    assert kinds(run_json("--prune", "--to", "0")["removed"]) == ["costs"]
+    assert os.listdir(folder) == []
+
+
+def test_leftovers_of_killed_writers_are_unfinished(folder: Path) -> None:
+    names = (f"{STORE}/.about.json.0badcafe", f"{STORE}/.calibration.txt.0123abcd", "costs/.x.json.deadbeef")
+    for name in names:
+        make_file(folder / name, 10, 1)
+    assert kinds(run_json("--prune", "--to", "0")["removed"]) == ["unfinished"] * 3
+    assert os.listdir(folder) == []
+
+
+def test_names_of_files_and_models_cannot_control_the_terminal(folder: Path) -> None:
+    make_file(folder / "\x1b[31mred\n", 10, 1)
+    make_file(folder / os.fsdecode(b"\xff"), 10, 1)
+    make_file(folder / STORE / "store.bin", 10, 40)
+    note_use(folder / STORE, CacheRecord("store", "/models/\x1b[32mgreen", "\x1b[33mint4"))
+    code, out = run_cache()
+    assert code == 0
+    assert "\x1b" not in out
+    assert out.count("\N{REPLACEMENT CHARACTER}") == 5
+    assert "\N{REPLACEMENT CHARACTER}[31mred\N{REPLACEMENT CHARACTER} " in out
+    assert "\x1b" not in run_cache("--prune", "--to", "0")[1]
+
+
+def test_a_changed_record_replaces_the_old_one_whole(folder: Path, tmp_path: Path) -> None:
+    make_file(folder / STORE / "store.bin", 10, 40)
+    os.link(folder / STORE / RECORD, tmp_path / "old")
+    note_use(folder / STORE, CacheRecord("store", "/models/other", "int8"))
+    assert json.loads((tmp_path / "old").read_text())["model"] == "/models/mixtral"
+    assert sorted(os.listdir(folder / STORE)) == [RECORD, "store.bin"]
+    assert disk(run_json())[0]["model"] == "other"
+
+
+def test_the_doctor_counts_what_the_command_lists(folder: Path) -> None:
+    make_file(folder / STORE / "store.bin", 3_100_000, 40)
+    make_file(folder / "notes.txt", 400_000, 1)
+    of_another_space = SHM / f"{store_prefix()[1:-1]}_other-{'5' * 16}-{os.geteuid()}"
+    of_another_space.write_bytes(bytes(4096))
+    try:
+        findings = cache_findings(folder)
+    finally:
+        of_another_space.unlink()
+    cache = findings[-1]
+    assert cache.found.startswith(f"cache {folder}: 3.5 MB, disk has ")
+    assert cache.means.endswith("`python launch.py cache` lists and prunes it")
+    kept = [e for e in scan(folder) if not e.on_disk]
+    assert len(findings) == 1 + bool(kept)
+    assert all(f.found.startswith(f"{len(kept)} store") for f in findings[:-1])
 
 
 def test_costs_are_listed_with_their_model_and_their_use_is_noted(folder: Path) -> None:
@@ -285,7 +346,7 @@ def test_sizes_are_decimal(text: str, size: int) -> None:
 
 
 async def test_an_engine_keeps_its_files_and_notes_their_use(
-    folder: Path, tiny_model: Path, start_engine: Any
+    folder: Path, tiny_model: Path, start_engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = EngineConfig(
         model=tiny_model, device="cpu", format="int8", backbone_dtype="int8", workers=1, name="cachetest"
@@ -293,6 +354,10 @@ async def test_an_engine_keeps_its_files_and_notes_their_use(
     async with start_engine(config):
         pass
     first = disk(run_json())
+    size_of = {e["kind"]: e["bytes"] for e in first}
+    planned = needs(open_model(tiny_model), EngineConfig(device="cpu", backbone_dtype="int8"), "int8")
+    assert size_of["store"] == planned.store
+    assert planned.backbone_file <= size_of["backbone"] < planned.backbone_file + 10_000
     model = tiny_model.name
     assert sorted((e["kind"], e["model"], e["format"]) for e in first) == [
         ("backbone", model, "int8"),
@@ -302,9 +367,9 @@ async def test_an_engine_keeps_its_files_and_notes_their_use(
     for found in first:
         # Not 0, which stands for a folder without a record: its last use is when the file was written.
         os.utime(os.path.join(os.path.dirname(found["path"]), RECORD), (DAY, DAY))
-    async with start_engine(config):
+    async with start_engine(replace(config, policy="fiddler")):
         found = run_json("--prune", "--to", "0")
-        assert sorted(kinds(found["kept_in_use"])) == ["backbone", "store"]
+        assert sorted(kinds(found["kept_in_use"])) == ["backbone", "costs", "store"]
         assert {e["in_use"] for e in found["kept_in_use"]} == {"engine cachetest"}
         assert found["removed"] == []
         used = [e["last_use"] for e in found["kept_in_use"]]
@@ -312,11 +377,14 @@ async def test_an_engine_keeps_its_files_and_notes_their_use(
         (store,) = (e for e in scan(folder) if e.path == store_of(tiny_model, "int8"))
         assert (store.kind, store.model, store.in_use) == ("kept store", model, "engine cachetest")
         assert remove(replace(store, in_use="")) is False
-        code, out = run_cache("--prune", "--to", "0")
+        (tmp_path / "run").mkdir(mode=0o700)
+        with monkeypatch.context() as elsewhere:  # of a login without the engine's session
+            elsewhere.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+            code, out = run_cache("--prune", "--to", "0")
         assert code == 0
-        assert out.count(": in use by engine cachetest\n") == 2
+        assert out.count(": in use by engine cachetest\n") == 3
     removed = run_json("--prune", "--to", "0")["removed"]
-    assert sorted(kinds(removed)) == ["backbone", "store"]
+    assert sorted(kinds(removed)) == ["backbone", "costs", "store"]
     assert os.listdir(folder) == []
 
 
@@ -357,6 +425,21 @@ def test_full_disk_warning_names_removable_entries_and_the_command(
     chosen = select([e for e in scan(folder) if e.on_disk], None, options.written["to"]).remove
     assert sum(e.size for e in chosen) >= 25_000_000 - 10_000_000
     assert "nothing there can be removed" in full_disk_line(folder / "none", 25_000_000)
+
+
+def test_full_disk_warning_removes_nothing_where_that_would_not_be_enough(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_file(folder / STORE / "store.bin", 9_000_000, 40)
+    make_file(folder / "notes.txt", 50_000_000, 40)  # never removed
+    usage = shutil.disk_usage(folder)._replace(free=3_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    assert "--prune --to 50MB" in full_disk_line(folder, 12_000_000)
+    line = full_disk_line(folder, 12_000_001)
+    assert line == (
+        f"the disk of {folder} has 3.0 MB free, and 12.0 MB would be kept there: only 9.0 MB there can be"
+        " removed; free 9.0 MB on that disk, or each start is as slow as this one"
+    )
 
 
 async def test_a_start_on_a_full_disk_warns_in_one_line(

@@ -110,14 +110,16 @@ def test_limits_on_cores_are_reported(tmp_path: Path) -> None:
 
 
 def test_unreadable_files_make_facts_unknown(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
     found = [
         *cpu.inspect([0], None, tmp_path),
         *memory.inspect(1, None, None, 1024, tmp_path),
         *shared_memory.inspect(1, 0, tmp_path),
-        *places.store_findings(tmp_path / "nothing"),
+        *places.cache_findings(tmp_path / "file" / "cache"),
     ]
     assert "unknown processor" in words(found)
     assert "memory: unknown" in words(found)
+    assert f"cache {tmp_path}/file/cache: Not a directory" in words(found, "note")
     assert "/dev/shm: No such file or directory" in words(found, "problem")
     assert cgroup.limits(tmp_path) == cgroup.Limits(None, None)
     assert cgroup.free_memory(tmp_path) is None

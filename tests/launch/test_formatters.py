@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from launch.terminal.format import percent, three_digits
+from launch.terminal.format import percent, rate, three_digits
 from launch.terminal.output import print_json
 from shm.segment import byte_size
 
@@ -55,6 +55,15 @@ def test_json_has_figures_of_each_layer_only_in_detail(capsys: pytest.CaptureFix
     assert json.loads(capsys.readouterr().out) == {"layers": 8, "decode": {"steps": 2}}
     print_json(figures, detail=True)
     assert json.loads(capsys.readouterr().out) == figures
+
+
+def test_rate_has_three_digits() -> None:
+    assert [rate(pace) for pace in (23.14e9, 5e9, 1.234e9, 6e6)] == [
+        "23.1 GB/s",
+        "5 GB/s",
+        "1.23 GB/s",
+        "0.006 GB/s",
+    ]
 
 
 def test_byte_size_picks_the_unit() -> None:

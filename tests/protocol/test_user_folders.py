@@ -1,0 +1,30 @@
+"""This user's folders by the XDG rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launch.chat.history import history_file
+from launch.runtime import cache_root
+from protocol.keys import keys_folder
+
+
+@pytest.mark.parametrize(
+    ("variable", "folder", "default", "end"),
+    [
+        ("XDG_CACHE_HOME", cache_root, ".cache", "tandem"),
+        ("XDG_CONFIG_HOME", keys_folder, ".config", "tandem/keys"),
+        ("XDG_STATE_HOME", history_file, ".local/state", "tandem/history"),
+    ],
+)
+def test_a_variable_that_is_no_absolute_path_counts_as_not_set(
+    monkeypatch: pytest.MonkeyPatch, variable: str, folder: Callable[[], Path], default: str, end: str
+) -> None:
+    monkeypatch.setenv(variable, "/somewhere")
+    assert folder() == Path("/somewhere", end)
+    for unset in ("", "relative/folder", "~/x"):
+        monkeypatch.setenv(variable, unset)
+        assert folder() == Path.home() / default / end
