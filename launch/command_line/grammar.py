@@ -178,7 +178,9 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
     doctor = subparsers.add_parser("doctor", help="what this machine can do, and what to change")
     _add_log_level(doctor)
     _add_json(doctor)
-    of_model = "with --model: whether it fits, and with which options; nothing is loaded"
+    of_model = (
+        "with --model: whether it fits, with which options, and how fast it would be; nothing is loaded"
+    )
     _add_sizes(doctor.add_argument_group("a model", of_model).add_argument)
 
     cache = subparsers.add_parser("cache", help="list and prune what is kept on disk and in shared memory")

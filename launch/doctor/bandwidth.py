@@ -61,7 +61,7 @@ def buffer_size(cache: int | None, available: int) -> int:
 async def measure(cores: Sequence[int], cache: int | None, available: int) -> Bandwidth:
     """Takes a few seconds. Raises TrialFailed where too little memory is available or a child fails."""
     size = buffer_size(cache, available)
-    with _buffer(size) as fd:
+    with open_buffer(size) as fd:
         shared = {"fd": fd, "size": size, "seconds": SECONDS}
         whole = shared | {"lo": 0, "hi": size}
         copy = (await _together([whole | {"what": "copy", "cores": []}], fd))[0]
@@ -82,18 +82,24 @@ async def measure(cores: Sequence[int], cache: int | None, available: int) -> Ba
 
 async def _together(configs: list[dict[str, Any]], fd: int) -> list[float]:
     """Run these children at the same time; for each kind of memory read, the sum of their medians."""
+    results = await run_children(CHILD, configs, fd)
+    return [sum(median(rates) for rates in of_one) for of_one in zip(*results, strict=True)]
+
+
+async def run_children(module: str, configs: list[dict[str, Any]], fd: int) -> list[list[list[float]]]:
+    """Run these children at the same time: for each, a list of rates of each kind of its work. Raises
+    TrialFailed."""
     async with AsyncExitStack() as stack:
-        children = [await stack.enter_async_context(trial(CHILD, config, (fd,))) for config in configs]
+        children = [await stack.enter_async_context(trial(module, config, (fd,))) for config in configs]
         for child in children:
             await child.result(LIMIT)
         for child in children:
             await child.go()
-        results = [await child.result(LIMIT) for child in children]
-        return [sum(median(rates) for rates in of_one) for of_one in zip(*results, strict=True)]
+        return [await child.result(LIMIT) for child in children]
 
 
 @contextmanager
-def _buffer(size: int) -> Iterator[int]:
+def open_buffer(size: int) -> Iterator[int]:
     if not size:
         raise TrialFailed("too little memory is available to measure")
     with ExitStack() as closing:

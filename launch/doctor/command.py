@@ -51,7 +51,7 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
     if sys.platform != "linux":
         raise LaunchError(f"Tandem runs on Linux; this is {sys.platform}")
     if "model" in options.written:
-        return await show_plan(options)
+        return await show_plan(options, interrupts)
     try:
         embedded = models.embedded()
     except (OSError, ValueError, PipelineError) as e:
@@ -68,7 +68,7 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
     notice("starting an engine on the embedded model")
     proofs = await _prove(options, interrupts)
     ceiling = None if speed is None else speed.all / embedded.token
-    findings += [proof.explain(p, ceiling, embedded.store <= (_last_cache() or 0)) for p in proofs]
+    findings += [proof.explain(p, ceiling, embedded.store <= (models.last_cache() or 0)) for p in proofs]
     findings += costs.inspect(cache_root())
 
     ok = not any(finding.prevents for finding in findings)
@@ -105,7 +105,7 @@ async def _inspect(embedded: models.Reads, cores: Cores) -> list[Finding]:
 
 
 async def _measure(embedded: models.Reads, cores: Cores) -> tuple[bandwidth.Bandwidth | None, list[Finding]]:
-    cache, available = _last_cache(), available_memory()
+    cache, available = models.last_cache(), available_memory()
     try:
         speed = await bandwidth.measure(cores.numbers, cache, available)
     except TrialFailed as e:
@@ -120,12 +120,6 @@ async def _prove(options: Options, interrupts: Interrupts) -> list[proof.Proof]:
     if proofs[0].failure and gpu.driver_nodes():
         proofs.append(await proof.prove(options, interrupts, "cpu"))
     return proofs
-
-
-def _last_cache() -> int | None:
-    """Bytes of the last level of cache, all instances together; None where unknown."""
-    sizes = [cache.total for cache in cpu.caches().values()]
-    return max(sizes, default=None)
 
 
 def _verdict(ok: bool, findings: Sequence[Finding]) -> str:

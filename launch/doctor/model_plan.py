@@ -1,10 +1,11 @@
 """`launch.py doctor --model`: whether a model fits, in which formats, and the memory that each part needs, by
-the plan of an engine with these options. Nothing is loaded. Exit code 0: the model fits; 1: not."""
+the plan of an engine with these options, and the tokens a second to expect. Nothing of the model is loaded.
+Exit code 0: the model fits; 1: not."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +17,18 @@ from rich.text import Text
 from launch.command_line.checks import check_engine
 from launch.command_line.options import Options
 from launch.doctor import costs
+from launch.doctor.forecast import Forecast, Speeds, bytes_read, explain, forecast, measure_speeds
+from launch.doctor.trials import TrialFailed
 from launch.plan import OPTIONS, Situation, every_format, formats, reasons, refusal, situation
 from launch.processes.cores import Cores
 from launch.runtime import cache_root
+from launch.terminal.format import three_digits
+from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
 from launch.terminal.tables import make_table, render
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.open import open_model
+from pipeline.config import EngineConfig, FormatName
 from pipeline.memory.needs import Needs
 from pipeline.memory.plan import AUTOMATIC, Plan
 from pipeline.models.registry import expert_shape, model_spec
@@ -32,7 +38,7 @@ from shm.layout import format_named
 from shm.segment import SHM_FOLDER, byte_size
 
 
-async def show_plan(options: Options) -> int:
+async def show_plan(options: Options, interrupts: Interrupts) -> int:
     """Raises UsageError, WrongUsage for a model that cannot be read and for wrong options."""
     config = options.config()
     check_engine(config)
@@ -46,12 +52,32 @@ async def show_plan(options: Options) -> int:
     why = [refusal(source, now, every)] if chosen is None else reasons(chosen, now, every)
     stores = {name: expert_shape(source.config, now.config.tile, format_named(name)).tile for name in each}
     kept = costs.of_model(cache_root(), {source.fingerprint(*store) for store in stores.items()})
+    speeds, forecasts, notes = await _expected(source, now.config, each, options, interrupts)
     if "json" in options.written:
         measured = [costs.to_map(path, record) for path, record in kept]
-        print_json(_report(source, now, rows, chosen, why) | {"costs": measured})
+        report = _report(source, now, rows, chosen, why, forecasts) | {"costs": measured}
+        print_json(report | {"speeds": None if speeds is None else speeds.to_map()})
     else:
-        show(_text(source, now, rows, chosen, why, costs.paragraphs(kept)))
+        show(_text(source, now, rows, chosen, why, costs.paragraphs(kept), forecasts, notes))
     return 0 if chosen is not None else 1
+
+
+async def _expected(
+    source: ModelSource,
+    config: EngineConfig,
+    each: Mapping[FormatName, Needs],
+    options: Options,
+    interrupts: Interrupts,
+) -> tuple[Speeds | None, Mapping[FormatName, Forecast], list[str]]:
+    """The expected speed in each format, and lines about it."""
+    if config.device != "cpu":
+        return None, {}, ["Expected tokens a second: give --device cpu; with a GPU `bench` measures them."]
+    try:
+        speeds = await measure_speeds(source, config, list(each), options, interrupts)
+    except TrialFailed as e:
+        return None, {}, [f"The expected tokens a second are unknown: {e}"]
+    found = {name: forecast(bytes_read(source, config, needs), needs, speeds) for name, needs in each.items()}
+    return speeds, found, explain(found, speeds, config.backbone_dtype)
 
 
 def _row(now: Situation, needs: Needs, chosen: Plan | None) -> Plan:
@@ -69,12 +95,14 @@ def _text(
     chosen: Plan | None,
     why: Sequence[str],
     measured: Sequence[tuple[str, list[str]]],
+    forecasts: Mapping[FormatName, Forecast],
+    notes: Sequence[str],
 ) -> str:
     parts: list[RenderableType] = [Text(source.name, style="bold"), _layers(model_spec(source.config))]
     parts.append(f"with --device {now.config.device} --policy {now.config.policy}")
     if (limit := cgroup.limits().memory) is not None:
         parts.append(f"the control group allows {byte_size(limit)} of memory, including what is in use")
-    parts += ["", _table(now, rows, chosen), ""]
+    parts += ["", _table(now, rows, chosen, forecasts), ""]
     if chosen is None:
         parts.append(Text(why[0], style="bold red"))
     else:
@@ -83,6 +111,7 @@ def _text(
         parts.append(Text("It fits. An engine would start with", style="bold green"))
         parts.append("  " + " ".join(words if chosen.slab else words[:-1]))
         parts += [Text(f"  {line}", style="dim") for line in why]
+    parts += ["", *(Text(line, style="dim") for line in notes)]
     for heading, lines in measured:
         parts += ["", Text(f"Costs measured here ({heading})", style="bold")]
         parts += [Padding(Text(line), (0, 0, 0, 2)) for line in lines]
@@ -96,8 +125,10 @@ def _layers(spec: ModelSpec) -> str:
     return f"{spec.layers} layers{which} with {experts}; context of up to {spec.max_positions} tokens"
 
 
-def _table(now: Situation, rows: Sequence[Plan], chosen: Plan | None) -> Table:
-    """A column for each format, with the bytes needed."""
+def _table(
+    now: Situation, rows: Sequence[Plan], chosen: Plan | None, forecasts: Mapping[FormatName, Forecast]
+) -> Table:
+    """A column for each format, with the bytes needed and the expected speed."""
     table = make_table("", numbers=("available", *(plan.needs.format for plan in rows)))
     for column, plan in zip(table.columns[2:], rows, strict=True):
         column.style = "bold" if plan is chosen else ""
@@ -110,6 +141,12 @@ def _table(now: Situation, rows: Sequence[Plan], chosen: Plan | None) -> Table:
     table.add_row("context (tokens)", "", *(str(plan.context) for plan in rows))
     if any(plan.slab for plan in rows):
         table.add_row("expert cache", "", *(f"{plan.expert_cache:g}" for plan in rows))
+    if forecasts:
+        expected = [forecasts[plan.needs.format] for plan in rows]
+        table.add_row("tokens/s, about", "", *(three_digits(each.usual) for each in expected))
+        ranges = (f"{three_digits(each.slow)}-{three_digits(each.fast)}" for each in expected)
+        table.add_row("  range", "", *ranges)
+        table.add_row("  memory's limit", "", *(three_digits(each.limit) for each in expected))
     fits = {True: "fits", False: "too large"}
     verdicts = ("chosen" if plan is chosen else fits[plan.fits(now.machine)] for plan in rows)
     table.add_row("", "", *verdicts)
@@ -117,7 +154,12 @@ def _table(now: Situation, rows: Sequence[Plan], chosen: Plan | None) -> Table:
 
 
 def _report(
-    source: ModelSource, now: Situation, rows: Sequence[Plan], chosen: Plan | None, why: Sequence[str]
+    source: ModelSource,
+    now: Situation,
+    rows: Sequence[Plan],
+    chosen: Plan | None,
+    why: Sequence[str],
+    forecasts: Mapping[FormatName, Forecast],
 ) -> dict[str, Any]:
     resolved = None if chosen is None else chosen.resolved(now.config)
     return {
@@ -136,6 +178,7 @@ def _report(
                 "expert_cache": plan.expert_cache,
                 "store_bytes": plan.needs.store,
                 "in_memory_already_bytes": plan.needs.present,
+                "expected": found.to_map() if (found := forecasts.get(plan.needs.format)) else None,
                 "memory": [
                     {"name": p.name, "there": p.free, "needed": p.needed, "parts": dict(p.parts)}
                     for p in plan.pools(now.machine)

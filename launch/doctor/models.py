@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from launch.doctor import cpu
 from pipeline.assets import model_dir
 from pipeline.memory.plan import AUTOMATIC
 from pipeline.models.config_keys import Config
@@ -20,6 +21,7 @@ class Reads:
     name: str
     store: int
     token: int
+    layers: int
 
 
 def embedded() -> Reads:
@@ -38,4 +40,10 @@ def _reads(name: str, config: Config) -> Reads:
     shape = expert_shape(config, None, tile_format)
     layout = StoreLayout(shape, tile_format)
     active = shape.layers * model_spec(config).top_k
-    return Reads(name, layout.total_bytes, active * shape.tiles * layout.tile_bytes)
+    layers = model_spec(config).layers
+    return Reads(name, layout.total_bytes, active * shape.tiles * layout.tile_bytes, layers)
+
+
+def last_cache() -> int | None:
+    """Bytes of the last level of cache, all instances together; None where unknown."""
+    return max((cache.total for cache in cpu.caches().values()), default=None)

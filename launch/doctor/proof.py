@@ -53,9 +53,11 @@ class Proof:
 
 
 async def prove(options: Options, interrupts: Interrupts, device: str) -> Proof:
-    """Start an engine on this device (auto: the default) and send a request. Errors become `failure`."""
+    """Start an engine on this device (auto: the default), with the workers of the options, and send a
+    request. Errors become `failure`."""
     level = str(options.written.get("log_level", "warning"))
-    engine = Options("generate", {"device": device, "log_level": level})
+    workers = {name: value for name, value in options.written.items() if name == "workers"}
+    engine = Options("generate", {"device": device, "log_level": level} | workers)
     began = time.monotonic()
     try:
         with _quiet(level):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,8 @@ from hub_home import Home, repository_files
 from hub_server import HubServer
 
 from launch.cli import main
+from launch.doctor import model_plan
+from launch.doctor.forecast import Speeds, Spread
 
 
 @pytest.fixture
@@ -27,6 +29,17 @@ def home(tmp_path: Path, hub: HubServer) -> Home:
 def files(tiny_model: Path) -> dict[str, bytes]:
     """The tiny model as a repository has it."""
     return repository_files(tiny_model)
+
+
+@pytest.fixture
+def known_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor takes these speeds for measured: measuring takes ten seconds."""
+    even = Spread(20e9, 20e9, 20e9)
+
+    async def measured(source: object, config: object, names: Sequence[str], *_: object) -> Speeds:
+        return Speeds(25e9, dict.fromkeys(names, even), even, 1e-3, 0.0, 2)
+
+    monkeypatch.setattr(model_plan, "measure_speeds", measured)
 
 
 @pytest.fixture

@@ -64,6 +64,7 @@ def test_no_costs_and_many_costs(tmp_path: Path) -> None:
     assert len(found) == 5
 
 
+@pytest.mark.usefixtures("known_speeds")
 def test_doctor_model_shows_the_costs_of_that_model(
     tiny_model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -171,6 +171,7 @@ def test_model_that_cannot_be_read_is_not_reported_as_too_large(tmp_path: Path) 
 # --- doctor --model -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("known_speeds")
 def test_the_doctor_shows_the_plan(tiny_model: Path, capfd: Finds) -> None:
     assert main(["doctor", "--model", str(tiny_model), "--device", "cpu"]) == 0
     out, err = capfd.readouterr()
@@ -184,6 +185,7 @@ def test_the_doctor_shows_the_plan(tiny_model: Path, capfd: Finds) -> None:
     assert engines_left() == []
 
 
+@pytest.mark.usefixtures("known_speeds")
 def test_doctor_reports_the_chosen_plan_as_json(tiny_model: Path, capfd: Finds) -> None:
     options = ["--format", "f32", "--policy", "fiddler", "--context", "100", "--device", "cpu"]
     assert main(["doctor", "--model", str(tiny_model), *options, "--json"]) == 0
@@ -202,6 +204,7 @@ def test_doctor_reports_the_chosen_plan_as_json(tiny_model: Path, capfd: Finds) 
     assert sizes[0] > sizes[1]
 
 
+@pytest.mark.usefixtures("known_speeds")
 def test_the_doctor_refuses_what_is_too_large(capfd: Finds) -> None:
     assert main(["doctor", "--model", HUGE, "--format", "f32", "--device", "cpu"]) == 1
     out, err = capfd.readouterr()

@@ -1,0 +1,89 @@
+"""Process entry: computes with weights in a buffer, each time others so that no cache holds them, and writes
+the rates: plain reads, an expert's tiles at one row as a worker computes them, a matrix times a vector as the
+backbone does. It alternates between them, so that other programs slow all of them alike."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from shm.layout import Bytes, ExpertShape, StoreLayout, format_named
+from workers.kernels.host import HostKernel
+from workers.lifetime import pin
+
+FEWEST = 3  # samples, for a median
+MATRIX_ROWS = 2048
+ALIGNMENT = 4096  # of what is computed with
+SAMPLE = 0.02  # seconds; the same for all kinds, because other programs interrupt longer ones more often
+READ = 1 << 25  # bytes of one plain read
+
+Work = Callable[[Bytes], object]
+
+
+def main(config: dict[str, Any]) -> None:
+    """Configuration: `fd`, `size`, `lo`, `hi`, `cores` and `seconds` (of each kind) as for
+    `launch/doctor/reader.py`; `experts`: (format, fields of its ExpertShape) of each kind; `matrix`: (dtype,
+    width, threads), or None. Writes "ready", waits for a line, then writes for the reads, each of the experts
+    and the matrix a list of bytes a second."""
+    pin(config["cores"])
+    shared = np.frombuffer(mmap.mmap(config["fd"], config["size"], mmap.MAP_SHARED), np.uint8)
+    part = shared[config["lo"] : config["hi"]]
+    works: list[tuple[Work, int]] = [(lambda data: np.bitwise_or.reduce(data.view(np.uint64)), READ)]
+    works += [_expert(name, ExpertShape(*shape), len(part)) for name, shape in config["experts"]]
+    if config["matrix"] is not None:
+        works.append(_matrix(*config["matrix"]))
+    for work, size in works:
+        work(part[:size])  # allocates scratch, and imports what it needs
+    np.bitwise_or.reduce(part.view(np.uint64))  # maps every page
+    print(json.dumps("ready"), flush=True)
+    if sys.stdin.readline():
+        print(json.dumps(_rates(works, part, config["seconds"])), flush=True)
+
+
+def _expert(name: str, shape: ExpertShape, most: int) -> tuple[Work, int]:
+    """The work on one expert, and its bytes; on fewer of its tiles where it exceeds `most` bytes."""
+    layout = StoreLayout(shape, format_named(name))
+    kernel = HostKernel(layout)
+    x = np.full((1, shape.hidden), 0.5, np.float32)
+    row = np.zeros(1, np.int32)
+    size = layout.tile_bytes * max(1, min(shape.tiles, most // layout.tile_bytes))
+    return lambda data: kernel.compute(data, kernel.activations(x), row), size
+
+
+def _matrix(dtype: str, width: int, threads: int) -> tuple[Work, int]:
+    import torch
+
+    torch.set_num_threads(threads)
+    kind = {"bf16": torch.bfloat16, "f32": torch.float32}[dtype]
+    x = torch.full((1, width), 0.5, dtype=kind)
+
+    def work(data: Bytes) -> object:
+        weight = torch.from_numpy(data).view(kind).view(MATRIX_ROWS, width)
+        with torch.inference_mode():
+            return torch.nn.functional.linear(x, weight)
+
+    return work, MATRIX_ROWS * width * kind.itemsize
+
+
+def _rates(works: list[tuple[Work, int]], buffer: Bytes, seconds: float) -> list[list[float]]:
+    rates: list[list[float]] = [[] for _ in works]
+    offset = 0
+    began = now = time.perf_counter()
+    while now - began < seconds * len(works) or len(rates[-1]) < FEWEST:
+        for (work, size), its in zip(works, rates, strict=True):
+            started = now = time.perf_counter()
+            done = 0
+            while now - started < SAMPLE:
+                offset = offset if offset + size <= len(buffer) else 0
+                work(buffer[offset : offset + size])
+                offset += -(-size // ALIGNMENT) * ALIGNMENT
+                done += size
+                now = time.perf_counter()
+            its.append(done / (now - started))
+    return rates

@@ -1,0 +1,89 @@
+"""The doctor's expected tokens a second: the bytes that a token reads, by measured rates."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.cli import main
+from launch.doctor.forecast import CONTEXT, MARGIN, Speeds, Spread, bytes_read, explain, forecast
+from pipeline.checkpoint.open import open_model
+from pipeline.config import EngineConfig
+from pipeline.memory.needs import needs
+
+GB = 1e9
+EVEN = Spread(20 * GB, 20 * GB, 20 * GB)
+SPEEDS = Speeds(
+    memory=25 * GB,
+    experts={"bf16": EVEN, "int8": EVEN, "int4": Spread(10 * GB, 20 * GB, 30 * GB)},
+    backbone=Spread(10 * GB, 10 * GB, 10 * GB),
+    layer=1e-3,
+    load=0.0,
+    cores=2,
+)
+CONFIG = EngineConfig(device="cpu")
+SHAPE = Path("shape:mixtral-8x7b/2")
+
+
+def expected(format: Any, speeds: Speeds = SPEEDS, config: EngineConfig = CONFIG) -> Any:
+    source = open_model(SHAPE)
+    of_format = needs(source, config, format)
+    return forecast(bytes_read(source, config, of_format), of_format, speeds)
+
+
+def test_a_token_reads_its_active_experts_the_backbone_without_its_table_and_the_kv_cache() -> None:
+    reads = expected("bf16").reads
+    assert reads.experts == 2 * 2 * 3 * 14336 * 4096 * 2
+    attention = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024) * 2
+    head, small = 32000 * 4096 * 2, reads.backbone - attention - 32000 * 4096 * 2
+    assert reads.backbone - small == attention + head
+    assert 0 < small < 1e6  # norms and routers
+    assert reads.kv == CONTEXT * 2 * 2 * 1024 * 2
+    quantized = expected("bf16", config=replace(CONFIG, backbone_dtype="int8")).reads
+    assert 0.5 < quantized.backbone / reads.backbone < 0.6
+
+
+def test_the_time_of_a_token_is_that_of_its_reads_and_of_its_layers() -> None:
+    found = expected("bf16")
+    seconds = found.reads.experts / 20e9 + found.reads.backbone / 10e9 + found.reads.kv / 25e9 + 2e-3
+    assert found.usual == pytest.approx(1 / seconds)
+    assert found.limit == pytest.approx(25e9 / found.reads.total)
+    assert found.to_map()["share_of_limit"] == pytest.approx(found.usual / found.limit)
+    assert (found.slow, found.fast) == pytest.approx((found.usual * (1 - MARGIN), found.usual * (1 + MARGIN)))
+    assert expected("bf16", replace(SPEEDS, layer=5e-3)).usual == pytest.approx(1 / (seconds + 8e-3))
+
+
+def test_smaller_formats_are_faster_and_uneven_rates_widen_the_range() -> None:
+    found = {name: expected(name) for name in ("bf16", "int8", "int4")}
+    assert found["bf16"].usual < found["int8"].usual < found["int4"].usual
+    assert found["int4"].slow < found["int4"].usual * (1 - MARGIN)
+    assert found["int4"].usual < found["int4"].fast
+
+
+def test_the_explanation_says_what_was_measured_and_that_the_machine_was_busy() -> None:
+    found = {"bf16": expected("bf16")}
+    text = "\n".join(explain(found, SPEEDS, "bf16"))  # type: ignore[arg-type]
+    assert "all cores read 25 GB/s" in text
+    assert "bf16 80%" in text
+    assert "the rest of a layer takes 1 ms" in text
+    assert "other programs" not in text
+    busy = "\n".join(explain(found, replace(SPEEDS, load=3.0), "bf16"))  # type: ignore[arg-type]
+    assert "load average 3.0 before measuring: other programs are computing" in busy
+
+
+@pytest.mark.usefixtures("executed_processes")
+def test_the_doctor_measures_and_expects(tiny_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--model", str(tiny_model), "--device", "cpu", "--workers", "1", "--json"]) == 0
+    report = json.loads(capfd.readouterr().out)
+    speeds = report["speeds"]
+    assert min(speeds["memory_gbps"], speeds["backbone_gbps"], *speeds["expert_kernels_gbps"].values()) > 0
+    assert [row["format"] for row in report["formats"]] == list(speeds["expert_kernels_gbps"])
+    for row in report["formats"]:
+        found = row["expected"]
+        low, high = found["tok_s_range"]
+        assert 0 < low < found["tok_s"] < high
+        assert found["bytes_per_token"]["experts"] > 0
