@@ -12,6 +12,7 @@ from pathlib import Path
 
 from launch.errors import WrongUsage
 from pipeline.assets import model_dir
+from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig
 from pipeline.errors import PipelineError
@@ -39,8 +40,9 @@ from shm.layout import format_named
 MAX_TEXT_BYTES = 64 << 20  # of a text or a list of ids: far more than any context holds
 
 
-def check_engine(config: EngineConfig) -> None:
-    """Raises WrongUsage or a UsageError of the pipeline: one line that names what to change."""
+def check_engine(config: EngineConfig, source: ModelSource | None = None) -> None:
+    """`source`: the model, where it is open. Raises WrongUsage or a UsageError of the pipeline: one
+    line that names what to change."""
     if config.policy is not None:
         make_policy(PolicyRequest(config.policy, config.policy_options), config.seed)
     if config.costs is not None:
@@ -48,7 +50,7 @@ def check_engine(config: EngineConfig) -> None:
     if config.record is not None:
         check_record(config.record)
     folder = config.model or model_dir()
-    source = open_model(folder)
+    source = source or open_model(folder)
     eos_ids(folder)  # before experts are encoded for minutes
     sampling_defaults(folder)
     expert_shape(source.config, config.tile, format_named(config.format or AUTOMATIC[0]))

@@ -5,8 +5,10 @@ Exit code 0: the model fits; 1: not."""
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
@@ -19,6 +21,7 @@ from launch.command_line.options import Options
 from launch.doctor import costs
 from launch.doctor.forecast import Forecast, Speeds, bytes_read, explain, forecast, measure_speeds
 from launch.doctor.trials import TrialFailed
+from launch.hub.hf_download import CONFIG
 from launch.plan import OPTIONS, Situation, every_format, formats, reasons, refusal, situation
 from launch.processes.cores import Cores
 from launch.runtime import cache_root
@@ -28,10 +31,13 @@ from launch.terminal.output import print_json, show
 from launch.terminal.tables import make_table, render
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.open import open_model
+from pipeline.checkpoint.random_model import RandomModel
 from pipeline.config import EngineConfig, FormatName
+from pipeline.errors import ModelError
 from pipeline.memory.needs import Needs
 from pipeline.memory.plan import AUTOMATIC, Plan
 from pipeline.models.registry import expert_shape, model_spec
+from pipeline.models.shapes import is_shape, short_name
 from pipeline.models.spec import ModelSpec
 from shm import cgroup
 from shm.layout import format_named
@@ -41,9 +47,9 @@ from shm.segment import SHM_FOLDER, byte_size
 async def show_plan(options: Options, interrupts: Interrupts) -> int:
     """Raises UsageError, WrongUsage for a model that cannot be read and for wrong options."""
     config = options.config()
-    check_engine(config)
+    source = _open(options.written["model"])
+    check_engine(config, source)
     now = await asyncio.to_thread(situation, config, Cores.here().default_workers())
-    source = open_model(options.written["model"])
     names = AUTOMATIC if config.format in AUTOMATIC else tuple(dict.fromkeys((*formats(config), *AUTOMATIC)))
     each = {needs.format: needs for needs in every_format(source, now.config, names)}
     every = [each[name] for name in formats(config) if name in each]
@@ -78,6 +84,18 @@ async def _expected(
         return None, {}, [f"The expected tokens a second are unknown: {e}"]
     found = {name: forecast(bytes_read(source, config, needs), needs, speeds) for name, needs in each.items()}
     return speeds, found, explain(found, speeds, config.backbone_dtype)
+
+
+def _open(model: Path) -> ModelSource:
+    """The model, or what its config says where its folder holds no weights, as for one of the Hub that is not
+    downloaded. Raises ModelError."""
+    config = model / CONFIG
+    if is_shape(model) or not config.exists() or any(model.glob("*.safetensors*")):
+        return open_model(model)
+    try:
+        return RandomModel.of_config(short_name(str(model)), json.loads(config.read_bytes()))
+    except (OSError, ValueError, RecursionError) as e:
+        raise ModelError(f"{config} cannot be read: {e}") from None
 
 
 def _row(now: Situation, needs: Needs, chosen: Plan | None) -> Plan:

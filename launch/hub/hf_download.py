@@ -66,8 +66,9 @@ def is_hub_name(text: str) -> bool:
 
 def model_folder(model: Path, download: bool) -> Path:
     """What `--model` means: a shape or a path as it is, or the folder of a model of the Hub, which is
-    downloaded if `download` allows it. Raises WrongUsage where the Hub refuses it or it cannot be run,
-    DownloadFailed where it cannot be downloaded now; KeyboardInterrupt for SIGTERM and SIGHUP too."""
+    downloaded; without `download` only its config, where the cache has none. Raises WrongUsage where the Hub
+    refuses it or it cannot be run, DownloadFailed where it cannot be downloaded now; KeyboardInterrupt for
+    SIGTERM and SIGHUP too."""
     name = str(model)
     match = _NAME.fullmatch(name)
     if model.exists() or match is None or not is_hub_name(name):
@@ -82,10 +83,7 @@ def model_folder(model: Path, download: bool) -> Path:
         log.info(f"{name}: from {folder}")
         return folder
     if not download:
-        raise WrongUsage(
-            f"{name}: no folder of this name is here, nor the whole model in the cache of the Hub: "
-            f"download it first, with `hf download {repository}` or by starting an engine on it"
-        )
+        return folder or _config_folder(name, repository, revision)
     try:
         with _interruptible():
             return _download(name, repository, revision)
@@ -96,6 +94,16 @@ def model_folder(model: Path, download: bool) -> Path:
             raise DownloadFailed(f"{e}; the files in the cache are incomplete: {flaw}") from None
         log.warning(f"note: {name} has no tokenizer in {folder}, and none can be downloaded: {e}")
         return folder
+
+
+def _config_folder(name: str, repository: str, revision: str) -> Path:
+    """The folder of its config.json, which alone is downloaded."""
+    from huggingface_hub import hf_hub_download
+
+    with translate(name, answered=False):
+        folder = Path(hf_hub_download(repository, CONFIG, revision=revision)).parent
+    _check_architecture(name, folder / CONFIG)
+    return folder
 
 
 def _download(name: str, repository: str, revision: str) -> Path:

@@ -24,6 +24,7 @@ import numpy as np
 
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.reader import RawTensor
+from pipeline.models.config_keys import Config
 from pipeline.models.shapes import shape_config
 from shm.blocks import BlockFormat
 from shm.formats import Bytes, Float32, TileFormat, copy_pieces, widen_bf16
@@ -47,6 +48,14 @@ class RandomModel(ModelSource):
         """`name`: shape:NAME or shape:NAME/LAYERS. Raises ModelError."""
         self.name = name
         self._shape, self.config = shape_config(name)
+
+    @classmethod
+    def of_config(cls, name: str, config: Config) -> RandomModel:
+        """A model of which only the config is there, to plan with."""
+        model = cls.__new__(cls)
+        model.name = model._shape = name
+        model.config = config
+        return model
 
     def fingerprint(self, format_name: str, tile: int) -> str:
         facts = {

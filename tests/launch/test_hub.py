@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 from pathlib import Path
@@ -32,12 +33,17 @@ def test_downloads_what_is_needed_and_no_more(home: Home, hub: HubServer, files:
     assert f"{SHARDS[1]} (7 of 7), " in log  # without a terminal there is no bar
 
 
-def test_doctor_downloads_nothing(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
-    """It plans with the files of this machine."""
+def test_doctor_downloads_the_config_alone(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
+    """Then it asks the Hub for nothing more, and plans with the whole model once that is there."""
     hub.repositories[NAME] = Repository(files)
     script = RESOLVE.replace("download=True", "download=False")
     process = home.start("-c", script, NAME)
-    assert "hf download org/tiny-model" in process.communicate(timeout=60)[1]
+    config_folder = Path(process.communicate(timeout=60)[0].strip())
+    assert hub.sent() == ["config.json"]
+    assert os.listdir(config_folder) == ["config.json"]
+    hub.asked.clear()
+    process = home.start("-c", script, NAME)
+    assert process.communicate(timeout=60)[0].strip() == str(config_folder)
     assert hub.asked == []
     folder, _ = home.resolve()
     process = home.start("-c", script, NAME)

@@ -205,6 +205,23 @@ def test_doctor_reports_the_chosen_plan_as_json(tiny_model: Path, capfd: Finds) 
 
 
 @pytest.mark.usefixtures("known_speeds")
+def test_the_doctor_plans_with_a_config_alone(tiny_model: Path, tmp_path: Path, capfd: Finds) -> None:
+    reports = []
+    (tmp_path / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
+    for folder in (tiny_model, tmp_path):
+        assert main(["doctor", "--model", str(folder), "--device", "cpu", "--json"]) == 0
+        reports.append(json.loads(capfd.readouterr().out))
+    whole, alone = reports
+    assert [row["expected"] for row in alone["formats"]] == [row["expected"] for row in whole["formats"]]
+    assert [row["store_bytes"] for row in alone["formats"]] == pytest.approx(
+        [row["store_bytes"] for row in whole["formats"]], rel=0.01
+    )
+    (tmp_path / "config.json").write_text("{")
+    assert main(["doctor", "--model", str(tmp_path), "--device", "cpu"]) == 2
+    assert "config.json cannot be read" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("known_speeds")
 def test_the_doctor_refuses_what_is_too_large(capfd: Finds) -> None:
     assert main(["doctor", "--model", HUGE, "--format", "f32", "--device", "cpu"]) == 1
     out, err = capfd.readouterr()
