@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from shm.layout import Bytes, ExpertShape, StoreLayout, format_named
-from workers.kernels.host import HostKernel
+from workers.kernels.host import Activations, HostKernel
 from workers.lifetime import pin
 
 FEWEST = 3  # samples, for a median
@@ -53,7 +53,7 @@ def _expert(name: str, shape: ExpertShape, most: int) -> tuple[Work, int]:
     x = np.full((1, shape.hidden), 0.5, np.float32)
     row = np.zeros(1, np.int32)
     size = layout.tile_bytes * max(1, min(shape.tiles, most // layout.tile_bytes))
-    return lambda data: kernel.compute(data, kernel.activations(x), row), size
+    return lambda data: kernel.compute(data, Activations(x), row), size
 
 
 def _matrix(dtype: str, width: int, threads: int) -> tuple[Work, int]:
