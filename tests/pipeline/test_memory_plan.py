@@ -155,8 +155,9 @@ def test_store_leaves_memory_for_the_other_parts(case: Case) -> None:
     plan = choose(needed, asked, machine, slab)
     if plan is not None:
         assert plan.needs.store <= machine.memory - plan.beside_store(machine)
-        device = machine.gpu is None
-        assert plan.beside_store(machine) >= FREE_BYTES + plan.needs.backbone * device
+        device = plan.kv_tokens * plan.needs.kv_token + plan.context * plan.needs.position
+        device += plan.needs.backbone + plan.pools(machine)[-1].parts.get("slab", 0)
+        assert plan.beside_store(machine) == FREE_BYTES + (device if machine.gpu is None else 0)
 
 
 def test_resolved_config_changes_only_the_choices() -> None:

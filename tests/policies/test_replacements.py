@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -161,27 +162,19 @@ def test_workload_defaults_follow_the_model(experts: int, swapped: int) -> None:
     assert (machine.view.target > before).sum() == swapped
 
 
-@settings(deadline=None, max_examples=80)
-@given(data=st.data())
-def test_score_replacement(data: st.DataObject) -> None:
-    """HybriMoE: S = 0.5 TopP(s) + 0.5 S; a fetched expert replaces the held one that scores least."""
-    shape = data.draw(shapes())
-    rng = np.random.default_rng(data.draw(st.integers(0, 999)))
-    # everything is fetched, so that every active expert is a candidate
-    machine = Machine(
-        policy("hybrimoe", prediction="none", assignment="device"),
-        make_view(shape, data.draw(capacities(shape))),
-        rng,
-    )
+def check_scores(shape: ModelShape, capacity: int, rng: np.random.Generator, rows: Sequence[int]) -> None:
+    """HybriMoE: S = 0.5 TopP(s) + 0.5 S; a fetched expert replaces the held one that scores least. A step of
+    each of `rows`. Everything is fetched, so that every active expert is a candidate."""
+    one = policy("hybrimoe", prediction="none", assignment="device")
+    machine = Machine(one, make_view(shape, capacity), rng)
     machine.start()
     whole = min(machine.view.capacity // shape.tiles, shape.layers * shape.experts)
     sizes = [whole // shape.layers + (layer < whole % shape.layers) for layer in range(shape.layers)]
     held = [set(np.flatnonzero(row).tolist()) for row in machine.view.target]
     score = np.zeros((shape.layers, shape.experts))
-    for _ in range(12):
+    for count in rows:
         for layer in range(shape.layers):
-            rows = data.draw(st.sampled_from([1, 1, 4]))
-            logits = machine.logits(rows)
+            logits = machine.logits(count)
             shares = np.exp(logits.astype(np.float64))
             shares = (shares / shares.sum(axis=1)[:, None]).mean(axis=0)
             top = sorted(range(shape.experts), key=lambda e: -shares[e])[: 2 * shape.top_k]
@@ -198,6 +191,21 @@ def test_score_replacement(data: st.DataObject) -> None:
                     if score[layer, cold] < score[layer, expert]:
                         held[layer] = (held[layer] - {cold}) | {expert}
             assert set(np.flatnonzero(machine.view.target[layer]).tolist()) == held[layer]
+
+
+@settings(deadline=None, max_examples=80)
+@given(data=st.data())
+def test_score_replacement(data: st.DataObject) -> None:
+    shape = data.draw(shapes())
+    rows = data.draw(st.lists(st.sampled_from([1, 1, 4]), min_size=12, max_size=12))
+    rng = np.random.default_rng(data.draw(st.integers(0, 999)))
+    check_scores(shape, data.draw(capacities(shape)), rng, rows)
+
+
+def test_scores_of_many_steps_keep_their_order() -> None:
+    """Beyond the steps after which the scores are rescaled, in each of many layers."""
+    shape = ModelShape(layers=24, experts=8, tiles=1, top_k=2)
+    check_scores(shape, 24 * 3, np.random.default_rng(0), [1] * 1040)
 
 
 def test_scores_of_many_steps_neither_overflow_nor_vanish() -> None:
