@@ -1,0 +1,54 @@
+"""The limits on answers and log lines, on a clock of the test."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from pipeline import rate_limit
+from pipeline.rate_limit import RateLimiter, SparseLog
+
+
+class Clock:
+    """Seconds of the test's own."""
+
+    now = 500.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(rate_limit, "time", clock)
+    return clock
+
+
+def test_each_second_has_its_own_limit(clock: Clock) -> None:
+    limiter = RateLimiter(3)
+    assert [limiter.spend() for _ in range(5)] == [True, True, True, False, False]
+    clock.now += 0.99
+    assert not limiter.spend()
+    clock.now += 0.01
+    assert [limiter.spend(cost) for cost in (2, 1, 1)] == [True, True, False]
+    clock.now += 1.0
+    assert [limiter.spend(cost) for cost in (4, 1)] == [False, False]
+
+
+def test_lines_beyond_the_limit_are_counted_in_the_next_one(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    sparse = SparseLog(logging.getLogger("a test"), limit=2)
+    for number in range(5):
+        sparse.warning(f"line {number}")
+    clock.now += 1.0
+    try:
+        raise ZeroDivisionError
+    except ZeroDivisionError:
+        sparse.warning("line 5", failed=True)
+    sparse.warning("line 6")
+    left_out = "line 5 (3 more lines like this were left out)"
+    assert [record.getMessage() for record in caplog.records] == ["line 0", "line 1", left_out, "line 6"]
+    assert [bool(record.exc_info) for record in caplog.records] == [False, False, True, False]
