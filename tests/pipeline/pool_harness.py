@@ -64,9 +64,10 @@ class Worker:
         self._harness.update_for(QUIET)
         return list(self.endpoint.receive(wait=False))
 
-    def answer(self, work: Work, value: float = 0.0) -> None:
-        y = np.full((len(work.x), HIDDEN), value, np.float32)
-        self.endpoint.send(Partial(work.seq, self.incarnation, 0.1, y))
+    def answer(self, work: Work, value: float = 0.0, busy: float = 0.1, rows: int | None = None) -> None:
+        """Every number of the result is `value`; `rows`: of a result with another shape than x."""
+        y = np.full((len(work.x) if rows is None else rows, HIDDEN), value, np.float32)
+        self.endpoint.send(Partial(work.seq, self.incarnation, busy, y))
 
     def warm_up(self) -> None:
         """Answer the first Work, which has no items, and so be up."""

@@ -64,7 +64,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def factory(tokenizer: object = None, seed: int = 0) -> JobFactory:
     ends = frozenset({END})
-    return JobFactory(tokenizer, ends, vocabulary=VOCABULARY, context=CONTEXT, seed=seed)  # type: ignore[arg-type]
+    return JobFactory(tokenizer, ends, vocabulary=VOCABULARY, context=CONTEXT, seed=seed)
 
 
 def sequence(capacity: int = CONTEXT, switch: int | None = None) -> SequenceKV:
@@ -344,7 +344,7 @@ def test_limits_of_a_request(good, bad, reason) -> None:
 
     def submitted(message: Generate | Score) -> jobs.Job:
         make = made.generate if isinstance(message, Generate) else made.score
-        return make(b"c", message, lambda answer: None)  # type: ignore[arg-type]
+        return make(b"c", message, lambda answer: None)
 
     job = submitted(good)
     assert job.max_kv_tokens <= CONTEXT
@@ -369,7 +369,7 @@ def test_text_far_beyond_the_context_is_refused_before_it_is_encoded(message) ->
     ):
         make(b"c", message, lambda answer: None)
     assert tokenizer.encoded == 0
-    tokenizer.min_tokens = lambda characters: CONTEXT  # type: ignore[method-assign]  # it may just fit
+    tokenizer.min_tokens = lambda characters: CONTEXT  # it may just fit
     with pytest.raises(RequestError, match="has 210 tokens"):
         make(b"c", message, lambda answer: None)
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from pipeline.config import DEFAULT_CONTEXT, KV_CONTEXTS
 from pipeline.device import open_device
 from pipeline.errors import UsageError
-from pipeline.memory.limits import cache_tiles, full_memory_in_one_line
+from pipeline.memory.limits import cache_tiles, choose_context, full_memory_in_one_line, kv_budget
 
 TERABYTE = 10**12
 
@@ -40,6 +42,17 @@ def test_share_of_the_tiles_loses_none_by_rounding() -> None:
     assert cache_tiles(0.5, 3) == 1
     for tiles in (7, 1000, 28_672):  # a planned share is in thousandths, and never exceeds the plan
         assert all(0 <= n * tiles / 1000 - cache_tiles(n / 1000, tiles) < 1 for n in range(1001))
+
+
+def test_context_and_kv_cache_have_limits() -> None:
+    short, long = SimpleNamespace(max_positions=4096), SimpleNamespace(max_positions=32768)
+    assert [choose_context(None, spec) for spec in (short, long)] == [4096, DEFAULT_CONTEXT]
+    assert [choose_context(n, short) for n in (1, 4096)] == [1, 4096]
+    with pytest.raises(UsageError, match="--context 4097 is more than the model's 4096 positions"):
+        choose_context(4097, short)
+    assert [kv_budget(requested, 100) for requested in (None, 100, 101)] == [KV_CONTEXTS * 100, 100, 101]
+    with pytest.raises(UsageError, match="--kv-tokens 99 is less than one context of 100"):
+        kv_budget(99, 100)
 
 
 def test_memory_plan_imports_no_torch() -> None:

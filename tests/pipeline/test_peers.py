@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import zmq
 from child_messages import KEY, LIMIT, PRINT, child_socket, exit_of, received
 
 from pipeline.errors import PeerLost
+from pipeline.experts import peers
 from pipeline.experts.peers import ChildServerSocket
 from protocol.codec import encode
 from protocol.messages import (
@@ -96,13 +98,14 @@ def test_late_messages_of_an_exited_child_are_dropped(workers, child, make_child
     child.send(Partial(2, 0, 0.0, X))
     assert [type(m) for m in drain(workers)] == [WorkerDied]
     assert running(workers) == []
+    assert workers.recovery_stats() == {"deaths": 1, "ready_s": None, "whole_s": None}
     new = make_child(0, 1)
     assert kinds(until(workers, 1)) == [(0, Ready)]
     child.send(Partial(3, 0, 0.0, X))
     new.send(Partial(4, 1, 0.0, X))
     assert [message.seq for message in drain(workers)] == [4]
     assert workers.stats() == [
-        {"role": "worker", "index": 0, "incarnation": 1, "pid": workers.stats()[0]["pid"], "up": False}
+        {"role": "worker", "index": 0, "incarnation": 1, "pid": os.getpid(), "up": False}
     ]
 
 
@@ -285,6 +288,18 @@ def flood(make, name: bytes) -> Iterator[threading.Event]:
     finally:
         over.set()
         thread.join(LIMIT)
+
+
+def test_socket_is_behind_until_all_messages_are_received(workers, child, monkeypatch) -> None:
+    until(workers, 1)
+    assert not workers.behind
+    with monkeypatch.context() as patch:
+        patch.setattr(peers, "DRAIN_SECONDS", 0.0)
+        child.send(Partial(3, 0, 0.0, X))
+        assert workers.receive(int(1000 * LIMIT)) == []
+        assert workers.behind
+    assert [message.seq for _, message in until(workers, 1)] == [3]
+    assert not workers.behind
 
 
 def test_flood_of_a_foreign_process_delays_no_child(workers, child, foreign) -> None:

@@ -13,12 +13,12 @@ from thread_engine import engine_in_threads
 from launch.equality import Verdict, compare
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.config import KV_BLOCK
-from pipeline.errors import RequestError
+from pipeline.errors import RequestError, ShardFailed
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from pipeline.scheduling.job_factory import JobFactory
 from pipeline.scheduling.scheduler import Scheduler
-from protocol.messages import ChatMessage, Done, Generate, Queued, Score, Token
+from protocol.messages import ChatMessage, Done, Generate, Queued, Score, Scores, Token
 
 CONTEXT = 64
 BOUND = 1e-4  # between float32 results of different batches
@@ -93,16 +93,35 @@ def ask(request: int, prompt: int, count: int, conversation: str | None = None) 
 
 def test_congested_client_pauses_and_delays_no_other(harness) -> None:
     harness.slow.add(b"slow")
-    harness.scheduler.enqueue(b"slow", ask(0, 4, 5))
+    for message in (ask(0, 4, 5), ask(1, 60, 4), ask(2, 60, 4)):  # the last one waits
+        harness.scheduler.enqueue(b"slow", message)
     harness.scheduler.enqueue(b"fast", ask(0, 4, 5))
     while not harness.to(b"fast", Done):
         assert harness.scheduler.round()
-    assert not harness.to(b"slow", Token)
+    assert harness.scheduler.stats()["waiting"] == 1
+    assert [m for client, m in harness.sent if client == b"slow"] == []
     assert not harness.scheduler.round()  # no request can run
     assert not harness.scheduler.idle
     harness.slow.clear()
     assert harness.scheduler.round()
     assert harness.to(b"slow", Token)
+
+
+def test_request_that_has_not_begun_keeps_no_conversation(harness) -> None:
+    harness.slow.add(b"slow")
+    harness.scheduler.enqueue(b"slow", ask(0, 4, 5, "talk"))
+    harness.scheduler.round()
+    assert harness.scheduler.stats()["running"] == 1
+    harness.scheduler.cancel(b"slow", 0)
+    stats = harness.scheduler.stats()
+    assert (stats["conversations"], stats["kv_tokens_used"], stats["kv_tokens_kept"]) == (0, 0, 0)
+
+
+def test_score_that_is_alone_has_usual_chunks(harness) -> None:
+    """It has the logits of every row."""
+    harness.scheduler.chunk_alone = 16
+    harness.run(b"c", Score(0, token_ids=tuple(range(20))))
+    assert [m.start for m in harness.to(b"c", Scores)] == [0, 8, 16]
 
 
 def test_request_that_is_alone_has_longer_chunks(harness) -> None:
@@ -132,6 +151,7 @@ def test_decoding_continues_beside_a_chunked_prefill(harness) -> None:
     (done,) = harness.to(b"b", Done)
     assert (done.stats["prompt_tokens"], done.stats["decode_tokens"]) == (40, 1)
     assert done.stats["engine"]["prefill"]["rows"] == 40
+    assert done.stats["prefill_tok_s"] == pytest.approx(40 / done.stats["prefill_s"])
 
 
 def test_clients_take_turns_with_prefill_chunks(harness) -> None:
@@ -153,8 +173,20 @@ def test_waiting_requests_are_sent_their_positions_in_fair_order(engine) -> None
         harness.scheduler.enqueue(b"a", ask(i, 1, 60))
     harness.scheduler.enqueue(b"b", ask(0, 1, 60))
     harness.scheduler.round()
-    stats = harness.scheduler.stats()
-    assert (stats["running"], stats["waiting"], stats["kv_tokens_used"]) == (1, 5, 61)
+    assert harness.scheduler.stats() == {
+        "waiting": 5,
+        "running": 1,
+        "max_running": 3,
+        "kv_tokens_used": 61,
+        "kv_tokens_kept": 0,
+        "kv_tokens": CONTEXT,
+        "kv_reused_tokens": 0,
+        "conversations": 0,
+        "preemptions": 0,
+        "prefill_chunk": 8,
+        "prefill_chunk_alone": 8,
+        "context": CONTEXT,
+    }
     assert [(m.request, m.position) for m in harness.to(b"a", Queued)] == [(1, 2), (2, 3), (3, 4), (4, 5)]
     assert [(m.request, m.position) for m in harness.to(b"b", Queued)] == [(0, 1)]
     for i in (0, 2, 3):
@@ -164,8 +196,12 @@ def test_waiting_requests_are_sent_their_positions_in_fair_order(engine) -> None
     harness.scheduler.round()
     assert harness.to(b"b", Token)
     harness.scheduler.cancel_all()
-    reasons = {m.request: m.reason for m in harness.to(b"a", Done)}
-    assert reasons == dict.fromkeys(range(5), "cancelled")
+    ends = {m.request: m for m in harness.to(b"a", Done)}
+    assert {m.reason for m in ends.values()} == {"cancelled"}
+    assert list(ends) == [0, 2, 3, 1, 4]
+    for request, done in ends.items():
+        assert (done.stats["policy"], done.stats["fidelity"]) == ("random", {"exact": True})
+        assert ("engine" in done.stats) == (request == 0)  # the others have not begun
     assert harness.scheduler.kv.used == 0
 
 
@@ -197,7 +233,7 @@ def test_full_cache_preempts_the_newest_request(engine, prompts) -> None:
     """Whichever of the two needs more capacity first: the older request never waits."""
     harness = Harness(engine, 3 * KV_BLOCK, LONGEST)
     for i, prompt in enumerate(prompts):
-        harness.scheduler.submit(b"c", ask(i, prompt, 130))
+        harness.scheduler.enqueue(b"c", ask(i, prompt, 130))
         harness.scheduler.round()
     assert harness.scheduler.stats()["running"] == 2
     harness.finish()
@@ -278,6 +314,7 @@ def test_many_requests_of_one_client_do_not_block_another(engine, budget) -> Non
     harness.finish()
     for i in range(6):
         assert len(harness.answer(i, b"a")[0]) == 120
+    assert harness.answer(0, b"a")[1].stats["preemptions"] == 0  # the newest are preempted
     assert harness.scheduler.kv.used == 0
 
 
@@ -298,6 +335,40 @@ def test_generate_is_preempted_where_scores_cannot_be(engine) -> None:
     harness.finish()
     assert all(len(harness.answer(0, client)[0]) == 20 for client in (b"m", b"n", b"o"))
     assert all(len(harness.answer(i, b"d")[0]) == 120 for i in range(2))
+
+
+def test_score_is_never_preempted(engine) -> None:
+    """The cache is full while a newer Score runs: the older Generate waits for its end."""
+    harness = Harness(engine, LONGEST, LONGEST)
+    harness.scheduler.enqueue(b"c", ask(0, 40, 150))
+    harness.scheduler.round()
+    harness.scheduler.enqueue(b"c", Score(1, token_ids=tuple(range(120)), stepwise=True))
+    harness.finish()
+    assert harness.answer(0)[1].stats["preemptions"] > 0
+    assert [m.start for m in harness.to(b"c", Scores)] == list(range(120))
+    (done,) = [m for m in harness.to(b"c", Done) if m.request == 1]
+    assert (done.reason, done.stats["preemptions"]) == ("stop", 0)
+
+
+def test_failed_shard_ends_only_the_request_that_causes_it(harness, monkeypatch) -> None:
+    """Steps with this request fail: the others of the step are computed without it."""
+    for i in range(3):
+        harness.scheduler.enqueue(b"c", ask(i, 4, 6, "talk"))
+        harness.scheduler.round()
+    step, poisonous = harness.scheduler.engine.step, harness.scheduler._running[1].kv
+
+    def failing(inputs, phase):
+        if any(item.span.kv is poisonous for item in inputs):
+            raise ShardFailed("computing this request ended 2 workers")
+        return step(inputs, phase)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(harness.scheduler.engine, "step", failing)
+        harness.finish()
+    ends = [harness.answer(i)[1] for i in range(3)]
+    assert [done.reason for done in ends] == ["length", "error", "length"]
+    assert ends[1].error == "computing this request ended 2 workers"
+    assert [len(harness.answer(i)[0]) for i in (0, 2)] == [6, 6]
 
 
 @pytest.mark.parametrize(
@@ -335,6 +406,20 @@ def test_kv_of_a_failed_request_is_not_reused(harness, monkeypatch) -> None:
     harness.run(b"c", ask(1, 20, 6, "talk"))
     done = harness.answer(1)[1]
     assert (done.reason, done.stats["kv_reused_tokens"]) == ("length", 0)
+
+
+def test_admission_takes_capacity_for_a_token_more_and_leaves_only_what_can_be_needed(engine) -> None:
+    """A sequence that has the most that it can need leaves all other capacity to the next request."""
+    harness = Harness(engine, 2 * KV_BLOCK, 2 * KV_BLOCK)
+    harness.scheduler.enqueue(b"a", ask(0, 4, KV_BLOCK - 4))
+    harness.scheduler.enqueue(b"b", ask(0, 4, 90))
+    harness.scheduler.round()
+    assert (harness.scheduler.stats()["running"], harness.scheduler.kv.free) == (2, 0)
+    harness.scheduler.cancel_all()
+    harness.scheduler.enqueue(b"a", ask(1, KV_BLOCK, 9))
+    harness.scheduler.round()
+    assert harness.scheduler.kv.used == KV_BLOCK + 9
+    harness.scheduler.cancel_all()
 
 
 def test_admission_leaves_capacity_for_running_sequences_to_grow(engine) -> None:

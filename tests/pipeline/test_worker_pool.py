@@ -20,11 +20,11 @@ CANCELS = [1e8, -1e8, 1.0]  # their float32 sum depends on the order: 1 in this 
 def test_partials_are_added_in_shard_order_not_in_arrival_order(harness: PoolHarness) -> None:
     workers, ticket, works = harness.begin(3)
     assert [tile_of(work) for work in works] == [0, 1, 2]
-    for i in (2, 0, 1):
-        workers[i].answer(works[i], CANCELS[i])
+    for i, busy in ((2, 0.1), (0, 0.3), (1, 0.2)):
+        workers[i].answer(works[i], CANCELS[i], busy)
         harness.update_for(0.02)
     assert ticket.result().tolist() == [[1.0] * HIDDEN]
-    assert ticket.busy == pytest.approx(0.1)
+    assert ticket.busy == pytest.approx(0.3)  # of the slowest
 
 
 def test_unexpected_partials_are_dropped(harness: PoolHarness) -> None:
@@ -51,6 +51,16 @@ def test_refused_work_fails_its_ticket_and_abandons_the_rest(harness: PoolHarnes
     second.answer(abandoned, 7.0)  # it had begun before the Abandon arrived
     second.answer(kept, 1.0)
     assert other.result().tolist() == [[2.0] * HIDDEN]
+
+
+def test_answer_of_another_shape_fails_its_ticket(harness: PoolHarness) -> None:
+    (worker,), ticket, (work,) = harness.begin(1)
+    worker.answer(work, 1.0, rows=2)
+    with pytest.raises(ShardFailed, match=r"a worker answered \(1, 4\) rows with \(2, 4\)"):
+        ticket.result()
+    later = harness.submit(1)
+    worker.answer(worker.take()[0], 2.0)
+    assert later.result().tolist() == [[2.0] * HIDDEN]
 
 
 # --- exits ----------------------------------------------------------------------------------------------

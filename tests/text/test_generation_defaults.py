@@ -22,6 +22,11 @@ from protocol.messages import Sampling
             Sampling(temperature=0.7, top_k=20, top_p=0.8),
         ),
         ('{"do_sample": true}', Sampling(temperature=1.0)),
+        (
+            '{"do_sample": true, "min_p": 0.05, "temperature": 2, "repetition_penalty": 1}',
+            Sampling(temperature=2.0, min_p=0.05),
+        ),
+        ('{"do_sample": false, "min_p": 0.05, "top_k": 5}', Sampling()),
     ],
 )
 def test_settings_of_the_file(tmp_path: Path, content: str, wanted: Sampling) -> None:
@@ -38,6 +43,8 @@ def test_greedy_without_the_file(tmp_path: Path) -> None:
     [
         "",
         "[1]",
+        "[" * 100_000,
+        '{"repetition_penalty": true}',
         '{"repetition_penalty": "much"}',
         '{"repetition_penalty": 0}',
         '{"repetition_penalty": NaN}',

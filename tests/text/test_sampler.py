@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pipeline.errors import PipelineError, RequestError
 from pipeline.text.generation_defaults import validate
-from pipeline.text.sampler import Sampler
+from pipeline.text.sampler import Sampler, log_softmax, two_best
 from protocol.messages import Sampling
 
 
@@ -218,6 +218,30 @@ def test_invalid_settings_are_refused(sampling: Sampling, words: str) -> None:
     with pytest.raises(RequestError, match=words) as caught:
         validate(sampling)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("logits", "wanted"),
+    [
+        ([5.0], (0.0, -1)),
+        ([1.0, 3.5, 2.0], (1.5, 2)),
+        ([3.0, 1.0, 3.0], (0.0, 2)),
+        ([2.0, 5.0, 2.0], (3.0, 0)),
+        ([4.0, 1.0, 2.0], (2.0, 2)),
+        ([1.0, 2.0, 4.0], (2.0, 1)),
+    ],
+)
+def test_margin_and_runner_up(logits: list[float], wanted: tuple[float, int]) -> None:
+    assert two_best(np.array(logits, np.float32)) == wanted
+
+
+def test_log_softmax_of_each_row() -> None:
+    rows = (np.random.default_rng(0).normal(size=(4, 9)) * 3).astype(np.float32)
+    wide = rows.astype(np.float64)
+    wanted = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
+    assert np.allclose(log_softmax(rows), wanted, rtol=1e-6, atol=1e-6)
+    assert np.allclose(log_softmax(rows + np.float32(1e4)), wanted, atol=1e-2)  # exp alone would overflow
+    assert log_softmax(rows).dtype == np.float32
 
 
 def test_sampling_is_fast() -> None:

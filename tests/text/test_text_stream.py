@@ -12,7 +12,7 @@ from streams import UNICODE, check, cut
 
 from pipeline.errors import RequestError
 from pipeline.text.text_stream import ByteDecoder, RunDecoder, StopStrings
-from pipeline.text.tokenizer import Tokenizer
+from pipeline.text.tokenizer import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, Tokenizer
 
 
 @settings(deadline=None, max_examples=150)
@@ -136,6 +136,7 @@ def test_incomplete_character_at_the_end_is_one_replacement() -> None:
 
 
 def test_invalid_stop_strings_are_refused(tokenizer: Tokenizer) -> None:
+    tokenizer.stream(["x" * MAX_STOP_CHARACTERS] * MAX_STOP_STRINGS)
     for stop in ([""], ["x" * 513], ["x"] * 17):
         with pytest.raises(RequestError, match="allowed"):
             tokenizer.stream(stop)

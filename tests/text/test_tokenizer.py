@@ -13,7 +13,7 @@ from family_tokenizers import loaded, write_settings
 from tokenizers import Tokenizer as Backend
 
 from pipeline.errors import ModelError, RequestError
-from pipeline.text.tokenizer import Tokenizer, eos_ids
+from pipeline.text.tokenizer import QUICK, Tokenizer, eos_ids
 from protocol.messages import ChatMessage
 
 
@@ -34,6 +34,19 @@ def test_directory_without_tokenizer_loads_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert Tokenizer.load(tmp_path) is None
     assert Tokenizer.load(tmp_path / "missing") is None
+
+
+def test_folder_of_a_tokenizer_file_s_name_is_no_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").mkdir()
+    assert Tokenizer.load(tmp_path) is None
+
+
+def test_least_tokens_of_a_long_text(model_dir: Path, tokenizer: Tokenizer) -> None:
+    """No text of so many characters has fewer; a short one is encoded at once."""
+    longest = max(map(len, Backend.from_file(str(model_dir / "tokenizer.json")).get_vocab()))
+    assert [tokenizer.min_tokens(count) for count in (0, QUICK)] == [0, 0]
+    for count in (QUICK + 1, 1_000_000):
+        assert tokenizer.min_tokens(count) == count // (2 * longest)
 
 
 def test_encode_and_decode_are_as_tokenizer_json_says(model_dir: Path, tokenizer: Tokenizer) -> None:

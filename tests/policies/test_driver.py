@@ -1,0 +1,84 @@
+"""PolicyDriver: what it counts, and when it judges predictions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from policy_machine import Machine, make_routing, make_view, policy
+
+from pipeline.engine.driver import PolicyDriver
+from pipeline.errors import PlanError
+from pipeline.policies.prefetch_meter import LEAST, WINDOW
+from pipeline.policies.view import ModelShape, Target
+
+SHAPE = ModelShape(layers=3, experts=6, tiles=2, top_k=2)
+
+
+def test_popularity_counts_the_rows_of_each_expert() -> None:
+    machine = Machine(policy("all-host"), make_view(SHAPE, 0), np.random.default_rng(0))
+    machine.start()
+    counted = np.zeros((3, 6), np.int64)
+    for rows in (1, 3, 20):
+        for layer in range(3):
+            routing = make_routing(SHAPE, machine.rng, rows)
+            counted[layer] += routing.workload(6)
+            machine.layer(layer, routing)
+    assert machine.view.popularity.tolist() == counted.tolist()
+    machine.driver.forget_counts()
+    assert not machine.view.popularity.any()
+
+
+def test_step_has_its_phase_its_sequences_and_a_number() -> None:
+    driver = PolicyDriver[str](policy("all-host"), make_view(SHAPE, 0))
+    for number in range(3):
+        driver.begin_step("prefill", (4, 4, number))
+        view = driver.view
+        assert (view.phase, view.sequences, view.step, view.prefetching) == (
+            "prefill",
+            (4, 4, number),
+            number,
+            True,
+        )
+        assert not driver.end_step(0, 0)
+    with pytest.raises(ValueError, match="read-only"):
+        driver.view.popularity[0, 0] = 1
+
+
+@pytest.mark.parametrize(("useful", "on"), [(LEAST // 2, True), (LEAST // 2 - 1, False)])
+def test_predictions_are_judged_by_decode_steps_under_this_policy(useful: int, on: bool) -> None:
+    """Prefetched tiles of earlier policies do not count."""
+    landed, used = 1000, 900
+    driver = PolicyDriver[str](policy("mixtral-offloading"), make_view(SHAPE, 12), landed, used)
+    for _ in range(2 * WINDOW):
+        driver.begin_step("prefill", (0,))
+        assert not driver.end_step(landed + LEAST, used)
+    for step in range(WINDOW):
+        driver.begin_step("decode", (0,))
+        switched = driver.end_step(landed + LEAST, used + useful)
+        assert switched == (not on and step == WINDOW - 1)
+    assert driver.prefetch.on == on
+    driver.begin_step("decode", (0,))
+    assert driver.view.prefetching == on
+    driver.forget_counts()
+    assert driver.prefetch.on
+    assert driver.prefetch.status == ""
+
+
+@pytest.mark.parametrize(
+    ("target", "refused"),
+    [(Target(1, 0, 1), True), (Target(1, 0, 0), True), (Target(1, 0, 2), False), (Target(2, 0, 0), False)],
+)
+def test_prediction_must_not_evict_tiles_of_its_layer(target: Target, refused: bool) -> None:
+    made = policy("on-demand", placement="first-layers")
+    machine = Machine(made, make_view(SHAPE, 36), np.random.default_rng(0))
+    machine.start()
+    made.predict = lambda layer, signals, gated, view: (target,)
+    machine.prefetch = lambda targets: machine._next("begin", "prefetch")
+    routing = make_routing(SHAPE, machine.rng, 1)
+    if refused:
+        with pytest.raises(
+            PlanError, match="policy on-demand evicts tiles of a layer that is being computed"
+        ):
+            machine.layer(1, routing)
+    else:
+        machine.layer(1, routing)
