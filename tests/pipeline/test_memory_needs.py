@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,11 +11,17 @@ import pytest
 from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.open import open_model
-from pipeline.config import BackboneDType, EngineConfig
+from pipeline.config import EXPANDED_KV_BYTES, BackboneDType, EngineConfig
 from pipeline.device import open_device
-from pipeline.memory.needs import needs
-from pipeline.models.registry import model_spec
+from pipeline.device.base import SLOT_ALIGNMENT
+from pipeline.memory.needs import Needs, needs
+from pipeline.models.registry import expert_shape, model_spec
 from pipeline.models.shapes import SHAPES
+from shm.layout import format_named
+from shm.segment import SHM_FOLDER
+from shm.store import store_name
+
+MB = 1_000_000
 
 SMALLER = {
     **{"hidden_size": 128, "vocab_size": 320, "intermediate_size": 192, "moe_intermediate_size": 96},
@@ -42,6 +50,87 @@ def test_backbone_has_the_planned_size(
         device.close()
     planned = needs(source, EngineConfig(device="cpu", backbone_dtype=dtype), "bf16")
     assert planned.backbone == backbone.bytes
+
+
+MIXTRAL = EngineConfig(device="cpu", chunk=16, context=2048, workers=4)
+MIXTRAL_EMBEDDINGS, MIXTRAL_ROW = 4 * 32000 * 4096, 4 * (32000 + 8 * 4096)  # bytes, in float32
+
+
+@pytest.mark.parametrize(
+    ("changed", "processes", "steps"),
+    [
+        ({}, 320 + 4 * 80 + 50 + MIXTRAL_EMBEDDINGS / MB, 0),
+        ({"workers": None}, 320 + 80 + 50 + MIXTRAL_EMBEDDINGS / MB, 0),
+        ({"workers": 0, "context": None}, 320 + 50 + MIXTRAL_EMBEDDINGS / MB, 0),
+        (  # now a step's activations are larger than any weight
+            {"chunk": 4096, "context": None},
+            320 + 4 * 80 + 50 + 4096 * (MIXTRAL_ROW + 5 * 8192) / MB,
+            0,
+        ),
+        (
+            {"device": "cuda"},
+            1500 + 4 * 80 + 500 + MIXTRAL_EMBEDDINGS / MB,
+            600 + 16 * (MIXTRAL_ROW + 5 * 2048) / MB,
+        ),
+        (
+            {"device": "cuda", "prefetcher": "thread", "chunk": None, "context": 512},
+            1500 + 4 * 80 + 500 + MIXTRAL_EMBEDDINGS / MB,
+            512 * (MIXTRAL_ROW + 5 * 512) / MB,
+        ),
+        (
+            {"device": "cuda", "prefetcher": "thread", "chunk": None, "context": None},
+            1500 + 4 * 80 + 500 + MIXTRAL_EMBEDDINGS / MB,
+            1024 * (MIXTRAL_ROW + 5 * 8192) / MB,
+        ),
+    ],
+)
+def test_memory_of_processes_and_steps(changed, processes, steps) -> None:
+    """In MB: fixed parts of the processes; the largest weight, read as float32; a step's activations."""
+    needed = needs(open_model(Path("shape:mixtral-8x7b")), replace(MIXTRAL, **changed), "bf16")
+    assert (needed.processes / MB, needed.steps / MB) == pytest.approx((processes, steps))
+
+
+def test_memory_of_a_token_and_of_a_position() -> None:
+    def needed(model: str, **changed) -> Needs:
+        return needs(open_model(Path(f"shape:{model}")), replace(MIXTRAL, **changed), "int4")
+
+    mixtral = needed("mixtral-8x7b")
+    assert (mixtral.kv_token, mixtral.position) == (2 * 32 * 2 * 8 * 128, 8 * 128)
+    assert needed("mixtral-8x7b", backbone_dtype="f32").kv_token == 2 * mixtral.kv_token
+    assert needed("mixtral-8x7b", backbone_dtype="int4").kv_token == mixtral.kv_token
+    latent, plain = needed("deepseek-v2-lite", device="cuda"), needed("olmoe-1b-7b", device="cuda")
+    rows = [4 * 16 * (spec.vocabulary + 8 * spec.hidden) for spec in (latent.spec, plain.spec)]
+    assert latent.steps - rows[0] - (plain.steps - rows[1]) == 4 * EXPANDED_KV_BYTES
+
+
+def test_slots_are_aligned_on_a_gpu() -> None:
+    source = open_model(Path("shape:olmoe-1b-7b"))
+    for name in ("bf16", "int4", "int4-g128"):
+        tile = needs(source, replace(MIXTRAL, tile=128), name).slot
+        slot = needs(source, replace(MIXTRAL, tile=128, device="cuda"), name).slot
+        assert 0 <= slot - tile < SLOT_ALIGNMENT
+        assert slot % SLOT_ALIGNMENT == 0
+
+
+def test_allocated_part_of_a_store_is_present(tiny_model: Path) -> None:
+    """Of a store that is being built, and never more than the store."""
+    source, config = open_model(tiny_model), EngineConfig(device="cpu", workers=1)
+    before = needs(source, config, "int8")
+    manifest_tile = expert_shape(source.config, None, format_named("int8")).tile
+    path = Path(SHM_FOLDER + store_name(source.fingerprint("int8", manifest_tile)))
+    assert before.present == 0
+    try:
+        path.write_bytes(bytes(8192))
+        os.truncate(path, 1 << 30)
+        assert needs(source, config, "int8").present == 8192
+        with path.open("r+b") as file:
+            file.write(bytes(before.store + (1 << 20)))
+        assert needs(source, config, "int8").present == before.store
+        if os.geteuid() == 0:
+            os.chown(path, 12345, -1)  # another user's
+            assert needs(source, config, "int8").present == 0
+    finally:
+        path.unlink(missing_ok=True)
 
 
 async def test_store_has_the_planned_size(start_engine, tiny_model: Path) -> None:
