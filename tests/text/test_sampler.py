@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pipeline.errors import PipelineError, RequestError
 from pipeline.text.generation_defaults import validate
-from pipeline.text.sampler import Sampler, log_softmax, two_best
+from pipeline.text.sampler import Sampler, best_margin, log_softmax
 from protocol.messages import Sampling
 
 
@@ -232,7 +232,7 @@ def test_invalid_settings_are_refused(sampling: Sampling, words: str) -> None:
     ],
 )
 def test_margin_and_runner_up(logits: list[float], wanted: tuple[float, int]) -> None:
-    assert two_best(np.array(logits, np.float32)) == wanted
+    assert best_margin(np.array(logits, np.float32)) == wanted
 
 
 def test_log_softmax_of_each_row() -> None:
