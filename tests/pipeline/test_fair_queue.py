@@ -60,6 +60,14 @@ def test_client_that_was_served_last_comes_last() -> None:
     assert served == "abaacbaa"
 
 
+def test_turn_of_a_client_without_waiting_requests_is_forgotten() -> None:
+    queue, jobs = queue_of("a")
+    queue.admit(jobs[0])
+    for letter in ("a", "b"):
+        queue.add(Waiting(letter.encode()))
+    assert letters(queue.in_order([])) == "ab"  # by arrival: neither has had a turn
+
+
 def test_preempted_request_comes_before_its_client_s_others() -> None:
     queue, _ = queue_of("aab")
     third = Waiting(b"a", arrival=-1.0, admission=5)

@@ -258,11 +258,15 @@ def test_score_sends_blocks_of_every_row(full, monkeypatch: pytest.MonkeyPatch) 
         assert {m.logprobs.shape for m in sent} == {(0, 0)}
 
 
-def test_score_without_steps_is_one_prefill() -> None:
-    job = factory().score(b"c", Score(0, token_ids=PROMPT, prefill=1), lambda message: None)
+def test_score_without_steps_is_one_prefill(clock: Clock) -> None:
+    sent: list = []
+    job = factory().score(b"c", Score(0, token_ids=PROMPT, prefill=1), sent.append)
     job.admit(sequence(), 0, {})
+    clock.now += 3
     assert step(job, 9) == list(PROMPT)
     assert (job.reason, job.max_kv_tokens, job.grows) == ("stop", 3, False)
+    job.finish("stop", {})
+    assert (sent[-1].reason, sent[-1].stats["first_token_s"]) == ("stop", 3.0)
 
 
 # --- the factory ------------------------------------------------------------------------------------------
@@ -321,6 +325,13 @@ def test_requests_without_a_seed_have_consecutive_ones() -> None:
             Generate(0, token_ids=PROMPT, resume=(VOCABULARY,)),
             f"token id {VOCABULARY} is outside the vocabulary of {VOCABULARY}",
         ),
+        (
+            Generate(0, token_ids=PROMPT, sampling=Sampling(temperature=0.0)),
+            Generate(0, token_ids=PROMPT, sampling=Sampling(temperature=-1.0)),
+            "temperature is -1.0",
+        ),
+        (Generate(0, token_ids=(0,)), Generate(0, token_ids=(5, -1)), "token id -1 is outside"),
+        (Score(0, token_ids=(0,)), Score(0, token_ids=(VOCABULARY,)), "token id 128 is outside"),
         (
             Generate(0, messages=(ChatMessage("user", "x"),) * (CONTEXT - 1)),
             Generate(0, messages=(ChatMessage("user", "x"),) * (CONTEXT + 1)),
