@@ -10,7 +10,7 @@ from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import KVCache, SequenceKV
 from pipeline.calibration.windows import Window
 from pipeline.engine.engine import Engine
-from pipeline.text.sampler import log_softmax
+from pipeline.text.logprobs import log_softmax
 
 Passed = Callable[[int], None]  # takes the number of tokens just read; its exceptions end the reading
 

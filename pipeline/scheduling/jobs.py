@@ -14,7 +14,8 @@ from pipeline.arrays import FloatArray, Phase
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import SequenceKV
 from pipeline.scheduling.prefix_cache import PrefixKey
-from pipeline.text.sampler import Sampler, best_margin, log_softmax
+from pipeline.text.logprobs import best_margin, log_softmax
+from pipeline.text.sampler import Sampler
 from pipeline.text.text_stream import TextStream
 from protocol.messages import Done, Queued, Scores, Token
 

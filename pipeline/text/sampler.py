@@ -1,4 +1,4 @@
-"""Chooses the next token from one row of logits, and log-probabilities of logits.
+"""Chooses the next token from one row of logits.
 
 The filters, their order and their limits are those of transformers' generation: repetition penalty,
 temperature, top-k, top-p, min-p. Ties at top-k's limit are all kept, as there; ties at top-p's limit by
@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.arrays import FloatArray
 from pipeline.errors import PipelineError
 from protocol.messages import Sampling
 
@@ -122,28 +121,3 @@ def _nucleus(weights: NDArray[np.float64], top_p: float) -> NDArray[np.int64]:
     kept = places[weights[places] >= limit]
     equal = np.flatnonzero(weights[kept] == limit)
     return np.delete(kept, equal[len(equal) - (len(kept) - count) :])
-
-
-def log_softmax(logits: FloatArray) -> FloatArray:
-    """Natural-log probabilities float32 [n, vocabulary] of logits of that shape."""
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    total = np.log(np.exp(shifted).sum(axis=1, keepdims=True, dtype=np.float64))
-    logprobs: FloatArray = (shifted - total).astype(np.float32)
-    return logprobs
-
-
-def best_margin(logits: FloatArray, rival: int | None = None) -> tuple[float, int]:
-    """By how much the largest of logits [vocabulary] exceeds that of `rival`, by default the second largest,
-    and that token. A vocabulary of one has no second: -1."""
-    best = int(logits.argmax())
-    if rival is not None:
-        return float(logits[best]) - float(logits[rival]), rival
-    rest = [
-        (float(part.max()), start + int(part.argmax()))
-        for start, part in ((0, logits[:best]), (best + 1, logits[best + 1 :]))
-        if len(part)
-    ]
-    if not rest:
-        return 0.0, -1
-    value, place = max(rest, key=lambda found: found[0])
-    return float(logits[best]) - value, place

@@ -14,7 +14,8 @@ from pipeline.errors import RequestError
 from pipeline.models.registry import model_spec
 from pipeline.scheduling import jobs
 from pipeline.scheduling.job_factory import NAME_LIMIT, JobFactory
-from pipeline.text.sampler import Sampler, log_softmax
+from pipeline.text.logprobs import log_softmax
+from pipeline.text.sampler import Sampler
 from pipeline.text.text_stream import RunDecoder, StopStrings, TextStream
 from protocol.messages import ChatMessage, Done, Generate, Queued, Sampling, Score, Scores, Token
 
