@@ -13,6 +13,7 @@ from launch.command_line.checks import MAX_TEXT_BYTES, check_request, read_text
 from launch.command_line.options import RANDOM_OPTIONS, Options
 from launch.connect.reconnect import reconnecting_client
 from launch.errors import AnswerLost, WrongUsage
+from launch.terminal.format import count
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.lines import Lines
 from launch.terminal.output import print_json, show
@@ -130,9 +131,9 @@ def _finish(options: Options, answer: Answer, tokens: list[Token], client: Clien
     )
 
 
-def _speed(count: int, stats: dict[str, Any]) -> str:
-    """Of an answer of `count` tokens and of its prompt."""
-    words = f"{count} token{'' if count == 1 else 's'}"
+def _speed(tokens: int, stats: dict[str, Any]) -> str:
+    """Of an answer of `tokens` tokens and of its prompt."""
+    words = count(tokens, "token")
     if stats.get("decode_tok_s"):
         words += f", {stats['decode_tok_s']:.1f} tok/s"
     if stats.get("prefill_tok_s"):

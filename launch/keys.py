@@ -56,7 +56,7 @@ def make_keys(folder: Path) -> tuple[Path, Path]:
     engine_path, client_path = folder / ENGINE_FILE, folder / CLIENT_FILE
     for path in (engine_path, client_path):
         if os.path.lexists(path):
-            raise ProtocolError(f"{path} is there already and stays as it is; name another folder with --out")
+            raise ProtocolError(f"{path} exists and is not overwritten; name another folder with --out")
     engine, client = new_keys()
     write_engine_keys(engine_path, engine)
     try:

@@ -101,7 +101,7 @@ def start_line(model: Path, plan: Plan, machine: Machine, backbone_dtype: str) -
 def memory_lines(plan: Plan, machine: Machine) -> list[str]:
     """A line for each kind of memory with the parts that need it. /dev/shm is part of the memory."""
     return [
-        f"{pool.name}: {parts(pool, plan)}; there are {byte_size(pool.free)}"
+        f"{pool.name}: {parts(pool, plan)}; {byte_size(pool.free)} available"
         for pool in plan.pools(machine)
         if pool.name != SHM_FOLDER
     ]
@@ -119,7 +119,7 @@ def reasons(plan: Plan, now: Situation, every: Sequence[Needs]) -> list[str]:
         lines.append(f"--format {plan.needs.format}: {why}")
         lines += _with_larger_shm(plan, now, every[:position])
     if asked.context is None and plan.context < choose_context(None, plan.needs.spec):
-        why = "--kv-tokens holds no more" if plan.context == asked.kv_tokens else "more does not fit"
+        why = "--kv-tokens is no larger" if plan.context == asked.kv_tokens else "more does not fit"
         lines.append(f"--context {plan.context}: {why}")
     elif asked.kv_tokens is None and plan.kv_tokens < KV_CONTEXTS * plan.context:
         contexts = f"{plan.kv_tokens / plan.context:.1f} contexts at once"
@@ -173,7 +173,7 @@ def parts(pool: Pool, plan: Plan, rest: bool = False) -> str:
     for part, size in pool.parts.items():
         if part == "experts" and needs.present:
             new = f"experts {byte_size(size)}" if size else "no experts"
-            words.append(f"{new} ({byte_size(needs.present)} in {needs.format} are there already)")
+            words.append(f"{new} ({byte_size(needs.present)} in {needs.format} exist already)")
         elif part == "experts":
             words.append(f"experts {byte_size(size)} ({needs.format})")
         elif part == "left free":
@@ -184,7 +184,7 @@ def parts(pool: Pool, plan: Plan, rest: bool = False) -> str:
 
 
 def _needs(pool: Pool) -> str:
-    return f"{byte_size(pool.needed)} of {pool.name} where there are {byte_size(pool.free)}"
+    return f"{byte_size(pool.needed)} of {pool.name}, and {byte_size(pool.free)} is available"
 
 
 def _with_larger_shm(plan: Plan, now: Situation, better: Sequence[Needs]) -> list[str]:

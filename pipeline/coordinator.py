@@ -56,7 +56,7 @@ from protocol.sockets import connect_dealer, ipc_endpoint
 log = logging.getLogger(__name__)
 
 STOPPING = "the engine is shutting down"
-FLOODED = "this client has sent more than the engine can take in; ask again later"
+FLOODED = "this client has sent more than the engine can queue; try again later"
 FLUSH_LIMIT = 1.0  # seconds for the last messages to clients
 JOIN_LIMIT = 2.0  # seconds for the engine's thread to end its step
 GIVE_UP_LIMIT = 1.0  # seconds for it to end after its waits for children were given up

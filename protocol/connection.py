@@ -64,7 +64,7 @@ class Connection:
             sent = self._socket.send_multipart(encode(message), flags=zmq.NOBLOCK)
             cast("asyncio.Future[None]", sent).result()
         except zmq.Again:
-            raise RequestFailed(f"{HWM} messages already wait to be taken by the engine; ask later") from None
+            raise RequestFailed(f"{HWM} messages are queued for the engine; try again later") from None
 
     def cancel(self, request: int) -> None:
         """Queue a Cancel. A full queue means that no engine reads it, so nothing is left to cancel."""

@@ -105,7 +105,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
-        raise ProtocolError(f"{path} is there already and stays as it is; remove it first") from None
+        raise ProtocolError(f"{path} exists and is not overwritten; remove it first") from None
     except OSError as e:
         raise ProtocolError(f"cannot write {path}: {e.strerror}") from e
     try:
@@ -131,7 +131,7 @@ def _read(path: Path, kind: str) -> dict[str, Any]:
     except NotPrivate as e:
         raise ProtocolError(f"{path} {e}") from None
     except FileNotFoundError:
-        raise ProtocolError(f"there is no key file {path}; make keys with: launch.py keys") from None
+        raise ProtocolError(f"the key file {path} does not exist; make keys with: launch.py keys") from None
     except (OSError, ValueError) as e:  # ValueError: a name with a NUL
         reason = e.strerror if isinstance(e, OSError) else str(e)
         raise ProtocolError(f"cannot read {path}: {reason}") from None

@@ -149,7 +149,7 @@ class Link:
                 return await self._open(min(rest, ATTEMPT_SECONDS))
             except ConnectionLost:
                 continue
-        raise EngineGone(f"{lost} (none came in its place within {self._options.retry:g} s)")
+        raise EngineGone(f"{lost} (no other engine was ready within {self._options.retry:g} s)")
 
     def _stopped(self) -> bool:
         """Whether the whole engine has ended, and not only its coordinator: its directory was removed, as by

@@ -66,7 +66,7 @@ def format_named(name: str) -> TileFormat:
     try:
         return FORMATS[name]
     except KeyError:
-        raise UnknownFormat(f"unknown format {name!r}; there are {', '.join(FORMATS)}") from None
+        raise UnknownFormat(f"unknown format {name!r} (supported: {', '.join(FORMATS)})") from None
 
 
 def suitable_tile(hidden: int, intermediate: int, tile_format: TileFormat) -> int:

@@ -74,7 +74,7 @@ class StoreLease:
             undo.callback(os.close, descriptor)
             segment = _lock_segment(name, fcntl.LOCK_SH)
             if segment is None:
-                raise SegmentMissing(f"there is no shared-memory segment {name}")
+                raise SegmentMissing(f"the shared-memory segment {name} does not exist")
             undo.callback(os.close, segment)
             try:
                 Store.attach(name, fingerprint).close()

@@ -101,7 +101,7 @@ class Segment:
         try:
             memory = posix_ipc.SharedMemory(name, read_only=not writable)
         except posix_ipc.ExistentialError:
-            raise SegmentMissing(f"there is no shared-memory segment {name}") from None
+            raise SegmentMissing(f"the shared-memory segment {name} does not exist") from None
         except posix_ipc.PermissionsError:
             raise ShmError(f"the shared-memory segment {name} may not be opened by this user") from None
         try:

@@ -61,9 +61,9 @@ def draw(report: Report, path: Path) -> None:
     results, profiles = report.results, report.profiles
     rows: list[list[Callable[[Any], None]]] = [
         [
-            lambda axes: _figures(axes, results, "prefill_tok_s", "prefill, tokens/s"),
+            lambda axes: _figures(axes, results, "prefill_tok_s", "prefill, tok/s"),
             lambda axes: _figures(axes, results, "first_token_s", "time to the first token, ms", 1e3),
-            lambda axes: _figures(axes, results, "decode_tok_s", "decode, tokens/s"),
+            lambda axes: _figures(axes, results, "decode_tok_s", "decode, tok/s"),
         ]
     ]
     if profiles:

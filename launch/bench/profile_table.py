@@ -101,7 +101,7 @@ def legend(results: Sequence[PolicyResult], profiles: Sequence[PhaseProfile], te
 
 def routing_notes(model: str) -> list[str]:
     """A note on hits where a model's weights, and so its routers, are random."""
-    note = "random weights route at random: hits, and what depends on them, say nothing of the real model"
+    note = "random weights route at random: hits, and what depends on them, are not those of the real model"
     return [note] * is_shape(model)
 
 

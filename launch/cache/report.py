@@ -11,7 +11,7 @@ from typing import Any
 from rich.text import Text
 
 from launch.cache.entries import UNKNOWN, Entry
-from launch.terminal.format import printable
+from launch.terminal.format import count, printable
 from launch.terminal.tables import make_table, render
 from shm.segment import byte_size
 
@@ -75,8 +75,7 @@ def age(then: float) -> str:
     seconds = time.time() - then
     for length, unit in AGES:
         if seconds >= length:
-            count = int(seconds / length)
-            return f"{count} {unit}{'s' * (count > 1)} ago"
+            return f"{count(int(seconds / length), unit)} ago"
     return "just now"
 
 

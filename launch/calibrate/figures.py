@@ -197,7 +197,7 @@ def _needed(axes: Any, needed: NDArray[np.float32], threshold: float | None) -> 
         if not shares.any():
             continue
         color = colormaps["viridis"]((most - count) / max(most - 1, 1) * 0.85)
-        label = f"{count} expert" + "s" * (count > 1)
+        label = f"{count} expert" + "s" * (count != 1)
         axes.bar(range(layers), shares, bottom=below, width=0.75, color=color, label=label)
         below += shares
     axes.set_ylim(0, 100)

@@ -178,7 +178,7 @@ class Session:
         path = _path(argument.removesuffix(FORCE).strip() if force else argument, "/save")
         turns = self._conversation.turns
         if not turns:
-            raise WrongUsage("there is nothing to save yet")
+            raise WrongUsage("nothing to save yet")
         if path not in self._files and not force and _exists(path):
             raise WrongUsage(f"{path} exists; /save {path} {FORCE} overwrites it")
         save(Transcript(self._client.welcome.model, self._conversation.system, turns), path)

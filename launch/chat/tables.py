@@ -13,7 +13,7 @@ from launch.chat.commands import COMMANDS
 from launch.chat.conversation import Reply
 from launch.chat.settings import KEYS, AnswerSettings, value_text
 from launch.phase_profile import PhaseProfile
-from launch.terminal.format import percent
+from launch.terminal.format import count, percent
 from launch.terminal.tables import make_grid, make_table
 from pipeline.arrays import PHASES
 from protocol.messages import Welcome
@@ -120,11 +120,11 @@ def _scheduler(s: dict[str, Any]) -> list[tuple[str, str]]:
         return []
     requests = f"{s['running']} running, {s['waiting']} waiting"
     if s.get("preemptions"):
-        requests += f", {s['preemptions']} preemptions so far"
+        requests += f", {count(s['preemptions'], 'preemption')} so far"
     kv = f"{s['kv_tokens_used']} of {s['kv_tokens']} tokens in use"
     if "kv_tokens_kept" in s:
-        count = s.get("conversations", 0)
-        kv += f", {s['kv_tokens_kept']} kept for {count} conversation{'' if count == 1 else 's'}"
+        kept = count(s.get("conversations", 0), "conversation")
+        kv += f", {s['kv_tokens_kept']} kept for {kept}"
     rows = [("requests", requests), ("KV cache", kv)]
     if "kv_reused_tokens" in s:
         rows.append(("KV reused", f"{s['kv_reused_tokens']} tokens so far"))

@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
         if choice:
             known = re.findall(r"[\w-]+", choice[3])
             near = nearest(choice[2], known)
-            message = f"{choice[1]}: there is no {choice[2]!r}{near} ({', '.join(known)})"
+            message = f"{choice[1]}: unknown value {choice[2]!r}{near} (supported: {', '.join(known)})"
         raise WrongUsage(message.removeprefix("argument "))
 
     def known_options(self) -> list[str]:
@@ -82,7 +82,10 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
         description="Mixture-of-experts models on one workstation. Without a command: chat in this terminal.",
     )
     parser.add_argument(
-        "--version", action="version", version=_versions(), help="of Tandem, Python and torch"
+        "--version",
+        action="version",
+        version=_versions(),
+        help="versions of Tandem, Python and torch",
     )
     _add_common(parser)
     _add_answer(parser)
@@ -95,7 +98,7 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
     prompt = generate.add_mutually_exclusive_group(required=True)
     words = "text to continue, with --chat the user's message; -: read it from stdin"
     prompt.add_argument("prompt", nargs="?", metavar="PROMPT", help=words)
-    prompt.add_argument("--prompt", metavar="T", help="the same")
+    prompt.add_argument("--prompt", metavar="T", help="the same as PROMPT")
     prompt.add_argument("--file", type=Path, metavar="F", help="UTF-8 file with the prompt")
     prompt.add_argument("--prompt-tokens", type=token_ids, metavar="1,2,3", help="token ids to continue")
     template = "use the model's chat template, and sample as a chat does"
@@ -207,11 +210,11 @@ def _add_common(parser: Parser) -> None:
     add("--costs", type=Path, metavar="FILE", help=costs)
     record = "record the routing into a new file, for bench --replay"
     add("--record", type=absolute, metavar="F", help=record)
-    seed = f"of the preset random and of sampling (default {default.seed})"
+    seed = f"seed of sampling and of the policy random (default {default.seed})"
     add("--seed", type=at_least(0), metavar="S", help=seed)
     add("--keep-store", action="store_true", help="leave the experts in shared memory for the next start")
     add("--verify", action="store_true", help="compare the experts with their checksums before use")
-    add("--name", metavar="NAME", help="of the engine (default: e and the process id)")
+    add("--name", metavar="NAME", help="the engine's name (default: e and the process id)")
     _add_log_level(parser)
     connect = "use a running engine instead of starting one; tcp://HOST:PORT for another machine"
     add("--connect", nargs="?", const="", metavar="NAME", help=connect)
@@ -234,16 +237,20 @@ def _add_sizes(add: Callable[..., object]) -> None:
     add("--policy", metavar="PRESET", help=policy)
     setting = "set an option of the policy; repeatable"
     add("--set", action="append", metavar="POLICY.OPTION=VALUE", help=setting)
-    add("--device", choices=get_args(DeviceName), help=f"(default {default.device})")
-    formats = "of the experts' weights (default: the most exact that fits)"
+    add(
+        "--device",
+        choices=get_args(DeviceName),
+        help=f"device of the backbone and the resident experts (default {default.device})",
+    )
+    formats = "format of the experts' weights (default: the most exact that fits)"
     add("--format", choices=get_args(FormatName), help=formats)
-    backbone_dtype = f"of all other weights (default {default.backbone_dtype})"
+    backbone_dtype = f"format of all other weights (default {default.backbone_dtype})"
     add("--backbone-dtype", choices=get_args(BackboneDType), help=backbone_dtype)
     expert_cache = f"share of all expert tiles on the device (default {DEFAULT_CACHE}; on a GPU all that fit)"
     add("--expert-cache", type=between(0.0, 1.0), metavar="RATIO", help=expert_cache)
     add("--tile", type=at_least(1), metavar="N", help="channels of a tile (default: by the experts' shape)")
     workers = (
-        "expert workers, which share the cores (default one for each, at most 16); 0: no worker processes"
+        "expert workers, which divide the cores (default one per core, at most 16); 0: no worker processes"
     )
     add("--workers", type=at_least(0), metavar="N", help=workers)
     context = f"tokens of prompt and answer (default: the model's, at most {DEFAULT_CONTEXT}, or what fits)"
@@ -259,12 +266,28 @@ def _add_answer(parser: Parser) -> None:
     default = Sampling()
     add = parser.add_argument_group("answer").add_argument
     add("--max-tokens", type=at_least(1), metavar="N", help="new tokens at most (default 128)")
-    temperature = "0: greedy (default 0; of a chat and with --chat the model's)"
+    temperature = "0: greedy (default 0; in a chat and with --chat the model's)"
     add("--temperature", type=between(0.0, math.inf), metavar="X", help=temperature)
-    add("--top-k", type=at_least(0), metavar="K", help=f"0: no limit (default {default.top_k})")
-    add("--top-p", type=above(0.0, 1.0), metavar="P", help=f"(default {default.top_p})")
-    add("--min-p", type=between(0.0, 1.0), metavar="P", help=f"(default {default.min_p})")
-    add("--repetition-penalty", type=above(0.0), metavar="X", help=f"(default {default.repetition_penalty})")
+    add(
+        "--top-k",
+        type=at_least(0),
+        metavar="K",
+        help=f"only the K most probable tokens; 0: all (default {default.top_k})",
+    )
+    add(
+        "--top-p",
+        type=above(0.0, 1.0),
+        metavar="P",
+        help=f"only the most probable tokens, P in all (default {default.top_p})",
+    )
+    add(
+        "--min-p",
+        type=between(0.0, 1.0),
+        metavar="P",
+        help=f"only tokens P times as probable as the best (default {default.min_p})",
+    )
+    penalty = f"divides the logits of tokens that occurred (default {default.repetition_penalty}: none)"
+    add("--repetition-penalty", type=above(0.0), metavar="X", help=penalty)
     add("--stop", action="append", type=not_empty, metavar="T", help="end before this text; repeatable")
     add("--ignore-eos", action="store_true", help="continue after the model's end-of-text token")
 
@@ -286,4 +309,6 @@ def _add_json(parser: Parser) -> None:
 def _add_log_level(parser: Parser) -> None:
     verbose = "show details on stderr: --log-level info"
     parser.add_argument("-v", "--verbose", action="store_const", dest="log_level", const="info", help=verbose)
-    parser.add_argument("--log-level", choices=LOG_LEVELS, help="(default notice)")
+    parser.add_argument(
+        "--log-level", choices=LOG_LEVELS, help="least severe messages shown (default notice)"
+    )

@@ -134,7 +134,7 @@ def explain(found: Bandwidth, embedded: Reads, example: Reads, cache: int | None
     both = f", {found.cores} together {rate(found.all)}" if found.cores > 1 else ""
     bound = (
         f"a token of {example.name} reads {byte_size(example.token)} of experts: "
-        f"at most {found.all / example.token:.2g} tokens/s with all-host"
+        f"at most {found.all / example.token:.2g} tok/s with all-host"
     )
     here = f"; the embedded model's {byte_size(embedded.token)}: at most {found.all / embedded.token:,.0f}"
     if cache is not None and embedded.store <= cache:

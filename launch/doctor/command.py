@@ -34,6 +34,7 @@ from launch.doctor.trials import TrialFailed
 from launch.errors import LaunchError
 from launch.processes.cores import Cores
 from launch.runtime import cache_root
+from launch.terminal.format import count
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.log import notice
 from launch.terminal.output import print_json, show
@@ -124,6 +125,6 @@ async def _prove(options: Options, interrupts: Interrupts) -> list[proof.Proof]:
 
 def _verdict(ok: bool, findings: Sequence[Finding]) -> str:
     counts = {level: sum(f.level == level for f in findings) for level in ("problem", "note")}
-    words = " and ".join(f"{n} {level}{'' if n == 1 else 's'}" for level, n in counts.items() if n)
+    words = " and ".join(count(n, level) for level, n in counts.items() if n)
     verdict = "Engines run on this machine" if ok else "Engines do not run on this machine as they should"
     return f"{verdict}{f': {words}' if words else ''}."

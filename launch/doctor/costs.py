@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.doctor.finding import Finding, Topic
-from launch.terminal.format import model_name, rate
+from launch.terminal.format import count, model_name, rate
 from pipeline.calibration.cost_cache import FOLDER, Record, measured_here
 from shm.segment import byte_size
 
@@ -83,8 +83,7 @@ def _where(path: Path) -> str:
 
 def _setting(record: Record) -> str:
     s = record.setting
-    count = len(s.workers)
-    workers = f"{count} worker{'' if count == 1 else 's'}" if count else "no workers"
+    workers = count(len(s.workers), "worker") if s.workers else "no workers"
     emulated = f", emulated: {s.emulation}" if s.emulation else ""
     day = time.strftime("%Y-%m-%d", time.localtime(record.measured))
     return f"{s.format}, {workers}, {s.device}{emulated}; {day}"

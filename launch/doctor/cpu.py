@@ -81,7 +81,7 @@ def _cores(
     if quota is not None and quota < usable:
         used = max(1, int(quota))
         yield TOPIC.note(
-            f"the control group's CPU quota is {quota:g} cores; {usable} are usable",
+            f"the control group's CPU quota: {quota:g} of {usable} usable cores",
             f"so an engine's workers compute on {used} core{'s' if used > 1 else ''}: on more they would"
             " exhaust the quota and all be stopped for the rest of each period",
             f"to use more cores, raise it: `docker run --cpus {usable}`",

@@ -8,7 +8,6 @@ one layer's rest (attention, routing, messages) by a request to the embedded mod
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -24,6 +23,7 @@ from launch.doctor.trials import TrialFailed
 from launch.processes.cores import Cores
 from launch.terminal.format import percent, rate
 from launch.terminal.interrupts import Interrupts
+from launch.terminal.log import notice
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.config import EngineConfig, FormatName
 from pipeline.memory.needs import Needs, backbone_tensors, quantized_bytes
@@ -36,8 +36,6 @@ SECONDS = 0.4  # of each measurement
 CONTEXT = 1000  # tokens that an expected token attends to
 QUANTILES = (0.1, 0.5, 0.9)  # of measured rates: the slow, the usual and the fast ones
 MARGIN = 0.2  # of the range at least: how evenly a token's experts divide over the workers is not measured
-
-log = logging.getLogger("tandem")
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ async def measure_speeds(
     source: ModelSource, asked: EngineConfig, names: Sequence[str], options: Options, interrupts: Interrupts
 ) -> Speeds:
     """Takes about ten seconds. `names`: the formats. Raises TrialFailed."""
-    log.info("measuring how fast this machine would run it: about ten seconds")
+    notice("measuring how fast this machine would run it: about ten seconds")
     here, load = Cores.here(), os.getloadavg()[0]
     cores = [core for cpus in here.for_workers(here.default_workers()) for core in cpus.cores]
     cache, available = models.last_cache(), available_memory()

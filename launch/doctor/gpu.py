@@ -14,7 +14,7 @@ from launch.doctor.finding import Finding, Topic
 from launch.doctor.models import Reads
 from launch.doctor.software import installed, pip_install
 from launch.doctor.trials import TrialFailed, trial
-from launch.terminal.format import rate
+from launch.terminal.format import count, rate
 from shm.kernel_files import contents, entries
 from shm.segment import byte_size
 
@@ -70,10 +70,10 @@ async def inspect(example: Reads, root: Path = Path("/")) -> tuple[list[Finding]
     return [*found, _link(rate, example)], rate
 
 
-def _without_driver(count: int) -> Finding:
-    if count:
+def _without_driver(gpus: int) -> Finding:
+    if gpus:
         return TOPIC.note(
-            f"{count} NVIDIA GPU{'s' if count > 1 else ''}, and no driver is loaded",
+            f"{count(gpus, 'NVIDIA GPU')}, and no driver is loaded",
             ON_CPU,
             "install the driver, on Ubuntu: sudo ubuntu-drivers install\n"
             "in a container: `docker run --gpus all`",
@@ -123,6 +123,6 @@ async def _ipc(wsl: bool) -> Finding:
 def _link(pace: float, example: Reads) -> Finding:
     means = (
         f"where every expert of a token is fetched ({byte_size(example.token)} of {example.name}), "
-        f"at most {pace / example.token:.2g} tokens/s"
+        f"at most {pace / example.token:.2g} tok/s"
     )
     return TOPIC.ok(f"host to device: {rate(pace)} from page-locked memory", means)

@@ -161,7 +161,7 @@ def _table(
         table.add_row("expert cache", "", *(f"{plan.expert_cache:g}" for plan in rows))
     if forecasts:
         expected = [forecasts[plan.needs.format] for plan in rows]
-        table.add_row("tokens/s, about", "", *(three_digits(each.usual) for each in expected))
+        table.add_row("tok/s, about", "", *(three_digits(each.usual) for each in expected))
         ranges = (f"{three_digits(each.slow)}-{three_digits(each.fast)}" for each in expected)
         table.add_row("  range", "", *ranges)
         table.add_row("  memory's limit", "", *(three_digits(each.limit) for each in expected))

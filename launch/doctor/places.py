@@ -10,6 +10,7 @@ from launch.cache.entries import scan
 from launch.cache.report import free_bytes
 from launch.doctor.finding import Finding, Topic
 from launch.runtime import SHM, cache_root, running_engines, sweep
+from launch.terminal.format import count
 from pipeline.models.shapes import short_name
 from protocol.errors import ProtocolError
 from protocol.sockets import ipc_endpoint, runtime_root
@@ -64,9 +65,9 @@ def cache_findings(folder: Path) -> list[Finding]:
     stores = [entry.size for entry in entries if not entry.on_disk]
     found = [_cache_finding(folder, sum(entry.size for entry in entries if entry.on_disk))]
     if stores:
-        count = f"{len(stores)} store{'s' if len(stores) > 1 else ''} of experts in {SHM}"
+        head = f"{count(len(stores), 'store')} of experts in {SHM}"
         means = "used by running engines or kept by --keep-store for the next start of the same model"
-        found.insert(0, TOPIC.ok(f"{count}, {byte_size(sum(stores))}", f"{means}; {LISTED} them"))
+        found.insert(0, TOPIC.ok(f"{head}, {byte_size(sum(stores))}", f"{means}; {LISTED} them"))
     return found
 
 

@@ -98,7 +98,7 @@ def explain(proof: Proof, ceiling: float | None, fits_cache: bool) -> Finding:
         return TOPIC.problem(found, means, do, prevents=True)
     found = (
         f"an engine started in {proof.start:.1f} s and generated {proof.tokens} tokens "
-        f"at {proof.rate:,.0f} tokens/s ({proof.policy})"
+        f"at {proof.rate:,.0f} tok/s ({proof.policy})"
     )
     means = "the embedded model is so small that the overhead of a step exceeds the reading of its experts"
     if ceiling is not None and not fits_cache and proof.rate:

@@ -172,7 +172,7 @@ def _check_kind(name: str, sizes: dict[str, int]) -> None:
             "look for a repository that has those"
         )
     if CONFIG not in sizes:
-        raise WrongUsage(f"{name}: there is no {CONFIG} on the Hub, and the model cannot be run without it")
+        raise WrongUsage(f"{name}: {CONFIG} is not on the Hub, and the model cannot be run without it")
 
 
 def _check_architecture(name: str, config: Path) -> None:

@@ -45,9 +45,7 @@ def _translated(name: str, answered: bool, error: Exception, transport: type[Exc
     if isinstance(error, RevisionNotFoundError):
         return WrongUsage(f"{name}: the model is on {hub}, but not in this revision")
     if isinstance(error, GatedRepoError) or status == 403:
-        return WrongUsage(
-            f"{name}: only for people with access: ask for it on its page at {hub}, then {LOG_IN}"
-        )
+        return WrongUsage(f"{name}: access is restricted: request it on the page at {hub}, then {LOG_IN}")
     if isinstance(error, RepositoryNotFoundError):
         text = f"no folder of this name is here, and {hub} has no such model, or it is private"
         return WrongUsage(f"{name}: {text}; check the name, or {LOG_IN}")
@@ -56,13 +54,13 @@ def _translated(name: str, answered: bool, error: Exception, transport: type[Exc
     if status is not None:
         return DownloadFailed(f"{name}: {hub} answers with error {status}; try again later")
     if isinstance(error, OfflineModeIsEnabled):
-        text = "is not in the cache of this machine, and HF_HUB_OFFLINE forbids to download it"
+        text = "is not in the cache of this machine, and HF_HUB_OFFLINE forbids downloading it"
         return DownloadFailed(f"{name} {text}; unset it, or give a folder with --model")
     reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, ValueError):  # an answer that is no JSON, say
         return DownloadFailed(f"{name}: {hub} does not answer as the Hub does: {reason[:160]}")
     if answered:
-        return DownloadFailed(f"{name}: the download stopped: {reason[:160]}; start again to go on")
+        return DownloadFailed(f"{name}: the download stopped: {reason[:160]}; start again to continue")
     if isinstance(error, transport):
         elsewhere = f"`hf download {name.partition('@')[0]} --local-dir DIR`"
         return DownloadFailed(

@@ -167,7 +167,7 @@ def shape_config(model: str) -> tuple[str, Config]:
     """Name and config, from shape:NAME or shape:NAME/N (its first N layers). Raises ModelError, one line."""
     name, slash, layers = model.removeprefix(PREFIX).partition("/")
     if name not in SHAPES:
-        raise ModelError(f"{model}: there is no shape {name!r}; there are {', '.join(SHAPES)}")
+        raise ModelError(f"{model}: unknown shape {name!r} (supported: {', '.join(SHAPES)})")
     config = SHAPES[name]
     if not slash:
         return name, config

@@ -51,7 +51,7 @@ class JobFactory:
         if len(prompt) + reserve > self.context:
             answer = "the answer" if reserve == 1 else f"{reserve} tokens of an answer"
             raise PromptTooLong(
-                f"the prompt has {len(prompt)} tokens, the context is {self.context} with {answer};"
+                f"the prompt has {len(prompt)} tokens, the context is {self.context}, including {answer};"
                 f" {self._remedy}",
                 len(prompt),
             )
@@ -121,7 +121,7 @@ class JobFactory:
         if least > self.context:
             raise PromptTooLong(
                 f"the prompt has {characters} characters, at least {least} tokens, the context is"
-                f" {self.context} with the answer; shorten it",
+                f" {self.context} including the answer; shorten it",
                 least,
             )
 

@@ -76,7 +76,7 @@ class Scheduler:
         if (client, message.request) in self._live:
             raise NumberInUse(f"request {message.request} is already being served")
         if self._waiting.of(client) >= QUEUE_LIMIT:
-            raise RequestError(f"{QUEUE_LIMIT} requests of this client wait already; ask later")
+            raise RequestError(f"{QUEUE_LIMIT} requests of this client are already queued; try again later")
 
         def emit(answer: object) -> None:
             self._send(client, answer)

@@ -83,7 +83,7 @@ def test_keys_are_never_overwritten(keys: Path, complaint: Complaint) -> None:
     keys.chmod(0o700)
     for name in ("client.key", "engine.key"):  # whichever is there, neither is made
         (keys / name).touch()
-        assert complaint("keys").startswith(f"{keys / name} is there already and stays as it is")
+        assert complaint("keys").startswith(f"{keys / name} exists and is not overwritten")
         assert [(p.name, p.stat().st_size) for p in keys.iterdir()] == [(name, 0)]
         (keys / name).unlink()
 
@@ -138,9 +138,11 @@ def test_tcp_requires_keys(
     command: str, name: str, keys: Path, port: int, complaint: Complaint, tmp_path: Path
 ) -> None:
     arguments = command.format(port=port).split()
-    assert f"there is no key file {keys / name}; make keys with: launch.py keys" in complaint(*arguments)
+    assert f"the key file {keys / name} does not exist; make keys with: launch.py keys" in complaint(
+        *arguments
+    )
     arguments += ["--key", str(tmp_path / "key")]
-    assert f"there is no key file {tmp_path / 'key'}" in complaint(*arguments)
+    assert f"the key file {tmp_path / 'key'} does not exist" in complaint(*arguments)
     engine, client = new_keys()
     write_client_keys(tmp_path / "client.key", client)
     write_engine_keys(tmp_path / "engine.key", engine)

@@ -67,7 +67,9 @@ def test_the_numbers_of_a_refusal_add_up_and_its_advice_is_good(
     else:
         return
     assert "\n" not in line
-    found = re.search(r"it needs ([\d.]+ .B) of ([/\w ]+) where there are ([\d.]+ .B) \((.*?)\): (.*)", line)
+    found = re.search(
+        r"it needs ([\d.]+ .B) of ([/\w ]+), and ([\d.]+ .B) is available \((.*?)\): (.*)", line
+    )
     assert found is not None, line
     needed, name, there, parts, advice = found.groups()
     there_is = {"memory": memory, "/dev/shm": shm, "GPU memory": gpu}[name]
@@ -113,10 +115,10 @@ def test_each_choice_other_than_the_default_has_a_reason() -> None:
 
     assert why(Machine(200 * GB, 200 * GB)) == [
         "memory: experts 90.19 GB (bf16), KV cache 4.29 GB (32768 tokens), backbone 3.22 GB,"
-        " processes 1.21 GB; there are 200.00 GB"
+        " processes 1.21 GB; 200.00 GB available"
     ]
     _, first, second = why(Machine(64 * GB, 32 * GB))
-    assert first == "--format int4: int8 needs 46.51 GB of /dev/shm where there are 32.00 GB"
+    assert first == "--format int4: int8 needs 46.51 GB of /dev/shm, and 32.00 GB is available"
     assert re.fullmatch(
         r"--format int8 fits a larger /dev/shm: sudo mount -o remount,size=\d+m /dev/shm", second
     )
@@ -138,7 +140,7 @@ def test_each_choice_other_than_the_default_has_a_reason() -> None:
     plan = there.plan(there.config, [attached])
     assert plan is not None
     assert (
-        "memory: no experts (25.37 GB in int4 are there already), KV cache"
+        "memory: no experts (25.37 GB in int4 exist already), KV cache"
         in memory_lines(plan, there.machine)[0]
     )
     assert reasons(plan, there, [attached]) == []

@@ -182,7 +182,7 @@ def test_tcp_listener_follows_the_configuration(tmp_path: Path, monkeypatch: pyt
     endpoint = free_endpoint()
     assert TcpListener.configured(EngineConfig()) is None
     with pytest.raises(
-        ProtocolError, match=r"there is no key file .*/tandem/keys/engine.key; make keys with"
+        ProtocolError, match=r"the key file .*/tandem/keys/engine.key does not exist; make keys with"
     ):
         TcpListener.configured(EngineConfig(listen=endpoint))
     write_engine_keys(tmp_path / "a.key", ENGINE)

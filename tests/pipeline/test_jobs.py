@@ -299,7 +299,7 @@ def test_requests_without_a_seed_have_consecutive_ones() -> None:
         (
             Generate(0, token_ids=(1,) * (CONTEXT - 1)),
             Generate(0, token_ids=(1,) * CONTEXT),
-            f"the prompt has {CONTEXT} tokens, the context is {CONTEXT} with the answer",
+            f"the prompt has {CONTEXT} tokens, the context is {CONTEXT}, including the answer",
         ),
         (
             Generate(0, token_ids=PROMPT, max_tokens=1),

@@ -114,7 +114,7 @@ def test_number_in_use_and_too_many_waiting_requests_are_refused(harness, monkey
         harness.scheduler.submit(b"a", ask(i, 4, 3))
     with pytest.raises(NumberInUse, match="request 1 is already being served"):
         harness.scheduler.submit(b"a", ask(1, 4, 3))
-    with pytest.raises(RequestError, match="2 requests of this client wait already"):
+    with pytest.raises(RequestError, match="2 requests of this client are already queued"):
         harness.scheduler.submit(b"a", ask(2, 4, 3))
     harness.scheduler.submit(b"b", ask(1, 4, 3))
     harness.finish()

@@ -80,7 +80,7 @@ def test_a_key_file_is_private_whatever_the_umask(tmp_path: Path, mask: int) -> 
 def test_a_key_file_is_never_overwritten(engine_file: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for path in (engine_file, tmp_path / "link"):
-        with pytest.raises(ProtocolError, match=r"is there already and stays as it is; remove it first$"):
+        with pytest.raises(ProtocolError, match=r"exists and is not overwritten; remove it first$"):
             write_engine_keys(path, new_keys()[0])
     assert read_engine_keys(engine_file) == ENGINE
     assert not (tmp_path / "nowhere").exists()

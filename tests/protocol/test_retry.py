@@ -235,7 +235,7 @@ async def test_client_ends_after_its_retry_time(endpoint):
         await until(lambda: len(answer.token_ids) == 2)
         await engines.stop()
         start = time.monotonic()
-        line = r"has been silent for 0\.5 s \(none came in its place within 0\.5 s\)$"
+        line = r"has been silent for 0\.5 s \(no other engine was ready within 0\.5 s\)$"
         assert isinstance(lost := await engines.client.lost(), EngineGone)
         assert 0.75 * (QUIET + 0.5) < time.monotonic() - start < QUIET + 0.5 + 2.0
         for pending in (answer.result(), scores, engines.client.stats()):
