@@ -121,6 +121,4 @@ def _speed(seconds: float) -> str:
 
 
 def _milliseconds(seconds: float) -> str:
-    if seconds < 1e-3:
-        return f"{1e6 * seconds:.0f} µs"
     return f"{1e3 * seconds:.0f} ms" if seconds >= 0.1 else f"{1e3 * seconds:#.3g} ms"

@@ -90,7 +90,7 @@ def _setting(record: Record) -> str:
 
 
 def _time(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds >= 0.9995e-3 else f"{1e6 * seconds:.3g} µs"
+    return f"{1e3 * seconds:.3g} ms"
 
 
 def _rate(seconds: float, record: Record) -> str:

@@ -121,7 +121,7 @@ class JobFactory:
         if least > self.context:
             raise PromptTooLong(
                 f"the prompt has {characters} characters, at least {least} tokens, the context is"
-                f" {self.context} including the answer; shorten it",
+                f" {self.context}, including the answer; shorten it",
                 least,
             )
 

@@ -29,12 +29,12 @@ def test_costs_of_an_expert_and_a_tile_are_reported(tmp_path: Path) -> None:
     (found,) = costs.inspect(tmp_path)
     assert (found.topic, found.level, found.do) == ("costs", "ok", "")
     assert found.found.startswith("the embedded model (bf16, 2 workers, cpu; 2020-09-1")
-    assert found.found.endswith("one expert: host 4 ms, device 400 µs, move 8 ms")
-    assert "for 64 tokens: host 32 ms, device 800 µs" in found.means
+    assert found.found.endswith("one expert: host 4 ms, device 0.4 ms, move 8 ms")
+    assert "for 64 tokens: host 32 ms, device 0.8 ms" in found.means
     assert "computed on the host sooner than moved" in found.means
-    tile = "one tile of 10.0 MB: host 1 ms (10 GB/s), device 100 µs (100 GB/s), link 2 ms (5 GB/s)"
+    tile = "one tile of 10.0 MB: host 1 ms (10 GB/s), device 0.1 ms (100 GB/s), link 2 ms (5 GB/s)"
     assert tile in found.means
-    assert "round trip to the workers 50 µs, a layer without its experts 300 µs" in found.means
+    assert "round trip to the workers 0.05 ms, a layer without its experts 0.3 ms" in found.means
     assert f"from {tmp_path}/costs/{SETTING.name}: delete it to measure again" in found.means
     assert max(map(len, render([found], "").splitlines())) <= 80
 
@@ -83,7 +83,7 @@ def test_doctor_model_shows_the_costs_of_that_model(
         assert main(arguments) == 0
         out = capfd.readouterr().out
         assert "Costs measured here (int8, 2 workers, cpu; 2020-09-1" in out
-        assert "one expert: host 4 ms, device 400 µs, move 8 ms" in out
+        assert "one expert: host 4 ms, device 0.4 ms, move 8 ms" in out
         assert max(map(len, out.splitlines())) <= 80
     finally:
         for setting in (of_int8, SETTING):

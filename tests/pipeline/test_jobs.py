@@ -65,7 +65,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def factory(tokenizer: object = None, seed: int = 0) -> JobFactory:
     ends = frozenset({END})
-    return JobFactory(tokenizer, ends, vocabulary=VOCABULARY, context=CONTEXT, seed=seed)
+    return JobFactory(tokenizer, ends, vocabulary=VOCABULARY, context=CONTEXT, longest=CONTEXT, seed=seed)
 
 
 def sequence(capacity: int = CONTEXT, switch: int | None = None) -> SequenceKV:
