@@ -121,7 +121,7 @@ class Loading:
         if (path := store_path(self.cache_folder, self.fingerprint)).exists():
             note_use(path.parent, CacheRecord("store", self.source.name, self.manifest.format))
         self.origin = (
-            f"source {origin}: {read} bytes read from the checkpoint, {cached} bytes read from the cache"
+            f"source {origin}: {byte_size(read)} read from the checkpoint, {byte_size(cached)} from the cache"
         )
 
     def _attached(self) -> bool:

@@ -103,7 +103,7 @@ def engine_table(stats: dict[str, Any], welcome: Welcome) -> Table:
         *_scheduler(stats.get("scheduler", {})),
         *_cache(stats.get("cache", {}), stats.get("tile_bytes", 0)),
     ]
-    if status := stats.get("prefetch", {}).get("says"):
+    if status := stats.get("prefetch", {}).get("status"):
         rows.append(("prefetching", status))
     clients = stats.get("clients", {})
     if "connected" in clients:

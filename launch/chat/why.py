@@ -88,8 +88,8 @@ def facts(profile: PhaseProfile, answer: dict[str, Any], prefetch: dict[str, Any
         used, wasted = (percent(moved[kind] / moved["predicted"]) for kind in ("useful", "wasted"))
         size = byte_size(moved["predicted"] / rows)
         lines.append(f"prefetched: {size} per token, {used} of it used, {wasted} evicted unused")
-    if prefetch.get("says"):
-        lines.append(prefetch["says"])
+    if prefetch.get("status"):
+        lines.append(prefetch["status"])
     return [*lines, f"fidelity: {_fidelity(answer.get('fidelity', {}))}"]
 
 

@@ -124,7 +124,7 @@ def busy(load: float, cores: int) -> list[Finding]:
     if load < BUSY * cores:
         return []
     found = f"load average {load:.1f} before measuring: other programs are computing"
-    means = "the figures below, and the bounds derived from them, are lower than an idle machine's"
+    means = "the speeds measured here, and what follows from them, are lower than on an idle machine"
     return [TOPIC.note(found, means, "close other programs and run this again")]
 
 

@@ -174,7 +174,7 @@ def explain(forecasts: Mapping[FormatName, Forecast], speeds: Speeds, dtype: str
     lines = [finding.found + "; " + finding.means for finding in busy(speeds.load, speeds.cores)]
     return [
         *lines,
-        f"Tokens a second are expected of one request after {CONTEXT} tokens, with --policy all-host. A token"
+        f"tok/s: expected of one request after {CONTEXT} tokens, with --policy all-host. A token"
         f" reads its experts, {byte_size(first.reads.backbone)} of backbone in {dtype} and"
         f" {byte_size(first.reads.kv)} of KV cache.",
         f"Measured here just now: all cores read {rate(speeds.memory)}; the expert kernels reach {kernels} of"

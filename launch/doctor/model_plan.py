@@ -25,7 +25,7 @@ from launch.hub.hf_download import CONFIG
 from launch.plan import OPTIONS, Situation, every_format, formats, reasons, refusal, situation
 from launch.processes.cores import Cores
 from launch.runtime import cache_root
-from launch.terminal.format import three_digits
+from launch.terminal.format import alike
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
 from launch.terminal.tables import make_table, render
@@ -77,11 +77,11 @@ async def _expected(
 ) -> tuple[Speeds | None, Mapping[FormatName, Forecast], list[str]]:
     """The expected speed in each format, and lines about it."""
     if config.device != "cpu":
-        return None, {}, ["Expected tokens a second: give --device cpu; with a GPU `bench` measures them."]
+        return None, {}, ["Expected tok/s: give --device cpu; with a GPU `bench` measures them."]
     try:
         speeds = await measure_speeds(source, config, list(each), options, interrupts)
     except TrialFailed as e:
-        return None, {}, [f"The expected tokens a second are unknown: {e}"]
+        return None, {}, [f"The expected tok/s are unknown: {e}"]
     found = {name: forecast(bytes_read(source, config, needs), needs, speeds) for name, needs in each.items()}
     return speeds, found, explain(found, speeds, config.backbone_dtype)
 
@@ -161,10 +161,12 @@ def _table(
         table.add_row("expert cache", "", *(f"{plan.expert_cache:g}" for plan in rows))
     if forecasts:
         expected = [forecasts[plan.needs.format] for plan in rows]
-        table.add_row("tok/s, about", "", *(three_digits(each.usual) for each in expected))
-        ranges = (f"{three_digits(each.slow)}-{three_digits(each.fast)}" for each in expected)
-        table.add_row("  range", "", *ranges)
-        table.add_row("  memory's limit", "", *(three_digits(each.limit) for each in expected))
+        table.add_row("tok/s, about", "", *alike([each.usual for each in expected]))
+        slow, fast = (
+            alike(list(speeds)) for speeds in zip(*((e.slow, e.fast) for e in expected), strict=True)
+        )
+        table.add_row("  range", "", *map("{}-{}".format, slow, fast))
+        table.add_row("  memory's limit", "", *alike([each.limit for each in expected]))
     fits = {True: "fits", False: "too large"}
     verdicts = ("chosen" if plan is chosen else fits[plan.fits(now.machine)] for plan in rows)
     table.add_row("", "", *verdicts)

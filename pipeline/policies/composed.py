@@ -271,5 +271,5 @@ def require(policy: str, parts: Sequence[Part], view: View) -> None:
         )
         raise PolicyError(
             f"policy {policy} needs {needs}: run launch.py calibrate --text FILE (and --model, if given)"
-            + (f", or do without by {without}" if without else "")
+            + (f", or avoid that with {without}" if without else "")
         )

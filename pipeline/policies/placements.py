@@ -53,7 +53,7 @@ class Popular(Placement):
             return ()
         return (
             "no routing has been counted yet, so each layer's first experts are resident, not its popular "
-            "ones; set the policy again once some text has run",
+            "ones; set the policy again after a few answers",
         )
 
 

@@ -86,8 +86,8 @@ class EngineParts:
             f"store: {locked.result()}",
             f"backbone: {byte_size(backbone.bytes)} {options.backbone_dtype} on {device.describe()}",
             f"kernels: {missing if library is None else VARIANTS[library.variant]}",
-            f"experts: {layout.shape.layers} x {layout.shape.experts}, {layout.shape.tiles} tiles of"
-            f" {byte_size(layout.tile_bytes)} each",
+            f"experts: {layout.shape.layers} layers of {layout.shape.experts}; tiles of an expert:"
+            f" {layout.shape.tiles}, {byte_size(layout.tile_bytes)} each",
             f"context: {self.context} tokens; the KV cache holds {held}",
         ]
 

@@ -57,7 +57,7 @@ class EngineStatus:
             "scheduler": self._scheduler.stats(),
             "engine": engine.counters.snapshot(),
             "counted_tokens": counted_tokens(engine.popularity, engine.shape.top_k),
-            "prefetch": {"on": engine.driver.prefetch.on, "says": engine.driver.prefetch.status},
+            "prefetch": {"on": engine.driver.prefetch.on, "status": engine.driver.prefetch.status},
             "tiles_per_expert": engine.shape.tiles,
             "tile_bytes": engine.layout.tile_bytes,
             "peers": [child for socket in sockets.values() for child in socket.stats()],

@@ -321,7 +321,7 @@ def test_kept_store_is_attached_by_the_next_start(arguments: list[str], tiny_mod
     run_with("--keep-store 2>&-")
     assert store_of(tiny_model).exists()
     err = run_with("-v <&- >&-")
-    assert "0 bytes read from the checkpoint, 0 bytes read from the cache" in err
+    assert "0 B read from the checkpoint, 0 B from the cache" in err
     assert not store_of(tiny_model).exists()
 
 

@@ -41,7 +41,7 @@ def flat(text: str) -> str:
 
 
 def test_why_shows_time_by_cause_and_by_layer() -> None:
-    prefetch = {"on": False, "says": "prefetching is off for 256 steps"}
+    prefetch = {"on": False, "status": "prefetching is off for 256 steps"}
     text = shown(why_text(reply(decode()), {"tile_bytes": TILE, "prefetch": prefetch}, WELCOME))
     words = flat(text)
     assert "A token took 100 ms under mixtral-offloading: waiting for the link 50%, waiting for the" in words

@@ -14,7 +14,7 @@ from protocol.codec import decode, encode
 from protocol.messages import VERSION, Progress, Shutdown
 from shm.locks import StoreLease, build_lock
 from shm.manifest import BUILDING, pack_head
-from shm.segment import unlink
+from shm.segment import byte_size, unlink
 from shm.store import Store, store_name
 from workers.lifetime import EXIT_PARENT_GONE
 
@@ -26,7 +26,7 @@ def test_store_comes_from_checkpoint_then_segment_then_cache(supervisor, model):
     assert first.ready.role == "loader"
     weights = sum(t.nbytes for t in tiny_checkpoint.expert_tensors().values())
     assert first.ready.notes == (
-        f"source checkpoint: {weights} bytes read from the checkpoint, 0 bytes read from the cache",
+        f"source checkpoint: {byte_size(weights)} read from the checkpoint, 0 B from the cache",
     )
     assert first.stages == ["allocating", "encoding the experts", "writing the cache"]
     assert first.lines == []
@@ -35,15 +35,13 @@ def test_store_comes_from_checkpoint_then_segment_then_cache(supervisor, model):
 
     second = supervisor.load(model)
     assert second.ready.fingerprint == fingerprint
-    assert second.ready.notes == (
-        "source attached: 0 bytes read from the checkpoint, 0 bytes read from the cache",
-    )
+    assert second.ready.notes == ("source attached: 0 B read from the checkpoint, 0 B from the cache",)
 
     assert StoreLease.acquire(fingerprint, supervisor.runtime.parent).release(keep=False)
     third = supervisor.load(model)
     size = (supervisor.cache / fingerprint / "store.bin").stat().st_size
     assert third.ready.notes == (
-        f"source cache: 0 bytes read from the checkpoint, {size} bytes read from the cache",
+        f"source cache: 0 B read from the checkpoint, {byte_size(size)} from the cache",
     )
     assert_right(fingerprint, tiny_checkpoint.expert_tensors())
 

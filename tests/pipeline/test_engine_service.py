@@ -356,7 +356,7 @@ def test_stats_of_an_engine(tmp_path: Path, slab: bool) -> None:
         "emulation": "link paced to 2 GB/s",
         "scheduler": {"waiting": 8},
         "engine": {"decode": {}},
-        "prefetch": {"on": False, "says": "paused"},
+        "prefetch": {"on": False, "status": "paused"},
         "tiles_per_expert": 3,
         "tile_bytes": 4096,
         "peers": [{"role": "worker", "index": 1}, {"role": "prefetcher", "index": 2}],

@@ -116,7 +116,7 @@ async def test_prompt_that_leaves_less_than_reserved_is_refused_with_its_length(
         await raw.send(Generate(0, token_ids=(7,) * 100, reserve=157))
         ((answer,), _) = await raw.until_stats()
         assert (answer.reason, answer.usage, answer.stats) == ("error", True, {"prompt_tokens": 100})
-        assert "with 157 tokens of an answer; shorten it" in one_line(answer.error)
+        assert "including 157 tokens of an answer; shorten it" in one_line(answer.error)
         await raw.send(Generate(0, token_ids=(7,) * 100, reserve=156, max_tokens=1))
         assert len((await raw.to_the_end(0))[0]) == 2
 
