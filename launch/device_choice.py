@@ -26,7 +26,7 @@ def usable_device(asked: DeviceName) -> tuple[DeviceName, int | None]:
     if not driver:
         reason = "no NVIDIA driver is loaded"
     elif (free := _free_on_gpu()) is None:
-        reason = "this torch cannot use the GPU; launch.py doctor shows why, and what to install"
+        reason = "this torch cannot use the GPU; python launch.py doctor shows why, and what to install"
     else:
         return "cuda", free
     if asked == "cuda":

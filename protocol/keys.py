@@ -131,7 +131,8 @@ def _read(path: Path, kind: str) -> dict[str, Any]:
     except NotPrivate as e:
         raise ProtocolError(f"{path} {e}") from None
     except FileNotFoundError:
-        raise ProtocolError(f"the key file {path} does not exist; make keys with: launch.py keys") from None
+        missing = f"the key file {path} does not exist; make keys with: python launch.py keys"
+        raise ProtocolError(missing) from None
     except (OSError, ValueError) as e:  # ValueError: a name with a NUL
         reason = e.strerror if isinstance(e, OSError) else str(e)
         raise ProtocolError(f"cannot read {path}: {reason}") from None
@@ -140,7 +141,7 @@ def _read(path: Path, kind: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if type(found) is not dict or str(found.get("kind")) not in _KINDS:
-        raise ProtocolError(f"{path} is not a key file; make keys with: launch.py keys")
+        raise ProtocolError(f"{path} is not a key file; make keys with: python launch.py keys")
     if found["kind"] != kind:
         raise ProtocolError(f"{path} is {_KINDS[found['kind']]}; use {_KINDS[kind]}")
     return found

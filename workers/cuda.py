@@ -26,7 +26,8 @@ def _runtime() -> Any:
     try:
         return importlib.import_module("cuda.bindings.runtime")
     except ImportError as e:
-        raise CudaError(f"cuda-bindings is not installed ({e}); launch.py doctor has the command") from None
+        remedy = "python launch.py doctor has the command"
+        raise CudaError(f"cuda-bindings is not installed ({e}); {remedy}") from None
 
 
 def call(name: str, *arguments: Any) -> Any:

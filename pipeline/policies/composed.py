@@ -270,6 +270,6 @@ def require(policy: str, parts: Sequence[Part], view: View) -> None:
             dict.fromkeys(f"--set {policy}.{part.without}" for part, _ in incomplete if part.without)
         )
         raise PolicyError(
-            f"policy {policy} needs {needs}: run launch.py calibrate --text FILE (and --model, if given)"
-            + (f", or avoid that with {without}" if without else "")
+            f"policy {policy} needs {needs}: run python launch.py calibrate --text FILE"
+            " (and --model, if given)" + (f", or avoid that with {without}" if without else "")
         )

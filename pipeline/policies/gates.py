@@ -89,7 +89,7 @@ class AdaptiveGate(Gate):
         absent = self.missing(view)
         calibration = view.calibration
         if absent or calibration is None or calibration.sensitivity is None:
-            raise PolicyError(f"gate {self.name} needs {absent}: run launch.py calibrate --text FILE")
+            raise PolicyError(f"gate {self.name} needs {absent}: run python launch.py calibrate --text FILE")
         limit = calibration.threshold if self._threshold is None else self._threshold
         assert limit is not None
         self._calibration, self._limit = calibration, limit

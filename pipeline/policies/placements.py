@@ -90,7 +90,7 @@ class Known(Placement):
             return ()
         return Popular().notes(view) or (
             "the model is not calibrated, so the experts used most since the engine started are resident "
-            "(launch.py calibrate --text FILE counts them on a text)",
+            "(python launch.py calibrate --text FILE counts them on a text)",
         )
 
 

@@ -81,7 +81,7 @@ class EngineParts:
         layout = self.store.layout
         self.engine = Engine(backbone, layout, device, pool)
         library = best()
-        missing = "torch; none were compiled: see launch.py doctor"
+        missing = "torch; none were compiled: see python launch.py doctor"
         self.notes = [
             f"store: {locked.result()}",
             f"backbone: {byte_size(backbone.bytes)} {options.backbone_dtype} on {device.describe()}",

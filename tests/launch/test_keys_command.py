@@ -138,7 +138,7 @@ def test_tcp_requires_keys(
     command: str, name: str, keys: Path, port: int, complaint: Complaint, tmp_path: Path
 ) -> None:
     arguments = command.format(port=port).split()
-    assert f"the key file {keys / name} does not exist; make keys with: launch.py keys" in complaint(
+    assert f"the key file {keys / name} does not exist; make keys with: python launch.py keys" in complaint(
         *arguments
     )
     arguments += ["--key", str(tmp_path / "key")]

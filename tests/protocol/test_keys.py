@@ -107,7 +107,7 @@ def test_another_owner_s_key_is_refused(engine_file: Path) -> None:
 def test_paths_that_are_no_files_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     (tmp_path / "folder").mkdir(mode=0o700)
-    assert "make keys with: launch.py keys" in complaint(tmp_path / "missing")
+    assert "make keys with: python launch.py keys" in complaint(tmp_path / "missing")
     assert complaint(tmp_path / "pipe").endswith("pipe is not a file")
     assert "folder" in complaint(tmp_path / "folder")
     assert "null" in complaint(tmp_path / "a\0b")
@@ -120,7 +120,7 @@ def test_paths_that_are_no_files_are_refused(tmp_path: Path) -> None:
 )
 def test_files_that_are_no_key_files_are_refused(engine_file: Path, content: bytes) -> None:
     engine_file.write_bytes(content)
-    assert complaint(engine_file) == f"{engine_file} is not a key file; make keys with: launch.py keys"
+    assert complaint(engine_file) == f"{engine_file} is not a key file; make keys with: python launch.py keys"
 
 
 def test_wrong_kind_of_key_is_refused(engine_file: Path, client_file: Path) -> None:
