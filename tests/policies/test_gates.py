@@ -131,7 +131,7 @@ def test_missing_calibration_parts_are_named() -> None:
     assert gate.missing(replace(view, calibration=None)) == "a calibration of this model"
     assert "sensitivities" in gate.missing(replace(view, calibration=calibration(None, 0.1)))
     assert "threshold" in gate.missing(view)
-    with pytest.raises(PolicyError, match=r"threshold: run launch\.py calibrate"):
+    with pytest.raises(PolicyError, match=r"threshold: run python launch\.py calibrate"):
         gate(0, SIGNALS, view)
     assert AdaptiveGate(threshold=0.1, phase="decode").missing(view) == ""
 
