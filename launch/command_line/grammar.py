@@ -95,9 +95,10 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
     generate = subparsers.add_parser("generate", help="complete one prompt")
     _add_common(generate)
     _add_answer(generate)
-    prompt = generate.add_mutually_exclusive_group(required=True)
     words = "text to continue, with --chat the user's message; -: read it from stdin"
-    prompt.add_argument("prompt", nargs="?", metavar="PROMPT", help=words)
+    # Not one of the group: the value of a mistyped option would count as a second prompt.
+    generate.add_argument("text", nargs="?", metavar="PROMPT", help=words)
+    prompt = generate.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="T", help="the same as PROMPT")
     prompt.add_argument("--file", type=Path, metavar="F", help="UTF-8 file with the prompt")
     prompt.add_argument("--prompt-tokens", type=token_ids, metavar="1,2,3", help="token ids to continue")

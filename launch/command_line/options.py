@@ -113,6 +113,8 @@ def parse(arguments: list[str]) -> Options:
         _refuse(ANSWER_OPTIONS & written.keys(), f"does not belong to {command}")
     if command not in (None, "chat") and "system" in written:
         raise WrongUsage(f"--system does not belong to {command}")
+    if command == "generate":
+        _check_prompt(written)
     if {"chat", "prompt_tokens"} <= written.keys():
         raise WrongUsage("--chat puts a text into a template; not with --prompt-tokens")
     # A chat samples by default as its model recommends.
@@ -145,6 +147,15 @@ def parse(arguments: list[str]) -> Options:
         if command == "serve":
             raise WrongUsage("serve starts an engine; it takes no --connect")
     return options
+
+
+def _check_prompt(written: dict[str, Any]) -> None:
+    others = written.keys() & {"prompt", "file", "prompt_tokens"}
+    if "text" in written:
+        _refuse(others, "gives a second prompt; give one")
+        written["prompt"] = written.pop("text")
+    elif not others:
+        raise WrongUsage("generate needs a prompt: PROMPT, --prompt T, --file F or --prompt-tokens 1,2,3")
 
 
 def _check_calibrate(written: dict[str, Any]) -> None:

@@ -142,7 +142,7 @@ def test_engine_of_a_command_stops_when_it_is_interrupted(
 def test_a_terminal_that_is_closed_while_the_engine_starts(place: Place) -> None:
     name = f"person-{os.getpid()}"
     with InTerminal(place, "serve", "--name", name) as terminal:
-        assert wait_until(lambda: b"model:" in terminal.shown, LIMIT)
+        assert wait_until(lambda: b"memory" in terminal.shown, LIMIT)
         terminal.close()
         terminal.process.wait(SOON)
         assert terminal.processes() == []

@@ -117,7 +117,7 @@ async def test_policies_alternate_and_the_engine_s_is_restored(engine: str) -> N
     assert set(seen[:-11]) <= {"all-host"}
 
     found = json.loads(out)
-    assert set(found) == {"config", "policies", "emulation"}
+    assert set(found) == {"config", "policies", "emulation", "notes"}
     assert found["emulation"] == "link paced to 5 GB/s"
     expected = {"prompt_len": 24, "gen_len": 6, "batch": 2, "rounds": 2, "device": "cpu", "workers": None}
     assert expected.items() <= found["config"].items()

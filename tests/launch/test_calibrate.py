@@ -183,7 +183,7 @@ def test_accuracies_are_measured_on_the_validation_part(calibrated: Calibrated, 
     for name in ("raw", "residual"):
         assert calibration.accuracy[name][0] == 0
         mean = float(calibration.accuracy[name][1:].mean())
-        assert calibrated.summary["accuracy"][name] == pytest.approx(mean)
+        assert calibrated.summary["accuracy"][name] == pytest.approx(mean, rel=1e-3)  # four digits
         assert mean > 0.6
     assert not calibration.accuracy["first"][1:].any()
 
@@ -196,7 +196,8 @@ def test_threshold_keeps_the_loss_bound_and_drops_experts(
     assert calibration.needed is not None
     assert calibration.threshold is not None
     assert (calibration.sensitivity > 0).all()
-    assert summary["threshold"] == calibration.threshold > 0
+    assert summary["threshold"] == pytest.approx(calibration.threshold, rel=1e-3)
+    assert calibration.threshold > 0
     assert summary["loss"]["gated"] <= summary["loss"]["exact"] * (1 + summary["loss"]["bound"])
     # Shares of tokens with a single expert, by the oracle's routing weights without the gate.
     single = []

@@ -364,7 +364,7 @@ def test_answer_cancelled_by_the_engine_is_one_line_and_exit_1(arguments: list[s
         assert "emulation: host slowed by 50" in engine.stderr
     for code, _, err in ends:
         assert code == 1
-        assert err.startswith("launch.py: the engine cancelled this ")
+        assert "\nlaunch.py: the engine cancelled this " in f"\n{err}"
         assert err.count("\n") == 1
     assert list(tmp_path.iterdir()) == [ids]
 

@@ -20,7 +20,7 @@ def test_a_shape_answers_ids_and_refuses_text() -> None:
         answer = json.loads(out)
         code, out, err = run(*ask, "--prompt", "Hello")
         assert (code, out) == (2, "")
-        assert "no tokenizer; give --prompt-tokens" in err
+        assert "has no tokenizer, so it reads no text; give --prompt-tokens" in err
         engine.process.terminate()
         code, _, log = engine.end()
         assert code == 0, log

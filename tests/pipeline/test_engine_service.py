@@ -16,7 +16,7 @@ from pipeline.policies.view import PolicyRequest
 from pipeline.serving import engine_service, policy_switch
 from pipeline.serving.engine_events import EngineFailed, ToClient, ToOtherClients, ToSupervisor
 from pipeline.serving.engine_inbox import ClientGone, EngineInbox
-from pipeline.serving.engine_service import CALIBRATING, INBOX_SECONDS, EngineService, EngineThread
+from pipeline.serving.engine_service import CALIBRATING, INBOX_SECONDS, EngineService, run_engine
 from pipeline.serving.engine_status import EngineStatus
 from pipeline.serving.policy_switch import PolicySwitch
 from protocol.messages import (
@@ -189,9 +189,7 @@ def test_failure_to_build_the_engine_is_posted(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr(engine_service, "EngineParts", build)
     events: list[object] = []
-    thread = EngineThread(None, events.append, exit_events=None, congested=lambda client: False)
-    thread.start()
-    thread.join()
+    run_engine(None, EngineInbox(), events.append, exits=None, congested=lambda client: False)
     assert events == [event]
 
 
