@@ -102,7 +102,7 @@ def test_refusal_names_options_that_would_fit() -> None:
         make_plan(model, now(Machine(31 * GB, 31 * GB), model=model, backbone_dtype="f32"))
     with pytest.raises(UsageError, match=r"even int4-g128 would need 30.* close other programs"):
         make_plan(model, now(Machine(20 * GB, 20 * GB), model=model, format="bf16"))
-    with pytest.raises(UsageError, match=r"/dev/shm where .*: enlarge it: sudo mount -o remount,size=\d+m"):
+    with pytest.raises(UsageError, match=r"/dev/shm, and .*: enlarge it: sudo mount -o remount,size=\d+m"):
         make_plan(model, now(Machine(200 * GB, 10 * GB), model=model))
 
 
@@ -131,7 +131,7 @@ def test_each_choice_other_than_the_default_has_a_reason() -> None:
     assert second.startswith("GPU memory: slab ")
     assert re.fullmatch(r"--expert-cache 0\.\d+: more experts do not fit", last)
     line = why(Machine(200 * GB, 200 * GB), kv_tokens=100)[-1]
-    assert line == "--context 100: --kv-tokens holds no more"
+    assert line == "--context 100: --kv-tokens is no larger"
     # What was asked for needs no reason.
     assert len(why(Machine(200 * GB, 200 * GB), format="int4", context=100, kv_tokens=100)) == 1
     there = now(Machine(200 * GB, 10 * GB), model=model, format="int4")
