@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from protocol.errors import NotPrivate
-from protocol.private_files import private_directory
+from protocol.private_files import make_folders, private_directory
 from shm.errors import ShmError
 from shm.file_locks import try_lock, wait_lock
 
@@ -48,7 +48,7 @@ class CacheLease:
         """Lease the entries of these keys, and remove the files of killed engines."""
         held: list[tuple[Path, int]] = []
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folders(folder)
             _sweep(folder)
             for key in keys:
                 path, descriptor = _lock(folder, key, fcntl.LOCK_SH)

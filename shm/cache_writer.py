@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 from protocol.errors import NotPrivate
-from protocol.private_files import OTHERS_READ_OR_WRITE, check_private
+from protocol.private_files import OTHERS_READ_OR_WRITE, check_private, make_folders
 from shm.cache_record import remove_empty
 from shm.disk_cache import UNFINISHED, store_path
 from shm.file_locks import try_lock
@@ -155,9 +155,7 @@ def _open_unfinished(path: Path) -> int:
 
 def _private_folder(folder: Path) -> None:
     """Make this folder and those above it that are missing, or close it to others. Raises OSError."""
-    missing = [above for above in (folder, *folder.parents) if not above.is_dir()]
-    for above in reversed(missing):
-        above.mkdir(mode=0o700, exist_ok=True)
+    make_folders(folder)
     status = folder.stat()
     try:
         check_private(status, forbidden=0, directory=True)

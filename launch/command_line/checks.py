@@ -175,7 +175,7 @@ def read_ids(path: Path) -> tuple[int, ...]:
         raise WrongUsage(f"{path} is not JSON; it should hold a list of token ids") from None
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
         raise WrongUsage(f"{path} should hold a JSON list of token ids and nothing else")
-    if ids and not (0 <= min(ids) and max(ids) < 1 << 31):
+    if ids and not (min(ids) >= 0 and max(ids) < 1 << 31):
         wrong = min(ids) if min(ids) < 0 else max(ids)
         raise WrongUsage(f"{path}: {wrong} is no token id: those are not negative, and less than 2^31")
     return tuple(ids)

@@ -172,7 +172,7 @@ def test_approximate_policy_is_compared_with_an_exact_one(engine: str, tmp_path:
     assert (perplexity["exact_policy"], perplexity["tokens"], perplexity["prefill"]) == ("on-demand", 16, 24)
     ratio = perplexity["approximate"] / perplexity["exact"]
     assert ratio != 1
-    assert perplexity["difference_percent"] == pytest.approx(100 * (ratio - 1))
+    assert perplexity["difference_percent"] == pytest.approx(100 * (ratio - 1), abs=0.05)  # four digits
     assert demand["decode"]["perplexity"] is None
     assert len(demand["decode"]["hit_rate_by_layer"]) == 2
     assert demand["decode"]["bytes_per_token"]["demanded"] > 0

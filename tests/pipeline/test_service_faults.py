@@ -112,7 +112,7 @@ async def test_invalid_request_is_refused_in_one_line(engine, message, reason) -
 
 
 async def test_prompt_that_leaves_less_than_reserved_is_refused_with_its_length(engine) -> None:
-    async with raw_client(engine[1]._endpoint) as raw:
+    async with raw_client(engine[1].endpoint) as raw:
         await raw.send(Generate(0, token_ids=(7,) * 100, reserve=157))
         ((answer,), _) = await raw.until_stats()
         assert (answer.reason, answer.usage, answer.stats) == ("error", True, {"prompt_tokens": 100})

@@ -81,6 +81,6 @@ def test_fidelity_matches_the_recorded_layers(
     assert main([*words, *policy, *size, "--device", "cpu", "--record", str(trace)]) == 0
     reported = json.loads(capsys.readouterr().out)["fidelity"]
     assert reported.pop("exact") is False
-    assert reported == pytest.approx(added_up(Trace(trace)), abs=1e-6)
+    assert reported == pytest.approx(added_up(Trace(trace)), rel=5e-4, abs=1e-6)  # four digits
     for kind in KINDS:
         assert (reported[kind] > 0) == (kind in present), kind
