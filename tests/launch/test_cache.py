@@ -126,6 +126,8 @@ def test_stores_in_memory_are_selected_by_age_alone() -> None:
     kept = replace(entry("x", 100, 9), kind="kept store")
     assert select([kept], None, 0).remove == ()
     assert select([kept], 8, 0).remove == (kept,)
+    first, second = entry("a", 10, 8), entry("b", 20, 7)
+    assert select([kept, first, second], 8.5, 25).remove == (kept, first)  # `kept` frees nothing on disk
 
 
 # --- files --------------------------------------------------------------------------------------------------

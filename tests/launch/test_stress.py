@@ -232,14 +232,48 @@ async def test_a_third_token_counts_by_its_own_distance_to_the_best(start_engine
 class FinishedAnswer:
     """An answer whose tokens have all arrived."""
 
-    def __init__(self, tokens: list[Token]) -> None:
+    def __init__(self, tokens: list[Token], reason: str = "length") -> None:
         self._tokens = tokens
-        self.done = Done(0, "length")
+        self.done = Done(0, reason, text="!", stats={"decode_s": 1.0})
         self.on_queued: Any = None
+        self.cancelled_at: list[int] = []  # tokens received before each Cancel
+        self._came = 0
+
+    async def cancel(self) -> None:
+        self.cancelled_at.append(self._came)
 
     async def __aiter__(self) -> AsyncIterator[Token]:
-        for token in self._tokens:
+        for self._came, token in enumerate(self._tokens, 1):
             yield token
+
+
+@pytest.mark.parametrize(
+    ("cancel_after", "cancelled_at", "end"),
+    [(0, [0], End.CANCELLED), (2, [2], End.CANCELLED), (1, [1], End.CANCELLED), (5, [], End.FAILED)]
+    + [(None, [], End.FAILED)],
+)
+async def test_only_an_answer_that_was_to_be_cancelled_ends_as_cancelled(
+    cancel_after: int | None, cancelled_at: list[int], end: End
+) -> None:
+    answer = FinishedAnswer([Token(0, i, 7, "ab"[i]) for i in range(2)], "cancelled")
+    sent: list[dict[str, Any]] = []
+
+    class Cancelling:
+        def generate(self, **fields: Any) -> FinishedAnswer:
+            sent.append(fields)
+            return answer
+
+    chat = (ChatMessage("user", "x"),)
+    request = Request("r", None, chat, 4, Sampling(top_k=3), cancel_after, "talk", (1, 2), 6)
+    outcome = await ask(cast(Client, Cancelling()), request)
+    assert (outcome.end, answer.cancelled_at) == (end, cancelled_at)
+    assert outcome.error == ("the engine cancelled this answer" if end is End.FAILED else "")
+    assert (outcome.text, outcome.stats, outcome.in_order) == ("ab!", {"decode_s": 1.0}, True)
+    assert outcome.sent <= outcome.arrivals[0] <= outcome.arrivals[1] <= outcome.ended
+    assert sent == [
+        {"prompt": None, "messages": chat, "max_tokens": 4, "sampling": Sampling(top_k=3)}
+        | {"conversation": "talk", "resume": (1, 2), "rival": 6}
+    ]
 
 
 class FlippingClient:

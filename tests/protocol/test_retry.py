@@ -14,7 +14,7 @@ from protocol_engine import BLOCK, QUIET, WELCOME, both, drain, engine, leaves_n
 
 from protocol.client import Client
 from protocol.errors import EngineGone, MalformedMessage, RequestFailed, VersionMismatch
-from protocol.messages import Calibrate, Cancel, Generate, PolicyChanged, Score, SetPolicy, Stats
+from protocol.messages import Calibrate, Cancel, Done, Generate, PolicyChanged, Score, SetPolicy, Stats
 
 LENGTH = 6  # tokens of an answer
 ANSWER = tuple(range(100, 100 + LENGTH))
@@ -142,6 +142,22 @@ async def test_requests_continue_after_a_silent_engine_is_restarted(endpoint):
         assert len(server.ever(Stats)) == len(server.ever(SetPolicy)) == 1
         assert not lost.done()
         lost.cancel()
+
+
+async def test_requests_that_have_ended_are_not_sent_again(endpoint):
+    async with Restarts(endpoint) as engines:
+        for prompt in ("refuse", "fail"):
+            with pytest.raises(RequestFailed):
+                await engines.client.generate(prompt=prompt).result()
+        with pytest.raises(RequestFailed, match="no policy"):
+            await engines.client.set_policy("nonsense")
+        server = await engines.next()
+        await until(lambda: engines.events[-1:] == ["back"])
+        assert (await engines.client.stats()) == {"received": 2}  # Hello and Stats
+        assert engines.client.strays == 0
+        for peer in server.clients:
+            await server.send(peer, Done(0, "length"))
+        await until(lambda: engines.client.strays == 1)
 
 
 @pytest.mark.alone  # it measures

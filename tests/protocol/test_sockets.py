@@ -180,6 +180,13 @@ def test_the_runtime_root_without_a_session(monkeypatch, session):
             root.rmdir()
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
+def test_a_session_of_another_user_is_not_this_user_s(monkeypatch, tmp_path):
+    (tmp_path / "session").mkdir()
+    os.chown(tmp_path / "session", 12345, -1)
+    test_the_runtime_root_without_a_session(monkeypatch, str(tmp_path / "session"))
+
+
 def test_a_runtime_root_that_others_can_enter_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     (tmp_path / "tandem").mkdir()

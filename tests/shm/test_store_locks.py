@@ -3,6 +3,7 @@
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -121,10 +122,16 @@ def test_store_kept_by_any_user_stays_until_its_next_use(fingerprint, tmp_path):
     asker = StoreLease.acquire(fingerprint, tmp_path)
     other = StoreLease.acquire(fingerprint, tmp_path)
     assert not asker.release(keep=True)
+    long_ago = (1e9, 1e9)
+    os.utime(file_of(fingerprint), long_ago)
+    now = time.time()
     assert not other.release(keep=False)
-    assert file_of(fingerprint).exists()
+    assert file_of(fingerprint).stat().st_mtime >= now - 1  # the time of its last use
     assert sweep(tmp_path) == []  # it is kept
-    assert StoreLease.acquire(fingerprint, tmp_path).release(keep=False)
+    os.utime(file_of(fingerprint), long_ago)
+    next_use = StoreLease.acquire(fingerprint, tmp_path)
+    assert file_of(fingerprint).stat().st_mtime >= now - 1
+    assert next_use.release(keep=False)
     assert not file_of(fingerprint).exists()
 
 
