@@ -243,14 +243,20 @@ class FinishedAnswer:
         self.cancelled_at.append(self._came)
 
     async def __aiter__(self) -> AsyncIterator[Token]:
-        for self._came, token in enumerate(self._tokens, 1):
+        for token in self._tokens:
+            self._came += 1
             yield token
 
 
 @pytest.mark.parametrize(
     ("cancel_after", "cancelled_at", "end"),
-    [(0, [0], End.CANCELLED), (2, [2], End.CANCELLED), (1, [1], End.CANCELLED), (5, [], End.FAILED)]
-    + [(None, [], End.FAILED)],
+    [
+        (0, [0], End.CANCELLED),
+        (1, [1], End.CANCELLED),
+        (2, [2], End.CANCELLED),
+        (5, [], End.FAILED),
+        (None, [], End.FAILED),
+    ],
 )
 async def test_only_an_answer_that_was_to_be_cancelled_ends_as_cancelled(
     cancel_after: int | None, cancelled_at: list[int], end: End
