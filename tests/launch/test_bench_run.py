@@ -1,0 +1,99 @@
+"""The figures of one measured run, from an engine whose counters are known."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import pytest
+
+from launch.bench.run import measure
+from launch.errors import AnswerLost, Disturbed, WrongUsage
+from protocol.client import Client
+from protocol.messages import Done, Token
+
+COUNTERS = ("rows", "host_tiles", "resident_tiles", "fetched_tiles", "fetched_bytes", "predicted_tiles")
+BEFORE = {"prefill": (7, 1, 2, 3, 30, 4), "decode": (5, 6, 7, 8, 80, 9)}
+GROWN = {"prefill": (8, 50, 60, 70, 700, 5), "decode": (4, 30, 50, 20, 200, 11)}
+
+
+def stats(grown: dict[str, tuple[int, ...]] | None = None, placed: int = 0) -> dict[str, Any]:
+    def phase(name: str) -> dict[str, int]:
+        numbers = zip(BEFORE[name], grown[name] if grown else (0,) * 6, strict=True)
+        return dict(zip(COUNTERS, map(sum, numbers), strict=True))
+
+    return {
+        "engine": {name: phase(name) for name in BEFORE},
+        "cache": {"placed_tiles": 100 + placed},
+        "tile_bytes": 10,
+    }
+
+
+class StandInAnswer:
+    def __init__(self, request: int, count: int, end: dict[str, Any]) -> None:
+        self.done = Done(request, end.pop("reason", "length"), stats=end)
+        self._count = count
+
+    async def __aiter__(self) -> AsyncIterator[Token]:
+        for index in range(self._count):
+            await asyncio.sleep(0)  # all answers in turn
+            yield Token(self.done.request, index, 5, "x")
+
+
+class StandInClient:
+    """An engine that gives each answer so many tokens, and these counters."""
+
+    def __init__(self, tokens: int, grown: dict[str, tuple[int, ...]] = GROWN, **end: Any) -> None:
+        self._stats = [stats(), stats(grown, placed=40)]
+        self._tokens, self._end = tokens, end
+        self.sent: list[dict[str, Any]] = []
+
+    async def stats(self) -> dict[str, Any]:
+        return self._stats.pop(0)
+
+    def generate(self, **fields: Any) -> StandInAnswer:
+        self.sent.append(fields)
+        return StandInAnswer(len(self.sent), self._tokens, dict(self._end))
+
+
+PROMPTS = ((1, 2, 3, 4), (5, 6, 7, 8))
+
+
+async def test_figures_are_those_of_the_counters() -> None:
+    client = StandInClient(3)
+    run, ends = await measure(cast(Client, client), PROMPTS, 3)
+    assert [end.request for end in ends] == [1, 2]
+    assert run.moved_bytes == 700 + 200 + 400  # fetched in prefill and decode, and placed
+    assert run.moved_bytes_per_token == (200 + 400) / 4
+    assert run.placed_bytes_per_token == (400 - (5 + 11) * 10) / 4  # without what either phase predicted
+    assert run.host_share == 30 / (30 + 50 + 20)
+    assert run.decode == dict(zip(COUNTERS, GROWN["decode"], strict=True))
+    assert [(s["token_ids"], s["max_tokens"], s["ignore_eos"]) for s in client.sent] == [
+        (prompt, 3, True) for prompt in PROMPTS
+    ]
+    assert [(s["sampling"].temperature, s["sampling"].seed) for s in client.sent] == [(1.0, 0), (1.0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("client", "error", "line"),
+    [
+        (StandInClient(3, preemptions=1), Disturbed, "requests were preempted"),
+        (StandInClient(3, kv_reused_tokens=1), Disturbed, "not prefilled as a whole"),
+        (StandInClient(3, GROWN | {"prefill": (9, *GROWN["prefill"][1:])}), Disturbed, "another client"),
+        (StandInClient(3, GROWN | {"decode": (5, *GROWN["decode"][1:])}), Disturbed, "another client"),
+        (StandInClient(3, reason="cancelled"), AnswerLost, "it is shutting down"),
+        (StandInClient(2), AnswerLost, "an answer has 2 tokens instead of 3"),
+    ],
+)
+async def test_run_that_says_nothing_is_an_error(
+    client: StandInClient, error: type[Exception], line: str
+) -> None:
+    with pytest.raises(error, match=line):
+        await measure(cast(Client, client), PROMPTS, 3)
+
+
+async def test_answers_without_a_common_step_are_refused() -> None:
+    grown = GROWN | {"decode": (0, *GROWN["decode"][1:])}
+    with pytest.raises(WrongUsage, match="--gen-len 1 is too short for --batch 2"):
+        await measure(cast(Client, StandInClient(1, grown)), PROMPTS, 1)
