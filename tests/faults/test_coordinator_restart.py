@@ -16,6 +16,7 @@ from waiting import until
 from launch.errors import EngineFailed
 from launch.processes.limits import Limits
 from launch.processes.supervisor import Supervisor
+from launch.runtime import find_engine
 from protocol.client import Client
 from protocol.errors import EngineGone
 from shm.segment import SHM_FOLDER
@@ -61,6 +62,7 @@ async def test_engine_restarts_when_killed_in_decode(start_engine, tiny_model) -
         await client.set_policy("on-demand", {"scope": "global"})
         state = State(supervisor, client)
         await state.wait_recovered()
+        assert find_engine(supervisor.name).policy == "on-demand"  # what other programs see
         reference, store = await answer(client), the_store(client)
         watching = asyncio.create_task(loaders(supervisor))
         slabs = [name for name in state.segments() if "-slab-" in name]

@@ -184,7 +184,9 @@ async def test_messages_about_an_earlier_incarnation_change_nothing(caplog: pyte
     async with engine() as e:
         first = e.child("worker", 0)
         e.exit(KILLED, "worker", 0, 0)
+        e.message(e.child("coordinator"), Hung("worker", 0, 0))
         second = await e.started("worker", 0, 1)
+        assert e.events[0] == (0, WorkerDied("worker", 0, 0, False, IDLE))
         await until(lambda: e.slots["worker", 0].child is second)
         for message in (Hung("worker", 0, 0), WorkerUp("worker", 0, 0), Hung("worker", 7, 0)):
             e.message(e.child("coordinator"), message)
@@ -226,14 +228,17 @@ async def test_coordinator_learns_of_an_exit_and_its_work_before_the_restart(
         assert f"{reason}; it is being restarted" in caplog.text
 
 
+pauses: list[int] = []  # early exits before each
+
+
+class Recorded(Limits):
+    def pause(self, early_exits: int) -> float:
+        pauses.append(early_exits)
+        return 0.0
+
+
 async def test_exits_before_any_work_end_the_engine_when_too_many_in_a_row() -> None:
-    pauses: list[int] = []
-
-    class Recorded(Limits):
-        def pause(self, early_exits: int) -> float:
-            pauses.append(early_exits)
-            return 0.0
-
+    pauses.clear()
     line = "^the worker 0 exited with code 3, 3 times in a row before it could work; the engine has been s"
     with pytest.raises(EngineFailed, match=line):  # noqa: PT012 - from the end of the block
         async with engine(Recorded(check_interval=1e6, early_exits=3)) as e:
@@ -261,6 +266,8 @@ async def test_engine_is_restarted_whole_when_its_coordinator_exits(caplog: pyte
         kill = [("kill", "worker", "prefetcher"), ("killed", "worker", "prefetcher"), "on_restart"]
         assert e.events == [*kill, *((r, i, 1) for r, i in e.slots)]
         assert e.control.line("prefetcher", 0).seq == IDLE
+        assert [e.signals(role, index, 0) for role, index in e.slots] == [[], *[[signal.SIGKILL]] * 3]
+        assert e.child("worker", 1).exit_expected
         for role, index in e.slots:
             assert "the engine is up again" not in caplog.text
             e.ready(e.child(role, index, 1))
@@ -270,7 +277,8 @@ async def test_engine_is_restarted_whole_when_its_coordinator_exits(caplog: pyte
 
 @pytest.mark.parametrize(("early", "survives"), [(1e6, False), (-1.0, True)])
 async def test_coordinator_that_exits_early_too_often_ends_the_engine(early: float, survives: bool) -> None:
-    limits = Limits(check_interval=1e6, early=early, coordinator_exits=2, first_pause=0.0)
+    limits = Recorded(check_interval=1e6, early=early, coordinator_exits=2)
+    pauses.clear()
     ended = None
     try:
         async with engine(limits) as e:
@@ -283,6 +291,7 @@ async def test_coordinator_that_exits_early_too_often_ends_the_engine(early: flo
             await e.started("prefetcher", 0, 3)
     except (EngineFailed, TimeoutError) as error:
         ended = error
+    assert pauses == ([1, 1, 1] if survives else [1])
     if survives:
         assert ended is None
     else:
@@ -300,7 +309,10 @@ async def test_restarted_coordinator_with_wrong_usage_ends_the_engine_at_once() 
             await asyncio.sleep(5)
 
 
-async def test_restart_of_the_engine_replaces_a_pending_restart_of_a_worker() -> None:
+async def test_restart_of_the_engine_replaces_a_pending_restart_of_a_worker(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
     limits = Limits(check_interval=1e6, first_pause=0.05)
     async with engine(limits) as e:
         for incarnation in (0, 1):
@@ -311,6 +323,8 @@ async def test_restart_of_the_engine_replaces_a_pending_restart_of_a_worker() ->
         await e.started("prefetcher", 0, 1)
         await asyncio.sleep(0.1)
         assert max(i.incarnation for i in e.group.children if (i.role, i.index) == ("worker", 0)) == 2
+        e.up("worker", 0, 2)
+        assert "worker 0 is up again" not in caplog.text
 
 
 async def test_expected_exits_and_exits_at_the_end_restart_nothing() -> None:
@@ -322,6 +336,35 @@ async def test_expected_exits_and_exits_at_the_end_restart_nothing() -> None:
         e.exit(KILLED, "coordinator", 0, 0)
         await asyncio.sleep(0.02)
         assert e.events == []
+
+
+async def test_restart_that_meets_the_end_of_the_engine_starts_nothing() -> None:
+    async with engine() as e:
+        e.exit(KILLED, "coordinator", 0, 0)
+        e.monitor.stop()
+        await until(lambda: "on_restart" in e.events)
+        await asyncio.sleep(0.02)
+        assert e.events[-1] == "on_restart"
+
+
+async def test_late_start_ends_when_the_engine_is_restarted_meanwhile() -> None:
+    async with engine() as e:
+        slot = e.monitor.add_slot("loader", 0, partial(dict, of="loader"), 1)
+        late = asyncio.create_task(e.monitor.start_late(slot))
+        await e.started("loader", 0, 0)
+        assert not late.done()
+        e.exit(KILLED, "coordinator", 0, 0)
+        await asyncio.wait_for(late, 5)
+        await e.started("loader", 0, 1)
+
+
+async def test_processes_that_send_nothing_from_their_start_are_killed_after_the_longer_time() -> None:
+    async with engine(Limits(check_interval=0.002, silent_checks=3, start_checks=6), ready=False) as e:
+        starting = asyncio.create_task(e.monitor.start())
+        await e.started("prefetcher", 0, 0)
+        await until(lambda: all(child.hung for child in e.group.children.values()))
+        assert [child.silent_checks for child in e.group.children.values()] == [6] * 4
+        starting.cancel()
 
 
 @pytest.mark.parametrize("hangs", ["silent coordinator", "stopped worker", "silent start", None])
