@@ -221,8 +221,25 @@ async def test_calibration_starts_again_after_a_restart(endpoint):
         server = await engines.next()
         await until(lambda: len(far) == 6)
         assert [far.text for far in server.ever(Calibrate)] == ["slow"]
+        server.mute = True
         waiting.cancel()
         await until(lambda: server.ever(Cancel))
+        server = await engines.next()
+        await until(lambda: engines.events.count("back") == 2)
+        assert engines.client.strays == 0
+        for peer in server.clients:  # the lost engine's Done can no longer come
+            await server.send(peer, Done(0, "cancelled"))
+        await until(lambda: engines.client.strays == 1)
+
+
+async def test_request_that_resumes_an_answer_resumes_it_with_its_new_tokens(endpoint):
+    async with Restarts(endpoint) as engines:
+        engines.server.shares = {0: 2}
+        answer = engines.client.generate(prompt="hi", max_tokens=LENGTH, resume=(7, 8))
+        await until(lambda: len(answer.token_ids) == 2)
+        server = await engines.next()
+        await until(lambda: server.ever(Generate))
+        assert [m.resume for m in server.ever(Generate)] == [(7, 8, *answer.token_ids[:2])]
 
 
 async def test_client_ends_when_another_model_is_at_the_endpoint(endpoint):

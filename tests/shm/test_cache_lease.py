@@ -28,6 +28,9 @@ def test_entry_is_unused_after_the_last_lease_is_released(tmp_path: Path) -> Non
     second = CacheLease.acquire(folder, [lease_key(KEY * 4)], "two")
     assert users(folder, KEY) == "engine one, engine two"
     assert users(folder, OTHER) == "engine one"
+    with (folder / LOCK_FOLDER / f"{OTHER}.use").open("a") as file:
+        file.write(f"killed {1 << 30}\n")  # no process has this number
+    assert users(folder, OTHER) == "engine one"
     first.release()
     first.release()
     assert users(folder, OTHER) == ""
