@@ -242,13 +242,22 @@ async def test_request_that_resumes_an_answer_resumes_it_with_its_new_tokens(end
         assert [m.resume for m in server.ever(Generate)] == [(7, 8, *answer.token_ids[:2])]
 
 
-async def test_client_ends_when_another_model_is_at_the_endpoint(endpoint):
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({"fingerprint": "e" * 64}, "tiny e+ .*"),
+        ({"model": "big"}, "big f+ .*"),
+        ({"format": "int4"}, "tiny f+ int4 .*"),
+        ({"backbone_dtype": "bf16"}, "tiny f+ .*bf16.*"),
+    ],
+)
+async def test_client_ends_when_another_model_is_at_the_endpoint(endpoint, other, named):
     async with Restarts(endpoint) as engines:
         engines.server.shares = {0: 2}
         answer = engines.client.generate(prompt="hi", max_tokens=LENGTH)
         await until(lambda: len(answer.token_ids) == 2)
-        await engines.next(replace(WELCOME, fingerprint="e" * 64))
-        with pytest.raises(EngineGone, match=f"^another engine is at {endpoint} now: tiny e+ .* was$"):
+        await engines.next(replace(WELCOME, **other))
+        with pytest.raises(EngineGone, match=f"^another engine is at {endpoint} now: {named} was$"):
             await answer.result()
         with pytest.raises(EngineGone, match="another engine"):
             await engines.client.stats()
