@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from launch.chat.models import NO_TEMPLATE, NO_TOKENIZER
 from launch.chat.settings import AnswerSettings
 from launch.chat.trim import answer_room, trimmed
+from launch.command_line.model_files import NO_TEMPLATE, NO_TOKENIZER
 from launch.errors import AnswerLost, WrongUsage
 from launch.terminal.interrupts import Interrupts
 from protocol.answer import Answer
@@ -166,4 +166,5 @@ def _dropped(turns: int, context: int) -> str:
     if turns == 0:
         return ""
     which = "oldest turn" if turns == 1 else f"{turns} oldest turns"
-    return f"dropped the {which}: the context of {context} tokens left too little room for an answer"
+    room = f"the context of {context} tokens left too little room for an answer of max_tokens"
+    return f"dropped the {which}: {room}"

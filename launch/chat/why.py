@@ -42,19 +42,22 @@ def why_text(reply: Reply | None, stats: dict[str, Any], welcome: Welcome) -> Re
         )
     profile = PhaseProfile(counters["decode"], stats.get("tile_bytes", 0))
     policy = answer.get("policy", welcome.policy)
-    parts: list[RenderableType] = [_time(profile, policy), "", _layers(profile), ""]
+    inline = not any(peer["role"] == "worker" for peer in stats.get("peers", ({"role": "worker"},)))
+    parts: list[RenderableType] = [_time(profile, policy, inline), "", _layers(profile), ""]
     parts += [Text(line) for line in facts(profile, answer, stats.get("prefetch", {}))]
     found = levers(profile, stats, welcome, policy)
     parts += ["", advice(found, profile.seconds / profile.rows)]
     return Group(*parts)
 
 
-def _time(profile: PhaseProfile, policy: str) -> Text:
+def _time(profile: PhaseProfile, policy: str, inline: bool) -> Text:
+    """`inline`: the coordinator computes the host's experts itself."""
+    names = CAUSE_NAMES | ({"workers": "experts on the host"} if inline else {})
     text = Text(f"A token took {_milliseconds(profile.seconds / profile.rows)} under {policy}: ")
     named = [(cause, part) for cause, part in profile.shares.items() if part >= NAMED]
     named.sort(key=lambda item: -item[1])
     rest = 1.0 - sum(part for _, part in named)
-    words = [f"{CAUSE_NAMES[cause]} {percent(part)}" for cause, part in named]
+    words = [f"{names[cause]} {percent(part)}" for cause, part in named]
     words += [f"the rest {percent(rest)}"] if rest > 0.005 else []
     return text.append(", ".join(words) + ".")
 
@@ -79,7 +82,7 @@ def facts(profile: PhaseProfile, answer: dict[str, Any], prefetch: dict[str, Any
     if profile.hit_rate is not None:
         lines.append(f"hits: {percent(profile.hit_rate)} of the needed experts were resident")
     host, device = percent(profile.host_busy), percent(profile.device_busy)
-    lines.append(f"busy: host {host}, device {device} of the time")
+    lines.append(f"busy: host's experts {host}, device (attention, head, its experts) {device} of the time")
     if moved["demanded"]:
         late = percent(moved["late"] / moved["demanded"])
         also = f", {late} of it already being prefetched" if moved["late"] else ""

@@ -155,7 +155,9 @@ def _check_prompt(written: dict[str, Any]) -> None:
         _refuse(others, "gives a second prompt; give one")
         written["prompt"] = written.pop("text")
     elif not others:
-        raise WrongUsage("generate needs a prompt: PROMPT, --prompt T, --file F or --prompt-tokens 1,2,3")
+        raise WrongUsage(
+            "generate needs a prompt: PROMPT, - for stdin, --prompt T, --file F or --prompt-tokens 1,2,3"
+        )
 
 
 def _check_calibrate(written: dict[str, Any]) -> None:

@@ -8,13 +8,14 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from engines import LAUNCH, LIMIT, engines_left
 
 from launch.chat.banner import QUESTIONS, banner
-from launch.chat.models import check_can_chat
+from launch.command_line.model_files import check_can_chat
 from launch.errors import WrongUsage
 from pipeline.assets import model_dir
 from protocol.messages import VERSION, Welcome
@@ -105,6 +106,12 @@ def test_model_that_cannot_chat_is_refused_before_it_is_loaded(
 def test_shape_cannot_chat() -> None:
     with pytest.raises(WrongUsage, match="random weights and no tokenizer"):
         check_can_chat(Path("shape:qwen3-30b-a3b"))
+
+
+def test_generate_refuses_a_text_for_a_shape_before_loading(complaint: Callable[..., str]) -> None:
+    line = complaint("generate", "Hello", "--model", "shape:mixtral-8x7b")
+    assert "random weights and no tokenizer" in line
+    assert "--prompt-tokens" in line
 
 
 def test_banner_says_what_the_embedded_model_is_for() -> None:

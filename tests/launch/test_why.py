@@ -128,6 +128,12 @@ def test_why_shows_gains_or_that_none_is_known() -> None:
     )
 
 
+def test_without_workers_the_host_s_experts_are_named_so() -> None:
+    text = flat(shown(why_text(reply(decode()), {"tile_bytes": TILE, "peers": []}, WELCOME)))
+    assert "experts on the host 20%" in text
+    assert "waiting for the workers" not in text
+
+
 def test_why_needs_an_answer_of_several_tokens() -> None:
     with pytest.raises(WrongUsage, match="no answer"):
         why_text(None, {}, WELCOME)

@@ -1,4 +1,4 @@
-"""Whether a model can chat, from its files: before an engine loads it for minutes."""
+"""Whether a model reads text and can chat, from its files: before an engine loads it for minutes."""
 
 from __future__ import annotations
 
@@ -10,31 +10,41 @@ from pipeline.models.shapes import is_shape, shape_config
 from pipeline.text.tokenizer import TOKENIZER_FILES, Tokenizer
 
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-NO_TOKENIZER = "this model has no tokenizer, so it cannot chat"
+NO_TOKENIZER = "this model has no tokenizer, so it reads no text and cannot chat"
 NO_TEMPLATE = "this model has no chat template, so it cannot chat: `generate --prompt TEXT` continues a text"
 
 
-def check_can_chat(folder: Path) -> None:
-    """Raises WrongUsage, one line with what to do, for a model without tokenizer or chat template, and
-    ModelError for an unknown shape or a damaged tokenizer. What is no model is left to the loader."""
+def check_reads_text(folder: Path) -> None:
+    """Raises WrongUsage, one line with what to do, for a model without tokenizer, and ModelError for an
+    unknown shape. What is no model is left to the loader."""
     if is_shape(folder):
         shape_config(str(folder))
         raise WrongUsage(
-            f"{folder} has random weights and no tokenizer, so it cannot chat: `bench` shows its speed, and"
-            " `generate --prompt-tokens 1,2,3` runs it"
+            f"{folder} has random weights and no tokenizer, so it reads no text and cannot chat: `bench`"
+            " shows its speed, and `generate --prompt-tokens 1,2,3` runs it"
         )
-    if not (folder / "config.json").is_file():
-        return
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if (folder / "config.json").is_file() and not _has_tokenizer(folder):
         raise WrongUsage(
             f"{NO_TOKENIZER}: put its tokenizer.json and tokenizer_config.json into {folder}, or use"
             " `generate --prompt-tokens`"
         )
+
+
+def check_can_chat(folder: Path) -> None:
+    """What `check_reads_text` raises; also WrongUsage for a model without chat template, and ModelError for a
+    damaged tokenizer."""
+    check_reads_text(folder)
+    if not _has_tokenizer(folder):
+        return
     if any((folder / name).exists() for name in TEMPLATE_FILES) or _settings_have_template(folder):
         return
     tokenizer = Tokenizer.load(folder)  # takes a second: it knows every place for a template
     if tokenizer is None or not tokenizer.has_chat_template:
         raise WrongUsage(NO_TEMPLATE)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def _settings_have_template(folder: Path) -> bool:
