@@ -210,7 +210,7 @@ def test_threshold_keeps_the_loss_bound_and_drops_experts(
         single.append(dropped.mean())
     assert (calibration.needed[:, 0] == 0).all()
     np.testing.assert_allclose(calibration.needed[:, 1], single, atol=0.05)  # the gate moves later inputs
-    assert summary["single_expert_share"] == pytest.approx(float(calibration.needed[:, 1].mean()))
+    assert summary["single_expert_share"] == pytest.approx(calibration.needed[:, 1].mean(), rel=1e-3)
 
 
 def size_of(png: Path) -> tuple[int, int]:

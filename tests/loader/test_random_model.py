@@ -230,7 +230,7 @@ def test_routers_choose_all_experts_about_equally_often(tiny: Path) -> None:
 def test_loader_draws_a_shape_without_caching_it_and_attaches_it_again(supervisor: Supervisor) -> None:
     asked = {"format": "int4", "tile": 448}  # an unusual tile, so that no running engine has this store
     first = supervisor.load(Path("shape:mixtral-8x7b/1"), **asked)
-    assert first.ready.notes[0].startswith("source random weights: 0 bytes")
+    assert first.ready.notes[0].startswith("source random weights: 0 B read")
     assert first.stages == ["allocating", "drawing random experts"]
     assert not list(supervisor.cache.glob("*"))
     again = supervisor.load(Path("shape:mixtral-8x7b/1"), **asked, verify=True)

@@ -111,12 +111,12 @@ def test_congested_client_pauses_and_delays_no_other(harness) -> None:
 def test_number_in_use_and_too_many_waiting_requests_are_refused(harness, monkeypatch) -> None:
     monkeypatch.setattr(scheduler, "QUEUE_LIMIT", 2)
     for i in range(2):
-        harness.scheduler.submit(b"a", ask(i, 4, 3))
+        harness.scheduler.enqueue(b"a", ask(i, 4, 3))
     with pytest.raises(NumberInUse, match="request 1 is already being served"):
-        harness.scheduler.submit(b"a", ask(1, 4, 3))
+        harness.scheduler.enqueue(b"a", ask(1, 4, 3))
     with pytest.raises(RequestError, match="2 requests of this client are already queued"):
-        harness.scheduler.submit(b"a", ask(2, 4, 3))
-    harness.scheduler.submit(b"b", ask(1, 4, 3))
+        harness.scheduler.enqueue(b"a", ask(2, 4, 3))
+    harness.scheduler.enqueue(b"b", ask(1, 4, 3))
     harness.finish()
     harness.run(b"a", ask(1, 4, 3))  # the number is free again
     assert [m.request for m in harness.to(b"a", Done)] == [0, 1, 1]
@@ -125,7 +125,7 @@ def test_number_in_use_and_too_many_waiting_requests_are_refused(harness, monkey
 def test_answers_of_an_approximate_policy_say_so(harness, monkeypatch) -> None:
     monkeypatch.setattr(harness.scheduler.engine.policy, "exact", False)
     harness.run(b"c", ask(0, 4, 3))
-    harness.scheduler.submit(b"c", ask(1, 4, 3))
+    harness.scheduler.enqueue(b"c", ask(1, 4, 3))
     harness.scheduler.cancel(b"c", 1)
     computed, waiting = (harness.answer(i)[1].stats["fidelity"] for i in range(2))
     assert computed == {"exact": False, "skipped": 0, "substituted": 0, "stale": 0, "predicted": 0}
