@@ -40,9 +40,13 @@ def levers(profile: PhaseProfile, stats: dict[str, Any], welcome: Welcome, polic
     return sorted(worth, key=lambda lever: lever.seconds)
 
 
+def has_workers(stats: dict[str, Any]) -> bool:
+    """Whether worker processes compute the host's experts, not the coordinator itself."""
+    return any(peer["role"] == "worker" for peer in stats.get("peers", ()))
+
+
 def _processes(profile: PhaseProfile, stats: dict[str, Any], welcome: Welcome) -> Iterator[Lever]:
-    workers = sum(peer["role"] == "worker" for peer in stats.get("peers", ()))
-    if workers == 0 or welcome.device != "cpu" or welcome.emulation:
+    if not has_workers(stats) or welcome.device != "cpu" or welcome.emulation:
         return
     parts = _parts(profile)
     # The experts' own computation stays: of each layer, the worker that took longest.

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.chat.conversation import Reply
-from launch.chat.levers import LEAST_GAIN, Lever, levers
+from launch.chat.levers import LEAST_GAIN, Lever, has_workers, levers
 from launch.errors import WrongUsage
 from launch.phase_profile import PhaseProfile
 from launch.terminal.format import percent
@@ -42,17 +42,15 @@ def why_text(reply: Reply | None, stats: dict[str, Any], welcome: Welcome) -> Re
         )
     profile = PhaseProfile(counters["decode"], stats.get("tile_bytes", 0))
     policy = answer.get("policy", welcome.policy)
-    inline = not any(peer["role"] == "worker" for peer in stats.get("peers", ({"role": "worker"},)))
-    parts: list[RenderableType] = [_time(profile, policy, inline), "", _layers(profile), ""]
+    parts: list[RenderableType] = [_time(profile, policy, has_workers(stats)), "", _layers(profile), ""]
     parts += [Text(line) for line in facts(profile, answer, stats.get("prefetch", {}))]
     found = levers(profile, stats, welcome, policy)
     parts += ["", advice(found, profile.seconds / profile.rows)]
     return Group(*parts)
 
 
-def _time(profile: PhaseProfile, policy: str, inline: bool) -> Text:
-    """`inline`: the coordinator computes the host's experts itself."""
-    names = CAUSE_NAMES | ({"workers": "experts on the host"} if inline else {})
+def _time(profile: PhaseProfile, policy: str, workers: bool) -> Text:
+    names = CAUSE_NAMES | ({} if workers else {"workers": "experts on the host"})
     text = Text(f"A token took {_milliseconds(profile.seconds / profile.rows)} under {policy}: ")
     named = [(cause, part) for cause, part in profile.shares.items() if part >= NAMED]
     named.sort(key=lambda item: -item[1])

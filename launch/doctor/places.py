@@ -13,6 +13,7 @@ from launch.runtime import SHM, cache_root, running_engines, sweep
 from launch.terminal.format import count
 from pipeline.models.shapes import short_name
 from protocol.errors import ProtocolError
+from protocol.private_files import make_folders
 from protocol.sockets import ipc_endpoint, runtime_root
 from shm.errors import ShmError
 from shm.locks import sweep as sweep_stores
@@ -73,7 +74,7 @@ def cache_findings(folder: Path) -> list[Finding]:
 
 def _cache_finding(folder: Path, size: int) -> Finding:
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folders(folder)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"\0")
             file.flush()

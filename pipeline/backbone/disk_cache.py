@@ -21,7 +21,7 @@ import msgpack
 
 from pipeline.checkpoint.model_source import ModelSource
 from protocol.errors import NotPrivate
-from protocol.private_files import check_private
+from protocol.private_files import check_private, make_folders
 from shm.cache_record import CacheRecord, note_use
 from shm.file_locks import try_lock
 from shm.huge import map_file
@@ -106,7 +106,7 @@ class BackboneCache:
 
     def _begin(self) -> int:
         """Create and lock the unfinished file. Raises OSError."""
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folders(self._path.parent)
         descriptor = try_lock(self._path.with_name(UNFINISHED), fcntl.LOCK_EX)
         if descriptor is None:
             raise OSError("another engine is writing it")

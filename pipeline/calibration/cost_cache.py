@@ -22,7 +22,7 @@ from typing import Any
 from pipeline.errors import PolicyError
 from pipeline.policies.costs import MAX_FILE_BYTES, Costs
 from protocol.errors import NotPrivate
-from protocol.private_files import check_private
+from protocol.private_files import check_private, make_folders
 from shm.atomic_file import atomic_file
 from shm.kernel_files import contents, parse_cpuinfo
 
@@ -119,7 +119,7 @@ def keep(cache: Path, record: Record) -> None:
     """Write the record, replacing that of the same setting. A failure is logged."""
     folder = cache / FOLDER
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folders(folder)
         with atomic_file(folder / record.setting.name) as file:
             file.write(json.dumps(record.to_json(), indent=1).encode() + b"\n")
     except OSError as e:

@@ -29,7 +29,7 @@ from pipeline.checkpoint.model_source import ModelSource
 from pipeline.errors import CalibrationError
 from pipeline.policies.calibration import Calibration
 from protocol.errors import NotPrivate
-from protocol.private_files import check_private
+from protocol.private_files import check_private, make_folders
 from shm.atomic_file import atomic_file
 from shm.cache_record import CacheRecord, note_use
 
@@ -59,7 +59,7 @@ def save(path: Path, calibration: Calibration, about: dict[str, Any]) -> None:
         "about": about,
     }
     facts["crc32"] = _checksum(facts, tensors)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folders(path.parent)
     path.parent.chmod(0o700)
     for target, data in (
         (path.with_name(READABLE), describe(calibration, about).encode()),

@@ -20,6 +20,7 @@ from protocol.messages import VERSION, Done, Welcome
 
 WELCOME = Welcome(VERSION, "e", "/models/m", "f", "cuda", "lru", True, 100, 100, True, True)
 EXACT = {"exact": True}
+WORKERS = [{"role": "worker"}] * 2
 
 
 def reply(tree: dict[str, Any], **stats: Any) -> Reply:
@@ -42,7 +43,9 @@ def flat(text: str) -> str:
 
 def test_why_shows_time_by_cause_and_by_layer() -> None:
     prefetch = {"on": False, "status": "prefetching is off for 256 steps"}
-    text = shown(why_text(reply(decode()), {"tile_bytes": TILE, "prefetch": prefetch}, WELCOME))
+    text = shown(
+        why_text(reply(decode()), {"tile_bytes": TILE, "prefetch": prefetch, "peers": WORKERS}, WELCOME)
+    )
     words = flat(text)
     assert "A token took 100 ms under mixtral-offloading: waiting for the link 50%, waiting for the" in words
     assert "waiting for the workers 20%" in words
@@ -67,7 +70,7 @@ def test_why_shows_the_fidelity_of_an_approximate_policy() -> None:
 
 def found(tree: dict[str, Any], policy: str = "mixtral-offloading", **welcome: Any) -> dict[str, Lever]:
     """By setting, in the order of the gains."""
-    stats = {"peers": [{"role": "worker"}] * 2, "cache": {"capacity_tiles": 25, "all_tiles": 100}}
+    stats = {"peers": WORKERS, "cache": {"capacity_tiles": 25, "all_tiles": 100}}
     about = replace(WELCOME, format="bf16", backbone_dtype="bf16", **welcome)
     return {lever.setting: lever for lever in levers(PhaseProfile(tree, TILE), stats, about, policy)}
 
