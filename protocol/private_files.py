@@ -64,6 +64,6 @@ def check_private_directory(path: Path) -> None:
 
 def make_folders(folder: Path) -> None:
     """Make this folder and those above it that are missing, private whatever the umask. Raises OSError."""
-    missing = [above for above in (folder, *folder.parents) if not above.exists()]
-    for above in reversed(missing):
+    missing = [above for above in folder.parents if not above.exists()]
+    for above in (*reversed(missing), folder):
         above.mkdir(mode=0o700, exist_ok=True)
