@@ -145,9 +145,7 @@ async def test_requests_wait_and_other_messages_are_answered(client: Client, end
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-async def test_cancel_or_disconnect_ends_a_calibration(
-    client: Client, endpoint: str, path: Path, leaves: bool
-) -> None:
+async def test_cancel_or_disconnect_ends_a_calibration(client, endpoint, path, leaves) -> None:
     async with Client.connect(endpoint) as other:
         begun = Begun(other, 8000)
         await begun.under_way()
@@ -188,9 +186,7 @@ async def test_invalid_calibrations_are_refused(client: Client, asked: dict, mes
     assert (await client.stats())["policy"] == "on-demand"
 
 
-async def test_quantized_backbone_is_calibrated_without_sensitivities(
-    start_engine, tiny_model: Path, path: Path
-) -> None:
+async def test_quantized_backbone_is_calibrated_without_sensitivities(start_engine, tiny_model, path) -> None:
     config = EngineConfig(
         model=tiny_model, policy="all-host", workers=0, backbone_dtype="int8", context=128, chunk=64
     )
@@ -221,9 +217,7 @@ async def test_damaged_calibration_refuses_only_policies_that_need_it(client: Cl
     assert (await client.stats())["policy"] == "on-demand"
 
 
-async def test_model_with_one_expert_per_token_is_calibrated(
-    start_engine, tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_model_with_one_expert_per_token_is_calibrated(start_engine, tiny_model, tmp_path) -> None:
     """The gate cannot drop an expert; all other arrays are found."""
     folder = tmp_path / "single"
     shutil.copytree(tiny_model, folder)

@@ -136,9 +136,7 @@ def test_sensitivities_equal_autograd_on_the_whole_model(case: Case, tmp_path: P
     np.testing.assert_allclose(plain, expected, rtol=1e-3)
 
 
-def test_grouping_of_windows_does_not_change_sensitivities(
-    tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_grouping_of_windows_does_not_change_sensitivities(tmp_path, device: Device, monkeypatch) -> None:
     case = CASES[0]
     save(case, tmp_path)
     windows = windows_of(case)

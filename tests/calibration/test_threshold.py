@@ -78,9 +78,7 @@ def test_nan_loss_breaks_the_bound() -> None:
     st.lists(st.floats(1.9, 2.1), min_size=41, max_size=41),
     st.integers(2, 12),
 )
-def test_threshold_keeps_the_bound_for_any_loss(
-    candidates: list[float], losses: list[float], evaluations: int
-) -> None:
+def test_threshold_keeps_the_bound_for_any_loss(candidates, losses, evaluations) -> None:
     ranks = sorted({0.0, *candidates})
     calls: list[float] = []
 

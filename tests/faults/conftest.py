@@ -13,9 +13,7 @@ from benchmarks.marked_engine import Place
 
 
 @pytest.fixture
-def place(
-    request: pytest.FixtureRequest, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Place]:
+def place(request, tiny_model: Path, monkeypatch) -> Iterator[Place]:
     """Folders of the test's own. OPTIONS of its module are those of its engines."""
     with tempfile.TemporaryDirectory(prefix="tk-", dir="/tmp") as folder:  # short: socket paths are
         place = Place(Path(folder), tiny_model, request.module.OPTIONS)

@@ -48,10 +48,7 @@ def config(model: Path, **settings: Any) -> EngineConfig:
 
 
 async def answer(
-    client: Client,
-    prompt: Sequence[int] = PROMPT,
-    count: int = 32,
-    fault: Callable[[], None] | None = None,
+    client: Client, prompt: Sequence[int] = PROMPT, count: int = 32, fault: Callable[[], None] | None = None
 ) -> list[Token]:
     """A greedy answer; `fault` happens after its eighth token."""
     tokens = []

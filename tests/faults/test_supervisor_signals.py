@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
 
 import psutil
 import pytest
@@ -38,9 +37,7 @@ TERMINAL = shutil.which("setsid")
         ("coordinator", [signal.SIGINT, signal.SIGINT]),
     ],
 )
-def test_signals_during_the_start_stop_the_engine(
-    place: Place, child: str, signals: list[signal.Signals]
-) -> None:
+def test_signals_during_the_start_stop_the_engine(place, child, signals) -> None:
     name = f"early-{os.getpid()}"
     with Engine(place, name) as engine:
         assert wait_until(lambda: child in engine.doing(), LIMIT)
@@ -122,9 +119,7 @@ def interrupts_twice(terminal: InTerminal) -> None:
 
 @pytest.mark.skipif(TERMINAL is None, reason="needs setsid of util-linux")
 @pytest.mark.parametrize("does", [closes, interrupts_twice])
-def test_engine_of_a_command_stops_when_it_is_interrupted(
-    place: Place, does: Callable[[InTerminal], None]
-) -> None:
+def test_engine_of_a_command_stops_when_it_is_interrupted(place, does) -> None:
     """During an answer of an engine that was started for this command."""
     name = f"person-{os.getpid()}"
     answer = ("generate", "--prompt-tokens", "5,6,7", "--max-tokens", "250", "--ignore-eos", "--name", name)

@@ -182,9 +182,7 @@ def copy_all(slab: SlabMemory, store: Store, gbps: float | None) -> Copier:
 
 @pytest.mark.parametrize("gbps", [None, 1.0])
 @pytest.mark.parametrize("chunk", [cuda.REGISTER_CHUNK, 1 << 16])
-def test_copier_thread_copies_tiles_to_their_slots(
-    slab: SlabMemory, store: Store, gbps: float | None, chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copier_thread_copies_tiles_to_their_slots(slab, store, gbps, chunk, monkeypatch) -> None:
     monkeypatch.setattr(cuda, "REGISTER_CHUNK", chunk)  # a small one: tiles cross from one into the next
     with ThreadPoolExecutor(1) as pool:
         copier = pool.submit(copy_all, slab, store, gbps).result(60)

@@ -7,7 +7,7 @@ import json
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -229,8 +229,7 @@ async def test_interrupted_bench_restores_the_policy(engine: str) -> None:
         await client.set_policy("layerwise")
         client.on_policy = lambda changed: changes.append(changed.policy)
         with Launched(
-            *("bench", "--connect", engine, "--policy", "all-host,on-demand"),
-            *("--rounds", "1000", *SHORT),
+            *("bench", "--connect", engine, "--policy", "all-host,on-demand"), *("--rounds", "1000", *SHORT)
         ) as launched:
             assert await asyncio.to_thread(wait_until, lambda: len(changes) > 3, 60.0)
             launched.send(signal.SIGINT)
@@ -246,8 +245,7 @@ async def test_policy_set_by_another_client_ends_the_comparison(engine: str) -> 
     async with Client.connect(find_engine(engine).endpoint, name="tests") as client:
         client.on_policy = lambda changed: changes.append(changed.policy)
         with Launched(
-            *("bench", "--connect", engine, "--policy", "all-host,on-demand"),
-            *("--rounds", "1000", *SHORT),
+            *("bench", "--connect", engine, "--policy", "all-host,on-demand"), *("--rounds", "1000", *SHORT)
         ) as launched:
             assert await asyncio.to_thread(wait_until, lambda: len(changes) > 3, 60.0)
             await client.set_policy("fiddler")
@@ -312,9 +310,7 @@ def test_every_preset_runs_without_policy_and_without_a_tokenizer(tiny_model: Pa
         ("--connect missing", ["missing"]),
     ],
 )
-def test_wrong_usage_is_one_line(
-    arguments: str, words: list[str], tiny_model: Path, complaint: Callable[..., str]
-) -> None:
+def test_wrong_usage_is_one_line(arguments, words, tiny_model, complaint) -> None:
     model = [] if "--connect" in arguments else ["--model", str(tiny_model)]
     line = complaint("bench", *model, *arguments.split())
     for word in words:

@@ -59,10 +59,7 @@ def test_report_fits_80_columns_and_names_the_emulation() -> None:
         **{"backbone_dtype": "f32", "expert_cache": 0.25, "cache_tiles": 16, "tile_bytes": 393216},
         **{"prompts": "held-out text", "batch": 8, "prompt_len": 512, "gen_len": 128, "rounds": 2},
     }
-    runs = [
-        Run(12345.6, 12.3456, 1234.5, 10**9, 5e8, 0.755),
-        Run(9876.5, 9.87654, 98.765, 10**9, 5e8, 0.755),
-    ]
+    runs = [Run(12345.6, 12.3456, 1234.5, 10**9, 5e8, 0.755), Run(9876.5, 9.87654, 98.765, 10**9, 5e8, 0.755)]
     request = PolicyRequest("mixtral-offloading", {"scope": "global"})
     entries = [
         PolicyResult(PolicyRequest("all-host"), runs=runs),
@@ -97,9 +94,7 @@ def whole_report() -> Report:
 
 
 @pytest.mark.parametrize("colours", ["", "1"])
-def test_profile_table_shows_causes_and_fits_80_columns(
-    colours: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_profile_table_shows_causes_and_fits_80_columns(colours: str, monkeypatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", colours)
     monkeypatch.setenv("COLUMNS", "80")
     text = re.sub(r"\x1b\[[0-9;]*m", "", whole_report().render())

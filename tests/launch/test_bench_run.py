@@ -86,9 +86,7 @@ async def test_figures_are_those_of_the_counters() -> None:
         (StandInClient(2), AnswerLost, "an answer has 2 tokens instead of 3"),
     ],
 )
-async def test_run_that_says_nothing_is_an_error(
-    client: StandInClient, error: type[Exception], line: str
-) -> None:
+async def test_run_that_says_nothing_is_an_error(client, error, line) -> None:
     with pytest.raises(error, match=line):
         await measure(cast(Client, client), PROMPTS, 3)
 

@@ -417,9 +417,7 @@ async def test_a_kept_store_is_listed_and_removed(folder: Path, tiny_model: Path
 # --- a full disk --------------------------------------------------------------------------------------------
 
 
-def test_full_disk_warning_names_removable_entries_and_the_command(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_warning_names_removable_entries_and_the_command(folder: Path, monkeypatch) -> None:
     make_file(folder / STORE / "store.bin", 30_000_000, 40)
     make_file(folder / BACKBONE / "backbone.bin", 20_000_000, 2)
     usage = shutil.disk_usage(folder)._replace(free=10_000_000)
@@ -436,9 +434,7 @@ def test_full_disk_warning_names_removable_entries_and_the_command(
     assert "nothing there can be removed" in full_disk_line(folder / "none", 25_000_000)
 
 
-def test_full_disk_warning_removes_nothing_where_that_would_not_be_enough(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_warning_removes_nothing_where_that_would_not_be_enough(folder: Path, monkeypatch) -> None:
     make_file(folder / STORE / "store.bin", 9_000_000, 40)
     make_file(folder / "notes.txt", 50_000_000, 40)  # never removed
     usage = shutil.disk_usage(folder)._replace(free=3_000_000)

@@ -155,9 +155,7 @@ def test_similarity_is_the_mean_cosine_of_the_windows(calibrated: Calibrated, se
     assert calibrated.summary["similarity"] == pytest.approx(np.mean(cosines), abs=0.005)
 
 
-def test_residuals_are_mean_differences_on_the_training_part(
-    calibrated: Calibrated, seen: dict[str, Any]
-) -> None:
+def test_residuals_are_mean_differences_on_the_training_part(calibrated, seen) -> None:
     x = np.concatenate(seen["training"], axis=1).astype(np.float64)
     expected = (x[1:] - x[:-1]).mean(axis=1)
     np.testing.assert_allclose(calibrated.calibration.residuals, expected, atol=1e-4)
@@ -188,9 +186,7 @@ def test_accuracies_are_measured_on_the_validation_part(calibrated: Calibrated, 
     assert not calibration.accuracy["first"][1:].any()
 
 
-def test_threshold_keeps_the_loss_bound_and_drops_experts(
-    calibrated: Calibrated, seen: dict[str, Any]
-) -> None:
+def test_threshold_keeps_the_loss_bound_and_drops_experts(calibrated, seen) -> None:
     calibration, summary = calibrated.calibration, calibrated.summary
     assert calibration.sensitivity is not None
     assert calibration.needed is not None

@@ -159,9 +159,7 @@ def test_this_machine_s_cores_are_those_that_may_be_used(usable: int | None) -> 
 
 
 @pytest.mark.timeout(300)
-async def test_results_do_not_depend_on_the_number_of_nodes(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_results_do_not_depend_on_the_number_of_nodes(tiny_model: Path, monkeypatch, caplog) -> None:
     """This machine's cores are presented as on nodes 0 and 1000; the kernel then refuses the second, and the
     start logs that. An existing store would not be placed, so this one has another tile size."""
     here = Cores.here().numbers

@@ -65,9 +65,7 @@ def test_no_costs_and_many_costs(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("known_speeds")
-def test_doctor_model_shows_the_costs_of_that_model(
-    tiny_model: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_model_shows_the_costs_of_that_model(tiny_model: Path, capfd) -> None:
     of_int8 = replace(SETTING, store=fingerprint_of(tiny_model, "int8"), format="int8")
     keep(cache_root(), replace(RECORD, setting=of_int8, model=str(tiny_model)))
     keep(cache_root(), RECORD)  # another model's

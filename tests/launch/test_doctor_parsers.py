@@ -268,9 +268,7 @@ def test_requirements_of_this_project_are_parsed_and_installed() -> None:
     assert all(Requirement(text).name in found.found for text in needed)
 
 
-def test_requirements_of_an_installation_without_a_checkout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requirements_of_an_installation_without_a_checkout(tmp_path, monkeypatch) -> None:
     metadata = Message()
     metadata["Requires-Python"] = ">=3.11"
     for line in ("numpy>=2.0", 'uvloop>=0.21; sys_platform != "win32"'):

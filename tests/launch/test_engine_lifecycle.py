@@ -325,9 +325,7 @@ def test_kept_store_is_attached_by_the_next_start(arguments: list[str], tiny_mod
     assert not store_of(tiny_model).exists()
 
 
-def test_ready_of_a_loader_that_exited_while_the_supervisor_was_stopped_counts(
-    arguments: list[str], tiny_model: Path
-) -> None:
+def test_ready_of_a_loader_that_exited_while_the_supervisor_was_stopped_counts(arguments, tiny_model) -> None:
     with (
         ExitStack() as held,
         Launched("generate", "--prompt-tokens", "5", "--max-tokens", "1", *arguments) as launched,

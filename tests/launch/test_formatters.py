@@ -40,11 +40,7 @@ def test_json_has_the_digits_that_were_measured(capsys: pytest.CaptureFixture[st
     figures = {"times": times, "rates": (1 / 3, -2 / 3), "open": math.inf}
     print_json(figures)
     rounded = {"s": 0.001235, "tok_s": 165.2, "moved": 1234568.0, "count": 123456, "exact": 0.25, "none": 0.0}
-    assert json.loads(capsys.readouterr().out) == {
-        "times": rounded,
-        "rates": [0.3333, -0.6667],
-        "open": None,
-    }
+    assert json.loads(capsys.readouterr().out) == {"times": rounded, "rates": [0.3333, -0.6667], "open": None}
     print_json(figures, digits=7)
     assert json.loads(capsys.readouterr().out)["rates"] == [0.3333333, -0.6666667]
 

@@ -50,9 +50,7 @@ def test_doctor_downloads_the_config_alone(home: Home, hub: HubServer, files: di
     assert process.communicate(timeout=60)[0].strip() == str(folder)
 
 
-def test_second_start_sends_no_request(
-    home: Home, hub: HubServer, files: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_second_start_sends_no_request(home: Home, hub: HubServer, files: dict[str, bytes], tmp_path) -> None:
     """It uses the files of the cache, even if the Hub has newer ones."""
     hub.repositories[NAME] = Repository(files)
     folder, _ = home.resolve()
@@ -78,9 +76,7 @@ def test_other_programs_find_the_download(home: Home, hub: HubServer, files: dic
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_interrupted_download_resumes_after_complete_files(
-    home: Home, hub: HubServer, files: dict[str, bytes], number: signal.Signals
-) -> None:
+def test_interrupted_download_resumes_after_complete_files(home, hub, files, number) -> None:
     """The next start continues after the complete files."""
     hub.repositories[NAME] = Repository(files)
     hub.stuck = SHARDS[1]
@@ -130,9 +126,7 @@ def test_lost_network_is_one_line(home: Home, hub: HubServer, files: dict[str, b
     assert home.unfinished() == []
 
 
-def test_incomplete_model_without_network_is_one_line(
-    home: Home, hub: HubServer, files: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_incomplete_model_without_network_is_one_line(home, hub, files, tmp_path) -> None:
     hub.repositories[NAME] = Repository(files)
     hub.stuck = SHARDS[1]
     process = home.start("-c", RESOLVE, NAME)
@@ -144,9 +138,7 @@ def test_incomplete_model_without_network_is_one_line(
     assert SHARDS[1] in line
 
 
-def test_missing_tokenizer_is_downloaded(
-    home: Home, hub: HubServer, files: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_missing_tokenizer_is_downloaded(home, hub, files, tmp_path) -> None:
     """Another program has downloaded the weights alone."""
     hub.repositories[NAME] = Repository(files)
     folder, _ = home.resolve()

@@ -15,9 +15,7 @@ from hub_server import COMMIT, HubServer, Repository
 from launch.hub.hf_download import is_hub_name
 
 
-def test_refused_models_get_one_line_and_no_weights(
-    home: Home, hub: HubServer, files: dict[str, bytes]
-) -> None:
+def test_refused_models_get_one_line_and_no_weights(home, hub, files) -> None:
     pickles = {name: files[name] for name in ("config.json", "tokenizer.json", "pytorch_model.bin")}
     llama = files["config.json"].replace(b'"mixtral"', b'"llama"')
     login = ["no such model", "private", "no folder", "hf auth login", "HF_TOKEN"]
@@ -58,9 +56,7 @@ def test_refused_models_get_one_line_and_no_weights(
     assert "revision" in revision[1]
 
 
-def test_local_folder_is_used_before_the_hub(
-    home: Home, hub: HubServer, tmp_path: Path, tiny_model: Path
-) -> None:
+def test_local_folder_is_used_before_the_hub(home: Home, hub: HubServer, tmp_path, tiny_model: Path) -> None:
     hub.repositories[NAME] = Repository({})
     (tmp_path / "org").mkdir()
     (tmp_path / NAME).symlink_to(tiny_model)
@@ -71,9 +67,7 @@ def test_local_folder_is_used_before_the_hub(
     assert hub.asked == []
 
 
-def test_mistyped_policy_is_reported_before_the_download(
-    home: Home, hub: HubServer, files: dict[str, bytes]
-) -> None:
+def test_mistyped_policy_is_reported_before_the_download(home, hub, files) -> None:
     hub.repositories[NAME] = Repository(files)
     process = home.start(LAUNCH, "generate", "--prompt", "a", "--model", NAME, "--policy", "fidler")
     _, log = process.communicate(timeout=60)

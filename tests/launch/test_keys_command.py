@@ -68,9 +68,7 @@ def test_keys_are_made_and_explained(keys: Path, capfd: pytest.CaptureFixture[st
         assert secret.decode() not in out
 
 
-def test_keys_are_written_to_the_folder_of_out(
-    keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_keys_are_written_to_the_folder_of_out(keys: Path, tmp_path, monkeypatch, capfd) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["keys", "--out", "a/b"]) == 0
     assert "serve --listen tcp://ADDRESS:PORT --key a/b/engine.key" in capfd.readouterr().out
@@ -134,9 +132,7 @@ def test_wrong_usage_is_one_line(arguments: str, words: str, keys: Path, complai
         ("generate --prompt a --connect tcp://127.0.0.1:{port}", "client.key"),
     ],
 )
-def test_tcp_requires_keys(
-    command: str, name: str, keys: Path, port: int, complaint: Complaint, tmp_path: Path
-) -> None:
+def test_tcp_requires_keys(command, name, keys, port, complaint, tmp_path) -> None:
     arguments = command.format(port=port).split()
     assert f"the key file {keys / name} does not exist; make keys with: python launch.py keys" in complaint(
         *arguments
@@ -155,9 +151,7 @@ def test_tcp_requires_keys(
     assert "is open to other users (mode 06" in complaint(*arguments)
 
 
-def test_address_that_cannot_be_bound_is_refused(
-    keys: Path, taken: int, complaint: Complaint, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_address_that_cannot_be_bound_is_refused(keys: Path, taken: int, complaint: Complaint, capfd) -> None:
     assert main(["keys"]) == 0
     capfd.readouterr()
     for address, reason in (
@@ -168,9 +162,7 @@ def test_address_that_cannot_be_bound_is_refused(
         assert line == f"--listen tcp://{address}: cannot be bound: {reason}"
 
 
-def test_an_engine_is_used_from_another_machine(
-    keys: Path, tiny_model: Path, port: int, tmp_path: Path
-) -> None:
+def test_an_engine_is_used_from_another_machine(keys: Path, tiny_model: Path, port: int, tmp_path) -> None:
     """Simulated on one machine: over tcp, with keys from another folder."""
     assert main(["keys"]) == 0
     elsewhere = tmp_path / "elsewhere.key"

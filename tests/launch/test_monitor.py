@@ -309,9 +309,7 @@ async def test_restarted_coordinator_with_wrong_usage_ends_the_engine_at_once() 
             await asyncio.sleep(5)
 
 
-async def test_restart_of_the_engine_replaces_a_pending_restart_of_a_worker(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_restart_of_the_engine_replaces_a_pending_restart_of_a_worker(caplog) -> None:
     caplog.set_level(logging.INFO)
     limits = Limits(check_interval=1e6, first_pause=0.05)
     async with engine(limits) as e:
@@ -368,9 +366,7 @@ async def test_processes_that_send_nothing_from_their_start_are_killed_after_the
 
 
 @pytest.mark.parametrize("hangs", ["silent coordinator", "stopped worker", "silent start", None])
-async def test_hung_processes_are_killed_after_so_many_checks(
-    hangs: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_hung_processes_are_killed_after_so_many_checks(hangs: str | None, monkeypatch) -> None:
     limits = Limits(check_interval=0.002, silent_checks=8, stopped_checks=5, start_checks=12)
     count, checks = Child.count_check, 0
 

@@ -83,9 +83,7 @@ def test_full_context_keeps_room_for_answers_and_the_prefix() -> None:
 @pytest.mark.parametrize(
     ("missing", "expected"), [("tokenizer.json", "no tokenizer"), ("chat_template.jinja", "no chat template")]
 )
-def test_model_that_cannot_chat_is_refused_before_it_is_loaded(
-    tmp_path: Path, missing: str, expected: str
-) -> None:
+def test_model_that_cannot_chat_is_refused_before_it_is_loaded(tmp_path, missing: str, expected: str) -> None:
     folder = tmp_path / "model"
     shutil.copytree(model_dir(), folder)
     check_can_chat(folder)

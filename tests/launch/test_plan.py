@@ -49,13 +49,7 @@ def size(text: str) -> float:
     st.sampled_from((None, 0.5)),
 )
 def test_the_numbers_of_a_refusal_add_up_and_its_advice_is_good(
-    shape: str,
-    format: Any,
-    memory: int,
-    shm: int,
-    gpu: int | None,
-    policy: str,
-    share: float | None,
+    shape: str, format: Any, memory: int, shm: int, gpu: int | None, policy: str, share: float | None
 ) -> None:
     model = Path(f"shape:{shape}")
     machine = Machine(memory * GB, shm * GB, None if gpu is None else gpu * GB)

@@ -23,9 +23,7 @@ class FakeTerminal(io.StringIO):
         return True
 
 
-def test_lines_give_the_rate_of_the_stage(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lines_give_the_rate_of_the_stage(monkeypatch, caplog) -> None:
     caplog.set_level(logging.INFO, logger="tandem")
     began = now = time.monotonic()
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
@@ -53,9 +51,7 @@ def test_lines_give_the_rate_of_the_stage(
     ]
 
 
-def test_lines_of_a_counter_give_items_and_failures(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lines_of_a_counter_give_items_and_failures(monkeypatch, caplog) -> None:
     caplog.set_level(logging.INFO, logger="tandem")
     now = time.monotonic()
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
@@ -128,9 +124,7 @@ def test_a_line_of_the_log_clears_the_bar(monkeypatch: pytest.MonkeyPatch) -> No
     assert not sys.stderr.getvalue().endswith("\r\x1b[2K[tandem] warning: x\n")
 
 
-def test_a_terminal_without_control_sequences_gets_lines(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_terminal_without_control_sequences_gets_lines(monkeypatch, caplog) -> None:
     monkeypatch.setattr(sys, "stderr", FakeTerminal())
     monkeypatch.setenv("TERM", "dumb")
     caplog.set_level(NOTICE, logger="tandem")

@@ -45,9 +45,7 @@ def test_command_continues_with_the_environment_of_the_checkout(bare_python: Pat
     assert "Traceback" not in done.stderr
 
 
-def test_without_an_environment_the_error_names_the_command_that_makes_it(
-    bare_python: Path, checkout: Path
-) -> None:
+def test_without_an_environment_the_error_names_the_command_that_makes_it(bare_python, checkout) -> None:
     done = run(bare_python, checkout / "launch.py", "doctor")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"launch.py: packages are missing; first: cd {checkout} && make run\n"

@@ -105,9 +105,7 @@ def _history(env: dict[str, str]) -> None:
         assert terminal.end() == (0, True)
 
 
-async def test_commands_and_announcements_of_other_clients(
-    start_engine, tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_commands_and_announcements_of_other_clients(start_engine, tiny_model: Path, tmp_path) -> None:
     """The terminal runs in a thread of its own, because the engine runs in this one."""
     env = {"XDG_STATE_HOME": str(tmp_path / "state")}
     arguments = ("chat", "--connect", "repl", "--ignore-eos", "--max-tokens", "5", "--log-level", "warning")

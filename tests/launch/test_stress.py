@@ -301,9 +301,7 @@ class FlippingClient:
 
 
 @pytest.mark.parametrize(("flipped", "verdict"), [(0.1, Verdict.NEAR_TIE), (0.9, Verdict.MISMATCH)])
-async def test_a_router_that_flips_gives_the_reference_a_second_value(
-    flipped: float, verdict: Verdict
-) -> None:
+async def test_a_router_that_flips_gives_the_reference_a_second_value(flipped, verdict) -> None:
     """Beyond the bound with a decoded past, the token must be within it where a part is prefilled."""
     client = FlippingClient(flipped)
     request = Request("flips", "x", None, 4, Sampling())

@@ -27,14 +27,7 @@ def test_every_field_is_read(script: Path) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "A list?"}]
     lines = [
         {"prompt": ""},
-        {
-            "name": "a chat",
-            "messages": messages,
-            "max_tokens": 5,
-            "temperature": 1,
-            "seed": 0,
-            "delay": 0.25,
-        },
+        {"name": "a chat", "messages": messages, "max_tokens": 5, "temperature": 1, "seed": 0, "delay": 0.25},
         {"turns": ["one", "two"], "cancel_after": 0},
     ]
     script.write_text("\n\n".join(json.dumps(line) for line in lines) + "\r\n \n")
@@ -87,9 +80,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("line", "words"), WRONG, ids=[line[:40] for line, _ in WRONG])
-def test_invalid_line_is_one_error_line_before_any_engine_starts(
-    line: str, words: list[str], script: Path, complaint: Callable[..., str]
-) -> None:
+def test_invalid_line_is_one_error_line_before_any_engine_starts(line, words, script, complaint) -> None:
     script.write_text('{"prompt": "good"}\n\n' + line + "\n")
     err = complaint("stress", "--script", str(script))
     assert err.startswith(f"{script}, line 3: ")

@@ -49,9 +49,7 @@ def test_room_is_reduced_before_a_long_system_message_costs_every_turn() -> None
     context=st.integers(1, 2000),
     most=st.integers(1, 2000),
 )
-def test_trimming_ends_with_the_question_alone(
-    sizes: list[int], tokens: int, context: int, most: int
-) -> None:
+def test_trimming_ends_with_the_question_alone(sizes, tokens, context, most) -> None:
     turns = talk(*sizes, *sizes, 30)
     question, room, steps = turns[-1], answer_room(context, most), 0
     while len(turns) > 1:

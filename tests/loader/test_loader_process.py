@@ -112,10 +112,7 @@ def test_too_little_memory_is_a_usage_error(supervisor, model):
 
 
 def test_bad_models_and_formats_are_one_line(supervisor, model, tmp_path):
-    cases = [
-        (tmp_path / "nowhere", {}, "does not exist"),
-        (model, {"format": "int3"}, "unknown format"),
-    ]
+    cases = [(tmp_path / "nowhere", {}, "does not exist"), (model, {"format": "int3"}, "unknown format")]
     incomplete = tiny_checkpoint.expert_tensors()
     incomplete.pop("model.layers.1.block_sparse_moe.experts.2.w3.weight")
     cases.append((tiny_checkpoint.write(tmp_path / "a", incomplete), {}, "lacks the tensor"))

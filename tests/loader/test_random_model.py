@@ -129,9 +129,7 @@ def test_short_names() -> None:
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
-def test_bytes_do_not_depend_on_the_number_of_cores(
-    format_name: str, tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_do_not_depend_on_the_number_of_cores(format_name: str, tiny: Path, monkeypatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     alone = bytes_of(tiny, format_name)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(7)))

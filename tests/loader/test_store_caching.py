@@ -31,9 +31,7 @@ from shm.store import Store, StoreBuilder, store_name
         (torch.bfloat16, "int8", True),
     ],
 )
-def test_store_with_the_checkpoints_bits_is_not_worth_keeping(
-    tmp_path: Path, dtype: torch.dtype, format_name: str, worth: bool
-) -> None:
+def test_store_with_the_checkpoints_bits_is_not_worth_keeping(tmp_path, dtype, format_name, worth) -> None:
     folder = tiny_checkpoint.write(tmp_path / "model", tiny_checkpoint.expert_tensors(dtype))
     assert Checkpoint(folder).worth_keeping(format_name) is worth
 

@@ -87,10 +87,7 @@ def write(
 
 
 def write_exactly(
-    folder: Path,
-    tensors: dict[str, torch.Tensor],
-    shards: int = 1,
-    settings: Mapping[str, Any] | None = None,
+    folder: Path, tensors: dict[str, torch.Tensor], shards: int = 1, settings: Mapping[str, Any] | None = None
 ) -> Path:
     """A directory with these tensors only, in `shards` files, with an index where there are several."""
     settings = config() if settings is None else settings

@@ -16,17 +16,7 @@ from pipeline.serving.client_sockets import TcpListener
 from pipeline.serving.clients import Clients
 from protocol.client import Client
 from protocol.keys import Address, new_keys
-from protocol.messages import (
-    VERSION,
-    Cancel,
-    Done,
-    Error,
-    Generate,
-    SetPolicy,
-    Stats,
-    StatsReply,
-    Welcome,
-)
+from protocol.messages import VERSION, Cancel, Done, Error, Generate, SetPolicy, Stats, StatsReply, Welcome
 from protocol.sockets import ipc_endpoint
 
 WELCOME = Welcome(VERSION, "test", "model", "f" * 64, "cpu", "all-host", True, 100, 100, False, False)

@@ -79,10 +79,7 @@ def make_child(runtime):
 
 @pytest.fixture
 def harness(runtime: Path, exits: ExitEvents, reports: list[object]) -> Iterator[PoolHarness]:
-    with (
-        control_segment(3) as control,
-        child_socket(runtime, "w", "worker", PRINT, exits, reports) as socket,
-    ):
+    with control_segment(3) as control, child_socket(runtime, "w", "worker", PRINT, exits, reports) as socket:
         harness = PoolHarness(runtime, socket, control, exits, reports)
         yield harness
         for worker in harness.running:
@@ -96,9 +93,7 @@ def mover_store(request: pytest.FixtureRequest) -> Iterator[Store]:
 
 
 @pytest.fixture(scope="module")
-def parts(
-    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Engine, Store, KVCache]]:
+def parts(tiny_model: Path, tmp_path_factory) -> Iterator[tuple[Engine, Store, KVCache]]:
     """An engine in threads of this process, its store and a KV cache."""
     with (
         engine_in_threads(tiny_model, tmp_path_factory.mktemp("threads")) as (engine, _),

@@ -119,9 +119,7 @@ async def scores(client: Client) -> np.ndarray:
     return np.concatenate([block.logprobs async for block in client.score(token_ids=TOKENS, full=True)])
 
 
-async def test_second_start_has_the_same_backbone(
-    start_engine, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_second_start_has_the_same_backbone(start_engine, tiny_model, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # a cache without this model
     config = EngineConfig(model=tiny_model, format="int8", backbone_dtype="int8", workers=0, chunk=16)
     found = []

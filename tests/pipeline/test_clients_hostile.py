@@ -58,9 +58,7 @@ def count(running: Service, name: str) -> int:
     [[b""], [b"\x01"], [b"\xff\x03", b"\x80"], [b"x"] * 50, [b"\x03\x03", b"\xdf\xff\xff\xff\xff"]],
     ids=range(5),
 )
-async def test_client_that_floods_with_malformed_frames_is_cut_off(
-    frames: list[bytes], caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_client_that_floods_with_malformed_frames_is_cut_off(frames: list[bytes], caplog) -> None:
     async with service() as running, raw(running.local) as hostile, Client.connect(running.local) as other:
         await pour(hostile, frames, 3000)
         answers = await everything(hostile)

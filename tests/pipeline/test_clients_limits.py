@@ -103,9 +103,7 @@ async def test_client_that_does_not_read_is_cut_off_unless_it_reads_again(scene:
         scene.now += clients.CUT_OFF_SECONDS + 1.0
 
 
-async def test_client_is_congested_by_the_bytes_that_wait_for_it(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_client_is_congested_by_the_bytes_that_wait_for_it(scene: Scene, monkeypatch) -> None:
     message = PolicyChanged(1, "p", True)
     monkeypatch.setattr(clients, "CONGESTED_BYTES", 3 * OVERHEAD)
     async with service() as running, connected(running) as (_, name), connected(running) as (_, other):
@@ -119,9 +117,7 @@ async def test_client_is_congested_by_the_bytes_that_wait_for_it(
         await until(lambda: not running.clients.congested(name))
 
 
-async def test_client_with_too_many_waiting_messages_is_cut_off(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_client_with_too_many_waiting_messages_is_cut_off(scene: Scene, monkeypatch) -> None:
     monkeypatch.setattr(clients, "QUEUE_LIMIT", 3)
     async with service() as running, connected(running) as (client, name):
         for _ in range(3):

@@ -50,9 +50,7 @@ def open_files(folder: Path) -> int:
 
 @pytest.mark.parametrize("kept", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("written", [torch.bfloat16, torch.float16, torch.float32])
-def test_rows_are_equal_from_file_and_memory(
-    tmp_path: Path, written: torch.dtype, kept: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_equal_from_file_and_memory(tmp_path, written, kept, monkeypatch) -> None:
     monkeypatch.setattr(module, "CHUNK_NUMBERS", 7 * WIDTH)  # many chunks, the last one smaller
     whole = checkpoint(tmp_path, written)
     embedding = embedding_of(tmp_path, kept)
@@ -81,9 +79,7 @@ def test_stopped_materialize_leaves_the_file_in_use(tmp_path: Path, monkeypatch:
     assert open_files(tmp_path) == 0
 
 
-def test_rows_are_right_while_another_thread_materializes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_right_while_another_thread_materializes(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(module, "CHUNK_NUMBERS", WIDTH)
     whole = checkpoint(tmp_path, torch.bfloat16)
     for _ in range(5):

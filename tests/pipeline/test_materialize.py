@@ -86,9 +86,7 @@ def answer(backbone: Backbone) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "int8", "int4"])
-def test_first_start_has_only_the_embedding_pending(
-    model: Path, device: CpuDevice, dtype: BackboneDType
-) -> None:
+def test_first_start_has_only_the_embedding_pending(model, device, dtype) -> None:
     """And takes the planned memory."""
     tied = model_spec(Checkpoint(model).config).tied_embeddings
     backbone = backbone_of(model, device, dtype)
@@ -102,9 +100,7 @@ def test_first_start_has_only_the_embedding_pending(
     np.testing.assert_array_equal(answer(backbone), before)
 
 
-def test_cached_matrices_are_mapped_until_materialized(
-    model: Path, device: CpuDevice, tmp_path: Path
-) -> None:
+def test_cached_matrices_are_mapped_until_materialized(model: Path, device: CpuDevice, tmp_path) -> None:
     wanted = answer(backbone_of(model, device, "int8"))
     backbone = from_disk_cache(model, device, tmp_path)
     assert 2 * 320 * 128 < backbone.pending_bytes <= backbone.bytes
@@ -117,9 +113,7 @@ def test_cached_matrices_are_mapped_until_materialized(
     np.testing.assert_array_equal(answer(backbone), wanted)
 
 
-def test_steps_between_any_two_copies_compute_the_same(
-    model: Path, device: CpuDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_between_any_two_copies_compute_the_same(model, device, tmp_path, monkeypatch) -> None:
     """Copying waits at every poll of `proceed` until a step is computed. The first thread is stopped once, in
     the middle; the second one finishes."""
     monkeypatch.setattr(embedding, "CHUNK_NUMBERS", 64 * 128)
@@ -172,9 +166,7 @@ def test_steps_that_race_with_copies_compute_the_same(model: Path, device: CpuDe
     assert backbone.pending_bytes == 0
 
 
-def test_materializing_thread_stops_on_request(
-    model: Path, device: CpuDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_materializing_thread_stops_on_request(model: Path, device: CpuDevice, tmp_path, monkeypatch) -> None:
     backbone = from_disk_cache(model, device, tmp_path)
     everything = backbone.pending_bytes
     begun = threading.Event()

@@ -17,15 +17,7 @@ from pipeline.errors import PeerLost
 from pipeline.experts import peers
 from pipeline.experts.peers import ChildServerSocket
 from protocol.codec import encode
-from protocol.messages import (
-    VERSION,
-    CancelFetch,
-    Hung,
-    Partial,
-    Ready,
-    WorkerDied,
-    WorkerUp,
-)
+from protocol.messages import VERSION, CancelFetch, Hung, Partial, Ready, WorkerDied, WorkerUp
 from protocol.sockets import Identity, connect_dealer, ipc_endpoint
 
 X = np.ones((1, 4), np.float32)
@@ -137,12 +129,7 @@ def test_earlier_incarnation_cannot_return(workers, make_child) -> None:
 
 
 def test_exits_of_other_children_are_ignored(workers, child, exits) -> None:
-    for other in (
-        exit_of(0, role="prefetcher"),
-        exit_of(0, role="loader"),
-        exit_of(0, index=1),
-        exit_of(9),
-    ):
+    for other in (exit_of(0, role="prefetcher"), exit_of(0, role="loader"), exit_of(0, index=1), exit_of(9)):
         exits.put(other)
     assert [type(m) for m in drain(workers)] == [Ready]
     assert running(workers) == [0]

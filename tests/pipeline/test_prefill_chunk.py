@@ -28,9 +28,7 @@ from pipeline.serving.prefill_chunk import measure_chunks
         ((0.125,) * 3, 32, 3, 32, 32),  # a trial has no more tokens than the context
     ],
 )
-def test_chunk_takes_a_quarter_of_a_second(
-    monkeypatch: pytest.MonkeyPatch, seconds, context, trials, chunk, alone
-) -> None:
+def test_chunk_takes_a_quarter_of_a_second(monkeypatch, seconds, context, trials, chunk, alone) -> None:
     spec = model_spec(GOOD)
     kv = KVCache(spec, torch.float32, torch.device("cpu"), min(64, context))
     now, steps = [10.0], []

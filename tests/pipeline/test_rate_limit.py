@@ -37,9 +37,7 @@ def test_each_second_has_its_own_limit(clock: Clock) -> None:
     assert [limiter.spend(cost) for cost in (4, 1)] == [False, False]
 
 
-def test_lines_beyond_the_limit_are_counted_in_the_next_one(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lines_beyond_the_limit_are_counted_in_the_next_one(clock: Clock, caplog) -> None:
     sparse = SparseLog(logging.getLogger("a test"), limit=2)
     for number in range(5):
         sparse.warning(f"line {number}")

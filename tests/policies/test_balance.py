@@ -164,9 +164,7 @@ def test_optimum_beyond_its_limit_is_no_worse_than_greedy() -> None:
         ([0, 0, 5], [4, 4, 4], [1, 1, 1], [3, 1, 1], [False, False, False]),
     ],
 )
-def test_two_ended_by_hand(
-    link: list[float], device: list[float], host: list[float], rows: list[int], answer: list[bool]
-) -> None:
+def test_two_ended_by_hand(link, device, host, rows, answer) -> None:
     assert two_ended(link, device, host, rows) == answer
 
 

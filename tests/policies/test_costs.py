@@ -65,9 +65,7 @@ def test_costs_of_an_expert_are_divided_by_its_tiles(tiles: int, rows: int) -> N
     st.lists(st.integers(1, 100), min_size=6, max_size=6, unique=True),
     st.integers(0, 300),
 )
-def test_seconds_are_exact_on_the_grid_and_linear_outside(
-    values: list[float], rows: list[int], asked: int
-) -> None:
+def test_seconds_are_exact_on_the_grid_and_linear_outside(values, rows, asked) -> None:
     grid = tuple(sorted(rows)[: len(values)])
     costs = Costs(grid, tuple(values), tuple(values), 0.0, 0.0)
     assert np.allclose(costs.host_seconds(grid, 1), values)

@@ -78,9 +78,7 @@ def test_adaptive_gate_follows_its_rule(top_k: int, data: st.DataObject) -> None
 
 
 @given(st.floats(0.5, 1), st.floats(0.001, 50), st.floats(1e-4, 1))
-def test_gate_of_two_experts_equals_the_papers_equation(
-    alpha: float, sensitivity: float, limit: float
-) -> None:
+def test_gate_of_two_experts_equals_the_papers_equation(alpha, sensitivity, limit) -> None:
     weights = np.array([[alpha, 1 - alpha]], np.float32)
     top, both = float(weights[0, 0]), float(weights.sum(dtype=np.float64))
     loss = (1 - top / both) ** 2 * float(np.float32(sensitivity))

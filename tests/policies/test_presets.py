@@ -275,9 +275,7 @@ def test_invalid_requests_are_refused(name: str, options: dict[str, str], words:
         ("fiddler", {"placement": "calibrated"}, "--set fiddler.placement=popular$"),
     ],
 )
-def test_missing_calibration_is_named_with_the_way_without(
-    name: str, options: dict[str, str], words: str
-) -> None:
+def test_missing_calibration_is_named_with_the_way_without(name, options, words) -> None:
     """The error names the command and the options that avoid the calibration; these options suffice."""
     view = make_view(ModelShape(layers=2, experts=8, tiles=2, top_k=2), 16)
     with pytest.raises(PolicyError, match=words) as caught:

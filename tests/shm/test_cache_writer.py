@@ -34,9 +34,7 @@ def filled(manifest: StoreManifest, monkeypatch: pytest.MonkeyPatch) -> StoreBui
     return builder
 
 
-def test_cache_file_equals_that_of_the_finished_store_in_any_order(
-    filled: StoreBuilder, manifest: StoreManifest, tmp_path: Path
-) -> None:
+def test_cache_file_equals_that_of_the_finished_store_in_any_order(filled, manifest, tmp_path) -> None:
     parts = [
         part for layer in range(2) for expert in range(3) for part in filled.checksum_tasks(layer, expert)
     ]
@@ -60,9 +58,7 @@ def test_cache_file_equals_that_of_the_finished_store_in_any_order(
     assert (written / "store.bin").stat().st_mode & 0o7777 == 0o600
 
 
-def test_unfinished_cache_file_is_removed(
-    filled: StoreBuilder, manifest: StoreManifest, tmp_path: Path
-) -> None:
+def test_unfinished_cache_file_is_removed(filled: StoreBuilder, manifest: StoreManifest, tmp_path) -> None:
     with pytest.raises(KeyboardInterrupt), CacheWriter(tmp_path, manifest) as writer:  # noqa: PT012
         filled.keep = writer.write
         for part in filled.checksum_tasks(0, 0):
@@ -73,9 +69,7 @@ def test_unfinished_cache_file_is_removed(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_too_little_free_space_is_an_error_before_the_first_write(
-    manifest: StoreManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_free_space_is_an_error_before_the_first_write(manifest, tmp_path, monkeypatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=200_000))
     with pytest.raises(OSError, match=r"200\.0 kB are free"):

@@ -107,9 +107,7 @@ def test_int4_is_near_normal_weights(group: int, most: float) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(formats, st.integers(1, 200), st.integers(1, 300), st.integers(1, 2), seeds)
-def test_expert_decodes_tile_by_tile(
-    fmt: BlockFormat, hidden: int, intermediate: int, groups: int, seed: int
-) -> None:
+def test_expert_decodes_tile_by_tile(fmt, hidden, intermediate, groups, seed) -> None:
     shape = ExpertShape(1, 1, hidden, intermediate, groups * fmt.granularity)
     layout = StoreLayout(shape, fmt)
     gate, up = normal(intermediate, hidden, seed), normal(intermediate, hidden, seed + 1)

@@ -14,15 +14,7 @@ from shm.checksums import damaged_layers, name_layers
 from shm.crc32 import join_crc32
 from shm.errors import SegmentMissing, StoreDamaged, StoreInvalid
 from shm.layout import PAGE, ExpertShape
-from shm.manifest import (
-    BUILDING,
-    READY,
-    STATE_OFFSET,
-    StoreManifest,
-    pack_head,
-    read_head,
-    store_bytes,
-)
+from shm.manifest import BUILDING, READY, STATE_OFFSET, StoreManifest, pack_head, read_head, store_bytes
 from shm.segment import Segment
 from shm.store import Store, StoreBuilder, store_name
 

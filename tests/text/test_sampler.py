@@ -68,9 +68,7 @@ SAMPLINGS = st.builds(
     spread=st.sampled_from([0.01, 1.0, 4.0, 20.0]),
     seed=st.integers(0, 2**16),
 )
-def test_probabilities_equal_those_of_transformers(
-    sampling: Sampling, size: int, spread: float, seed: int
-) -> None:
+def test_probabilities_equal_those_of_transformers(sampling, size, spread, seed) -> None:
     validate(sampling)
     rng = np.random.default_rng(seed)
     logits = (rng.normal(size=size) * spread).astype(np.float32)

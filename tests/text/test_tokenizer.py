@@ -78,9 +78,7 @@ def test_chat_template_is_rendered(tokenizer: Tokenizer) -> None:
         ([ChatMessage("user", "\ud800")], "Unicode"),
     ],
 )
-def test_conversation_that_the_template_refuses(
-    tokenizer: Tokenizer, messages: list[ChatMessage], words: str
-) -> None:
+def test_conversation_that_the_template_refuses(tokenizer, messages, words) -> None:
     with pytest.raises(RequestError, match=words) as caught:
         tokenizer.render_chat(messages)
     assert "\n" not in str(caught.value)
@@ -126,12 +124,7 @@ def test_unknown_tokenizer_class_is_read_from_tokenizer_json(own_dir: Path) -> N
         (None, None, set()),
     ],
 )
-def test_eos_ids_of_a_directory(
-    tmp_path: Path,
-    generation: dict[str, object] | None,
-    config: dict[str, object] | None,
-    wanted: set[int],
-) -> None:
+def test_eos_ids_of_a_directory(tmp_path, generation, config, wanted) -> None:
     for name, content in (("generation_config.json", generation), ("config.json", config)):
         if content is not None:
             (tmp_path / name).write_text(json.dumps(content))

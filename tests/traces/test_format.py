@@ -82,9 +82,7 @@ def traces(draw: st.DrawFn) -> tuple[Header, list[TracedStep]]:
 
 @settings(max_examples=60, deadline=None)
 @given(traces())
-def test_written_steps_are_read_back(
-    tmp_path_factory: pytest.TempPathFactory, made: tuple[Header, list[TracedStep]]
-) -> None:
+def test_written_steps_are_read_back(tmp_path_factory, made: tuple[Header, list[TracedStep]]) -> None:
     header, steps = made
     trace = Trace(write_trace(tmp_path_factory.mktemp("traces") / "f", header, steps))
     readable = "".join(c if c.isprintable() else "?" for c in header.model)
@@ -131,9 +129,7 @@ def test_truncated_file_ends_with_its_last_complete_step(tmp_path: Path) -> None
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_damaged_file_is_refused_in_one_line(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_damaged_file_is_refused_in_one_line(tmp_path_factory, data: st.DataObject) -> None:
     """Any changed byte of a step is detected; a changed header is read or refused."""
     path = write_trace(tmp_path_factory.mktemp("traces") / "f", SMALL, drawn_steps(SMALL, 2, 2))
     content = bytearray(path.read_bytes())

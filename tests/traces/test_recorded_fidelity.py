@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -71,9 +70,7 @@ def added_up(trace: Trace) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("run", RUNS, ids=list(RUNS))
-def test_fidelity_matches_the_recorded_layers(
-    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fidelity_matches_the_recorded_layers(run: str, tmp_path, capsys) -> None:
     policy, present = RUNS[run]
     size = ["--expert-cache", "0.25", "--tile", "128", "--chunk", "32", "--workers", "1"]
     trace = tmp_path / "run.trace"

@@ -125,9 +125,7 @@ def test_table_has_a_row_for_each_policy(trace: Path, capsys: pytest.CaptureFixt
     assert not re.search(r"-$", out, re.M), "no heading is broken inside a word"
 
 
-def test_whole_token_is_estimated_from_the_measured_rest(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_whole_token_is_estimated_from_the_measured_rest(tmp_path, capsys) -> None:
     """By this machine's costs a layer takes 2 + 0.5 + 2 x 4 x 3 seconds; four of them, and the rest of 6 s. A
     step that took longer, and one without a measurement, change nothing."""
     rests = [6.0, 6.0, 9.0, 0.0]
@@ -162,9 +160,7 @@ def test_random_routing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert all("route at random" in " ".join(entry["notes"]) for entry in report["policies"])
 
 
-def test_costs_without_attention_say_so(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_costs_without_attention_say_so(trace: Path, tmp_path, capsys) -> None:
     plain = Costs.load(Path("daop-table-1")).to_json() | {"other": []}
     (tmp_path / "costs.json").write_text(json.dumps(plain))
     report = in_json(capsys, trace, "--costs", tmp_path / "costs.json", "--policy", "all-host")
@@ -270,9 +266,7 @@ def test_unusable_traces_are_refused(trace: Path, capsys: pytest.CaptureFixture[
         (("--record", "x"), "--record does not belong"),
     ],
 )
-def test_invalid_options_are_refused(
-    trace: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], words: str
-) -> None:
+def test_invalid_options_are_refused(trace: Path, capsys, more: tuple[str, ...], words: str) -> None:
     code, out, err = replayed(capsys, trace, *more)
     assert (code, out) == (2, "")
     assert words in err
@@ -300,9 +294,7 @@ def test_shipped_costs_are_used() -> None:
         (["generate", "--prompt", "x", "--connect"], "--record does not change a running engine"),
     ],
 )
-def test_recording_is_refused_before_an_engine_starts(
-    trace: Path, capsys: pytest.CaptureFixture[str], words: list[str], reason: str
-) -> None:
+def test_recording_is_refused_before_an_engine_starts(trace, capsys, words, reason) -> None:
     before = trace.read_bytes()
     assert main([*words, "--record", str(trace)]) == 2
     captured = capsys.readouterr()

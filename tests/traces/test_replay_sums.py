@@ -80,9 +80,7 @@ def test_fidelity_sums_the_decisions() -> None:
     link=st.floats(0.01, 9),
     data=st.data(),
 )
-def test_every_moved_byte_is_counted(
-    name: str, layers: int, experts: int, tiles: int, cache: float, link: float, data: st.DataObject
-) -> None:
+def test_every_moved_byte_is_counted(name, layers, experts, tiles, cache, link, data) -> None:
     """Prefetched tiles are useful, wasted or still resident; the link's busy time is exactly that of the
     moved tiles; and no resource is busy for longer than the replay."""
     shape = ModelShape(layers, experts, tiles, data.draw(st.integers(1, min(3, experts))))

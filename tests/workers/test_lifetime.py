@@ -177,9 +177,7 @@ def test_child_exits_with_its_lifeline_while_its_parent_runs(pipe: tuple[int, in
 @pytest.mark.parametrize(
     "sent", [b"", b"\0\0", pack_config({"role": "child"})[:-1]], ids=["none", "length", "half"]
 )
-def test_child_exits_with_its_parent_in_the_middle_of_the_configuration(
-    pipe: tuple[int, int], sent: bytes
-) -> None:
+def test_child_exits_with_its_parent_in_the_middle_of_the_configuration(pipe, sent) -> None:
     os.write(pipe[1], sent)
     os.close(pipe[1])
     with started(ENTRY, pipe[0], *runs("its_module", pipe[0])) as child:

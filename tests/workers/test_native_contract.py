@@ -8,13 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_runs import bits, kernel_of, quick, run, seeds
-from quantized_cases import (
-    QUANTIZED,
-    Case,
-    make_case,
-    records,
-    states,
-)
+from quantized_cases import QUANTIZED, Case, make_case, records, states
 
 from shm.layout import BlockFormat, ExpertShape, StoreLayout, format_named
 from workers.kernels.native import Geometry, Library, Quantized
@@ -40,9 +34,7 @@ FORMATS = (*QUANTIZED, "bf16")
 
 @quick(20)
 @given(name=st.sampled_from(FORMATS), rows=st.integers(1, 40), data=st.data(), seed=seeds)
-def test_bits_of_a_row_do_not_depend_on_other_rows(
-    library: Library, name: str, rows: int, data: st.DataObject, seed: int
-) -> None:
+def test_bits_of_a_row_do_not_depend_on_other_rows(library, name, rows, data, seed) -> None:
     case = any_case(name, rows, seed)
     kernel = kernel_of(library, case.layout)
     x = kernel.quantize(case.x)

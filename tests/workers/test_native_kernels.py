@@ -41,9 +41,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     kind=st.sampled_from(["normal", "zero", "full", "huge", "tiny", "denormal", "spikes", "middles"]),
     seed=seeds,
 )
-def test_activations_have_the_codes_of_the_reference(
-    library: Library, name: str, width: int, rows: int, kind: str, seed: int
-) -> None:
+def test_activations_have_the_codes_of_the_reference(library, name, width, rows, kind, seed) -> None:
     format, random = format_named(name), np.random.default_rng(seed)
     if kind == "middles":  # between two codes: to the even one
         x = (random.integers(-254, 255, (rows, width)) / 2).astype(np.float32)
@@ -63,9 +61,7 @@ def test_activations_have_the_codes_of_the_reference(
 
 @quick(30)
 @given(width=st.integers(1, 100), rows=st.integers(1, 5), seed=seeds)
-def test_bf16_activations_are_rounded_as_torch_rounds(
-    library: Library, width: int, rows: int, seed: int
-) -> None:
+def test_bf16_activations_are_rounded_as_torch_rounds(library, width, rows, seed) -> None:
     patterns = np.random.default_rng(seed).integers(0, 2**32, (rows, width), np.uint32)
     x = patterns.view(np.float32)
     found = library.kernel(Geometry(format_named("bf16"), width, width)).quantize(x)
@@ -180,9 +176,7 @@ def test_the_bound_would_show_wrong_codes(library: Library, name: str) -> None:
     rows=st.integers(1, 20),
     seed=seeds,
 )
-def test_bf16_tiles_equal_the_brute_force_and_the_reference(
-    library: Library, hidden: int, tile: int, tiles: int, rows: int, seed: int
-) -> None:
+def test_bf16_tiles_equal_the_brute_force_and_the_reference(library, hidden, tile, tiles, rows, seed) -> None:
     random = np.random.default_rng(seed)
     layout = StoreLayout(ExpertShape(1, 1, hidden, tiles * tile, tile), format_named("bf16"))
     wide = (tiles * tile, hidden)

@@ -314,9 +314,7 @@ def test_prefetcher_exits_with_its_lifeline_in_the_middle_of_an_order(link: Link
 
 
 @pytest.mark.parametrize("case", ["no slab", "another size", "no store"])
-def test_slab_or_store_that_cannot_be_attached_is_reported(
-    place: Surroundings, slab: Slab, case: str
-) -> None:
+def test_slab_or_store_that_cannot_be_attached_is_reported(place, slab, case) -> None:
     child = place.start(**({"store": "/tandem-store-none"} if case == "no store" else {}))
     if case != "no store":
         place.ready()
