@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 import torch
 from child_messages import PRINT, child_endpoint, child_socket, control_segment
+from clock import Clock
 from mover_parts import SHAPE, attached_again, random_store
 from pool_harness import PoolHarness
 from thread_engine import engine_in_threads
@@ -43,6 +44,11 @@ def plain_config(tiny_model: Path) -> EngineConfig:
 async def engine(start_engine, plain_config) -> AsyncIterator[tuple[Supervisor, Client]]:
     async with start_engine(plain_config) as running:
         yield running
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest.fixture
@@ -99,5 +105,4 @@ def parts(tiny_model: Path, tmp_path_factory) -> Iterator[tuple[Engine, Store, K
         engine_in_threads(tiny_model, tmp_path_factory.mktemp("threads")) as (engine, _),
         attached_again("thread_engine") as store,
     ):
-        kv = KVCache(engine.backbone.spec, torch.float32, torch.device("cpu"), 1024)
-        yield engine, store, kv
+        yield engine, store, KVCache(engine.backbone.spec, torch.float32, torch.device("cpu"), 1024)

@@ -14,6 +14,7 @@ from failing_prefetcher import FailingPrefetcher
 from hypothesis import strategies as st
 
 from pipeline.device import Device, SlabMemory, open_device
+from pipeline.errors import PlanError
 from pipeline.experts.expert_cache import IN_USE, READY, ExpertCache
 from pipeline.experts.fetch_link import FetchLink
 from pipeline.experts.peers import ExitEvents
@@ -81,6 +82,15 @@ def check_idle(parts: MoverParts, mover: TileMover) -> None:
     assert np.array_equal(mover.cache.residency, mover.cache.target)
     assert mover.cache.free == mover.cache.slots - mover.cache.target.sum()
     check_slots(parts, mover)
+
+
+def retarget(mover: TileMover, targets: list[Target]) -> None:
+    """The mover's new targets; where they are more than the capacity, the old ones stay."""
+    before = mover.cache.target.copy()
+    try:
+        mover.retarget(targets)
+    except PlanError:
+        assert np.array_equal(mover.cache.target, before)
 
 
 def missing(mover: TileMover, layer: int, cuts: list[int]) -> list[Missing]:

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 import zmq
 from client_service import Service, service
+from clock import Clock
 from raw_client import RawClient, raw_client
 from waiting import until
 
@@ -23,14 +24,10 @@ from protocol.messages import Error, Heartbeat, PolicyChanged, Stats, StatsReply
 LOOPS = 0.05  # seconds: some turns of the heartbeats, which here come every 0.01 s
 
 
-class Scene:
-    """Whether the sockets are full, and the time."""
+class Scene(Clock):
+    """The time, and whether the sockets are full."""
 
     full = False
-    now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from clock import Clock
+from expected_errors import expect_error
 from test_models import GOOD
 
 from pipeline.backbone.kv_cache import KVCache, SequenceKV
@@ -46,19 +49,8 @@ class Letters:
         return TextStream(decoder, StopStrings(stop), lambda token: False)
 
 
-class Clock:
-    """Seconds of the test's own."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(clock, monkeypatch) -> Clock:
     monkeypatch.setattr(jobs, "time", clock)
     return clock
 
@@ -293,75 +285,52 @@ def test_requests_without_a_seed_have_consecutive_ones() -> None:
     assert [first_token(seed) for seed in (None, None, 0, None)] == drawn
 
 
-@pytest.mark.parametrize(
-    ("good", "bad", "reason"),
-    [
-        (
-            Generate(0, token_ids=(1,) * (CONTEXT - 1)),
-            Generate(0, token_ids=(1,) * CONTEXT),
-            f"the prompt has {CONTEXT} tokens, the context is {CONTEXT}, including the answer",
-        ),
-        (
-            Generate(0, token_ids=PROMPT, max_tokens=1),
-            Generate(0, token_ids=PROMPT, max_tokens=0),
-            "max_tokens must be at least 1, it is 0",
-        ),
-        (
-            Generate(0, token_ids=PROMPT, conversation="x" * NAME_LIMIT),
-            Generate(0, token_ids=PROMPT, conversation="x" * (NAME_LIMIT + 1)),
-            f"{NAME_LIMIT} characters at most",
-        ),
-        (
-            Generate(0, token_ids=PROMPT, max_tokens=4, resume=(9,) * 4),
-            Generate(0, token_ids=PROMPT, max_tokens=4, resume=(9,) * 5),
-            "resume has 5 tokens, the answer can have 4 at most",
-        ),
-        (
-            Generate(0, token_ids=PROMPT, max_tokens=99, resume=(9,) * 17),
-            Generate(0, token_ids=PROMPT, max_tokens=99, resume=(9,) * 18),
-            "resume has 18 tokens, the answer can have 17 at most",
-        ),
-        (
-            Generate(0, token_ids=(0, VOCABULARY - 1), resume=(0,)),
-            Generate(0, token_ids=PROMPT, resume=(VOCABULARY,)),
-            f"token id {VOCABULARY} is outside the vocabulary of {VOCABULARY}",
-        ),
-        (
-            Generate(0, token_ids=PROMPT, sampling=Sampling(temperature=0.0)),
-            Generate(0, token_ids=PROMPT, sampling=Sampling(temperature=-1.0)),
-            "temperature is -1.0",
-        ),
-        (Generate(0, token_ids=(0,)), Generate(0, token_ids=(5, -1)), "token id -1 is outside"),
-        (Score(0, token_ids=(0,)), Score(0, token_ids=(VOCABULARY,)), "token id 128 is outside"),
-        (
-            Generate(0, messages=(ChatMessage("user", "x"),) * (CONTEXT - 1)),
-            Generate(0, messages=(ChatMessage("user", "x"),) * (CONTEXT + 1)),
-            f"{CONTEXT + 1} turns do not fit the context of {CONTEXT}",
-        ),
-        (
-            Score(0, token_ids=(1,) * CONTEXT),
-            Score(0, token_ids=(1,) * (CONTEXT + 1)),
-            f"the text has {CONTEXT + 1} tokens",
-        ),
-        (
-            Score(0, token_ids=PROMPT, stepwise=True, prefill=3),
-            Score(0, token_ids=PROMPT, prefill=4),
-            r"prefill must be in 1\.\.3, it is 4",
-        ),
-        (Score(0, text="a", prefill=1), Score(0, text="a", prefill=0), r"prefill must be in 1\.\.1, it is 0"),
-    ],
-)
-def test_limits_of_a_request(good, bad, reason) -> None:
-    made = factory(Letters())
+ASKED, SCORED, TURN = Generate(0, token_ids=PROMPT), Score(0, token_ids=PROMPT), ChatMessage("user", "x")
+LIMITS = [  # a message, one of its fields, a value that it may just have, one that is refused, and why
+    (ASKED, "token_ids", (1,) * (CONTEXT - 1), (1,) * CONTEXT, "has 20 tokens, the context is 20, including"),
+    (ASKED, "token_ids", (0, VOCABULARY - 1), (5, -1), "token id -1 is outside"),
+    (ASKED, "max_tokens", 1, 0, "max_tokens must be at least 1, it is 0"),
+    (ASKED, "conversation", "x" * NAME_LIMIT, "x" * (NAME_LIMIT + 1), f"{NAME_LIMIT} characters at most"),
+    (
+        replace(ASKED, max_tokens=4),
+        "resume",
+        (9,) * 4,
+        (9,) * 5,
+        "has 5 tokens, the answer can have 4 at most",
+    ),
+    (
+        replace(ASKED, max_tokens=99),
+        "resume",
+        (9,) * 17,
+        (9,) * 18,
+        "has 18 tokens, the answer can have 17 at",
+    ),
+    (ASKED, "resume", (0,), (VOCABULARY,), "token id 128 is outside the vocabulary of 128"),
+    (ASKED, "sampling", Sampling(temperature=0.0), Sampling(temperature=-1.0), "temperature is -1.0"),
+    (
+        Generate(0),
+        "messages",
+        (TURN,) * (CONTEXT - 1),
+        (TURN,) * (CONTEXT + 1),
+        "21 turns do not fit the context",
+    ),
+    (SCORED, "token_ids", (0,), (VOCABULARY,), "token id 128 is outside"),
+    (SCORED, "token_ids", (1,) * CONTEXT, (1,) * (CONTEXT + 1), "the text has 21 tokens"),
+    (replace(SCORED, stepwise=True), "prefill", 3, 4, r"prefill must be in 1\.\.3, it is 4"),
+    (Score(0, text="a"), "prefill", 1, 0, r"prefill must be in 1\.\.1, it is 0"),
+]
 
-    def submitted(message: Generate | Score) -> jobs.Job:
-        make = made.generate if isinstance(message, Generate) else made.score
-        return make(b"c", message, lambda answer: None)
 
-    job = submitted(good)
-    assert job.max_kv_tokens <= CONTEXT
-    with pytest.raises(RequestError, match=reason):
-        submitted(bad)
+def submitted(message: Generate | Score, tokenizer: Letters) -> jobs.Job:
+    made = factory(tokenizer)
+    make = made.generate if isinstance(message, Generate) else made.score
+    return make(b"c", message, lambda answer: None)
+
+
+@pytest.mark.parametrize(("message", "field", "good", "bad", "reason"), LIMITS)
+def test_limits_of_a_request(message, field, good, bad, reason) -> None:
+    assert submitted(replace(message, **{field: good}), Letters()).max_kv_tokens <= CONTEXT
+    expect_error(RequestError, submitted, replace(message, **{field: bad}), Letters(), match=reason)
 
 
 @pytest.mark.parametrize(
@@ -373,17 +342,11 @@ def test_limits_of_a_request(good, bad, reason) -> None:
     ],
 )
 def test_text_far_beyond_the_context_is_refused_before_it_is_encoded(message) -> None:
-    tokenizer = Letters()
-    made = factory(tokenizer)
-    make = made.generate if isinstance(message, Generate) else made.score
-    with pytest.raises(
-        RequestError, match=f"has 210 characters, at least 21 tokens, the context is {CONTEXT}"
-    ):
-        make(b"c", message, lambda answer: None)
+    tokenizer, too_long = Letters(), "has 210 characters, at least 21 tokens, the context is 20"
+    expect_error(RequestError, submitted, message, tokenizer, match=too_long)
     assert tokenizer.encoded == 0
     tokenizer.min_tokens = lambda characters: CONTEXT  # it may just fit
-    with pytest.raises(RequestError, match="has 210 tokens"):
-        make(b"c", message, lambda answer: None)
+    expect_error(RequestError, submitted, message, tokenizer, match="has 210 tokens")
 
 
 def test_answer_is_limited_by_its_own_limit_and_by_the_context() -> None:

@@ -5,23 +5,14 @@ from __future__ import annotations
 import logging
 
 import pytest
+from clock import Clock
 
 from pipeline import rate_limit
 from pipeline.rate_limit import RateLimiter, SparseLog
 
 
-class Clock:
-    """Seconds of the test's own."""
-
-    now = 500.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(clock, monkeypatch) -> Clock:
     monkeypatch.setattr(rate_limit, "time", clock)
     return clock
 

@@ -61,8 +61,7 @@ def engine_in_threads(
         thread.start()
         pool = WorkerPool(socket, control, WorkerCores.equal(1), store.layout.shape.hidden)
         pool.wait_ready(LIMIT)
-        spec = model_spec(source.config)
-        backbone = Backbone(source, spec, Precision("f32", parts.device), CONTEXT)
+        backbone = Backbone(source, model_spec(source.config), Precision("f32", parts.device), CONTEXT)
         try:
             engine = Engine(backbone, store.layout, parts.device, pool)
             engine.memory = DeviceMemory(parts.mover(capacity=capacity, staging=4), parts.slab)

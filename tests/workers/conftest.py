@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from child_harness import small_store
 
 from workers.kernels.native import VARIANTS, Library, load
 
@@ -16,6 +17,13 @@ def library(request: pytest.FixtureRequest) -> Library:
     if isinstance(found, str):
         pytest.skip(f"{VARIANTS[request.param]}: {found}")
     return found
+
+
+@pytest.fixture(scope="module")
+def fingerprint() -> Iterator[str]:
+    """Of a small store."""
+    with small_store() as fingerprint:
+        yield fingerprint
 
 
 @pytest.fixture(scope="module")

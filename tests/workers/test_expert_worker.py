@@ -41,12 +41,6 @@ class Pool:
 
 
 @pytest.fixture(scope="module")
-def fingerprint() -> Iterator[str]:
-    with small_store() as fingerprint:
-        yield fingerprint
-
-
-@pytest.fixture(scope="module")
 def pool(fingerprint: str) -> Iterator[Pool]:
     with surroundings("worker", fingerprint) as place:
         workers = [place.start(index=index) for index in range(2)]
@@ -85,8 +79,7 @@ def test_a_partial_equals_the_brute_force_and_any_workers_bits(pool: Pool, work:
 
 
 def test_rows_without_items_and_works_without_items_are_zero(pool: Pool) -> None:
-    work = make_work(1, 1, [(2, 0, SHAPE.tiles, [1, 3])], rows=5)
-    y = pool.do(pool.workers[0], work).y
+    y = pool.do(pool.workers[0], make_work(1, 1, [(2, 0, SHAPE.tiles, [1, 3])], rows=5)).y
     assert not y[[0, 2, 4]].any()
     assert y[[1, 3]].any(axis=1).all()
     y = pool.do(pool.workers[0], make_work(2, 0, [], rows=3)).y

@@ -10,7 +10,7 @@ from typing import cast
 
 import numpy as np
 import pytest
-from child_harness import SHAPE, Child, Surroundings, small_store, surroundings
+from child_harness import SHAPE, Child, Surroundings, surroundings
 
 from protocol.messages import AttachSlab, CancelFetch, Fetch, Fetched, SlabAttached
 from shm.layout import Bytes
@@ -58,12 +58,6 @@ class Link:
             if not np.array_equal(self.slab.slot(slot), expected):
                 return False
         return True
-
-
-@pytest.fixture(scope="module")
-def fingerprint() -> Iterator[str]:
-    with small_store() as fingerprint:
-        yield fingerprint
 
 
 @pytest.fixture
@@ -126,8 +120,7 @@ def test_orders_of_the_first_and_last_tile_and_of_no_tile(link: Link) -> None:
 
 
 def test_reported_tiles_are_copied_completely(link: Link) -> None:
-    order = Fetch(1, 0, 1, 0, tuple(range(SHAPE.tiles)), 0)
-    link.send(order)
+    link.send(Fetch(1, 0, 1, 0, tuple(range(SHAPE.tiles)), 0))
     for index in range(SHAPE.tiles):
         assert link.place.expect(Fetched).landed == index + 1
         tile = link.store.tiles(0, 1, index, index + 1)

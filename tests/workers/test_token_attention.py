@@ -79,6 +79,23 @@ def softmax(x: np.ndarray) -> np.ndarray:
     return e / e.sum(axis=-1, keepdims=True)
 
 
+def grouped(
+    library, team, qkv, turns, caches, position, spin_ns, window=None, norm="", weights=None, clip=None
+) -> np.ndarray:
+    """The kernel's result [heads, width] for one token's `qkv` [heads + 2 * kv_heads, width]."""
+    kv_heads, capacity, width = caches[0].shape
+    heads = len(qkv) - 2 * kv_heads
+    norms = (None, None) if weights is None else tuple(weight.ctypes.data for weight in weights)
+    shape = {"bits": 8 * caches[0].itemsize, "heads": heads, "kv_heads": kv_heads, "width": width}
+    norms = {"norm": norm, "query_norm": norms[0], "key_norm": norms[1], "eps": EPS}
+    kernel = GroupedHeads(library, team, **shape, **norms, window=window, clip=clip)
+    out = np.full((heads, width), np.nan, np.float32)
+    addresses = tuple(cache.ctypes.data for cache in caches)
+    where = (addresses, capacity, position, out.ctypes.data)
+    kernel.attend(qkv.ctypes.data, cos_sin(turns), *where, spin_ns=spin_ns)
+    return out
+
+
 @FEW
 @given(
     seed=st.integers(0, 1000),
@@ -115,30 +132,7 @@ def test_grouped_heads(
         q, k, v = (np.clip(one, -clip, clip) for one in (q, k, v))
     q, k = turned(q, angles), turned(k, angles)
 
-    out = np.full((heads, width), np.nan, np.float32)
-    kernel = GroupedHeads(
-        library,
-        team,
-        bits=bits,
-        heads=heads,
-        kv_heads=kv_heads,
-        width=width,
-        window=window,
-        norm=norm,
-        query_norm=weights[0].ctypes.data,
-        key_norm=weights[1].ctypes.data,
-        eps=EPS,
-        clip=clip,
-    )
-    kernel.attend(
-        qkv.ctypes.data,
-        cos_sin(turns),
-        (caches[0].ctypes.data, caches[1].ctypes.data),
-        capacity,
-        position,
-        out.ctypes.data,
-        spin_ns=1000,
-    )
+    out = grouped(library, team, qkv, turns, caches, position, 1000, window, norm, weights, clip)
     for cache, old, new in zip(caches, before, (k, v), strict=True):
         check_stored(cache, (slice(None), position), old, new)
     seen = slice(0 if window is None else max(0, position + 1 - window), position + 1)
@@ -173,20 +167,9 @@ def test_latent_heads(library, team, seed, heads, rank, nope, half, value, posit
     queries = q.astype(np.float64)
 
     out = np.full((heads, value), np.nan, np.float32)
-    kernel = LatentHeads(
-        library,
-        team,
-        bits=bits,
-        heads=heads,
-        rank=rank,
-        nope=nope,
-        rope=rope,
-        value=value,
-        norm=weight.ctypes.data,
-        expansion=expansion.ctypes.data,
-        eps=EPS,
-        scale=scale,
-    )
+    shape = {"bits": bits, "heads": heads, "rank": rank, "nope": nope, "rope": rope, "value": value}
+    data = {"norm": weight.ctypes.data, "expansion": expansion.ctypes.data}
+    kernel = LatentHeads(library, team, **shape, **data, eps=EPS, scale=scale)
     addresses = q.ctypes.data, latent.ctypes.data, cos_sin(turns), cache.ctypes.data
     kernel.attend(*addresses, position, out.ctypes.data, spin_ns=1000)
     check_stored(cache, (position,), before, new)
@@ -221,21 +204,7 @@ def test_many_tokens_are_shared_and_give_the_same_bits(library) -> None:
     found = []
     for threads in (1, 2, 4):
         made = library.team(threads)
-        kernel = GroupedHeads(
-            library, made, bits=16, heads=8, kv_heads=2, width=width, window=None, norm="",
-            query_norm=None, key_norm=None, eps=EPS, clip=None,
-        )  # fmt: skip
-        x, out = qkv.copy(), np.empty((8, width), np.float32)
-        kernel.attend(
-            x.ctypes.data,
-            cos_sin(turns),
-            (caches[0].ctypes.data, caches[1].ctypes.data),
-            tokens,
-            tokens - 1,
-            out.ctypes.data,
-            spin_ns=0,
-        )
-        found.append(out)
+        found.append(grouped(library, made, qkv.copy(), turns, caches, tokens - 1, spin_ns=0))
         if made is not None:
             made.close()
     assert all(np.array_equal(out, found[0]) for out in found)
