@@ -15,13 +15,7 @@ import zmq
 import zmq.asyncio
 
 from protocol.codec import decode, encode, wire_version
-from protocol.errors import (
-    ConnectionLost,
-    EngineGone,
-    MalformedMessage,
-    RequestFailed,
-    VersionMismatch,
-)
+from protocol.errors import ConnectionLost, EngineGone, MalformedMessage, RequestFailed, VersionMismatch
 from protocol.keys import Address
 from protocol.messages import SAY_HELLO, VERSION, Cancel, Error, Heartbeat, Hello, Welcome
 from protocol.sockets import HWM, connect_dealer

@@ -73,9 +73,7 @@ class Pending:
         return answer
 
     async def request(
-        self,
-        message: Stats | SetPolicy | Calibrate,
-        on_progress: Callable[[Calibrating], None] | None = None,
+        self, message: Stats | SetPolicy | Calibrate, on_progress: Callable[[Calibrating], None] | None = None
     ) -> Any:
         """Send the message and return its reply. `on_progress` is called in the event loop with each
         Calibrating. If the caller is cancelled, so is its Calibrate. Raises as `generate`, RequestFailed

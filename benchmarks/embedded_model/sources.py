@@ -31,10 +31,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "manpages-dev/usr/share/man/man*/*.gz",
         "coreutils/usr/share/man/man*/*.gz",
     ),
-    "sql": (
-        f"postgresql-doc-15/{_DOC}/postgresql-doc-15/html/*.html",
-        f"sqlite3-doc/{_DOC}/sqlite3/*.html",
-    ),
+    "sql": (f"postgresql-doc-15/{_DOC}/postgresql-doc-15/html/*.html", f"sqlite3-doc/{_DOC}/sqlite3/*.html"),
     "perl": ("perl-doc/usr/share/perl/5.36.0/pod/*.pod",),
     "german": (
         f"{_HANDBOOK}/de-DE/*.html",

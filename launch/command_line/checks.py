@@ -25,14 +25,7 @@ from pipeline.text.generation_defaults import sampling_defaults
 from pipeline.text.tokenizer import eos_ids
 from protocol.codec import encode
 from protocol.errors import MalformedMessage, ProtocolError
-from protocol.keys import (
-    CLIENT_FILE,
-    ENGINE_FILE,
-    Address,
-    keys_folder,
-    read_client_keys,
-    read_engine_keys,
-)
+from protocol.keys import CLIENT_FILE, ENGINE_FILE, Address, keys_folder, read_client_keys, read_engine_keys
 from protocol.sockets import check_tcp
 from shm.atomic_file import check_creatable
 from shm.layout import format_named

@@ -82,10 +82,7 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
         description="Mixture-of-experts models on one workstation. Without a command: chat in this terminal.",
     )
     parser.add_argument(
-        "--version",
-        action="version",
-        version=_versions(),
-        help="versions of Tandem, Python and torch",
+        "--version", action="version", version=_versions(), help="versions of Tandem, Python and torch"
     )
     _add_common(parser)
     _add_answer(parser)

@@ -75,8 +75,4 @@ class ChildConfigs:
         return self._engine() | store | {"control": self.control_name}
 
     def _engine(self) -> dict[str, Any]:
-        return {
-            "engine": self.runtime.name,
-            "runtime": str(self.runtime.path),
-            "log_level": self.log_level,
-        }
+        return {"engine": self.runtime.name, "runtime": str(self.runtime.path), "log_level": self.log_level}

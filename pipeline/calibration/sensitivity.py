@@ -45,11 +45,7 @@ Progress = Callable[[int, int], None]  # completed passes through a layer, and t
 
 
 def sensitivities(
-    backbone: Backbone,
-    device: Device,
-    store: Store,
-    windows: Sequence[Sequence[int]],
-    progress: Progress,
+    backbone: Backbone, device: Device, store: Store, windows: Sequence[Sequence[int]], progress: Progress
 ) -> NDArray[np.float32]:
     """s [L], the mean over all tokens but each window's last. A window has 3 tokens or more, fits the
     backbone's context, and is a sequence of its own. Exceptions of `progress` end the computation. Raises

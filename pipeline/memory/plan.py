@@ -19,14 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import ceil, floor
 
-from pipeline.config import (
-    DEFAULT_CACHE,
-    KV_BLOCK,
-    KV_CONTEXTS,
-    EngineConfig,
-    FormatName,
-    ResolvedConfig,
-)
+from pipeline.config import DEFAULT_CACHE, KV_BLOCK, KV_CONTEXTS, EngineConfig, FormatName, ResolvedConfig
 from pipeline.device.base import SPARE_BYTES
 from pipeline.memory.limits import STAGING_TILES, cache_tiles, choose_context, kv_budget
 from pipeline.memory.needs import Needs

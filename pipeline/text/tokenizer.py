@@ -14,13 +14,7 @@ from pipeline.text.text_stream import ByteDecoder, RunDecoder, StopStrings, Text
 from protocol.messages import ChatMessage
 
 # A directory with any of these has a tokenizer; settings alone are not a tokenizer.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "spiece.model",
-    "tiktoken.model",
-)
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tiktoken.model")
 MAX_STOP_STRINGS = 16
 QUICK = 65536  # characters; shorter texts are encoded in less time than a step
 MAX_STOP_CHARACTERS = 512
