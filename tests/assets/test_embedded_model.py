@@ -33,8 +33,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    found = AutoModelForCausalLM.from_pretrained(model_dir(), dtype=torch.float32)
-    return found.eval()
+    return AutoModelForCausalLM.from_pretrained(model_dir(), dtype=torch.float32).eval()
 
 
 def test_folder_is_small_and_complete() -> None:

@@ -43,8 +43,7 @@ def test_training_text_lacks_heldout_and_repeated_paragraphs() -> None:
 
 
 def test_stream_yields_every_piece_once_a_pass() -> None:
-    tokens = np.arange(1000, dtype=np.uint16)
-    stream = Stream(tokens, np.random.default_rng(5))
+    stream = Stream(np.arange(1000, dtype=np.uint16), np.random.default_rng(5))
     pieces = [stream.take(100) for _ in range(9)]
     firsts = sorted(int(piece[0]) for piece in pieces)
     assert firsts == list(range(firsts[0], firsts[0] + 900, 100))
@@ -66,8 +65,7 @@ def test_targets_are_answers_and_their_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("smoothing", ["interpolated", "kneser_ney"])
 def test_bigram_probabilities_sum_to_one(smoothing: str) -> None:
-    stream = np.random.default_rng(2).integers(0, 50, 5000).astype(np.uint16)
-    model = Bigram([stream])
+    model = Bigram([np.random.default_rng(2).integers(0, 50, 5000).astype(np.uint16)])
     every = np.arange(VOCABULARY)
     for first in (3, 4000):  # a known and an unknown context
         firsts = np.full(VOCABULARY, first)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from expected_errors import expect_error
 
 from launch.chaos.injector import Fault, Injector
 from launch.chaos.plan import Chaos
@@ -31,8 +32,7 @@ def test_chaos_options() -> None:
     assert asked("--chaos", "corrupt", "--chaos-rate", "0.3") == Chaos(("corrupt",), 0.3, 5)
     known = r"\(kill, stop, delay, corrupt\)$"
     for wrong, line in (("kil", f"^--chaos: unknown kind 'kil'; did you mean kill. {known}"), ("", known)):
-        with pytest.raises(WrongUsage, match=line):
-            asked("--chaos", wrong)
+        expect_error(WrongUsage, asked, "--chaos", wrong, match=line)
     with pytest.raises(WrongUsage, match=r"^--chaos-rate belongs to --chaos; give both or neither$"):
         asked("--chaos-rate", "2")
     assert parse(["stress", "--chaos", "kill", "--seed", "3", "--connect"]).config().seed == 3

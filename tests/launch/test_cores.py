@@ -142,8 +142,7 @@ def test_topology_is_read_from_sysfs(tmp_path: Path) -> None:
 
 
 def test_without_sysfs_each_thread_is_a_core(tmp_path: Path) -> None:
-    threads = read_threads({2, 5}, tmp_path)
-    assert Cores(threads).for_workers(2) == (CpuSet((2,), 0), CpuSet((5,), 0))
+    assert Cores(read_threads({2, 5}, tmp_path)).for_workers(2) == (CpuSet((2,), 0), CpuSet((5,), 0))
 
 
 @pytest.mark.parametrize("usable", [None, 1])

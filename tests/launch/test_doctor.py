@@ -17,19 +17,8 @@ from launch.doctor.finding import Finding
 from launch.doctor.report import render
 from launch.doctor.trials import TrialFailed, trial
 
-TOPICS = {
-    "cpu",
-    "threads",
-    "kernels",
-    "memory",
-    "shared memory",
-    "software",
-    "places",
-    "gpu",
-    "speed",
-    "engine",
-    "costs",
-}
+TOPICS = {"cpu", "threads", "kernels", "memory", "shared memory", "software"}
+TOPICS |= {"places", "gpu", "speed", "engine", "costs"}
 
 
 async def test_machine_without_a_gpu_driver_gets_a_note(tmp_path: Path) -> None:

@@ -202,8 +202,7 @@ def test_memory_limits_swap_and_reserved_pages_are_reported(tmp_path: Path) -> N
 @pytest.mark.parametrize(("capabilities", "free"), [("000001ffffffffff", True), ("00000000a80425fb", False)])
 def test_privileged_process_locks_pages_without_limit(tmp_path: Path, capabilities: str, free: bool) -> None:
     write(tmp_path, proc__self__status=f"CapEff:\t{capabilities}")
-    found = words(memory.inspect(1, None, 65536, 1024, tmp_path))
-    assert ("without limit" in found) is free
+    assert ("without limit" in words(memory.inspect(1, None, 65536, 1024, tmp_path))) is free
 
 
 def test_small_shared_memory_is_a_problem() -> None:

@@ -108,6 +108,12 @@ class Engine:
         cast(StandInProcess, child.process).returncode = code
         self.monitor.on_exit(child, code)
 
+    async def start(self) -> asyncio.Task[None]:
+        """The start, in which every process has been started and none has sent its Ready."""
+        starting = asyncio.create_task(self.monitor.start())
+        await self.started("prefetcher", 0, 0)
+        return starting
+
     async def started(self, *identity: Any) -> Child:
         await until(lambda: Identity(*identity) in self.group.children, 10)
         return self.child(*identity)
@@ -120,8 +126,7 @@ async def engine(limits: Limits = NEVER, ready: bool = True) -> AsyncIterator[En
     error: BaseException | None = None
     try:
         if ready:
-            starting = asyncio.create_task(made.monitor.start())
-            await made.started("prefetcher", 0, 0)
+            starting = await made.start()
             for child in list(made.group.children.values()):
                 assert not starting.done()
                 made.ready(child)
@@ -140,8 +145,7 @@ async def engine(limits: Limits = NEVER, ready: bool = True) -> AsyncIterator[En
 
 async def test_start_waits_for_every_process_and_restarts_none_of_them() -> None:
     async with engine(ready=False) as e:
-        starting = asyncio.create_task(e.monitor.start())
-        await e.started("prefetcher", 0, 0)
+        starting = await e.start()
         assert e.events == [(r, i, 0) for r, i in (("coordinator", 0), ("worker", 0), ("worker", 1))] + [
             ("prefetcher", 0, 0)
         ]
@@ -159,8 +163,7 @@ async def test_start_waits_for_every_process_and_restarts_none_of_them() -> None
 @pytest.mark.parametrize("usage", [True, False])
 async def test_exit_during_the_start_fails_it_with_the_reason(role: str, code: int, usage: bool) -> None:
     async with engine(ready=False) as e:
-        starting = asyncio.create_task(e.monitor.start())
-        await e.started("prefetcher", 0, 0)
+        starting = await e.start()
         e.child(role).failed.set_result(Failed(role, "no such model", usage))
         e.exit(code, role, 0, 0)
         with pytest.raises(StartFailed, match=r"^no such model$") as failed:
@@ -170,8 +173,7 @@ async def test_exit_during_the_start_fails_it_with_the_reason(role: str, code: i
 
 async def test_worker_killed_during_the_start_is_restarted() -> None:
     async with engine(ready=False) as e:
-        starting = asyncio.create_task(e.monitor.start())
-        await e.started("prefetcher", 0, 0)
+        starting = await e.start()
         e.exit(KILLED, "worker", 0, 0)
         again = await e.started("worker", 0, 1)
         for child in (e.child("coordinator"), e.child("worker", 1), e.child("prefetcher"), again):
@@ -311,8 +313,7 @@ async def test_restarted_coordinator_with_wrong_usage_ends_the_engine_at_once() 
 
 async def test_restart_of_the_engine_replaces_a_pending_restart_of_a_worker(caplog) -> None:
     caplog.set_level(logging.INFO)
-    limits = Limits(check_interval=1e6, first_pause=0.05)
-    async with engine(limits) as e:
+    async with engine(Limits(check_interval=1e6, first_pause=0.05)) as e:
         for incarnation in (0, 1):
             child = await e.started("worker", 0, incarnation)
             await until(lambda child=child: e.slots["worker", 0].child is child)
@@ -358,8 +359,7 @@ async def test_late_start_ends_when_the_engine_is_restarted_meanwhile() -> None:
 
 async def test_processes_that_send_nothing_from_their_start_are_killed_after_the_longer_time() -> None:
     async with engine(Limits(check_interval=0.002, silent_checks=3, start_checks=6), ready=False) as e:
-        starting = asyncio.create_task(e.monitor.start())
-        await e.started("prefetcher", 0, 0)
+        starting = await e.start()
         await until(lambda: all(child.hung for child in e.group.children.values()))
         assert [child.silent_checks for child in e.group.children.values()] == [6] * 4
         starting.cancel()

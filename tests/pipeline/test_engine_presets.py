@@ -102,8 +102,7 @@ def test_adapmoe_skips_experts_where_the_layer_is_not_sensitive(presets: PresetE
 
 @pytest.mark.parametrize("favoured", [(2, 3), (0, 3)])
 def test_dali_prefetches_by_the_mean_residual(presets: PresetEngine, favoured: tuple[int, ...]) -> None:
-    known = calibration(favoured)
-    counted = presets.decode("dali", known, placement="first-layers", prefetch="2")
+    counted = presets.decode("dali", calibration(favoured), placement="first-layers", prefetch="2")
     assert presets.predicted == {(1, expert) for expert in favoured}
     assert counted["predicted_tiles"] > 0
     assert counted["useful_tiles"] > 0

@@ -42,8 +42,7 @@ def test_backbone_has_the_planned_size(family: str, dtype: BackboneDType, tied: 
     source = open_model(Path("shape:smaller"))
     device = open_device("cpu")
     try:
-        spec = model_spec(source.config)
-        backbone = Backbone(source, spec, Precision(dtype, device), 64)
+        backbone = Backbone(source, model_spec(source.config), Precision(dtype, device), 64)
     finally:
         device.close()
     planned = needs(source, EngineConfig(device="cpu", backbone_dtype=dtype), "bf16")
@@ -54,32 +53,22 @@ MIXTRAL = EngineConfig(device="cpu", chunk=16, context=2048, workers=4)
 MIXTRAL_EMBEDDINGS, MIXTRAL_ROW = 4 * 32000 * 4096, 4 * (32000 + 8 * 4096)  # bytes, in float32
 
 
+MIXTRAL_ON_CPU = 320 + 50 + MIXTRAL_EMBEDDINGS / MB
+MIXTRAL_ON_GPU = 1500 + 4 * 80 + 500 + MIXTRAL_EMBEDDINGS / MB
+ON_GPU, IN_ONE = {"device": "cuda"}, {"device": "cuda", "prefetcher": "thread", "chunk": None}
+
+
 @pytest.mark.parametrize(
     ("changed", "processes", "steps"),
     [
-        ({}, 320 + 4 * 80 + 50 + MIXTRAL_EMBEDDINGS / MB, 0),
-        ({"workers": None}, 320 + 80 + 50 + MIXTRAL_EMBEDDINGS / MB, 0),
-        ({"workers": 0, "context": None}, 320 + 50 + MIXTRAL_EMBEDDINGS / MB, 0),
-        (  # now a step's activations are larger than any weight
-            {"chunk": 4096, "context": None},
-            320 + 4 * 80 + 50 + 4096 * (MIXTRAL_ROW + 5 * 8192) / MB,
-            0,
-        ),
-        (
-            {"device": "cuda"},
-            1500 + 4 * 80 + 500 + MIXTRAL_EMBEDDINGS / MB,
-            600 + 16 * (MIXTRAL_ROW + 5 * 2048) / MB,
-        ),
-        (
-            {"device": "cuda", "prefetcher": "thread", "chunk": None, "context": 512},
-            1500 + 4 * 80 + 500 + MIXTRAL_EMBEDDINGS / MB,
-            512 * (MIXTRAL_ROW + 5 * 512) / MB,
-        ),
-        (
-            {"device": "cuda", "prefetcher": "thread", "chunk": None, "context": None},
-            1500 + 4 * 80 + 500 + MIXTRAL_EMBEDDINGS / MB,
-            1024 * (MIXTRAL_ROW + 5 * 8192) / MB,
-        ),
+        ({}, MIXTRAL_ON_CPU + 4 * 80, 0),
+        ({"workers": None}, MIXTRAL_ON_CPU + 80, 0),
+        ({"workers": 0, "context": None}, MIXTRAL_ON_CPU, 0),
+        # now a step's activations are larger than any weight
+        ({"chunk": 4096, "context": None}, 320 + 4 * 80 + 50 + 4096 * (MIXTRAL_ROW + 5 * 8192) / MB, 0),
+        (ON_GPU, MIXTRAL_ON_GPU, 600 + 16 * (MIXTRAL_ROW + 5 * 2048) / MB),
+        (IN_ONE | {"context": 512}, MIXTRAL_ON_GPU, 512 * (MIXTRAL_ROW + 5 * 512) / MB),
+        (IN_ONE | {"context": None}, MIXTRAL_ON_GPU, 1024 * (MIXTRAL_ROW + 5 * 8192) / MB),
     ],
 )
 def test_memory_of_processes_and_steps(changed, processes, steps) -> None:

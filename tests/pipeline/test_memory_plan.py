@@ -140,8 +140,7 @@ def test_plan_uses_the_memory_that_fits(case: Case) -> None:
 @given(cases())
 def test_store_in_shared_memory_needs_no_more(case: Case) -> None:
     needed, asked, machine, slab = case
-    attached = replace(needed[0], present=needed[0].store)
-    plan = smallest(attached, asked, slab)
+    plan = smallest(replace(needed[0], present=needed[0].store), asked, slab)
     assert plan.pools(machine)[0].parts["experts"] == plan.pools(machine)[1].parts["experts"] == 0
     smaller = replace(machine, shm=0)
     if not slab and plan.fits(machine):

@@ -247,8 +247,7 @@ def test_unproven_identity_is_ignored_and_blocks_no_child(workers, make_child, f
 
 
 def test_child_of_another_role_is_ignored(workers, foreign) -> None:
-    other = foreign(Identity("prefetcher", 0, 0).prove(KEY))
-    other.send_multipart(ready_of(Identity("worker", 0, 0)))
+    foreign(Identity("prefetcher", 0, 0).prove(KEY)).send_multipart(ready_of(Identity("worker", 0, 0)))
     assert drain(workers) == []
     assert (running(workers), workers.malformed) == ([], 1)
 

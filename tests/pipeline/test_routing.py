@@ -88,8 +88,7 @@ def test_sparsemixer_equals_phi(jitter, scale) -> None:
 @pytest.mark.parametrize("row", [[0.0] * 4, [-1.0, -1.0, -1.0, -1.0], [2.0, 2.0, 0.0, 0.0], [0.0, 0, -1, -2]])
 def test_sparsemixer_of_equal_logits(row) -> None:
     logits = np.array([row], np.float32)
-    config = PhimoeConfig(hidden_size=1, num_local_experts=4)
-    equal(SparseMixer(0.01), PhimoeTopKRouter(config), logits)
+    equal(SparseMixer(0.01), PhimoeTopKRouter(PhimoeConfig(hidden_size=1, num_local_experts=4)), logits)
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])

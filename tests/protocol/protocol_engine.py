@@ -164,8 +164,7 @@ class Engine:
             start = block * self.rows
             rows = np.arange(start, start + self.rows, dtype=np.int32)
             logprobs = np.full((self.rows, BLOCK[1]) if ask.full else (0, 0), -block, np.float32)
-            chosen = rows.astype(np.float32)
-            await self.send(peer, Scores(ask.request, start, rows, chosen, logprobs))
+            await self.send(peer, Scores(ask.request, start, rows, rows.astype(np.float32), logprobs))
             self.blocks_sent += 1
         reason = ask.text or "stop"
         error = "no such token" if reason == "error" else ""

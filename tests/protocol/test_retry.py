@@ -300,8 +300,7 @@ async def test_client_does_not_wait_for_an_engine_that_was_stopped(endpoint, run
 
 async def test_client_closed_while_it_waits_ends_its_requests(endpoint):
     async with Restarts(endpoint) as engines:
-        answer = engines.client.generate(prompt="slow", max_tokens=10_000)
-        waiting = asyncio.create_task(answer.result())
+        waiting = asyncio.create_task(engines.client.generate(prompt="slow", max_tokens=10_000).result())
         await engines.stop()
         await until(lambda: engines.events)
     with pytest.raises(EngineGone, match=r"^this client is closed$"):

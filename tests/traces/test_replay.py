@@ -16,6 +16,9 @@ from pipeline.policies.costs import Costs
 from pipeline.policies.view import ModelShape, Routing, Target, View
 from pipeline.replay.machine import Replay
 
+# Two layers of two experts, of which a token uses one; an expert has so many tiles.
+ONE_TILE, TWO_TILES = (make_header(ModelShape(layers=2, experts=2, tiles=n, top_k=1)) for n in (1, 2))
+
 
 def test_host_computes_all_experts() -> None:
     """A layer: other work until 2, the Work arrives at 2.5, two experts of one tile take until 8.5."""
@@ -96,8 +99,7 @@ def test_daop_hides_host_time() -> None:
     popularity = [[9, 0, 0, 0]] * 2
     steps = [[[0, 1], [0, 1]]]
     for early, seconds in (("1", 5.5 + 3), ("0", 5.5 + 5.5)):
-        policy = preset("daop", early=early)
-        _, outcome = run(header, policy, steps, capacity=2, popularity=popularity)
+        _, outcome = run(header, preset("daop", early=early), steps, capacity=2, popularity=popularity)
         assert outcome.decode.seconds == pytest.approx(seconds)
         assert not outcome.exact
 
@@ -108,10 +110,8 @@ def predict_next(layer: int, view: View) -> list[Target]:
 
 def test_prediction_lands_in_time() -> None:
     """Predicted at 2, moved until 4.5. Layer 0 ends at 3, layer 1 plans at 5 and finds it resident."""
-    header = make_header(ModelShape(layers=2, experts=2, tiles=1, top_k=1))
     policy = Scripted(1, placed=[(0, 0, 1)], predicts=predict_next)
-    quick = replace(COSTS, link=2.5)
-    _, outcome = run(header, policy, [[[0], [1]]], capacity=2, costs=quick)
+    _, outcome = run(ONE_TILE, policy, [[[0], [1]]], capacity=2, costs=replace(COSTS, link=2.5))
     decode = outcome.decode
     assert decode.seconds == pytest.approx(6)
     assert policy.residencies == [[1, 0], [0, 1]]
@@ -122,9 +122,8 @@ def test_prediction_lands_in_time() -> None:
 def test_prediction_lands_late() -> None:
     """Predicted at 2, it lands at 7. Layer 1 plans at 5 without it, waits for it, and is done at 8: two less
     than had it been demanded at 5."""
-    header = make_header(ModelShape(layers=2, experts=2, tiles=1, top_k=1))
     policy = Scripted(1, placed=[(0, 0, 1)], predicts=predict_next)
-    _, outcome = run(header, policy, [[[0], [1]]], capacity=2)
+    _, outcome = run(ONE_TILE, policy, [[[0], [1]]], capacity=2)
     decode = outcome.decode
     assert decode.seconds == pytest.approx(8)
     assert decode.wait_link == pytest.approx(2)
@@ -135,9 +134,8 @@ def test_prediction_lands_late() -> None:
 def test_demanded_tiles_overtake_a_prediction() -> None:
     """Two tiles of (1, 1) are predicted at 2. Layer 1 wants expert 0 instead, at 5: the tile that moves lands
     at 7, expert 0's at 12 and 17, and only then the other predicted one, at 22."""
-    header = make_header(ModelShape(layers=2, experts=2, tiles=2, top_k=1))
     policy = Scripted(2, placed=[(0, 0, 2)], predicts=predict_next)
-    machine, outcome = run(header, policy, [[[0], [0]]], capacity=4)
+    machine, outcome = run(TWO_TILES, policy, [[[0], [0]]], capacity=4)
     # layer 0: 2 and two tiles until 4; layer 1: until 6, tiles at 12 and 17, done at 18
     assert outcome.decode.seconds == pytest.approx(18)
     assert outcome.decode.predicted == 1
@@ -151,9 +149,7 @@ def test_demanded_tiles_overtake_a_prediction() -> None:
 def test_prediction_follows_its_own_layers_demand() -> None:
     """Layer 0 demands a tile and predicts another at 2: the demanded one lands at 7 and is computed until 8,
     the predicted one lands at 12. Layer 1 plans at 10, waits for it, and is done at 13."""
-    header = make_header(ModelShape(layers=2, experts=2, tiles=1, top_k=1))
-    policy = Scripted(1, predicts=predict_next)
-    _, outcome = run(header, policy, [[[0], [1]]], capacity=2)
+    _, outcome = run(ONE_TILE, Scripted(1, predicts=predict_next), [[[0], [1]]], capacity=2)
     decode = outcome.decode
     assert decode.seconds == pytest.approx(13)
     assert decode.wait_link == pytest.approx(5 + 2)
@@ -164,14 +160,13 @@ def test_prediction_follows_its_own_layers_demand() -> None:
 def test_predicted_tiles_overtake_placed_ones() -> None:
     """After layer 0 two tiles of (0, 1) are to be placed, from 4 on; at 6 one of (1, 1) is predicted and
     comes second: the placed one that moves lands at 9, the predicted one at 14, the other placed at 19."""
-    header = make_header(ModelShape(layers=2, experts=2, tiles=2, top_k=1))
 
     def predicts(layer: int, view: View) -> list[Target]:
         return [Target(1, 1, 1)] if layer == 1 else []
 
     placed = [(0, 0, 2), (1, 0, 2)]
     policy = Scripted(2, placed, predicts=predicts, afterwards=[(0, Target(0, 1, 2))])
-    machine, outcome = run(header, policy, [[[0], [0]]], capacity=8)
+    machine, outcome = run(TWO_TILES, policy, [[[0], [0]]], capacity=8)
     assert outcome.decode.seconds == pytest.approx(8)
     seen = []
     for now in (8.9, 9, 13.9, 14, 18.9, 19):
@@ -182,11 +177,9 @@ def test_predicted_tiles_overtake_placed_ones() -> None:
 
 
 def test_dropped_prediction_is_wasted() -> None:
-    header = make_header(ModelShape(layers=2, experts=2, tiles=1, top_k=1))
     placed = [(0, 0, 1), (1, 0, 1)]
     policy = Scripted(1, placed, predicts=predict_next, afterwards=[(1, Target(1, 1, 0))])
-    quick = replace(COSTS, link=2.5)
-    machine, outcome = run(header, policy, [[[0], [0]]], capacity=3, costs=quick)
+    machine, outcome = run(ONE_TILE, policy, [[[0], [0]]], capacity=3, costs=replace(COSTS, link=2.5))
     decode = outcome.decode
     assert (decode.predicted, decode.useful, decode.wasted, machine.cache.unused) == (1, 0, 1, 0)
 

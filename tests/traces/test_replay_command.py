@@ -87,8 +87,7 @@ def test_figures_are_those_of_the_replay(trace: Path, capsys: pytest.CaptureFixt
     first = None
     for name, entry in zip(("on-demand", "fiddler"), report["policies"], strict=True):
         policy = make_policy(PolicyRequest(name), 0)
-        costs = Costs.load(Path("daop-table-1"))
-        outcome = Replay(HEADER, policy, costs, 64, popularity=counts).run(STEPS)
+        outcome = Replay(HEADER, policy, Costs.load(Path("daop-table-1")), 64, popularity=counts).run(STEPS)
         first = first or outcome
         for phase in ("prefill", "decode"):
             mine, its = getattr(outcome, phase), entry[phase]
@@ -174,8 +173,7 @@ def test_approximate_policies_note_their_assumption(trace: Path, capsys: pytest.
     flat = " ".join(out.split())
     assert "replayed on the recorded text" in flat
     assert re.search(r"daop, of the routed weight: skipped 0.0%, .* stale \d.*%, predicted 75", flat)
-    report = in_json(capsys, *arguments, *wanted)
-    entry = report["policies"][1]
+    entry = in_json(capsys, *arguments, *wanted)["policies"][1]
     assert not entry["exact"]
     assert "recorded text" in entry["assumption"]
     assert entry["options"] == {"placement": "popular", "first_layer": "1"}

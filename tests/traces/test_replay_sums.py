@@ -83,11 +83,9 @@ def test_fidelity_sums_the_decisions() -> None:
 def test_every_moved_byte_is_counted(name, layers, experts, tiles, cache, link, data) -> None:
     """Prefetched tiles are useful, wasted or still resident; the link's busy time is exactly that of the
     moved tiles; and no resource is busy for longer than the replay."""
-    shape = ModelShape(layers, experts, tiles, data.draw(st.integers(1, min(3, experts))))
-    header = make_header(shape)
+    header = make_header(ModelShape(layers, experts, tiles, data.draw(st.integers(1, min(3, experts)))))
     capacity = int(cache * layers * experts * tiles)
-    costs = replace(COSTS, link=link)
-    machine = Replay(header, preset(name), costs, capacity)
+    machine = Replay(header, preset(name), replace(COSTS, link=link), capacity)
     before = 0.0
     for step in drawn_steps(header, 7, 25):
         machine.step(step)
@@ -124,8 +122,7 @@ def test_useless_prefetching_pauses_with_a_note() -> None:
         return [*gone, Target(1, wrong, 1)]
 
     policy = Scripted(1, placed=[(0, 0, 1), (1, 0, 1)], predicts=predicts)
-    costs = replace(COSTS, link=0.5)
-    _, outcome = run(header, policy, [[[0], [0]]] * 400, capacity=3, costs=costs)
+    _, outcome = run(header, policy, [[[0], [0]]] * 400, capacity=3, costs=replace(COSTS, link=0.5))
     (note,) = outcome.notes
     assert "prefetching paused in 272 of 400 decode steps" in note
     assert outcome.decode.predicted == pytest.approx(2 * 64, abs=4)
