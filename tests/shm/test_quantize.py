@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import shm
 from shm.blocks import Int4, Int8
 from shm.errors import WeightsUnusable
 from shm.formats import Bytes, Float32, round_to_bf16, widen_bf16
@@ -149,7 +151,7 @@ def test_weights_at_the_edges(compiled: bool, group: int) -> None:
 
 
 @pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_library), False])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38, -(2.0**120)])
 @pytest.mark.parametrize("place", [(0, 0), (20, 99), (15, 64)])
 def test_weights_that_are_no_numbers_are_refused(compiled: bool, bad: float, place: tuple[int, int]) -> None:
     w = weights("normal", 21, 100, 0)
@@ -157,6 +159,15 @@ def test_weights_that_are_no_numbers_are_refused(compiled: bool, bad: float, pla
     for encode in (lambda: int4(w, 64, compiled=compiled), lambda: int8(w, compiled=compiled)):
         with pytest.raises(WeightsUnusable, match="not a number"):
             encode()
+    w[place] = np.nextafter(np.float32(2.0**120), np.float32(0))  # the largest that is used
+    for encode in (lambda: int4(w, 64, compiled=compiled), lambda: int8(w, compiled=compiled)):
+        encode()
+
+
+def test_a_compiled_library_is_used() -> None:
+    """A library that is not found costs no result, only time."""
+    compiled = list(Path(shm.__file__).parent.glob("_quantize.*.so"))
+    assert (library() is not None) == bool(compiled)
 
 
 @settings(max_examples=30, deadline=None)

@@ -1,15 +1,18 @@
 """Segments, the slab and page-locking, on real shared memory."""
 
+import errno
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
+import posix_ipc
 import pytest
 from small_store import run
 
 from shm.errors import NotEnoughMemory, SegmentMissing, ShmError
 from shm.pinned import lock_pages
-from shm.segment import Segment, available_memory, check_space, free_shm_bytes, unlink
+from shm.segment import Segment, available_memory, check_space, unlink
 from shm.slab import Slab
 
 
@@ -98,28 +101,76 @@ def test_another_users_segment_is_refused(name):
         Segment.attach(name)
 
 
-def test_too_large_a_segment_is_refused_with_numbers_and_leaves_nothing(name):
-    limit = file_of(name).parent
-    free = free_shm_bytes()
-    status = os.statvfs(limit)
-    wanted = status.f_blocks * status.f_frsize + (1 << 30)
+def test_a_segment_of_no_bytes_or_that_may_not_be_opened_is_refused(name, monkeypatch):
+    with pytest.raises(ValueError, match="positive size, not 0"):
+        Segment.create(name, 0)
+
+    def denied(*_, **__):
+        raise posix_ipc.PermissionsError
+
+    monkeypatch.setattr("shm.segment.posix_ipc.SharedMemory", denied)
+    with pytest.raises(ShmError, match=f"{name} may not be opened by this user"):
+        Segment.attach(name)
+
+
+def test_no_descriptor_stays_open(name):
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = descriptors()
+    with Segment.create(name, 100):
+        assert descriptors() == before
+        with Segment.attach(name):
+            assert descriptors() == before
+
+
+def test_too_large_a_segment_is_refused_with_numbers(monkeypatch):
     # Allocating more than fits would fill the memory first, so test the check alone and, in a child with a
     # limited file size, the kernel.
-    with pytest.raises(NotEnoughMemory) as caught:
-        check_space(wanted, -(1 << 50))
-    text = str(caught.value)
-    assert "\n" not in text
-    assert f"{wanted / 1e9:.2f} GB" in text
-    assert re.search(r"mount -o remount,size=(\d+)m /dev/shm", text)
-    enlarged = int(re.search(r"size=(\d+)m", text)[1]) << 20
-    assert enlarged - (status.f_blocks * status.f_frsize - free) >= wanted
+    folder = SimpleNamespace(f_blocks=9 << 10, f_bfree=8 << 10, f_bavail=3 << 10, f_frsize=1 << 10)
+    monkeypatch.setattr("shm.segment.os.statvfs", lambda path: {"/dev/shm": folder}[path])
+    monkeypatch.setattr("shm.segment.available_memory", lambda: 5 << 20)
+    check_space(3 << 20, 2 << 20)  # exactly what there is of both
+    reserved = r"^3\.1 MB .* but of the 5\.2 MB .* 2\.1 MB must stay free.*--format"
+    with pytest.raises(NotEnoughMemory, match=reserved):
+        check_space(3 << 20, (2 << 20) + 1)
+    full = r"^4\.2 MB .* has 3\.1 MB free.*: mount -o remount,size=74m /dev/shm$"  # 9 - 3 + 4, and 64
+    with pytest.raises(NotEnoughMemory, match=full):
+        check_space(4 << 20, 1 << 20)
 
 
-def test_the_space_check_keeps_the_reserve():
-    available = available_memory()
-    check_space(1, 0)
-    with pytest.raises(NotEnoughMemory, match=r"must stay free.*--format"):
-        check_space(1 << 20, available + (1 << 30))
+def test_available_memory_is_within_a_containers_limit(monkeypatch):
+    monkeypatch.setattr("shm.segment.psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
+    for free, available in ((None, 1000), (999, 999), (1001, 1000), (0, 0)):
+        monkeypatch.setattr("shm.segment.free_memory", lambda free=free: free)
+        assert available_memory() == available
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "text"),
+    [
+        (
+            OSError(errno.ENOSPC, "full"),
+            NotEnoughMemory,
+            "8.2 kB of shared memory are needed, but /dev/shm has",
+        ),
+        (
+            OSError(errno.ENOMEM, "full"),
+            NotEnoughMemory,
+            "8.2 kB of shared memory are needed, but /dev/shm has",
+        ),
+        (OSError(errno.EPERM, "denied"), PermissionError, "denied"),
+        (KeyboardInterrupt("stop"), KeyboardInterrupt, "stop"),
+    ],
+)
+@pytest.mark.parametrize("where", ["place", "progress"])
+def test_a_segment_that_cannot_be_completed_is_removed(name, where, error, raised, text):
+    def fail(_):
+        raise error
+
+    with pytest.raises(raised, match=re.escape(text)):
+        Segment.create(name, 8192, **{where: fail})
+    assert not file_of(name).exists()
 
 
 def test_a_failed_allocation_removes_the_segment(name):

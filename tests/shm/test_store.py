@@ -4,6 +4,7 @@ import struct
 import time
 import zlib
 
+import msgpack
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,16 @@ from shm.checksums import damaged_layers, name_layers
 from shm.crc32 import join_crc32
 from shm.errors import SegmentMissing, StoreDamaged, StoreInvalid
 from shm.layout import PAGE, ExpertShape
-from shm.manifest import BUILDING, READY, STATE_OFFSET, StoreManifest, pack_head, read_head, store_bytes
+from shm.manifest import (
+    BUILDING,
+    MAX_MANIFEST,
+    READY,
+    STATE_OFFSET,
+    StoreManifest,
+    pack_head,
+    read_head,
+    store_bytes,
+)
 from shm.segment import Segment
 from shm.store import Store, StoreBuilder, store_name
 
@@ -237,13 +247,48 @@ def test_arbitrary_bytes_are_refused(data, size):
         read_head(np.frombuffer(data, dtype=np.uint8), size)
 
 
+def head_of(packed: bytes) -> np.ndarray:
+    offset = -(-(PAGE + len(packed)) // PAGE) * PAGE
+    header = struct.pack("<8sIIQQI", b"TANDEMST", 1, READY, len(packed), offset, zlib.crc32(packed))
+    return np.frombuffer(header.ljust(PAGE, b"\0") + packed, dtype=np.uint8)
+
+
 @given(st.binary(max_size=200))
 @settings(deadline=None)
 def test_an_arbitrary_manifest_is_refused(packed):
-    header = struct.pack("<8sIIQQI", b"TANDEMST", 1, READY, len(packed), 2 * PAGE, zlib.crc32(packed))
-    head = np.frombuffer(header.ljust(PAGE, b"\0") + packed, dtype=np.uint8)
     with pytest.raises(StoreInvalid):
-        read_head(head, 10 * PAGE)
+        read_head(head_of(packed), 10 * PAGE)
+
+
+FIELDS = msgpack.unpackb(GOOD.pack())
+UNREADABLE = "its manifest cannot be read"
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        (FIELDS | {"checksums": bytes(4)}, "its manifest lacks checksums"),
+        (FIELDS | {"checksums": bytes(7)}, UNREADABLE),
+        (FIELDS | {"shape": [2, 3, 4]}, UNREADABLE),
+        (FIELDS | {"shape": FIELDS["shape"] | {"tile": 0}}, UNREADABLE),
+        (FIELDS | {"shape": FIELDS["shape"] | {"depth": 1}}, UNREADABLE),
+        ({name: value for name, value in FIELDS.items() if name != "source"}, UNREADABLE),
+        (list(FIELDS), UNREADABLE),
+        (FIELDS | {"format": "int3"}, "unknown format 'int3'"),
+        (FIELDS | {"format": "int4"}, "a multiple of 64 channels, not 16"),
+        (FIELDS | {"source": "s" * MAX_MANIFEST}, "its manifest does not fit"),
+    ],
+)
+def test_a_manifest_that_describes_no_store_is_refused(fields, text):
+    with pytest.raises(StoreInvalid, match=text):
+        read_head(head_of(msgpack.packb(fields)), store_bytes(GOOD))
+
+
+def test_a_head_cut_short_is_refused():
+    head = np.frombuffer(pack_head(GOOD, READY), dtype=np.uint8)
+    for length, text in ((PAGE - 1, "shorter than"), (PAGE, "does not fit"), (len(head) - 1, "does not fit")):
+        with pytest.raises(StoreInvalid, match=text):
+            read_head(head[:length], store_bytes(GOOD))
 
 
 def test_a_store_cut_short_or_too_long_is_refused():
