@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 import time
@@ -27,7 +28,7 @@ SLOWDOWN = 30.0
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """Three workers on one store: two alike, one slowed."""
+    """Three workers on one store: two alike, but that the second has two threads, and one slowed."""
 
     place: Surroundings
     workers: list[Child]
@@ -43,7 +44,8 @@ class Pool:
 @pytest.fixture(scope="module")
 def pool(fingerprint: str) -> Iterator[Pool]:
     with surroundings("worker", fingerprint) as place:
-        workers = [place.start(index=index) for index in range(2)]
+        core = min(os.sched_getaffinity(0))
+        workers = [place.start(), place.start(index=1, cores=[core, core])]
         slowed = place.start(index=2, host_slowdown=SLOWDOWN)
         place.ready()
         yield Pool(place, workers, slowed)
@@ -186,11 +188,23 @@ def test_an_abandoned_work_is_skipped(pool: Pool) -> None:
     assert pool.place.quiet()
 
 
-def test_worker_is_idle_in_the_control_segment_once_it_has_answered(pool: Pool) -> None:
+def test_control_segment_counts_works_and_tiles_and_is_idle_after_the_answer(pool: Pool) -> None:
     """Or the exit of an idle worker would be put down to the Work before."""
     for index, child in enumerate((*pool.workers, pool.slowed)):
-        pool.do(child, make_work(50 + index, 0, [(1, 0, SHAPE.tiles, [0])], rows=1))
-        assert pool.place.progress.line("worker", index).seq == IDLE
+        line = pool.place.progress.line("worker", index)
+        before = line.ticks
+        pool.do(child, make_work(50 + index, 0, [(1, 0, SHAPE.tiles, [0]), (2, 3, 5, [0])], rows=1))
+        assert line.seq == IDLE
+        waits = line.ticks - before - (1 + SHAPE.tiles + 2)
+        assert waits > 0 if child is pool.slowed else waits == 0
+
+
+def test_a_worker_has_a_thread_for_each_of_its_cores(pool: Pool) -> None:
+    def threads(child: Child) -> int:
+        pool.do(child, GOOD)
+        return len(os.listdir(f"/proc/{child.process.pid}/task"))
+
+    assert threads(pool.workers[1]) == threads(pool.workers[0]) + 1
 
 
 def test_host_slowdown_lengthens_busy_and_the_answer(pool: Pool) -> None:

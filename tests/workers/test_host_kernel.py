@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from workers.kernels.host import Activations, HostKernel
 from workers.kernels.native import best
 
 HIDDEN, TILES = 75, 3
-BF16_IN_C = 4  # rows
+BF16_IN_C = FEW = 4  # rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -80,6 +82,20 @@ def test_progress_is_counted_by_tiles(name: str) -> None:
             kernel.compute(tiles, Activations(states(rows)), np.arange(rows, dtype=np.int32))
             assert line.ticks == calls * TILES
             assert segment.line("prefetcher", 0).ticks == 0
+        size = layout.tile_bytes
+        store = cast(Store, SimpleNamespace(tiles=lambda *at: tiles[at[2] * size : at[3] * size]))
+        for rows in (FEW, FEW + 1):  # in one call, and item by item
+            x, every = states(rows + 1), np.arange(1, rows + 1, dtype=np.int32)
+            weights = np.linspace(-1, 2, rows, dtype=np.float32)
+            items, ends, before = (
+                np.array([[0, 1, TILES]], np.int32),
+                np.array([0, rows], np.int32),
+                line.ticks,
+            )
+            found = kernel.compute_work(Work(1, 0, items, ends, every, weights, x), store)
+            assert line.ticks == before + TILES - 1
+            part = kernel.compute(tiles[size:], Activations(x), every) * weights[:, None]
+            np.testing.assert_array_equal(found, np.concatenate((np.zeros_like(x[:1]), part)))
     finally:
         del kernel, line
         segment.close()

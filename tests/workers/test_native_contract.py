@@ -3,6 +3,8 @@ arrays never reach C."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,7 +13,8 @@ from kernel_runs import bits, kernel_of, quick, run, seeds
 from quantized_cases import QUANTIZED, Case, make_case, records, states
 
 from shm.layout import BlockFormat, ExpertShape, StoreLayout, format_named
-from workers.kernels.native import Geometry, Library, Quantized
+from workers.kernels import native
+from workers.kernels.native import VARIANTS, Geometry, Library, Quantized, best, load
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -76,6 +79,28 @@ def test_a_team_shares_a_product(library: Library) -> None:
     total = int(np.add.reduce(numbers))  # modulo 2**64
     assert library.read(numbers.view(np.uint8)) == library.read(numbers.view(np.uint8), team) == total
     team.close()
+
+
+def test_without_more_threads_one_computes(
+    library: Library, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(library, "_start_team", lambda threads: None)
+    assert library.team(3) is None
+    assert caplog.messages == ["the system does not give 3 threads: computing with one thread"]
+
+
+def test_compiled_variants_are_used_best_first() -> None:
+    """A library that is not found costs no result, only time."""
+    compiled = {path.name.split(".")[0] for path in Path(native.__file__).parent.glob("_*.so")}
+    found = {name: load(name) for name in VARIANTS}
+    for name, library in found.items():
+        missing = "not compiled at installation"
+        expected = f"this processor has no {VARIANTS[name]}" if f"_{name}" in compiled else missing
+        assert isinstance(library, Library) or library == expected
+    usable = [name for name in ("avx512", "avxvnni", "avx2", "portable") if isinstance(found[name], Library)]
+    chosen = best()
+    assert (chosen and chosen.variant) == (usable[0] if usable else None)
+    assert ("portable" in usable) == ("_portable" in compiled)
 
 
 @pytest.mark.parametrize("name", FORMATS)

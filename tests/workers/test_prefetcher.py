@@ -224,6 +224,7 @@ class TwoCopies:
 
     def __init__(self) -> None:
         self.started = self.finished = 0
+        self.closed = False
 
     def start(self, tile: Bytes, slot: int) -> None:
         self.started += 1
@@ -235,6 +236,7 @@ class TwoCopies:
 
     def close(self) -> None:
         assert self.finished == self.started
+        self.closed = True
 
 
 class Coordinator:
@@ -266,12 +268,15 @@ class Coordinator:
 def test_order_with_a_copy_under_way_is_not_final(fingerprint: str, cancel_at: int | None) -> None:
     copier = TwoCopies()
     coordinator = Coordinator(Fetch(1, 0, 0, 0, tuple(range(6)), 0), copier, cancel_at)
+    ticks: list[int] = []
     with Store.attach(store_name(fingerprint)) as store:
-        loop = CopyLoop(cast(ChildEndpoint, coordinator), store, None, lambda: None)
+        loop = CopyLoop(cast(ChildEndpoint, coordinator), store, None, lambda: ticks.append(copier.finished))
         loop.attach(copier)
         loop.serve()
     assert [report.final for report in coordinator.reports].count(True) == 1
     assert copier.started == (6 if cancel_at is None else cancel_at + 1)
+    assert copier.closed
+    assert ticks == list(range(copier.finished + 1))  # progress is counted with every copy
 
 
 def test_malformed_and_foreign_messages_are_dropped(link: Link) -> None:
