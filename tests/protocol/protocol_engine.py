@@ -128,9 +128,12 @@ class Engine:
         match ask.prompt:
             case "refuse":
                 return await self.send(peer, Error(ask.request, "not now"))
-            case "fail":
+            case "fail" | "fault":
                 await self.send(peer, Token(ask.request, 0, 1, "a"))
-                return await self.send(peer, Done(ask.request, "error", "over the context limit"))
+                usage = ask.prompt == "fault"
+                return await self.send(
+                    peer, Done(ask.request, "error", "over the context limit", usage=usage)
+                )
             case "queue":
                 await self.send(peer, Queued(ask.request, 3))
                 await self.send(peer, Queued(ask.request, 1))

@@ -19,6 +19,7 @@ from protocol.messages import (
     PolicyChanged,
     Sampling,
     Score,
+    SetPolicy,
 )
 
 
@@ -53,13 +54,18 @@ async def test_requests_arrive_unchanged(endpoint):
             stop=["x", "y"],
             ignore_eos=True,
             conversation="talk",
+            resume=[7, 8],
+            rival=5,
+            reserve=3,
         )
         second = client.generate(token_ids=[1, 2], max_tokens=0)
         await drain(client.score(text="stop", stepwise=True, prefill=7))
         await first.result()
         await second.result()
         assert server.ever(Generate) == [
-            Generate(first.request, None, None, tuple(chat), 0, sampling, ("x", "y"), True, "talk"),
+            Generate(
+                first.request, None, None, tuple(chat), 0, sampling, ("x", "y"), True, "talk", (7, 8), 5, 3
+            ),
             Generate(second.request, token_ids=(1, 2), max_tokens=0),
         ]
         assert server.ever(Score) == [Score(2, text="stop", stepwise=True, prefill=7)]
@@ -81,6 +87,9 @@ async def test_calibration_reports_progress(endpoint):
         assert (done.path, done.summary) == ("/a/file", {"tokens": 300})
         assert [(f.stage, f.done, f.total) for f in far] == [("reading", i, 3) for i in range(3)]
         assert server.ever(Calibrate) == [Calibrate(done.request, token_ids=(1, 2), tokens=300)]
+        done = await client.calibrate(text="two parts", starts=[4], share=0.25)
+        asked = Calibrate(done.request, "two parts", tokens=8192, starts=(4,), share=0.25)
+        assert server.ever(Calibrate)[1:] == [asked]
         with pytest.raises(RequestFailed, match=r"^too short a text$") as failure:
             await client.calibrate(text="refuse")
         assert failure.value.usage
@@ -195,9 +204,10 @@ async def test_an_error_is_raised_after_the_tokens_before_it(endpoint):
             await anext(tokens)
         assert not failure.value.usage  # the engine did not say that the request is at fault
         assert answer.done.reason == "error"
-        with pytest.raises(RequestFailed, match=r"^not now$") as failure:
-            await client.generate(prompt="refuse").result()
-        assert failure.value.usage
+        for prompt, reason in (("refuse", "not now"), ("fault", "over the context limit")):
+            with pytest.raises(RequestFailed, match=f"^{reason}$") as failure:
+                await client.generate(prompt=prompt).result()
+            assert failure.value.usage
         with pytest.raises(
             MalformedMessage, match=r"^Generate\.max_tokens must be int \(64 bits, signed\), not str$"
         ):
@@ -215,8 +225,9 @@ async def test_scores_end_with_their_reason(endpoint):
         with pytest.raises(RequestFailed, match="cancelled this request") as failure:
             await drain(client.score(text="cancelled"))
         assert not failure.value.usage
-        with pytest.raises(RequestFailed, match=r"^not now$"):
+        with pytest.raises(RequestFailed, match=r"^not now$") as failure:
             await drain(client.score(text="refuse"))
+        assert failure.value.usage
         async for block in client.score(token_ids=range(100), full=True):
             assert block.start == 0
             break
@@ -264,8 +275,8 @@ async def test_a_busy_reader_still_sends_heartbeats(endpoint):
         assert beats >= 4
 
 
-async def test_stats_and_policies(endpoint):
-    async with both(endpoint) as (_, client), Client.connect(endpoint, name="other") as other:
+async def test_stats_and_policies(endpoint, monkeypatch):
+    async with both(endpoint) as (server, client), Client.connect(endpoint, name="other") as other:
         heard = []
         other.on_policy = heard.append
         client.on_policy = heard.append
@@ -273,9 +284,24 @@ async def test_stats_and_policies(endpoint):
         assert changed.policy == "fiddler"
         await until(lambda: heard)
         assert heard == [PolicyChanged(-1, "fiddler", True)]
-        with pytest.raises(RequestFailed, match=r"^no policy 'nonsense'; did you mean 'on-demand'"):
+        await client.set_policy("dali", counted=False)
+        assert server.ever(SetPolicy) == [
+            SetPolicy(0, "fiddler", {"threshold": "2"}),
+            SetPolicy(1, "dali", {}, counted=False),
+        ]
+        with pytest.raises(
+            RequestFailed, match=r"^no policy 'nonsense'; did you mean 'on-demand'"
+        ) as failure:
             await client.set_policy("nonsense")
+        assert failure.value.usage
         assert await asyncio.gather(*(client.stats() for _ in range(20)))
+        server.mute = True
+        monkeypatch.setattr("protocol.client.REPLY_SECONDS", 0.03)
+        monkeypatch.setattr("protocol.client.POLICY_SECONDS", 0.05)
+        with pytest.raises(RequestFailed, match=r"^the engine did not answer Stats in 0.03 s$"):
+            await client.stats()
+        with pytest.raises(RequestFailed, match=r"^the engine did not answer SetPolicy in 0.05 s$"):
+            await client.set_policy("dali")
 
 
 async def test_a_failing_callback_does_not_end_the_client(endpoint):

@@ -16,7 +16,7 @@ from protocol_messages import messages, records
 import protocol.codec
 from protocol.codec import decode, encode, wire_version
 from protocol.errors import MalformedMessage
-from protocol.fields import fields_of
+from protocol.fields import fields_of, wire_type
 from protocol.messages import (
     TAGS,
     VERSION,
@@ -27,6 +27,7 @@ from protocol.messages import (
     Fetch,
     Generate,
     Heartbeat,
+    I32Vector,
     Partial,
     Sampling,
     Shutdown,
@@ -179,6 +180,25 @@ def test_a_missing_field_takes_its_default_and_integers_serve_as_floats():
 WRONG = [
     (Token(1, 2, True, ""), "Token.token must be int (64 bits, signed), not bool"),
     (Token(1, 2, 2**63, ""), "Token.token must be int (64 bits, signed), not 9223372036854775808"),
+    (Token(1, 2, -(2**63) - 1, ""), "Token.token must be int (64 bits, signed), not -9223372036854775809"),
+    (Token(1, 2, 2**70, ""), "Token.token must be int (64 bits, signed), not an integer of 71 bits"),
+    (Heartbeat(2**63), "Heartbeat.time must be finite float, not 9223372036854775808"),
+    (Heartbeat(float("-inf")), "Heartbeat.time must be finite float, not -inf"),
+    (Generate(1, token_ids=(1, 2**63)), "Generate.token_ids must be int (64 bits, signed), not 92233720"),
+    (
+        Generate(1, token_ids=(-(2**63) - 1,)),
+        "Generate.token_ids must be int (64 bits, signed), not -92233720",
+    ),
+    (
+        Generate(1, token_ids=(1,) * (2**20 + 1)),
+        "Generate.token_ids has 1048577 entries, more than",
+    ),
+    (StatsReply(1, {"a": 2**63}), "StatsReply.stats must be int (64 bits, signed), not 9223372036854775808"),
+    (
+        StatsReply(1, dict.fromkeys(map(str, range(4097)))),
+        "StatsReply.stats holds a dict of 4097 entries",
+    ),
+    (StatsReply(1, {"a": [0] * (2**20 + 1)}), "StatsReply.stats holds a list of 1048577 entries"),
     (Token(1, 2, np.int64(3), ""), "Token.token must be int (64 bits, signed), not int64"),
     (Token(1, 2, 3, None), "Token.text must be str, not nil"),
     (Token(1, 2, 3, "\ud800"), "Token: a text holds lone surrogates, which are not UTF-8"),
@@ -224,6 +244,12 @@ def test_a_tree_that_contains_itself_is_refused():
 def test_encoding_another_object_is_a_type_error():
     with pytest.raises(TypeError, match="dict is not a message"):
         encode({})
+
+
+def test_arrays_are_fields_of_messages_only_and_other_types_have_no_bytes():
+    for annotation in (tuple[I32Vector, ...], I32Vector | None, complex, list[int], tuple[int, int]):
+        with pytest.raises(TypeError, match=r"an array can only be|has no wire type"):
+            wire_type(annotation)
 
 
 def test_the_version_can_be_read_from_any_version():

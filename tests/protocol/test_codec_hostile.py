@@ -116,6 +116,7 @@ REFUSED = {
     "not a map": (framed(TOKEN, b"\x94\x01\x02\x03\xa0"), "Token: the header is not a map"),
     "missing field": (framed(TOKEN, msgpack.packb({"request": 1})), "Token.index is missing"),
     "unknown field": (changed(TOKEN, colour=1), "Token: unknown field 'colour'"),
+    "unknown field with a long name": (changed(TOKEN, **{"c" * 99: 1}), f"unknown field '{'c' * 40}'"),
     "bytes as key": (framed(TOKEN, msgpack.packb({b"request": 1})), "Token.request is missing"),
     "repeated key": (framed(Heartbeat(), b"\x82\xa4time\x01\xa4time\x01"), "a key appears twice"),
     "repeated key inside": (
@@ -142,6 +143,10 @@ REFUSED = {
     "unknown in sampling": (
         changed(Generate(1), sampling={"top_q": 1}),
         "Generate.sampling unknown field 'top_q'",
+    ),
+    "list for sampling": (
+        changed(Generate(1), sampling=[0.5]),
+        "Generate.sampling must be map (Sampling), not list",
     ),
     "half a chat message": (
         changed(Generate(1), messages=[{"role": "user"}]),
@@ -222,6 +227,24 @@ def test_limits():
         with pytest.raises(MalformedMessage) as caught:
             decode(frames, limits=Limits(header=60, frame=100, items=3, keys=4) if "needs" in line else small)
         assert line in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("message", "limit", "exactly"),
+    [
+        (Heartbeat(), "header", 15),
+        (PARTIAL, "frame", 24),
+        (Generate(1, token_ids=(1, 2, 3)), "items", 3),
+        (StatsReply(1, {"a": [1, 2, 3]}), "items", 3),
+        (StatsReply(1, {"a": 1, "b": 2, "c": 3}), "keys", 3),
+        (StatsReply(1, {"a": [1, {"b": 1}]}), "containers", 4),
+        (StatsReply(1, {"a": [1, {"b": 1}]}), "depth", 3),
+    ],
+)
+def test_each_limit_is_the_most_that_is_accepted(message, limit, exactly):
+    assert same(decode(encode(message), limits=Limits(**{limit: exactly})), message)
+    with pytest.raises(MalformedMessage):
+        decode(encode(message), limits=Limits(**{limit: exactly - 1}))
 
 
 @pytest.mark.parametrize("claim", [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -86,6 +87,16 @@ def test_a_key_file_is_never_overwritten(engine_file: Path, tmp_path: Path) -> N
     assert not (tmp_path / "nowhere").exists()
     with pytest.raises(ProtocolError, match=r"^cannot write /.*: No such file or directory$"):
         write_client_keys(tmp_path / "missing" / "client.key", CLIENT)
+
+
+def test_no_half_of_a_key_file_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, mode: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("protocol.keys.os.fchmod", full)
+    with pytest.raises(ProtocolError, match=rf"^cannot write {tmp_path}/key: No space left on device$"):
+        write_client_keys(tmp_path / "key", CLIENT)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o610, 0o666])

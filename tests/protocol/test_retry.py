@@ -1,6 +1,7 @@
 """A client with `retry`: engines that exit at any point, and restarted ones at the same endpoint."""
 
 import asyncio
+import fcntl
 import shutil
 import time
 from contextlib import AsyncExitStack
@@ -286,16 +287,31 @@ async def test_client_ends_after_its_retry_time(endpoint):
         assert str(lost).startswith(f"the engine at {endpoint} has been silent")
 
 
-async def test_client_does_not_wait_for_an_engine_that_was_stopped(endpoint, runtime):
+@pytest.mark.parametrize("left", ["nothing", "folder without a locked file"])
+async def test_client_does_not_wait_for_an_engine_that_was_stopped(endpoint, runtime, left):
     async with Restarts(endpoint) as engines:
         await engines.stop()
         start = time.monotonic()
-        shutil.rmtree(runtime)
+        if left == "nothing":
+            shutil.rmtree(runtime)
+        else:
+            (runtime / "lock").touch()  # as after a crash of the whole engine
         try:
             assert str(await engines.client.lost()).endswith("(it has ended)")
             assert time.monotonic() - start < QUIET + 3.5
         finally:
-            runtime.mkdir(mode=0o700)
+            runtime.mkdir(mode=0o700, exist_ok=True)
+
+
+async def test_client_waits_as_long_as_a_process_holds_the_engines_lock(endpoint, runtime):
+    with (runtime / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        async with Restarts(endpoint) as engines:
+            engines.server.shares = {0: 2}
+            answer = engines.client.generate(prompt="hi", max_tokens=LENGTH)
+            await until(lambda: len(answer.token_ids) == 2)
+            await engines.next()
+            assert (await answer.result()).tokens == ANSWER
 
 
 async def test_client_closed_while_it_waits_ends_its_requests(endpoint):

@@ -54,6 +54,10 @@ def test_a_client_with_keys_talks_over_tcp(context, tcp):
         bind_router(context, tcp, keys=ENGINE) as router,
         connect_dealer(context, tcp.replace("127.0.0.1", "localhost"), keys=CLIENT) as dealer,
     ):
+        assert (router.get(zmq.TCP_KEEPALIVE), router.get(zmq.TCP_KEEPALIVE_CNT)) == (1, 3)
+        assert router.get(zmq.TCP_KEEPALIVE_IDLE) == router.get(zmq.TCP_KEEPALIVE_INTVL) == 5  # seconds
+        assert router.get(zmq.TCP_MAXRT) == 15_000  # milliseconds
+        assert (router.get(zmq.IPV6), dealer.get(zmq.IPV6)) == (0, 1)
         dealer.send(b"hello")
         assert router.poll(5000)
         name, word = router.recv_multipart()
