@@ -25,12 +25,14 @@ run: $(READY)
 	exec $(BIN)/python launch.py
 
 # Processes that tests start import our modules by the hundred: they are compiled once, even if the environment
-# forbids it.
+# forbids it. mypy, which uses one core, runs beside the first tests, many of which only one process runs.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(TEST_TOOLS)
 	echo "ruff ..." && $(BIN)/ruff check .
-	echo "mypy ..." && $(BIN)/mypy
-	echo "pytest ..." && $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+	echo "mypy and pytest ..."
+	$(BIN)/mypy >$(VENV)/mypy.txt 2>&1 & types=$$!; \
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0; tests=$$?; \
+	wait $$types; types=$$?; echo "mypy:"; cat $(VENV)/mypy.txt; exit $$((tests ? tests : types))
 
 # The kernels' tests where nothing was compiled: installation must not need a compiler.
 test-without-compiler: $(TEST_TOOLS)

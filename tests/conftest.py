@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 import turns
-from fork_server import SETTINGS, ForkServer
+from fork_server import SERVER, SETTINGS
 from leaks import leaks, segments
 from safetensors.numpy import save_file
 
@@ -80,8 +80,7 @@ for number in (signal.SIGINT, signal.SIGHUP):
 # Torch in this process shares the cores with engines: its idle threads must not spin. Read on import.
 os.environ |= SETTINGS
 
-FORK_SERVER = ForkServer()
-FORK_SERVER.install()
+SERVER.install()
 
 EngineFactory = Callable[..., AbstractAsyncContextManager[tuple[Supervisor, Client]]]
 
@@ -111,9 +110,9 @@ def start_engine() -> EngineFactory:
 @pytest.fixture
 def executed_processes() -> Iterator[None]:
     """Engines of this test execute a Python for each process, as outside of tests: they start more slowly."""
-    FORK_SERVER.remove()
+    SERVER.remove()
     yield
-    FORK_SERVER.install()
+    SERVER.install()
 
 
 @pytest.fixture(scope="session")
@@ -223,7 +222,7 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 
 @pytest.hookimpl(trylast=True)  # when the other processes, if there are any, have ended
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    FORK_SERVER.close()
+    SERVER.close()
     before = session.config.stash.get(_SEGMENTS, None)
     deadline = time.monotonic() + EXIT_SECONDS
     while (found := leaks(PLACE, before)) and time.monotonic() < deadline:

@@ -1,13 +1,16 @@
-"""Engine processes forked from one that has imported everything, instead of a Python start for each.
+"""Engine processes and commands forked from a process that has imported everything, instead of a Python start
+for each.
 
 Importing torch, the coordinator's and the workers' modules takes more processor time than most tests do.
 A fork server therefore starts `workers.child` for engines within a test process: with the same entry point,
 arguments, descriptors, environment, working directory and parent as `asyncio.create_subprocess_exec` would.
-Engines that a test starts by a command line run as users run them.
+`ForkedPython` starts `launch.py`, or the code of an option `-c`, in the same way, and the engine of a command
+that was forked is forked too. What a test executes (`subprocess`) runs as users run it, with its engine.
 
-A forked process must be a child of the test process, which waits for it and ends it by its own exit. Linux
-makes the nearest subreaper among its ancestors the parent of an orphan: the test process is a subreaper while
-it waits for the server's answer.
+A forked process must be a child of the process that starts it, which waits for it and ends it by its own
+exit. Linux makes the nearest subreaper among its ancestors the parent of an orphan: the starting process is a
+subreaper while it waits for the server's answer. A forked command is no ancestor of its server, so it has a
+server of its own, forked from it before it starts a thread.
 """
 
 from __future__ import annotations
@@ -15,10 +18,12 @@ from __future__ import annotations
 import asyncio
 import atexit
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -26,8 +31,9 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = str(Path(__file__).resolve().parents[1])
 ENTRY = ("-m", "workers.child")
@@ -43,7 +49,13 @@ PRELOADED = (
     "transformers.modeling_rope_utils",
     "transformers.models.auto.configuration_auto",
     "transformers.models.auto.tokenization_auto",
+    "launch.cli",
+    "uvloop",
+    *(f"launch.{name}" for name in ("generate", "score", "serve", "keys", "bench.replay")),
+    *(f"launch.{name}.command" for name in ("chat", "stress", "bench", "calibrate", "doctor", "cache")),
 )
+READ_AT_START = ("PYTHON", "LC_", "LANG", "TORCH")  # variables that a forked process cannot change
+HUB = ("HF_", "huggingface_hub")  # variables that this package reads when it is imported
 SETTINGS = {  # numerical libraries read these once, so every engine process has the same
     "OMP_WAIT_POLICY": "PASSIVE",
     "GOMP_SPINCOUNT": "0",
@@ -54,7 +66,7 @@ PR_SET_CHILD_SUBREAPER = 36
 START_LIMIT = 100.0  # seconds; importing takes a few on an idle machine
 ADOPTION_LIMIT = 10.0  # seconds until the kernel has given an orphan to the test process
 MAX_REQUEST = 1 << 20
-COMMAND_BYTES = 1000  # for the command line that a forked process shows
+SPACE = " " * 2000  # for the command line, and the environment, that a forked process shows
 
 _prctl = ctypes.CDLL(None).prctl
 
@@ -87,11 +99,13 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The test process's side. The server is started when it is first needed."""
+    """The side of the process that starts others. The server is started when it is first needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, connection: socket.socket | None = None) -> None:
+        """`connection`: to a server that runs already."""
         self._server: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
+        self._socket = connection
+        self._lock = threading.Lock()
         self._exec = asyncio.create_subprocess_exec
 
     def install(self) -> None:
@@ -108,29 +122,47 @@ class ForkServer:
             self._socket.close()
             self._server.wait(START_LIMIT)
 
-    async def _start(self, *command: Any, **options: Any) -> Any:
-        if command[1:3] != ENTRY:
-            return await self._exec(*command, **options)
-        (lifeline,) = options["pass_fds"]
+    def fork(
+        self,
+        arguments: list[str],
+        environment: Mapping[str, str],
+        folder: str,
+        streams: tuple[int, int, int],
+        lifeline: int | None = None,
+    ) -> int:
+        """The id of a new child of this process: of an engine's, if it gets a lifeline, or else a command."""
         request = {
-            "argv": command[2:],
-            "environment": options["env"],
+            "argv": arguments,
+            "environment": dict(environment),
             "lifeline": lifeline,
-            "folder": os.getcwd(),
+            "folder": folder,
             "cores": sorted(os.sched_getaffinity(0)),
             "umask": _umask(),
             "parent": os.getpid(),
         }
-        connection = self._connection()
-        _prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        try:
-            socket.send_fds(connection, [json.dumps(request).encode()], [lifeline, options["stdout"]])
-            answer = connection.recv(100)
-        finally:
-            _prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        descriptors = [*streams, *([] if lifeline is None else [lifeline])]
+        with self._lock:
+            connection = self._connection()
+            _prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+            try:
+                socket.send_fds(connection, [json.dumps(request).encode()], descriptors)
+                answer = connection.recv(100)
+            finally:
+                _prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
         if not answer:
             raise RuntimeError("the fork server ended")
-        return ForkedProcess(int(answer))
+        return int(answer)
+
+    async def _start(self, *command: Any, **options: Any) -> Any:
+        if command[1:3] != ENTRY:
+            return await self._exec(*command, **options)
+        return ForkedProcess(self._fork_child(command[2:], **options))
+
+    def _fork_child(
+        self, arguments: tuple[str, ...], *, pass_fds: tuple[int], env: dict[str, str], stdout: int, **_: Any
+    ) -> int:
+        with open(os.devnull, "rb") as nothing:
+            return self.fork(list(arguments), env, os.getcwd(), (nothing.fileno(), stdout, stdout), *pass_fds)
 
     def _connection(self) -> socket.socket:
         if self._socket is None:
@@ -138,13 +170,40 @@ class ForkServer:
             self._socket.settimeout(START_LIMIT)
             with theirs:
                 self._server = subprocess.Popen(
-                    [sys.executable, "-P", __file__, str(theirs.fileno()), " " * COMMAND_BYTES],
+                    [sys.executable, "-P", __file__, str(theirs.fileno()), SPACE],
                     stdin=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,
-                    env=os.environ | SETTINGS | {"PYTHONPATH": ROOT},
+                    env=os.environ | SETTINGS | {"PYTHONPATH": ROOT, "SPACE": SPACE},
                 )
         return self._socket
+
+
+SERVER = ForkServer()  # the test process's
+
+
+class ForkedPython(subprocess.Popen[str]):
+    """`launch.py` or `-c CODE`, with arguments, in a forked process."""
+
+    def __init__(self, *arguments: str, **options: Any) -> None:
+        """`options`: of Popen. TypeError for those that a forked process cannot have."""
+        if unknown := options.keys() - {"stdin", "stdout", "stderr", "env", "cwd"}:
+            raise TypeError(f"a forked process cannot have {unknown}")
+        super().__init__([sys.executable, *arguments], text=True, **options)
+
+    def _execute_child(self, args: list[str], *positional: Any) -> None:
+        """Instead of Popen's own, which would execute: it has made the pipes, and closes their other ends."""
+        cwd, env = positional[4:6]
+        streams = positional[9:15]  # of stdin, stdout and stderr: what the process gets, or -1, and our end
+        given = tuple(fd if fd >= 0 else standard for standard, fd in enumerate((streams[0], *streams[3::2])))
+        environment = os.environ if env is None else env
+        for name in {*environment, *os.environ}:
+            changed = environment.get(name) != os.environ.get(name)
+            if changed and name.startswith(READ_AT_START) and name != "PYTHONPATH":
+                raise ValueError(f"the fork server has read {name} already: execute this process")
+        self.pid = SERVER.fork(args[1:], environment, str(cwd or os.getcwd()), given)
+        self._child_created = True
+        self._close_pipe_fds(*streams)
 
 
 def _umask() -> int:
@@ -153,89 +212,149 @@ def _umask() -> int:
     return mask
 
 
-def serve(connection: socket.socket) -> None:
-    """The server: until the test process closes its end."""
+def preload() -> None:
     gc.disable()  # as in an executed child: what is imported does not become garbage
     for name in PRELOADED:
         importlib.import_module(name)
     gc.freeze()
     if len(os.listdir("/proc/self/task")) > 1:
         sys.exit("the fork server has threads, and a fork would lose them")
+
+
+def serve(connection: socket.socket) -> None:
+    """The server: until the process that it serves closes its end."""
     while True:
-        packet, descriptors, _, _ = socket.recv_fds(connection, MAX_REQUEST, 2)
+        packet, descriptors, _, _ = socket.recv_fds(connection, MAX_REQUEST, 4)
         if not packet:
             return
         middle = os.fork()
         if middle == 0:
             if os.fork() == 0:
-                _run(json.loads(packet), *descriptors, connection)
+                _run(json.loads(packet), descriptors, connection)
             os._exit(0)
         os.waitpid(middle, 0)
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-def _run(request: dict[str, Any], lifeline: int, stdout: int, connection: socket.socket) -> None:
-    """Run the forked process until its exit. Does not return."""
-    code = 1
+def _run(request: dict[str, Any], descriptors: list[int], connection: socket.socket) -> NoReturn:
+    """Run the forked process until its exit."""
+    code, interrupted = 1, False
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         deadline = time.monotonic() + ADOPTION_LIMIT
         while os.getppid() != request["parent"]:
             if time.monotonic() > deadline:
-                sys.exit("the test process did not become this process's parent")
+                sys.exit("the starting process did not become this process's parent")
             time.sleep(0.0005)
-        os.setsid()
+        if request["lifeline"] is not None:
+            os.setsid()
+        own = None if request["lifeline"] is not None else _server_of_a_command()
         connection.send(str(os.getpid()).encode())
-        os.dup2(stdout, 1)
-        os.dup2(stdout, 2)
-        _take_over(request, lifeline)
-        importlib.import_module("workers.child").main()
+        _take_over(request, descriptors, own)
+        if own is None:
+            importlib.import_module("workers.child").main()
+        else:
+            ForkServer(own).install()
+            _run_python()
+        code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
-    except BaseException:
+    except BaseException as error:
+        interrupted = isinstance(error, KeyboardInterrupt)
         traceback.print_exc()
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
+    except BaseException:
+        traceback.print_exc()
+        code = 120  # Python's, where a stream cannot be flushed
     finally:
+        if interrupted:  # as Python ends
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
         os._exit(code)
 
 
-def _take_over(request: dict[str, Any], lifeline: int) -> None:
+def _run_python() -> None:
+    """What sys.argv says: a file, or the code of an option -c."""
+    gc.enable()
+    prefix, package = HUB
+    if any(name.startswith(prefix) for name in os.environ):
+        for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+            del sys.modules[name]
+    if sys.argv[0] == "-c":
+        code = sys.argv.pop(1)
+        sys.argv[0] = "-c"
+        exec(code, {"__name__": "__main__"})  # noqa: S102 - a test's
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _server_of_a_command() -> socket.socket:
+    """Fork a server from this process, before it becomes the command. It ends with the command."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        try:
+            _close_all_but({theirs.fileno()})
+            serve(theirs)
+        finally:
+            os._exit(0)
+    theirs.close()
+    ours.settimeout(START_LIMIT)
+    return ours
+
+
+def _take_over(request: dict[str, Any], descriptors: list[int], own: socket.socket | None) -> None:
     """Become what an executed process would be: no other descriptors, and the requested environment."""
-    wanted = request["lifeline"]
-    others = [int(name) for name in os.listdir("/proc/self/fd")]
-    if lifeline != wanted:
-        os.dup2(lifeline, wanted)
-    for descriptor in others:
-        if descriptor > 2 and descriptor != wanted:
-            try:
-                os.close(descriptor)
-            except OSError:
-                continue  # the one that listed the folder
+    kept = set() if own is None else {own.fileno()}
+    # Numbers that are to be given may be in use for another of them.
+    wanted = {0, 1, 2, *([] if request["lifeline"] is None else [request["lifeline"]])}
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, max(wanted) + 1) for fd in descriptors]
+    for descriptor, number in zip(high, sorted(wanted), strict=True):
+        os.dup2(descriptor, number)
+    _close_all_but(kept | wanted)
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
     os.umask(request["umask"])
     os.sched_setaffinity(0, request["cores"])
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    torch = sys.modules["torch"]
-    torch.set_num_threads(int(request["environment"]["OMP_NUM_THREADS"]))
+    sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
     sys.argv = list(request["argv"])
-    _show_command([sys.executable, *ENTRY, *sys.argv[1:]])
+    if own is not None:
+        _show([sys.executable, *sys.argv])
+    else:
+        _show([sys.executable, *ENTRY, *sys.argv[1:]])
+        torch = sys.modules["torch"]
+        torch.set_num_threads(int(request["environment"]["OMP_NUM_THREADS"]))
 
 
-def _show_command(words: list[str]) -> None:
-    """Overwrite the command line that other processes see, for programs that tell processes apart by it."""
+def _close_all_but(kept: set[int]) -> None:
+    """Close every descriptor but these and the standard ones."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in kept:
+            try:
+                os.close(int(name))
+            except OSError:
+                continue  # the one that listed the folder
+
+
+def _show(words: list[str]) -> None:
+    """Overwrite the command line and the environment that other processes see, for programs that tell
+    processes apart by them. The C library has no pointer to the old environment since that was cleared."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5), which counts from 1
-    shown = "".join(f"{word}\0" for word in words).encode()[: end - start]
-    ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
+    # arg_start, arg_end, env_start and env_end of proc(5), which counts from 1
+    command, environment = (map(int, fields[45:47]), map(int, fields[47:49]))
+    variables = [f"{name}={value}" for name, value in os.environ.items()]
+    for (start, end), lines in ((command, words), (environment, variables)):
+        shown = "".join(f"{line}\0" for line in lines).encode(errors="surrogateescape")[: end - start]
+        ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
 
 
 if __name__ == "__main__":
+    preload()
     serve(socket.socket(fileno=int(sys.argv[1])))

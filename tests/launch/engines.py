@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from fork_server import ForkedPython
 
 from pipeline.checkpoint.index import CheckpointIndex, fingerprint
 from pipeline.models.registry import expert_shape
@@ -22,17 +23,31 @@ LAUNCH = str(ROOT / "launch.py")
 LIMIT = 120.0  # seconds; a start takes two or three on an idle machine
 
 
-def launch(*arguments: str, limit: float = LIMIT, **settings: Any) -> subprocess.CompletedProcess[str]:
-    """Run `launch.py` to its end, for at most `limit` seconds."""
-    command = [sys.executable, LAUNCH, *arguments]
-    return subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit, **settings
-    )
+def start(*arguments: str, executed: bool = False, **options: Any) -> subprocess.Popen[str]:
+    """Start `launch.py`. `executed`: as users do, by a Python of its own, with its engine; else by a fork.
+    `options`: of Popen."""
+    if executed:
+        return subprocess.Popen([sys.executable, LAUNCH, *arguments], text=True, **options)
+    return ForkedPython(LAUNCH, *arguments, **options)
 
 
-def run(*arguments: str) -> tuple[int, str, str]:
-    """Run `launch.py` to its end: exit code, stdout and stderr."""
-    done = launch(*arguments)
+def launch(
+    *arguments: str, limit: float = LIMIT, written: str = "", **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run `launch.py` with this on its stdin, for at most `limit` seconds. `options`: of `start`."""
+    pipe = subprocess.PIPE
+    with start(*arguments, stdin=pipe, stdout=pipe, stderr=pipe, **options) as process:
+        try:
+            out, err = process.communicate(written, limit)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+def run(*arguments: str, **options: Any) -> tuple[int, str, str]:
+    """Run `launch.py` to its end: exit code, stdout and stderr. `options`: of `start`."""
+    done = launch(*arguments, **options)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -40,12 +55,15 @@ class Launched:
     """A running `launch.py`; its stderr is kept in a file. Killed at the end of the block."""
 
     def __init__(
-        self, *arguments: str, stdin: int = subprocess.DEVNULL, stdout: int = subprocess.PIPE
+        self,
+        *arguments: str,
+        stdin: int = subprocess.DEVNULL,
+        stdout: int = subprocess.PIPE,
+        executed: bool = False,
     ) -> None:
+        """`executed`: of `start`."""
         self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed at the end of the block
-        self.process = subprocess.Popen(
-            [sys.executable, LAUNCH, *arguments], stdin=stdin, stdout=stdout, stderr=self._stderr, text=True
-        )
+        self.process = start(*arguments, executed=executed, stdin=stdin, stdout=stdout, stderr=self._stderr)
 
     def __enter__(self) -> Launched:
         return self

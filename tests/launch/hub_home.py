@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 from engines import LAUNCH, ROOT
+from fork_server import ForkedPython
 from safetensors.numpy import load, save
 
 NAME = "org/tiny-model"
@@ -24,6 +24,8 @@ COMPLAIN = (
     "ask = ['generate', '--prompt', 'a', '--log-level', 'warning', '--model'];"
     "print(json.dumps([main([*ask, name]) for name in sys.argv[1:]]))"
 )
+# `launch.py` without the seconds for which huggingface_hub waits before it tries again.
+IMPATIENT = "import sys, time; time.sleep = int; from launch.cli import main; sys.exit(main(sys.argv[1:]))"
 WANTED = {
     "config.json",
     "generation_config.json",
@@ -57,18 +59,13 @@ class Home:
     def __init__(self, folder: Path, endpoint: str | None) -> None:
         self.cache = folder / "hf" / "hub"
         self.env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
-        self.env |= {"HF_HOME": str(folder / "hf"), "PYTHONPATH": str(ROOT)}
+        self.env |= {"HF_HOME": str(folder / "hf")}
         if endpoint is not None:
             self.env["HF_ENDPOINT"] = endpoint
 
-    def start(self, *command: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, *command],
-            env=self.env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def start(self, *command: str, cwd: Path = ROOT) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        return ForkedPython(*command, cwd=cwd, env=self.env, stdout=pipe, stderr=pipe)
 
     def resolve(self, name: str = NAME) -> tuple[Path, str]:
         """The model's folder, and the lines on stderr."""

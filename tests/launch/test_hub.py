@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from engines import LAUNCH
-from hub_home import NAME, RESOLVE, SHARDS, WANTED, Home
+from hub_home import IMPATIENT, NAME, RESOLVE, SHARDS, WANTED, Home
 from hub_server import BRANCH, COMMIT, HubServer, Repository
 from terminal import TMUX, Terminal
 
@@ -103,7 +103,7 @@ def test_interrupted_download_resumes_after_complete_files(home, hub, files, num
 def test_download_shows_a_bar_on_a_terminal(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
     hub.repositories[NAME] = Repository(files)
     hub.stuck = SHARDS[1]
-    env = {name: value for name, value in home.env.items() if name.startswith(("HF_", "PYTHONPATH"))}
+    env = {name: value for name, value in home.env.items() if name.startswith("HF_")}
     with Terminal("generate", "--prompt", "a", "--model", NAME, env=env) as terminal:
         assert hub.half.wait(60)
         terminal.until(rf"{SHARDS[1]}: +\d+%\|")
@@ -115,7 +115,8 @@ def test_download_shows_a_bar_on_a_terminal(home: Home, hub: HubServer, files: d
 def test_lost_network_is_one_line(home: Home, hub: HubServer, files: dict[str, bytes]) -> None:
     hub.repositories[NAME] = Repository(files)
     hub.stuck = SHARDS[1]
-    process = home.start(LAUNCH, "generate", "--prompt", "a", "--model", NAME, "--log-level", "warning")
+    words = ("generate", "--prompt", "a", "--model", NAME, "--log-level", "warning")
+    process = home.start("-c", IMPATIENT, *words)
     assert hub.half.wait(60)
     hub.lost = True
     hub.go.set()

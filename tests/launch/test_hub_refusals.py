@@ -60,10 +60,9 @@ def test_local_folder_is_used_before_the_hub(home: Home, hub: HubServer, tmp_pat
     hub.repositories[NAME] = Repository({})
     (tmp_path / "org").mkdir()
     (tmp_path / NAME).symlink_to(tiny_model)
-    process = subprocess.run(
-        [sys.executable, "-c", RESOLVE, NAME], cwd=tmp_path, env=home.env, capture_output=True, timeout=60
-    )
-    assert process.stdout.decode().strip() == NAME
+    process = home.start("-c", RESOLVE, NAME, cwd=tmp_path)
+    out, log = process.communicate(timeout=60)
+    assert out.strip() == NAME, log
     assert hub.asked == []
 
 

@@ -173,20 +173,21 @@ def test_an_engine_is_used_from_another_machine(keys: Path, tiny_model: Path, po
     with Launched("serve", "--model", str(tiny_model), "--listen", where, "--workers", "1") as engine:
         name = engine.line().split()[0]
         assert f"clients with a key are taken at {where}" in engine.stderr
-        answers = []
-        for to in (given, ("--connect", name)):
-            code, out, err = run(*prompt, *to)
-            assert (code, err) == (0, "")
-            answers.append(json.loads(out)["token_ids"])
-        assert answers[0] == answers[1]
-        assert len(answers[0]) == 4
-        text = tmp_path / "ids.json"
-        text.write_text("[1, 2, 3, 4]")
-        assert run("score", "--tokens", str(text), "--json", *given)[0] == 0
-
         unknown = tmp_path / "unknown.key"
         write_client_keys(unknown, new_keys()[1])
-        code, out, err = run(*prompt, "--connect", where, "--key", str(unknown))
+        # Not answered, which takes seconds: beside the commands that are.
+        with Launched(*prompt, "--connect", where, "--key", str(unknown)) as refused:
+            answers = []
+            for to in (given, ("--connect", name)):
+                code, out, err = run(*prompt, *to)
+                assert (code, err) == (0, "")
+                answers.append(json.loads(out)["token_ids"])
+            assert answers[0] == answers[1]
+            assert len(answers[0]) == 4
+            text = tmp_path / "ids.json"
+            text.write_text("[1, 2, 3, 4]")
+            assert run("score", "--tokens", str(text), "--json", *given)[0] == 0
+            code, out, err = refused.end()
         assert (code, out) == (1, "")
         assert where in err
         assert err.count("\n") == 1

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engines import LAUNCH, LIMIT, engines_left
+from engines import LIMIT, engines_left, run
 
 from launch.chat.banner import QUESTIONS, banner
 from launch.command_line.model_files import check_can_chat
@@ -23,10 +21,7 @@ from protocol.messages import VERSION, Welcome
 
 def piped(text: str, *arguments: str) -> tuple[int, str, str]:
     """`launch.py` with this input: exit code, stdout and stderr."""
-    done = subprocess.run(
-        [sys.executable, LAUNCH, *arguments], input=text, capture_output=True, text=True, timeout=LIMIT
-    )
-    return done.returncode, done.stdout, done.stderr
+    return run(*arguments, written=text)
 
 
 TALK = """What is a generator?

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import LIMIT, Launched, run, runs
+from engines import LIMIT, Launched, runs
 from terminal import TMUX, Terminal
 from waiting import wait_until
 
@@ -41,19 +41,19 @@ def engine(tiny_model: Path) -> Iterator[Launched]:
         assert engine.end()[0] == 0, engine.stderr
 
 
-def output(*arguments: str) -> str:
-    code, out, err = run(*arguments)
+def output(launched: Launched) -> str:
+    code, out, err = launched.end()
     assert code == 0, err
     return out
 
 
 def test_answers_and_scores_resume_after_a_coordinator_restart(engine: Launched, tmp_path: Path) -> None:
     seeded = answer("--temperature", "0.9", "--seed", "4")
-    whole = output(*seeded)
     ids, rows, again = tmp_path / "ids.json", tmp_path / "rows.npy", tmp_path / "again.npy"
     ids.write_text(json.dumps([5 + i * 7 % 4000 for i in range(250)]))
     score = ("score", "--tokens", str(ids), "--stepwise", "--json", *CONNECT, "--out")
-    report = json.loads(output(*score, str(rows)))
+    with Launched(*seeded) as launched, Launched(*score, str(rows)) as scoring:
+        whole, report = output(launched), json.loads(output(scoring))
     with Launched(*seeded) as launched, Launched(*score, str(again)) as scoring:
         assert os.read(launched.process.stdout.fileno(), 1) == whole[0].encode()  # and buffer nothing
         assert wait_until(lambda: any(p.stat().st_size > 100_000 for p in tmp_path.glob("*again*")), LIMIT)
