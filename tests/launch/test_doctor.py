@@ -132,7 +132,7 @@ def test_file_size_limit_of_zero_is_a_problem() -> None:
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # shared-memory segments are files too
 
-    done = launch("doctor", "--json", preexec_fn=limited)
+    done = launch("doctor", "--json", executed=True, preexec_fn=limited)
     assert done.returncode == 1
     report = json.loads(done.stdout)
     assert report["ok"] is False

@@ -75,8 +75,10 @@ def test_the_explanation_says_what_was_measured_and_that_the_machine_was_busy() 
     assert "load average 3.0 before measuring: other programs are computing" in busy
 
 
-@pytest.mark.usefixtures("executed_processes")
-def test_the_doctor_measures_and_expects(tiny_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_doctor_measures_and_expects(
+    tiny_model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launch.doctor.forecast.SECONDS", 0.05)  # of each measurement
     assert main(["doctor", "--model", str(tiny_model), "--device", "cpu", "--workers", "1", "--json"]) == 0
     report = json.loads(capfd.readouterr().out)
     speeds = report["speeds"]
