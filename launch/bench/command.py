@@ -33,6 +33,7 @@ from launch.terminal.output import print_json, show
 from launch.terminal.progress import ProgressCounter
 from pipeline.calibration.cost_cache import processor
 from pipeline.policies.parts import ENOUGH_TOKENS
+from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from protocol.client import Client
 from protocol.errors import EngineGone, ProtocolError, RequestFailed
@@ -55,6 +56,8 @@ async def bench(options: Options, interrupts: Interrupts) -> int:
         changes: list[PolicyChanged] = []  # by other clients
         client.on_policy = changes.append
         try:
+            if options.connect and plan.named:
+                await _check_calibration(client, plan)
             every = await _run(client, plan, changes)
             results = [result for result in every if not result.left_out]
             await _compare_perplexity(client, plan, results, changes)
@@ -75,6 +78,14 @@ async def bench(options: Options, interrupts: Interrupts) -> int:
     if plan.plot is not None:
         draw(report, plan.plot)
     return 0
+
+
+async def _check_calibration(client: Client, plan: BenchPlan) -> None:
+    """Set the policies that need a calibration once: a running engine refuses them before anything else is
+    computed; of a new engine they were checked before its start. Raises RequestFailed."""
+    for request in plan.policies:
+        if make_policy(request, plan.seed).needs_calibration:
+            await client.set_policy(request.name, request.options)
 
 
 async def _run(client: Client, plan: BenchPlan, changes: list[PolicyChanged]) -> list[PolicyResult]:

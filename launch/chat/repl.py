@@ -93,7 +93,7 @@ class Repl:
                 self._view = None
 
     def _on_policy(self, changed: PolicyChanged) -> None:
-        self._screen.announce(f"another client changed the {policy_change(changed)}", "yellow")
+        self._screen.announce(f"another client changed the {policy_change(changed, self._client)}", "yellow")
 
     def _on_connection(self, text: str) -> None:
         """Show that the connection is lost or restored, also while an answer is written."""

@@ -157,8 +157,8 @@ class Session:
         try:
             changed = await self._client.set_policy(name, options)
         except RequestFailed as e:
-            raise RequestFailed(in_chat_syntax(str(e)), e.usage) from e
-        self._output.note(policy_change(changed))
+            raise RequestFailed(in_chat_syntax(str(e), connect_name(self._client)), e.usage) from e
+        self._output.note(policy_change(changed, self._client))
         self._output.show(policy_options(name, options))
 
     async def _set(self, argument: str) -> None:
@@ -206,10 +206,16 @@ class Session:
             self._output.note("the same answer: decoding is greedy; /set temperature=0.8 makes it vary")
 
 
-def policy_change(changed: PolicyChanged) -> str:
-    """A message about the policy that an engine has switched to."""
+def policy_change(changed: PolicyChanged, client: Client) -> str:
+    """A message about the policy that the client's engine has switched to."""
+    engine = connect_name(client)
     first = f"policy: {changed.policy}" + ("" if changed.exact else " (approximate)")
-    return "\n  ".join((first, *map(in_chat_syntax, changed.notes)))
+    return "\n  ".join((first, *(in_chat_syntax(note, engine) for note in changed.notes)))
+
+
+def connect_name(client: Client) -> str:
+    """What another terminal gives to --connect: the engine's name, or its address on tcp."""
+    return client.endpoint if client.endpoint.startswith("tcp:") else client.welcome.engine
 
 
 def _path(text: str, command: str) -> Path:

@@ -8,10 +8,13 @@ import math
 import os
 import socket
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from launch.errors import WrongUsage
+from launch.runtime import cache_root
 from pipeline.assets import model_dir
+from pipeline.calibration.file import calibration_path, read
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig
@@ -49,6 +52,19 @@ def check_engine(config: EngineConfig, source: ModelSource | None = None) -> Non
     expert_shape(source.config, config.tile, format_named(config.format or AUTOMATIC[0]))
     if config.listen is not None:
         check_listening(config.listen, config.key or keys_folder() / ENGINE_FILE)
+
+
+def check_calibration(config: EngineConfig, policies: Sequence[PolicyRequest]) -> None:
+    """Raises PolicyError, or CalibrationError for a damaged file, where one of the policies that an engine
+    will be set to cannot work with the model's calibration on this machine, or without one."""
+    made = [make_policy(request, config.seed) for request in policies if request.name]
+    needing = [policy for policy in made if policy.needs_calibration]
+    if not needing:
+        return
+    path = calibration_path(cache_root(), open_model(config.model or model_dir()))
+    calibration = read(path)[0] if path.exists() else None
+    for policy in needing:
+        policy.check_calibration(calibration)
 
 
 def check_record(path: Path) -> None:

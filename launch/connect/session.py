@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from launch.command_line.checks import check_engine, client_address
+from launch.command_line.checks import check_calibration, check_engine, client_address
 from launch.command_line.options import Options
 from launch.processes.supervisor import Supervisor
 from launch.runtime import find_engine
@@ -44,6 +44,7 @@ async def started(options: Options, interrupts: Interrupts) -> AsyncIterator[Sup
     """An engine with the options of the command line, for the length of the block."""
     config = options.config()
     check_engine(config)
+    check_calibration(config, options.policies())
     supervisor = Supervisor(config, log_level=options.log_level)
     interrupts.at_once(supervisor.kill)
     async with supervisor:

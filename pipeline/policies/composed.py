@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from pipeline.arrays import IntArray
 from pipeline.errors import PolicyError
+from pipeline.policies.calibration import Calibration
 from pipeline.policies.options import Option
 from pipeline.policies.parts import unused_tiles_note, whole_experts
 from pipeline.policies.view import Gated, Plan, Policy, Routing, Signals, Target, View
@@ -42,10 +43,10 @@ class Part(ABC):
         """Called once with all five parts, before any other method."""
         del parts  # most parts do not need the others
 
-    def missing(self, view: View) -> str:
-        """The input that the part needs and the view does not have, as the object of "needs"; "" where it has
+    def missing(self, calibration: Calibration | None) -> str:
+        """What the part needs and the model's calibration lacks, as the object of "needs"; "" where it has
         all."""
-        if self.needs_calibration and view.calibration is None:
+        if self.needs_calibration and calibration is None:
             return "a calibration of this model"
         return ""
 
@@ -187,6 +188,9 @@ class Composed(Policy):
         notes = [f"{self.name}: {note}" for part in self.parts for note in part.notes(view)]
         return *unused_tiles_note(self.name, view), *dict.fromkeys(notes)
 
+    def check_calibration(self, calibration: Calibration | None) -> None:
+        require_calibration(self.name, tuple(self.parts), calibration)
+
     def placement(self, view: View) -> IntArray:
         require(self.name, tuple(self.parts), view)
         shape = view.shape
@@ -263,7 +267,12 @@ def require(policy: str, parts: Sequence[Part], view: View) -> None:
     """Raises PolicyError, one line with the remedy, where a part lacks an input."""
     if view.costs is None and any(part.needs_costs for part in parts):
         raise PolicyError(f"policy {policy} plans by costs, and none were measured or given (--costs)")
-    incomplete = [(part, missing) for part in parts if (missing := part.missing(view))]
+    require_calibration(policy, parts, view.calibration)
+
+
+def require_calibration(policy: str, parts: Sequence[Part], calibration: Calibration | None) -> None:
+    """Raises PolicyError, one line with the remedy, where a part lacks what a calibration measures."""
+    incomplete = [(part, missing) for part in parts if (missing := part.missing(calibration))]
     if incomplete:
         needs = " and ".join(dict.fromkeys(missing for _, missing in incomplete))
         without = " ".join(

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.arrays import FloatArray, IntArray
-from pipeline.policies.composed import Placement, require
+from pipeline.policies.calibration import Calibration
+from pipeline.policies.composed import Placement, require, require_calibration
 from pipeline.policies.options import Choice, Option, Real, Whole
 from pipeline.policies.parts import unused_tiles_note, whole_experts
 from pipeline.policies.placements import Calibrated, Known, Popular
@@ -89,6 +90,9 @@ class Daop(Policy):
                 f"predicted one, counted from 0, is {self._first_layer} (--set {self.name}.first_layer=1)"
             )
         return *unused_tiles_note(self.name, view), *notes
+
+    def check_calibration(self, calibration: Calibration | None) -> None:
+        require_calibration(self.name, (self._placement,), calibration)
 
     def placement(self, view: View) -> IntArray:
         require(self.name, (self._placement,), view)

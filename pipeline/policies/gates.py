@@ -62,12 +62,12 @@ class AdaptiveGate(Gate):
         self._sensitivity: list[float] = []  # [L] of that calibration
         self._limit = 0.0  # T
 
-    def missing(self, view: View) -> str:
-        if view.calibration is not None and view.calibration.sensitivity is None:
+    def missing(self, calibration: Calibration | None) -> str:
+        if calibration is not None and calibration.sensitivity is None:
             return "a calibration with sensitivities"
-        if view.calibration is not None and view.calibration.threshold is None and self._threshold is None:
+        if calibration is not None and calibration.threshold is None and self._threshold is None:
             return "a calibration with a threshold"
-        return super().missing(view)
+        return super().missing(calibration)
 
     def apply_gate(self, layer: int, routing: Routing, view: View) -> Routing:
         if view.phase != "decode" and not self._prompts_too:
@@ -86,8 +86,8 @@ class AdaptiveGate(Gate):
 
     def _learn(self, view: View) -> None:
         """Read the numbers of a calibration into a form that is fast for one token."""
-        absent = self.missing(view)
         calibration = view.calibration
+        absent = self.missing(calibration)
         if absent or calibration is None or calibration.sensitivity is None:
             raise PolicyError(f"gate {self.name} needs {absent}: run python launch.py calibrate --text FILE")
         limit = calibration.threshold if self._threshold is None else self._threshold

@@ -63,11 +63,10 @@ class Lru(Replacement):
         self._gated = not parts.gate.exact
         self._predictor = parts.prediction.predictor
 
-    def missing(self, view: View) -> str:
-        calibration = view.calibration
+    def missing(self, calibration: Calibration | None) -> str:
         if self.needs_calibration and self._gated and calibration is not None and calibration.needed is None:
             return "a calibration with sensitivities"
-        return super().missing(view)
+        return super().missing(calibration)
 
     def sizes(self, view: View, budget: int) -> Sequence[int] | None:
         if not self._per_layer:

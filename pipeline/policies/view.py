@@ -157,6 +157,11 @@ class Policy(ABC):
         """Options that the policy cannot follow here, with the reason; each one line."""
         return ()
 
+    def check_calibration(self, calibration: Calibration | None) -> None:
+        """Raises PolicyError, one line with the remedy, where the policy cannot work with the model's
+        calibration, or without one."""
+        del calibration  # most policies work without
+
     @abstractmethod
     def placement(self, view: View) -> IntArray:
         """Targets [L, E] int32 in 0..n at the start, sum <= view.capacity. Raises PolicyError, one line with

@@ -292,6 +292,7 @@ def test_every_preset_runs_without_policy_and_without_a_tokenizer(tiny_model: Pa
         ("--policy all-host,,fiddler", ["all-host,,fiddler", "a name is missing"]),
         ("--policy all-host,", ["a name is missing"]),
         ("--policy ,", ["a name is missing"]),
+        ("--policy all-host,adapmoe", ["adapmoe needs a calibration", "calibrate --text FILE"]),
         ("--policy all-host,on-demand --set on-demand.scop=global", ["scop", "scope"]),
         ("--policy all-host,on-demand --set fiddler.scope=global", ["all-host or on-demand", "fiddler"]),
         ("--set on-demand.scope=global", ["--policy"]),

@@ -249,9 +249,11 @@ def test_summary_line_breaks_between_its_parts() -> None:
 
 def test_engine_hint_is_written_as_a_command_of_the_chat() -> None:
     both = "needs a calibration, or avoid that with --set fiddler.placement=popular --set fiddler.gate=own"
-    assert in_chat_syntax(both).endswith("with /policy fiddler placement=popular gate=own")
-    assert in_chat_syntax("is 4 (--set daop.first_layer=1)") == "is 4 (/policy daop first_layer=1)"
-    assert in_chat_syntax("run launch.py calibrate --text FILE") == "run launch.py calibrate --text FILE"
+    assert in_chat_syntax(both, "e").endswith("with /policy fiddler placement=popular gate=own")
+    assert in_chat_syntax("is 4 (--set daop.first_layer=1)", "e") == "is 4 (/policy daop first_layer=1)"
+    hint = "run python launch.py calibrate --text FILE"
+    for text in (f"{hint} (and --model, if given), or", f"{hint}, or"):
+        assert in_chat_syntax(text, "e1") == f"{hint} --connect e1 in another terminal, or"
 
 
 def test_control_characters_of_a_model_do_not_reach_the_terminal() -> None:

@@ -126,12 +126,12 @@ def test_new_calibration_is_used() -> None:
 def test_missing_calibration_parts_are_named() -> None:
     view = a_view(2, [0.01], None, UNEVEN)
     gate = AdaptiveGate(threshold=None, phase="decode")
-    assert gate.missing(replace(view, calibration=None)) == "a calibration of this model"
-    assert "sensitivities" in gate.missing(replace(view, calibration=calibration(None, 0.1)))
-    assert "threshold" in gate.missing(view)
+    assert gate.missing(None) == "a calibration of this model"
+    assert "sensitivities" in gate.missing(calibration(None, 0.1))
+    assert "threshold" in gate.missing(view.calibration)
     with pytest.raises(PolicyError, match=r"threshold: run python launch\.py calibrate"):
         gate(0, SIGNALS, view)
-    assert AdaptiveGate(threshold=0.1, phase="decode").missing(view) == ""
+    assert AdaptiveGate(threshold=0.1, phase="decode").missing(view.calibration) == ""
 
 
 def test_own_gate_is_the_routers_routing() -> None:
