@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.chat.conversation import Reply
-from launch.chat.levers import LEAST_GAIN, Lever, has_workers, levers
+from launch.chat.levers import LEAST_GAIN, Lever, has_workers, levers, together
 from launch.errors import WrongUsage
 from launch.phase_profile import PhaseProfile
 from launch.terminal.format import percent
@@ -45,7 +45,7 @@ def why_text(reply: Reply | None, stats: dict[str, Any], welcome: Welcome) -> Re
     parts: list[RenderableType] = [_time(profile, policy, has_workers(stats)), "", _layers(profile), ""]
     parts += [Text(line) for line in facts(profile, answer, stats.get("prefetch", {}))]
     found = levers(profile, stats, welcome, policy)
-    parts += ["", advice(found, profile.seconds / profile.rows)]
+    parts += ["", advice(found, profile)]
     return Group(*parts)
 
 
@@ -80,7 +80,10 @@ def facts(profile: PhaseProfile, answer: dict[str, Any], prefetch: dict[str, Any
     if profile.hit_rate is not None:
         lines.append(f"hits: {percent(profile.hit_rate)} of the needed experts were resident")
     host, device = percent(profile.host_busy), percent(profile.device_busy)
-    lines.append(f"busy: host's experts {host}, device (attention, head, its experts) {device} of the time")
+    lines.append(
+        f"computing: the host (experts) {host} of the time, the device (attention, head, its experts)"
+        f" {device}; otherwise they wait"
+    )
     if moved["demanded"]:
         late = percent(moved["late"] / moved["demanded"])
         also = f", {late} of it already being prefetched" if moved["late"] else ""
@@ -104,17 +107,32 @@ def _fidelity(fidelity: dict[str, Any]) -> str:
     return f"approximate; of the routed weight: {words}"
 
 
-def advice(found: list[Lever], now: float) -> RenderableType:
-    """The levers, the largest gain first. `now`: seconds of a token."""
+def advice(found: list[Lever], profile: PhaseProfile) -> RenderableType:
+    """The levers, the largest gain first, and the best of them together."""
     if not found:
         return Text(f"No setting is known that would make this {percent(LEAST_GAIN)} faster.")
     table = make_grid(3)
     for lever in found:
-        speed = f"{'at most' if lever.bound else 'about'} {_speed(lever.seconds)}"
-        table.add_row(Text(lever.setting, "bold"), speed, Text(lever.effect, "dim"))
+        table.add_row(
+            Text(lever.setting, "bold"), _gain(lever.seconds, lever.bound), Text(lever.effect, "dim")
+        )
     options = any(lever.setting.startswith("--") for lever in found)
     start = "; a setting with -- is given at the next start" if options else ""
-    return Group(f"What would help, from {_speed(now)}{start}:", table)
+    now = _speed(profile.seconds / profile.rows)
+    return Group(f"What would help, from {now}{start}:", table, *_combined(found, profile))
+
+
+def _combined(found: list[Lever], profile: PhaseProfile) -> list[RenderableType]:
+    chosen, seconds = together(found, profile)
+    if len(chosen) < 2:
+        return []
+    *most, last = (lever.setting for lever in chosen)
+    gain = _gain(seconds, any(lever.bound for lever in chosen))
+    return [Text(f"Together, {', '.join(most)} and {last}: {gain}.")]
+
+
+def _gain(seconds: float, bound: bool) -> str:
+    return f"{'at most' if bound else 'about'} {_speed(seconds)}"
 
 
 def _speed(seconds: float) -> str:

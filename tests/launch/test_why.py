@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,16 +12,18 @@ from counters import TILE, decode
 from rich.console import Console, RenderableType
 
 from launch.chat.conversation import Reply
-from launch.chat.levers import Lever, levers
+from launch.chat.levers import EMBEDDED_COST, SCORE, Lever, levers, together
 from launch.chat.tables import counters_table
 from launch.chat.why import why_text
 from launch.errors import WrongUsage
 from launch.phase_profile import PhaseProfile
+from pipeline.assets import model_dir
 from protocol.messages import VERSION, Done, Welcome
 
 WELCOME = Welcome(VERSION, "e", "/models/m", "f", "cuda", "lru", True, 100, 100, True, True)
 EXACT = {"exact": True}
 WORKERS = [{"role": "worker"}] * 2
+STATS = {"peers": WORKERS, "cache": {"capacity_tiles": 25, "all_tiles": 100}}
 
 
 def reply(tree: dict[str, Any], **stats: Any) -> Reply:
@@ -70,9 +73,8 @@ def test_why_shows_the_fidelity_of_an_approximate_policy() -> None:
 
 def found(tree: dict[str, Any], policy: str = "mixtral-offloading", **welcome: Any) -> dict[str, Lever]:
     """By setting, in the order of the gains."""
-    stats = {"peers": WORKERS, "cache": {"capacity_tiles": 25, "all_tiles": 100}}
     about = replace(WELCOME, format="bf16", backbone_dtype="bf16", **welcome)
-    return {lever.setting: lever for lever in levers(PhaseProfile(tree, TILE), stats, about, policy)}
+    return {lever.setting: lever for lever in levers(PhaseProfile(tree, TILE), STATS, about, policy)}
 
 
 def test_largest_gain_of_workers_that_wait_for_messages_is_no_workers() -> None:
@@ -89,6 +91,11 @@ def test_largest_gain_of_workers_that_wait_for_messages_is_no_workers() -> None:
     assert "--format int8" not in ranked  # 4 ms of 100 are within the noise
     gains = [lever.seconds for lever in ranked.values()]
     assert gains == sorted(gains)
+    chosen, seconds = together(list(ranked.values()), PhaseProfile(tree, TILE))
+    best = ["--workers 0", "--backbone-dtype int4", "--format int4"]
+    assert [lever.setting for lever in chosen] == best
+    assert seconds == pytest.approx(0.1 - sum(0.1 - ranked[setting].seconds for setting in best))
+    assert ranked["--format int4"].effect.endswith(SCORE)
     assert not any(setting.startswith("/policy") for setting in ranked)
 
 
@@ -104,6 +111,11 @@ def test_levers_of_a_link_are_policies_and_a_larger_cache() -> None:
     assert "--workers 0" not in ranked  # on a GPU
     assert "--backbone-dtype int4" not in ranked  # quantized on the CPU only
     assert "/policy fiddler" not in found(decode(), "fiddler")
+    chosen, seconds = together(list(ranked.values()), PhaseProfile(decode(), TILE))
+    assert [lever.kind for lever in chosen] == ["policy", "--format", "cache"]
+    # int4 shrinks the tiles that the policy leaves to the link, and a cache twice as large a third of these
+    left = missing * host * link / (host + link) * 4.5 / 16 * 2 / 3
+    assert seconds == pytest.approx(others + left)
 
 
 def test_levers_without_a_gpu_read_experts_in_place() -> None:
@@ -121,10 +133,22 @@ def test_formats_in_use_and_larger_ones_are_no_lever() -> None:
     assert settings == {"--backbone-dtype int4"}
 
 
+def test_cost_of_a_format_is_named_where_it_was_measured() -> None:
+    experts = found(decode(), "all-host", device="cpu", model=str(model_dir()))["--format int4"]
+    assert experts.effect == "72% fewer bytes than bf16 to read; perplexity +0.69% on held-out text"
+    documented = Path("docs/kernels.md").read_text("utf-8")
+    for name, cost in EMBEDDED_COST.items():
+        assert re.search(rf"^\| {name} \| [0-9.]+ \| \+{100 * cost:.2f} % \|$", documented, re.M)
+
+
 def test_why_shows_gains_or_that_none_is_known() -> None:
     text = shown(why_text(reply(decode()), {"tile_bytes": TILE}, WELCOME))
     assert re.search(r"^What would help, from 10\.0 tok/s:$", text, re.M)
     assert re.search(r"^/policy bandwidth-split +at most 20\.8 tok/s +divides missing", text, re.M)
+    assert "Together" not in text  # both levers are policies
+    text = flat(shown(why_text(reply(decode()), STATS | {"tile_bytes": TILE}, WELCOME)))
+    assert "Together, /policy bandwidth-split and --expert-cache 0.5: at most 23.8 tok/s." in text
+    assert "computing: the host (experts) 10% of the time, the device (attention, head, its" in text
     busy = decode(link=0.0, wait=0.0, fetched_tiles=0, host_tiles=0, host_busy=0.0, attention=0.85)
     assert "No setting is known that would make this 5% faster." in shown(
         why_text(reply(busy), {"tile_bytes": TILE}, WELCOME)
