@@ -13,6 +13,7 @@ from pathlib import Path
 from platform import python_version
 from typing import Any, NoReturn, get_args
 
+from launch.command_line import habits
 from launch.command_line.values import (
     above,
     absolute,
@@ -47,6 +48,15 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
+def nearest_option(word: str, options: Iterable[str]) -> str:
+    """Like `nearest`, among the long options: those that begin with the word, and those spelled alike."""
+    name = word.partition("=")[0].lstrip("-").replace("_", "-")
+    known = {option[2:]: option for option in options if option.startswith("--")}
+    begun = [other for other in known if len(name) > 1 and other.startswith(name)]
+    near = begun or difflib.get_close_matches(name, known, n=2, cutoff=0.65)
+    return f"; did you mean {' or '.join(known[other] for other in near[:2])}?" if near else ""
+
+
 class Parser(argparse.ArgumentParser):
     """Raises WrongUsage for errors, instead of printing the usage."""
 
@@ -59,7 +69,12 @@ class Parser(argparse.ArgumentParser):
         if choice:
             known = re.findall(r"[\w-]+", choice[3])
             near = nearest(choice[2], known)
-            message = f"{choice[1]}: unknown value {choice[2]!r}{near} (supported: {', '.join(known)})"
+            what = "unknown command" if choice[1] == "command" else f"{choice[1]}: unknown value"
+            message = f"{what} {choice[2]!r}{near} (supported: {', '.join(known)})"
+            if choice[1] == "command" and choice[2] in habits.COMMANDS:
+                message = f"there is no command {choice[2]!r}: {habits.COMMANDS[choice[2]]}"
+        if missing := re.fullmatch(r"one of the arguments (.*) is required", message):
+            message = f"give {' or '.join(missing[1].split())}"
         raise WrongUsage(message.removeprefix("argument "))
 
     def known_options(self) -> list[str]:

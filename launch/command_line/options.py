@@ -8,7 +8,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from launch.command_line.grammar import Parser, grammar, nearest
+from launch.command_line import habits
+from launch.command_line.grammar import Parser, grammar, nearest_option
 from launch.errors import WrongUsage
 from pipeline.config import EngineConfig
 from pipeline.policies.view import PolicyRequest
@@ -104,6 +105,11 @@ def parse(arguments: list[str]) -> Options:
         if argument.encode(errors="replace").decode() != argument:
             raise WrongUsage(f"{argument!a} is not UTF-8 text")
     parser, commands = grammar()
+    options = {name: command.known_options() for name, command in commands.items()}
+    if line := habits.explain(arguments, {"": parser.known_options()} | options):
+        raise WrongUsage(line)
+    if unknown := _unknown_before_command(arguments, commands, parser):
+        raise WrongUsage(_unknown(unknown, None, parser, commands))
     namespace, unknown = parser.parse_known_args(arguments)
     written = vars(namespace)
     command = written.pop("command", None)
@@ -142,8 +148,11 @@ def parse(arguments: list[str]) -> Options:
         # A running engine keeps its seed; injected faults have their own.
         allowed = {"seed"} if "chaos" in written else REQUEST_OPTIONS.get(command, set())
         engine_options = (CONFIG_FIELDS | {"set"}) - allowed - {"key"}
-        with_what = "with --connect" if "connect" in written else "in chat, which connects to one"
-        _refuse(engine_options & written.keys(), f"does not change a running engine; not {with_what}")
+        without = "leave out --connect" if "connect" in written else "leave out the word chat"
+        _refuse(
+            engine_options & written.keys(),
+            f"does not change a running engine; to start one with it, {without}",
+        )
         if command == "serve":
             raise WrongUsage("serve starts an engine; it takes no --connect")
     return options
@@ -189,11 +198,30 @@ def _refuse(options: Collection[str], why: str) -> None:
         raise WrongUsage(f"{option} {why.format(option)}")
 
 
+def _unknown_before_command(arguments: list[str], commands: Collection[str], parser: Parser) -> str:
+    """The first unknown option before a command, or "": the parser would take its value for a command."""
+    known = parser.known_options()
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        is_value = before.startswith("-")
+        if argument in commands or argument == "--" or not (is_value or argument.startswith("-")):
+            break
+        name = argument.partition("=")[0]
+        if (
+            re.match(r"--?[^\W\d]", name)
+            and " " not in argument
+            and name not in known
+            and name[:2] not in known
+        ):
+            return argument
+    return ""
+
+
 def _unknown(word: str, command: str | None, parser: Parser, commands: dict[str, Parser]) -> str:
     others = [name for name, other in commands.items() if word.split("=")[0] in other.known_options()]
     if others:
         return f"{word} does not belong to {command or 'a chat'}, but to {', '.join(others)}"
-    return f"unknown argument {word!r}{nearest(word, parser.known_options())}"
+    near = nearest_option(word, parser.known_options())
+    return f"unknown argument {word!r}{near or f'; `{parser.prog} --help` lists the options'}"
 
 
 def _spelled(destination: str) -> str:
