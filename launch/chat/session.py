@@ -15,7 +15,7 @@ from launch.chat.commands import Call, parse_line, parse_policy
 from launch.chat.conversation import Conversation, Reply, View
 from launch.chat.policy_tables import parts_help, policy_list, policy_options
 from launch.chat.settings import KEYS, change, value_text
-from launch.chat.summary import summary
+from launch.chat.summary import cut, summary
 from launch.chat.tables import counters_table, engine_table, help_text, settings_table
 from launch.chat.text import in_chat_syntax, in_lines
 from launch.chat.transcript import Transcript, load, save
@@ -113,10 +113,12 @@ class Session:
     async def _answer(self, ask: Callable[[View], Coroutine[Any, Any, Reply]]) -> None:
         with self._new_view() as view:
             self._last = reply = await ask(view)
+            most = self._conversation.settings.max_tokens
             if self._summaries:
-                most = self._conversation.settings.max_tokens
                 parts = summary(reply, self._client.welcome.emulation, most)
                 self._output.note(in_lines(parts, self._output.width))
+            elif where := cut(reply, most):
+                self._output.note(f"the answer was {where}, after {count(reply.tokens, 'token')}")
 
     async def _help(self, argument: str) -> None:
         topic, _, name = argument.partition(" ")

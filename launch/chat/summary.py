@@ -26,8 +26,8 @@ def summary(reply: Reply, emulation: str, max_tokens: int) -> list[str]:
         parts.append(f"{byte_size(sum(phase['fetched_bytes'] for phase in phases))} moved")
     if times := stats.get("preemptions"):
         parts.append(f"preempted {count(times, 'time')}")
-    if reply.done.reason == "length":
-        parts.append("cut at max_tokens" if reply.tokens >= max_tokens else "cut at the context's end")
+    if where := cut(reply, max_tokens):
+        parts.append(where)
     elif reply.done.reason == "cancelled":
         parts.append("cancelled")
     if note := approximation(stats.get("fidelity", {})):
@@ -35,6 +35,13 @@ def summary(reply: Reply, emulation: str, max_tokens: int) -> list[str]:
     if emulation:
         parts.append(f"emulated: {emulation}")
     return parts
+
+
+def cut(reply: Reply, max_tokens: int) -> str:
+    """Where an answer was cut short; "" where the model ended it."""
+    if reply.done.reason != "length":
+        return ""
+    return "cut at max_tokens" if reply.tokens >= max_tokens else "cut at the context's end"
 
 
 def approximation(fidelity: dict[str, Any]) -> str:

@@ -53,6 +53,7 @@ def test_commands_from_a_pipe_are_executed_and_stdout_holds_answers_alone(tiny_m
     assert complaints[0] == "nothing has been asked yet"
     assert complaints[1].startswith("unknown command /polcy; did you mean /policy?")
     assert "\x1b" not in err
+    assert err.count("the answer was cut at max_tokens, after 4 tokens") == 1
     assert engines_left() == []
 
 
