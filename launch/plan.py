@@ -16,7 +16,7 @@ from pipeline.config import DEFAULT_CACHE, KV_CONTEXTS, EngineConfig, FormatName
 from pipeline.errors import ModelError, UsageError
 from pipeline.memory.limits import choose_context
 from pipeline.memory.needs import Needs, needs
-from pipeline.memory.plan import AUTOMATIC, GOOD_CONTEXT, Machine, Plan, Pool, choose, smallest
+from pipeline.memory.plan import AUTOMATIC, GOOD_CONTEXT, LEFT_FREE, Machine, Plan, Pool, choose, smallest
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Policy, PolicyRequest
 from shm.segment import SHM_FOLDER, available_memory, byte_size, free_shm_bytes
@@ -92,7 +92,7 @@ def start_line(model: Path, plan: Plan, machine: Machine, backbone_dtype: str) -
     needs = []
     for pool in plan.pools(machine):
         if pool.name != SHM_FOLDER:
-            size = byte_size(sum(size for part, size in pool.parts.items() if part != "left free"))
+            size = byte_size(sum(size for part, size in pool.parts.items() if part != LEFT_FREE))
             needs.append(f"{pool.name} {size} of {byte_size(pool.free)}")
     formats = f"experts {plan.needs.format}, rest {backbone_dtype}"
     return f"{model_name(str(model))}: {formats}; {', '.join(needs)}"
@@ -176,7 +176,7 @@ def parts(pool: Pool, plan: Plan, rest: bool = False) -> str:
             words.append(f"{new} ({byte_size(needs.present)} in {needs.format} exist already)")
         elif part == "experts":
             words.append(f"experts {byte_size(size)} ({needs.format})")
-        elif part == "left free":
+        elif part == LEFT_FREE:
             words += [f"{byte_size(size)} left free"] if rest else []
         elif size:
             words.append(f"{part} {byte_size(size)}" + f" ({plan.kv_tokens} tokens)" * (part == "KV cache"))

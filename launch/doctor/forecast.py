@@ -56,7 +56,7 @@ class Spread:
 class Speeds:
     """What was measured here. `experts`: by format; `layer`: seconds of a layer beside its reads."""
 
-    memory: float  # bytes a second, all cores
+    memory: float  # bytes a second, all cores: the fastest of all readings, so that no share exceeds it
     experts: Mapping[str, Spread]
     backbone: Spread
     layer: float
@@ -137,7 +137,8 @@ async def measure_speeds(
         raise TrialFailed(proof.failure)
     small = models.embedded()
     layer = max(0.0, 1 / proof.rate - small.token / reads.usual) / small.layers
-    return Speeds(reads.usual, dict(zip(names, spreads, strict=False)), spreads[-1], layer, load, len(cores))
+    memory = max(spread.fast for spread in (reads, *spreads))
+    return Speeds(memory, dict(zip(names, spreads, strict=False)), spreads[-1], layer, load, len(cores))
 
 
 def bytes_read(source: ModelSource, asked: EngineConfig, needs: Needs) -> Bytes:
@@ -161,8 +162,9 @@ def forecast(reads: Bytes, needs: Needs, speeds: Speeds) -> Forecast:
         for of_experts, of_backbone in zip(astuple(experts), astuple(backbone), strict=True)
     ]
     slow, usual, fast = tok_s
+    limit = speeds.memory / reads.total
     slow, fast = min(slow, usual * (1 - MARGIN)), max(fast, usual * (1 + MARGIN))
-    return Forecast(reads, speeds.memory / reads.total, slow, usual, fast)
+    return Forecast(reads, limit, slow, usual, min(fast, limit))
 
 
 def explain(forecasts: Mapping[FormatName, Forecast], speeds: Speeds, dtype: str) -> list[str]:
@@ -177,7 +179,7 @@ def explain(forecasts: Mapping[FormatName, Forecast], speeds: Speeds, dtype: str
         f"tok/s: expected of one request after {CONTEXT} tokens, with --policy all-host. A token"
         f" reads its experts, {byte_size(first.reads.backbone)} of backbone in {dtype} and"
         f" {byte_size(first.reads.kv)} of KV cache.",
-        f"Measured here just now: all cores read {rate(speeds.memory)}; the expert kernels reach {kernels} of"
-        f" that, the backbone {percent(speeds.backbone.usual / speeds.memory)}; the rest of a layer takes"
-        f" {1e3 * speeds.layer:.2g} ms.",
+        f"Measured here just now: all cores read up to {rate(speeds.memory)}; the expert kernels reach"
+        f" {kernels} of that, the backbone {percent(speeds.backbone.usual / speeds.memory)}; the rest of a"
+        f" layer takes {1e3 * speeds.layer:.2g} ms.",
     ]

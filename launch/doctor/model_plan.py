@@ -35,7 +35,7 @@ from pipeline.checkpoint.random_model import RandomModel
 from pipeline.config import EngineConfig, FormatName
 from pipeline.errors import ModelError
 from pipeline.memory.needs import Needs
-from pipeline.memory.plan import AUTOMATIC, Plan
+from pipeline.memory.plan import AUTOMATIC, LEFT_FREE, Plan
 from pipeline.models.registry import expert_shape, model_spec
 from pipeline.models.shapes import is_shape, short_name
 from pipeline.models.spec import ModelSpec
@@ -120,16 +120,16 @@ def _text(
     parts.append(f"with --device {now.config.device} --policy {now.config.policy}")
     if (limit := cgroup.limits().memory) is not None:
         parts.append(f"the control group allows {byte_size(limit)} of memory, including what is in use")
-    parts += ["", _table(now, rows, chosen, forecasts), ""]
+    parts += ["", _table(now, rows, chosen, forecasts)]
+    explained = [*(Text(line, style="dim") for line in notes), ""]  # what the table's figures are
     if chosen is None:
-        parts.append(Text(why[0], style="bold red"))
+        parts += [*explained, Text(why[0], style="bold red")]
     else:
         resolved = chosen.resolved(now.config)
         words = [f"{option} {getattr(resolved, name)}" for name, option in OPTIONS.items()]
-        parts.append(Text("It fits. An engine would start with", style="bold green"))
+        parts += [*explained, Text("It fits. An engine would start with", style="bold green")]
         parts.append("  " + " ".join(words if chosen.slab else words[:-1]))
         parts += [Text(f"  {line}", style="dim") for line in why]
-    parts += ["", *(Text(line, style="dim") for line in notes)]
     for heading, lines in measured:
         parts += ["", Text(f"Costs measured here ({heading})", style="bold")]
         parts += [Padding(Text(line), (0, 0, 0, 2)) for line in lines]
@@ -151,11 +151,16 @@ def _table(
     for column, plan in zip(table.columns[2:], rows, strict=True):
         column.style = "bold" if plan is chosen else ""
     for pools in zip(*(plan.pools(now.machine) for plan in rows), strict=True):
-        sums = [Text(byte_size(pool.needed), style="red" if pool.short else "green") for pool in pools]
+        # As the line of a start counts it: without what is left free, which must be available all the same.
+        sums = [
+            Text(byte_size(pool.needed - pool.parts.get(LEFT_FREE, 0)), "red" if pool.short else "green")
+            for pool in pools
+        ]
         table.add_row(pools[0].name, byte_size(pools[0].free), *sums)
         for part in () if pools[0].name == SHM_FOLDER else pools[0].parts:
             if any(pool.parts[part] for pool in pools):
-                table.add_row(f"  {part}", "", *(byte_size(pool.parts[part]) for pool in pools))
+                name = f"and {part}" if part == LEFT_FREE else f"  {part}"
+                table.add_row(name, "", *(byte_size(pool.parts[part]) for pool in pools))
     table.add_row("context (tokens)", "", *(str(plan.context) for plan in rows))
     if any(plan.slab for plan in rows):
         table.add_row("expert cache", "", *(f"{plan.expert_cache:g}" for plan in rows))

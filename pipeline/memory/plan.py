@@ -25,6 +25,7 @@ from pipeline.memory.limits import STAGING_TILES, cache_tiles, choose_context, k
 from pipeline.memory.needs import Needs
 
 FREE_BYTES = 2_000_000_000  # left for the rest of the machine
+LEFT_FREE = "left free"  # the part of a pool with these
 # By decreasing exactness. Checkpoints are in bf16, f16 or f32: no format of experts is more exact than bf16.
 AUTOMATIC: tuple[FormatName, ...] = ("bf16", "int8", "int4", "int4-g128")
 GOOD_CONTEXT = 4096  # tokens: for less than that, a less exact format is the better choice
@@ -81,7 +82,7 @@ class Plan:
             "KV cache": self.kv_tokens * needs.kv_token,
             "backbone": needs.backbone + self.context * needs.position,
         }
-        rest = {"processes": needs.processes, "left free": FREE_BYTES}
+        rest = {"processes": needs.processes, LEFT_FREE: FREE_BYTES}
         if machine.gpu is None:
             return (
                 Pool("memory", machine.memory, {"experts": new} | device | rest),

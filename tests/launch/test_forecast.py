@@ -62,12 +62,15 @@ def test_smaller_formats_are_faster_and_uneven_rates_widen_the_range() -> None:
     assert found["bf16"].usual < found["int8"].usual < found["int4"].usual
     assert found["int4"].slow < found["int4"].usual * (1 - MARGIN)
     assert found["int4"].usual < found["int4"].fast
+    full = Spread(25 * GB, 25 * GB, 25 * GB)
+    quick = expected("bf16", replace(SPEEDS, experts={"bf16": full}, backbone=full, layer=0.0))
+    assert quick.usual == pytest.approx(quick.fast) == pytest.approx(quick.limit)
 
 
 def test_the_explanation_says_what_was_measured_and_that_the_machine_was_busy() -> None:
     found = {"bf16": expected("bf16")}
     text = "\n".join(explain(found, SPEEDS, "bf16"))  # type: ignore[arg-type]
-    assert "all cores read 25 GB/s" in text
+    assert "all cores read up to 25 GB/s" in text
     assert "bf16 80%" in text
     assert "the rest of a layer takes 1 ms" in text
     assert "other programs" not in text
@@ -84,8 +87,9 @@ def test_the_doctor_measures_and_expects(
     speeds = report["speeds"]
     assert min(speeds["memory_gbps"], speeds["backbone_gbps"], *speeds["expert_kernels_gbps"].values()) > 0
     assert [row["format"] for row in report["formats"]] == list(speeds["expert_kernels_gbps"])
+    assert max(speeds["backbone_gbps"], *speeds["expert_kernels_gbps"].values()) <= speeds["memory_gbps"]
     for row in report["formats"]:
         found = row["expected"]
         low, high = found["tok_s_range"]
-        assert 0 < low < found["tok_s"] < high
+        assert 0 < low < found["tok_s"] < high <= found["memory_limit_tok_s"]
         assert found["bytes_per_token"]["experts"] > 0

@@ -16,7 +16,18 @@ from hypothesis import strategies as st
 
 from launch.cli import main
 from launch.command_line.options import SIZES, parse
-from launch.plan import Situation, every_format, formats, make_plan, memory_lines, reasons, refusal, situation
+from launch.plan import (
+    Situation,
+    every_format,
+    formats,
+    make_plan,
+    memory_lines,
+    reasons,
+    refusal,
+    situation,
+    start_line,
+)
+from launch.processes.cores import Cores
 from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig, ResolvedConfig
 from pipeline.errors import ModelError, UsageError
@@ -179,6 +190,12 @@ def test_the_doctor_shows_the_plan(tiny_model: Path, capfd: Finds) -> None:
     assert re.search(r"^ +chosen +fits +fits +fits$", out, re.M)
     assert "It fits. An engine would start with\n  --format bf16 --context 256 --kv-tokens 1024\n" in out
     assert engines_left() == []
+    there = situation(EngineConfig(model=tiny_model, device="cpu"), Cores.here().default_workers())
+    line = start_line(tiny_model, make_plan(tiny_model, there)[0], there.machine, "bf16")
+    (taken,) = re.findall(r"memory (\S+ \S+) of", line)
+    assert re.search(rf"^memory +\S+ \S+ +{taken} ", out, re.M)
+    assert re.search(r"^and left free +2\.00 GB", out, re.M)
+    assert out.index("tok/s: expected") < out.index("It fits")
 
 
 @pytest.mark.usefixtures("known_speeds")
