@@ -105,11 +105,11 @@ def parse(arguments: list[str]) -> Options:
         if argument.encode(errors="replace").decode() != argument:
             raise WrongUsage(f"{argument!a} is not UTF-8 text")
     parser, commands = grammar()
-    options = {name: command.known_options() for name, command in commands.items()}
-    if line := habits.explain(arguments, {"": parser.known_options()} | options):
+    known = {name: command.known_options() for name, command in commands.items()}
+    if line := habits.explain(arguments, {"": parser.known_options()} | known):
         raise WrongUsage(line)
-    if unknown := _unknown_before_command(arguments, commands, parser):
-        raise WrongUsage(_unknown(unknown, None, parser, commands))
+    if mistyped := _unknown_before_command(arguments, commands, parser):
+        raise WrongUsage(_unknown(mistyped, None, parser, commands))
     namespace, unknown = parser.parse_known_args(arguments)
     written = vars(namespace)
     command = written.pop("command", None)

@@ -121,7 +121,8 @@ def _text(
     if (limit := cgroup.limits().memory) is not None:
         parts.append(f"the control group allows {byte_size(limit)} of memory, including what is in use")
     parts += ["", _table(now, rows, chosen, forecasts)]
-    explained = [*(Text(line, style="dim") for line in notes), ""]  # what the table's figures are
+    # Of the table's figures, and so beside it.
+    explained: list[RenderableType] = [*(Text(line, style="dim") for line in notes), ""]
     if chosen is None:
         parts += [*explained, Text(why[0], style="bold red")]
     else:
