@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from launch.doctor.finding import Finding, Topic
-from launch.terminal.format import count, model_name, rate
+from launch.terminal.format import count, distinct_names, rate
 from pipeline.calibration.cost_cache import FOLDER, Record, measured_here
 from shm.segment import byte_size
 
 TOPIC = Topic("costs")
 SHOWN = 4  # sets of costs; older ones are only counted
-LOADED = 0.5  # load average for each core, from which on measured costs are too high
 Kept = tuple[Path, Record]
 
 
@@ -24,7 +23,8 @@ def inspect(cache: Path) -> list[Finding]:
     if not kept:
         means = "an engine with a policy that plans by costs, e.g. fiddler, measures them in two seconds"
         return [TOPIC.ok("no costs have been measured on this machine yet", means)]
-    found = [_finding(path, record) for path, record in kept[:SHOWN]]
+    names = distinct_names(record.model for _, record in kept)
+    found = [_finding(path, record, names[record.model]) for path, record in kept[:SHOWN]]
     if len(kept) > SHOWN:
         where = f"{len(kept) - SHOWN} older sets, of other models or options, are in {cache / FOLDER}"
         found.append(TOPIC.ok(where, "doctor --model DIR shows the sets of one model"))
@@ -43,7 +43,10 @@ def to_map(path: Path, record: Record) -> dict[str, Any]:
 
 def paragraphs(kept: Sequence[Kept]) -> list[tuple[str, list[str]]]:
     """A heading and lines for each set of one model's costs."""
-    return [(_setting(record), [*explained(record), _where(path)]) for path, record in kept[:SHOWN]]
+    return [
+        (_setting(record), [*explained(record), *[_load(record)] * record.loaded, _where(path)])
+        for path, record in kept[:SHOWN]
+    ]
 
 
 def explained(record: Record) -> list[str]:
@@ -68,13 +71,17 @@ def explained(record: Record) -> list[str]:
     ]
 
 
-def _finding(path: Path, record: Record) -> Finding:
+def _finding(path: Path, record: Record, name: str) -> Finding:
     first, *rest = explained(record)
-    found = f"{model_name(record.model)} ({_setting(record)}): {first}"
-    if record.load > LOADED * record.setting.cores:
-        rest.append(f"the load average was {record.load:.1f} before measuring: other programs were computing")
-        return TOPIC.note(found, "\n".join(rest), f"to measure again at the next start: rm {path}")
+    found = f"{name} ({_setting(record)}): {first}"
+    if record.loaded:
+        do = f"a start at half of that load or less measures them again; to do so in any case: rm {path}"
+        return TOPIC.note(found, "\n".join([*rest, _load(record)]), do)
     return TOPIC.ok(found, "\n".join([*rest, _where(path)]))
+
+
+def _load(record: Record) -> str:
+    return f"too high: other programs were computing (load average {record.load:.1f} before measuring)"
 
 
 def _where(path: Path) -> str:

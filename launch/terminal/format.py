@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from pipeline.assets import model_dir
 from pipeline.models.shapes import short_name
@@ -14,6 +16,16 @@ MISSING = "-"  # where a figure was not measured, or is a share of nothing
 def model_name(model: str, article: str = "the ") -> str:
     """The last part of a model's path; "the embedded model"."""
     return f"{article}embedded model" if model == str(model_dir()) else short_name(model)
+
+
+def distinct_names(models: Iterable[str]) -> dict[str, str]:
+    """The `model_name` of each; of folders with the same name as much of the path as tells them apart."""
+    names = {model: model_name(model) for model in models}
+    for parts in range(2, max((len(Path(model).parts) for model in names), default=0) + 1):
+        counts = Counter(names.values())
+        for model in [model for model, name in names.items() if counts[name] > 1]:
+            names[model] = str(Path(*Path(model).parts[-parts:]))
+    return names
 
 
 def printable(text: str) -> str:

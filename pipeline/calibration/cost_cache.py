@@ -28,6 +28,7 @@ from shm.kernel_files import contents, parse_cpuinfo
 
 FOLDER = "costs"
 FILE_NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}\.json")  # others in the folder are not touched
+LOADED = 0.5  # load average for each core, from which on measured costs are too high
 VERSION = 1  # of the files, and of how costs are measured
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,15 @@ class Record:
     measured: float  # seconds since the epoch
     load: float  # the machine's load average just before
     costs: Costs
+
+    @property
+    def loaded(self) -> bool:
+        """Whether other programs were computing, so that the costs are too high."""
+        return self.load > LOADED * self.setting.cores
+
+    def outdated(self, load: float) -> bool:
+        """Whether to measure again at this load average: the machine was busy, and is half as busy now."""
+        return self.loaded and load <= self.load / 2
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"version": VERSION, "costs": self.costs.to_json()}

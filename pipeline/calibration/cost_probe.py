@@ -39,17 +39,20 @@ log = logging.getLogger(__name__)
 
 def costs_for(engine: Engine, coordinator: CoordinatorConfig, context: int) -> Costs:
     """The costs that this engine's policies plan with: the file of --costs; else the costs that were measured
-    before on the same machine with the same model and options; else measured now and kept. `context`: the
-    longest sequence. Raises PolicyError without a slab to measure with, or for a file that cannot be used."""
+    before on the same machine with the same model and options, unless it was busy then and is less so now;
+    else measured now and kept. `context`: the longest sequence. Raises PolicyError without a slab to measure
+    with, or for a file that cannot be used."""
     if coordinator.options.costs is not None:
         return Costs.load(coordinator.options.costs).for_tiles(engine.shape.tiles)
     setting = setting_of(engine, coordinator)
     known = cost_cache.find(coordinator.cache, setting)
-    if known is not None:
+    load = os.getloadavg()[0]
+    if known is not None and not known.outdated(load):
         log.debug("costs: as measured before, see %s", setting.name)
         return known.costs
+    if known is not None:
+        log.info("costs are measured again: the load average was %.1f then and is %.1f now", known.load, load)
     engine.backbone.materialize(lambda: True)  # so that it does not compete with the timed work
-    load = os.getloadavg()[0]
     costs = measure_costs(engine, context)
     sizes = engine.shape.tiles, engine.layout.tile_bytes
     cost_cache.keep(

@@ -49,6 +49,7 @@ def test_costs_of_a_busy_machine_get_a_note(tmp_path: Path) -> None:
     keep(tmp_path, replace(RECORD, load=5.0 * SETTING.cores))
     (found,) = costs.inspect(tmp_path)
     assert found.level == "note"
+    assert f"load average {5.0 * SETTING.cores:.1f} before measuring" in found.means
     assert re.search(rf"rm {tmp_path}/costs/\S+\.json$", found.do)
 
 

@@ -13,7 +13,7 @@ import pytest
 from thread_engine import CONTEXT, engine_in_threads
 
 from pipeline.calibration import cost_cache, cost_probe
-from pipeline.calibration.cost_cache import FOLDER, Record, Setting, find, keep, measured_here
+from pipeline.calibration.cost_cache import FOLDER, LOADED, Record, Setting, find, keep, measured_here
 from pipeline.calibration.cost_probe import costs_for
 from pipeline.config import ResolvedConfig
 from pipeline.coordinator_config import CoordinatorConfig, WorkerCores
@@ -143,7 +143,19 @@ def test_second_start_does_not_measure_again(tiny_model: Path, tmp_path, monkeyp
         path.write_text("damaged")
         again = costs_for(engine, coordinator(config), CONTEXT)
         assert mover.demanded > moved
-        assert measured_here(cache)[0][1].costs == again
+        ((path, record),) = measured_here(cache)
+        assert record.costs == again
+
+        with monkeypatch.context() as known:
+            known.setattr(cost_probe, "measure_costs", lambda *_: COSTS)
+            for load, expected in ((0.0, again), (1e6, COSTS)):  # of the earlier measurement
+                keep(cache, replace(record, load=load))
+                assert costs_for(engine, coordinator(config), CONTEXT) == expected
+        assert not record.outdated(record.load)
+        assert not replace(record, load=LOADED * CORES).outdated(0.0)
+        busy = replace(record, load=LOADED * CORES + 1)
+        assert busy.outdated(busy.load / 2)
+        assert not busy.outdated(busy.load / 2 + 0.1)
 
         costs_for(engine, coordinator(replace(config, link_gbps=1.0)), CONTEXT)
         assert len(measured_here(cache)) == 2
