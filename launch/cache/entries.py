@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch.runtime import SHM
-from launch.terminal.format import model_name
+from launch.terminal.format import distinct_names
 from pipeline.backbone import disk_cache as backbone_cache
 from pipeline.calibration import cost_cache
 from pipeline.calibration import file as calibration_file
@@ -85,7 +85,9 @@ def scan(folder: Path) -> list[Entry]:
         if _kept_key(path):
             with suppress(FileNotFoundError):
                 found.append(_kept_store(path, users(folder, _kept_key(path))))
-    return sorted(found, key=lambda entry: entry.last_use)
+    names = distinct_names({entry.model for entry in found} - {UNKNOWN})
+    named = [replace(entry, model=names.get(entry.model, entry.model)) for entry in found]
+    return sorted(named, key=lambda entry: entry.last_use)
 
 
 def writer_of(path: Path) -> str:
@@ -136,7 +138,7 @@ def _fingerprint_folder(folder: Path) -> Iterator[Entry]:
             if kind == "calibration":
                 with suppress(FileNotFoundError):
                     size += _size_and_time(path.with_name(calibration_file.READABLE))[0]
-            yield Entry(kind, path, size, used or written, _short(model), format, in_use)
+            yield Entry(kind, path, size, used or written, model or UNKNOWN, format, in_use)
 
 
 def _of_cached_store(folder: Path) -> tuple[str, str]:
@@ -160,7 +162,7 @@ def _costs(path: Path) -> Entry:
         record = cost_cache.read(path)
     except (OSError, ValueError):  # damaged
         return entry
-    return replace(entry, model=_short(record.model), format=record.setting.format)
+    return replace(entry, model=record.model, format=record.setting.format)
 
 
 def _kept_store(path: Path, engines: str) -> Entry:
@@ -173,7 +175,7 @@ def _kept_store(path: Path, engines: str) -> Entry:
             model, format = store.manifest.source, store.manifest.format
     except ShmError:
         model, format = "", ""
-    return Entry("kept store", path, size, used, _short(model), format, in_use)
+    return Entry("kept store", path, size, used, model or UNKNOWN, format, in_use)
 
 
 def _unknown(path: Path) -> Entry:
@@ -186,7 +188,3 @@ def _unknown(path: Path) -> Entry:
 def _size_and_time(path: Path) -> tuple[int, float]:
     status = path.lstat()
     return status.st_size, status.st_mtime
-
-
-def _short(model: str) -> str:
-    return model_name(model) if model else UNKNOWN

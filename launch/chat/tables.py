@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -13,9 +13,10 @@ from launch.chat.commands import COMMANDS
 from launch.chat.conversation import Reply
 from launch.chat.settings import KEYS, AnswerSettings, value_text
 from launch.phase_profile import PhaseProfile
-from launch.terminal.format import count, percent
+from launch.terminal.format import count, model_name, percent
 from launch.terminal.tables import make_grid, make_table
 from pipeline.arrays import PHASES
+from pipeline.assets import model_dir
 from protocol.messages import Welcome
 from shm.segment import byte_size
 
@@ -65,8 +66,13 @@ def counters_table(reply: Reply | None, stats: dict[str, Any]) -> Table:
     moved = [profile.moved for profile in profiles]
 
     def shares(name: str, parts: Iterable[float], wholes: Iterable[float]) -> None:
-        cells = (percent(part / whole if whole else None) for part, whole in zip(parts, wholes, strict=True))
-        table.add_row(name, *cells)
+        pairs = zip(parts, wholes, strict=True)
+        row(name, [part / whole if whole else None for part, whole in pairs], percent)
+
+    def row(name: str, values: Sequence[Any], shown: Callable[[Any], str]) -> None:
+        """Left out where every value is 0 or absent."""
+        if any(values):
+            table.add_row(name, *map(shown, values))
 
     table.add_row("steps", *(f"{p.steps}" for p in profiles))
     table.add_row("tokens computed", *(f"{p.rows}" for p in profiles))
@@ -75,17 +81,15 @@ def counters_table(reply: Reply | None, stats: dict[str, Any]) -> Table:
     shares("  on the host", (p.tree["host_tiles"] for p in profiles), tiles)
     shares("  resident on the device", (p.tree["resident_tiles"] for p in profiles), tiles)
     shares("  fetched to the device", (p.tree["fetched_tiles"] for p in profiles), tiles)
-    table.add_row("expert hits", *(percent(p.hit_rate) for p in profiles))
-    table.add_row("moved on demand", *(byte_size(m["demanded"]) for m in moved))
-    if any(m["predicted"] for m in moved):
-        predicted = [m["predicted"] for m in moved]
-        table.add_row("prefetched", *map(byte_size, predicted))
-        shares("  used", (m["useful"] for m in moved), predicted)
-        shares("  evicted unused", (m["wasted"] for m in moved), predicted)
-        table.add_row("  needed before complete", *(byte_size(m["late"]) for m in moved))
+    row("expert hits", [p.hit_rate for p in profiles], percent)
+    row("moved on demand", [m["demanded"] for m in moved], byte_size)
+    predicted = [m["predicted"] for m in moved]
+    row("prefetched", predicted, byte_size)
+    shares("  used", (m["useful"] for m in moved), predicted)
+    shares("  evicted unused", (m["wasted"] for m in moved), predicted)
+    row("  needed before complete", [m["late"] for m in moved], byte_size)
     for kind in profiles[0].fidelity if profiles else ():
-        if any(p.fidelity[kind] for p in profiles):
-            table.add_row(f"{kind} of routed weight", *(percent(p.fidelity[kind]) for p in profiles))
+        row(f"{kind} of routed weight", [p.fidelity[kind] for p in profiles], percent)
     table.add_row("seconds", *(f"{p.seconds:.2f}" for p in profiles))
     for part in profiles[0].tree["seconds"] if profiles else ():
         spent = (p.tree["seconds"].get(part, 0.0) for p in profiles)
@@ -97,9 +101,10 @@ def engine_table(stats: dict[str, Any], welcome: Welcome) -> Table:
     table = make_grid(2)
     kinds = (("experts", welcome.format), ("backbone", welcome.backbone_dtype))
     formats = ", ".join(f"{what} {name}" for what, name in kinds if name)
+    model = model_name(welcome.model) if welcome.model == str(model_dir()) else welcome.model
     rows: list[tuple[str, str]] = [
         ("policy", f"{stats.get('policy', welcome.policy)} on {welcome.device}"),
-        ("model", welcome.model + (f" ({formats})" if formats else "")),
+        ("model", model + (f" ({formats})" if formats else "")),
         *_scheduler(stats.get("scheduler", {})),
         *_cache(stats.get("cache", {}), stats.get("tile_bytes", 0)),
     ]

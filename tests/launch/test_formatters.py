@@ -7,8 +7,9 @@ import math
 
 import pytest
 
-from launch.terminal.format import percent, rate, three_digits
+from launch.terminal.format import distinct_names, percent, rate, three_digits
 from launch.terminal.output import print_json
+from pipeline.assets import model_dir
 from shm.segment import byte_size
 
 
@@ -16,6 +17,12 @@ def test_percent_is_0_or_100_only_where_it_is_exact() -> None:
     assert [percent(part / 1000) for part in (0, 1, 500, 999, 1000)] == ["0%", "<1%", "50%", ">99%", "100%"]
     assert [percent(part, 1) for part in (0.0004, 0.0345, 0.9996)] == ["<0.1%", "3.5%", ">99.9%"]
     assert percent(None) == "-"
+
+
+def test_models_of_the_same_name_are_told_apart_by_their_folders() -> None:
+    models = ["/a/x/model", "/b/x/model", "/b/y/model", "/c/other", str(model_dir())]
+    shown = ["a/x/model", "b/x/model", "y/model", "other", "the embedded model"]
+    assert distinct_names(models) == dict(zip(models, shown, strict=True))
 
 
 def test_three_digits_keeps_narrow_columns_narrow() -> None:

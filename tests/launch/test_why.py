@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 
 from launch.chat.conversation import Reply
 from launch.chat.levers import EMBEDDED_COST, SCORE, Lever, levers, together
-from launch.chat.tables import counters_table
+from launch.chat.tables import counters_table, engine_table
 from launch.chat.why import why_text
 from launch.errors import WrongUsage
 from launch.phase_profile import PhaseProfile
@@ -180,3 +180,15 @@ def test_stats_shows_prefetching_and_fidelity() -> None:
     assert re.search(r"^stale of routed weight( +25%){4}$", text, re.M)
     assert "substituted" not in text
     assert "link" in text
+    assert "  plan" not in text  # no step spent time on it
+    quiet = decode(predicted_tiles=0, useful_tiles=0, wasted_tiles=0, late_tiles=0, host_tiles=0, link=0.0)
+    text = shown(counters_table(None, {"tile_bytes": TILE, "engine": {"prefill": quiet, "decode": quiet}}))
+    for absent in ("prefetched", "evicted", "on the host", "link"):
+        assert absent not in text
+    assert re.search(r"^  fetched to the device( +62%){2}$", text, re.M)
+
+
+def test_stats_names_the_embedded_model() -> None:
+    text = shown(engine_table({}, replace(WELCOME, model=str(model_dir()))))
+    assert re.search(r"^model +the embedded model$", text, re.M)
+    assert re.search(r"^model +/models/m$", shown(engine_table({}, WELCOME)), re.M)
