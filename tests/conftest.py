@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
@@ -37,6 +38,7 @@ from shm.locks import build_folder
 from shm.store import STORE_SPACE
 
 TESTS = Path(__file__).parent
+SHARE = 0.02  # of the time of all tests; a file that takes more belongs into LONGEST
 LONGEST = (
     "parity/test_parity.py",
     "parity/test_quantized.py",
@@ -249,7 +251,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     total = sum(counts.values())
     words = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count or kind == "passed")
     terminalreporter.line(f"tests: {total} ({words}), leaks: {len(found)}")
+    for name, seconds in _DURATIONS.items():
+        if seconds > SHARE * sum(_DURATIONS.values()) and len(_DURATIONS) > 2 / SHARE and name not in LONGEST:
+            terminalreporter.line(f"tests/conftest.py: LONGEST lacks {name}, {seconds:.0f} s")
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _DURATIONS[report.nodeid.partition("::")[0].removeprefix("tests/")] += report.duration
+
+
+_DURATIONS: Counter[str] = Counter()  # seconds by file
 _SEGMENTS = pytest.StashKey[set[str]]()
 _LEAKS = pytest.StashKey[list[str]]()

@@ -30,6 +30,7 @@ from engines import (
     runs,
     store_of,
 )
+from fork_server import ForkedPython
 from waiting import wait_until
 
 from launch.errors import StartFailed
@@ -39,6 +40,15 @@ from launch.processes.supervisor import Supervisor
 from pipeline.config import EngineConfig
 from protocol.sockets import runtime_root
 from shm.locks import build_lock
+
+# As `launch.py <&- >&-`.
+CLOSED = """
+import os, sys
+from launch.cli import main
+os.closerange(0, 2)
+sys.stdin = sys.stdout = None
+sys.exit(main(sys.argv[1:]))
+"""
 
 pytestmark = pytest.mark.timeout(300)  # several engines start in a test, on a machine that may be busy
 
@@ -308,20 +318,16 @@ def test_two_engines_share_a_store_and_stop_independently(arguments: list[str], 
 
 def test_kept_store_is_attached_by_the_next_start(arguments: list[str], tiny_model: Path) -> None:
     """The standard streams of the commands are closed."""
-    generate = "generate --prompt-tokens 5 --max-tokens 1".split()
-    command = shlex.join([sys.executable, LAUNCH, *generate, *arguments])
-
-    def run_with(words: str) -> str:
-        done = subprocess.run(
-            ["sh", "-c", f"{command} {words}"], capture_output=True, text=True, timeout=LIMIT
-        )
-        assert done.returncode == 0, done.stderr
-        assert engines_left() == []
-        return done.stderr
-
-    run_with("--keep-store 2>&-")
+    generate = [*"generate --prompt-tokens 5 --max-tokens 1".split(), *arguments]
+    command = shlex.join([sys.executable, LAUNCH, *generate, "--keep-store"])
+    done = subprocess.run(["sh", "-c", f"{command} 2>&-"], stdout=subprocess.DEVNULL, timeout=LIMIT)
+    assert done.returncode == 0
+    assert engines_left() == []
     assert store_of(tiny_model).exists()
-    err = run_with("-v <&- >&-")
+    with ForkedPython("-c", CLOSED, *generate, "-v", stderr=subprocess.PIPE) as process:
+        _, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, err
+    assert engines_left() == []
     assert "0 B read from the checkpoint, 0 B from the cache" in err
     assert not store_of(tiny_model).exists()
 
