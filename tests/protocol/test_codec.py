@@ -175,6 +175,7 @@ def test_a_missing_field_takes_its_default_and_integers_serve_as_floats():
     time_is_an_integer = decode([bytes([13, VERSION]), bytes.fromhex("81a474696d6505")])
     assert time_is_an_integer == Heartbeat(5.0)
     assert type(time_is_an_integer.time) is float
+    assert decode(encode(Heartbeat(2**63 - 1))) == Heartbeat(2.0**63)
 
 
 WRONG = [
@@ -193,6 +194,7 @@ WRONG = [
         Generate(1, token_ids=(1,) * (2**20 + 1)),
         "Generate.token_ids has 1048577 entries, more than",
     ),
+    (StatsReply(1, [1]), "StatsReply.stats must be map, not list"),
     (StatsReply(1, {"a": 2**63}), "StatsReply.stats must be int (64 bits, signed), not 9223372036854775808"),
     (
         StatsReply(1, dict.fromkeys(map(str, range(4097)))),

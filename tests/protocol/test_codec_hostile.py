@@ -148,6 +148,7 @@ REFUSED = {
         changed(Generate(1), sampling=[0.5]),
         "Generate.sampling must be map (Sampling), not list",
     ),
+    "list for a tree": (changed(StatsReply(1, {}), stats=[1]), "StatsReply.stats must be map, not list"),
     "half a chat message": (
         changed(Generate(1), messages=[{"role": "user"}]),
         "Generate.messages field content is missing",

@@ -219,7 +219,8 @@ def locked_kilobytes() -> int:
     return int(re.search(r"VmLck:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
-def test_report_of_locked_pages_agrees_with_the_kernel(name):
+def test_report_of_locked_pages_agrees_with_the_kernel(name, monkeypatch):
+    monkeypatch.setattr("shm.pinned.CHUNK", 1 << 20)
     with Segment.create(name, 3 << 20) as segment:
         before = locked_kilobytes()
         report = lock_pages(segment.array)

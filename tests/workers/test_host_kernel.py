@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from pipeline.device import open_device
 from protocol.messages import Partial, Work
 from shm.control import ControlSegment
-from shm.layout import FORMATS, ExpertShape, Float32, StoreLayout, format_named
+from shm.layout import FORMATS, BlockFormat, ExpertShape, Float32, StoreLayout, format_named
 from shm.segment import unlink
 from shm.store import Store, store_name
 from workers.kernels.host import Activations, HostKernel
+from workers.kernels.matrix import SPIN_ROWS, HostMatrix, quantized
 from workers.kernels.native import best
 
 HIDDEN, TILES = 75, 3
@@ -100,6 +101,33 @@ def test_progress_is_counted_by_tiles(name: str) -> None:
         del kernel, line
         segment.close()
         unlink(segment.segment.name)
+
+
+@pytest.mark.parametrize("name", [name for name, f in FORMATS.items() if isinstance(f, BlockFormat)])
+def test_a_matrix_is_quantized_in_parts_and_has_the_same_products_in_c_and_torch(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    format = format_named(name)
+    assert isinstance(format, BlockFormat)
+    monkeypatch.setattr("workers.kernels.matrix.PART_NUMBERS", 2 * 37 * 16)  # two blocks of outputs
+    w = np.random.default_rng(3).standard_normal((100, 37)).astype(np.float32)
+    whole = np.empty(format.matrix_bytes(100, 37), np.uint8)
+    format.encode_matrix(w, whole)
+    data = quantized(format, w)
+    np.testing.assert_array_equal(data, whole)
+    x = np.random.default_rng(4).standard_normal((SPIN_ROWS + 1, 37)).astype(np.float32)
+    matrix = HostMatrix(format, data, (100, 37), None, spin=True)
+    assert matrix.bytes == len(whole)
+    y = matrix.product(x)
+    matrix.materialize(lambda: True)
+    data[:] = 0  # no longer read
+    for rows in (SPIN_ROWS, SPIN_ROWS + 1):
+        np.testing.assert_array_equal(bits(matrix.product(x[:rows])), bits(y[:rows]))
+    monkeypatch.setattr("workers.kernels.matrix.best", lambda: None)
+    in_torch = HostMatrix(format, whole, (100, 37), None, spin=True).product(x)
+    np.testing.assert_allclose(y, in_torch, atol=1e-5)
+    exact = x @ format.decode_matrix(whole, 100, 37).T
+    np.testing.assert_allclose(y, exact, atol=0.02 * np.abs(exact).max())
 
 
 @pytest.mark.timeout(300)  # importing torch takes long where many others compute
