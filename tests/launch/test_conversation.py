@@ -17,12 +17,13 @@ TURNS = 30
 
 
 class CountingClient:
-    """Refuses as an engine does, by a token for every four characters, and answers with 50 tokens."""
+    """Refuses as an engine does, by a token for every four characters, and answers with a text of 50."""
 
     def __init__(self) -> None:
         self.welcome = Welcome(VERSION, "e", "m", "f", "cpu", "all-host", True, 9, CONTEXT, True, True)
         self.answered: list[tuple[ChatMessage, ...]] = []
         self.requests = 0
+        self.tokens = 2  # of an answer
 
     def generate(self, *, messages, reserve, **_) -> Answer:
         self.requests += 1
@@ -36,7 +37,8 @@ class CountingClient:
             answer.feed(Done(0, "error", f"the prompt has {tokens} tokens", stats=stats, usage=True))
         else:
             self.answered.append(tuple(messages))
-            answer.feed(Token(0, 0, 1, "x" * 200))
+            for index in range(self.tokens):
+                answer.feed(Token(0, index, 1, "x" * 100))
             answer.feed(Done(0, "stop"))
         return answer
 
@@ -85,6 +87,11 @@ async def test_constant_dropping_beside_a_long_system_message_is_said_once() -> 
     conversation.system = None
     await conversation.ask("short?", view, Interrupts())
     assert len(view.notices) == 1
+    conversation.system = "s" * 2400
+    conversation.restore([*conversation.turns] * 4)
+    client.tokens = 0  # also above an answer without text
+    await conversation.ask("and now?", view, Interrupts())
+    assert len(view.notices) == 2
 
 
 async def test_question_beyond_the_context_is_refused_and_costs_no_turn() -> None:
@@ -94,6 +101,7 @@ async def test_question_beyond_the_context_is_refused_and_costs_no_turn() -> Non
         with pytest.raises(RequestFailed, match=reason) as refused:
             await conversation.ask("q" * characters, view, Interrupts())
         assert "\n" not in str(refused.value)
+        assert refused.value.usage
     assert (conversation.turns, len(view.notices)) == (before, notices)
 
 

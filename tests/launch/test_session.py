@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from counters import TILE, decode
 from rich.console import Console, RenderableType
 from waiting import until
 
@@ -24,7 +26,7 @@ from launch.errors import AnswerLost, WrongUsage
 from launch.terminal.interrupts import Interrupts
 from protocol.answer import Answer
 from protocol.errors import RequestFailed
-from protocol.messages import VERSION, ChatMessage, Done, PolicyChanged, Sampling, Token, Welcome
+from protocol.messages import VERSION, ChatMessage, Done, PolicyChanged, Queued, Sampling, Token, Welcome
 
 WELCOME = Welcome(VERSION, "e", "/models/m", "f", "cpu", "lru", True, 9, 1024, True, True)
 YES = ("yes", ".")
@@ -46,10 +48,10 @@ class StandInEngine:
     def generate(self, **fields: Any) -> Answer:
         self.sent.append(fields)
         answer = Answer(0, lambda request: answer.feed(Done(0, "cancelled")))
-        for index, text in enumerate(self.texts):
-            answer.feed(Token(0, index, 5, text))
-        if self.end is not None:
-            answer.feed(self.end)
+        tokens = [Token(0, index, 5, text) for index, text in enumerate(self.texts)]
+        for message in (Queued(0, 2), *tokens, self.end):
+            if message is not None:
+                asyncio.get_running_loop().call_soon(answer.feed, message)
         return answer
 
     async def stats(self) -> dict[str, Any]:
@@ -60,7 +62,7 @@ class StandInEngine:
         self.sent.append((name, options))
         if self.refusal is not None:
             raise self.refusal
-        return PolicyChanged(0, name, False, ("try --set fiddler.gate=own",))
+        return PolicyChanged(0, name, name != "daop", ("try --set fiddler.gate=own",))
 
 
 class Chat:
@@ -73,6 +75,7 @@ class Chat:
         self.notes: list[str] = []
         self.tables: list[str] = []
         self.answers: list[str] = []
+        self.events: list[object] = []  # of the last answer but its text
         output = SimpleNamespace(width=80, note=self.notes.append, show=self.show)
         self.session = Session(
             self.engine,  # type: ignore[arg-type]
@@ -92,13 +95,17 @@ class Chat:
     @contextmanager
     def view(self) -> Iterator[Any]:
         self.answers.append("")
+        self.events.clear()
 
         def append(text: str) -> None:
             self.answers[-1] += text
 
-        nothing: Callable[..., None] = lambda *_: None  # noqa: E731
         yield SimpleNamespace(
-            append=append, ended=nothing, queued=nothing, cancelling=nothing, notice=self.notes.append
+            append=append,
+            queued=self.events.append,
+            cancelling=lambda: self.events.append("cancelling"),
+            ended=lambda: self.events.append("ended"),
+            notice=self.notes.append,
         )
 
     async def says(self, line: str) -> list[str]:
@@ -129,7 +136,7 @@ async def test_question_is_sent_with_all_before_it_and_the_settings() -> None:
     assert first["messages"] == [system, user("one?")]
     assert second["messages"] == [system, user("one?"), ANSWER, user("/etc?")]
     assert chat.conversation.turns == (user("one?"), ANSWER, user("/etc?"), ANSWER)
-    assert chat.answers == ["yes.", "yes."]
+    assert (chat.answers, chat.events) == (["yes.", "yes."], [2, "ended"])
     others = {"conversation": KV_NAME, "max_tokens": 100, "sampling": Sampling(0.5), "stop": ("END",)}
     # A question alone may leave any room, later ones leave a quarter of the context at least.
     for sent, reserve in ((first, 1), (second, 256)):
@@ -145,7 +152,7 @@ async def test_summary_is_below_each_answer_where_it_is_wanted() -> None:
     (line,) = await chat.says("one?")
     assert line.startswith("2 tokens · 12.3 tok/s · first 0.0")
     assert line.endswith(" s · KV 7/0 · cut at the context's end")
-    assert chat.conversation.turns[-1].content == "yes.!"
+    assert chat.answers == [chat.conversation.turns[-1].content] == ["yes.!"]
     await chat.says("/set max_tokens=2")
     assert (await chat.says("two?"))[0].endswith("cut at max_tokens")
 
@@ -154,13 +161,17 @@ async def test_failed_and_lost_answers_leave_the_conversation_unchanged() -> Non
     chat = Chat()
     await chat.says("one?")
     before = chat.conversation.turns
-    for end, error, words in (
-        (Done(0, "error", "no memory"), RequestFailed, "^no memory$"),
-        (Done(0, "cancelled"), AnswerLost, "shutting down"),
+    failed = Done(0, "error", "no memory", stats={"prompt_tokens": 5})
+    for texts, end, error, words in (
+        ((), replace(failed, stats={}), RequestFailed, "^no memory$"),
+        (YES, failed, RequestFailed, "^no memory$"),
+        (YES, Done(0, "cancelled"), AnswerLost, "shutting down"),
     ):
-        chat.engine.end = end
+        chat.engine.texts, chat.engine.end = texts, end
+        asked = len(chat.engine.sent)
         await chat.refuses("two?", words, error)
         assert chat.conversation.turns == before
+        assert len(chat.engine.sent) == asked + 1  # not again with fewer turns
 
 
 async def test_ctrl_c_ends_an_answer_and_keeps_what_there_is() -> None:
@@ -173,6 +184,7 @@ async def test_ctrl_c_ends_an_answer_and_keeps_what_there_is() -> None:
         assert await asyncio.wait_for(asking, 10)
     assert chat.conversation.turns == (user("one?"), ANSWER)
     assert chat.notes[0].endswith("cancelled")
+    assert chat.events == [2, "cancelling", "ended"]
     assert not chat.interrupts.received
 
 
@@ -241,7 +253,11 @@ async def test_retry_replaces_the_last_answer() -> None:
 
 async def test_settings_hold_for_the_next_question_and_return_to_those_of_the_start() -> None:
     chat = Chat(max_tokens=7)
-    await chat.says("/set max_tokens=5 seed=3")
+    (note,) = await chat.says("/set max_tokens=5 seed=3")
+    assert re.search(r"max_tokens\W+5\b.*seed\W+3\b", note)
+    assert "top_k" not in note
+    assert len(await chat.says("/set max_tokens=5")) == 1
+    assert chat.tables == []
     await chat.says("one?")
     assert (chat.engine.sent[0]["max_tokens"], chat.engine.sent[0]["sampling"]) == (5, Sampling(0.5, seed=3))
     assert any("seed" in note for note in await chat.says("/set temperature=0"))  # without effect
@@ -258,10 +274,12 @@ async def test_policy_is_switched_with_its_options_and_shown_as_the_engine_has_i
     await chat.says("/policy")
     assert [line.split()[1] for line in chat.tables[0].splitlines() if line.startswith("* ")] == ["fiddler"]
     assert "gate=own" in chat.tables[0]
-    note = (await chat.says("/policy fiddler fiddler.gate=own")).pop(0)
-    assert chat.engine.sent == [("fiddler", {"gate": "own"})]
-    assert note.startswith("policy: fiddler (approximate)\n")
+    note = (await chat.says("/policy adapmoe adapmoe.gate=own")).pop(0)
+    assert chat.engine.sent == [("adapmoe", {"gate": "own"})]
+    assert "gate=own" in chat.tables[-1]
+    assert "approximate" not in note
     assert note.endswith("/policy fiddler gate=own")
+    assert "approximate" in (await chat.says("/policy daop")).pop(0)
     chat.engine.refusal = RequestFailed("add --set daop.gate=own", usage=True)
     with pytest.raises(RequestFailed, match=r"^add /policy daop gate=own$") as refused:
         await chat.session.handle("/policy daop")
@@ -269,6 +287,21 @@ async def test_policy_is_switched_with_its_options_and_shown_as_the_engine_has_i
     chat.engine.present = {}
     await chat.says("/policy")
     assert not any(line.startswith("* ") for line in chat.tables[-1].splitlines())  # lru is no preset
+
+
+async def test_stats_are_the_engine_s_and_those_of_the_last_answer() -> None:
+    chat = Chat()
+    last = {"engine": {"decode": decode()}}
+    chat.engine.end = Done(0, "stop", stats=last)
+    chat.engine.present |= {"engine": {"decode": decode(host_tiles=90)}, "tile_bytes": TILE}
+    for tiles in ((), (120, 170)):
+        await chat.says("/stats")
+        engine, _, counters = chat.tables[-3:]
+        assert re.search(r"^policy +fiddler on cpu$", engine, re.M)
+        assert re.findall(r"^expert tiles +(.*?) *$", counters, re.M)[0].split() == [
+            *map(str, tiles or [170])
+        ]
+        await chat.says("one?")
 
 
 async def test_help_has_no_other_topics() -> None:
@@ -297,6 +330,9 @@ async def test_files_are_overwritten_only_if_this_session_knows_them_or_is_force
     assert (saved["model"], saved["system"], len(saved["messages"])) == ("/models/m", "Be brief.", 4)
     assert await chat.says(f"/save {other} --force") == [f"saved 2 questions to {other}"]
     assert json.loads(other.read_text()) == saved
+
+    await chat.says(f"/save {tmp_path}/no--force")
+    assert (tmp_path / "no--force").exists()
 
     later = Chat()
     await later.says("three?")
