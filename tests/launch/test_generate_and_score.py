@@ -1,0 +1,318 @@
+"""`generate` and `score`, with an engine that answers known tokens and log-probabilities."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from counters import decode
+
+from launch import generate as generating
+from launch import score as scoring
+from launch.command_line.options import parse
+from launch.errors import AnswerLost, OutputFailed, WrongUsage
+from launch.terminal.interrupts import Interrupts
+from protocol.answer import Answer
+from protocol.errors import RequestFailed
+from protocol.messages import VERSION, ChatMessage, Done, Sampling, Scores, Token, Welcome
+
+VOCABULARY = 7
+CHAT = Sampling(0.7, top_p=0.8)
+WELCOME = Welcome(
+    VERSION, "e", "/models/m", "f", "cpu", "daop", False, VOCABULARY, 16, True, True, sampling=CHAT
+)
+STATS = {"prefill_tok_s": 81.2, "decode_tok_s": 12.34, "prompt_tokens": 3, "fidelity": {"exact": False}}
+TABLE = np.log(np.random.default_rng(1).dirichlet(np.ones(VOCABULARY), 40)).astype(np.float32)
+
+
+class StandInEngine:
+    """Answers "ab" and the end; row i of its scores is row `first token + i` of TABLE."""
+
+    def __init__(self) -> None:
+        self.welcome = WELCOME
+        self.end: Done | None = Done(0, "stop", text="!", stats=dict(STATS))
+        self.sent: list[dict[str, Any]] = []
+        self.block = 3  # rows
+        self.scored = 100  # rows, the first 100 of them exact
+
+    def generate(self, **fields: Any) -> Answer:
+        self.sent.append(fields)
+        answer = Answer(0, lambda request: None)
+        for index, text in enumerate("ab"):
+            answer.feed(Token(0, index, 5 + index, text))
+        if self.end is not None:
+            answer.feed(self.end)
+        return answer
+
+    async def score(self, **fields: Any) -> AsyncIterator[Scores]:
+        self.sent.append(fields)
+        ids = np.array(fields.get("token_ids") or [1, 2, 3, 4], np.int32)
+        rows = TABLE[: len(ids)] - ids[0]  # of another window, other figures
+        chosen = rows[np.arange(len(ids) - 1), ids[1:]]
+        for start in range(0, len(ids), self.block):
+            stop = start + self.block
+            self.scored += len(ids[start:stop])
+            yield Scores(0, start, ids[start:stop], chosen[start:stop], rows[start:stop])
+
+    async def stats(self) -> dict[str, Any]:
+        return {"policy": "dali", "engine": {"decode": self._decode()}}
+
+    def _decode(self) -> dict[str, Any]:
+        return decode(weight=60.0 * self.scored, stale=15.0 * (self.scored - 100))
+
+
+def run_on(engine: StandInEngine, module: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: str) -> Any:
+    """The command's coroutine, on a line that connects to this engine."""
+
+    @asynccontextmanager
+    async def client(*_: object) -> AsyncIterator[StandInEngine]:
+        yield engine
+
+    monkeypatch.setattr(module, "reconnecting_client", client)
+    command = module.__name__.removeprefix("launch.")
+    return getattr(module, command)(parse([command, *words, "--connect"]), Interrupts())
+
+
+@pytest.mark.parametrize("words", ["hello", "--file {}", "--prompt-tokens 1,6", "hello --chat"])
+async def test_prompt_is_sent_as_it_was_given(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prompt").write_text("two\nlines\n\n")
+    engine = StandInEngine()
+    line = [word.format(tmp_path / "prompt") for word in words.split()]
+    more = ["--max-tokens", "9", "--stop", "END", "--ignore-eos", "--seed", "4"]
+    assert await run_on(engine, generating, monkeypatch, *line, *more) == 0
+    prompts: dict[str, dict[str, Any]] = {
+        "hello": {"prompt": "hello"},
+        "--file {}": {"prompt": "two\nlines\n"},  # but the end of the last line
+        "--prompt-tokens 1,6": {"token_ids": (1, 6)},
+        "hello --chat": {"messages": (ChatMessage("user", "hello"),)},
+    }
+    (sent,) = engine.sent
+    sampling = replace(CHAT if "--chat" in words else Sampling(), seed=4)
+    settings = {"max_tokens": 9, "stop": ["END"], "ignore_eos": True, "sampling": sampling}
+    assert {**sent, "stop": list(sent["stop"])} == prompts[words] | settings
+    assert list(sent.get("token_ids", ())) in ([1, 6], [])
+
+
+@pytest.mark.parametrize(
+    ("welcome", "words", "error"),
+    [
+        ({}, "--prompt-tokens 1,7", "7 is no token; this model's ids end at 6"),
+        ({"has_tokenizer": False}, "hello", "no tokenizer"),
+        ({"has_chat_template": False}, "hello --chat", "no chat template"),
+    ],
+)
+async def test_prompt_that_the_engine_cannot_read_is_not_sent(
+    welcome: dict[str, Any], words: str, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = StandInEngine()
+    engine.welcome = replace(WELCOME, **welcome)
+    with pytest.raises(WrongUsage, match=error):
+        await run_on(engine, generating, monkeypatch, *words.split())
+    assert engine.sent == []
+    engine.welcome = replace(WELCOME, has_tokenizer=False, has_chat_template=False)
+    assert await run_on(engine, generating, monkeypatch, "--prompt-tokens", "6") == 0
+
+
+async def test_answer_as_json_and_as_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = StandInEngine()
+    await run_on(engine, generating, monkeypatch, "hello", "--json")
+    figures = {"prefill_tok_s": 81.2, "decode_tok_s": 12.34, "fidelity": {"exact": False}}
+    expected = {"token_ids": [5, 6], "text": "ab!", "finish_reason": "stop", "policy": "daop", **figures}
+    out = capsys.readouterr().out
+    assert json.loads(out) == expected | {"stats": STATS}
+    engine.welcome = replace(WELCOME, emulation="link paced")
+    engine.end = Done(0, "length", stats={"policy": "dali"})
+    await run_on(engine, generating, monkeypatch, "hello", "--json")
+    found = json.loads(capsys.readouterr().out)
+    assert (found["text"], found["finish_reason"], found["policy"]) == ("ab", "length", "dali")
+    assert (found["stats"]["emulation"], found["decode_tok_s"]) == ("link paced", None)
+    for words, reason, end in (
+        ("", "stop", ""),
+        ("", "length", "context is full"),
+        ("--max-tokens 2", "length", "--max-tokens reached"),
+    ):
+        engine.end = Done(0, reason, text="!", stats=dict(STATS))
+        await run_on(engine, generating, monkeypatch, "hello", *words.split())
+        out, err = capsys.readouterr()
+        assert out == "ab!\n"
+        assert "2 tokens, 12.3 tok/s; prompt of 3, 81 tok/s" in err
+        assert end in err
+        assert ("--max-tokens" in err or "full" in err) is bool(end)
+        assert "approximate" in err
+
+
+@pytest.mark.parametrize(
+    ("texts", "end", "error"),
+    [
+        (True, Done(0, "cancelled", stats=STATS), AnswerLost),
+        (True, Done(0, "error", "no memory"), AnswerLost),
+        (False, Done(0, "error", "no memory", usage=True), RequestFailed),
+    ],
+)
+async def test_answer_that_the_engine_does_not_finish_is_an_error(
+    texts: bool, end: Done, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = StandInEngine()
+    engine.end = end
+    if not texts:
+        answer = Answer(0, lambda request: None)
+        answer.feed(end)
+        monkeypatch.setattr(engine, "generate", lambda **_: answer)
+    with pytest.raises(error, match="shutting down" if end.reason == "cancelled" else "no memory") as raised:
+        await run_on(engine, generating, monkeypatch, "hello")
+    assert getattr(raised.value, "usage", True)
+
+
+@pytest.mark.parametrize("words", ["", "--json"])
+async def test_interrupted_answer_is_shown_as_far_as_it_came(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = StandInEngine()
+    engine.end = None
+    command = asyncio.create_task(run_on(engine, generating, monkeypatch, "hello", *words.split()))
+    await asyncio.sleep(0.01)
+    assert capsys.readouterr().out == ("" if words else "ab")
+    command.cancel()  # without a signal: the engine has exited
+    with pytest.raises(asyncio.CancelledError):
+        await command
+    assert capsys.readouterr().out == ("" if words else "\n")
+    interrupted = Interrupts()
+    interrupted.received = True
+    monkeypatch.setattr(f"{__name__}.Interrupts", lambda: interrupted)
+    command = asyncio.create_task(run_on(engine, generating, monkeypatch, "hello", *words.split()))
+    await asyncio.sleep(0.01)
+    command.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await command
+    out, err = capsys.readouterr()
+    if words:
+        shown = json.loads(out)
+        assert (shown["text"], shown["finish_reason"], shown["stats"]) == ("ab", "cancelled", {})
+    else:
+        assert out == "ab\n"
+        assert "cancelled" in err
+
+
+def plain_nll(ids: list[int], context: int, stride: int) -> float:
+    """The sum over a text, window by window, of each token that no earlier window has predicted."""
+    nll, done, end = 0.0, 1, min(context, len(ids))
+    while True:
+        start = max(0, end - context)
+        for position in range(done, end):
+            nll -= float(TABLE[position - 1 - start, ids[position]]) - ids[start]
+        if end == len(ids):
+            return nll
+        done, end = end, min(end + stride, len(ids))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words", "windows", "stride"),
+    [(16, "", 1, 8), (17, "", 2, 8), (40, "", 4, 8), (38, "--stride 15", 3, 15), (1, "", 1, 8)],
+)
+async def test_score_is_that_of_each_token_once(
+    tokens: int,
+    words: str,
+    windows: int,
+    stride: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ids = np.random.default_rng(tokens).integers(0, VOCABULARY, tokens).tolist()
+    (tmp_path / "ids").write_text(json.dumps(ids))
+    engine, out = StandInEngine(), tmp_path / "rows.npy"
+    line = ["--tokens", str(tmp_path / "ids"), *words.split()]
+    assert await run_on(engine, scoring, monkeypatch, *line, "--json", "--out", str(out)) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["tokens"], found["windows"]) == (tokens, windows)
+    assert found["stride"] == (stride if windows > 1 else None)
+    assert found["policy"] == "dali"
+    if tokens == 1:
+        assert found["mean_nll"] is None
+    else:
+        mean = plain_nll(ids, 16, stride) / (tokens - 1)
+        assert found["mean_nll"] == pytest.approx(mean, rel=1e-5)
+        assert found["perplexity"] == pytest.approx(math.exp(mean), rel=1e-5)
+    assert found["fidelity"]["exact"] is False
+    assert found["fidelity"]["stale"] == 0.25  # of this score alone
+    assert np.load(out).shape == (tokens, VOCABULARY)
+    assert [len(sent["token_ids"]) for sent in engine.sent] == [min(16, tokens)] * windows
+    assert all(sent["full"] and not sent["stepwise"] for sent in engine.sent)
+    await run_on(engine, scoring, monkeypatch, *line, "--stepwise", "--prefill", "3")
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"{tokens} tokens")
+    assert (f"({windows} windows of 16, stride {stride})" in shown) is (windows > 1)
+    again = engine.sent[windows:]
+    assert [sent["stepwise"] for sent in again] == [True] * windows
+    assert not any(sent["full"] for sent in again)
+    # Rows that count in an earlier window are prefilled.
+    assert [sent["prefill"] for sent in again] == [3] + [max(3, 15 - stride)] * (windows - 2) + [
+        max(3, 15 - (tokens - 16 - stride * (windows - 2)))
+    ] * (windows > 1)
+
+
+async def test_short_text_is_tokenized_by_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "text"
+    path.write_text("fifteen bytes.\n")  # a token a byte and the first would fill the context
+    engine = StandInEngine()
+    await run_on(engine, scoring, monkeypatch, "--text", str(path), "--json")
+    assert engine.sent == [{"text": "fifteen bytes.\n", "prefill": 1, "stepwise": False, "full": False}]
+    found = json.loads(capsys.readouterr().out)
+    assert found["mean_nll"] == pytest.approx(1 - float(TABLE[[0, 1, 2], [2, 3, 4]].mean()), rel=1e-5)
+    path.write_text("sixteen bytes..\n")
+    with pytest.raises(WrongUsage, match="no tokenizer any more"):  # /models/m is not there
+        await run_on(engine, scoring, monkeypatch, "--text", str(path))
+    engine.welcome = replace(WELCOME, has_tokenizer=False)
+    with pytest.raises(WrongUsage, match="give --tokens"):
+        await run_on(engine, scoring, monkeypatch, "--text", str(path))
+
+
+@pytest.mark.parametrize(
+    ("context", "ids", "words", "error"),
+    [
+        (16, [1, 7], "", "7 is no token; this model's ids end at 6"),
+        (16, [1, 2], "--stride 16", "less than the context of 16"),
+        (1, [1, 2], "", "context has 1 token"),
+    ],
+)
+async def test_score_that_this_engine_cannot_compute_is_refused(
+    context: int, ids: list[int], words: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ids").write_text(json.dumps(ids))
+    engine = StandInEngine()
+    engine.welcome = replace(WELCOME, context=context)
+    with pytest.raises(WrongUsage, match=error):
+        await run_on(engine, scoring, monkeypatch, "--tokens", str(tmp_path / "ids"), *words.split())
+    assert engine.sent == []
+
+
+async def test_matrix_that_cannot_be_written_fails_the_score(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ids").write_text("[1, 2]")
+    engine = StandInEngine()
+
+    async def full(**_: object) -> AsyncIterator[Scores]:
+        raise OSError(28, "No space left on device")
+        yield  # type: ignore[unreachable]
+
+    monkeypatch.setattr(engine, "score", full)
+    words = ("--tokens", str(tmp_path / "ids"), "--out", str(tmp_path / "rows.npy"))
+    with pytest.raises(OutputFailed, match="No space left"):
+        await run_on(engine, scoring, monkeypatch, *words)
+    assert not (tmp_path / "rows.npy").exists()
