@@ -25,7 +25,7 @@ class Call:
 COMMANDS = {
     command.name: command
     for command in (
-        Command("help", "[policy [NAME]]", "show this list, or what /policy can set"),
+        Command("help", "[policy [NAME]|set]", "show this list, or what /policy and /set can set"),
         Command("reset", "", "clear the conversation; the system message stays"),
         Command("system", "[TEXT|off]", "show, set or remove the system message"),
         Command("stats", "", "show counters of the last answer and engine"),

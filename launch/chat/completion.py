@@ -51,7 +51,7 @@ def completes(text: str) -> bool:
 
 def _help(before: list[str], word: str) -> Iterator[Completion]:
     if not before:
-        yield from _offer(word, (("policy ", "what /policy can set"),))
+        yield from _offer(word, (("policy ", "what /policy can set"), ("set", "what /set can set")))
     elif before == ["policy"]:
         yield from _policy([], word)
 

@@ -45,8 +45,7 @@ def policy_options(name: str, given: Mapping[str, object]) -> Table:
     table = make_grid(2)
     for option, value in values:
         shown = "the engine's" if isinstance(option, Seed) and option.name not in given else _shown(value)
-        help = f"{option.help}: {option.values.replace('|', ', ')}"
-        table.add_row(f"{option.name}={shown}", Text(help, "dim"))
+        table.add_row(f"{option.name}={shown}", Text(_explained(option, value), "dim"))
     return table
 
 
@@ -60,6 +59,15 @@ def parts_help() -> RenderableType:
                 help.append(f"\n{option.name}: {option.help} ({option.values.replace('|', ', ')})")
             table.add_row(f"{role}={part.name}", help)
     return Group("/policy NAME [OPTION=VALUE ...]", EXCHANGE, "", table, "", Text(SWITCH, "dim"))
+
+
+def _explained(option: Option, value: Value) -> str:
+    """What an option decides and the values it takes; of a part also what the one in use does."""
+    parts = PARTS.get(option.name, {})
+    if str(value) not in parts:
+        return f"{option.help} ({option.values.replace('|', ', ')})"
+    others = ", ".join(name for name in option.values.split("|") if name != value)
+    return f"{option.help}: {parts[str(value)].help} (or {others})"
 
 
 def _values(name: str, given: Mapping[str, object]) -> list[tuple[Option, Value]]:

@@ -14,9 +14,9 @@ from rich.console import RenderableType
 from launch.chat.commands import Call, parse_line, parse_policy
 from launch.chat.conversation import Conversation, Reply, View
 from launch.chat.policy_tables import parts_help, policy_list, policy_options
-from launch.chat.settings import KEYS, change, value_text
+from launch.chat.settings import change, echo
 from launch.chat.summary import cut, summary
-from launch.chat.tables import counters_table, engine_table, help_text, settings_table
+from launch.chat.tables import counters_table, engine_table, help_text, settings_help, settings_table
 from launch.chat.text import in_chat_syntax, in_lines
 from launch.chat.transcript import Transcript, load, save
 from launch.chat.why import why_text
@@ -122,9 +122,12 @@ class Session:
 
     async def _help(self, argument: str) -> None:
         topic, _, name = argument.partition(" ")
-        if topic not in ("", "policy"):
-            raise WrongUsage(f"no further help on {topic[:40]!r}: /help, /help policy, /help policy NAME")
-        if name:
+        if topic not in ("", "policy", "set") or (topic == "set" and name):
+            topics = "/help, /help policy, /help policy NAME, /help set"
+            raise WrongUsage(f"no further help on {argument[:40]!r}: {topics}")
+        if topic == "set":
+            self._output.show(settings_help(self._conversation.settings, self._defaults))
+        elif name:
             self._output.show(policy_options(name.strip(), {}))
         else:
             self._output.show(parts_help() if topic else help_text())
@@ -168,8 +171,7 @@ class Session:
         before = conversation.settings
         conversation.settings = after = change(before, argument, self._defaults)
         if argument:
-            changed = [f"{key} {value_text(after, key)}" for key in KEYS if after.get(key) != before.get(key)]
-            self._output.note(in_lines(changed or ["nothing has changed"], self._output.width))
+            self._output.note(in_lines(echo(before, after, argument), self._output.width))
         else:
             self._output.show(settings_table(after))
         for line in after.without_effect():

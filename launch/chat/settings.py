@@ -108,6 +108,17 @@ def change(settings: AnswerSettings, text: str, defaults: AnswerSettings) -> Ans
     return changed
 
 
+def echo(before: AnswerSettings, after: AnswerSettings, text: str) -> list[str]:
+    """What the settings named in `text`, which `change` has accepted, are now: each as /set takes it."""
+    named = dict.fromkeys(word.partition("=")[0] for word in shlex.split(text))
+    lines = []
+    for key in named:
+        each = [after.put(key, (stop,)) for stop in after.stop] if key == "stop" else []
+        shown = " ".join(f"{key}={value_text(one, key)}" for one in each or [after])
+        lines.append(shown + " (as before)" * (after.get(key) == before.get(key)))
+    return lines
+
+
 def _read(key: str, text: str) -> Any:
     try:
         return KEYS[key][0](text)

@@ -28,6 +28,7 @@ KEYS_HELP = (
     ("Ctrl-C", "cancel the answer; at the prompt: clear the line"),
     ("//text", "send a text that begins with /"),
 )
+SET_HELP = "/set KEY=VALUE [KEY=VALUE ...] changes the answers to come; /set KEY= restores a default."
 SUMMARY_HELP = (
     "Below an answer: tokens, speed, time to the first token, prompt tokens with reused KV, "
     "share of the expert tiles computed on the host, bytes moved to the device; with an approximate "
@@ -50,6 +51,13 @@ def settings_table(settings: AnswerSettings) -> Table:
     for key, (_, help) in KEYS.items():
         table.add_row(key, value_text(settings, key), Text(help, "dim"))
     return table
+
+
+def settings_help(settings: AnswerSettings, defaults: AnswerSettings) -> RenderableType:
+    table = make_table("setting", "now", "default", "meaning")
+    for key, (_, help) in KEYS.items():
+        table.add_row(key, value_text(settings, key), value_text(defaults, key), Text(help, "dim"))
+    return Group(SET_HELP, "", table)
 
 
 def counters_table(reply: Reply | None, stats: dict[str, Any]) -> Table:

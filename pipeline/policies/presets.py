@@ -39,6 +39,15 @@ PARTS: dict[str, dict[str, type[Part]]] = {
 }
 
 
+ROLES = {
+    "placement": "which experts are resident at the start",
+    "gate": "which of the routed experts are computed",
+    "prediction": "which experts of later layers are fetched ahead",
+    "assignment": "what the host computes, and what the device",
+    "replacement": "which experts stay on the device",
+}
+
+
 class Preset(ABC):
     """A row of the table of presets."""
 
@@ -69,8 +78,7 @@ class ComposedPreset(Preset):
         assert issubclass(gate, Gate)
         self.exact = gate.exact
         self._roles = tuple(
-            Choice(role, f"the {role} part", default=self.parts[role], choices=tuple(PARTS[role]))
-            for role in PARTS
+            Choice(role, ROLES[role], default=self.parts[role], choices=tuple(PARTS[role])) for role in PARTS
         )
         self.options = self._options(self._classes({}))
 

@@ -41,6 +41,17 @@ def test_options_of_a_policy_have_the_values_in_force() -> None:
         policy_options("fidler", {})
 
 
+def test_options_of_a_policy_are_explained_in_words() -> None:
+    shown = " ".join(" ".join(lines(policy_options("fiddler", {}))).split())
+    start = (
+        "placement=known which experts are resident at the start: calibrated if the model is, else popular"
+    )
+    assert f"{start} (or empty, first-layers, popular, " in shown
+    shown = " ".join(" ".join(lines(policy_options("daop", {}))).split())
+    assert "most used experts in the calibration's decoding (or popular, known) first_layer=4" in shown
+    assert "to change places (0..100)" in shown
+
+
 def test_help_on_policies_names_every_part() -> None:
     shown = "\n".join(lines(parts_help()))
     for role, parts in PARTS.items():

@@ -61,7 +61,7 @@ def _session(env: dict[str, str]) -> None:
         cancelled = terminal.until(r"cancelled\n\n>$")
         assert re.search(begun, cancelled, re.MULTILINE)  # the partial answer stays
         terminal.line("/set max_tokens=6")
-        terminal.until("^max_tokens 6$")
+        terminal.until("^max_tokens=6$")
         terminal.line("And what is a coroutine?")
         second = summaries(terminal.until(r"cut at max_tokens\n\n>$"))[-1]
         assert second.startswith("6 tokens")

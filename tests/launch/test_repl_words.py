@@ -15,7 +15,7 @@ from prompt_toolkit.document import Document
 from launch.chat.commands import Call, parse_line, parse_policy
 from launch.chat.completion import CommandCompleter
 from launch.chat.history import MAX_LINES, PrivateFileHistory
-from launch.chat.settings import KEYS, AnswerSettings, change, value_text
+from launch.chat.settings import KEYS, AnswerSettings, change, echo, value_text
 from launch.chat.text import in_chat_syntax, in_lines, visible
 from launch.chat.transcript import Transcript, load, save
 from launch.chat.word_wrap import WordWrap
@@ -75,6 +75,11 @@ def test_settings_change_and_return_to_defaults() -> None:
     assert again == after.put("stop", START.stop)  # /set accepts what it shows
     assert change(after, " ".join(f"{key}=" for key in KEYS), START) == START
     assert change(after, "stop=none seed=none", START).get("stop") == ()
+    shown = echo(START, after, text)
+    assert shown[:2] == ["max_tokens=5", "temperature=0.5"]
+    assert change(START, " ".join(shown), START) == after  # /set accepts what it echoes
+    assert echo(after, after, "top_k=3") == ["top_k=3 (as before)"]
+    assert echo(after, START, "top_k= stop=") == ["top_k=0", "stop=END"]
     (line,) = change(after, "temperature=0", START).without_effect()
     assert line.startswith("top_k, top_p, min_p, seed have no effect")
 
@@ -171,7 +176,7 @@ def test_load_refuses_pipes_devices_and_missing_files(tmp_path: Path) -> None:
         ("/", {"help ", "policy ", "quit"}, set()),
         ("/s", {"set ", "save ", "stats", "system "}, {"help "}),
         ("/w", {"why"}, {"stats"}),
-        ("/help ", {"policy "}, {"random"}),
+        ("/help ", {"policy ", "set"}, {"random"}),
         ("/help policy ra", {"random"}, {"fiddler"}),
         ("/policy ", set(PRESETS), set()),
         ("/policy ra", {"random"}, {"fiddler"}),
