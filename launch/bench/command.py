@@ -68,6 +68,7 @@ async def bench(options: Options, interrupts: Interrupts) -> int:
         left_out = [result for result in every if result.left_out]
         config = _config(options, plan, client, stats) | {
             "counted_tokens": stats["counted_tokens"],
+            "uncalibrated": [] if stats["calibrated"] else _uncalibrated(results, plan.seed),
             "left_out": {result.request.name: result.left_out for result in left_out},
         }
     report = Report(config, results, stats["emulation"], left_out)
@@ -153,6 +154,11 @@ async def _compare_perplexity(
         for result in approximate:
             found = await perplexity(result.request)
             result.perplexity = Perplexity(found, reference, exact.name, texts.tokens, texts.prefill)
+
+
+def _uncalibrated(results: Sequence[PolicyResult], seed: int) -> list[str]:
+    """Names of the policies that would place experts by a calibration."""
+    return [result.request.name for result in results if make_policy(result.request, seed).likes_calibration]
 
 
 def _check_own(changes: list[PolicyChanged]) -> None:

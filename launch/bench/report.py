@@ -148,8 +148,9 @@ def _cache(config: dict[str, Any]) -> str:
 
 
 def placed_by(config: dict[str, Any]) -> list[str]:
-    """What placements by use have counted, where the engine says so."""
-    tokens = config.get("counted_tokens")
-    if tokens is None:
+    """What policies went by that lack a calibration, if any did."""
+    names = config.get("uncalibrated")
+    if not names:
         return []
-    return [f"uncalibrated placements: by the use of experts in {tokens} tokens of other text"]
+    used = f"experts placed by their use in {config['counted_tokens']} tokens of other text"
+    return [f"{', '.join(names)}: not calibrated, {used}"]

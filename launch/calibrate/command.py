@@ -3,6 +3,7 @@ statistics, residuals, sensitivities. --report draws it; without a text, an earl
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from itertools import accumulate, chain
 from pathlib import Path
@@ -48,7 +49,7 @@ async def calibrate(options: Options, interrupts: Interrupts) -> int:
     if "json" in written:
         print_json(found | {"path": str(path), "report": [str(picture) for picture in pictures]})
     else:
-        show(render(path, found, calibration, pictures))
+        show(render(path, found, calibration, pictures, _engine(options)))
     return 0
 
 
@@ -86,6 +87,14 @@ def _asked(written: dict[str, Any], most: int) -> dict[str, Any]:
     ids = read_ids(written["tokens"])
     pieces, starts = _excerpts(ids, most)
     return {"token_ids": tuple(chain(*pieces)), "starts": starts, "share": _share(pieces, ids)}
+
+
+def _engine(options: Options) -> str:
+    """The options by which other commands use the calibrated model."""
+    if options.connect:
+        return f" --connect {options.connect_name or ''}".rstrip()
+    model = options.written.get("model")
+    return "" if model is None else f" --model {shlex.quote(str(model))}"
 
 
 def _share(parts: list[Text], whole: Text) -> float:

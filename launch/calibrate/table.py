@@ -19,14 +19,23 @@ MOST_ROWS = 64  # a model with more layers gets the mean values only
 
 
 def render(
-    path: Path, found: dict[str, Any], calibration: Calibration | None, pictures: Sequence[Path]
+    path: Path,
+    found: dict[str, Any],
+    calibration: Calibration | None,
+    pictures: Sequence[Path],
+    engine: str,
 ) -> str:
+    """`engine`: the options by which other commands use this model, each with a space before it."""
     parts: list[Table | Text] = []
     if calibration is not None and len(calibration.similarity) <= MOST_ROWS:
         parts += [_layers(calibration), Text()]
     text = tables.render(*parts, _means(found), *(Text(f"note: {note}") for note in found["notes"]))
     # Paths are not wrapped, so that they can be copied.
-    return text + "".join([f"saved: {path}\n", *(f"figure: {picture}\n" for picture in pictures)])
+    files = [f"saved: {path}\n", *(f"figure: {picture}\n" for picture in pictures)]
+    # Without a calibration, by one where there is one, only with one that has a threshold.
+    policies = "all-host,fiddler" + ",adapmoe" * (found["threshold"] is not None)
+    then = f"next: python launch.py bench --policy {policies}{engine} compares policies that use it\n"
+    return text + "".join([*files, then])
 
 
 def _layers(calibration: Calibration) -> Table:
@@ -86,11 +95,14 @@ def _hits(hits: dict[str, Any]) -> list[str]:
     if not hits:
         return []
     heldout, own = percent(hits["heldout"]), hits["own"]
-    cache = f"a cache of the {percent(hits['share'])} of the experts that this text uses most"
+    placed = (
+        f"with the {percent(hits['share'])} of the experts resident that this text uses most, {heldout} of"
+        " those that its held-out part needs would be resident"
+    )
     if own is None:
-        return [f"{cache}: {heldout} hits on its held-out part"]
-    earlier = f"{percent(own)} on {hits['tokens']} tokens that the engine computed for clients before"
-    lines = [f"{cache}: {heldout} hits on its held-out part, {earlier}"]
+        return [placed]
+    before = f"{percent(own)} of those that {hits['tokens']} tokens needed which clients ran before"
+    lines = [f"{placed}, and {before}"]
     if own < DIFFERENT * hits["heldout"]:
         lines.append("warning: the text routes differently from what the engine runs; give text of that kind")
     return lines

@@ -58,6 +58,8 @@ class Part(ABC):
 class Placement(Part):
     """The part that decides which experts are resident at the start."""
 
+    likes_calibration: bool = False  # where the model has none, it goes by the use of the experts
+
     @abstractmethod
     def chosen(self, view: View, budget: int) -> Chosen:
         """The resident experts, at most `budget` in all."""
@@ -175,6 +177,7 @@ class Composed(Policy):
         self.exact = parts.gate.exact
         self.needs_costs = any(part.needs_costs for part in parts)
         self.needs_calibration = any(part.needs_calibration for part in parts)
+        self.likes_calibration = parts.placement.likes_calibration
         self.uses_device = parts.assignment.uses_device
         self.uses_host = parts.assignment.uses_host
         self._reserve = 0  # experts

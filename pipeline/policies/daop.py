@@ -75,6 +75,7 @@ class Daop(Policy):
         self._predict = predict == "1"
         self.exact = not self._predict
         self.needs_calibration = self._placement.needs_calibration
+        self.likes_calibration = self._placement.likes_calibration
         self._seen: dict[int, int] = {}  # sequence -> the last step it had a row in
         self._counts: dict[int, NDArray[np.int64]] = {}  # sequence -> [L, E] rows of its prompt
 

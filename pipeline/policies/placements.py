@@ -79,6 +79,7 @@ class Known(Placement):
 
     name: ClassVar[str] = "known"
     help: ClassVar[str] = "calibrated if the model is, else popular"
+    likes_calibration = True
 
     def chosen(self, view: View, budget: int) -> Chosen:
         return (Popular() if view.calibration is None else Calibrated()).chosen(view, budget)
@@ -116,6 +117,7 @@ class Sized(Placement):
 
     name: ClassVar[str] = "sized"
     help: ClassVar[str] = "each layer's most used experts, as many as the replacement keeps there"
+    likes_calibration = True
 
     def join(self, parts: Parts) -> None:
         self._replacement = parts.replacement

@@ -145,6 +145,7 @@ class Policy(ABC):
     exact: bool = True
     needs_costs: bool = False
     needs_calibration: bool = False
+    likes_calibration: bool = False  # it works without, and places other experts then
     uses_device: bool = True  # False: no slab and no prefetcher are needed
     uses_host: bool = True  # False: the workers compute nothing
 

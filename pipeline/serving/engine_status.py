@@ -57,6 +57,7 @@ class EngineStatus:
             "scheduler": self._scheduler.stats(),
             "engine": engine.counters.snapshot(),
             "counted_tokens": counted_tokens(engine.popularity, engine.shape.top_k),
+            "calibrated": self._policies.calibrated,
             "prefetch": {"on": engine.driver.prefetch.on, "status": engine.driver.prefetch.status},
             "tiles_per_expert": engine.shape.tiles,
             "tile_bytes": engine.layout.tile_bytes,

@@ -45,6 +45,11 @@ class PolicySwitch:
         self.current, self._counted = request, counted
         return notes
 
+    @property
+    def calibrated(self) -> bool:
+        """Whether the model has a calibration on this machine."""
+        return self._calibration_file.exists()
+
     def reset(self) -> None:
         """Make the policy in use anew: without state of earlier steps, with the present inputs."""
         self.set(self.current, self._counted)
@@ -64,7 +69,7 @@ class PolicySwitch:
 
     def _calibration_for(self, policy: Policy) -> Calibration | None:
         """None without a usable file. Raises CalibrationError where the policy needs it."""
-        if not self._calibration_file.exists():
+        if not self.calibrated:
             return None
         try:
             return load(self._calibration_file)

@@ -69,6 +69,10 @@ def test_report_fits_80_columns_and_names_the_emulation() -> None:
     assert max(map(len, text.splitlines())) <= 80
     for words in ("emulation: link paced to 2 GB/s", "mixtral-offloading", "scope=global", "approximate"):
         assert words in text
+    assert "not calibrated" not in text
+    mixed = config | {"uncalibrated": ["fiddler"], "counted_tokens": 300}
+    line = "fiddler: not calibrated, experts placed by their use in 300 tokens of other text"
+    assert line in " ".join(Report(mixed, entries, "").render().split())
     for words in ("note: it keeps whole experts", "a-model on cuda, 8 workers", "11111", "500", "1.00"):
         assert words in text
 

@@ -254,6 +254,9 @@ def test_earlier_calibration_is_drawn_without_an_engine(calibrated: Calibrated, 
     for word in ("the embedded model", "the whole text", "residual", "threshold", calibrated.summary["path"]):
         assert word in done.stdout
     assert max(map(len, done.stdout.split("saved:")[0].splitlines())) <= 80
+    words = " ".join(done.stdout.split())
+    assert "of the experts resident that this text uses most, " in words
+    assert "next: python launch.py bench --policy all-host,fiddler,adapmoe compares policies" in words
 
 
 @pytest.mark.parametrize(
