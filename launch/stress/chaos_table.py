@@ -16,11 +16,14 @@ def chaos_parts(chaos: dict[str, Any]) -> list[RenderableType]:
         f"{kind} {sum(roles.values())} ({', '.join(f'{role} {n}' for role, n in roles.items())})"
         for kind, roles in chaos["faults"].items()
     )
-    head = f"faults, seed {chaos['seed']}: {kinds or 'none'}; {chaos['during_decode']} during requests"
+    head = (
+        f"injected faults, seed {chaos['seed']}: {kinds or 'none'}; {chaos['during_decode']} during requests"
+    )
     lines = []
     if chaos["hostile_messages"]["sent"]:
         sent = sum(chaos["hostile_messages"]["sent"].values())
-        lines.append(f"hostile messages: {sent} sent, {chaos['hostile_messages']['answered']} answered")
+        answers = count(chaos["hostile_messages"]["answered"], "answer")
+        lines.append(f"hostile messages: {sent} sent, {answers}; the others were refused, as intended")
     if chaos["kill_to_next_token_s"]["median"] is not None:
         any_answer, every = (chaos[f"kill_to_{which}next_token_s"] for which in ("", "every_"))
         lines.append(

@@ -9,9 +9,11 @@ message came twice, and the engine holds nothing afterwards.
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack, nullcontext
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
+from launch import processes
 from launch.assets import stress_script
 from launch.chaos.plan import Chaos
 from launch.chaos.processes import runtime_of
@@ -28,6 +30,7 @@ from launch.stress.script import Entry, read_script
 from launch.stress.table import show_report
 from launch.terminal.format import count
 from launch.terminal.interrupts import Interrupts
+from launch.terminal.log import hidden
 from launch.terminal.output import print_json
 from launch.terminal.progress import ProgressCounter
 from protocol.client import Client
@@ -35,6 +38,7 @@ from protocol.keys import Address
 from protocol.messages import Welcome
 
 CLIENTS = 8
+PROCESSES = Path(processes.__file__).parent
 IDLE_SECONDS = 10.0  # for the engine to notice that clients have disconnected
 IDLE = {
     "running": ("request", "still running"),
@@ -52,13 +56,21 @@ async def stress(options: Options, interrupts: Interrupts) -> int:
     chaos = Chaos.asked(options.written, options.config().seed)
     if chaos is not None and options.remote is not None:
         runtime_of(Address(options.remote))  # raises WrongUsage before a connection is made
+    if chaos is not None and "log_level" not in options.written:
+        # The engine refuses hostile messages by the thousand and restarts what was killed, as intended.
+        quiet = options.written | {"log_level": "error"}
+        options = replace(options, written=quiet)
+        silence: AbstractContextManager[None] = hidden(PROCESSES)
+    else:
+        silence = nullcontext()
     async with endpoint(options, interrupts) as where, Client.connect(where, name="stress") as client:
         welcome = client.welcome
         _check_model(welcome, entries, path)
         bound = rounding_bound(welcome.format, welcome.backbone_dtype)
         run = StressRun(str(path), welcome, bound, Load([[] for _ in range(clients)]))
         try:
-            await _run(run, where, client, entries, chaos)
+            with silence:
+                await _run(run, where, client, entries, chaos)
             run.finished = True
         finally:
             found = report(run)

@@ -18,7 +18,7 @@ from launch.terminal.format import count
 from protocol.messages import Welcome
 
 OF_ENGINE = ("engine", "model", "device", "policy", "emulation", "format", "backbone_dtype")
-FAULTS = ("mismatches", "failures", "lost", "doubled", "leaks", "unhealed")  # each makes a run fail
+ERRORS = ("mismatches", "failures", "lost", "doubled", "leaks", "unhealed")  # each makes a run fail
 
 
 @dataclass
@@ -37,7 +37,7 @@ class StressRun:
 
 
 def report(run: StressRun) -> dict[str, Any]:
-    """Figures of the load alone; times are seconds; "details" has a text for each near-tie and fault. Of
+    """Figures of the load alone; times are seconds; "details" has a text for each near-tie and error. Of
     the near-ties, "third_tokens" have a token that is not the second best, and "prefilled_ties" are such only
     where a part of the answer's past was prefilled."""
     outcomes, seconds = run.load.all, run.load.seconds
@@ -49,7 +49,7 @@ def report(run: StressRun) -> dict[str, Any]:
     tokens = _tokens(outcomes)
     details = _details(run)
     return {
-        "passed": run.finished and not any(details[fault] for fault in FAULTS),
+        "passed": run.finished and not any(details[error] for error in ERRORS),
         "finished": run.finished,
         "script": run.script,
         **{name: getattr(run.welcome, name) for name in OF_ENGINE},
@@ -66,7 +66,7 @@ def report(run: StressRun) -> dict[str, Any]:
         "near_tie_bound": run.bound,
         "third_tokens": sum(finding.third for finding in ties),
         "prefilled_ties": sum(finding.prefilled is not None for finding in ties),
-        **{fault: len(details[fault]) for fault in FAULTS},
+        **{error: len(details[error]) for error in ERRORS},
         "leaks_checked": run.leaks_checked,
         "seconds": seconds,
         "tokens": tokens,

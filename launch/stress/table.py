@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.stress.chaos_table import chaos_parts
-from launch.stress.report import FAULTS
+from launch.stress.report import ERRORS
 from launch.terminal.format import MISSING, count
 from launch.terminal.output import show
 from launch.terminal.tables import make_grid, make_table, render
@@ -20,7 +20,7 @@ MOST_DETAILS = 20  # lines of a kind
 COUNTS = {
     "requests": ("completed", "cancelled", "refused", "sampled", "unsent"),
     "alone": ("compared", "equal", "near_ties"),
-    "faults": FAULTS,
+    "errors": ERRORS,
 }
 NAMES = {  # of counts with other names than their keys: singular, plural
     "near_ties": ("near-tie", "near-ties"),
@@ -68,8 +68,11 @@ def _parts(found: dict[str, Any]) -> list[RenderableType]:
         )
     if found["chaos"] is not None:
         parts += chaos_parts(found["chaos"])
-    for kind in ("near_ties", *FAULTS):
+    for kind in ("near_ties", *ERRORS):
         parts += _details(found, kind)
+    if found["refused"]:
+        why = "the script's invalid requests, such as one beyond the context; alone they are refused too"
+        parts.append(Text(f"refused: {why}", style="dim"))
     if not found["leaks_checked"]:
         parts.append(Text("leaks not checked: the run was interrupted, or other clients are connected"))
     return [*parts, _verdict(found)]
@@ -80,17 +83,17 @@ def _verdict(found: dict[str, Any]) -> Text:
         ties = f" ({_count(found, 'near_ties')})" if found["near_ties"] else ""
         text = f"passed: {count(found['compared'], 'answer')} compared with the same request run alone{ties}"
         return Text(text, style="bold green")
-    faults = [_count(found, fault) for fault in FAULTS if found[fault]]
+    errors = [_count(found, error) for error in ERRORS if found[error]]
     if not found["finished"]:
-        faults.insert(0, "the run was interrupted")
-    return Text("FAILED: " + ", ".join(faults), style="bold red")
+        errors.insert(0, "the run was interrupted")
+    return Text("FAILED: " + ", ".join(errors), style="bold red")
 
 
 def _counts(found: dict[str, Any]) -> Table:
     table = make_grid(2)
     for title, keys in COUNTS.items():
         counts = [
-            Text(_count(found, key), "bold red" if key in FAULTS and found[key] else "") for key in keys
+            Text(_count(found, key), "bold red" if key in ERRORS and found[key] else "") for key in keys
         ]
         table.add_row(Text(title, style="dim"), Text(", ").join(counts))
     return table
@@ -126,7 +129,10 @@ def _details(found: dict[str, Any], kind: str) -> list[RenderableType]:
         return []
     title = _count(found, kind)
     if kind == "near_ties":
-        title += f" (first differences, less than {found['near_tie_bound']:g} nats below the best token)"
+        title += (
+            f": first differences where rounding decides, less than {found['near_tie_bound']:g} nats below"
+        )
+        title += " the best token; no errors"
     shown = lines[:MOST_DETAILS]
     if len(lines) > MOST_DETAILS:
         shown.append(f"and {len(lines) - MOST_DETAILS} more (all with --json)")

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 NOTICE = 25
 CLEAR = "\r\x1b[2K"  # the line that a bar is drawn in
@@ -15,7 +18,24 @@ _log = logging.getLogger("tandem")
 
 def notice(text: str) -> None:
     """Log a line that is shown by default."""
-    _log.log(NOTICE, text)
+    _log.log(NOTICE, text, stacklevel=2)
+
+
+@contextmanager
+def hidden(package: Path) -> Iterator[None]:
+    """Hide what the modules of this folder log below ERROR, where no details were asked for."""
+
+    def shown(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR or Path(record.pathname).parent != package
+
+    handlers = [] if logging.getLogger().isEnabledFor(logging.INFO) else list(logging.getLogger().handlers)
+    for handler in handlers:
+        handler.addFilter(shown)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(shown)
 
 
 class LogHandler(logging.StreamHandler):  # type: ignore[type-arg]  # it is no generic class at run time

@@ -112,7 +112,7 @@ def test_report_of_a_run_with_faults(tmp_path: Path) -> None:
         **{"processes": 4, "private_bytes": 20_000_000, "descriptors": 28}
     }
     shown = "\n".join(str(part) for part in chaos_parts(report))
-    assert "faults, seed 9: kill 3 (worker 2, prefetcher 1); corrupt 1 (client 1); 3 during" in shown
+    assert "injected faults, seed 9: kill 3 (worker 2, prefetcher 1); corrupt 1 (client 1); 3 during" in shown
     assert "median 188 ms, maximum 250 ms; of every answer: median 750 ms, maximum 1000 ms" in shown
     assert "worker restarted 2 times: ready after 400 ms, up after - (medians)" in shown
     assert "worker 20.0 MB to 15.0 MB, 28 to 21 descriptors" in shown

@@ -107,6 +107,7 @@ def test_stress_command_with_delays_and_hostile_messages(tiny_model: Path, tmp_p
     command += "--repeat 5 --chaos delay,corrupt --chaos-rate 4 --seed 137 --json".split()
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, (done.stdout, done.stderr)
+    assert "dropped a malformed message" not in done.stderr  # as intended, and counted in the report
     chaos = json.loads(done.stdout)["chaos"]
     assert (chaos["kinds"], chaos["rate"], chaos["seed"]) == (["delay", "corrupt"], 4.0, 137)
     assert chaos["faults"]["corrupt"]["client"] >= 1

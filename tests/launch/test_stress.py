@@ -22,7 +22,7 @@ from launch.equality import QUANTIZED_BOUND, Comparison, Verdict
 from launch.stress.chaos import ChaosRun
 from launch.stress.load import Load, count_strays, run_load
 from launch.stress.reference import Finding, alone, compare_all
-from launch.stress.report import FAULTS, StressRun, report
+from launch.stress.report import ERRORS, StressRun, report
 from launch.stress.requests import End, Outcome, Request, ask
 from launch.stress.script import Entry
 from launch.stress.table import NAMES, show_report
@@ -381,12 +381,12 @@ FAULTY = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", ERRORS)
 def test_every_fault_fails_a_run_and_is_shown(fault: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = replace(FAULTY[fault], finished=True)
     found = report(run)
     assert not found["passed"]
-    assert {name: found[name] for name in FAULTS} == {name: int(name == fault) for name in FAULTS}
+    assert {name: found[name] for name in ERRORS} == {name: int(name == fault) for name in ERRORS}
     show_report(found)
     shown = capsys.readouterr().out
     assert shown.splitlines()[-1] == f"FAILED: 1 {NAMES[fault][0]}"
@@ -418,3 +418,13 @@ def test_many_clients_are_shown_as_three(capsys: pytest.CaptureFixture[str]) -> 
     shown = capsys.readouterr().out
     rows = [line.split() for line in shown.splitlines() if line.split()[1:3] == ["1", "2"]]
     assert [row[0] for row in rows] == ["18", "9", "0"]
+
+
+def test_refusals_and_near_ties_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    refused = outcome(end=End.REFUSED, error="too long")
+    tie = Finding("a", Comparison(Verdict.NEAR_TIE))
+    show_report(report(StressRun("s", WELCOME, BOUND, Load([[refused]]), [tie], finished=True)))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "refused: the script's invalid requests, such as one beyond the context" in shown
+    assert f"1 near-tie: first differences where rounding decides, less than {BOUND:g} nats below" in shown
+    assert " errors 0 mismatches" in shown
