@@ -191,6 +191,12 @@ class ForkedPython(subprocess.Popen[str]):
             raise TypeError(f"a forked process cannot have {unknown}")
         super().__init__([sys.executable, *arguments], text=True, **options)
 
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        """Killed where the block has failed; else it is waited for."""
+        if kind is not None:
+            self.kill()
+        super().__exit__(kind, *error)
+
     def _execute_child(self, args: list[str], *positional: Any) -> None:
         """Instead of Popen's own, which would execute: it has made the pipes, and closes their other ends."""
         cwd, env = positional[4:6]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fork_server import ForkedPython
 
 from benchmarks.marked_engine import ROOT, Engine, Place
 from shm.segment import unlink
@@ -27,13 +27,10 @@ def place(place: Place) -> Iterator[Place]:
 def generate(place: Place, *words: str) -> tuple[int, list[str]]:
     """Exit code and lines of stderr."""
     command = "generate --prompt-tokens 5 --max-tokens 1 --device cpu".split()
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "launch.py"), *command, *OPTIONS, "--model", str(place.model), *words],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
-    return done.returncode, done.stderr.splitlines()
+    command = [str(ROOT / "launch.py"), *command, *OPTIONS, "--model", str(place.model), *words]
+    with ForkedPython(*command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        _, err = process.communicate(timeout=LIMIT)
+    return process.returncode, err.splitlines()
 
 
 def damage(place: Place) -> None:
