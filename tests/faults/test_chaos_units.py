@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -18,9 +18,13 @@ from waiting import until
 
 from launch.chaos.injector import DELAY_SECONDS, Injector
 from launch.chaos.plan import Chaos
-from launch.chaos.processes import PidHandle, usage
+from launch.chaos.processes import PidHandle, runtime_of, supervisor_of, usage
+from launch.errors import WrongUsage
+from launch.runtime import EngineInfo, RuntimeDir
 from launch.stress.chaos import ChaosRun
 from protocol.errors import EngineGone
+from protocol.keys import Address
+from protocol.messages import VERSION
 
 
 class Pool:
@@ -66,15 +70,16 @@ def injector(pool: Pool, tmp_path: Path, *kinds: str, rate: float = 200.0, seed:
 
 
 async def test_only_peers_that_are_up_are_killed(pool: Pool, tmp_path: Path) -> None:
-    pool.up = [False, True, True, False]
+    pool.up = [False, True, True, True]
+    files = os.listdir("/proc/self/fd")
     async with injector(pool, tmp_path, "kill") as made:
         await until(lambda: made.missed > 5)
-    assert pool.dead() == [1, 2]
-    assert sorted((f.kind, f.role, f.index, f.decoding) for f in made.faults) == [
-        ("kill", "worker", 1, True),
-        ("kill", "worker", 2, True),
-    ]
-    assert [child.returncode for child in pool.children if child.returncode] == [-signal.SIGKILL] * 2
+    assert os.listdir("/proc/self/fd") == files
+    assert pool.dead() == [1, 2, 3]
+    order = [f.index for f in made.faults]
+    assert sorted(order) == [1, 2, 3] != order  # at random
+    assert {(f.kind, f.role, f.incarnation, f.decoding) for f in made.faults} == {("kill", "worker", 0, True)}
+    assert [child.returncode for child in pool.children if child.returncode] == [-signal.SIGKILL] * 3
     assert all(0 <= time.perf_counter() - fault.at < 20 for fault in made.faults)
 
 
@@ -83,8 +88,10 @@ async def test_processes_that_are_not_the_engine_s_are_not_signalled(pool: Pool,
     pids = (2**22 + 1, 1, os.getpid(), pool.children[3].pid)
     pool.peers = [{"role": "worker", "index": i, "incarnation": 0, "pid": p} for i, p in enumerate(pids)]
     pool.peers[3]["role"] = "prefetcher"
+    files = os.listdir("/proc/self/fd")
     async with injector(pool, tmp_path, "kill", "stop") as made:
         await until(lambda: made.missed > 50)
+    assert os.listdir("/proc/self/fd") == files
     assert made.faults == []
     assert pool.dead() == pool.stopped() == []
 
@@ -116,20 +123,23 @@ async def test_processes_are_resumed_when_the_block_is_cancelled(pool: Pool, tmp
 async def test_delay_ends_by_itself(pool: Pool, tmp_path: Path) -> None:
     async with injector(pool, tmp_path, "delay", rate=5.0) as made:
         await until(lambda: bool(pool.stopped()))
+        (fault,) = made.faults[-1:]
         made.chaos = Chaos(("corrupt",))  # no further delays; this directory has no socket
         await until(lambda: not pool.stopped(), DELAY_SECONDS[1] + 5.0)
+    assert time.perf_counter() - fault.at >= DELAY_SECONDS[0]
     assert {fault.kind for fault in made.faults} <= {"delay", "corrupt"}
     assert pool.dead() == []
 
 
 async def test_stopped_processes_that_exit_are_dropped(pool: Pool, tmp_path: Path) -> None:
+    pool.running = 0
     async with injector(pool, tmp_path, "stop") as made:
         await until(lambda: len(pool.stopped()) == 4)
         for child in pool.children:
             child.kill()
             child.wait()
         await until(lambda: made.missed > 3)
-    assert len(made.faults) == 4
+    assert [fault.decoding for fault in made.faults] == [False] * 4
 
 
 async def test_kinds_of_faults_follow_from_the_seed_alone(pool: Pool, tmp_path: Path) -> None:
@@ -164,6 +174,32 @@ async def test_engine_that_ends_ends_the_injection(tmp_path: Path) -> None:
     assert run.unrecovered == ["faults ended early: it was there a moment ago"]
 
 
+async def test_error_of_the_injection_is_not_swallowed(tmp_path: Path) -> None:
+    async def broken() -> dict[str, Any]:
+        raise ValueError("not an engine's")
+
+    made = Injector(broken, tmp_path, Chaos(("kill",), 1000.0), supervisor=os.getpid())
+    with pytest.raises(ExceptionGroup):
+        async with made:
+            await asyncio.sleep(0.1)
+
+
+def test_chaos_is_for_a_running_engine_of_this_machine(tmp_path: Path) -> None:
+    runtime = RuntimeDir.claim("chaos-units")
+    try:
+        endpoint = runtime.endpoint("client.sock")
+        runtime.publish(EngineInfo(runtime.name, 12345, "/m", "all-host", endpoint, VERSION))
+        assert runtime_of(Address(endpoint)) == runtime.path
+        assert supervisor_of(runtime.path) == 12345
+        for other in (runtime.path.with_name("chaos-other"), tmp_path):
+            with pytest.raises(WrongUsage, match="no engine is running"):
+                Injector(cast(Any, None), other, Chaos(("kill",)))
+    finally:
+        runtime.remove()
+    with pytest.raises(WrongUsage, match="tcp://host:1"):
+        runtime_of(Address("tcp://host:1"))
+
+
 def test_pid_handle_signals_one_process(pool: Pool) -> None:
     child = pool.children[0]
     assert PidHandle.take(child.pid, "worker", os.getppid()) is None
@@ -183,7 +219,7 @@ def test_pid_handle_signals_one_process(pool: Pool) -> None:
 
 def test_usage_of_processes(pool: Pool) -> None:
     used = usage(os.getpid())
-    assert used[0].role == "supervisor"
+    assert [one.role for one in used] == ["supervisor", *["worker"] * 4]
     assert sorted(one.pid for one in used if one.role == "worker") == sorted(c.pid for c in pool.children)
     for one in used:
         assert 0 < one.private <= psutil.Process(one.pid).memory_info().rss

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -79,7 +79,8 @@ def run_on(engine: StandInEngine, module: ModuleType, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(module, "reconnecting_client", client)
     command = module.__name__.removeprefix("launch.")
-    return getattr(module, command)(parse([command, *words, "--connect"]), Interrupts())
+    connect = [] if "--connect" in words else ["--connect"]
+    return getattr(module, command)(parse([command, *words, *connect]), Interrupts())
 
 
 @pytest.mark.parametrize("words", ["hello", "--file {}", "--prompt-tokens 1,6", "hello --chat"])
@@ -124,6 +125,36 @@ async def test_prompt_that_the_engine_cannot_read_is_not_sent(
     assert await run_on(engine, generating, monkeypatch, "--prompt-tokens", "6") == 0
 
 
+@contextmanager
+def stdin_from(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with open(path) as file:
+        monkeypatch.setattr("sys.stdin", file)
+        yield
+
+
+async def test_prompt_from_stdin_is_read_to_its_end_or_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in").write_text("one\ntwo\nthree\nfour\n")
+    for limit, prompt in ((100, "one\ntwo\nthree\nfour"), (5, "one\ntwo")):
+        engine = StandInEngine()
+        monkeypatch.setattr(generating, "MAX_TEXT_BYTES", limit)
+        with stdin_from(tmp_path / "in", monkeypatch):
+            await run_on(engine, generating, monkeypatch, "-")
+        assert engine.sent[0]["prompt"] == prompt
+
+
+async def test_options_of_random_choice_without_effect_are_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for temperature, words, named in ((0.0, "--top-k 3", True), (0.0, "", False), (0.7, "--top-k 3", False)):
+        engine = StandInEngine()
+        engine.welcome = replace(WELCOME, sampling=Sampling(temperature))
+        caplog.clear()
+        await run_on(engine, generating, monkeypatch, "hello", "--chat", *words.split())
+        assert bool(caplog.messages) is named
+
+
 async def test_answer_as_json_and_as_text(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,6 +170,10 @@ async def test_answer_as_json_and_as_text(
     found = json.loads(capsys.readouterr().out)
     assert (found["text"], found["finish_reason"], found["policy"]) == ("ab", "length", "dali")
     assert (found["stats"]["emulation"], found["decode_tok_s"]) == ("link paced", None)
+    engine.end = Done(0, "stop", stats={"layers": [1, 2]})
+    for words in ("--json", "--json --detail"):
+        await run_on(engine, generating, monkeypatch, "hello", *words.split())
+        assert ("layers" in json.loads(capsys.readouterr().out)["stats"]) is ("detail" in words)
     for words, reason, end in (
         ("", "stop", ""),
         ("", "length", "context is full"),
@@ -277,8 +312,11 @@ async def test_short_text_is_tokenized_by_the_engine(
     path.write_text("sixteen bytes..\n")
     with pytest.raises(WrongUsage, match="no tokenizer any more"):  # /models/m is not there
         await run_on(engine, scoring, monkeypatch, "--text", str(path))
+    # One on another machine has the tokenizer.
+    await run_on(engine, scoring, monkeypatch, "--text", str(path), "--connect", "tcp://127.0.0.1:9")
+    assert engine.sent[-1]["text"] == "sixteen bytes..\n"
     engine.welcome = replace(WELCOME, has_tokenizer=False)
-    with pytest.raises(WrongUsage, match="give --tokens"):
+    with pytest.raises(WrongUsage, match="this model has no tokenizer"):
         await run_on(engine, scoring, monkeypatch, "--text", str(path))
 
 
@@ -312,6 +350,8 @@ async def test_matrix_that_cannot_be_written_fails_the_score(
         yield  # type: ignore[unreachable]
 
     monkeypatch.setattr(engine, "score", full)
+    with pytest.raises(WrongUsage, match="--out"):
+        await run_on(engine, scoring, monkeypatch, "--tokens", str(tmp_path / "ids"), "--out", str(tmp_path))
     words = ("--tokens", str(tmp_path / "ids"), "--out", str(tmp_path / "rows.npy"))
     with pytest.raises(OutputFailed, match="No space left"):
         await run_on(engine, scoring, monkeypatch, *words)

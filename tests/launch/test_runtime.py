@@ -47,6 +47,18 @@ def test_directory_is_private_and_removed_with_its_engine() -> None:
     runtime.remove()  # a second time does nothing
 
 
+def test_only_an_exited_coordinator_s_slab_is_removed_before_its_restart(claimed: RuntimeDir) -> None:
+    prefix = "/dev/shm" + engine_prefix(claimed.path)
+    slab, control = Path(f"{prefix}slab-0"), Path(f"{prefix}control-0")
+    for segment in (slab, control):
+        segment.touch()
+    claimed.remove_slabs()
+    claimed.remove_slabs()
+    assert (slab.exists(), control.exists()) == (False, True)
+    claimed.remove()
+    assert not control.exists()
+
+
 def test_name_is_taken_while_its_engine_runs(claimed: RuntimeDir) -> None:
     with pytest.raises(WrongUsage, match="rt-test"):
         RuntimeDir.claim("rt-test")

@@ -7,8 +7,8 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +19,11 @@ from counters import TILE, decode
 from rich.console import Console, RenderableType
 from waiting import until
 
+from launch.chat import command
 from launch.chat.conversation import KV_NAME, Conversation
 from launch.chat.session import Session
 from launch.chat.settings import AnswerSettings
+from launch.command_line.options import parse
 from launch.errors import AnswerLost, WrongUsage
 from launch.terminal.interrupts import Interrupts
 from protocol.answer import Answer
@@ -348,6 +350,43 @@ async def test_files_are_overwritten_only_if_this_session_knows_them_or_is_force
         assert any("/models/other" in note for note in notes) is not known
         assert len(notes) == 2 - known
         assert later.conversation.system is None
+
+
+@contextmanager
+def stdin_from(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with open(path) as file:
+        monkeypatch.setattr("sys.stdin", file)
+        yield
+
+
+async def test_chat_from_a_pipe_goes_on_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @asynccontextmanager
+    async def client(*_: object) -> AsyncIterator[StandInEngine]:
+        yield engine
+
+    monkeypatch.setattr(command, "reconnecting_client", client)
+    for context, words, most, lines, code, answers in (
+        (1024, "--stop A --stop B --top-p 0.5", 512, "one?\n/set seed=3\ntwo?\n", 0, 2),
+        (100, "", 50, "/retry\none?\n/nothing\n\n/quit\ntwo?\n", 1, 1),
+        (1, "", 1, "one?", 0, 1),
+        (100, "--max-tokens 70 --system Brief.", 70, "/system\none?", 0, 1),
+    ):
+        engine = StandInEngine(replace(WELCOME, context=context, sampling=Sampling(0.25)))
+        (tmp_path / "lines").write_text(lines)
+        with stdin_from(tmp_path / "lines", monkeypatch):
+            options = parse(["chat", *words.split(), "--connect"])
+            assert await command.chat(options, Interrupts()) == code
+        out, err = capsys.readouterr()
+        assert out == "yes.\n" * answers
+        assert err.count("launch.py: ") == 2 * code
+        assert ("Brief." in err) is ("Brief." in words)
+        sent = engine.sent[0]
+        assert sent["max_tokens"] == most
+        assert sent["sampling"].temperature == 0.25  # the model's
+        assert (sent["stop"], sent["sampling"].top_p) == ((("A", "B"), 0.5) if "A" in words else ((), 1.0))
+        assert sent["messages"][-1] == user("one?")
 
 
 async def test_model_without_a_template_cannot_chat() -> None:
