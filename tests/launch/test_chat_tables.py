@@ -1,0 +1,149 @@
+"""The figures of /stats and of the line below an answer, from counters with known numbers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from counters import TILE, decode
+from rich.console import Console, RenderableType
+
+from launch.chat.answer import ERASE_LINE, AnswerView
+from launch.chat.conversation import Reply
+from launch.chat.screen import Screen
+from launch.chat.summary import summary
+from launch.chat.tables import counters_table, engine_table, help_text
+from launch.terminal.interrupts import Interrupts
+from protocol.messages import VERSION, Done, Welcome
+
+WELCOME = Welcome(VERSION, "e", "/models/m", "f", "cuda", "lru", True, 100, 100, True, True)
+
+
+def rows(what: RenderableType) -> dict[str, str]:
+    """Cells by the row's name."""
+    console = Console(width=80)
+    with console.capture() as captured:
+        console.print(what)
+    cells = [re.split(r" {2,}", line.strip(), maxsplit=1) for line in captured.get().splitlines()]
+    return {name: " ".join(rest[0].split()) if rest else "" for name, *rest in cells}
+
+
+def test_counters_of_the_answer_stand_beside_the_engine_s() -> None:
+    prefill = decode(steps=1, rows=7, fetched_tiles=0, host_tiles=90, predicted_tiles=0, wasted_tiles=0)
+    stats = {"tile_bytes": TILE, "engine": {"prefill": prefill, "decode": decode(skipped=3.0), "clients": 2}}
+    found = rows(
+        counters_table(Reply("", 11, 0.1, Done(0, "stop", stats={"engine": {"decode": decode()}})), stats)
+    )
+    expected = {
+        "steps": "10 1 10",
+        "tokens computed": "10 7 10",
+        "expert tiles": "120 120 120",
+        "on the host": "33% 75% 33%",
+        "resident on the device": "25% 25% 25%",
+        "fetched to the device": "42% 0% 42%",
+        "expert hits": "50% 50% 50%",
+        "moved on demand": "50.0 MB 0 B 50.0 MB",
+        "prefetched": "20.0 MB 0 B 20.0 MB",
+        "used": "60% - 60%",
+        "evicted unused": "30% - 30%",
+        "needed before complete": "5.0 MB 5.0 MB 5.0 MB",
+        "skipped of routed weight": "0% 0% 5%",
+        "seconds": "1.00 1.00 1.00",
+        "link": "50% 50% 50%",
+        "wait": "20% 20% 20%",
+        "head": "5% 5% 5%",
+        "plan": "0% 0% 0%",
+    }
+    assert {name: found.get(name) for name in expected} == expected
+    assert not {name for name in found if "routed weight" in name} - {"skipped of routed weight"}
+    few = rows(counters_table(None, {"engine": {"decode": decode(predicted_tiles=0)}}))
+    assert "prefetched" not in few
+    assert few["steps"] == "10"
+    assert rows(counters_table(None, {}))["steps"] == ""
+
+
+def test_engine_is_described_by_its_stats() -> None:
+    scheduler = {"running": 2, "waiting": 3, "preemptions": 4, "kv_tokens_used": 50, "kv_tokens": 60}
+    scheduler |= {"kv_tokens_kept": 7, "conversations": 1, "kv_reused_tokens": 8, "prefill_chunk": 64}
+    stats: dict[str, Any] = {
+        "policy": "daop",
+        "scheduler": scheduler,
+        "cache": {"resident_tiles": 10, "capacity_tiles": 20},
+        "tile_bytes": TILE,
+        "prefetch": {"status": "prefetching is off"},
+        "clients": {"connected": 9},
+    }
+    about = replace(WELCOME, format="int4", backbone_dtype="bf16", emulation="slow link")
+    words = rows(engine_table(stats, about))
+    assert {name: re.findall(r"\d+", words[name]) for name in words if name not in ("model", "policy")} == {
+        "requests": ["2", "3", "4"],
+        "KV cache": ["50", "60", "7", "1"],
+        "KV reused": ["8"],
+        "prefill": ["64"],
+        "expert cache": ["10", "20", "10", "0"],  # 10.0 MB
+        "prefetching": [],
+        "clients": ["9"],
+        "emulated": [],
+    }
+    assert words["policy"] == "daop on cuda"
+    assert "int4" in words["model"]
+    assert "bf16" in words["model"]
+    assert words["prefetching"] == "prefetching is off"
+    assert [*rows(engine_table({}, WELCOME))] == ["policy", "model"]
+    assert rows(engine_table({}, WELCOME))["policy"] == "lru on cuda"
+
+
+def test_help_has_every_command_with_its_arguments() -> None:
+    found = rows(help_text())
+    assert found["/policy [NAME [OPTION=VALUE]]"]
+    assert found["/quit"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "tokens", "last"),
+    [("length", 5, ["cut at max_tokens"]), ("cancelled", 4, ["cancelled"]), ("stop", 5, [])],
+)
+def test_summary_has_the_answer_s_figures(reason: str, tokens: int, last: list[str]) -> None:
+    stats = {
+        **{"decode_tok_s": 12.34, "kv_reused_tokens": 7, "prompt_tokens": 9, "preemptions": 2},
+        "engine": {"prefill": decode(), "decode": decode(host_tiles=100), "other": 3},
+    }
+    reply = Reply("text", tokens, 0.256, Done(0, reason, stats=stats))
+    first = [f"{tokens} tokens", "12.3 tok/s", "first 0.26 s", "KV 7/9", "host 47%", "100.0 MB moved"]
+    assert summary(reply, "slow link", 5) == [*first, "preempted 2 times", *last, "emulated: slow link"]
+    assert summary(Reply("", 0, None, Done(0, "length")), "", 5) == ["0 tokens", "cut at the context's end"]
+
+
+async def test_answer_in_a_terminal_erases_its_status_and_defers_announcements(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def written() -> str:
+        return capsys.readouterr().out
+
+    monkeypatch.setenv("COLUMNS", "20")
+    screen = Screen(lambda: False)
+    with AnswerView(screen, Interrupts()) as view:
+        view.queued(2)
+        view.queued(1)
+        assert written() == f"{ERASE_LINE}queued, position 2{ERASE_LINE}{ERASE_LINE}queued, position 1"
+        screen.announce("another client")
+        view.append("")
+        assert written() == ""
+        view.append("two words\x07\n")
+        assert written() == f"{ERASE_LINE}two words\ufffd\n"
+        view.queued(3)  # after a restart of the engine
+        view.append("more")
+        assert written() == "more"
+        view.notice("dropped a turn")
+        assert written() == "\ndropped a turn\n"
+        view.append("and then something wraps")
+        assert written() == "and then something w\x1b[20G\x1b[K\nwraps"
+    assert written() == "\nanother client\n"
+    screen.announce("at once")
+    assert written() == "at once\n"
+    with AnswerView(screen, Interrupts()) as view:
+        view.append("line\n")
+        view.ended()
+    assert written() == "line\n"
