@@ -77,6 +77,69 @@ def test_report_fits_80_columns_and_names_the_emulation() -> None:
         assert words in text
 
 
+def test_table_compares_policies_with_the_first() -> None:
+    config = whole_report().config
+    results = [
+        PolicyResult(PolicyRequest(name), runs=[Run(*figures, decode=decode()) for figures in rounds])
+        for name, rounds in (
+            ("all-host", [(100.0, 0.2, 10.0, 0, 2e6, 0.5), (140.0, 0.4, 20.0, 0, 4e6, 0.7)]),
+            ("fiddler", [(200.0, 0.1, 5.0, 0, 0.0, 1.0), (420.0, 0.1, 10.0, 0, 0.0, 1.0)]),
+        )
+    ]
+    rows = Report(config, results, "").render().splitlines()
+    at = next(i for i, line in enumerate(rows) if line.startswith("all-host"))
+    cells = [" ".join(line.split()) for line in rows[at : at + 4]]
+    assert cells == [
+        "all-host 120 1.00 300 15.0 1.00 3.00 60%",
+        "100-140 200-400 10.0-20.0",
+        "fiddler 310 2.50 100 7.5 0.50 0.00 100%",
+        "200-420 100-100 5.0-10.0",
+    ]
+    plain = Report(config, results, "").to_json()["policies"][1]
+    assert plain["exact"]
+    assert plain["prefill_tok_s"] == {"median": 310.0, "min": 200.0, "max": 420.0, "runs": [200.0, 420.0]}
+    assert (plain["prefill_ratio"], plain["decode_ratio"], plain["host_share"]) == (2.5, 0.5, 1.0)
+    alone = Report(
+        config | {"workers": None, "machine": "here", "when": "2026-01-02T03"}, results[:1], ""
+    ).render()
+    assert "a-model on cuda: experts bf16" in alone
+    assert re.search("^here, 2026-01-02$", alone, re.M)
+    assert "all-host 120 300 15.0 3.00 60%" in " ".join(alone.split())
+    assert "x: " not in alone
+    assert "uncalibrated" not in alone
+    assert "x: speed relative to all-host" in "\n".join(rows)
+
+
+def test_columns_of_what_no_policy_does_are_left_out() -> None:
+    """A policy that does it is enough for a column; a policy without a figure has none in it."""
+    report = whole_report()
+    still: dict[str, Any] = {"fetched_tiles": 0, "predicted_tiles": 0, "useful_tiles": 0, "late_tiles": 0}
+    runs = [Run(900.0, 0.1, 30.0, 0, 0.0, 0.5, 0.0, decode(**still))] * 2
+    idle = PolicyResult(PolicyRequest("all-host"), runs=runs)
+    text = replace(report, results=[idle]).render()
+    for words in (
+        "on demand",
+        "prefetched",
+        "replaced",
+        "copies",
+        "approximate",
+        "routed weight",
+        "perplexity",
+    ):
+        assert words not in text
+    text = replace(report, results=[idle, *report.results]).render()
+    rows = [" ".join(line.split()) for line in text.splitlines() if line.startswith("all-host")]
+    assert rows[1] == "all-host 50% 0.00 0.00 - 0.00"
+    approximate = replace(report.results[1], perplexity=None)
+    worse = replace(approximate, perplexity=Perplexity(8.8, 10.0, "all-host", 256, 128))
+    slight = replace(approximate, perplexity=Perplexity(9.99, 10.0, "all-host", 256, 128))
+    text = replace(report, results=[approximate, worse, slight]).render()
+    ends = [line.split()[-1] for line in text.splitlines() if line.startswith("daop") and "25.0%" in line]
+    assert ends == ["-", "-12%", "-0.10%"]
+    for words in ("on demand: ", "prefetched: ", "replaced: ", "shares of the routed weight"):
+        assert words in text
+
+
 def whole_report() -> Report:
     """Two policies that fill every column and legend line, and one that was left out."""
     config = {

@@ -15,6 +15,7 @@ from trace_files import FINGERPRINT, drawn_steps, make_header, scripted_steps, w
 
 from launch.cli import main
 from launch.runtime import cache_root
+from launch.terminal.format import percent
 from pipeline.calibration.cost_cache import Record, Setting, keep, processor
 from pipeline.calibration.file import NAME, save
 from pipeline.policies.calibration import Calibration
@@ -102,6 +103,22 @@ def test_figures_are_those_of_the_replay(trace: Path, capsys: pytest.CaptureFixt
         assert entry["exact"]
         assert "assumption" not in entry
     assert report["config"]["cache_tiles"] == 64
+    shape = {"layers": 4, "experts": 8, "tiles": 4, "top_k": 2, "tile_bytes": 1000}
+    assert {name: report["config"][name] for name in shape} == shape
+    _, out, _ = replayed(capsys, *arguments)
+    speeds, reasons = (re.findall(rf"^{name} +(.*)$", out, re.M) for name in ("on-demand", "fiddler"))
+    for entry, rows in zip(report["policies"], (speeds, reasons), strict=True):
+        prefill, decode = entry["prefill"], entry["decode"]
+        moved = decode["bytes_per_token"]["demanded"] / 1e3
+        figures = [prefill["tok_s"], prefill["ratio"], decode["tok_s"], decode["ratio"], moved]
+        cells = [*rows[0].split()[:4], rows[0].split()[5]]
+        assert [float(cell) for cell in cells] == [pytest.approx(figure, rel=6e-3) for figure in figures]
+        shares = [*decode["busy"].values(), *decode["waits"].values()]
+        assert rows[1].split() == [percent(share) for share in shares]
+        assert [rows[0].split()[i] for i in (4, 6)] == [
+            percent(share) for share in (decode["hit_rate"], decode["host_share"])
+        ]
+    assert "64 of 128 tiles, 64.0 kB" in out
     assert report["config"]["tokens"] == {"prefill": 12, "decode": 30}
     assert report["policies"][1]["decode"]["ratio"] > 2, "at these costs fetching is far from computing"
 
@@ -141,7 +158,9 @@ def test_whole_token_is_estimated_from_the_measured_rest(tmp_path, capsys) -> No
         assert entry["prefill"]["whole_tok_s"] is None
         _, out, _ = replayed(capsys, measured, "--policy", "all-host")
         assert "6000.0 ms a step, as measured while recording" in " ".join(out.split())
-        assert "0.00893" in out  # 1 / 112
+        (row, _) = re.findall("^all-host +(.*)$", out, re.M)
+        assert row.split()[:3] == ["-", "0.00943", "0.00893"]  # 1 / 106, 1 / 112
+        assert "x: ratio" not in out
         _, out, _ = replayed(capsys, unmeasured, "--policy", "all-host")
         assert "no estimate of a whole token: the trace has no measurement" in " ".join(out.split())
         (entry,) = in_json(capsys, measured, *TABLE, "--policy", "all-host")["policies"]
