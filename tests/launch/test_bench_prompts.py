@@ -1,0 +1,135 @@
+"""The prompts and texts of `bench`, tokenized by an engine that has a token for each byte."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from launch.bench import prompts as module
+from launch.bench.perplexity import LEAST, Perplexity, Texts
+from launch.bench.prompts import OTHER_TOKENS, STRIDE, make_prompts, make_texts, read_other_texts
+from launch.errors import WrongUsage
+from pipeline.assets import heldout
+from pipeline.policies.parts import ENOUGH_TOKENS
+
+BOS = 256
+FILES = [path.read_bytes() for path in heldout().values()]
+
+
+class ByteEngine:
+    """Puts `bos` in front of a text; row i of a text gives the next token log-probability -0.01 i."""
+
+    def __init__(self, context: int = 300, bos: bool = False, tokenizer: bool = True) -> None:
+        self.welcome = SimpleNamespace(context=context, has_tokenizer=tokenizer, vocabulary=50)
+        self.bos = [BOS] * bos
+        self.read: list[list[int]] = []
+        self.asked: list[dict[str, Any]] = []
+
+    async def score(self, text: str = "", token_ids: Sequence[int] = (), **how: Any) -> AsyncIterator[Any]:
+        ids = list(token_ids) or [*self.bos, *text.encode()]
+        assert len(ids) <= self.welcome.context
+        self.read.append(ids)
+        self.asked.append(how)
+        chosen = -0.01 * np.arange(len(ids) - 1, dtype=np.float32)
+        for start in range(0, len(ids), 50):
+            tokens = np.array(ids[start : start + 50], np.int32)
+            yield SimpleNamespace(start=start, tokens=tokens, chosen=chosen[start : start + 50])
+
+
+def whole_line(text: bytes, near: int) -> bytes:
+    """The text from the first line that begins after `near`."""
+    return text[text.index(b"\n", near) + 1 :]
+
+
+@pytest.mark.parametrize("bos", [False, True])
+async def test_prompts_begin_each_text_and_then_further_on(bos: bool) -> None:
+    count = len(FILES) + 2
+    found = await make_prompts(ByteEngine(bos=bos), count, 700, seed=0)  # type: ignore[arg-type]
+    assert [len(prompt) for prompt in found] == [700] * count
+    for i, prompt in enumerate(found):
+        text = FILES[i] if i < len(FILES) else whole_line(FILES[i - len(FILES)], STRIDE)
+        assert list(prompt) == [BOS] * bos + list(text[: 700 - bos])  # once, over several requests
+
+
+async def test_prompt_longer_than_a_text_goes_on_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = b"a\nbb\nccc\n", b"DD\nE\n"
+    files = [SimpleNamespace(read_bytes=lambda text=text: text) for text in (one, two)]
+    monkeypatch.setattr(module, "heldout", lambda: dict(enumerate(files)))
+    monkeypatch.setattr(module, "STRIDE", 4)
+    found = await make_prompts(ByteEngine(bos=True), 3, 31, 0)  # type: ignore[arg-type]
+    assert [prompt[0] for prompt in found] == [BOS] * 3
+    # The third from the first whole line after 4 bytes of the first text.
+    for prompt, expected in zip(found, (one + two, two + one, b"ccc\n" + two + b"a\nbb\n"), strict=True):
+        assert bytes(prompt[1:]) == (expected * 3)[:30]
+
+
+async def test_texts_for_perplexities_end_each_file() -> None:
+    found = await make_texts(ByteEngine(), len(FILES), 90, seed=0)  # type: ignore[arg-type]
+    for text, ids in zip(FILES, found, strict=True):
+        assert list(ids) == list(whole_line(text, len(text) - 8 * 90)[:90])
+
+
+async def test_other_text_is_of_the_middle_of_each_file() -> None:
+    engine = ByteEngine()
+    await read_other_texts(engine, seed=0)  # type: ignore[arg-type]
+    assert len(engine.read) == len(FILES)
+    for text, ids in zip(FILES, engine.read, strict=True):
+        assert bytes(ids) == whole_line(text, len(text) // 2)[: len(ids)]
+        assert len(ids) >= OTHER_TOKENS
+    short = ByteEngine(context=64)
+    await read_other_texts(short, seed=0)  # type: ignore[arg-type]
+    assert sum(map(len, short.read)) >= 64 * len(FILES)
+
+
+async def test_without_a_tokenizer_there_are_random_ids_from_the_seed() -> None:
+    engine = ByteEngine(tokenizer=False)
+    first = await make_prompts(engine, 3, 100, seed=5)  # type: ignore[arg-type]
+    assert first == await make_prompts(engine, 3, 100, seed=5)  # type: ignore[arg-type]
+    assert len({*first}) == 3
+    assert {token for prompt in first for token in prompt} == {*range(50)}
+    texts = await make_texts(engine, 3, 100, seed=5)  # type: ignore[arg-type]
+    await read_other_texts(engine, seed=5)  # type: ignore[arg-type]
+    other = [tuple(ids) for ids in engine.read]
+    assert ENOUGH_TOKENS <= sum(map(len, other)) < ENOUGH_TOKENS + OTHER_TOKENS
+    assert {len(ids) for ids in other} == {OTHER_TOKENS}
+    assert len({ids[:100] for ids in (*first, *texts, *other)}) == 6 + len(other)  # nothing is read twice
+
+
+@pytest.mark.parametrize(
+    ("tokens", "prefill", "fits"), [(256, 20, 20), (70, 20, 20), (10, 400, 289), (33, 1, 1)]
+)
+async def test_perplexity_is_that_of_the_asked_number_of_tokens(tokens: int, prefill: int, fits: int) -> None:
+    engine = ByteEngine()
+    texts = await Texts.make(engine, tokens, prefill, seed=0)  # type: ignore[arg-type]
+    assert (texts.tokens, texts.prefill) == (tokens, fits)
+    count = min(len(FILES), max(1, tokens // LEAST))
+    assert len(texts.ids) == count
+    assert max(len(ids) for ids in texts.ids) == fits + 1 - (-tokens // count)
+    engine.asked.clear()
+    nll = sum(0.01 * row for ids in texts.ids for row in range(fits, len(ids) - 1))
+    assert await texts.perplexity(engine) == pytest.approx(math.exp(nll / tokens))  # type: ignore[arg-type]
+    assert engine.asked == [{"stepwise": True, "prefill": fits}] * count
+
+
+async def test_texts_longer_than_the_context_are_refused() -> None:
+    for context, refused in ((12, False), (11, True)):
+        engine = ByteEngine(context)
+        if refused:
+            with pytest.raises(WrongUsage, match="--ppl-tokens 10"):
+                await Texts.make(engine, 10, 5, seed=0)  # type: ignore[arg-type]
+        else:
+            assert (await Texts.make(engine, 10, 5, seed=0)).prefill == 1  # type: ignore[arg-type]
+
+
+def test_difference_of_perplexities_is_in_percent() -> None:
+    found = Perplexity(10.5, 10.0, "all-host", 256, 20)
+    assert found.percent == pytest.approx(5)
+    assert found.to_map() == {
+        **{"approximate": 10.5, "exact": 10.0, "exact_policy": "all-host", "tokens": 256, "prefill": 20},
+        "difference_percent": pytest.approx(5),
+    }
