@@ -1,0 +1,492 @@
+"""The engine's thread on a real engine: which events it posts, its policy, its status and its waits."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import queue
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from plain_calibration import plain_calibration
+from whole_engine import CONTEXT, OPTIONS, Inbox, WholeEngine, coordinator_map, whole_engine
+
+from pipeline.calibration.file import calibration_path, save
+from pipeline.coordinator_config import CoordinatorConfig
+from pipeline.errors import CalibrationError, PeerLost, PolicyError, ShardFailed
+from pipeline.experts.peers import ExitEvents
+from pipeline.policies.costs import Costs
+from pipeline.policies.view import PolicyRequest, Target
+from pipeline.serving import engine_service
+from pipeline.serving.engine_events import EngineFailed, EngineReady, ToClient, ToOtherClients, ToSupervisor
+from pipeline.serving.engine_inbox import ClientGone, EngineInbox
+from pipeline.serving.engine_service import (
+    CONGESTED_WAIT,
+    IDLE_WAIT,
+    INBOX_SECONDS,
+    MOVING_WAIT,
+    run_engine,
+)
+from pipeline.serving.engine_status import EngineStatus
+from pipeline.traces.reader import Trace
+from protocol.messages import (
+    VERSION,
+    Cancel,
+    Done,
+    Error,
+    Generate,
+    PolicyChanged,
+    Progress,
+    Sampling,
+    Score,
+    Scores,
+    SetPolicy,
+    Token,
+    Welcome,
+)
+from shm.cache_lease import LOCK_FOLDER
+from shm.errors import NotEnoughMemory
+
+IDS = (5, 6, 7, 8)
+ASKED = Generate(1, token_ids=IDS, max_tokens=3, ignore_eos=True)
+ANSWER = [Token, Token, Token, Done]
+NOTE = "layerwise: 1 of the cache's 13 tiles stay empty, because it keeps whole experts"
+COSTS = Costs((1,), (1e-4,), (2e-5,), 3e-5, 4e-5, (5e-5,))
+
+
+@pytest.fixture
+def whole(tiny_model: Path, tmp_path: Path) -> Iterator[WholeEngine]:
+    with whole_engine(tiny_model, tmp_path) as whole:
+        yield whole
+
+
+@pytest.fixture
+def costs_file(tmp_path: Path) -> Path:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(COSTS.to_json()))
+    return path
+
+
+def save_calibration(whole: WholeEngine) -> Path:
+    path = calibration_path(whole.config.cache, whole.parts.source)
+    save(path, plain_calibration(2, 4, hidden=64), {})
+    return path
+
+
+def fails(error: Exception) -> Any:
+    """A function that raises this error."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
+
+
+def slow_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each message takes longer than all of them may take between two rounds."""
+    clock = itertools.count(0.0, 2 * INBOX_SECONDS)
+    monkeypatch.setattr(engine_service, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+
+
+# --- requests ---------------------------------------------------------------------------------------------
+
+
+def test_requests_are_answered_to_their_client(whole: WholeEngine) -> None:
+    found = whole.serve(ASKED, Score(2, token_ids=IDS))
+    kinds = {number: [type(m) for m in found if m.request == number] for number in (1, 2)}
+    assert kinds == {1: ANSWER, 2: [Scores, Done]}
+    assert len(whole.events) == len(found)
+
+
+def test_refused_requests_end_at_once(whole: WholeEngine) -> None:
+    """A prompt that is too long with its length; a number in use as an Error, because its Done follows."""
+    asked = (ASKED, replace(ASKED, request=4, max_tokens=0), Generate(2, token_ids=(7,) * CONTEXT), ASKED)
+    empty, too_long, in_use, *answer = whole.serve(*asked)
+    assert empty == Done(4, "error", "max_tokens must be at least 1, it is 0", usage=True)
+    assert (too_long.request, too_long.reason, too_long.usage) == (2, "error", True)
+    assert too_long.stats == {"prompt_tokens": CONTEXT}
+    assert in_use == Error(1, "request 1 is already being served")
+    assert [type(message) for message in answer] == ANSWER
+
+
+def test_cancel_and_disconnect_end_only_their_own_requests(whole: WholeEngine) -> None:
+    kept: list[object] = []
+
+    def until() -> bool:
+        kept.append(service.status.stats()["scheduler"]["conversations"])
+        return len(kept) == 2 or not inbox.put(b"c", ClientGone())
+
+    inbox = Inbox(until)
+    service = whole.service(inbox)
+    for client in (b"c", b"d", b"e"):
+        inbox.put(client, replace(ASKED, conversation="talk"))
+    inbox.put(b"c", Cancel(2))  # no request has this number
+    inbox.put(b"d", Cancel(1))
+    inbox.put(b"e", ClientGone())
+    service.serve()
+    ends = {client: whole.sent(client)[-1].reason for client in (b"c", b"d", b"e")}
+    assert ends == {b"c": "length", b"d": "cancelled", b"e": "cancelled"}
+    assert kept == [1, 0]
+    assert whole.parts.kv.used == 0
+
+
+def test_stopped_engine_takes_the_waiting_messages_and_ends_every_request(
+    whole: WholeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where they take longer than messages may take between two rounds."""
+    slow_messages(monkeypatch)
+    inbox = EngineInbox()
+    service = whole.service(inbox)
+    for number in range(4):
+        inbox.put(b"c", replace(ASKED, request=number))
+    inbox.stop()
+    service.serve()
+    assert [(m.request, m.reason) for m in whole.sent()] == [(n, "cancelled") for n in range(4)]
+
+
+def test_failing_shard_ends_its_request_and_a_failing_engine_none(
+    whole: WholeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients resume their requests on the restarted engine."""
+    pool = whole.parts.engine.pool
+    monkeypatch.setattr(pool, "result", fails(ShardFailed("no")))
+    (done,) = whole.serve(ASKED)
+    assert (done.reason, done.error, done.usage) == ("error", "no", False)
+    whole.events.clear()
+    monkeypatch.setattr(pool, "result", fails(PeerLost("no worker")))
+    with pytest.raises(PeerLost):
+        whole.serve(ASKED)
+    assert whole.events == []
+
+
+def test_requests_of_a_congested_client_pause(whole: WholeEngine) -> None:
+    """The engine then waits a little between two rounds."""
+    inbox = Inbox(lambda: len(inbox.waits) > 5)
+    whole.congested = lambda client: client == b"c" and len(inbox.waits) < 4
+    service = whole.service(inbox)
+    inbox.put(b"c", ASKED)
+    inbox.put(b"d", ASKED)
+    service.serve()
+    assert inbox.waits == [CONGESTED_WAIT] * 4 + [IDLE_WAIT] * 2
+    clients = [event.client for event in whole.events if isinstance(event, ToClient)]
+    assert clients == [b"d"] * 4 + [b"c"] * 4
+
+
+def test_flood_of_messages_does_not_stop_the_rounds(
+    whole: WholeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_messages(monkeypatch)
+    found = whole.serve(ASKED, *(replace(ASKED, request=n, max_tokens=0) for n in (2, 3, 4)))
+    assert [m.request for m in found] == [1, 1, 2, 1, 1, 3, 4]
+
+
+# --- the policy -------------------------------------------------------------------------------------------
+
+
+def test_policy_change_reaches_supervisor_client_and_others(whole: WholeEngine) -> None:
+    message = SetPolicy(7, "layerwise")
+    (changed,) = whole.serve(message)
+    assert changed.notes[0].startswith(NOTE)
+    assert whole.events == [
+        ToSupervisor(message),
+        ToClient(b"c", PolicyChanged(7, "layerwise", True, changed.notes)),
+        ToOtherClients(b"c", PolicyChanged(-1, "layerwise", True, changed.notes)),
+    ]
+
+
+def test_options_of_a_policy_are_texts(whole: WholeEngine) -> None:
+    inbox = Inbox()
+    service = whole.service(inbox)
+    inbox.put(b"c", SetPolicy(7, "random", {"seed": 3}, counted=False))
+    inbox.put(b"c", ASKED)
+    service.serve()
+    stats = service.status.stats()
+    assert (stats["policy"], stats["policy_options"]) == ("random", {"seed": "3"})
+    assert (stats["counted_tokens"], stats["engine"]["decode"]["rows"]) == (0, 2)
+
+
+def test_uncounted_policy_stays_uncounted_when_it_is_made_anew(whole: WholeEngine) -> None:
+    engine, policies = whole.parts.engine, whole.policies()
+    for counted in (True, False):
+        policies.set(PolicyRequest("layerwise", {"replacement": "keep"}), counted)
+        before, old = engine.popularity.sum(), engine.policy
+        policies.reset()
+        assert (engine.policy.name, engine.policy is old) == ("layerwise", False)
+        assert policies.current == PolicyRequest("layerwise", {"replacement": "keep"})
+        whole.prefill()
+        assert engine.popularity.sum() - before == (8 if counted else 0)  # 2 experts in each of 2 layers
+
+
+def test_refused_policy_is_an_error_to_its_client_alone(
+    whole: WholeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole.parts.device, "open_slab", fails(NotEnoughMemory("full")))
+    unknown, refused = whole.serve(SetPolicy(7, "bad"), SetPolicy(8, "on-demand"))
+    assert unknown.text.startswith("unknown policy 'bad'")
+    assert (unknown.request, refused) == (7, Error(8, "full"))
+    assert len(whole.events) == 2
+    assert whole.parts.engine.policy.name == "all-host"
+
+
+def test_configured_policy_is_set_first_and_device_memory_opened_once(whole: WholeEngine) -> None:
+    notes = len(whole.parts.notes)
+    policies = whole.policies(policy="layerwise", policy_options={"replacement": "keep"})
+    assert policies.current == PolicyRequest("layerwise", {"replacement": "keep"})
+    slab, note = whole.parts.notes[notes:]
+    assert slab == "slab: 13 tiles and 4 for streaming"
+    assert note.startswith(NOTE)
+    with pytest.raises(PolicyError):
+        whole.policies(policy="layerwise", policy_options={"replacement": "x"})
+    memory = whole.parts.engine.memory
+    whole.policies(policy="on-demand")
+    assert whole.parts.engine.memory is memory
+
+
+def test_costs_are_measured_once_and_leased(whole: WholeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a policy needs them."""
+    monkeypatch.setattr("pipeline.calibration.cost_probe.BUDGET", 0.0)
+    engine, leases = whole.parts.engine, whole.config.cache / LOCK_FOLDER
+    policies = whole.policies()
+    assert (policies.costs, leases.exists()) == (None, False)
+    policies.set(PolicyRequest("fiddler"))
+    first = policies.costs
+    assert first is not None
+    assert engine.driver.view.costs is first
+    assert len(list(leases.iterdir())) == 1
+    policies.set(PolicyRequest("all-host"))
+    assert engine.driver.view.costs is None
+    policies.set(PolicyRequest("bandwidth-split"))
+    assert engine.driver.view.costs is policies.costs is first
+    whole.parts.closing.close()
+    assert not leases.exists()
+
+
+def test_costs_of_a_file_need_no_lease(whole: WholeEngine, costs_file: Path) -> None:
+    assert whole.policies(policy="fiddler", costs=costs_file).costs == COSTS
+    assert not (whole.config.cache / LOCK_FOLDER).exists()
+
+
+def test_policies_get_the_calibration_of_the_model(
+    whole: WholeEngine, costs_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A damaged one is refused only where it is needed; the policy in use is kept then."""
+    engine, policies = whole.parts.engine, whole.policies(costs=costs_file)
+    assert engine.driver.view.calibration is None
+    path = save_calibration(whole)
+    policies.reset()
+    assert engine.driver.view.calibration is not None
+    path.write_bytes(b"\0" * 100)
+    policies.set(PolicyRequest("layerwise"))
+    assert engine.driver.view.calibration is None
+    assert "it is not a complete calibration" in caplog.text
+    with pytest.raises(CalibrationError):
+        policies.set(PolicyRequest("dali"))
+    assert engine.policy.name == policies.current.name == "layerwise"
+
+
+# --- between requests -------------------------------------------------------------------------------------
+
+
+def test_idle_engine_fetches_in_the_background(whole: WholeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its waits are shorter meanwhile; once idle its memory is audited."""
+    audits: list[int] = []
+
+    def until() -> bool:
+        if len(inbox.waits) == 1:
+            memory.retarget([Target(1, expert, 3) for expert in range(4)])
+        return len(inbox.waits) > 1 and inbox.waits[-1] == IDLE_WAIT
+
+    inbox = Inbox(until)
+    service = whole.service(inbox, policy="on-demand", link_gbps=0.002)  # 12 ms a tile
+    memory: Any = whole.parts.engine.memory
+    monkeypatch.setattr(memory, "audit", lambda: audits.append(len(inbox.waits)))
+    service.serve()
+    assert memory.residency.tolist() == [[0] * 4, [3] * 4]
+    first, *moving, last = inbox.waits
+    assert (first, set(moving), last) == (IDLE_WAIT, {MOVING_WAIT}, IDLE_WAIT)
+    assert audits == [len(inbox.waits) - 1]
+
+
+def test_idle_engine_goes_on_reading_a_socket_with_unread_messages(whole: WholeEngine) -> None:
+    def until() -> bool:
+        socket.behind = len(inbox.waits) < 3
+        return len(inbox.waits) == 4
+
+    inbox = Inbox(until)
+    service = whole.service(inbox, policy="on-demand")
+    socket = whole.parts.sockets["prefetcher"]
+    service.serve()
+    assert inbox.waits == [IDLE_WAIT, MOVING_WAIT, MOVING_WAIT, IDLE_WAIT]
+
+
+@pytest.mark.parametrize("chunk", [None, 21])
+def test_warm_up_measures_the_chunk_and_forgets_the_trials(
+    whole: WholeEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, chunk
+) -> None:
+    """Unless it is given. The trace begins after the trials."""
+
+    def measure(*given: object) -> tuple[int, int]:
+        assert given == (engine, whole.parts.kv, CONTEXT)
+        whole.prefill()
+        return 17, 34
+
+    monkeypatch.setattr(engine_service, "measure_chunks", measure)
+    engine, inbox, record = whole.parts.engine, Inbox(), tmp_path / "steps.trace"
+    service = whole.service(inbox, policy="on-demand", chunk=chunk, record=record)
+    first = engine.policy
+    service.warm_up()
+    assert (engine.policy is first) == (chunk is not None)
+    stats = service.status.stats()
+    chunks = (stats["scheduler"]["prefill_chunk"], stats["scheduler"]["prefill_chunk_alone"])
+    assert chunks == ((17, 34) if chunk is None else (21, 21))
+    assert (stats["counted_tokens"], stats["engine"]["prefill"]["rows"]) == (0, 0)
+    inbox.put(b"c", ASKED)
+    service.serve()
+    assert [step.phase for step in Trace(record).steps()] == ["prefill", "decode", "decode"]
+    process = psutil.Process()
+    assert str(record) in {file.path for file in process.open_files()}
+    whole.parts.closing.close()
+    assert str(record) not in {file.path for file in process.open_files()}
+
+
+def test_warm_up_begins_to_copy_the_weights_into_memory(
+    whole: WholeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the engine is closed."""
+    proceeds: queue.Queue[Any] = queue.Queue()
+    monkeypatch.setattr(whole.parts.engine.backbone, "materialize", proceeds.put)
+    whole.service(Inbox()).warm_up()
+    proceed = proceeds.get(timeout=10)
+    assert proceed()
+    whole.parts.closing.close()
+    assert not proceed()
+
+
+# --- the status -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokenizer", [None, False, True])
+def test_welcome_describes_the_engine(whole: WholeEngine, tmp_path: Path, tokenizer) -> None:
+    """`tokenizer`: whether it has a chat template."""
+    (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 1.5}')
+    save_calibration(whole)
+    policies = whole.policies(policy="all-host", policy_options={"gate": "adaptive"})
+    options = replace(OPTIONS, format="int8", backbone_dtype="int4", host_slowdown=2.0)
+    parts: Any = whole.parts
+    parts.config = replace(whole.config, model=tmp_path, options=options)
+    parts.tokenizer = None if tokenizer is None else SimpleNamespace(has_chat_template=tokenizer)
+    parts.context = 55
+    scheduler: Any = None
+    assert EngineStatus(parts, policies, scheduler).welcome() == Welcome(
+        version=VERSION,
+        engine="whole",
+        model=str(tmp_path),
+        fingerprint=whole.parts.store.fingerprint,
+        device="cpu",
+        policy="all-host",
+        exact=False,
+        vocabulary=4096,
+        context=55,
+        has_tokenizer=tokenizer is not None,
+        has_chat_template=bool(tokenizer),
+        emulation="host slowed by 2",
+        sampling=Sampling(repetition_penalty=1.5),
+        format="int8",
+        backbone_dtype="int4",
+    )
+
+
+def test_stats_of_an_engine(whole: WholeEngine, costs_file: Path) -> None:
+    inbox = Inbox()
+    service = whole.service(inbox, costs=costs_file, link_gbps=2.0)
+    before = service.status.stats()
+    assert not {"cache", "costs"} & before.keys()
+    assert (before["peers"], before["recovery"], before["malformed"]) == ([], {}, {})
+    for message in (SetPolicy(6, "fiddler"), SetPolicy(7, "fiddler", {"assignment": "device"}), ASKED):
+        inbox.put(b"c", message)
+    service.serve()
+    stats = service.status.stats()
+    engine, socket = whole.parts.engine, whole.parts.sockets["prefetcher"]
+    memory: Any = engine.memory
+    decode, prefill = stats["engine"]["decode"], stats["engine"]["prefill"]
+    assert stats == {
+        "policy": "fiddler",
+        "policy_options": {"assignment": "device"},
+        "emulation": "link paced to 2 GB/s",
+        "scheduler": stats["scheduler"],
+        "engine": engine.counters.snapshot(),
+        "counted_tokens": 4 + 2,
+        "prefetch": {"on": engine.driver.prefetch.on, "status": engine.driver.prefetch.status},
+        "tiles_per_expert": 3,
+        "tile_bytes": 32 * 3 * 64 * 4,
+        "peers": socket.stats(),
+        "recovery": {"prefetcher": socket.recovery_stats()},
+        "malformed": {"prefetcher": 0},
+        "costs": COSTS.to_json(),
+        "cache": {
+            "capacity_tiles": 13,
+            "all_tiles": 24,
+            "resident_tiles": memory.residency.sum(),
+            "demanded_tiles": decode["fetched_tiles"] + prefill["fetched_tiles"],
+            "placed_tiles": memory.mover.placed,
+        },
+    }
+    assert stats["scheduler"]["kv_tokens"] == 4 * CONTEXT
+    assert stats["cache"]["resident_tiles"] == stats["cache"]["placed_tiles"] == 12
+    assert stats["cache"]["demanded_tiles"] > 0
+
+
+# --- the whole life ---------------------------------------------------------------------------------------
+
+
+def run(config: dict[str, Any], inbox: EngineInbox, congested: Any = lambda client: False) -> list[Any]:
+    """The events but the progress of loading."""
+    events: list[Any] = []
+    run_engine(CoordinatorConfig.from_map(config), inbox, events.append, ExitEvents(), congested)
+    return [e for e in events if not (isinstance(e, ToSupervisor) and isinstance(e.message, Progress))]
+
+
+def test_engine_is_ready_before_it_warms_up_and_then_serves(tiny_model: Path, tmp_path: Path) -> None:
+    inbox = Inbox()
+    inbox.put(b"c", ASKED)
+    with coordinator_map(tiny_model, tmp_path, replace(OPTIONS, chunk=None)) as config:
+        ready, *answer = run(config, inbox)
+    assert isinstance(ready, EngineReady)
+    assert ready.status.stats()["scheduler"]["prefill_chunk"] in (16, 32, 64)
+    assert [note.split(":")[0] for note in ready.notes] == [
+        "store",
+        "backbone",
+        "kernels",
+        "experts",
+        "context",
+    ]
+    assert [type(event.message) for event in answer] == ANSWER
+    assert not list(tmp_path.glob("cache/*"))
+
+
+FAILURES: dict[str, tuple[dict[str, Any], str, bool, bool]] = {
+    "bad options": ({"context": 999}, "--context 999 is more than the model's 256 positions", True, False),
+    "a bad file": ({"record": Path("/no/t")}, "--record /no/t: no file can be made there", True, True),
+    "of a child": ({"workers": 1}, "0 of 1 workers were ready after 0 s", False, False),
+    "a bug": ({}, "the engine failed: TypeError: 'NoneType' object is not callable", False, True),
+}
+
+
+@pytest.mark.parametrize(("options", "text", "usage", "ready"), FAILURES.values(), ids=FAILURES.keys())
+def test_failure_of_the_engine_is_posted(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options, text, usage, ready
+) -> None:
+    monkeypatch.setattr("pipeline.serving.engine_parts.CHILD_LIMIT", 0.0)
+    inbox = Inbox()
+    inbox.put(b"c", ASKED)
+    with coordinator_map(tiny_model, tmp_path, replace(OPTIONS, **options)) as config:
+        config["workers"] = [1] * config["config"]["workers"]
+        *before, failed = run(config, inbox, None)
+    assert [type(event) for event in before] == [EngineReady] * ready
+    assert isinstance(failed, EngineFailed)
+    assert (failed.reason.startswith(text), failed.usage) == (True, usage)
