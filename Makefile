@@ -18,6 +18,10 @@ REQUIRED := import sys, tomllib; project = tomllib.load(open("pyproject.toml", "
   print(*project["optional-dependencies"].get(sys.argv[1]) \
   or [line for line in project["dependencies"] if line.startswith(sys.argv[1])], sep="\n")
 
+# $(call dotted,COMMAND) runs a long command; every two seconds a dot on stderr shows that it goes on.
+dotted = { while sleep 2 && kill -0 $$$$ 2> /dev/null; do printf .; done & } >&2; dots=$$!; \
+  $(1); code=$$?; kill $$dots; echo >&2; test $$code = 0
+
 .SILENT:
 .PHONY: run test test-without-compiler
 
@@ -49,13 +53,14 @@ $(READY): pyproject.toml $(wildcard workers/kernels/c/*) $(wildcard shm/*.c)
 	$(PYTHON) -m venv $(VENV) >&2
 	if [ $(TORCH) = cpu ]; then \
 	  echo "make: no NVIDIA GPU found: torch's CPU build, about 200 MB (TORCH=cuda takes the other)" >&2; \
-	  $(PIP) --no-deps --retries 1 --index-url $(CPU_BUILDS) "$$($(BIN)/python -c '$(REQUIRED)' torch)" >&2 || \
+	  { $(call dotted,$(PIP) --no-deps --retries 1 --index-url $(CPU_BUILDS) \
+	    "$$($(BIN)/python -c '$(REQUIRED)' torch)" >&2); } || \
 	  echo "make: torch's CPU build cannot be had from $(CPU_BUILDS); taking the usual build" >&2; \
 	fi
-	$(PIP) -e .$(if $(filter cuda,$(TORCH)),[cuda]) >&2
+	$(call dotted,$(PIP) -e .$(if $(filter cuda,$(TORCH)),[cuda]) >&2)
 	touch $@
 
 $(TEST_TOOLS): $(READY)
 	echo "make: installing what the tests need ..." >&2
-	$(BIN)/python -c '$(REQUIRED)' dev | $(PIP) -r /dev/stdin >&2
+	$(call dotted,$(BIN)/python -c '$(REQUIRED)' dev | $(PIP) -r /dev/stdin >&2)
 	touch $@

@@ -8,15 +8,16 @@ import asyncio
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 Handler = Callable[[], None]
 
 
 class Interrupts:
-    """The signals of one command. `received`: a signal has asked the command to end."""
+    """The signals of one command. `received`: the name of the signal that has asked it to end, or ""."""
 
     def __init__(self) -> None:
-        self.received = False
+        self.received = ""
         self._task = asyncio.current_task()
         self._handler: Handler | None = None
         self._depth = 0  # blocks of handled_by
@@ -27,9 +28,12 @@ class Interrupts:
     def installed(self) -> Iterator[Interrupts]:
         """Handle SIGINT, SIGTERM and, unless nohup has it ignored, SIGHUP while the calling task runs."""
         loop = asyncio.get_running_loop()
-        handlers = {signal.SIGINT: self._on_interrupt, signal.SIGTERM: self._end}
+        handlers: dict[signal.Signals, Handler] = {
+            signal.SIGINT: self._on_interrupt,
+            signal.SIGTERM: partial(self._end, signal.SIGTERM),
+        }
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            handlers[signal.SIGHUP] = self._end
+            handlers[signal.SIGHUP] = partial(self._end, signal.SIGHUP)
         for number, handler in handlers.items():
             loop.add_signal_handler(number, handler)
         try:
@@ -69,13 +73,13 @@ class Interrupts:
         if handler is not None and not self.received:
             handler()
         else:
-            self._end()
+            self._end(signal.SIGINT)
 
-    def _end(self) -> None:
+    def _end(self, number: signal.Signals) -> None:
         if self.received:
             for handler in self._at_once:
                 handler()
         else:
-            self.received = True
+            self.received = number.name
             if self._task is not None:
                 self._task.cancel()

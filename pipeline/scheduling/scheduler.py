@@ -66,6 +66,7 @@ class Scheduler:
         self._reported = 0.0  # when queue positions were last reported
         self._reused = 0
         self._preemptions = 0
+        self._ended = 0  # requests
 
     @property
     def idle(self) -> bool:
@@ -129,6 +130,7 @@ class Scheduler:
             "kv_reused_tokens": self._reused,
             "conversations": len(self._prefixes),
             "preemptions": self._preemptions,
+            "ended": self._ended,
             "prefill_chunk": self.chunk,
             "prefill_chunk_alone": self.chunk_alone,
             "context": self._jobs.context,
@@ -258,4 +260,5 @@ class Scheduler:
                 self._prefixes.keep(job.prefix_key, job.tokens, job.kv)
             else:
                 self.kv.release(job.kv)
+        self._ended += 1
         job.finish(reason, stats, error)

@@ -208,6 +208,7 @@ def test_waiting_requests_are_sent_their_positions_in_fair_order(engine) -> None
         "kv_reused_tokens": 0,
         "conversations": 0,
         "preemptions": 0,
+        "ended": 0,
         "prefill_chunk": 8,
         "prefill_chunk_alone": 8,
         "context": CONTEXT,
@@ -218,6 +219,7 @@ def test_waiting_requests_are_sent_their_positions_in_fair_order(engine) -> None
         harness.scheduler.cancel(b"a", i)
     harness.scheduler.cancel(b"other", 1)
     assert sorted(m.request for m in harness.to(b"a", Done)) == [0, 2, 3]
+    assert harness.scheduler.stats()["ended"] == 3
     harness.scheduler.round()
     assert harness.to(b"b", Token)
     harness.scheduler.cancel_all()
