@@ -38,7 +38,6 @@ from protocol.keys import Address
 from protocol.messages import Welcome
 
 CLIENTS = 8
-PROCESSES = Path(processes.__file__).parent
 IDLE_SECONDS = 10.0  # for the engine to notice that clients have disconnected
 IDLE = {
     "running": ("request", "still running"),
@@ -60,7 +59,7 @@ async def stress(options: Options, interrupts: Interrupts) -> int:
         # The engine refuses hostile messages by the thousand and restarts what was killed, as intended.
         quiet = options.written | {"log_level": "error"}
         options = replace(options, written=quiet)
-        silence: AbstractContextManager[None] = hidden(PROCESSES)
+        silence: AbstractContextManager[None] = hidden(processes.__name__)
     else:
         silence = nullcontext()
     async with endpoint(options, interrupts) as where, Client.connect(where, name="stress") as client:

@@ -4,6 +4,7 @@ engine is ready. `--verbose` shows the info lines as well."""
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,11 +23,13 @@ def notice(text: str) -> None:
 
 
 @contextmanager
-def hidden(package: Path) -> Iterator[None]:
-    """Hide what the modules of this folder log below ERROR, where no details were asked for."""
+def hidden(package: str) -> Iterator[None]:
+    """Hide what this package's modules and loggers log below ERROR, where no details were asked for."""
+    folder = package.replace(".", os.sep)
 
     def shown(record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.ERROR or Path(record.pathname).parent != package
+        of_package = record.name.startswith(package) or Path(record.pathname).parent.match(folder)
+        return record.levelno >= logging.ERROR or not of_package
 
     handlers = [] if logging.getLogger().isEnabledFor(logging.INFO) else list(logging.getLogger().handlers)
     for handler in handlers:
