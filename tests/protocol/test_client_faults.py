@@ -18,12 +18,12 @@ from protocol.sockets import bind_router
 
 async def test_blocked_event_loop_does_not_count_as_silence(endpoint):
     with engine_process(endpoint):
-        async with Client.connect(endpoint, silence=1.0) as client:
+        async with Client.connect(endpoint, silence=0.6) as client:
             await asyncio.sleep(0.1)
-            time.sleep(1.5)  # noqa: ASYNC251 - this program's own fault
+            time.sleep(0.9)  # noqa: ASYNC251 - this program's own fault
             for _ in range(5):
                 assert await client.stats()
-                await asyncio.sleep(0.3)
+                await asyncio.sleep(0.2)
 
 
 async def test_silent_engine_counts_as_gone(endpoint):
