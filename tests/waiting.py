@@ -26,19 +26,25 @@ async def until(condition: Callable[[], object], limit: float = 10.0) -> None:
 
 
 class Stopwatch:
-    """The seconds since it was made; a machine that is busy with other programs makes them uncertain by the
-    seconds for which this process's threads were ready to run and had no core."""
+    """The seconds since it was made, as a process's main thread sees them: a machine that is busy with other
+    programs makes them uncertain by the seconds for which that thread was ready to run and had no core."""
 
-    def __init__(self) -> None:
-        self._began, self._ready = time.monotonic(), _ready_seconds()
+    def __init__(self, pid: int | str = "self") -> None:
+        """`pid`: the process; it must not have been waited for while the stopwatch is in use."""
+        self._schedule = Path(f"/proc/{pid}/schedstat")
+        self._began, self._ready = time.monotonic(), self._ready_seconds()
+
+    def range(self) -> tuple[float, float]:
+        """Seconds without those that are uncertain, and with them."""
+        seconds = time.monotonic() - self._began
+        return seconds - (self._ready_seconds() - self._ready), seconds
 
     def shows(self, least: float, most: float) -> bool:
-        """Whether so many seconds have passed."""
-        seconds, uncertain = time.monotonic() - self._began, max(0.0, _ready_seconds() - self._ready)
+        """Whether so many seconds may have passed."""
+        without, seconds = self.range()
+        uncertain = seconds - without
         return least - uncertain < seconds < most + uncertain
 
-
-def _ready_seconds() -> float:
-    """How long this process's threads have waited for a core, if the kernel counts it."""
-    found = Path("/proc/self/task").glob("*/schedstat")
-    return sum(int(path.read_text().split()[1]) for path in found) * 1e-9
+    def _ready_seconds(self) -> float:
+        """How long the thread has waited for a core."""
+        return int(self._schedule.read_text().split()[1]) * 1e-9

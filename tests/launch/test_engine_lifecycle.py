@@ -31,7 +31,7 @@ from engines import (
     store_of,
 )
 from fork_server import ForkedPython
-from waiting import wait_until
+from waiting import Stopwatch, wait_until
 
 from launch.errors import StartFailed
 from launch.processes.cores import Cores
@@ -174,7 +174,8 @@ def test_a_start_on_a_terminal_shows_signs_of_life(arguments: list[str]) -> None
 
 
 def run_on_terminal(command: list[str]) -> tuple[bytes, list[float]]:
-    """What a command writes on stderr where that is a terminal, and when each part of it came."""
+    """What a command writes on stderr where that is a terminal, and when each part of it came, in seconds
+    without those for which it had no core."""
     ours, theirs = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
     with subprocess.Popen(
@@ -185,14 +186,14 @@ def run_on_terminal(command: list[str]) -> tuple[bytes, list[float]]:
         env=environment,
     ) as process:
         os.close(theirs)
-        shown, times = b"", []
+        shown, times, watch = b"", [], Stopwatch(process.pid)
         while True:
             try:
                 part = os.read(ours, 4096)
             except OSError:  # no process has it open any more
                 break
             shown += part
-            times.append(time.monotonic())
+            times.append(watch.range()[0])
         os.close(ours)
         assert process.wait(LIMIT) == 0, shown
     return shown, times
