@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import ForkedPython
 
 from launch.chaos.injector import Injector
 from launch.chaos.plan import Chaos
@@ -102,13 +102,14 @@ def test_stress_command_with_delays_and_hostile_messages(tiny_model: Path, tmp_p
     """The seed's first fault, after 20 ms, is `corrupt`: it is seen however short the load is."""
     script = tmp_path / "script.jsonl"
     script.write_text("\n".join(json.dumps({"prompt": p, "max_tokens": 40}) for p in PROMPTS))
-    command = [sys.executable, ROOT / "launch.py", "stress", "--script", script, "--model", tiny_model]
+    command = [str(ROOT / "launch.py"), "stress", "--script", str(script), "--model", str(tiny_model)]
     command += "--format f32 --backbone-dtype f32 --policy on-demand --device cpu --clients 4".split()
     command += "--repeat 5 --chaos delay,corrupt --chaos-rate 4 --seed 137 --json".split()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode == 0, (done.stdout, done.stderr)
-    assert "dropped a malformed message" not in done.stderr  # as intended, and counted in the report
-    chaos = json.loads(done.stdout)["chaos"]
+    with ForkedPython(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        out, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, (out, err)
+    assert "dropped a malformed message" not in err  # as intended, and counted in the report
+    chaos = json.loads(out)["chaos"]
     assert (chaos["kinds"], chaos["rate"], chaos["seed"]) == (["delay", "corrupt"], 4.0, 137)
     assert chaos["faults"]["corrupt"]["client"] >= 1
     sockets = {"client.sock", "work.sock", "fetch.sock", "control.sock"}
