@@ -164,10 +164,12 @@ def test_weights_that_are_no_numbers_are_refused(compiled: bool, bad: float, pla
         encode()
 
 
-def test_a_compiled_library_is_used() -> None:
+def test_a_compiled_library_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that is not found costs no result, only time."""
     compiled = list(Path(shm.__file__).parent.glob("_quantize.*.so"))
     assert (library() is not None) == bool(compiled)
+    monkeypatch.setattr("shm.quantize.VERSION", 2)
+    assert library.__wrapped__() is None  # one of another version
 
 
 @settings(max_examples=30, deadline=None)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_runs import bits, kernel_of, quick, run, seeds
+from kernel_runs import OtherThreads, bits, kernel_of, quick, run, seeds
 from quantized_cases import QUANTIZED, Case, make_case, records, states
 
 from shm.layout import BlockFormat, ExpertShape, StoreLayout, format_named
@@ -70,6 +70,7 @@ def test_a_team_shares_a_product(library: Library) -> None:
     assert isinstance(format, BlockFormat)
     data = records(random, format, format.matrix_bytes(1000, 300) // format.record_bytes, "random", "normal")
     x = states(random, "normal", 9, 300)
+    others = OtherThreads()
     team = library.team(3)
     assert team is not None
     alone, shared = (library.kernel(Geometry(format, 300, 1000), t) for t in (None, team))
@@ -78,6 +79,10 @@ def test_a_team_shares_a_product(library: Library) -> None:
     numbers = np.random.default_rng(1).integers(0, 2**64, 8 * 1001, np.uint64)
     total = int(np.add.reduce(numbers))  # modulo 2**64
     assert library.read(numbers.view(np.uint8)) == library.read(numbers.view(np.uint8), team) == total
+    if library is best():
+        assert others.are_woken(lambda: shared.matmul(flat, codes))
+        assert others.are_woken(lambda: library.read(numbers.view(np.uint8), team))
+        assert not others.are_woken(lambda: alone.matmul(flat, codes))
     team.close()
 
 
@@ -89,7 +94,7 @@ def test_without_more_threads_one_computes(
     assert caplog.messages == ["the system does not give 3 threads: computing with one thread"]
 
 
-def test_compiled_variants_are_used_best_first() -> None:
+def test_compiled_variants_are_used_best_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that is not found costs no result, only time."""
     compiled = {path.name.split(".")[0] for path in Path(native.__file__).parent.glob("_*.so")}
     found = {name: load(name) for name in VARIANTS}
@@ -98,6 +103,9 @@ def test_compiled_variants_are_used_best_first() -> None:
         expected = f"this processor has no {VARIANTS[name]}" if f"_{name}" in compiled else missing
         assert isinstance(library, Library) or library == expected
     usable = [name for name in ("avx512", "avxvnni", "avx2", "portable") if isinstance(found[name], Library)]
+    monkeypatch.setattr(native, "VERSION", native.VERSION + 1)
+    older = {load.__wrapped__(name) for name in VARIANTS if f"_{name}" in compiled}
+    assert older <= {"compiled from another version: install again"}
     chosen = best()
     assert (chosen and chosen.variant) == (usable[0] if usable else None)
     assert ("portable" in usable) == ("_portable" in compiled)

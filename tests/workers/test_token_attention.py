@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kernel_runs import OtherThreads
 
-from workers.kernels.attention import NORMS, CosSin, GroupedHeads, LatentHeads, RMSNorm
-from workers.kernels.native import Library, Team
+from workers.kernels.attention import NORMS, SHARED_BYTES, CosSin, GroupedHeads, LatentHeads, RMSNorm
+from workers.kernels.native import Library, Team, best
 
 EPS = 1e-6
 FEW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -196,15 +197,47 @@ def test_rms_norm(library, rows, width, seed) -> None:
 
 
 def test_many_tokens_are_shared_and_give_the_same_bits(library) -> None:
-    """Beyond the number of tokens from which a sleeping team is worth waking."""
-    random, width, tokens = np.random.default_rng(0), 64, 3000
+    """From as many bytes on as a sleeping team is worth waking for; always if its threads spin."""
+    random, width, worth = np.random.default_rng(0), 64, SHARED_BYTES // (2 * 2 * 64 * 2)  # tokens
     qkv = numbers(random, 12, width)
-    caches = [as_cached(numbers(random, 2, tokens, width), 16) for _ in range(2)]
+    caches = [as_cached(numbers(random, 2, 3000, width), 16) for _ in range(2)]
     turns = tables(random.uniform(0, 6, width // 2))
     found = []
     for threads in (1, 2, 4):
+        others = OtherThreads()
         made = library.team(threads)
-        found.append(grouped(library, made, qkv.copy(), turns, caches, tokens - 1, spin_ns=0))
+
+        def attended(tokens: int, spin_ns: int = 0, window: int | None = None, made=made) -> np.ndarray:
+            fresh = [cache.copy() for cache in caches]
+            return grouped(library, made, qkv.copy(), turns, fresh, tokens - 1, spin_ns, window)
+
+        found.append(attended(3000))
+        if threads == 2 and library is best():
+            assert others.are_woken(lambda: attended(worth))
+            assert others.are_woken(lambda: attended(1, spin_ns=1))
+            assert not others.are_woken(lambda: attended(worth - 1))
+            assert not others.are_woken(lambda: attended(3000, window=worth - 1))
         if made is not None:
             made.close()
     assert all(np.array_equal(out, found[0]) for out in found)
+
+
+def test_many_latents_are_shared() -> None:
+    """From as many bytes on, of latents and expansion, as a sleeping team is worth waking for."""
+    library, heads, rank, rope = best(), 2, 62, 2
+    if library is None:
+        pytest.skip("no C kernels were compiled")
+    tokens = -(-(SHARED_BYTES - heads * 2 * rank * 2) // ((rank + rope) * 2))
+    random, others = np.random.default_rng(0), OtherThreads()
+    cache, expansion = (as_cached(numbers(random, n), 16) for n in (tokens * (rank + rope), heads * 2 * rank))
+    q, latent, weight = numbers(random, heads, 1 + rope), numbers(random, rank + rope), numbers(random, rank)
+    turns, out, team = tables(random.uniform(0, 6, 1)), np.empty(heads, np.float32), library.team(2)
+    kernel = LatentHeads(
+        library, team, bits=16, heads=heads, rank=rank, nope=1, rope=rope, value=1,
+        norm=weight.ctypes.data, expansion=expansion.ctypes.data, eps=EPS, scale=1.0,
+    )  # fmt: skip
+    addresses = q.ctypes.data, latent.ctypes.data, cos_sin(turns), cache.ctypes.data
+    assert others.are_woken(lambda: kernel.attend(*addresses, tokens - 1, out.ctypes.data, spin_ns=0))
+    assert not others.are_woken(lambda: kernel.attend(*addresses, tokens - 2, out.ctypes.data, spin_ns=0))
+    assert team is not None
+    team.close()
