@@ -44,13 +44,15 @@ LONGEST = (
     "parity/test_quantized.py",
     "parity/test_family_formats.py",
     "launch/test_engine_lifecycle.py",
-    "launch/test_stress.py",
     "launch/test_calibrate.py",
-    "launch/test_hub.py",
+    "launch/test_stress.py",
     "parity/test_families.py",
-    "faults/test_coordinator_restart.py",
-    "faults/test_stress_chaos.py",
-    "pipeline/test_scheduler.py",
+    "pipeline/test_many_clients.py",
+    "pipeline/test_clients_hostile.py",
+    "faults/test_worker_restart.py",
+    "loader/test_damaged_stores.py",
+    "launch/test_reconnect.py",
+    "launch/test_bench.py",
 )
 CHUNK = 64  # tokens
 EXIT_SECONDS = 6.0  # orphans have this long to notice that their parent has exited

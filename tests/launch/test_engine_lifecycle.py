@@ -41,12 +41,13 @@ from pipeline.config import EngineConfig
 from protocol.sockets import runtime_root
 from shm.locks import build_lock
 
-# As `launch.py <&- >&-`.
+# `launch.py` where these streams, given by their numbers, are closed.
 CLOSED = """
 import os, sys
 from launch.cli import main
-os.closerange(0, 2)
-sys.stdin = sys.stdout = None
+for number in map(int, sys.argv.pop(1)):
+    os.close(number)
+    setattr(sys, ("stdin", "stdout", "stderr")[number], None)
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -103,9 +104,10 @@ def test_engine_serves_every_command_and_stops_on_sigint(arguments: list[str], t
         assert scores.shape == (400, 4096)
         assert found["mean_nll"] == pytest.approx(-scores[np.arange(399), text[1:]].mean(), rel=1e-5)
         ids.write_text(json.dumps(text[144:]))  # the last window by itself
-        code, out, _ = run("score", "--tokens", str(ids), "--out", str(matrix), "--connect")
-        assert code == 0
-        assert "windows" not in out
+        score = [sys.executable, LAUNCH, "score", "--tokens", str(ids), "--out", str(matrix), "--connect"]
+        closed = subprocess.run(["sh", "-c", f"{shlex.join(score)} <&- 2>&-"], stdout=subprocess.PIPE)
+        assert closed.returncode == 0
+        assert b"windows" not in closed.stdout
         last = np.load(matrix, allow_pickle=False)
         np.testing.assert_array_equal(scores[355:], last[355 - 144 :])
         code, _, err = run("score", "--tokens", str(ids), "--stride", "256", "--connect")
@@ -143,7 +145,7 @@ def test_engine_serves_every_command_and_stops_on_sigint(arguments: list[str], t
 
 def test_a_start_in_a_pipe_says_two_lines(arguments: list[str]) -> None:
     generate = "generate --prompt-tokens 5 --max-tokens 1 --json".split()
-    code, out, err = run(*generate, *arguments, executed=True)
+    code, out, err = run(*generate, *arguments)
     assert code == 0, err
     assert len(json.loads(out)["token_ids"]) == 1
     what, ready = (line for line in err.splitlines() if line.startswith("[tandem] "))
@@ -321,12 +323,11 @@ def test_two_engines_share_a_store_and_stop_independently(arguments: list[str], 
 def test_kept_store_is_attached_by_the_next_start(arguments: list[str], tiny_model: Path) -> None:
     """The standard streams of the commands are closed."""
     generate = [*"generate --prompt-tokens 5 --max-tokens 1".split(), *arguments]
-    command = shlex.join([sys.executable, LAUNCH, *generate, "--keep-store"])
-    done = subprocess.run(["sh", "-c", f"{command} 2>&-"], stdout=subprocess.DEVNULL, timeout=LIMIT)
-    assert done.returncode == 0
+    with ForkedPython("-c", CLOSED, "2", *generate, "--keep-store", stdout=subprocess.DEVNULL) as process:
+        assert process.wait(LIMIT) == 0
     assert engines_left() == []
     assert store_of(tiny_model).exists()
-    with ForkedPython("-c", CLOSED, *generate, "-v", stderr=subprocess.PIPE) as process:
+    with ForkedPython("-c", CLOSED, "01", *generate, "-v", stderr=subprocess.PIPE) as process:
         _, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, err
     assert engines_left() == []
