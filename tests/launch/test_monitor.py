@@ -8,7 +8,7 @@ import logging
 import signal
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, cast
 
@@ -16,7 +16,8 @@ import pytest
 from waiting import until
 
 from launch.errors import EngineFailed, StartFailed
-from launch.processes.children import Child
+from launch.processes import children
+from launch.processes.children import Child, terminate
 from launch.processes.group import ProcessGroup
 from launch.processes.limits import Limits
 from launch.processes.monitor import ProcessMonitor
@@ -141,6 +142,20 @@ async def engine(limits: Limits = NEVER, ready: bool = True) -> AsyncIterator[En
         made.control.close()
         unlink(made.control.segment.name)
     made.guard.raise_failure(error)
+
+
+@asynccontextmanager
+async def real_process(*command: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Its input is open, and it is killed at the end of the block."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        process._transport.close()  # type: ignore[attr-defined]
 
 
 async def test_start_waits_for_every_process_and_restarts_none_of_them() -> None:
@@ -365,6 +380,31 @@ async def test_processes_that_send_nothing_from_their_start_are_killed_after_the
         starting.cancel()
 
 
+async def test_processes_that_do_not_exit_are_terminated_and_then_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(children, "STOP_LIMIT", 0.1)
+    monkeypatch.setattr(children, "TERM_LIMIT", 0.1)
+    stubborn = ("sh", "-c", "trap '' TERM; echo; while read line; do :; done")
+    async with (
+        real_process("true") as first,
+        real_process("sleep", "1000") as second,
+        real_process(*stubborn) as third,
+    ):
+        assert third.stdout is not None
+        await third.stdout.readline()  # it ignores SIGTERM from now on
+        made = [Child(Identity("worker", i, 0), p, -1, b"") for i, p in enumerate((first, second, third))]
+        await terminate(made)
+        assert [await asyncio.wait_for(child.wait_exit(), 10) for child in made] == [
+            0,
+            -signal.SIGTERM,
+            KILLED,
+        ]
+        assert not any(child.exit_expected for child in made)
+        made[0].kill()  # it has exited
+        assert made[0].exit_expected
+
+
 @pytest.mark.parametrize("hangs", ["silent coordinator", "stopped worker", "silent start", None])
 async def test_hung_processes_are_killed_after_so_many_checks(hangs: str | None, monkeypatch) -> None:
     limits = Limits(check_interval=0.002, silent_checks=8, stopped_checks=5, start_checks=12)
@@ -379,13 +419,19 @@ async def test_hung_processes_are_killed_after_so_many_checks(hangs: str | None,
 
     monkeypatch.setattr(Child, "count_check", counted)
     stopped = Identity("worker", 1, 0) if hangs == "stopped worker" else None
-    monkeypatch.setattr(Child, "is_stopped", property(lambda child: child.identity == stopped))
-    async with engine(limits) as e:
+    async with engine(limits) as e, real_process("sleep", "1000") as process:
+        e.child("worker", 1).process = process
+        if stopped:
+            process.send_signal(signal.SIGSTOP)
         if hangs == "silent start":
             e.exit(KILLED, "worker", 0, 0)
             await e.started("worker", 0, 1)
         begun = checks
         await until(lambda: any(c.hung for c in e.group.children.values()) or checks > begun + 100)
+        if stopped:
+            assert await asyncio.wait_for(process.wait(), 10) == KILLED
+        else:
+            assert process.returncode is None
         hung = [(c.identity, c.silent_checks, c.stopped_checks) for c in e.group.children.values() if c.hung]
     if hangs == "silent coordinator":
         assert hung == [(Identity("coordinator", 0, 0), 8, 0)]
