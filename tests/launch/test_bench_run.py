@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from launch.bench.run import measure
+from launch.bench.plan import BenchPlan
+from launch.bench.run import measure, warm_up
+from launch.command_line.options import parse
 from launch.errors import AnswerLost, Disturbed, WrongUsage
+from pipeline.config import EngineConfig
+from pipeline.policies.presets import PRESETS, make_policy
+from pipeline.policies.view import PolicyRequest
+from protocol.answer import Answer
 from protocol.client import Client
 from protocol.messages import Done, Token
 
@@ -75,6 +82,20 @@ async def test_figures_are_those_of_the_counters() -> None:
     assert [(s["sampling"].temperature, s["sampling"].seed) for s in client.sent] == [(1.0, 0), (1.0, 1)]
 
 
+async def test_warm_up_reads_and_writes_as_many_tokens() -> None:
+    sent: list[dict[str, Any]] = []
+
+    class Warmed:
+        def generate(self, **fields: Any) -> Answer:
+            sent.append(fields)
+            answer = Answer(0, lambda request: None)
+            answer.feed(Done(0, "length"))
+            return answer
+
+    await warm_up(cast(Client, Warmed()), (1, 2, 3), 8)
+    assert sent == [{"token_ids": (1, 2, 3), "max_tokens": 8, "ignore_eos": True}]
+
+
 @pytest.mark.parametrize(
     ("client", "error", "line"),
     [
@@ -95,3 +116,67 @@ async def test_answers_without_a_common_step_are_refused() -> None:
     grown = GROWN | {"decode": (0, *GROWN["decode"][1:])}
     with pytest.raises(WrongUsage, match="--gen-len 1 is too short for --batch 2"):
         await measure(cast(Client, StandInClient(1, grown)), PROMPTS, 1)
+
+
+def plan(*words: str) -> BenchPlan:
+    return BenchPlan.of(parse(["bench", *words]))
+
+
+def test_plan_has_the_documented_defaults_and_what_is_given() -> None:
+    presets = [name for name in PRESETS if name != "random"]
+    found = plan()
+    assert [request.name for request in found.policies] == presets
+    lengths = (found.prompt_len, found.gen_len, found.batch, found.rounds, found.ppl_tokens)
+    assert lengths == (128, 64, 1, 5, 256)
+    assert (found.named, found.plot, found.seed) == (False, None, 0)
+    words = (
+        "--prompt-len 10 --gen-len 11 --batch 2 --rounds 3 --ppl-tokens 0 --seed 4 --policy fiddler,random"
+    )
+    given = plan(*words.split(), "--set", "random.churn=1")
+    assert (given.prompt_len, given.gen_len, given.batch, given.rounds, given.ppl_tokens) == (10, 11, 2, 3, 0)
+    assert (given.named, given.seed) == (True, 4)
+    assert given.policies == (PolicyRequest("fiddler"), PolicyRequest("random", {"churn": "1"}))
+
+
+def test_every_other_round_is_reversed() -> None:
+    found = plan("--policy", "fiddler,on-demand,all-host")
+    assert [found.order(turn) for turn in range(3)] == [[0, 1, 2], [2, 1, 0], [0, 1, 2]]
+
+
+def test_lengths_that_exceed_the_engine_s_are_refused() -> None:
+    found = plan("--prompt-len", "10", "--gen-len", "6", "--batch", "3")
+    found.check_lengths(16, 48)
+    for context, kv_tokens, words in ((15, 48, "10 .* 6 make 16 .* is 15"), (16, 47, "3 of 16 .* 48 .* 47")):
+        with pytest.raises(WrongUsage, match=words):
+            found.check_lengths(context, kv_tokens)
+    most = EngineConfig().max_sequences
+    short = ("--prompt-len", "1", "--gen-len", "2")
+    assert plan(*short, "--batch", str(most)).batch == most
+    with pytest.raises(WrongUsage, match=f"--batch {most + 1}"):
+        plan(*short, "--batch", str(most + 1))
+    for words in ("--context 191", "--kv-tokens 383 --batch 2", "--context 400 --prompt-len 337"):
+        with pytest.raises(WrongUsage, match=r"context is|it holds"):
+            plan(*words.split())
+    plan("--context", "192")
+    plan("--kv-tokens", "384", "--batch", "2")
+    with pytest.raises(WrongUsage, match=r"\.jpg"):
+        plan("--plot", "a.jpg")
+
+
+def test_only_policies_that_run_every_router_are_recorded(tmp_path: Path) -> None:
+    record = ("--record", str(tmp_path / "trace"))
+    left = {request.name for request in plan().policies} - {
+        request.name for request in plan(*record).policies
+    }
+    assert left == {name for name in PRESETS if not make_policy(PolicyRequest(name), 0).runs_all_routers}
+    assert left
+    with pytest.raises(WrongUsage, match=min(left)):
+        plan(*record, "--policy", f"fiddler,{min(left)}")
+
+
+@pytest.mark.parametrize(
+    ("names", "words"), [("a,,b", "missing"), ("lru,fiddler,lru", "lru is named 2 times")]
+)
+def test_list_of_policies_names_each_once(names: str, words: str) -> None:
+    with pytest.raises(WrongUsage, match=words):
+        plan("--policy", names)

@@ -106,7 +106,33 @@ def test_limits_on_cores_are_reported(tmp_path: Path) -> None:
     assert "performance" in notes
     facts = words(found, "ok")
     assert "--workers 3" in facts  # the cores' other threads
-    assert "2 NUMA nodes" in facts
+    assert "2 NUMA nodes: node0 2 threads, node1 2 threads" in facts
+    assert "bf16 experts are multiplied" in facts
+    assert "this is" not in facts
+    assert "caches: L1d 96 KB in 2, L2 2 MB;" in facts
+    write(
+        tmp_path,
+        sys__devices__system__cpu__cpu0__cpufreq__scaling_driver="intel_pstate",
+        sys__hypervisor__type="kvm",
+        sys__class__dmi__id__sys_vendor="A Vendor",
+        proc__cpuinfo=INTEL.replace("amx_bf16", "").replace("avx512_bf16", ""),
+    )
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/.containerenv").touch()
+    found = cpu.inspect(range(4), 2.5, tmp_path)
+    notes = words(found, "note")
+    assert "workers compute on 2 cores:" in notes
+    assert "no bf16 instructions" in notes
+    assert "performance" not in notes  # this driver's clock follows the load by itself
+    assert "this is a virtual machine (A Vendor) and a container" in words(found, "ok")
+    for usable, quota in ((range(2), 2.0), (range(4), None), (range(4), 4.0)):
+        assert "quota" not in words(cpu.inspect(usable, quota, tmp_path))
+    assert "each core runs 2 threads" not in words(cpu.inspect(range(2), None, tmp_path))
+    assert "of 4 threads" not in words(cpu.inspect(range(4), None, tmp_path), "note")
+    write(tmp_path, proc__cpuinfo=INTEL.replace("avx", "x").replace("amx", "x"))
+    assert "instruction sets: none that the kernels use" in words(
+        cpu.inspect(range(4), None, tmp_path), "note"
+    )
 
 
 def test_unreadable_files_make_facts_unknown(tmp_path: Path) -> None:
@@ -197,6 +223,22 @@ def test_memory_limits_swap_and_reserved_pages_are_reported(tmp_path: Path) -> N
     for part in ("3.00 GB", "ulimit -l unlimited", "vm.nr_hugepages=0", "open files: 64"):
         assert part in notes
     assert any(f.prevents for f in memory.inspect(7 * GB, None, None, 1024, tmp_path))
+    for limit, noted in ((15 * GB, True), (16_384_000_000, False), (17 * GB, False), (None, False)):
+        found = memory.inspect(25_000_000, limit, None, 1024, tmp_path)
+        assert ("control group" in words(found, "note")) is noted
+    assert "up to 6.19 GB fit" in words(found)  # all that is available, less 2 GB
+    for least, prevented in ((6_192_000_000, False), (6_192_000_001, True)):
+        assert any(f.prevents for f in memory.inspect(least, None, None, 1024, tmp_path)) is prevented
+    for lockable, free in ((16_384_000_000, True), (16_383_999_999, False), (None, True)):
+        assert ("without limit" in words(memory.inspect(1, None, lockable, 1024, tmp_path))) is free
+    for files, noted in ((255, True), (256, False)):
+        assert ("open files" in words(memory.inspect(1, None, None, files, tmp_path), "note")) is noted
+    write(tmp_path, sys__kernel__mm__transparent_hugepage__shmem_enabled="always within_size [advise] never")
+    write(tmp_path, proc__meminfo="MemTotal: 16000000 kB\nMemAvailable: 8000000 kB\nSwapTotal: 0 kB")
+    found = memory.inspect(1, None, None, 1024, tmp_path)
+    assert words(found, "note") == ""
+    assert "; for shared memory: advise" in words(found)
+    assert "no swap" in words(found)
 
 
 @pytest.mark.parametrize(("capabilities", "free"), [("000001ffffffffff", True), ("00000000a80425fb", False)])
@@ -211,8 +253,12 @@ def test_small_shared_memory_is_a_problem() -> None:
     assert "--shm-size" in small.do
     assert "remount,size=" in small.do
     assert shared_memory.capacity(64 << 20, 20_000_000, 25_000_000, 32 * GB).prevents
-    assert shared_memory.capacity(4 * GB, 4 * GB, 25_000_000, 32 * GB).level == "note"
-    assert shared_memory.capacity(16 * GB, 16 * GB, 25_000_000, 32 * GB).level == "ok"
+    assert shared_memory.capacity(64 << 20, 20_000_000, 25_000_000, 32 << 30).do.count("=16384m") == 2
+    assert "=1024m" in shared_memory.capacity(64 << 20, 20_000_000, 25_000_000, 1 << 30).do
+    for total, level in ((4 * GB, "note"), (10 * GB - 1, "note"), (10 * GB, "ok"), (16 * GB, "ok")):
+        assert shared_memory.capacity(total, total, 25_000_000, 30 * GB).level == level
+    for free, prevented in ((25_000_000, False), (24_999_999, True)):
+        assert shared_memory.capacity(16 * GB, free, 25_000_000, 30 * GB).prevents is prevented
 
 
 def test_mount_options_are_those_of_the_last_mount() -> None:
@@ -223,7 +269,9 @@ def test_mount_options_are_those_of_the_last_mount() -> None:
     )
     options = shared_memory.mount_options(text)
     assert options == ("rw", "nosuid", "size=65536k", "huge=within_size")
-    assert "huge pages" in words(shared_memory.pages(options))
+    assert "stored in huge pages" in words(shared_memory.pages(options))
+    assert "stored in small pages" in words(shared_memory.pages(("rw", "huge=never")))
+    assert "stored in small pages" in words(shared_memory.pages(("rw",)))
     assert shared_memory.pages(shared_memory.mount_options("")) == []
 
 
