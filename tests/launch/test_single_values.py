@@ -1,0 +1,157 @@
+"""Single values of the command line, and files that a command reads, at the edges of what is allowed."""
+
+from __future__ import annotations
+
+import math
+import socket
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.cli import main
+from launch.command_line.checks import (
+    check_listening,
+    check_output,
+    check_request,
+    client_address,
+    read_file,
+    read_ids,
+    read_text,
+)
+from launch.command_line.values import (
+    above,
+    absolute,
+    at_least,
+    between,
+    model_path,
+    not_empty,
+    size,
+    token_ids,
+)
+from launch.errors import WrongUsage
+from protocol.keys import CLIENT_FILE, ENGINE_FILE, read_client_keys
+from protocol.messages import Generate
+
+
+@pytest.mark.parametrize(
+    ("parse", "good", "wrong"),
+    [
+        (at_least(2), {"2": 2, str(2**63 - 1): 2**63 - 1}, ["1", str(2**63), "2.5", "x", ""]),
+        (between(0.0, 1.0), {"0": 0, "1": 1, "0.5": 0.5}, ["-0.01", "1.01", "nan", "x"]),
+        (between(0.0, math.inf), {"0": 0, "1e300": 1e300}, ["-1", "inf"]),
+        (above(0.0, 1.0), {"1e-9": 1e-9, "1": 1}, ["0", "1.01"]),
+        (above(0.0), {"1e9": 1e9}, ["0", "inf"]),
+        (
+            size,
+            {"0": 0, "5": 5, "500MB": 500_000_000, "1.5G": 1_500_000_000, "2k": 2000, "3 TB": 3 * 10**12},
+            ["", "-1", "5XB", "1.5.5", "MB", "1e3"],
+        ),
+        (token_ids, {"0": (0,), "1,2": (1, 2)}, ["-1", "1,-2", "1,", "a", ""]),
+        (absolute, {"/a": Path("/a"), "a": Path("a").absolute()}, [""]),
+        (not_empty, {"a": "a"}, [""]),
+        (
+            model_path,
+            {"shape:mixtral-8x7b": Path("shape:mixtral-8x7b"), "./a": Path("a"), "a/b": Path("a/b")},
+            ["a.gguf", "a.GGUF"],
+        ),
+    ],
+)
+def test_value_is_parsed_or_refused(
+    parse: Callable[[str], Any], good: dict[str, Any], wrong: list[str]
+) -> None:
+    assert {text: parse(text) for text in good} == good
+    for text in wrong:
+        with pytest.raises(ArgumentTypeError):
+            parse(text)
+
+
+def test_file_of_token_ids_holds_a_list_of_them(tmp_path: Path) -> None:
+    path = tmp_path / "ids"
+    for text, ids in (("[]", ()), ("[0, 2147483647]", (0, 2**31 - 1))):
+        path.write_text(text)
+        assert read_ids(path) == ids
+    for text, words in (
+        ("[3, -1, -7]", "-7 is no token id"),
+        ("[3, 2147483648]", "2147483648 is no token id"),
+        ("[true]", "list of token ids"),
+        ("[1.0]", "list of token ids"),
+        ('{"a": 1}', "list of token ids"),
+        ("[", "not JSON"),
+    ):
+        path.write_text(text)
+        with pytest.raises(WrongUsage, match=words):
+            read_ids(path)
+
+
+def test_file_is_read_up_to_the_largest_size(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"a\nb\xc3")
+    assert read_file(path, 4) == b"a\nb\xc3"
+    with pytest.raises(WrongUsage, match="larger"):
+        read_file(path, 3)
+    with pytest.raises(WrongUsage, match=r"byte 3, line 2"):
+        read_text(path)
+    for wrong in (tmp_path, tmp_path / "no", Path("\0")):
+        with pytest.raises(WrongUsage):
+            read_file(wrong)
+    check_output(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    for wrong, words in ((tmp_path, "folder"), (tmp_path / "no" / "file", "No such file")):
+        with pytest.raises(WrongUsage, match=words):
+            check_output(wrong)
+    check_request(path, Generate(0, prompt="a"))
+    with pytest.raises(WrongUsage, match="cannot be sent"):
+        check_request(path, Generate(0, prompt="a" * (80 << 20)))
+
+
+def test_keys_are_made_once_and_private(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "new" / "keys"
+    assert main(["keys", "--out", str(folder)]) == 0
+    engine, client = folder / ENGINE_FILE, folder / CLIENT_FILE
+    out = capsys.readouterr().out
+    assert f"--key {engine}" in out
+    assert str(client) in out
+    assert {path.stat().st_mode & 0o777 for path in (engine, client)} == {0o600}
+    assert {path.stat().st_mode & 0o777 for path in (folder, folder.parent)} == {0o700}
+    before = engine.read_bytes()
+    client.unlink()
+    assert main(["keys", "--out", str(folder)]) == 2
+    assert (engine.read_bytes(), client.exists()) == (before, False)
+    engine.unlink()
+    client.mkdir()
+    assert main(["keys", "--out", str(folder)]) == 2
+    assert not engine.exists()
+    open_folder = tmp_path / "open"
+    open_folder.mkdir(mode=0o755)
+    assert main(["keys", "--out", str(open_folder)]) == 2
+    assert [*open_folder.iterdir()] == []
+
+
+def test_addresses_are_checked_before_anything_starts(tmp_path: Path) -> None:
+    assert main(["keys", "--out", str(tmp_path / "keys")]) == 0
+    key = tmp_path / "keys" / ENGINE_FILE
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for endpoint, words in (
+            (f"tcp://127.0.0.1:{port}", "cannot be bound"),
+            (f"tcp://*:{port}", "cannot be bound"),
+            ("tcp://127.0.0.1:0", "1 to 65535"),
+            ("tcp://a-host:5", "IP address"),
+            ("ipc:///x", "IP address"),
+        ):
+            with pytest.raises(WrongUsage, match=words):
+                check_listening(endpoint, key)
+    check_listening(f"tcp://127.0.0.1:{port}", key)
+    with pytest.raises(WrongUsage, match="--listen: "):
+        check_listening(f"tcp://127.0.0.1:{port}", tmp_path / "none")
+    client = tmp_path / "keys" / CLIENT_FILE
+    address = client_address("tcp://a-host:5", client)
+    assert (address.endpoint, address.keys) == ("tcp://a-host:5", read_client_keys(client))
+    for endpoint, path in (("tcp://a-host:0", client), ("a-name", client), ("tcp://a-host:5", key)):
+        with pytest.raises(WrongUsage, match="--connect"):
+            client_address(endpoint, path)
