@@ -66,6 +66,9 @@ async def test_prompt_longer_than_a_text_goes_on_with_the_next(monkeypatch: pyte
     # The third from the first whole line after 4 bytes of the first text.
     for prompt, expected in zip(found, (one + two, two + one, b"ccc\n" + two + b"a\nbb\n"), strict=True):
         assert bytes(prompt[1:]) == (expected * 3)[:30]
+    ends = await make_texts(ByteEngine(bos=True), 2, 20, 0)  # type: ignore[arg-type]
+    for ids, expected in zip(ends, (b"bb\nccc\n" + two, b"E\n" + one), strict=True):
+        assert bytes(ids[1:]) == (expected * 3)[:19]
 
 
 async def test_texts_for_perplexities_end_each_file() -> None:

@@ -92,6 +92,14 @@ def test_engine_is_described_by_its_stats() -> None:
     assert "bf16" in words["model"]
     assert words["prefetching"] == "prefetching is off"
     assert [*rows(engine_table({}, WELCOME))] == ["policy", "model"]
+    assert "(" not in rows(engine_table({}, WELCOME))["model"]
+    least = {key: scheduler[key] for key in scheduler if "kept" not in key and "reused" not in key}
+    found = rows(engine_table({"scheduler": least | {"preemptions": 0}}, WELCOME))
+    assert [re.findall(r"\d+", found[name]) for name in ("requests", "KV cache")] == [
+        ["2", "3"],
+        ["50", "60"],
+    ]
+    assert "KV reused" not in found
     assert rows(engine_table({}, WELCOME))["policy"] == "lru on cuda"
 
 
@@ -99,6 +107,7 @@ def test_help_has_every_command_with_its_arguments() -> None:
     found = rows(help_text())
     assert found["/policy [NAME [OPTION=VALUE]]"]
     assert found["/quit"]
+    assert "/quit " not in found
 
 
 @pytest.mark.parametrize(

@@ -112,3 +112,8 @@ async def test_loaded_conversation_far_beyond_the_context_continues() -> None:
     await conversation.ask("and now?", view, Interrupts())
     assert 3 <= len(client.answered[-1]) < 12
     assert view.notices[-1].startswith("dropped the 199")
+    fresh, first = Conversation(client, AnswerSettings(100, Sampling())), Notices()  # type: ignore[arg-type]
+    fresh.restore((user := ChatMessage("user", "q" * 3600), ChatMessage("assistant", "")))
+    await fresh.ask("and now?", first, Interrupts())
+    assert [notice.split(":")[0] for notice in first.notices] == ["dropped the oldest turn"]
+    assert user not in client.answered[-1]

@@ -235,6 +235,10 @@ def test_table_of_a_calibration() -> None:
     ]
     assert text.endswith("saved: /c/file\nfigure: /r/a.png\n")
     assert "note: a note" in text
+    loss = {"loss": {"exact": 2.5, "gated": 2.75}, "threshold": 0.02, "single_expert_share": 0.25}
+    gated = render(Path("/c"), found | loss | {"experts_per_token": 1.75}, None, [])
+    assert re.search(r"0\.02\b.*\b25\.0%.*\b1\.75\b.*\b2\.5000 to 2\.7500\b", " ".join(gated.split()))
+    assert "threshold" not in text
     unknown = render(
         Path("/c"), found, calibration(sensitivity=None, needed=None, first_gate=None), []
     ).splitlines()

@@ -145,6 +145,8 @@ async def test_a_runner_up_is_measured_again_only_with_a_part_prefilled() -> Non
     assert found.comparison.margin == 0.25
     assert [a["resume"] for a in engine.asked] == [(), (1, 2), (1,)]
     assert "with 1 of them prefilled" in str(found)
+    (found,) = await compared(StandInEngine({2: 0.75, 1: 0.6}), outcome(1, 2, 100, 4))
+    assert (found.verdict, found.comparison.margin) == (Verdict.MISMATCH, 3.0)  # as with a decoded past
 
 
 async def test_a_rerun_with_another_past_measures_nothing() -> None:
