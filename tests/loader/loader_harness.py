@@ -30,6 +30,7 @@ class Outcome:
     code: int
     messages: list[object] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)  # of its stderr
+    pid: int = 0
 
     @property
     def stages(self) -> list[str]:
@@ -134,7 +135,7 @@ class Supervisor:
                 messages.append(decode(frames))
                 if isinstance(messages[-1], Ready):
                     self.fingerprints.add(messages[-1].fingerprint)
-        return Outcome(child.end(), messages, child.lines)
+        return Outcome(child.end(), messages, child.lines, child.process.pid)
 
     def load(self, model: Path, **changes: object) -> Outcome:
         return self.finish(self.start(model, **changes))

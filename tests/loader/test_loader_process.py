@@ -11,7 +11,7 @@ from loader_harness import SECONDS, Supervisor, assert_right, exists, in_memory
 from pipeline.checkpoint.index import CheckpointIndex
 from pipeline.checkpoint.index import fingerprint as fingerprint_of
 from protocol.codec import decode, encode
-from protocol.messages import VERSION, Progress, Shutdown
+from protocol.messages import VERSION, Progress, Ready, Shutdown
 from shm.locks import StoreLease, build_lock
 from shm.manifest import BUILDING, pack_head
 from shm.segment import byte_size, unlink
@@ -22,12 +22,10 @@ from workers.lifetime import EXIT_PARENT_GONE
 def test_store_comes_from_checkpoint_then_segment_then_cache(supervisor, model):
     first = supervisor.load(model)
     fingerprint = first.ready.fingerprint
-    assert first.ready.version == VERSION
-    assert first.ready.role == "loader"
     weights = sum(t.nbytes for t in tiny_checkpoint.expert_tensors().values())
-    assert first.ready.notes == (
-        f"source checkpoint: {byte_size(weights)} read from the checkpoint, 0 B from the cache",
-    )
+    note = f"source checkpoint: {byte_size(weights)} read from the checkpoint, 0 B from the cache"
+    incarnation = supervisor.incarnation
+    assert first.ready == Ready(VERSION, "loader", 0, incarnation, first.pid, fingerprint, (note,))
     assert first.stages == ["allocating", "encoding the experts", "writing the cache"]
     assert first.lines == []
     assert all(0 <= m.done <= m.total for m in first.messages if isinstance(m, Progress))

@@ -172,17 +172,17 @@ def test_failed_calibration_leaves_the_engine_as_it_was(
     def fail(*_: object) -> None:
         raise ShardFailed("no")
 
-    inbox = Inbox(lambda: bool(whole.events) and len(inbox.waits) == 2)
+    inbox = Inbox()
     service = whole.service(inbox, policy="on-demand")
     with monkeypatch.context() as patch:
         patch.setattr(InlineExpertPool, "result", fail)
-        inbox.put(b"c", CALIBRATE)
-        inbox.put(b"c", Calibrate(2, token_ids=IDS[:255]))
-        inbox.put(b"c", SetPolicy(3, "x"))
+        for message in (CALIBRATE, Calibrate(2, token_ids=IDS[:255]), SetPolicy(3, "x")):
+            inbox.put(b"c", message)
         service.serve()
-    found = [message for message in whole.sent() if not isinstance(message, Calibrating)]
-    assert found[-1].text.startswith("unknown policy")
-    print(found)
+    failed, too_short, refused = (m for m in whole.sent() if not isinstance(m, Calibrating))
+    assert failed == Done(1, "error", "no")
+    assert (too_short.request, too_short.reason, too_short.usage) == (2, "error", True)
+    assert refused.text.startswith("unknown policy")
     check_unchanged(whole)
     whole.events.clear()
     whole.serve(CALIBRATE)
