@@ -18,6 +18,7 @@ from whole_engine import CONTEXT, OPTIONS, Inbox, WholeEngine, coordinator_map, 
 
 from pipeline.calibration.file import calibration_path, save
 from pipeline.coordinator_config import CoordinatorConfig
+from pipeline.device.cpu import CpuDevice
 from pipeline.errors import CalibrationError, PeerLost, PolicyError, ShardFailed
 from pipeline.experts.peers import ExitEvents
 from pipeline.policies.costs import Costs
@@ -110,6 +111,7 @@ def test_refused_requests_end_at_once(whole: WholeEngine) -> None:
     assert empty == Done(4, "error", "max_tokens must be at least 1, it is 0", usage=True)
     assert (too_long.request, too_long.reason, too_long.usage) == (2, "error", True)
     assert too_long.stats == {"prompt_tokens": CONTEXT}
+    assert too_long.error.endswith("or start the engine with a larger --context")
     assert in_use == Error(1, "request 1 is already being served")
     assert [type(message) for message in answer] == ANSWER
 
@@ -183,6 +185,25 @@ def test_flood_of_messages_does_not_stop_the_rounds(
     slow_messages(monkeypatch)
     found = whole.serve(ASKED, *(replace(ASKED, request=n, max_tokens=0) for n in (2, 3, 4)))
     assert [m.request for m in found] == [1, 1, 2, 1, 1, 3, 4]
+
+
+def test_engine_s_seed_is_that_of_requests_and_policies_without_one(whole: WholeEngine) -> None:
+    """A request's is counted up."""
+
+    def answer(first: int, second: int | None) -> list[int]:
+        whole.events.clear()
+        asked = (
+            replace(ASKED, request=r, sampling=Sampling(1.0, seed=s)) for r, s in ((1, first), (2, second))
+        )
+        whole.serve(*asked)
+        return [m.token for m in whole.sent() if isinstance(m, Token) and m.request == 2]
+
+    assert answer(1, None) == answer(1, OPTIONS.seed) != answer(1, 0)
+    policies, found = whole.policies(), []
+    for options in ({}, {"seed": str(OPTIONS.seed)}, {"seed": "0"}):
+        policies.set(PolicyRequest("random", options))
+        found.append(whole.parts.engine.driver.placement.tolist())
+    assert found[0] == found[1] != found[2]
 
 
 # --- the policy -------------------------------------------------------------------------------------------
@@ -436,7 +457,7 @@ def test_stats_of_an_engine(whole: WholeEngine, costs_file: Path) -> None:
             "placed_tiles": memory.mover.placed,
         },
     }
-    assert stats["scheduler"]["kv_tokens"] == 4 * CONTEXT
+    assert (stats["scheduler"]["kv_tokens"], stats["scheduler"]["max_running"]) == (4 * CONTEXT, 3)
     assert stats["cache"]["resident_tiles"] == stats["cache"]["placed_tiles"] == 12
     assert stats["cache"]["demanded_tiles"] > 0
 
@@ -472,6 +493,7 @@ def test_engine_is_ready_before_it_warms_up_and_then_serves(tiny_model: Path, tm
 FAILURES: dict[str, tuple[dict[str, Any], str, bool, bool]] = {
     "bad options": ({"context": 999}, "--context 999 is more than the model's 256 positions", True, False),
     "a bad file": ({"record": Path("/no/t")}, "--record /no/t: no file can be made there", True, True),
+    "full memory": ({"policy": "on-demand"}, "full", True, False),
     "of a child": ({"workers": 1}, "0 of 1 workers were ready after 0 s", False, False),
     "a bug": ({}, "the engine failed: TypeError: 'NoneType' object is not callable", False, True),
 }
@@ -482,6 +504,7 @@ def test_failure_of_the_engine_is_posted(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options, text, usage, ready
 ) -> None:
     monkeypatch.setattr("pipeline.serving.engine_parts.CHILD_LIMIT", 0.0)
+    monkeypatch.setattr(CpuDevice, "open_slab", fails(NotEnoughMemory("full")))
     inbox = Inbox()
     inbox.put(b"c", ASKED)
     with coordinator_map(tiny_model, tmp_path, replace(OPTIONS, **options)) as config:
