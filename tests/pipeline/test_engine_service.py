@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from plain_calibration import plain_calibration
@@ -431,9 +432,10 @@ def test_stats_of_an_engine(whole: WholeEngine, costs_file: Path) -> None:
     for message in (SetPolicy(6, "fiddler"), SetPolicy(7, "fiddler", {"assignment": "device"}), ASKED):
         inbox.put(b"c", message)
     service.serve()
-    stats = service.status.stats()
     engine, socket = whole.parts.engine, whole.parts.sockets["prefetcher"]
     memory: Any = engine.memory
+    memory.retarget([Target(*np.argwhere(memory.residency == 0)[0].tolist(), 1)])  # not resident yet
+    stats = service.status.stats()
     decode, prefill = stats["engine"]["decode"], stats["engine"]["prefill"]
     assert stats == {
         "policy": "fiddler",
