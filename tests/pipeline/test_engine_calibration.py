@@ -6,6 +6,7 @@ import platform
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from pipeline.calibration.measure import BOUND
 from pipeline.errors import ShardFailed
 from pipeline.experts.inline_pool import InlineExpertPool
 from pipeline.policies.costs import Costs
-from pipeline.serving import calibration_service
+from pipeline.serving import calibration_service, engine_service
 from pipeline.serving.engine_inbox import ClientGone, EngineMessage
 from pipeline.serving.engine_service import CALIBRATING
 from protocol.messages import (
@@ -39,7 +40,9 @@ COSTS = Costs((1,), (1e-4,), (2e-5,), 3e-5, 4e-5)
 
 @pytest.fixture
 def whole(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WholeEngine]:
+    """It takes all waiting messages at a calibration's first report."""
     monkeypatch.setattr(calibration_service, "PROGRESS_SECONDS", -1.0)
+    monkeypatch.setattr(engine_service, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     with whole_engine(tiny_model, tmp_path) as whole:
         yield whole
 

@@ -62,7 +62,9 @@ COSTS = Costs((1,), (1e-4,), (2e-5,), 3e-5, 4e-5, (5e-5,))
 
 
 @pytest.fixture
-def whole(tiny_model: Path, tmp_path: Path) -> Iterator[WholeEngine]:
+def whole(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WholeEngine]:
+    """It takes all waiting messages before the next round."""
+    monkeypatch.setattr(engine_service, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     with whole_engine(tiny_model, tmp_path) as whole:
         yield whole
 
