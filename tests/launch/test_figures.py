@@ -224,29 +224,31 @@ def test_figures_leave_out_what_was_not_measured(tmp_path: Path, drawn: Drawn) -
 def test_table_of_a_calibration() -> None:
     found = {
         **{"model": "m", "tokens": 12, "share": 1, "accuracy": {"raw": 0.5, "residual": 0.6, "first": 0.7}},
-        **{"similarity": 0.8, "loss": None, "notes": ["a note"]},
+        **{"similarity": 0.8, "loss": None, "threshold": None, "notes": ["a note"]},
     }
-    text = render(Path("/c/file"), found, calibration(), [Path("/r/a.png")])
+    text = render(Path("/c/file"), found, calibration(), [Path("/r/a.png")], " --connect e")
     rows = [line.split() for line in text.splitlines() if re.match(r" *\d+ +\S+ +\S+ +0\.", line)]
     assert rows == [
         ["0", "*70.0%", "-", "0.900", "0.0e+00", "1.75"],
         ["1", "51.0%", "61.0%", "0.800", "1.0e-03", "1.75"],
         ["2", "52.0%", "62.0%", "0.700", "2.0e-03", "1.75"],
     ]
-    assert text.endswith("saved: /c/file\nfigure: /r/a.png\n")
+    assert "saved: /c/file\nfigure: /r/a.png\nnext: python launch.py bench" in text
+    assert "--policy all-host,fiddler --connect e " in text
     assert "note: a note" in text
     loss = {"loss": {"exact": 2.5, "gated": 2.75}, "threshold": 0.02, "single_expert_share": 0.25}
-    gated = render(Path("/c"), found | loss | {"experts_per_token": 1.75}, None, [])
+    gated = render(Path("/c"), found | loss | {"experts_per_token": 1.75}, None, [], "")
     assert re.search(r"0\.02\b.*\b25\.0%.*\b1\.75\b.*\b2\.5000 to 2\.7500\b", " ".join(gated.split()))
+    assert "--policy all-host,fiddler,adapmoe " in gated
     assert "threshold" not in text
     unknown = render(
-        Path("/c"), found, calibration(sensitivity=None, needed=None, first_gate=None), []
+        Path("/c"), found, calibration(sensitivity=None, needed=None, first_gate=None), [], ""
     ).splitlines()
     assert [line.split() for line in unknown if line.strip()[:2] == "0 "] == [
         ["0", "-", "-", "0.900", "-", "-"]
     ]
     for layers, shown in ((64, True), (65, False)):
-        assert ("sensitivity" in render(Path("/c"), found, calibration(layers), [])) is shown
+        assert ("sensitivity" in render(Path("/c"), found, calibration(layers), [], "")) is shown
     for share, hits, expected, absent in (
         (
             0.125,
@@ -255,15 +257,15 @@ def test_table_of_a_calibration() -> None:
             "warning",
         ),
         (None, {"share": 0.25, "heldout": 0.6, "own": 0.2, "tokens": 50}, "warning: ", "whole text"),
-        (1, {"share": 0.25, "heldout": 0.6, "own": 0.59, "tokens": 50}, "59% on 50 tokens", "warning"),
+        (1, {"share": 0.25, "heldout": 0.6, "own": 0.59, "tokens": 50}, "59% of those that 50 tokens needed which clients ran before", "warning"),
     ):
         text = " ".join(
-            render(Path("/c"), found | {"share": share, "windows": 3, "hits": hits}, None, []).split()
+            render(Path("/c"), found | {"share": share, "windows": 3, "hits": hits}, None, [], "").split()
         )
         assert expected in text
         assert absent not in text
         assert "25% of the experts" in text
-        assert "60% hits on its held-out part" in text
+        assert "60% of those that its held-out part needs would be resident" in text
 
 
 class StandInEngine:

@@ -39,6 +39,7 @@ class StandInEngine:
 
     def __init__(self, welcome: Welcome = WELCOME) -> None:
         self.welcome = welcome
+        self.endpoint = "ipc:///e"
         self.texts: tuple[str, ...] = YES
         self.end = Done(0, "stop")
         self.sent: list[Any] = []
