@@ -141,14 +141,14 @@ def of_version_4(config: Options) -> Options:
 
 def texts(case: Case) -> list[tuple[int, ...]]:
     """Token ids: a few, fewer than any `original_max_position_embeddings` here, and more than that."""
-    return [tokens[:length] for tokens, length in zip(drawn_texts(case, 2), (30, 60), strict=True)]
+    return [tokens[:length] for tokens, length in zip(drawn_texts(case, 2, 75), (30, 60), strict=True)]
 
 
-def drawn_texts(case: Case, count: int) -> list[tuple[int, ...]]:
+def drawn_texts(case: Case, count: int, length: int) -> list[tuple[int, ...]]:
     """Random token ids; the first texts are the same for every count."""
     generator = torch.Generator().manual_seed(case.seed + 1000)
     vocabulary = case.config["vocab_size"]
-    return [tuple(torch.randint(vocabulary, (75,), generator=generator).tolist()) for _ in range(count)]
+    return [tuple(torch.randint(vocabulary, (length,), generator=generator).tolist()) for _ in range(count)]
 
 
 def alternatives(case: Case) -> Iterator[tuple[str, Options]]:

@@ -9,7 +9,6 @@ which a rotary embedding is another one.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from comparison import check_policies, exactly
-from exact_presets import sample
+from exact_presets import costs, sample
 from families import Case, save, texts
 from family_cases import CASES, EDGES, place
 from in_process import InProcess
@@ -29,9 +28,6 @@ from workers.kernels.native import best
 
 NEW = 14  # tokens of a greedy continuation
 DRAWN = [("random", {"seed": str(seed), "churn": str(seed % 2)}) for seed in (3, 4)]
-
-# Measuring them would take longer than everything else. With these a fetch pays from a few rows on.
-COSTS = {"rows": [1, 16], "host": [3e-5, 2e-4], "device": [1e-5, 2e-5], "link": 6e-5, "round_trip": 1e-5}
 
 # By a configuration's place among its family's. Each engine takes a third of the presets, and any three
 # engines in a row have them all.
@@ -66,16 +62,16 @@ def test_a_configuration_equals_transformers(case: Case, compiled: bool, tmp_pat
 async def test_a_family_equals_transformers(case: Case, start_engine, tmp_path: Path) -> None:
     save(case, tmp_path)
     oracle = Oracle(tmp_path, torch.float32)
-    both = texts(case)
-    check = exactly(both, [oracle.logprobs(tokens) for tokens in both], EXACT)
+    short, long = texts(case)
+    both = [long, short]
+    check = exactly([oracle.logprobs(tokens) for tokens in both], EXACT)
     config = SETTINGS[place(case)]
     policies = [*sample(ENGINES.index(case), 3), DRAWN[place(case)]]
-    (tmp_path / "costs").write_text(json.dumps(COSTS))
     exact = {"format": "f32", "backbone_dtype": "f32", "chunk": 24}
-    plain = exact | {"model": tmp_path, "costs": tmp_path / "costs"}
-    greedy = oracle.greedy(both[0], NEW)
+    plain = exact | {"model": tmp_path, "costs": costs(tmp_path)}
+    greedy = oracle.greedy(short, NEW)
     async with start_engine(EngineConfig(**(vars(config) | plain))) as (_, client):
-        await check_policies(client, policies, check, both[0], greedy, 2 * EXACT)
+        await check_policies(client, policies, both, check, short, greedy, 2 * EXACT, alone=1)
 
 
 async def test_model_with_one_expert_a_layer(start_engine, tmp_path: Path) -> None:
@@ -84,9 +80,9 @@ async def test_model_with_one_expert_a_layer(start_engine, tmp_path: Path) -> No
     save(case, tmp_path)
     tokens = texts(case)[1]
     oracle = Oracle(tmp_path, torch.float32)
-    check, greedy = exactly([tokens], [oracle.logprobs(tokens)], EXACT), oracle.greedy(tokens, NEW)
+    check, greedy = exactly([oracle.logprobs(tokens)], EXACT), oracle.greedy(tokens, NEW)
     exact = EngineConfig(format="f32", backbone_dtype="f32", expert_cache=0.3)
     config = replace(exact, model=tmp_path, tile=24, chunk=20, workers=1)
     async with start_engine(config) as (_, client):
         policies = [("all-host", {}), ("random", {})]
-        await check_policies(client, policies, check, tokens, greedy, 2 * EXACT)
+        await check_policies(client, policies, [tokens], check, tokens, greedy, 2 * EXACT, alone=1)
