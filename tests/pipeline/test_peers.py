@@ -145,6 +145,45 @@ def test_messages_to_an_exited_child_are_dropped(workers, child, exits) -> None:
     workers.send(3, CancelFetch(1))  # a child that has not announced itself
 
 
+def fill(workers: ChildServerSocket, limit: int = 100_000) -> int:
+    """Send to worker 0, which reads nothing, until a send waits in vain or drops the message because the
+    worker has exited; how many messages were sent before."""
+    for count in range(limit):
+        try:
+            workers.send(0, CancelFetch(count))
+        except PeerLost as e:
+            assert str(e) == "worker 0 took no message for 0 s"
+            return count
+        if not running(workers):
+            return count
+    raise AssertionError("the queue is never full")
+
+
+@pytest.mark.parametrize("what", ["a message", "another child's start", "its exit"])
+def test_what_arrives_while_a_send_waits_is_received_next(
+    workers, child, make_child, exits, monkeypatch, what: str
+) -> None:
+    assert kinds(until(workers, 1)) == [(0, Ready)]
+    monkeypatch.setattr(peers, "SEND_LIMIT", 0.3)
+    if what == "a message":
+        child.send(Partial(5, 0, 0.0, X))
+    elif what == "another child's start":
+        make_child(1, 4)
+    else:
+        exits.put(exit_of(0))
+    assert fill(workers) > 100
+    assert running(workers) == {"a message": [0], "another child's start": [0, 1], "its exit": []}[what]
+    expected = {
+        "a message": [(0, Partial)],
+        "another child's start": [(1, Ready)],
+        "its exit": [(0, WorkerDied)],
+    }
+    began = time.monotonic()
+    assert kinds(workers.receive(60_000)) == expected[what]  # at once
+    assert time.monotonic() - began < LIMIT
+    assert workers.receive(0) == []  # each once
+
+
 def test_up_and_hung_are_reported_once_for_each_incarnation(workers, make_child, exits, reports) -> None:
     make_child(0, 1)
     workers.wait_ready(1, LIMIT)

@@ -13,7 +13,7 @@ from pool_harness import HIDDEN, QUIET, PoolHarness, Worker, X, shard_of, tile_o
 from pipeline.coordinator_config import WorkerCores
 from pipeline.errors import PeerLost, ShardFailed
 from pipeline.experts.worker_pool import HEDGE_AFTER, SilenceLimits, WorkerPool, WorkerTicket
-from protocol.messages import Hung, Work
+from protocol.messages import Abandon, Hung, Work
 
 pytestmark = pytest.mark.alone  # on a busy machine a worker of these tests would be suspected too early
 
@@ -131,6 +131,37 @@ def test_worker_without_progress_is_reported_once(harness: PoolHarness) -> None:
     harness.update_until(lambda: len(hung(harness)) == 2)
     harness.update_for(0.5)
     assert hung(harness) == [Hung("worker", 0, 0), Hung("worker", 0, 1)]
+
+
+def test_worker_whose_work_was_abandoned_owes_no_answer(harness: PoolHarness) -> None:
+    """It drops the Work silently, and is neither suspect nor hung afterwards."""
+    (first, second), ticket, (_, other) = harness.begin(2, SHORT)
+    second.answer(other)
+    harness.update_for(0.02)
+    ticket.abandon()
+    assert [type(message) for message in first.messages()] == [Abandon]
+    harness.update_for(2 * SHORT.stall)
+    assert hung(harness) == []
+    assert second.messages() == []  # the abandoned Work was not hedged
+    harness.submit(5)
+    assert tile_of(first.take()[0]) == 5
+    first.exit(crashed=True)
+    assert tile_of(second.take()[0]) == 5  # only the Work that counts
+
+
+def test_abandoned_work_is_not_sent_to_the_next_worker(harness: PoolHarness) -> None:
+    (worker,) = harness.start(1)
+    worker.exit()
+    harness.update_for(0.02)
+    dropped, kept = harness.submit(1), harness.submit(2)  # without a worker
+    dropped.abandon()
+    restarted = harness.worker(0, 1)
+    warm_up, work = restarted.take(2)
+    assert (len(warm_up.items), tile_of(work)) == (0, 2)
+    restarted.answer(warm_up)
+    restarted.answer(work, 3.0)
+    assert kept.result().tolist() == [[3.0] * HIDDEN]
+    assert restarted.messages() == []
 
 
 def test_idle_worker_gets_the_works_of_a_suspect(harness: PoolHarness) -> None:

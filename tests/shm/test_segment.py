@@ -193,6 +193,26 @@ def test_progress_of_the_allocation_ends_with_the_size(name):
     assert seen == [5000]
 
 
+def test_progress_is_the_sum_of_the_steps(name, monkeypatch):
+    monkeypatch.setattr("shm.segment.ALLOCATION_STEP", 8192)
+    seen = []
+    with Segment.create(name, 3 * 8192 + 100, seen.append) as segment:
+        assert seen == [8192, 2 * 8192, 3 * 8192, 3 * 8192 + 100]
+        assert file_of(name).stat().st_blocks * 512 >= segment.size
+        assert not segment.array.any()
+
+
+def test_pages_are_placed_before_any_is_allocated(name):
+    order = []
+
+    def place(descriptor):
+        status = os.fstat(descriptor)
+        order.append((status.st_size, status.st_blocks, status.st_mode & 0o7777))
+
+    Segment.create(name, 1 << 20, order.append, place).close()
+    assert order == [(1 << 20, 0, 0o600), 1 << 20]
+
+
 def test_slots_are_disjoint_aligned_and_shared(name):
     with Slab.create(name, 5, 100) as slab, Slab.attach(name, 5, 100) as other:
         for index in range(5):

@@ -1,0 +1,45 @@
+"""Sends of a ClientSocket: each outcome is raised at once."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import zmq
+from raw_client import raw_client
+
+from pipeline.serving.client_sockets import SEND_HWM, ClientSocket
+from protocol.codec import encode
+from protocol.messages import VERSION, Heartbeat, Hello
+from protocol.sockets import ipc_endpoint
+
+FRAME = b"x" * 50_000
+
+
+async def test_send_raises_for_a_full_queue_and_for_an_unknown_receiver(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    endpoint = ipc_endpoint(tmp_path, "client.sock")
+    socket = ClientSocket(endpoint)
+    try:
+        async with (
+            raw_client(endpoint, hello=False) as silent,
+            raw_client(endpoint, hello=False) as reading,
+            asyncio.timeout(20.0),
+        ):
+            await silent.send(Hello(VERSION, "silent"))
+            receiver, frames = await socket.receive()
+            assert frames == [bytes(f) for f in encode(Hello(VERSION, "silent"))]
+            await reading.send(Hello(VERSION, "reading"))
+            other, _ = await socket.receive()
+            with pytest.raises(zmq.Again):
+                for count in range(1 << 20):  # some wait in the receiver's own queue
+                    socket.send(receiver, [count.to_bytes(8, "big"), FRAME])
+            assert count >= SEND_HWM
+            socket.send(other, list(encode(Heartbeat(1.0))))  # another client's queue is its own
+            assert await reading.socket.poll(10_000)
+            with pytest.raises(zmq.ZMQError) as unknown:
+                socket.send(b"unknown", [b"x"])
+            assert (type(unknown.value), unknown.value.errno) == (zmq.ZMQError, zmq.EHOSTUNREACH)
+    finally:
+        socket.close()

@@ -1,0 +1,132 @@
+"""The device `cpu`: torch's threads, the slab in shared memory, the check of the free memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from mover_parts import SHAPE, random_store
+
+from pipeline.device import cpu, open_device
+from pipeline.device.base import SPARE_BYTES
+from pipeline.device.cpu import WORTH_SHARING, CpuDevice
+from pipeline.errors import UsageError
+from protocol.messages import AttachSlab
+from shm.slab import Slab
+
+THREADS = 3
+
+
+@pytest.fixture
+def device() -> Iterator[CpuDevice]:
+    """Made while torch has THREADS threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(THREADS)
+    device = CpuDevice()
+    try:
+        yield device
+    finally:
+        device.close()
+        torch.set_num_threads(before)
+
+
+def test_small_products_are_computed_by_one_thread_and_large_ones_by_all(device: CpuDevice) -> None:
+    assert device.describe() == f"cpu, {THREADS} threads of {os.cpu_count()} cores"
+    for products, threads in (
+        (WORTH_SHARING - 1, 1),
+        (WORTH_SHARING, THREADS),  # again all that there were at the start
+        (1, 1),
+        (1 << 40, THREADS),
+    ):
+        device.prepare(products)
+        assert torch.get_num_threads() == threads
+
+
+def test_kernels_threads_are_torchs_of_the_start(device: CpuDevice, monkeypatch) -> None:
+    wanted: list[int] = []
+
+    class Compiled:
+        def team(self, threads: int) -> None:
+            wanted.append(threads)
+
+    monkeypatch.setattr(cpu, "best", Compiled)
+    assert CpuDevice().team is None
+    assert wanted == [THREADS]
+    monkeypatch.setattr(cpu, "best", lambda: None)
+    uncompiled = CpuDevice()
+    assert (uncompiled.library, uncompiled.team) == (None, None)
+    uncompiled.close()  # nothing to end
+
+
+def test_arrays_share_the_tensors_memory_and_no_work_is_pending(device: CpuDevice) -> None:
+    assert (device.name, device.on_host, device.torch_device.type) == ("cpu", True, "cpu")
+    tensors = torch.ones(2, 3), torch.zeros(2, 1)
+    first, second = device.to_host(*tensors)
+    first[1, 2] = second[0, 0] = 7.0
+    assert (tensors[0][1, 2], tensors[1][0, 0]) == (7.0, 7.0)
+    array = np.zeros((2, 2), np.float32)
+    device.from_host(array)[0, 1] = 5.0
+    assert array.tolist() == [[0.0, 5.0], [0.0, 0.0]]
+    assert device.fence() is None
+    device.wait(None)
+    device.check_quantized()
+
+
+@pytest.mark.parametrize(
+    ("slab", "memory", "fits"),
+    [
+        (1000, 1000 + 200 + 30 + SPARE_BYTES, True),
+        (1000, 1000 + 200 + 30 + SPARE_BYTES - 1, False),
+        (1001, 1 << 40, False),  # more than /dev/shm has
+    ],
+    ids=["exactly", "too little memory", "too little shared memory"],
+)
+def test_slab_kv_cache_and_weights_must_fit_the_free_memory(
+    device: CpuDevice, monkeypatch, slab: int, memory: int, fits: bool
+) -> None:
+    monkeypatch.setattr(cpu, "free_shm_bytes", lambda: 1000)
+    monkeypatch.setattr(cpu, "available_memory", lambda: memory)
+    if fits:
+        device.check_memory(slab, 200, 30)
+        return
+    with pytest.raises(
+        UsageError, match=r"^the slab needs 1\.0 kB .* KV cache 200 B .* rest 500\.0 MB, .* 1\.0 kB"
+    ):
+        device.check_memory(slab, 200, 30)
+
+
+def test_slab_is_a_segment_that_other_processes_map_until_it_is_closed(device: CpuDevice) -> None:
+    name = f"/tandem-tests{os.getpid()}-cpu-slab"
+    with random_store(SHAPE, "test_cpu_device") as store:
+        slab = device.open_slab(name, 3, 100)
+        try:
+            address = slab.address()
+            assert address == AttachSlab("shm", name.encode(), 0, 3, 100)
+            assert (slab.slots, slab.slot_bytes) == (3, 100)
+            for index in range(3):
+                slab.slot(index).fill_(index + 1)
+            assert slab.slot(1) is slab.slot(1)
+            with Slab.attach(name, 3, 100) as other:
+                assert [other.slot(i).tolist() for i in range(3)] == [[i + 1] * 100 for i in range(3)]
+            copier = slab.local_copier(store)
+            copier.start(np.full(100, 9, np.uint8), 1)
+            assert slab.slot(1).tolist() == [9] * 100
+            copier.close()
+            assert slab.slot(2).tolist() == [3] * 100
+        finally:
+            slab.close()
+    assert not Path("/dev/shm" + name).exists()
+
+
+def test_named_device_is_opened(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("cpu", "auto"):
+        device = open_device(name)
+        assert isinstance(device, CpuDevice)
+        device.close()
+    with pytest.raises(UsageError, match="--device cuda: torch sees no CUDA device here; use --device cpu"):
+        open_device("cuda")
