@@ -17,9 +17,15 @@ from protocol.sockets import ipc_endpoint
 FRAME = b"x" * 50_000
 
 
-async def test_send_raises_for_a_full_queue_and_for_an_unknown_receiver(tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
-    endpoint = ipc_endpoint(tmp_path, "client.sock")
+def send_many(socket: ClientSocket, receiver: bytes, sent: list[int]) -> None:
+    """Many more messages than queues hold; `sent` collects those that were taken."""
+    for count in range(1 << 20):
+        socket.send(receiver, [count.to_bytes(8, "big"), FRAME])
+        sent.append(count)
+
+
+async def test_send_raises_for_a_full_queue_and_for_an_unknown_receiver(runtime: Path) -> None:
+    endpoint = ipc_endpoint(runtime, "client.sock")
     socket = ClientSocket(endpoint)
     try:
         async with (
@@ -32,10 +38,10 @@ async def test_send_raises_for_a_full_queue_and_for_an_unknown_receiver(tmp_path
             assert frames == [bytes(f) for f in encode(Hello(VERSION, "silent"))]
             await reading.send(Hello(VERSION, "reading"))
             other, _ = await socket.receive()
+            sent: list[int] = []
             with pytest.raises(zmq.Again):
-                for count in range(1 << 20):  # some wait in the receiver's own queue
-                    socket.send(receiver, [count.to_bytes(8, "big"), FRAME])
-            assert count >= SEND_HWM
+                send_many(socket, receiver, sent)
+            assert len(sent) >= SEND_HWM  # some wait in the receiver's own queue
             socket.send(other, list(encode(Heartbeat(1.0))))  # another client's queue is its own
             assert await reading.socket.poll(10_000)
             with pytest.raises(zmq.ZMQError) as unknown:
