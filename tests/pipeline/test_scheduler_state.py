@@ -1,0 +1,163 @@
+"""What the scheduler keeps between rounds: turns, reports of positions, conversations, capacity."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from clock import Clock
+from test_scheduler import Harness, ask
+from thread_engine import CONTEXT as LONGEST
+from thread_engine import engine_in_threads
+
+from pipeline.backbone import kv_cache
+from pipeline.engine.engine import Engine
+from pipeline.policies.presets import make_policy
+from pipeline.policies.view import PolicyRequest
+from pipeline.scheduling import scheduler
+from pipeline.scheduling.scheduler import POSITION_SECONDS
+from protocol.messages import Done, Generate, Queued, Score, Token
+
+pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model, tmp_path_factory) -> Iterator[Engine]:
+    with engine_in_threads(tiny_model, tmp_path_factory.mktemp("s")) as (engine, _):
+        engine.set_policy(make_policy(PolicyRequest("all-host"), 1), None)
+        yield engine
+
+
+@pytest.fixture
+def harness(engine: Engine) -> Harness:
+    return Harness(engine)
+
+
+def kept(harness: Harness) -> tuple[int, int]:
+    """The number of kept conversations, and their capacity."""
+    stats = harness.scheduler.stats()
+    return stats["conversations"], stats["kv_tokens_kept"]
+
+
+def test_client_that_disconnects_ends_its_own_requests_and_conversations(harness: Harness) -> None:
+    """One request runs with a conversation, one waits; another client's go on."""
+    harness.run(b"a", ask(0, 8, 2, "earlier"))
+    harness.run(b"b", ask(0, 8, 2, "talk"))
+    assert kept(harness) == (2, 20)
+    for client in (b"a", b"b"):
+        harness.scheduler.enqueue(client, ask(1, 8, 20, "now"))
+    harness.scheduler.round()
+    harness.scheduler.enqueue(b"a", ask(2, 8, 2))  # not admitted
+    harness.scheduler.forget(b"a")
+    assert [(m.request, m.reason) for m in harness.to(b"a", Done)[1:]] == [(1, "cancelled"), (2, "cancelled")]
+    assert [m.request for m in harness.to(b"b", Done)] == [0]
+    assert kept(harness) == (1, 10)  # what ran was not kept
+    harness.finish()
+    assert [m.reason for m in harness.to(b"b", Done)] == ["length", "length"]
+    assert (kept(harness), harness.scheduler.stats()["ended"]) == ((2, 38), 5)
+    harness.scheduler.forget(b"b")
+    assert harness.scheduler.kv.used == 0
+
+
+def test_cancelled_conversation_is_kept_for_the_next_turn(harness: Harness) -> None:
+    harness.scheduler.enqueue(b"c", ask(0, 20, 30, "talk"))
+    while len(harness.to(b"c", Token)) < 3:
+        harness.scheduler.round()
+    harness.scheduler.cancel(b"c", 0)
+    assert kept(harness)[0] == 1
+    tokens = [m.token for m in harness.to(b"c", Token)]
+    harness.run(b"c", Generate(1, token_ids=(*range(3, 23), *tokens, 9), max_tokens=1, conversation="talk"))
+    (_, done) = harness.to(b"c", Done)
+    assert done.stats["kv_reused_tokens"] == 20 + len(tokens) - 1
+    harness.scheduler.forget(b"c")
+
+
+def test_positions_are_reported_again_only_after_a_while(engine: Engine, monkeypatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(scheduler, "time", clock)
+    harness = Harness(engine, slots=1)
+    for client in (b"a", b"b", b"c", b"d"):  # one slot, and one for new clients
+        harness.scheduler.enqueue(client, ask(0, 4, 50))
+
+    def positions() -> list[int]:
+        return [m.position for m in harness.to(b"d", Queued)]
+
+    harness.scheduler.round()
+    assert positions() == [2]
+    harness.scheduler.cancel(b"c", 0)
+    clock.now += POSITION_SECONDS - 0.01
+    harness.scheduler.round()
+    assert positions() == [2]
+    clock.now += 0.02
+    harness.slow.add(b"d")
+    harness.scheduler.round()  # a report, which it is not sent
+    harness.slow.clear()
+    harness.scheduler.round()
+    assert positions() == [2]
+    clock.now += POSITION_SECONDS
+    harness.scheduler.round()
+    assert positions() == [2, 1]
+    harness.scheduler.cancel_all()
+    assert harness.scheduler.kv.used == 0
+
+
+def test_clients_turn_is_forgotten_with_its_last_request(harness: Harness) -> None:
+    """A client that returns is not behind a new one, because it was served long ago."""
+    harness.run(b"a", ask(0, 4, 1))
+    harness.run(b"b", ask(0, 4, 1))
+    harness.scheduler.enqueue(b"b", ask(1, 40, 1))
+    harness.scheduler.round()
+    for client in (b"a", b"c"):
+        harness.scheduler.enqueue(client, ask(1, 4, 1))
+    harness.scheduler.round()
+    assert [m.request for m in harness.to(b"a", Done)] == [0, 1]
+    assert harness.to(b"c", Done) == []
+    harness.scheduler.round()
+    assert [m.request for m in harness.to(b"c", Done)] == [1]
+    harness.finish()
+
+
+@pytest.mark.parametrize(("budget", "capacity"), [(200, 128), (128, 128), (127, 112), (112, 112)])
+def test_sequence_grows_by_a_quarter_or_by_the_least(
+    engine: Engine, monkeypatch, budget: int, capacity: int
+) -> None:
+    """In blocks of 16 tokens: from 96 to 128 of at most 140, where so many are free."""
+    monkeypatch.setattr(kv_cache, "KV_BLOCK", 16)
+    harness = Harness(engine, budget, LONGEST)
+    harness.scheduler.enqueue(b"a", ask(0, 80, 60))
+    while (used := harness.scheduler.kv.used) in (0, 96):
+        harness.scheduler.round()
+    assert used == capacity
+    assert len(harness.to(b"a", Token)) == 96 - 80 + 2  # it has grown when it was full, and not before
+    harness.scheduler.cancel_all()
+
+
+def test_seconds_of_a_step_are_counted_for_each_of_its_requests(engine: Engine, monkeypatch) -> None:
+    clock, harness = Clock(), Harness(engine)
+    monkeypatch.setattr(scheduler, "time", clock)
+    step = engine.step
+
+    def slow(inputs, phase):
+        clock.now += 3.0 if phase == "prefill" else 0.5
+        return step(inputs, phase)
+
+    monkeypatch.setattr(engine, "step", slow)
+    for client in (b"a", b"b"):
+        harness.scheduler.enqueue(client, ask(0, 12, 5))
+    harness.finish()
+    for client in (b"a", b"b"):
+        (done,) = harness.to(client, Done)
+        stats = {key: done.stats[key] for key in ("prefill_s", "decode_s", "decode_tokens", "prefill_tok_s")}
+        assert stats == {"prefill_s": 6.0, "decode_s": 2.0, "decode_tokens": 4, "prefill_tok_s": 2.0}
+
+
+def test_queue_limit_is_of_waiting_generates_and_scores_of_one_client(harness: Harness, monkeypatch) -> None:
+    monkeypatch.setattr(scheduler, "QUEUE_LIMIT", 1)
+    harness.scheduler.enqueue(b"a", ask(0, 4, 30))
+    harness.scheduler.round()  # it runs, and does not wait any more
+    harness.scheduler.enqueue(b"a", Score(1, token_ids=(5, 6)))
+    with pytest.raises(scheduler.RequestError, match="1 requests of this client are already queued"):
+        harness.scheduler.enqueue(b"a", Score(2, token_ids=(5, 6)))
+    harness.scheduler.enqueue(b"b", Score(2, token_ids=(5, 6)))
+    harness.scheduler.cancel_all()
+    assert len(harness.to(b"a", Done)) == 2
