@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,16 +11,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from whole_engine import Inbox, WholeEngine, whole_engine
+import torch
+from whole_engine import CONTEXT, Inbox, WholeEngine, whole_engine
 
+from pipeline.arrays import Phase
+from pipeline.backbone.batch import StepInput, TokenSpan
+from pipeline.calibration import measure
+from pipeline.calibration.collector import Activations
 from pipeline.calibration.file import calibration_path, read
-from pipeline.calibration.measure import BOUND
-from pipeline.errors import ShardFailed
+from pipeline.calibration.lanes import lanes
+from pipeline.calibration.measure import BOUND, CalibrationContext, calibrate
+from pipeline.calibration.windows import LANES, Division, Window
+from pipeline.config import DEFAULT_CACHE
+from pipeline.errors import RequestError, ShardFailed
 from pipeline.experts.inline_pool import InlineExpertPool
 from pipeline.policies.costs import Costs
+from pipeline.policies.parts import ENOUGH_TOKENS
 from pipeline.serving import calibration_service, engine_service
 from pipeline.serving.engine_inbox import ClientGone, EngineMessage
 from pipeline.serving.engine_service import CALIBRATING
+from pipeline.text.logprobs import log_softmax
 from protocol.messages import (
     Calibrate,
     Calibrated,
@@ -198,6 +208,245 @@ def test_failed_calibration_leaves_the_engine_as_it_was(
     whole.events.clear()
     whole.serve(CALIBRATE)
     assert isinstance(answer_of(whole), Calibrated)
+
+
+def test_progress_is_reported_at_most_once_in_each_interval(
+    whole: WholeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a clock that goes on by 0.15 s at each reading, every second report is sent; the next calibration
+    counts from the last message of the one before."""
+    clock = Ticks(0.15)
+    monkeypatch.setattr(calibration_service, "PROGRESS_SECONDS", 0.2)
+    monkeypatch.setattr(calibration_service, "time", clock)
+    inbox = Inbox()
+    service = whole.service(inbox)
+    for request in (1, 2):
+        inbox.put(b"c", Calibrate(request, token_ids=IDS, tokens=256))
+    service.serve()
+    stages = [message for message in whole.sent() if isinstance(message, Calibrating)]
+    reports = clock.readings - 2 * 2  # a calibration's begin and end are read too
+    assert reports > 20
+    # between the two calibrations the clock is read twice, which may bring the next message forward
+    assert len(stages) in (-(-reports // 2), -(-reports // 2) + 1)
+
+
+class Ticks:
+    """A clock that goes on at each reading."""
+
+    def __init__(self, step: float) -> None:
+        self.readings, self._step = 0, step
+
+    def perf_counter(self) -> float:
+        self.readings += 1
+        return 1000.0 + self._step * self.readings
+
+
+def test_each_report_counts_on_to_its_total(whole: WholeEngine) -> None:
+    whole.serve(CALIBRATE)
+    totals = {"reading the text": 256, "training the first gate": 1, "sensitivities": None, "threshold": None}
+    stages: dict[str, list[Calibrating]] = {name: [] for name in totals}
+    for message in whole.sent():
+        if isinstance(message, Calibrating):
+            stages[message.stage].append(message)
+    for name, total in totals.items():
+        done = [far.done for far in stages[name]]
+        assert done == sorted(done)
+        assert len({far.total for far in stages[name]}) == 1
+        assert total in (None, stages[name][0].total)
+    assert [far.done for far in stages["reading the text"]][-1] == 256
+    assert [far.done for far in stages["training the first gate"]] == [0]
+    assert stages["sensitivities"][-1].done == stages["sensitivities"][-1].total
+    answers = 32  # tokens of the one validation window's answer, which 8 thresholds decode at most
+    assert stages["threshold"][-1].total == measure.EVALUATIONS * answers
+    assert stages["threshold"][-1].done in range(2 * answers, 8 * answers + 1, answers)
+
+
+def context_of(whole: WholeEngine, **changes: Any) -> CalibrationContext:
+    parts = whole.parts
+    plain = {"chunk": 20, "lanes": 3, "context": CONTEXT, "seed": 5}
+    return CalibrationContext(parts.engine, parts.store, parts.kv, **plain | changes)
+
+
+def calibrated(whole: WholeEngine, ids: Sequence[int] = IDS, most: int = 320, **changes: Any):
+    """The calibration, its findings, and the rows of each step by phase."""
+    engine, rows = whole.parts.engine, []
+    step = engine.step
+
+    def counted(inputs: Sequence[StepInput], phase: Phase) -> Any:
+        rows.append((phase, sum(len(each.span.tokens) for each in inputs), len(inputs)))
+        return step(inputs, phase)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "step", counted)
+        found, findings = calibrate(context_of(whole, **changes), [ids], most, lambda *_: None)
+    return found, findings, rows
+
+
+def test_arrays_of_a_calibration_are_of_both_parts_of_its_text(whole: WholeEngine) -> None:
+    """Prompts and answers are counted by phase; residuals go through the next layer's router."""
+    whole.policies()
+    engine = whole.parts.engine
+    found, findings, rows = calibrated(whole)
+    division = Division.of([IDS], CONTEXT, 320)
+    windows = division.training + division.validation
+    prompts = sum(window.prefill for window in windows)
+    assert (found.prefill_counts.sum(axis=1) == 2 * prompts).all()
+    assert (found.decode_counts.sum(axis=1) == 2 * (320 - prompts)).all()
+    assert (findings.tokens, findings.windows) == (320, len(windows))
+    for layer, logits in enumerate(found.residual_logits):
+        x = torch.from_numpy(found.residuals[layer][None])
+        with torch.inference_mode():
+            expected = engine.backbone.router(layer + 1, x).numpy()[0]
+        np.testing.assert_allclose(logits, expected, rtol=1e-5)
+    assert all(((shares > 0) & (shares <= 1))[1:].all() for shares in (found.accuracy["raw"],))
+    assert found.accuracy["raw"][0] == found.accuracy["residual"][0] == 0
+    assert found.accuracy["first"][0] > 0
+    assert (found.similarity > 0).all()
+    assert (found.similarity <= 1 + 1e-6).all()
+    assert {phase: max(count for p, count, _ in rows if p == phase) for phase in ("prefill", "decode")} == {
+        "prefill": 20,  # a chunk
+        "decode": 3,  # lanes
+    }
+    assert all(inputs == 1 for phase, _, inputs in rows if phase == "prefill")
+
+
+def test_engine_counts_nothing_of_a_calibration(whole: WholeEngine) -> None:
+    """Also after one that failed: its counters and observers are its own again."""
+    whole.policies()
+    engine = whole.parts.engine
+    watching = [Activations(engine.shape)]
+    engine.observers[:] = watching
+    counters = engine.counters
+
+    def stop(stage: str, done: int, total: int) -> None:
+        if stage == last:
+            raise InterruptedError
+
+    for last in ("reading the text", "threshold"):
+        with pytest.raises(InterruptedError):
+            calibrate(context_of(whole), [IDS], 256, stop)
+        assert engine.counters is counters
+        assert engine.observers == watching
+        assert whole.parts.kv.used == 0
+    calibrated(whole)
+    assert engine.counters is counters
+    assert engine.observers == watching
+    assert (counters.phases["prefill"].rows, counters.phases["decode"].rows) == (0, 0)
+    assert watching[0].counts("prefill").sum() == watching[0].counts("decode").sum() == 0
+    assert engine.popularity.sum() == 0
+    assert engine.policy.name == "all-host"
+
+
+@pytest.mark.parametrize(("lanes", "widest"), [(1, 1), (2, 2), (9, LANES)])
+def test_windows_that_are_decoded_together(whole: WholeEngine, lanes: int, widest: int) -> None:
+    """As many as the sequences of a step, four at most, and as the KV cache holds."""
+    whole.policies()
+    rows = calibrated(whole, lanes=lanes)[2]
+    assert max(count for phase, count, _ in rows if phase == "decode") == widest
+
+
+def test_kv_of_other_requests_narrows_a_calibration_or_refuses_it(whole: WholeEngine) -> None:
+    whole.policies()
+    kv = whole.parts.kv
+    longest = max(len(w.tokens) for w in Division.of([IDS], CONTEXT, 320).training)
+    others = kv.allocate(kv.free - 2 * longest)
+    rows = calibrated(whole, lanes=9)[2]
+    assert max(count for phase, count, _ in rows if phase == "decode") == 2
+    kv.release(others)
+    others = kv.allocate(kv.free - longest + 1)
+    with pytest.raises(
+        RequestError, match=f"has {longest - 1} tokens free of the {longest} that calibrating"
+    ):
+        calibrated(whole)
+    kv.release(others)
+    assert kv.used == 0
+
+
+def test_threshold_is_found_on_some_windows_of_many(whole: WholeEngine) -> None:
+    """One lane of two validation windows, with too few tokens for a note on their number."""
+    whole.policies()
+    ids = np.random.default_rng(2).integers(3, 4000, 640).tolist()
+    found, findings, _ = calibrated(whole, ids, most=640, lanes=1)
+    assert findings.notes == [
+        "the threshold was found on 1 of 2 validation windows",
+        "the threshold was found on 32 tokens alone; give a text of some thousand tokens",
+    ]
+    assert findings.losses.keys() == {"exact", "gated"}
+    assert found.threshold is not None
+    assert found.needed is not None
+    np.testing.assert_allclose(found.needed.sum(axis=1), 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("policy", "share"), [("all-host", DEFAULT_CACHE), ("on-demand", 4 / 8)])
+def test_hits_of_a_calibrations_placement(whole: WholeEngine, policy: str, share: float) -> None:
+    """Of the cache's whole experts, the default cache's without one; those of the engine's own tokens need
+    enough of them."""
+    whole.policies(policy=policy)
+    engine = whole.parts.engine
+    engine.popularity[:] = 0
+    engine.popularity[:, 1] = 2 * (ENOUGH_TOKENS - 1)
+    hits = calibrated(whole)[1].hits
+    assert (hits["own"], hits["tokens"]) == (None, ENOUGH_TOKENS - 1)
+    engine.popularity[:, 1] = 2 * ENOUGH_TOKENS
+    hits = calibrated(whole)[1].hits
+    assert hits["tokens"] == ENOUGH_TOKENS
+    assert hits["share"] == share
+    assert hits["own"] in (0.0, 0.5, 1.0)  # expert 1 is placed in none, one or both layers
+    assert 0 < hits["heldout"] < 1
+    engine.popularity[:] = 0
+
+
+@pytest.mark.parametrize("ends", [1, 7])
+def test_loss_of_answers_is_that_of_each_next_token(whole: WholeEngine, ends: int) -> None:
+    """Of lanes of different lengths; reading them again changes nothing."""
+    whole.policies()
+    engine, kv = whole.parts.engine, whole.parts.kv
+    windows = [Window(list(IDS[:30]), 21), Window(list(IDS[40:53]), 13 - ends)]
+    losses, tokens = [], 0
+    for window in windows:
+        sequence = kv.allocate(len(window.tokens))
+        (logits,) = engine.step([StepInput(TokenSpan(sequence, window.tokens), "all")], "prefill")
+        kv.release(sequence)
+        rows = log_softmax(logits)
+        losses += [-rows[at - 1, window.tokens[at]] for at in range(window.prefill + 1, len(window.tokens))]
+        tokens += len(window.tokens) - window.prefill
+    passed: list[int] = []
+    with lanes(engine, kv, windows, 8) as held:
+        held.read_prompts(passed.append)
+        assert passed == [8, 8, 5, 8, 5 - ends] if ends < 5 else [8, 8, 5, 6]
+        passed.clear()
+        first = held.loss(passed.append)
+        assert (sum(passed), max(passed), passed[0], passed[-1]) == (tokens, 2, 2, 1)
+        assert first == pytest.approx(np.mean(losses), rel=1e-4)
+        held.read_answers(lambda _: None)
+        assert held.loss(lambda _: None) == pytest.approx(first, rel=1e-6)
+    assert kv.used == 0
+
+
+def test_lanes_that_do_not_fit_hold_no_kv(whole: WholeEngine) -> None:
+    kv = whole.parts.kv
+    windows = [Window(list(IDS[:CONTEXT]), 40)] * (kv.free // CONTEXT + 1)
+    with pytest.raises(RequestError), lanes(whole.parts.engine, kv, windows, 8):
+        pass
+    assert kv.used == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"tokens": 0}, "tokens must be at least 1, it is 0"),
+        ({"share": 1.5}, "share must be above 0 and at most 1, it is 1.5"),
+        ({"starts": (-1,)}, "starts must ascend, within the text"),
+        ({"starts": (len(IDS) + 1,)}, "starts must ascend, within the text"),
+        ({"token_ids": None, "text": "a" * 5000}, "a text needs a tokenizer, and this model has none"),
+    ],
+)
+def test_refused_calibrations_change_nothing(whole: WholeEngine, asked: dict, message: str) -> None:
+    whole.parts.tokenizer = None
+    whole.serve(Calibrate(3, **{"token_ids": IDS} | asked))
+    done = answer_of(whole)
+    assert (done.request, done.reason, done.usage) == (3, "error", True)
+    assert message in done.error
 
 
 def test_calibration_that_cannot_be_written_is_an_error_of_the_engine(whole: WholeEngine) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import time
 from collections.abc import Sequence
 
@@ -65,6 +67,38 @@ def test_overlapping_stop_strings_end_at_the_first_complete(pieces: list[str], s
         shown += stops.finish()
     assert shown == cut(text, stop)
     assert stops.found == any(word in text for word in stop)
+
+
+def test_every_short_stop_string_is_found_at_its_first_place() -> None:
+    """A stop string whose prefix overlaps itself several times, such as aabaaa, falls back more than once."""
+    words = ["".join(letters) for size in range(1, 7) for letters in itertools.product("ab", repeat=size)]
+    rng = random.Random(0)
+    for word in words:
+        texts = [word[:end] + word for end in range(len(word))]
+        texts += [word[:end] + word[start:] + word for end in range(len(word)) for start in range(len(word))]
+        texts += ["".join(rng.choices("ab", k=12)) for _ in range(8)]
+        for text in texts:
+            stops = StopStrings([word])
+            assert stops.push(text) + stops.finish() == cut(text, [word]), (word, text)
+            assert stops.found == (word in text)
+
+
+@pytest.mark.parametrize(
+    ("stop", "pieces", "shown"),
+    [
+        (["aaabb"], ["aaaa", "baabb"], ["a", "aaabaabb"]),
+        (["ab", "b"], ["xab"], ["x"]),
+        (["b", "ab"], ["xa", "b"], ["x", ""]),
+        (["abc", "b"], ["xab", "c"], ["xa"]),
+        (["abcd", "cx"], ["abc", "x"], ["", "ab"]),
+    ],
+)
+def test_held_back_text_is_returned_as_soon_as_it_is_certain(stop, pieces, shown) -> None:
+    stops = StopStrings(stop)
+    assert [stops.push(piece) for piece in pieces[: len(shown)]] == shown
+    assert stops.found == any(word in "".join(pieces) for word in stop)
+    if stops.found:
+        assert stops.finish() == ""
 
 
 def test_added_tokens_are_plain_text(tokenizer: Tokenizer) -> None:

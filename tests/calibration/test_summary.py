@@ -1,0 +1,110 @@
+"""A calibration's few numbers, each from its own array, and each cell of calibration.txt."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from plain_calibration import plain_calibration
+
+from pipeline.calibration.summary import describe, summary
+
+FOUND = replace(
+    plain_calibration(3, 2, threshold=0.0625, first_gate=np.ones((2, 4), np.float32)),
+    prefill_counts=np.array([[1, 2], [3, 4], [5, 6]]),
+    decode_counts=np.array([[10, 20], [30, 40], [50, 60]]),
+    accuracy={
+        "raw": np.array([0.9, 0.25, 0.75], np.float32),
+        "residual": np.array([0.8, 0.375, 0.625], np.float32),
+        "first": np.array([0.7, 0.1, 0.2], np.float32),
+    },
+    similarity=np.array([0.25, 0.5, 1.0], np.float32),
+    needed=np.array([[0, 1, 0], [0, 0.5, 0.5], [0.25, 0.25, 0.5]], np.float32),
+    sensitivity=np.array([0.5, 12345, 3], np.float32),
+)
+BARE = replace(FOUND, needed=None, sensitivity=None, threshold=None, first_gate=None)
+
+
+def test_each_number_of_a_summary() -> None:
+    """Raw and residual predictions begin with the second layer, the first gate's are of the first alone."""
+    assert summary(FOUND, {"model": "m"}) == {
+        "model": "m",
+        "accuracy": {"raw": 0.5, "residual": 0.5, "first": pytest.approx(0.7)},
+        "similarity": pytest.approx(1.75 / 3),
+        "threshold": 0.0625,
+        "single_expert_share": pytest.approx(1.75 / 3),
+        "experts_per_token": pytest.approx((1 + 1.5 + 1.25) / 3),
+    }
+    accuracy = FOUND.accuracy | {"residual": np.array([0, 0.5, 1], np.float32)}
+    assert summary(replace(FOUND, accuracy=accuracy), {})["accuracy"]["residual"] == 0.75
+
+
+def test_numbers_that_were_not_measured_are_none() -> None:
+    found = summary(BARE, {})
+    names = ("threshold", "single_expert_share", "experts_per_token")
+    assert [found[name] for name in names] == [None] * 3
+    assert found["accuracy"] == {"raw": 0.5, "residual": 0.5, "first": None}
+    one = plain_calibration(1, 2, first_gate=np.ones((2, 4), np.float32))
+    assert summary(one, {})["accuracy"] == {"raw": None, "residual": None, "first": 1.0}
+
+
+ABOUT = {"model": "m", "loss": None, "hits": {"own": 0.123456, "of": 7}, "notes": ["a", "b"], "empty": []}
+TOP = """\
+Calibration of m
+
+model: m
+loss: none
+hits: own 0.1235, of 7
+notes: a; b
+empty: none
+"""
+BOTTOM = """
+rows by expert in prefill, a line for each layer
+1 2
+3 4
+5 6
+
+rows by expert in decode, a line for each layer
+10 20
+30 40
+50 60
+"""
+
+
+def test_text_file_of_a_calibration() -> None:
+    numbers = """\
+accuracy: raw 0.5, residual 0.5, first 0.7
+similarity: 0.5833
+threshold: 0.0625
+single_expert_share: 0.5833
+experts_per_token: 1.25
+
+3 layers of 2 experts
+
+layer  raw %  residual %  similarity  sensitivity  experts/token
+    0                          0.250          0.5           1.00
+    1   25.0        37.5       0.500     1.23e+04           1.50
+    2   75.0        62.5       1.000            3           1.25
+"""
+    assert describe(FOUND, ABOUT) == TOP + numbers + BOTTOM
+
+
+def test_text_file_of_a_calibration_without_gates() -> None:
+    numbers = """\
+accuracy: raw 0.5, residual 0.5, first none
+similarity: 0.5833
+threshold: none
+single_expert_share: none
+experts_per_token: none
+
+3 layers of 2 experts
+
+layer  raw %  residual %  similarity  sensitivity  experts/token
+    0                          0.250
+    1   25.0        37.5       0.500
+    2   75.0        62.5       1.000
+"""
+    found = "\n".join(line.rstrip() for line in describe(BARE, ABOUT).split("\n"))
+    assert found == TOP + numbers + BOTTOM
+    assert describe(BARE, {}).startswith("Calibration of a model\n\naccuracy: ")
