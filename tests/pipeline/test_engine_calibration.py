@@ -310,7 +310,8 @@ def test_arrays_of_a_calibration_are_of_both_parts_of_its_text(whole: WholeEngin
     assert all(inputs == 1 for phase, _, inputs in rows if phase == "prefill")
 
 
-def test_engine_counts_nothing_of_a_calibration(whole: WholeEngine) -> None:
+@pytest.mark.parametrize("last", ["reading the text", "threshold"])
+def test_engine_counts_nothing_of_a_calibration(whole: WholeEngine, last: str) -> None:
     """Also after one that failed: its counters and observers are its own again."""
     whole.policies()
     engine = whole.parts.engine
@@ -322,12 +323,11 @@ def test_engine_counts_nothing_of_a_calibration(whole: WholeEngine) -> None:
         if stage == last:
             raise InterruptedError
 
-    for last in ("reading the text", "threshold"):
-        with pytest.raises(InterruptedError):
-            calibrate(context_of(whole), [IDS], 256, stop)
-        assert engine.counters is counters
-        assert engine.observers == watching
-        assert whole.parts.kv.used == 0
+    with pytest.raises(InterruptedError):
+        calibrate(context_of(whole), [IDS], 256, stop)
+    assert engine.counters is counters
+    assert engine.observers == watching
+    assert whole.parts.kv.used == 0
     calibrated(whole)
     assert engine.counters is counters
     assert engine.observers == watching
@@ -354,9 +354,7 @@ def test_kv_of_other_requests_narrows_a_calibration_or_refuses_it(whole: WholeEn
     assert max(count for phase, count, _ in rows if phase == "decode") == 2
     kv.release(others)
     others = kv.allocate(kv.free - longest + 1)
-    with pytest.raises(
-        RequestError, match=f"has {longest - 1} tokens free of the {longest} that calibrating"
-    ):
+    with pytest.raises(RequestError, match=f"has {longest - 1} tokens free of the {longest} that"):
         calibrated(whole)
     kv.release(others)
     assert kv.used == 0

@@ -20,7 +20,7 @@ from pipeline.errors import PolicyError, ShardFailed
 from pipeline.policies.options import Real, Whole
 from pipeline.policies.prefetch_meter import PrefetchMeter
 from pipeline.policies.presets import PARTS, PRESETS, make_policy
-from pipeline.policies.view import Gated, ModelShape, PolicyRequest, Routing, Signals, Target
+from pipeline.policies.view import Gated, ModelShape, Policy, PolicyRequest, Routing, Signals, Target
 
 VARIANTS = [
     *(PolicyRequest(name) for name in PRESETS),
@@ -354,3 +354,39 @@ def test_every_part_is_a_line_of_help() -> None:
             assert part.help
             assert "\n" not in part.help
             assert part.__doc__
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_placement_forgets_what_earlier_steps_left(name: str) -> None:
+    """A policy that is placed again decides as a new one does: no use, score, count or prediction is left."""
+    shape = ModelShape(layers=5, experts=6, tiles=2, top_k=2)
+    rng = np.random.default_rng(3)
+    view = replace(make_view(shape, 2 * 17), calibration=make_calibration(shape, rng))
+    made = make(name)
+
+    def run(of: Policy, seed: int) -> tuple[list[IntArray], list[IntArray]]:
+        machine, targets = Machine(of, view, np.random.default_rng(seed)), []
+        machine.start()
+        for rows in (5, 1, 1, 3, 1, 4, 1):
+            machine.step(rows, "decode" if rows == 1 else "prefill", (rows,) * rows)
+            targets.append(machine.view.target)
+        return targets, machine.cuts
+
+    run(made, 1)
+    for again, new in zip(run(made, 2), run(make(name), 2), strict=True):
+        assert np.array_equal(again, new)
+
+
+@pytest.mark.parametrize(("scope", "evicted"), [("layer", [(1, 2), (1, 1)]), ("global", [(1, 2), (1, 1)])])
+def test_placed_experts_are_evicted_from_the_last_on(scope: str, evicted: list[tuple[int, int]]) -> None:
+    shape = ModelShape(layers=2, experts=6, tiles=1, top_k=1)
+    popularity = np.array([[3, 2, 1, 0, 0, 0]] * 2, np.int32)
+    view = make_view(shape, 6, popularity=popularity)
+    machine = Machine(make("on-demand", placement="popular", scope=scope), view, np.random.default_rng(0))
+    machine.start()
+    gone = []
+    for expert in (4, 5):
+        before = machine.view.target
+        machine.layer(1, Routing(np.array([[expert]], np.int32), np.ones((1, 1), np.float32)))
+        gone += [(int(a), int(b)) for a, b in np.argwhere(machine.view.target < before)]
+    assert gone == evicted
