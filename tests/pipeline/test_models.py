@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from hypothesis import strategies as st
 from pipeline.config import DEFAULT_CONTEXT
 from pipeline.errors import ModelError, UsageError
 from pipeline.memory.limits import choose_context
+from pipeline.models.architecture import TensorSpec
 from pipeline.models.registry import architecture_of, expert_shape, model_spec
+from pipeline.models.routing import Softmax, SparseMixer
 from pipeline.models.shapes import SHAPES
-from pipeline.models.spec import GroupedQuery, Rope
+from pipeline.models.spec import GroupedQuery, Latent, ModelSpec, Rope
 from shm.layout import FORMATS, REACH, TILE_BYTES, TILES_PER_EXPERT, format_named
 
 BF16 = format_named("bf16")
@@ -264,3 +267,312 @@ def test_layers_with_a_sliding_window() -> None:
     types = ["full_attention"] * 23 + ["sliding_attention"]
     assert model_spec(sliding | {"layer_types": types}).windows == (None,) * 23 + (64,)
     assert set(model_spec(QWEN2 | {"sliding_window": 64}).windows) == {None}
+
+
+# --- every field of every family ------------------------------------------------------------------------
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+}
+FOUR = {"num_key_value_heads": 2}
+NARROW = {"moe_intermediate_size": 40}
+LATENT = {"kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 14}
+LEAST: dict[str, dict[str, Any]] = {
+    "mixtral": SMALL | FOUR | {"num_local_experts": 5},
+    "phimoe": SMALL | FOUR | {"num_local_experts": 5},
+    "qwen2_moe": SMALL | FOUR | NARROW | {"num_experts": 5, "shared_expert_intermediate_size": 44},
+    "qwen3_moe": SMALL | FOUR | NARROW | {"num_experts": 5},
+    "deepseek_v2": SMALL | NARROW | LATENT | {"n_routed_experts": 6},
+    "olmoe": SMALL | FOUR | {"num_experts": 5},
+}
+SAME = {"layers": 3, "hidden": 64, "top_k": 2, "vocabulary": 512, "max_positions": 256, "norm_eps": 1e-5}
+SAME |= {"experts": 5, "windows": (None,) * 3, "moe_layers": (0, 1, 2), "tied_embeddings": False}
+PLAIN_ROPE = Rope("default", 1e4)
+DEFAULTS: dict[str, ModelSpec] = {
+    "mixtral": ModelSpec(
+        **SAME,
+        intermediate=96,
+        attention=GroupedQuery(4, 2, 16),
+        rope=Rope("default", 1e6),
+        router=Softmax(2, rescaled=True),
+    ),
+    "phimoe": ModelSpec(
+        **SAME,
+        intermediate=96,
+        attention=GroupedQuery(4, 2, 16),
+        rope=Rope("default", 1e6),
+        router=SparseMixer(0.01),
+        layer_norm=True,
+    ),
+    "qwen2_moe": ModelSpec(
+        **SAME,
+        intermediate=40,
+        attention=GroupedQuery(4, 2, 16, bias=True),
+        rope=PLAIN_ROPE,
+        router=Softmax(2, rescaled=False),
+        dense_intermediate=96,
+        shared_intermediate=44,
+        shared_gate=True,
+    ),
+    "qwen3_moe": ModelSpec(
+        **SAME,
+        intermediate=40,
+        attention=GroupedQuery(4, 2, 16, qk_norm="head"),
+        rope=PLAIN_ROPE,
+        router=Softmax(2, rescaled=False),
+        dense_intermediate=96,
+    ),
+    "deepseek_v2": ModelSpec(
+        **SAME | {"experts": 6},
+        intermediate=40,
+        attention=Latent(4, None, 20, 10, 8, 14, bias=False, scale=18**-0.5),
+        rope=PLAIN_ROPE,
+        router=Softmax(2, rescaled=False),
+        dense_intermediate=96,
+    ),
+    "olmoe": ModelSpec(
+        **SAME,
+        intermediate=96,
+        attention=GroupedQuery(4, 2, 16, qk_norm="all"),
+        rope=PLAIN_ROPE,
+        router=Softmax(2, rescaled=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("family", LEAST)
+def test_spec_of_the_least_config_of_a_family(family: str) -> None:
+    """With each default; null is as absent."""
+    config = {"model_type": family} | LEAST[family]
+    optional = ("head_dim", "attention_bias", "rope_theta", "rope_scaling", "norm_topk_prob", "clip_qkv")
+    optional += ("sliding_window", "router_jitter_noise", "lm_head_bias", "mlp_only_layers", "q_lora_rank")
+    optional += ("qkv_bias", "routed_scaling_factor", "n_shared_experts", "first_k_dense_replace")
+    nulls = dict.fromkeys(optional) | {"tie_word_embeddings": None, "decoder_sparse_step": None}
+    assert model_spec(config) == DEFAULTS[family]
+    assert model_spec(config | nulls) == DEFAULTS[family]
+
+
+YARN = {"type": "yarn", "factor": 40, "mscale_all_dim": 0.5, "rope_theta": 3e4}
+HALF = [1.0] * 8
+PHI_ROPE = {"type": "longrope", "short_factor": HALF, "long_factor": HALF, "short_mscale": 1.25}
+PHI_ROPE |= {"long_mscale": 1.5, "original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "changes"),
+    [
+        (
+            "mixtral",
+            {"head_dim": 32, "sliding_window": 9, "rope_theta": 7, "tie_word_embeddings": True},
+            {"attention": GroupedQuery(4, 2, 32), "windows": (9,) * 3, "rope": Rope("default", 7.0)}
+            | {"tied_embeddings": True},
+        ),
+        (
+            "phimoe",
+            {"attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0, "sliding_window": 9},
+            {"attention": GroupedQuery(4, 2, 16, bias=True, output_bias=True), "head_bias": True}
+            | {"router": SparseMixer(0.0), "windows": (9,) * 3},
+        ),
+        (  # the number of positions is that of the parameters
+            "phimoe",
+            {"rope_scaling": PHI_ROPE, "original_max_position_embeddings": 64},
+            {"rope": Rope("longrope", 1e6, 128, (1.25, 1.5))},
+        ),
+        (
+            "qwen2_moe",
+            {"qkv_bias": False, "norm_topk_prob": True, "mlp_only_layers": [1], "rope_theta": 5e5},
+            {"attention": GroupedQuery(4, 2, 16), "router": Softmax(2, rescaled=True)}
+            | {"moe_layers": (0, 2), "rope": Rope("default", 5e5)},
+        ),
+        (
+            "qwen3_moe",
+            {"attention_bias": True, "norm_topk_prob": True, "decoder_sparse_step": 2, "head_dim": 8}
+            | {"use_sliding_window": True, "sliding_window": 5},
+            {"attention": GroupedQuery(4, 2, 8, bias=True, output_bias=True, qk_norm="head")}
+            | {"router": Softmax(2, rescaled=True), "moe_layers": (1,), "windows": (5,) * 3},
+        ),
+        (
+            "deepseek_v2",
+            {"q_lora_rank": 12, "attention_bias": True, "first_k_dense_replace": 1, "n_shared_experts": 2}
+            | {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2}
+            | {"routed_scaling_factor": 16.0, "rope_scaling": YARN},
+            {
+                "attention": Latent(4, 12, 20, 10, 8, 14, True, 18**-0.5 * (0.05 * math.log(40) + 1) ** 2),
+                "moe_layers": (1, 2),
+                "shared_intermediate": 80,
+                "rope": Rope("yarn", 3e4),
+                "router": Softmax(2, rescaled=False, scale=16.0, groups=3, best_groups=2),
+            },
+        ),
+        (  # of groups that are not limited, no number is read
+            "deepseek_v2",
+            {"topk_method": "greedy", "n_group": 3, "topk_group": 2},
+            {},
+        ),
+        (
+            "olmoe",
+            {"attention_bias": True, "clip_qkv": 8, "norm_topk_prob": True},
+            {"attention": GroupedQuery(4, 2, 16, bias=True, output_bias=True, qk_norm="all", clip=8)}
+            | {"router": Softmax(2, rescaled=True)},
+        ),
+    ],
+)
+def test_spec_follows_each_option_of_a_family(family: str, given: dict, changes: dict) -> None:
+    config = {"model_type": family} | LEAST[family] | given
+    assert model_spec(config) == replace(DEFAULTS[family], **changes)
+
+
+@pytest.mark.parametrize(
+    ("given", "switch"),
+    [
+        ({"original_max_position_embeddings": 64}, 64),
+        ({"rope_scaling": {"original_max_position_embeddings": 96}}, 96),
+        (
+            {
+                "rope_scaling": {"original_max_position_embeddings": 96},
+                "original_max_position_embeddings": 64,
+            },
+            64,
+        ),
+        ({}, 256),
+    ],
+)
+def test_longrope_switches_at_the_positions_of_the_training(given: dict, switch: int) -> None:
+    scaling = LONGROPE | given.get("rope_scaling", {})
+    assert model_spec(GOOD | given | {"rope_scaling": scaling}).rope == Rope("longrope", 1e6, switch)
+    assert model_spec(GOOD | given | {"rope_scaling": None}).rope == Rope("default", 1e6)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "factor"),
+    [
+        ({"type": "yarn", "factor": 1, "mscale_all_dim": 0.5}, 1.0),
+        ({"type": "yarn", "factor": 40, "mscale_all_dim": 0}, 1.0),
+        ({"type": "yarn", "factor": 40}, 1.0),
+        ({"type": "yarn", "factor": 4, "mscale_all_dim": 1}, 0.1 * math.log(4) + 1),
+    ],
+)
+def test_latent_scores_are_scaled_as_the_config_wants(scaling: dict, factor: float) -> None:
+    spec = model_spec({"model_type": "deepseek_v2"} | LEAST["deepseek_v2"] | {"rope_scaling": scaling})
+    assert isinstance(spec.attention, Latent)
+    assert spec.attention.scale == pytest.approx(18**-0.5 * factor**2)
+
+
+def roles(family: str, given: dict, layer: int, fused: bool = False) -> dict[str, TensorSpec]:
+    config = {"model_type": family} | LEAST[family] | given
+    return architecture_of(config).layer(model_spec(config), layer, fused)
+
+
+def test_backbone_tensors_of_latent_attention() -> None:
+    """The kind decides how each is kept."""
+    given = {"q_lora_rank": 12, "attention_bias": True, "first_k_dense_replace": 1, "n_shared_experts": 2}
+    found = roles("deepseek_v2", given, 2)
+    at, shared = "model.layers.2.self_attn", "model.layers.2.mlp.shared_experts"
+    assert found == {
+        "attention_norm": TensorSpec("model.layers.2.input_layernorm.weight", (64,)),
+        "mlp_norm": TensorSpec("model.layers.2.post_attention_layernorm.weight", (64,)),
+        "latent": TensorSpec(f"{at}.kv_a_proj_with_mqa.weight", (28, 64), "matrix"),
+        "latent_bias": TensorSpec(f"{at}.kv_a_proj_with_mqa.bias", (28,)),
+        "latent_norm": TensorSpec(f"{at}.kv_a_layernorm.weight", (20,)),
+        "expansion": TensorSpec(f"{at}.kv_b_proj.weight", (96, 20), "dense"),
+        "output": TensorSpec(f"{at}.o_proj.weight", (64, 56), "matrix"),
+        "output_bias": TensorSpec(f"{at}.o_proj.bias", (64,)),
+        "query_down": TensorSpec(f"{at}.q_a_proj.weight", (12, 64), "matrix"),
+        "query_down_bias": TensorSpec(f"{at}.q_a_proj.bias", (12,)),
+        "query_norm": TensorSpec(f"{at}.q_a_layernorm.weight", (12,)),
+        "query": TensorSpec(f"{at}.q_b_proj.weight", (72, 12), "matrix"),
+        "router": TensorSpec("model.layers.2.mlp.gate.weight", (6, 64)),
+        "shared_gate_proj": TensorSpec(f"{shared}.gate_proj.weight", (80, 64), "matrix"),
+        "shared_up_proj": TensorSpec(f"{shared}.up_proj.weight", (80, 64), "matrix"),
+        "shared_down_proj": TensorSpec(f"{shared}.down_proj.weight", (64, 80), "matrix"),
+    }
+    dense = roles("deepseek_v2", {"first_k_dense_replace": 1}, 0)
+    assert {role for role in dense if role.startswith("dense")} == {
+        *("dense_gate_proj", "dense_up_proj", "dense_down_proj")
+    }
+    assert "router" not in dense
+    assert dense["dense_down_proj"] == TensorSpec("model.layers.0.mlp.down_proj.weight", (64, 96), "matrix")
+    assert dense["query"] == TensorSpec("model.layers.0.self_attn.q_proj.weight", (72, 64), "matrix")
+
+
+def test_backbone_tensors_of_grouped_attention() -> None:
+    at = "model.layers.1.self_attn"
+    found = roles("qwen3_moe", {"attention_bias": True}, 1)
+    assert found == {
+        "attention_norm": TensorSpec("model.layers.1.input_layernorm.weight", (64,)),
+        "mlp_norm": TensorSpec("model.layers.1.post_attention_layernorm.weight", (64,)),
+        "query": TensorSpec(f"{at}.q_proj.weight", (64, 64), "matrix"),
+        "query_bias": TensorSpec(f"{at}.q_proj.bias", (64,)),
+        "query_norm": TensorSpec(f"{at}.q_norm.weight", (16,)),
+        "key": TensorSpec(f"{at}.k_proj.weight", (32, 64), "matrix"),
+        "key_bias": TensorSpec(f"{at}.k_proj.bias", (32,)),
+        "key_norm": TensorSpec(f"{at}.k_norm.weight", (16,)),
+        "value": TensorSpec(f"{at}.v_proj.weight", (32, 64), "matrix"),
+        "value_bias": TensorSpec(f"{at}.v_proj.bias", (32,)),
+        "output": TensorSpec(f"{at}.o_proj.weight", (64, 64), "matrix"),
+        "output_bias": TensorSpec(f"{at}.o_proj.bias", (64,)),
+        "router": TensorSpec("model.layers.1.mlp.gate.weight", (5, 64)),
+    }
+    every = roles("olmoe", {}, 0)
+    assert (every["query_norm"].shape, every["key_norm"].shape) == ((64,), (32,))
+    gated = roles("qwen2_moe", {}, 0)
+    assert gated["shared_gate"] == TensorSpec("model.layers.0.mlp.shared_expert_gate.weight", (1, 64))
+    assert "output_bias" not in gated
+    assert gated["value_bias"].shape == (32,)
+    phi = roles("phimoe", {}, 2)
+    assert phi["mlp_norm_bias"] == TensorSpec("model.layers.2.post_attention_layernorm.bias", (64,))
+    assert phi["router"].name == "model.layers.2.block_sparse_moe.gate.weight"
+    assert roles("phimoe", {}, 2, fused=True)["router"].name == "model.layers.2.mlp.router.weight"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["mixtral", "phimoe"])
+def test_tensors_outside_the_layers(family: str, tied: bool) -> None:
+    config = {"model_type": family} | LEAST[family] | {"tie_word_embeddings": tied}
+    phi = family == "phimoe"
+    config |= {"lm_head_bias": True} if phi else {}
+    spec, architecture = model_spec(config), architecture_of(config)
+    wanted = {
+        "embedding": TensorSpec("model.embed_tokens.weight", (512, 64), "dense"),
+        "norm": TensorSpec("model.norm.weight", (64,)),
+    }
+    wanted |= {"norm_bias": TensorSpec("model.norm.bias", (64,))} if phi else {}
+    wanted |= {} if tied else {"head": TensorSpec("lm_head.weight", (512, 64), "matrix")}
+    wanted |= {"head_bias": TensorSpec("lm_head.bias", (512,))} if phi else {}
+    assert architecture.outer(spec) == wanted
+    assert architecture.optional("lm_head.weight", spec) == tied
+    assert architecture.optional("model.layers.0.self_attn.rotary_emb.inv_freq", spec)
+    assert not architecture.optional("model.extra.weight", spec)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (DEEPSEEK | {"scoring_func": "sigmoid"}, "scoring_func"),
+        (DEEPSEEK | {"moe_layer_freq": 2}, "moe_layer_freq"),
+        (DEEPSEEK | {"sliding_window": 5}, "sliding_window"),
+        (DEEPSEEK | {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 9}, "9 best of 8"),
+        (GOOD | {"num_hidden_layers": 10_001}, "num_hidden_layers is 10001"),
+        (GOOD | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (SHAPES["phi-3.5-moe"] | {"router_jitter_noise": -0.1}, "router_jitter_noise"),
+        (QWEN2 | {"mlp_only_layers": [True]}, "mlp_only_layers"),
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": None}, "sliding_window"),
+        (
+            QWEN2 | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": -1},
+            "max_window_layers",
+        ),
+    ],
+)
+def test_another_unsupported_variant_is_named(config: dict, message: str) -> None:
+    assert message in refused(config)
+
+
+def test_largest_number_of_layers_is_allowed() -> None:
+    assert model_spec(GOOD | {"num_hidden_layers": 10_000}).layers == 10_000
