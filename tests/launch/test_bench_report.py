@@ -13,6 +13,7 @@ from counters import TILE, decode
 
 from launch.bench.perplexity import Perplexity
 from launch.bench.plot import draw
+from launch.bench.profile_table import legend
 from launch.bench.report import Report
 from launch.bench.result import PolicyResult
 from launch.bench.run import Run, Timeline
@@ -138,6 +139,23 @@ def test_columns_of_what_no_policy_does_are_left_out() -> None:
     assert ends == ["-", "-12%", "-0.10%"]
     for words in ("on demand: ", "prefetched: ", "replaced: ", "shares of the routed weight"):
         assert words in text
+
+
+def test_legend_names_the_policy_of_the_first_perplexity() -> None:
+    """Wherever the results without one are; and each line only with its column."""
+    exact, approximate = whole_report().results
+    other = replace(approximate, perplexity=Perplexity(11.0, 10.0, "fiddler", 64, 8))
+    line = "perplexity: relative to mixtral-offloading, 256 decoded tokens, prose"
+    for results in ([exact, approximate], [approximate, exact], [exact, approximate, other]):
+        profiles = [result.decode(TILE) for result in results]
+        assert legend(results, profiles, "prose")[-1] == line
+        assert sum(text.startswith("perplexity") for text in legend(results, profiles, "prose")) == 1
+    for results, expected in (
+        ([replace(approximate, perplexity=None)], "skipped, substituted, stale, predicted: shares of the"),
+        ([exact], "experts and the head"),
+    ):
+        assert legend(results, [results[0].decode(TILE)], "prose")[-1].startswith(expected)
+    assert legend([], [], "prose") == []
 
 
 def whole_report() -> Report:
