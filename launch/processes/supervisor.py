@@ -245,7 +245,7 @@ class Supervisor:
         if child.identity.role != "loader":
             if self._monitor is not None:
                 self._monitor.on_exit(child, code)
-        elif not self._loaded.done():
+        elif not child.ready.is_set():  # the exit of an earlier loader may come during the next one's work
             usage = child.failed.done() and child.failed.result().usage
             self._loaded.set_exception(StartFailed(child.exit_reason(code), usage))
             self._loaded.exception()  # retrieved, also where no task waits for it any more

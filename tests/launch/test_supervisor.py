@@ -1,0 +1,414 @@
+"""The real supervisor on children that a test plays: order, configurations, messages, ends. No processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import engines_left
+from scripted_children import KILLED, PID, Play, ScriptedChild, stage, supervisor
+from waiting import until
+
+from launch.errors import EngineFailed, StartFailed
+from launch.processes import children
+from launch.processes import supervisor as supervising
+from launch.processes.cores import Cores
+from launch.processes.limits import Limits
+from launch.processes.supervisor import Supervisor
+from launch.runtime import cache_root
+from pipeline.assets import model_dir
+from protocol.messages import VERSION, Failed, Heartbeat, Needed, SetPolicy, Shutdown, WorkerUp
+from protocol.sockets import Identity, runtime_root
+from shm.segment import SHM_FOLDER
+from shm.store import store_name
+
+CHILDREN = ["coordinator", "worker 0", "worker 1"]
+NEVER = Limits(check_interval=1e6)
+
+
+@pytest.fixture
+async def play(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Play]:
+    async with stage(monkeypatch) as made:
+        yield made
+
+
+def threads_of(supervised: Supervisor) -> int:
+    return min(len(cpus.cores) for cpus in Cores.here().for_workers(2))
+
+
+async def test_children_start_and_stop_in_order(play: Play, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "tandem")
+    play.notes = {"loader": ("attached", "no huge pages"), "worker": ("not pinned",)}
+    async with supervisor(NEVER) as engine:
+        spawned = [event for event in play.events if event.endswith("spawned")]
+        order = ["coordinator", "loader", "worker 0", "worker 1"]
+        assert spawned == [f"{name} is spawned" for name in order]
+        configured = [event for event in play.events if event.endswith("configured")]
+        assert configured[0] == "loader is configured"  # the coordinator waits for the store
+        assert sorted(configured[1:]) == sorted(f"{name} is configured" for name in CHILDREN)
+        computing = Cores.here().computing
+        assert [c.threads for c in play.children] == [computing, computing, *[threads_of(engine)] * 2]
+        assert engine.pids == {
+            Identity(*who, 0): PID for who in (("coordinator", 0), ("worker", 0), ("worker", 1))
+        }
+        folder = runtime_root() / engine.name
+        info = json.loads((folder / "engine.json").read_text())
+        assert info["endpoint"] == engine.endpoint == f"ipc://{folder}/client.sock"
+        assert (info["name"], info["policy"], info["version"]) == (engine.name, "all-host", VERSION)
+        assert info["model"] == str(model_dir())
+        levels = {r.getMessage(): r.levelno for r in caplog.records}
+        assert levels["store: attached"] == levels["worker 0: not pinned"] == logging.INFO
+        assert levels["store: no huge pages"] == logging.WARNING
+        assert "processes: coordinator, 2 workers" in levels
+        assert any(line.endswith(": all-host on the CPU, 2 workers") for line in levels)
+        play.events.clear()
+        play.obeys = lambda child: child.identity.role != "coordinator"
+        ending = asyncio.create_task(engine.__aexit__(None, None, None))
+        await until(lambda: play.events)
+        await asyncio.sleep(0.02)
+        assert play.events == ["coordinator gets Shutdown"]  # the others serve it to its end
+        play.child("coordinator").process.end(0)
+        await ending
+        assert sorted(play.events[1:]) == ["worker 0 gets Shutdown", "worker 1 gets Shutdown"]
+        assert [c.process.signals for c in play.children] == [[]] * 4
+    assert engines_left() == []
+    assert not (Path(SHM_FOLDER) / store_name(play.fingerprint)[1:]).exists()
+
+
+async def test_each_child_gets_its_configuration(play: Play) -> None:
+    asked: dict[str, Any] = {
+        "policy": "on-demand",
+        "verify": True,
+        "host_slowdown": 2.0,
+        "link_gbps": 3.0,
+        "tile": 64,
+    }
+    async with supervisor(NEVER, **asked) as engine:
+        runtime = runtime_root() / engine.name
+        common = {"engine": engine.name, "runtime": str(runtime), "log_level": "INFO"}
+        store = {"store": store_name(play.fingerprint), "fingerprint": play.fingerprint}
+        found = {c.identity: dict(c.config) for c in play.children}
+        controls = set()
+        for identity, config in found.items():
+            assert [config.pop(key) for key in ("role", "index", "incarnation")] == [
+                identity.role,
+                identity.index,
+                identity.incarnation,
+            ]
+            assert config.pop("identity") == identity.prove(engine._configs.key)
+            assert {key: config.pop(key) for key in common} == common
+            if identity.role != "loader":
+                assert {key: config.pop(key) for key in store} == store
+                controls.add(config.pop("control"))
+        assert len(controls) == 1
+        loader = found[Identity("loader", 0, 0)]
+        assert loader.pop("reserve_bytes") > 0
+        assert loader == {
+            **{"model": str(model_dir()), "format": engine.config.format, "tile": 64, "verify": True},
+            **{"cache_dir": str(cache_root()), "nodes": list(Cores.here().nodes)},
+        }
+        sets = Cores.here().for_workers(2)
+        for index, cpus in enumerate(sets):
+            expected = {"cores": list(cpus.cores), "host_slowdown": 2.0}
+            assert found[Identity("worker", index, 0)] == expected
+        assert found[Identity("prefetcher", 0, 0)] == {"cores": [], "link_gbps": 3.0}
+        assert play.child("prefetcher").threads == 1
+        coordinator = found[Identity("coordinator", 0, 0)]
+        config = coordinator.pop("config")
+        assert (config["policy"], config["tile"], config["workers"], config["name"]) == (
+            "on-demand",
+            64,
+            2,
+            engine.name,
+        )
+        nodes = len(Cores.here().nodes) if all(cpus.node is not None for cpus in sets) else 1
+        assert coordinator == {
+            **{"model": str(model_dir()), "cache_dir": str(cache_root()), "slab": True, "nodes": nodes},
+            **{"workers": [len(cpus.cores) for cpus in sets], "key": engine._configs.key},
+        }
+
+
+@pytest.mark.parametrize(
+    ("workers", "policy", "prefetcher", "spawned"),
+    [
+        (0, "all-host", "process", ["coordinator"]),
+        (1, "on-demand", "thread", ["coordinator", "worker 0"]),
+        (0, "on-demand", "process", ["coordinator", "prefetcher"]),
+    ],
+)
+async def test_only_needed_children_start(
+    play: Play,
+    workers: int,
+    policy: str,
+    prefetcher: Any,
+    spawned: list[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "tandem")
+    async with supervisor(NEVER, workers=workers, policy=policy, prefetcher=prefetcher):
+        names = [event.removesuffix(" is spawned") for event in play.events if event.endswith("spawned")]
+        assert [name for name in names if name != "loader"] == spawned
+        assert play.child("coordinator").config["workers"] == [
+            len(cpus.cores) for cpus in (Cores.here().for_workers(workers) if workers else ())
+        ]
+    (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("processes: ")]
+    words = "1 worker" if workers else "which computes experts itself"
+    assert line == f"processes: coordinator, {words}" + ", prefetcher" * ("prefetcher" in spawned)
+
+
+async def test_more_workers_than_cores_are_warned_of(play: Play, caplog: pytest.LogCaptureFixture) -> None:
+    cores = len(Cores.here().numbers)
+    async with supervisor(NEVER, workers=cores + 1):
+        pass
+    assert f"warning: {cores + 1} workers share {cores} cores" in caplog.text
+    caplog.clear()
+    async with supervisor(NEVER, workers=1):
+        pass
+    assert "share" not in caplog.text
+
+
+# --- the loader ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("usage", [True, False])
+async def test_loader_that_fails_ends_the_start_with_its_line(play: Play, usage: bool) -> None:
+    def script(child: ScriptedChild) -> None:
+        child.send(Failed("loader", "no such tensor", usage), Failed("loader", "a second", not usage))
+        child.process.end(1)
+
+    play.script = script
+    with pytest.raises(StartFailed, match=r"^no such tensor$") as failed:
+        async with supervisor(NEVER):
+            pass
+    assert failed.value.exit_code == (2 if usage else 1)
+    assert play.child("coordinator").process.signals == [signal.SIGTERM]  # it does not receive yet
+    assert engines_left() == []
+
+
+@pytest.mark.parametrize(("code", "line"), [(KILLED, "was killed by SIGKILL"), (3, "exited with code 3")])
+async def test_loader_that_exits_without_a_word_ends_the_start(
+    play: Play, code: int, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launch.processes.group.LAST_MESSAGE_LIMIT", 0.02)
+    play.script = lambda child: child.process.end(code)
+    with pytest.raises(StartFailed, match=f"^the loader {line}$"):
+        async with supervisor(NEVER):
+            pass
+
+
+async def test_ready_that_arrives_after_the_exit_of_the_loader_counts(play: Play) -> None:
+    def script(child: ScriptedChild) -> None:
+        if child.identity.role != "loader":
+            return child.ready()
+        play.make_store()
+        child.process.end(0)
+        return asyncio.get_running_loop().call_later(0.05, child.ready) and None
+
+    play.script = script
+    async with supervisor(NEVER) as engine:
+        assert engine.endpoint
+
+
+async def test_silent_loader_is_stopped_and_one_with_progress_is_not(play: Play) -> None:
+    talks = 0
+
+    def talk(child: ScriptedChild) -> None:
+        nonlocal talks
+        talks += 1
+        if talks < 8:
+            child.send(Heartbeat())
+            asyncio.get_running_loop().call_later(0.05, talk, child)
+
+    play.script = talk
+    with pytest.raises(StartFailed, match=r"^the loader was silent for 0 s and was stopped$"):
+        async with supervisor(Limits(check_interval=1e6, loader_silence=0.15)):
+            pass
+    assert talks == 8  # 0.35 s
+    assert play.child("loader").received == [Shutdown()]  # it removes what it has built
+    assert play.child("loader").process.signals == []
+
+
+async def test_store_that_was_removed_meanwhile_is_loaded_again(play: Play) -> None:
+    def script(child: ScriptedChild) -> None:
+        if child.identity.role == "loader" and child.identity.incarnation < 2:
+            play.fingerprint = "0" * 64  # no store
+            child.ready()
+            child.process.end(0)
+        else:
+            play.begin(child)
+
+    play.script = script
+    async with supervisor(NEVER) as engine:
+        loaders = [c for c in play.children if c.identity.role == "loader"]
+        assert [c.identity.incarnation for c in loaders] == [0, 1, 2]
+        assert play.child("worker").config["fingerprint"] == play.fingerprint
+        assert engine.endpoint
+
+
+async def test_store_that_is_removed_each_time_ends_the_start(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervising, "LOAD_TRIES", 3)
+    play.fingerprint = "0" * 64
+
+    def script(child: ScriptedChild) -> None:
+        child.ready()
+        child.process.end(0)
+
+    play.script = script
+    with pytest.raises(StartFailed, match="removed the store each time"):
+        async with supervisor(NEVER):
+            pass
+    assert [c.identity.role for c in play.children] == ["coordinator", *["loader"] * 3]
+
+
+@pytest.mark.parametrize(
+    ("role", "changed", "line"),
+    [
+        ("loader", {"version": 1}, "the loader has another version of Tandem"),
+        ("coordinator", {"version": 1}, "the coordinator has another version of Tandem"),
+        ("worker", {"fingerprint": "e" * 64}, "the worker 1 has another store"),
+    ],
+)
+async def test_child_of_another_version_or_store_ends_the_start(
+    play: Play, role: str, changed: dict[str, Any], line: str
+) -> None:
+    def script(child: ScriptedChild) -> None:
+        if child.identity.role == role and child.identity.index == (role == "worker"):
+            child.ready(**changed)
+        else:
+            play.begin(child)
+
+    play.script = script
+    with pytest.raises(StartFailed, match=f"^{line}$"):
+        async with supervisor(NEVER):
+            pass
+    assert engines_left() == []
+
+
+async def test_start_that_is_cancelled_lets_the_loader_remove_its_store(play: Play) -> None:
+    play.script = lambda child: child.send(Heartbeat())
+    starting = asyncio.create_task(supervisor(NEVER).__aenter__())
+    loader = await play.spawned("loader")
+    await until(lambda: loader.child.last_message)  # it is connected
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert (loader.received, loader.process.signals) == ([Shutdown()], [])
+    assert play.child("coordinator").process.signals == [signal.SIGTERM]
+    assert engines_left() == []
+
+
+# --- a running engine ---------------------------------------------------------------------------------------
+
+
+async def test_prefetcher_that_a_new_policy_needs_is_started_once(play: Play) -> None:
+    async with supervisor(NEVER) as engine:
+        coordinator = play.child("coordinator")
+        coordinator.send(Needed("prefetcher"), Needed("prefetcher"))
+        prefetcher = await play.spawned("prefetcher")
+        coordinator.send(WorkerUp("prefetcher", 0, 0))
+        await until(lambda: prefetcher.child.up)
+        await asyncio.sleep(0.01)
+        assert len([c for c in play.children if c.identity.role == "prefetcher"]) == 1
+        assert Identity("prefetcher", 0, 0) in engine.pids
+
+
+async def test_restarted_coordinator_has_the_policy_that_was_set_last(
+    play: Play, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "tandem")
+    play.notes = {"worker": ("not pinned",)}
+    async with supervisor(NEVER) as engine:
+        slab = Path(SHM_FOLDER) / (engine._configs.control_name[1:].replace("control-0", "slab-0"))
+        slab.touch()
+        first = play.child("coordinator")
+        assert first.config["slab"] is False
+        first.send(SetPolicy(0, "random", {"seed": 3}))
+        info = runtime_root() / engine.name / "engine.json"
+        await until(lambda: json.loads(info.read_text())["policy"] == "random")
+        caplog.clear()
+        first.process.end(KILLED)
+        second = await play.spawned("coordinator", 0, 1)
+        assert not slab.exists()
+        assert (second.config["config"]["policy"], second.config["slab"]) == ("random", True)
+        assert second.config["config"]["policy_options"] == {"seed": "3"}
+        assert engine.config.policy == "random"
+        assert [c.process.returncode for c in play.children[2:4]] == [KILLED] * 2
+        await until(lambda: "the engine is up again" in caplog.text)
+        assert "not pinned" not in caplog.text  # it was said of the first incarnation
+        second.send(SetPolicy(0, "all-host"))
+        await until(lambda: engine.config.policy == "all-host")
+        second.process.end(KILLED)
+        assert (await play.spawned("coordinator", 0, 2)).config["slab"] is False
+
+
+async def test_messages_of_earlier_incarnations_and_malformed_ones_are_dropped(
+    play: Play, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with supervisor(NEVER) as engine:
+        first, coordinator = play.child("worker"), play.child("coordinator")
+        first.process.end(KILLED)
+        second = await play.spawned("worker", 0, 1)
+        first.send(Failed("worker", "late", True))
+        first._socket.send_multipart([b"?"])  # type: ignore[union-attr]
+        coordinator._socket.send_multipart([bytes([32, VERSION]), b"\xc1"])  # type: ignore[union-attr]
+        before = coordinator.child.last_message
+        coordinator.send(WorkerUp("worker", 0, 1))
+        await until(lambda: second.child.up)
+        assert coordinator.child.last_message > before
+        assert not second.child.failed.done()
+        assert caplog.text.count("dropped a malformed message on the control socket") >= 1
+        assert engine.pids.keys() == {
+            Identity(*who) for who in (("coordinator", 0, 0), ("worker", 0, 1), ("worker", 1, 0))
+        }
+
+
+async def test_reason_of_a_failed_child_is_in_its_line(play: Play, caplog: pytest.LogCaptureFixture) -> None:
+    line = "^the coordinator failed: out of memory; the engine has been stopped$"
+    with pytest.raises(EngineFailed, match=line):  # noqa: PT012 - from the end of the block
+        async with supervisor(NEVER):
+            coordinator = play.child("coordinator")
+            coordinator.send(Failed("coordinator", "out of memory", True))
+            coordinator.process.end(2)
+            await asyncio.sleep(10)
+    assert [c.process.returncode for c in play.children] == [2, 0, 0, 0]
+    assert engines_left() == []
+
+
+async def test_children_that_do_not_stop_are_terminated_and_killed(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children, "STOP_LIMIT", 0.05)
+    monkeypatch.setattr(children, "TERM_LIMIT", 0.05)
+    play.obeys = lambda child: False
+    async with supervisor(NEVER):
+        play.child("worker", 1).process.ignores.add(signal.SIGTERM)
+    assert play.child("coordinator").process.signals == [signal.SIGTERM]
+    assert play.child("worker", 0).process.signals == [signal.SIGTERM]
+    assert play.child("worker", 1).process.signals == [signal.SIGTERM, signal.SIGKILL]
+    assert play.child("loader").process.returncode == 0
+
+
+async def test_kill_ends_every_child_at_once_and_restarts_none(play: Play) -> None:
+    async with supervisor(NEVER) as engine:
+        engine.kill()
+        assert [c.process.returncode for c in play.children] == [KILLED, 0, KILLED, KILLED]
+        assert engine.pids == {}
+        await asyncio.sleep(0.02)
+        assert len(play.children) == 4
+    assert engines_left() == []
+    assert not any(c.received for c in play.children)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+async def test_store_is_kept_where_that_was_asked_for(play: Play, keep: bool) -> None:
+    async with supervisor(NEVER, keep_store=keep):
+        pass
+    assert (Path(SHM_FOLDER) / store_name(play.fingerprint)[1:]).exists() is keep
