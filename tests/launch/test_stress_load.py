@@ -1,0 +1,335 @@
+"""The load of a stress run, and its command, against clients whose answers are given."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import pytest
+
+from launch.command_line.options import parse
+from launch.equality import Comparison, Verdict
+from launch.errors import WrongUsage
+from launch.stress import command
+from launch.stress.load import Load, count_strays, run_load
+from launch.stress.reference import Finding
+from launch.stress.report import StressRun, report
+from launch.stress.requests import End, Outcome, Request, ask
+from launch.stress.script import Entry
+from launch.terminal.interrupts import Interrupts
+from protocol.answer import Answer
+from protocol.client import Client
+from protocol.errors import EngineGone, MalformedMessage, ProtocolError, RequestFailed
+from protocol.keys import Address
+from protocol.messages import VERSION, ChatMessage, Done, Queued, Sampling, Token, Welcome
+
+WELCOME = Welcome(VERSION, "e", "m", "f", "cpu", "all-host", True, 4096, 256, True, True, "", format="bf16")
+Ends = Callable[[int], "Done | ProtocolError"]
+
+
+class AnsweringClient:
+    """Answers "a<n>" to its n-th request, and the end that `ends` gives; `idle`: stats, the last for ever."""
+
+    def __init__(self, ends: Ends = lambda number: Done(0, "length")) -> None:
+        self.welcome = WELCOME
+        self.strays = 0
+        self.sent: list[dict[str, Any]] = []
+        self.idle: list[dict[str, Any]] = [{"scheduler": {}, "clients": {"connected": 1}}]
+        self._ends = ends
+
+    def generate(self, **fields: Any) -> Answer:
+        self.sent.append(fields)
+        number = len(self.sent) - 1
+        answer = Answer(0, lambda request: None)
+        answer.feed(Token(0, 0, 7, f"a{number}"))
+        answer.feed(self._ends(number))
+        return answer
+
+    async def stats(self) -> dict[str, Any]:
+        self.strays += 2  # messages that come before this reply
+        return self.idle.pop(0) if len(self.idle) > 1 else self.idle[0]
+
+
+async def loaded(entries: list[Entry], *clients: AnsweringClient) -> tuple[Load, list[Outcome]]:
+    load, ended = Load([[] for _ in clients]), list[Outcome]()
+    await run_load(cast(list[Client], [*clients]), entries, load, ended.append)
+    return load, ended
+
+
+async def test_entries_are_sent_once_in_order_with_their_fields() -> None:
+    chat = (ChatMessage("user", "q"),)
+    entries = [
+        Entry("text", prompt="p", max_tokens=5, temperature=0.5, seed=3),
+        Entry("chat", messages=chat, cancel_after=9),
+        Entry("talk", turns=("one", "two", "three"), max_tokens=4),
+    ]
+    client = AnsweringClient()
+    load, ended = await loaded(entries, client)
+    assert [outcome.request.label for outcome in ended] == [
+        "text",
+        "chat",
+        *(f"talk, turn {n}" for n in (1, 2, 3)),
+    ]
+    assert load.outcomes == [ended]
+    assert load.all == ended
+    assert (load.unsent, load.seconds > 0) == (0, True)
+    plain = {"prompt": None, "messages": None, "resume": (), "rival": -1, "conversation": None}
+    first, second, *talk = client.sent
+    sampling = Sampling(temperature=0.5, seed=3)
+    assert first == plain | {"prompt": "p", "max_tokens": 5, "sampling": sampling}
+    assert second == plain | {"messages": chat, "max_tokens": 64, "sampling": Sampling()}
+    assert ended[1].request.cancel_after == 9
+    assert [turn["conversation"] for turn in talk] == ["2"] * 3  # the entry's number
+    said = [("user", "one"), ("assistant", "a2"), ("user", "two"), ("assistant", "a3"), ("user", "three")]
+    for number, turn in enumerate(talk):
+        assert [(m.role, m.content) for m in turn["messages"]] == said[: 2 * number + 1]
+        assert (turn["prompt"], turn["max_tokens"]) == (None, 4)
+
+
+@pytest.mark.parametrize(
+    ("end", "sent", "unsent"),
+    [
+        (Done(0, "length"), 4, 0),
+        (Done(0, "stop"), 4, 0),
+        (RequestFailed("no"), 2, 2),  # the rest of the conversation
+        (EngineGone("gone"), 1, 3),  # and of the queue
+    ],
+)
+async def test_what_an_unserved_turn_leaves_is_counted(
+    end: Done | ProtocolError, sent: int, unsent: int
+) -> None:
+    client = AnsweringClient(lambda number: Done(0, "length") if number else end)
+    load, ended = await loaded([Entry("talk", turns=("a", "b", "c")), Entry("text", prompt="d")], client)
+    assert (len(client.sent), len(ended), load.unsent) == (sent, sent, unsent)
+
+
+async def test_other_clients_serve_the_queue_of_one_whose_engine_has_ended() -> None:
+    gone, serving = AnsweringClient(lambda number: EngineGone("gone")), AnsweringClient()
+    load, ended = await loaded([Entry(f"{n}", prompt="p") for n in range(5)], gone, serving)
+    assert [len(outcomes) for outcomes in load.outcomes] == [1, 4]
+    assert load.unsent == 0
+    assert {outcome.request.label for outcome in ended} == set("01234")
+
+
+async def test_entry_waits_its_delay() -> None:
+    load, _ = await loaded([Entry("late", prompt="p", delay=0.03)], AnsweringClient())
+    assert load.seconds >= 0.03
+    assert load.all[0].ended - load.all[0].sent < load.seconds - 0.02  # it is no part of the answer's time
+
+
+async def test_strays_are_counted_behind_a_reply_of_the_engine() -> None:
+    clients = [AnsweringClient() for _ in range(3)]
+    load = Load([[], [], []])
+    clients[1].strays = 5
+    await count_strays(cast(list[Client], clients), load)
+    assert load.strays == {0: 2, 1: 7, 2: 2}
+
+
+# --- one request --------------------------------------------------------------------------------------------
+
+REQUEST = Request("r", "p", None, 9, Sampling())
+
+
+@pytest.mark.parametrize(
+    ("end", "expected", "error", "text"),
+    [
+        (Done(0, "stop", text="!", stats={"a": 1}), End.STOP, "", "a0!"),
+        (Done(0, "length"), End.LENGTH, "", "a0"),
+        (Done(0, "error", "too long", usage=True), End.REFUSED, "too long", ""),
+        (Done(0, "error", "it broke"), End.FAILED, "it broke", ""),
+        (EngineGone("gone"), End.GONE, "gone", ""),
+        (MalformedMessage("odd"), End.FAILED, "odd", ""),
+    ],
+)
+async def test_each_end_of_an_answer_is_told_from_the_others(
+    end: Done | ProtocolError, expected: End, error: str, text: str
+) -> None:
+    outcome = await ask(cast(Client, AnsweringClient(lambda number: end)), REQUEST)
+    assert (outcome.end, outcome.error, outcome.text) == (expected, error, text)
+    assert [token.text for token in outcome.tokens] == ["a0"]
+    assert outcome.ended >= outcome.arrivals[0] >= outcome.sent
+    assert outcome.served is (expected in (End.STOP, End.LENGTH))
+    assert outcome.stats == ({"a": 1} if expected is End.STOP else {})
+
+
+@pytest.mark.parametrize("message", [Queued(0, 1), Token(0, 0, 7, "a"), None])
+async def test_each_message_extends_the_time_in_which_an_answer_is_lost(
+    message: Queued | Token | None,
+) -> None:
+    loop, silence = asyncio.get_running_loop(), 0.1
+    answer = Answer(0, lambda request: None)
+
+    class Slow:
+        def generate(self, **_: Any) -> Answer:
+            for number in range(1, 4):
+                if message is not None:
+                    loop.call_later(0.07 * number, answer.feed, message)
+            loop.call_later(0.28, answer.feed, Done(0, "length"))
+            return answer
+
+    outcome = await ask(cast(Client, Slow()), REQUEST, silence)
+    assert outcome.end is (End.LOST if message is None else End.LENGTH)
+    assert outcome.error == ("no message for 0.1 s after 0 tokens" if message is None else "")
+
+
+# --- the report ---------------------------------------------------------------------------------------------
+
+
+def test_report_counts_each_kind_by_itself() -> None:
+    def outcomes(end: End, number: int, temperature: float = 0.0) -> list[Outcome]:
+        request = Request("r", "p", None, 9, Sampling(temperature))
+        stats = {"kv_reused_tokens": 10, "preemptions": 1}
+        return [Outcome(request, 0.0, [], [], end, 1.0, error="e", stats=stats) for _ in range(number)]
+
+    ends = {End.STOP: 1, End.LENGTH: 2, End.CANCELLED: 4, End.REFUSED: 5, End.FAILED: 6, End.GONE: 7}
+    every = [outcomes(end, number) for end, number in ends.items()]
+    every += [outcomes(End.LOST, 8), outcomes(End.STOP, 9, 1.0)]
+    findings = [Finding("f", Comparison(Verdict.EQUAL))] * 3
+    findings += [Finding("f", Comparison(Verdict.MISMATCH), third=True, prefilled=1)] * 2
+    findings += [Finding("f", Comparison(Verdict.NEAR_TIE), third=True)] * 4
+    findings += [Finding("f", Comparison(Verdict.NEAR_TIE), prefilled=2)] * 5
+    load = Load(every, unsent=11, seconds=0.0)
+    found = report(StressRun("s", WELCOME, 0.5, load, findings, ["x"], leaks_checked=True))
+    expected = {
+        **{"completed": 12, "cancelled": 4, "refused": 5, "failures": 13, "lost": 8, "sampled": 9},
+        **{"requests": 42, "clients": 8, "unsent": 11, "compared": 14, "equal": 3, "near_ties": 9},
+        **{"third_tokens": 4, "prefilled_ties": 5, "mismatches": 2, "doubled": 0, "leaks": 1},
+        **{"leaks_checked": True, "finished": False, "passed": False, "tokens": 0, "tok_s": None},
+        **{"kv_reused_tokens": 420, "preemptions": 42, "near_tie_bound": 0.5, "chaos": None, "script": "s"},
+        **{"engine": "e", "model": "m", "device": "cpu", "policy": "all-host", "format": "bf16"},
+    }
+    assert {key: found[key] for key in expected} == expected
+    assert found["first_token_s"] == {"p50": None, "p95": None, "p99": None, "max": None}
+    assert found["fairness"]["jain"] is None
+
+
+def test_quantiles_are_those_of_all_answers() -> None:
+    request = Request("r", "p", None, 9, Sampling())
+    answers = [
+        Outcome(request, 1.0, [], [1.0 + first, 1.0 + first + gap], End.STOP, 9.0)
+        for first, gap in ((0.1, 1.0), (0.2, 2.0), (0.3, 3.0))
+    ]
+    found = report(StressRun("s", WELCOME, 0.5, Load([answers[:1], answers[1:]], seconds=1.0)))
+    first, gaps = (dict(found[key]) for key in ("first_token_s", "token_gap_s"))
+    assert first == pytest.approx({"p50": 0.2, "p95": 0.29, "p99": 0.298, "max": 0.3})
+    assert gaps == pytest.approx({"p50": 2.0, "p95": 2.9, "p99": 2.98, "max": 3.0})
+    assert [c["first_token_s"] for c in found["fairness"]["clients"]] == pytest.approx([0.1, 0.25])
+
+
+# --- the command --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stressed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any) -> Any:
+    """Runs the command of these entries on one stand-in for every connection."""
+
+    async def stressed(client: AnsweringClient, *words: str, entries: str = '{"prompt": "p"}') -> Any:
+        names: list[str] = []
+
+        @asynccontextmanager
+        async def where(*_: object) -> AsyncIterator[Address]:
+            yield Address("ipc:///nowhere/client.sock")
+
+        @asynccontextmanager
+        async def connect(*_: object, name: str) -> AsyncIterator[AnsweringClient]:
+            names.append(name)
+            yield client
+
+        monkeypatch.setattr(command, "endpoint", where)
+        monkeypatch.setattr(Client, "connect", connect)
+        (tmp_path / "script").write_text(entries)
+        line = ["stress", "--script", str(tmp_path / "script"), "--connect", "--json", *words]
+        try:
+            code = await command.stress(parse(line), Interrupts())
+        finally:
+            out = capsys.readouterr().out
+        return code, json.loads(out), names
+
+    return stressed
+
+
+def stats(connected: int = 1, **scheduler: int) -> dict[str, Any]:
+    return {"scheduler": scheduler, "clients": {"connected": connected}}
+
+
+async def test_command_connects_its_clients_and_repeats_the_script(stressed: Any) -> None:
+    client = AnsweringClient()
+    _, found, names = await stressed(client, "--clients", "3", "--repeat", "4")
+    assert names == ["stress", *(f"stress {n}" for n in range(3))]
+    assert (found["clients"], found["requests"], found["compared"]) == (3, 4, 4)
+    assert (found["finished"], found["leaks_checked"]) == (True, True)
+    assert len(client.sent) == 5  # and once alone
+    _, found, names = await stressed(AnsweringClient())
+    assert (len(names), found["requests"]) == (1 + command.CLIENTS, 1)
+
+
+@pytest.mark.parametrize(
+    ("held", "leaks"),
+    [
+        ({"running": 1}, ["1 request still running"]),
+        ({"waiting": 2}, ["2 requests still queued"]),
+        ({"kv_tokens_used": 64, "kv_tokens_kept": 1}, None),
+        ({"steps": 9}, []),
+    ],
+)
+async def test_what_the_engine_holds_afterwards_is_a_leak(
+    stressed: Any, monkeypatch: pytest.MonkeyPatch, held: dict[str, int], leaks: list[str] | None
+) -> None:
+    monkeypatch.setattr(command, "IDLE_SECONDS", 0.0)
+    client = AnsweringClient()
+    client.idle = [stats(**held)]
+    _, found, _ = await stressed(client)
+    both = ["64 tokens of KV still in use", "1 token of KV still kept for conversations"]
+    assert found["details"]["leaks"] == (both if leaks is None else leaks)
+    assert found["leaks_checked"]
+
+
+async def test_what_the_engine_releases_in_time_is_no_leak(stressed: Any) -> None:
+    client = AnsweringClient()
+    # A reply for each of the eight clients' strays, then those of the check.
+    client.idle = [*[stats()] * 8, stats(running=1), stats(2), stats()]
+    _, found, _ = await stressed(client)
+    assert found["details"]["leaks"] == []
+    assert found["leaks_checked"]
+    assert len(client.idle) == 1
+
+
+async def test_other_clients_make_leaks_unknown(stressed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "IDLE_SECONDS", 0.0)
+    client = AnsweringClient()
+    client.idle = [stats(2, running=1)]
+    _, found, _ = await stressed(client)
+    assert (found["details"]["leaks"], found["leaks_checked"]) == ([], False)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "template", "entries", "error"),
+    [
+        (False, True, '{"prompt": "p"}', "no tokenizer"),
+        (True, False, '{"prompt": "p"}\n{"turns": ["t"], "name": "the talk"}', "the talk is a chat"),
+        (True, False, '{"prompt": "p"}', None),
+    ],
+)
+async def test_script_that_the_model_cannot_read_is_refused(
+    stressed: Any, tokenizer: bool, template: bool, entries: str, error: str | None
+) -> None:
+    client = AnsweringClient()
+    client.welcome = Welcome(
+        VERSION, "e", "m", "f", "cpu", "all-host", True, 4096, 256, tokenizer, template, format="bf16"
+    )
+    if error is None:
+        await stressed(client, entries=entries)
+        return
+    with pytest.raises(WrongUsage, match=error):
+        await stressed(client, entries=entries)
+    assert client.sent == []
+
+
+async def test_run_whose_engine_ends_is_reported(stressed: Any) -> None:
+    client = AnsweringClient(lambda number: EngineGone("the engine is gone"))
+    code, found, _ = await stressed(client, entries='{"prompt": "p"}\n' * 12)
+    assert code == 1
+    assert (found["failures"], found["unsent"], found["passed"]) == (8, 4, False)
