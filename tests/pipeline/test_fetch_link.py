@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from child_messages import LIMIT, PRINT, child_socket, control_segment, exit_of, received
 
-from pipeline.experts.fetch_link import DEMANDED, PLACED, FetchLink
+from pipeline.experts import progress
+from pipeline.experts.fetch_link import ATTACH_LIMIT, DEMANDED, PLACED, STALL_LIMIT, FetchLink
 from pipeline.experts.peers import ChildServerSocket
 from protocol.messages import AttachSlab, CancelFetch, Fetch, Fetched, Hung, SlabAttached, WorkerUp
 from shm.control import ControlSegment
@@ -31,6 +32,10 @@ class LinkHarness:
     def connect(self, **limits: float) -> None:
         """A new link on the same socket, with these limits of silence."""
         self.link = FetchLink(self._socket, SLAB, self.line, **limits)
+
+    def connect_thread(self, **limits: float) -> None:
+        """A new link to a prefetcher thread, which has the slab."""
+        self.link = FetchLink(self._socket, None, None, **limits)
 
     def announce(self, incarnation: int):
         """A prefetcher that has announced itself."""
@@ -186,6 +191,79 @@ def test_reports_that_contradict_each_other_are_a_hung_prefetcher(harness) -> No
     harness.update_for(0.2)
     assert (order.landed, order.final) == (0, False)
     assert harness.reports[1:] == [Hung("prefetcher", 0, 0)]
+
+
+def test_report_of_fewer_tiles_than_before_is_a_hung_prefetcher(harness) -> None:
+    endpoint, link = harness.attach(0), harness.link
+    order = link.order(0, 0, 0, [1, 2, 3], PLACED)
+    endpoint.send(Fetched(order.id, 0, 2, False, 0.5))
+    link.wait(order, 2)
+    endpoint.send(Fetched(order.id, 0, 2, False, 0.5))  # no more than before, and no contradiction
+    harness.update_for(0.1)
+    assert harness.reports[1:] == []
+    endpoint.send(Fetched(order.id, 0, 1, True, 0.5))
+    harness.update_until(lambda: len(harness.reports) > 1)
+    assert (order.landed, order.final) == (2, False)
+    assert harness.reports[1:] == [Hung("prefetcher", 0, 0)]
+
+
+def test_final_order_is_not_cancelled_any_more(harness) -> None:
+    endpoint, link = harness.attach(0), harness.link
+    order = link.order(0, 1, 2, [5], PLACED)
+    endpoint.send(Fetched(order.id, 0, 1, True, 0.5))
+    link.wait(order, 1)
+    link.cancel(order)
+    later = link.order(0, 1, 3, [6], DEMANDED)
+    first, second = received(endpoint, Fetch, Fetch)  # and no CancelFetch between them
+    assert (first.id, second.id, second.urgency) == (order.id, later.id, DEMANDED)
+    assert not order.cancelled
+
+
+def test_thread_with_the_slab_is_up_when_it_is_ready(harness) -> None:
+    """It is sent no slab, and has no progress that could be measured."""
+    harness.connect_thread(stall_limit=0.0)
+    endpoint = harness.announce(3)
+    assert harness.link.wait_up(LIMIT)
+    assert harness.reports == [WorkerUp("prefetcher", 0, 3)]
+    order = harness.link.order(0, 0, 0, [1], PLACED)
+    harness.update_for(0.1)
+    assert harness.reports[1:] == []
+    assert received(endpoint, Fetch)[0].id == order.id
+
+
+@pytest.mark.parametrize(("wait_ms", "hung"), [(0, False), (1, True)])
+def test_only_a_wait_measures_progress(harness, clock, monkeypatch, wait_ms: int, hung: bool) -> None:
+    """An engine that only polls may be busy elsewhere."""
+    monkeypatch.setattr(progress, "time", clock)
+    harness.attach(0)
+    harness.link.order(0, 0, 0, [1], PLACED)
+    for _ in range(int(STALL_LIMIT / progress.STALL_SLICE) + 3):
+        clock.now += progress.STALL_SLICE
+        harness.link.update(wait_ms)
+    assert harness.reports[1:] == [Hung("prefetcher", 0, 0)] * hung
+
+
+@pytest.mark.parametrize(
+    ("mapped", "limit"), [(False, ATTACH_LIMIT), (True, STALL_LIMIT)], ids=["mapping", "copying"]
+)
+def test_prefetchers_limits(harness, clock, monkeypatch, mapped: bool, limit: float) -> None:
+    monkeypatch.setattr(progress, "time", clock)
+    if mapped:
+        harness.attach(0)
+        harness.link.order(0, 0, 0, [1], PLACED)
+    else:
+        harness.start(0)
+    harness.link.update(1)  # the count begins here at the latest
+    before = len(harness.reports)
+    slices = int(limit / progress.STALL_SLICE)
+    for _ in range(slices - 2):
+        clock.now += progress.STALL_SLICE
+        harness.link.update(1)
+    assert len(harness.reports) == before
+    for _ in range(4):
+        clock.now += progress.STALL_SLICE
+        harness.link.update(1)
+    assert harness.reports[before:] == [Hung("prefetcher", 0, 0)]
 
 
 def test_restarted_prefetcher_is_not_blamed_for_its_previous_incarnation(harness) -> None:

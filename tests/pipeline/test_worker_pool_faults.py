@@ -12,8 +12,9 @@ from pool_harness import HIDDEN, QUIET, PoolHarness, Worker, X, shard_of, tile_o
 
 from pipeline.coordinator_config import WorkerCores
 from pipeline.errors import PeerLost, ShardFailed
+from pipeline.experts import worker_pool
 from pipeline.experts.worker_pool import HEDGE_AFTER, SilenceLimits, WorkerPool, WorkerTicket
-from protocol.messages import Abandon, Hung, Work
+from protocol.messages import Abandon, Hung, Work, WorkFailed
 
 pytestmark = pytest.mark.alone  # on a busy machine a worker of these tests would be suspected too early
 
@@ -209,6 +210,43 @@ def test_exit_of_a_suspect_repeats_nothing_that_was_answered(harness: PoolHarnes
     first.exit(over=work, crashed=True)
     assert second.messages() == []
     assert not ticket.failure
+
+
+def test_suspect_that_refuses_a_work_gets_the_next_one(harness: PoolHarness) -> None:
+    """A refusal is a sign of life, too."""
+    first, second = harness.start(2, limits=HEDGING)
+    refused = harness.submit(0)
+    (work,) = first.take()
+    (hedged,) = second.take()  # the first worker is suspect
+    assert hedged.seq == work.seq
+    first.endpoint.send(WorkFailed(work.seq, 0, "no"))
+    harness.update_until(lambda: bool(refused.failure))
+    harness.submit(5)
+    assert tile_of(first.take()[0]) == 5
+
+
+def test_each_message_extends_the_pools_limit(harness: PoolHarness, clock, monkeypatch) -> None:
+    """No two messages are further apart than the limit, the first and the last are."""
+    limits = SilenceLimits(pool=10.0)
+    (first, second), ticket, (work, other) = harness.begin(2, limits)
+    monkeypatch.setattr(worker_pool, "time", clock)
+    update, turns = harness.pool.update, iter(range(9))
+
+    def slow(wait_ms: int) -> bool:
+        clock.now += 6.0
+        match next(turns):
+            case 0:
+                first.answer(work, 1.0)
+            case 1:
+                return False  # nothing has arrived
+            case 2:
+                second.answer(other, 2.0)
+        while not update(wait_ms):
+            pass
+        return True
+
+    monkeypatch.setattr(harness.pool, "update", slow)
+    assert ticket.result().tolist() == [[3.0] * HIDDEN]
 
 
 def test_time_in_which_the_engine_stood_still_does_not_count(harness: PoolHarness) -> None:
