@@ -1,0 +1,180 @@
+"""The device's share of a layer: its sums, its counts, and the orders that it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from mover_parts import SHAPE, SLOTS, MoverParts, mover_parts
+from test_tile_mover_orders import LAYERS, TILES, ManualLink, mover_of
+
+from pipeline.counters import PARTS, PhaseCounters, StepClock
+from pipeline.errors import PlanError
+from pipeline.experts.device_share import DeviceMemory, EmptyDeviceMemory
+from pipeline.experts.fetch_link import PLACED, PREDICTED
+from pipeline.experts.shares import DeviceExpert, Missing
+from pipeline.policies.view import Target
+from workers.kernels.reference import ReferenceKernel
+
+X = torch.from_numpy(np.random.default_rng(1).standard_normal((3, SHAPE.hidden)).astype(np.float32))
+
+
+@pytest.fixture(scope="module")
+def parts(mover_store, tmp_path_factory) -> Iterator[MoverParts]:
+    with mover_parts(tmp_path_factory.mktemp("share"), mover_store, SLOTS) as parts:
+        yield parts
+
+
+def share(expert: int, resident: int, cut: int, **weights: float) -> DeviceExpert:
+    """`weights`: of each row, r0=0.5 for example."""
+    rows = [int(name[1:]) for name in weights]
+    return DeviceExpert(
+        expert, resident, cut, np.array(rows, np.int32), np.array(list(weights.values()), np.float32)
+    )
+
+
+def computed(
+    parts: MoverParts, memory: DeviceMemory, shares: list[DeviceExpert]
+) -> tuple[torch.Tensor, PhaseCounters]:
+    """Layer 1's share, and what was counted."""
+    counters = PhaseCounters(SHAPE.layers)
+    memory.count_in(counters)
+    clock = StepClock(counters)
+    clock.layer = 1
+    work = memory.begin(1, shares)
+    y = memory.compute(work, parts.device.expert_kernel(parts.store.layout), X, clock)
+    assert work.missing == []
+    return y, counters
+
+
+def by_hand(parts: MoverParts, shares: list[DeviceExpert]) -> torch.Tensor:
+    kernel, y = ReferenceKernel(parts.store.layout), torch.zeros_like(X)
+    for item in shares:
+        for tile in range(item.cut):
+            data = torch.from_numpy(parts.store.tiles(1, item.expert, tile, tile + 1).copy())
+            rows = torch.from_numpy(item.rows.astype(np.int64))
+            y[rows] += (
+                kernel.compute(data, kernel.activations(X), rows) * torch.from_numpy(item.weights)[:, None]
+            )
+    return y
+
+
+def test_resident_and_fetched_tiles_are_summed_and_counted(parts: MoverParts) -> None:
+    """The bits depend on the cuts alone."""
+    memory = DeviceMemory(parts.mover(2 * SHAPE.tiles, 2), parts.slab)
+    assert (memory.exists, memory.capacity) == (True, 2 * SHAPE.tiles)
+    cuts = {0: 4, 2: 3}
+    found = []
+    for resident in ({0: 2, 2: 3}, {0: 0, 2: 0}, {0: 5, 2: 1}):
+        memory.retarget([Target(1, expert, tiles) for expert, tiles in resident.items()])
+        assert memory.wait_idle()
+        assert memory.idle
+        used = {expert: min(cut, resident[expert]) for expert, cut in cuts.items()}
+        shares = [share(0, used[0], 4, r0=0.5, r2=2.0), share(2, used[2], 3, r1=1.5, r2=-1.0)]
+        before = memory.mover.demanded
+        y, counters = computed(parts, memory, shares)
+        np.testing.assert_allclose(y, by_hand(parts, shares), rtol=1e-4, atol=1e-5)
+        kept = sum(used.values())
+        assert (counters.resident_tiles, counters.fetched_tiles) == (kept, 7 - kept)
+        assert memory.mover.demanded - before == 7 - kept
+        spent = {part for part, seconds in zip(PARTS, counters.seconds, strict=True) if seconds[1] > 0}
+        assert spent == {"device", "link"}
+        assert not counters.seconds[:, 0].any()
+        memory.audit()
+        found.append(y)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_rows_without_a_share_are_zero(parts: MoverParts) -> None:
+    memory = DeviceMemory(parts.mover(0, 2), parts.slab)
+    y, counters = computed(parts, memory, [share(1, 0, 1, r1=1.0)])
+    assert y[1].any()
+    assert not y[[0, 2]].any()
+    assert (counters.resident_tiles, counters.fetched_tiles) == (0, 1)
+
+
+def memory_of(capacity: int) -> tuple[DeviceMemory, ManualLink]:
+    mover, link, _ = mover_of(capacity, 2)
+    return DeviceMemory(mover, slab=None), link
+
+
+def orders(link: ManualLink) -> list[tuple[int, int, int, int]]:
+    """Expert, first tile, number of tiles and urgency of each order."""
+    return [(o.expert, o.lo, len(o.slots), o.urgency) for o in link.sent]
+
+
+def test_prediction_is_ordered_at_once_and_what_follows_a_layer_after_its_landings() -> None:
+    memory, link = memory_of(3 * TILES)
+    memory.prefetch([Target(0, 1, TILES)])
+    assert orders(link) == [(1, 0, TILES, PREDICTED)]
+    assert not memory.idle
+    link.land(link.sent[0], TILES)
+    memory.end_layer([Target(0, 2, TILES)])
+    assert memory.residency[0].tolist() == [0, TILES, 0, 0]
+    assert memory.target[0].tolist() == [0, TILES, TILES, 0]
+    assert orders(link)[1:] == [(2, 0, TILES, PLACED)]
+    assert not memory.idle
+    link.land(link.sent[1], TILES)
+    memory.collect_landings()
+    assert memory.idle
+    memory.audit()
+
+
+def test_only_shares_with_resident_tiles_use_a_prediction() -> None:
+    """And only tiles below the cut are demanded."""
+    memory, link = memory_of(3 * TILES)
+    counters = PhaseCounters(LAYERS)
+    memory.count_in(counters)
+    memory.prefetch([Target(0, expert, 2) for expert in (0, 1, 2)])
+    for order in link.sent:
+        link.land(order, 2)
+    memory.collect_landings()
+    work = memory.begin(0, [share(0, 2, 2, r0=1.0), share(1, 0, 1, r0=1.0), share(3, 0, 3, r0=1.0)])
+    assert (counters.predicted_tiles, counters.useful_tiles) == (6, 2)
+    assert orders(link)[3:] == [(1, 0, 1, 0), (3, 0, 3, 0)]
+    assert [expert for expert, _ in work.landing] == [1, 3, 3, 3]
+    assert work.missing == []
+
+
+def test_tiles_that_cannot_be_fetched_are_missing() -> None:
+    memory, link = memory_of(TILES)
+    memory.retarget([Target(0, 1, 1)])
+    assert memory.wait_idle()
+    link.up = False
+    work = memory.begin(0, [share(1, 1, 3, r0=1.0), share(2, 0, 2, r0=1.0)])
+    assert list(work.landing) == []
+    assert work.missing == [Missing(1, 1, 3), Missing(2, 0, 2)]
+    assert work.layer == 0
+
+
+def test_poll_orders_what_a_restart_left_missing() -> None:
+    memory, link = memory_of(TILES)
+    link.up = False
+    memory.retarget([Target(1, 3, TILES)])
+    memory.poll()
+    assert link.sent == []
+    link.up = True
+    memory.poll()
+    assert orders(link) == [(3, 0, TILES, PLACED)]
+
+
+def test_engine_without_a_slab_has_an_empty_memory() -> None:
+    memory = EmptyDeviceMemory(2, 3)
+    assert (memory.exists, memory.capacity, memory.idle, memory.wait_idle()) == (False, 0, True, True)
+    assert memory.residency.tolist() == memory.target.tolist() == [[0] * 3] * 2
+    memory.retarget([Target(0, 0, 0)])
+    memory.end_layer(())
+    memory.prefetch(())
+    memory.poll()
+    memory.collect_landings()
+    memory.audit()
+    work = memory.begin(1, [])
+    assert (work.layer, list(work.landing), work.missing) == (1, [], [])
+    counters = PhaseCounters(2)
+    memory.count_in(counters)
+    assert torch.equal(memory.compute(work, None, X, StepClock(counters)), torch.zeros_like(X))
+    with pytest.raises(PlanError, match="gave work to a device without a slab"):
+        memory.begin(1, [share(0, 0, 1, r0=1.0)])
