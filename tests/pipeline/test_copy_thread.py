@@ -74,7 +74,7 @@ def test_failed_thread_ends_the_engines_waits(scene: Scene, monkeypatch) -> None
 
     monkeypatch.setattr(ShmCopier, "start", fail)
     order = scene.link.order(0, 0, 0, [0], DEMANDED)
-    with pytest.raises(PeerLost, match="^the prefetcher failed: no such slab$"):
+    with pytest.raises(PeerLost, match=r"^the prefetcher failed: no such slab$"):
         scene.link.wait(order, 1)
     (thread,) = threads() or [None]
     if thread is not None:

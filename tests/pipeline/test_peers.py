@@ -173,7 +173,7 @@ def test_what_arrives_while_a_send_waits_is_received_next(
         exits.put(exit_of(0))
     assert fill(workers) > 100
     if what != "its exit":
-        with pytest.raises(PeerLost, match="^worker 0 took no message for 0 s$"):
+        with pytest.raises(PeerLost, match=r"^worker 0 took no message for 0 s$"):
             workers.send(0, CancelFetch(1))
     assert running(workers) == {"a message": [0], "another child's start": [0, 1], "its exit": []}[what]
     expected = {

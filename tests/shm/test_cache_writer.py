@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from small_store import SHAPE, file_of, fill, running
+from small_store import SHAPE, build, file_of, fill, running
 
 import shm.store
+from shm import cache_writer
 from shm.cache_writer import CacheWriter, write_cache
 from shm.disk_cache import CachedStore, sweep_cache
 from shm.errors import StoreInvalid
@@ -74,6 +77,73 @@ def test_too_little_free_space_is_an_error_before_the_first_write(manifest, tmp_
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=200_000))
     with pytest.raises(OSError, match=r"200\.0 kB are free"):
         CacheWriter(tmp_path, manifest)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_of_a_write_is_in_bytes_and_ends_with_the_size(
+    fingerprint: str, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(cache_writer, "PIECE", 30_000)
+    monkeypatch.setattr(cache_writer, "REPORT_SECONDS", 0.0)
+    build(fingerprint)
+    size, seen = file_of(fingerprint).stat().st_size, []
+    with Store.attach(store_name(fingerprint)) as store:
+        write_cache(tmp_path, store, seen.append)
+    assert seen == sorted(seen)
+    assert (seen[0] < size, seen[-1]) == (True, size)
+    assert (tmp_path / fingerprint / "store.bin").read_bytes() == file_of(fingerprint).read_bytes()
+
+
+def test_pages_are_flushed_after_each_so_many_bytes_and_around_the_head(
+    fingerprint, tmp_path, monkeypatch
+) -> None:
+    """The file is complete on the disk before its head makes it a store."""
+    build(fingerprint)
+    monkeypatch.setattr(cache_writer, "PIECE", 8192)
+    monkeypatch.setattr(cache_writer, "FLUSH", 2 * 8192)
+    calls: list[tuple[str, int]] = []
+    pwrite, fsync = os.pwrite, os.fsync
+
+    def noted_write(descriptor: int, data: memoryview, begin: int) -> int:
+        calls.append(("write", begin))
+        return pwrite(descriptor, data, begin)
+
+    def noted_sync(descriptor: int) -> None:
+        calls.append(("sync", 0))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "pwrite", noted_write)
+    monkeypatch.setattr(os, "fsync", noted_sync)
+    with Store.attach(store_name(fingerprint)) as store:
+        write_cache(tmp_path, store, lambda done: None)
+    monkeypatch.undo()
+    assert calls[-3:] == [("sync", 0), ("write", 0), ("sync", 0)]
+    body = [name for name, _ in calls[:-3]]
+    assert len(body) > 9
+    assert body == (["write", "write", "sync"] * len(body))[: len(body)]
+
+
+def test_failed_write_frees_the_space_at_once_and_is_raised_at_the_end(
+    filled, manifest, tmp_path, monkeypatch
+) -> None:
+    """No later part is written."""
+    monkeypatch.setattr(cache_writer, "REPORT_SECONDS", 0.0)
+    pwrite, begun = os.pwrite, []
+
+    def failing(descriptor: int, data: memoryview, begin: int) -> int:
+        begun.append(begin)
+        if len(begun) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return pwrite(descriptor, data, begin)
+
+    file = tmp_path / manifest.fingerprint / "store.tmp"
+    with CacheWriter(tmp_path, manifest) as writer:
+        monkeypatch.setattr(os, "pwrite", failing)
+        filled.keep = writer.write
+        finished = filled.finish()
+        with pytest.raises(OSError, match="No space left"):
+            writer.finish(finished, lambda done: None)
+        assert (file.stat().st_size, len(begun)) == (0, 3)
     assert list(tmp_path.iterdir()) == []
 
 

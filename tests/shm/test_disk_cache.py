@@ -53,6 +53,23 @@ def test_the_file_is_the_segment_and_fills_an_equal_one(cached, fingerprint):
         store.verify()
 
 
+def test_progress_of_reading_a_file_is_the_bytes_read(cached, fingerprint, monkeypatch):
+    monkeypatch.setattr("shm.disk_cache.CHUNK", 20_000)
+    seen: list[int] = []
+    with open_cached(cached, fingerprint) as source:
+        builder = StoreBuilder.create(store_name(fingerprint), source.manifest)
+        source.fill(builder, seen.append)
+        builder.finish()
+        layout = source.manifest.layout
+    ends = [
+        begin + min(20_000 * (n + 1), layout.layer_stride)
+        for begin in range(0, layout.total_bytes, layout.layer_stride)
+        for n in range(-(-layout.layer_stride // 20_000))
+    ]
+    assert seen == ends
+    assert file_of(fingerprint).read_bytes() == cached.read_bytes()
+
+
 def test_no_file_is_not_an_error(fingerprint, tmp_path):
     assert CachedStore.open(tmp_path, fingerprint) is None
 

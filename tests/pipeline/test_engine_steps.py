@@ -1,0 +1,171 @@
+"""A step of the engine and its policy: what is counted, prepared, and refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from test_engine import Notes
+from thread_engine import PROMPT, Placed, decode, prefilled
+
+from pipeline.backbone.backbone import Backbone
+from pipeline.backbone.batch import StepInput, TokenSpan
+from pipeline.backbone.linear import Precision
+from pipeline.checkpoint.open import open_model
+from pipeline.device.cpu import CpuDevice
+from pipeline.errors import PolicyError
+from pipeline.experts.device_share import EmptyDeviceMemory
+from pipeline.experts.fetch_link import FetchLink
+from pipeline.models.registry import model_spec
+from pipeline.policies.presets import make_policy
+from pipeline.policies.view import PolicyRequest
+
+LATE = "the prefetcher is down: experts are placed once it is restarted"
+
+pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+
+
+def placed(experts: tuple[int, ...]) -> Placed:
+    policy = Placed()
+    policy.name, policy.experts = "placed", experts
+    return policy
+
+
+def test_policy_that_needs_a_slab_is_refused_and_the_previous_one_stays(parts, monkeypatch) -> None:
+    engine, _, kv = parts
+    new = prefilled(engine, kv)
+    before, probing = engine.driver, engine.probing
+    monkeypatch.setattr(engine, "memory", EmptyDeviceMemory(2, 4))
+    refused = "^policy on-demand keeps experts on the device, and the engine has no slab$"
+    with pytest.raises(PolicyError, match=refused):
+        engine.set_policy(make_policy(PolicyRequest("on-demand"), 0), None)
+    assert (engine.driver, engine.probing) == (before, probing)
+    assert engine.policy.name == "all-host"
+    decode(engine, new)
+
+
+def test_placement_is_resident_at_once_and_the_earlier_one_evicted(parts, monkeypatch) -> None:
+    engine, _, kv = parts
+    prefilled(engine, kv)
+    for experts in ((0, 1), (2,), ()):
+        assert engine.set_policy(placed(experts), None) == ()
+        expected = [3 * (expert in experts) for expert in range(4)]
+        assert engine.memory.residency.tolist() == engine.memory.target.tolist() == [[0] * 4, expected]
+    monkeypatch.setattr(engine.memory, "wait_idle", lambda: False)
+    assert engine.set_policy(placed((3,)), None)[-1] == LATE
+    assert engine.policy.experts == (3,)
+    monkeypatch.undo()
+    assert engine.memory.wait_idle()
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_popularity_is_that_of_counted_policies(parts, counted: bool) -> None:
+    engine, _, kv = parts
+    new = prefilled(engine, kv)
+    before = engine.popularity.sum(axis=1)
+    engine.set_policy(placed(()), None, counted=counted)
+    assert engine.driver.view.popularity.sum(axis=1).tolist() == before.tolist()
+    decode(engine, new)
+    assert (engine.driver.view.popularity.sum(axis=1) - before).tolist() == [2, 2]
+    assert (engine.popularity.sum(axis=1) - before).tolist() == [2 * counted, 2 * counted]
+
+
+def test_step_counts_rows_active_experts_and_those_wholly_resident(parts) -> None:
+    engine, _, kv = parts
+    prefilled(engine, kv)
+    engine.set_policy(placed((0, 1)), None)
+    engine.forget_trials()
+    notes = Notes()
+    engine.observers.append(notes)
+    sequences = [kv.allocate(8), kv.allocate(8)]
+    try:
+        inputs = [StepInput(TokenSpan(s, PROMPT[:n]), "none") for s, n in zip(sequences, (2, 4), strict=True)]
+        engine.step(inputs, "prefill")
+    finally:
+        engine.observers.clear()
+    counters, decoding = engine.counters.phases["prefill"], engine.counters.phases["decode"]
+    active = [decision.gated.routing.rows for decision in notes.seen]
+    assert counters.active.tolist() == [len(rows) for rows in active]
+    assert counters.hits.tolist() == [0, len({0, 1} & set(active[1]))]
+    assert counters.hits[1] > 0
+    assert (counters.steps, counters.rows, decoding.steps, decoding.rows) == (1, 6, 0, 0)
+    assert counters.host_tiles == 3 * sum(map(len, active))
+    assert notes.steps == [("prefill", (*[sequences[0].id] * 2, *[sequences[1].id] * 4))]
+    assert [s.length for s in sequences] == [2, 4]
+    assert counters.fidelity.weight == pytest.approx(2 * 6, rel=1e-5)
+    for sequence in sequences:
+        kv.release(sequence)
+
+
+def test_logits_are_those_of_the_wanted_rows(parts) -> None:
+    engine, _, kv = parts
+    prefilled(engine, kv)
+    spans = [PROMPT[:2], PROMPT[:3], PROMPT[:4], [9]]
+    wanted = ["none", "all", "last", "last"]
+
+    def step(which: list[int], kinds: list[str]) -> list[np.ndarray]:
+        sequences = [kv.allocate(8) for _ in which]
+        inputs = [
+            StepInput(TokenSpan(s, spans[i]), kind)
+            for s, i, kind in zip(sequences, which, kinds, strict=True)
+        ]
+        answers = engine.step(inputs, "prefill")
+        for sequence in sequences:
+            kv.release(sequence)
+        return answers
+
+    together = step([0, 1, 2, 3], wanted)
+    vocabulary = engine.backbone.spec.vocabulary
+    assert [answer.shape for answer in together] == [(n, vocabulary) for n in (0, 3, 1, 1)]
+    for i, kind in list(enumerate(wanted))[1:]:
+        (alone,) = step([i], [kind])
+        np.testing.assert_allclose(together[i], alone, rtol=2e-4, atol=2e-5)
+    (every,) = step([2], ["all"])
+    np.testing.assert_allclose(together[2][0], every[3], rtol=2e-4, atol=2e-5)
+    nothing = step([0, 1], ["none", "none"])
+    assert [(answer.shape, answer.dtype) for answer in nothing] == [((0, vocabulary), np.float32)] * 2
+
+
+def test_device_is_prepared_for_the_largest_product_of_each_step(parts, monkeypatch) -> None:
+    engine, _, kv = parts
+    prepared: list[int] = []
+    prepare, threads = engine.device.prepare, torch.get_num_threads()
+
+    def noted(products: int) -> None:
+        prepared.append(products)
+        prepare(products)
+
+    monkeypatch.setattr(engine.device, "prepare", noted)
+    new = prefilled(engine, kv)
+    decode(engine, new)
+    assert prepared == [len(PROMPT) * 64 * 64, 64 * 64]  # the queries' matrix
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "products"), [("f32", (4096, 262_144, 640_000)), ("int8", (64, 262_144, 640_000))]
+)
+def test_largest_product_is_a_matrix_or_the_scores(tiny_model, dtype, products) -> None:
+    """Of 1, 64 and 100 rows: 64 * 64 numbers of a matrix, or 4 heads of 16 numbers for each pair of rows.
+    torch computes no product of a quantized matrix."""
+    source, device = open_model(tiny_model), CpuDevice()
+    backbone = Backbone(source, model_spec(source.config), Precision(dtype, device), 128)
+    assert tuple(backbone.largest_product(rows) for rows in (1, 64, 100)) == products
+    device.close()
+
+
+def test_host_computes_what_cannot_be_fetched(parts, monkeypatch) -> None:
+    """While the prefetcher is down: the same logits, and the tiles count as the host's."""
+    engine, _, kv = parts
+    (expected,) = engine.step([StepInput(prefilled(engine, kv), "last")], "decode")
+    new = prefilled(engine, kv)
+    engine.set_policy(make_policy(PolicyRequest("on-demand"), 0), None)
+    engine.memory.retarget(())
+    engine.forget_trials()
+    monkeypatch.setattr(FetchLink, "up", property(lambda self: False))
+    (logits,) = engine.step([StepInput(new, "last")], "decode")
+    np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-5)
+    counters = engine.counters.phases["decode"]
+    assert (counters.fetched_tiles, counters.host_tiles + counters.resident_tiles) == (0, 2 * 2 * 3)
+    assert counters.host_tiles > 0
+    assert counters.host_busy > 0

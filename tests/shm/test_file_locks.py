@@ -1,0 +1,106 @@
+"""Lock files: who gets a lock, when a wait ends, and files that are removed by their holder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from shm import file_locks
+from shm.errors import ShmError
+from shm.file_locks import leads_to, try_lock, wait_lock
+
+
+class Clock:
+    """Takes the place of `time`: each sleep passes at once. `after` is called with the number of sleeps."""
+
+    def __init__(self) -> None:
+        self.now, self.sleeps = 50.0, 0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.sleeps += 1
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(file_locks, "time", clock)
+    return clock
+
+
+@pytest.mark.parametrize(
+    ("held", "wanted", "given"),
+    [
+        (fcntl.LOCK_SH, fcntl.LOCK_SH, True),
+        (fcntl.LOCK_SH, fcntl.LOCK_EX, False),
+        (fcntl.LOCK_EX, fcntl.LOCK_SH, False),
+        (fcntl.LOCK_EX, fcntl.LOCK_EX, False),
+    ],
+)
+def test_lock_excludes_others_until_its_descriptor_is_closed(tmp_path, held, wanted, given) -> None:
+    path, before = tmp_path / "a.use", len(os.listdir("/proc/self/fd"))
+    first = try_lock(path, held)
+    assert first is not None
+    assert path.stat().st_mode & 0o7777 == 0o600
+    second = try_lock(path, wanted)
+    assert (second is not None) == given
+    if second is not None:
+        os.close(second)
+    os.close(first)
+    third = try_lock(path, wanted)
+    assert third is not None
+    os.close(third)
+    assert len(os.listdir("/proc/self/fd")) == before  # a refused lock leaves no descriptor open
+
+
+def test_wait_ends_with_the_lock_or_after_its_seconds(tmp_path: Path, clock: Clock) -> None:
+    path, waited = tmp_path / "a.build", []
+    holder = try_lock(path, fcntl.LOCK_EX)
+    assert holder is not None
+    with pytest.raises(ShmError, match=f"^the lock {path} has been held by another process for 2 s$"):
+        wait_lock(path, fcntl.LOCK_SH, 2.0, lambda: waited.append(clock.now))
+    assert 2.0 < clock.now - 50.0 <= 2.0 + 2 * file_locks.POLL_SECONDS
+    assert len(waited) == clock.sleeps
+    assert waited[0] == 50.0
+
+    def release() -> None:
+        waited.append(0)
+        if len(waited) == 3:
+            os.close(holder)
+
+    waited.clear()
+    found = wait_lock(path, fcntl.LOCK_EX, 2.0, release)
+    assert len(waited) == 3
+    assert try_lock(path, fcntl.LOCK_SH) is None
+    os.close(found)
+    os.close(wait_lock(path, fcntl.LOCK_EX, 0.0, release))
+    assert len(waited) == 3  # a free lock needs no wait
+
+
+def test_file_that_its_holder_removes_meanwhile_is_locked_anew(tmp_path: Path, monkeypatch) -> None:
+    path, flock, turns = tmp_path / "a.use", fcntl.flock, []
+    before = len(os.listdir("/proc/self/fd"))
+
+    def removing(descriptor: int, operation: int) -> None:
+        flock(descriptor, operation)
+        turns.append(operation)
+        if len(turns) < 3:
+            path.unlink()
+
+    monkeypatch.setattr(fcntl, "flock", removing)
+    found = try_lock(path, fcntl.LOCK_EX)
+    assert found is not None
+    assert turns == [fcntl.LOCK_EX | fcntl.LOCK_NB] * 3
+    assert leads_to(path, found)
+    path.unlink()
+    assert not leads_to(path, found)
+    path.touch()
+    assert not leads_to(path, found)  # another file of that name
+    os.close(found)
+    assert len(os.listdir("/proc/self/fd")) == before
