@@ -170,3 +170,95 @@ def test_fill_stays_within_its_memory_bound(large, format_name):
     largest = max(entry.nbytes for entry in index.tensors.values())
     cores = len(os.sched_getaffinity(0))
     assert grown < min(largest, encode.READ_AHEAD_BYTES // 3 + cores * chunks.CHUNK_BYTES)
+
+
+# --- whole tensors ----------------------------------------------------------------------------------------
+
+
+def numbered(rows: int, columns: int, first: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.arange(first, first + rows * columns).reshape(rows, columns).to(dtype)
+
+
+@pytest.mark.parametrize("read_bytes", [7, 24, 1 << 26])
+def test_tensor_is_read_in_several_parts(tmp_path, monkeypatch, read_bytes):
+    monkeypatch.setattr("pipeline.checkpoint.reader.READ_BYTES", read_bytes)
+    tensors = {"a": numbered(5, 3, 1, torch.float32), "b": numbered(4, 3, 50, torch.float32)}
+    with TensorReader(CheckpointIndex.open(tiny_checkpoint.write_exactly(tmp_path, tensors))) as reader:
+        for name, tensor in tensors.items():
+            np.testing.assert_array_equal(reader.float32(name, tuple(tensor.shape)), tensor.numpy())
+        rows = reader.rows(TensorRows("b", (4, 3), 1, 3), 1, 3)
+        np.testing.assert_array_equal(to_float32(rows.dtype, rows.bits), tensors["b"].numpy()[2:4])
+        assert reader.bytes_read == (15 + 12 + 6) * 4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(torch.bfloat16, "BF16"), (torch.float16, "F16"), (torch.float32, "F32")]
+)
+def test_stacked_tensors_keep_their_order_and_bits(tmp_path, dtype, name):
+    tensors = {"a": numbered(2, 3, 1, dtype), "b": numbered(4, 3, 50, dtype)}
+    with TensorReader(CheckpointIndex.open(tiny_checkpoint.write_exactly(tmp_path, tensors))) as reader:
+        raw = reader.stacked([("b", (4, 3)), ("a", (2, 3))])
+        assert reader.stacked([("a", (2, 3))]).shape == (2, 3)
+        assert reader.quantized("a", (2, 3), None) is None
+    assert (raw.dtype, raw.shape) == (name, (6, 3))
+    expected = torch.cat((tensors["b"], tensors["a"]))
+    assert raw.bits.tobytes() == expected.view(torch.uint8).numpy().tobytes()
+
+
+def test_stacked_tensors_of_several_dtypes_are_float32(tmp_path):
+    tensors = {"a": numbered(2, 3, 1, torch.bfloat16), "b": numbered(1, 3, 50, torch.float16)}
+    with TensorReader(CheckpointIndex.open(tiny_checkpoint.write_exactly(tmp_path, tensors))) as reader:
+        raw = reader.stacked([("b", (1, 3)), ("a", (2, 3))])
+    assert (raw.dtype, raw.shape) == ("F32", (3, 3))
+    np.testing.assert_array_equal(to_float32(*raw[::2]), [[50, 51, 52], [1, 2, 3], [4, 5, 6]])
+
+
+def test_stacked_tensors_of_another_shape_or_name_are_refused(tmp_path):
+    tensors = {"a": torch.ones(2, 3), "b": torch.ones(1, 3, dtype=torch.bfloat16)}
+    with TensorReader(CheckpointIndex.open(tiny_checkpoint.write_exactly(tmp_path, tensors))) as reader:
+        for asked in ([("a", (3, 2))], [("a", (2, 3)), ("b", (2, 3))]):
+            with pytest.raises(ModelError, match="has the shape"):
+                reader.stacked(asked)
+        with pytest.raises(ModelError, match="lacks the tensor c"):
+            reader.stacked([("a", (2, 3)), ("c", (2, 3))])
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_readers_have_files_of_their_own_and_close_them(tmp_path):
+    """A shard is opened at its first read and once only."""
+    tensors = {"a": numbered(2, 3, 1, torch.float32), "b": numbered(2, 3, 9, torch.float32)}
+    index = CheckpointIndex.open(tiny_checkpoint.write_exactly(tmp_path, tensors, shards=2))
+    before = open_files()
+    with TensorReader(index) as reader:
+        assert open_files() == before
+        for _ in range(3):
+            reader.raw("a")
+        assert open_files() == before + 1
+        reader.raw("b")
+        assert open_files() == before + 2
+        with reader.reopen() as other:
+            reader.close()
+            np.testing.assert_array_equal(other.float32("b", (2, 3)), tensors["b"].numpy())
+            assert other.bytes_read == 24
+            assert open_files() == before + 1
+    assert open_files() == before
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    with TensorReader(index) as reader, pytest.raises(ModelError, match=r"00001-of-00002\S* cannot be read"):
+        reader.raw("a")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "same"), [(torch.bfloat16, ["bf16"]), (torch.float32, ["f32"]), (torch.float16, [])]
+)
+def test_store_with_the_checkpoints_bits_is_not_worth_keeping(tmp_path, dtype, same):
+    model = Checkpoint(tiny_checkpoint.write(tmp_path / "one", tiny_checkpoint.expert_tensors(dtype)))
+    formats = ["bf16", "f32", "int8", "int4"]
+    assert [name for name in formats if not model.worth_keeping(name)] == same
+    mixed = tiny_checkpoint.expert_tensors(dtype)
+    last = list(mixed)[-1]
+    mixed[last] = mixed[last].to(torch.float32 if dtype != torch.float32 else torch.bfloat16)
+    other = Checkpoint(tiny_checkpoint.write(tmp_path / "other", mixed))
+    assert all(map(other.worth_keeping, formats))

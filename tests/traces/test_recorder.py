@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import resource
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -201,3 +202,47 @@ def test_full_disk_ends_only_the_recording(tmp_path: Path, caplog: pytest.LogCap
     (step,) = Trace(path).steps()
     check_step(step, shown)
     recorder.close()
+
+
+def test_unchanged_routing_is_recorded_once_and_stale_cuts_with_their_layer(tmp_path: Path) -> None:
+    """A routing with the router's numbers is the router's, even as another object; probes at the last layer
+    are of the gate for the next token's first layer."""
+    path = tmp_path / "f"
+    recorder = open_recorder(path, first=True)
+    seen = show_step(recorder, 5, ends=False)
+    cut = np.array([0, 1, 2, 1, 0], np.int32)
+    begin, begun = seen[2], object()
+    recorder.begin("decode", (5,))
+    for shown in seen[:2]:
+        recorder.layer(shown, np.zeros((1, 4), np.float32))
+    recorder.layer(replace(begin, cut=cut, begun=begun), np.zeros((1, 4), np.float32))
+    recorder.end()
+    (step,) = Trace(path).steps()
+    assert [layer.computed is layer.router_routing for layer in step.layers] == [True, True, False]
+    assert [layer.stale is None for layer in step.layers] == [True, True, False]
+    assert step.layers[2].stale is not None
+    assert step.layers[2].stale.tolist() == cut.tolist()
+    assert step.layers[2].first is not None
+    np.testing.assert_allclose(step.layers[2].first, begin.signals.probes[0], rtol=1e-3)
+    assert step.layers[2].predictions == ()
+    recorder.close()
+    recorder.close()  # harmless
+
+
+def test_closed_recorder_writes_nothing_more(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    recorder = open_recorder(path)
+    show_step(recorder, 1)
+    size = path.stat().st_size
+    recorder.close()
+    show_step(recorder, 2)
+    assert path.stat().st_size == size
+
+
+def test_each_restart_numbers_its_sequences_behind_the_ones_before(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    for _ in range(3):
+        recorder = open_recorder(path, resumed=True)
+        show_step(recorder, 0, rows=2)
+        recorder.close()
+    assert [step.sequences for step in Trace(path).steps()] == [(0, 1), (2, 3), (4, 5)]

@@ -1,0 +1,210 @@
+"""The replay's cache and link by hand: an expert has four tiles, and a tile takes 5 seconds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pipeline.config import BACKGROUND_ORDERS
+from pipeline.errors import PlanError
+from pipeline.policies.view import ModelShape, Target
+from pipeline.replay.cache import SimulatedCache
+from pipeline.replay.outcome import PhaseOutcome
+
+SHAPE = ModelShape(layers=2, experts=6, tiles=4, top_k=1)
+
+
+def made(capacity: int = 48, shape: ModelShape = SHAPE) -> SimulatedCache:
+    cache = SimulatedCache(shape, capacity, 5.0)
+    cache.counters = PhaseOutcome(shape.layers)
+    return cache
+
+
+def booked(counters: PhaseOutcome) -> dict[str, int]:
+    """The counts of tiles that are not 0."""
+    names = ("demanded", "predicted", "useful", "late", "wasted", "placed")
+    return {name: count for name in names if (count := getattr(counters, name))}
+
+
+def test_placed_tiles_are_resident_at_once_and_nothing_moves() -> None:
+    cache, target = made(6), np.zeros((2, 6), np.int32)
+    target[0, 1], target[1, 3] = 4, 2
+    cache.place(target)
+    cache.update(0.0)
+    cache.update(100.0)
+    assert cache.residency.tolist() == cache.target.tolist() == target.tolist()
+    assert cache.counters == PhaseOutcome(2)
+    cache.retarget([Target(1, 3, 1), Target(0, 0, 1)])  # room for one tile again
+    assert cache.residency[1, 3] == 1
+    with pytest.raises(PlanError, match="need 7 tiles, the cache holds 6"):
+        cache.retarget([Target(0, 5, 1)])
+
+
+@pytest.mark.parametrize(
+    "target", [Target(-1, 0, 1), Target(2, 0, 1), Target(0, -1, 1), Target(0, 6, 1), Target(0, 0, -1)]
+)
+def test_targets_that_do_not_exist_are_refused(target: Target) -> None:
+    with pytest.raises(PlanError, match="a target that does not exist"):
+        made().retarget([target])
+
+
+def test_background_tiles_land_one_after_the_other_from_their_order_on() -> None:
+    """Ordered at 10: experts in their order, the earlier layer first."""
+    cache = made()
+    cache.retarget([Target(1, 0, 1), Target(0, 2, 2)])
+    cache.advance(50.0)
+    assert not cache.residency.any(), "nothing moves before it is ordered"
+    cache.update(60.0)
+    seen = []
+    for now in (60.0, 64.9, 65.0, 70.0, 74.9, 75.0, 200.0):
+        cache.advance(now)
+        seen.append((int(cache.residency[0, 2]), int(cache.residency[1, 0])))
+    assert seen == [(0, 0), (0, 0), (1, 0), (2, 0), (2, 0), (2, 1), (2, 1)]
+    assert booked(cache.counters) == {"placed": 3}
+    assert (cache.counters.link_busy, cache.free) == (15.0, 75.0)
+
+
+def test_link_has_so_many_orders_in_the_background() -> None:
+    shape = ModelShape(layers=1, experts=BACKGROUND_ORDERS + 2, tiles=1, top_k=1)
+    cache = made(99, shape)
+    cache.retarget([Target(0, expert, 1) for expert in range(shape.experts)])
+    cache.update(0.0)
+    cache.advance(1000.0)
+    assert cache.residency.sum() == BACKGROUND_ORDERS
+    cache.update(1000.0)
+    cache.advance(2000.0)
+    assert cache.residency.all()
+
+
+def test_lowered_target_ends_its_order_behind_the_tile_that_moves() -> None:
+    """The tile on the link lands without a place. The next order of the expert begins where it ends."""
+    cache = made()
+    cache.retarget([Target(0, 0, 4)])
+    cache.update(0.0)
+    cache.advance(7.0)  # one has landed, one moves
+    cache.retarget([Target(0, 0, 1)])
+    cache.advance(30.0)
+    assert cache.residency[0, 0] == 1
+    assert booked(cache.counters) == {"placed": 2}
+    assert cache.counters.link_busy == 10.0
+    cache.retarget([Target(0, 0, 3)])
+    cache.update(30.0)
+    cache.advance(40.0)
+    assert cache.residency[0, 0] == 3
+    assert booked(cache.counters) == {"placed": 4}
+
+
+def test_order_within_its_lowered_target_goes_on() -> None:
+    cache = made()
+    cache.retarget([Target(0, 0, 2)])
+    cache.update(0.0)
+    cache.retarget([Target(0, 0, 3)])
+    cache.retarget([Target(0, 0, 2)])
+    cache.advance(10.0)
+    assert cache.residency[0, 0] == 2
+
+
+def test_predicted_tiles_are_useful_wasted_or_unused() -> None:
+    """Four land; of those above the lowered target two are wasted, one is used, and one lands later."""
+    cache = made()
+    cache.retarget([Target(0, 0, 4)], predicted=True)
+    cache.update(0.0)
+    cache.advance(15.0)
+    assert (cache.unused, booked(cache.counters)) == (3, {"predicted": 3})
+    cache.used((0, 0))
+    assert (cache.unused, booked(cache.counters)) == (0, {"predicted": 3, "useful": 3})
+    cache.advance(20.0)
+    assert (cache.unused, booked(cache.counters)) == (1, {"predicted": 4, "useful": 3})
+    cache.used((0, 0))
+    cache.used((0, 0))  # its tiles are counted once
+    assert (cache.unused, booked(cache.counters)) == (0, {"predicted": 4, "useful": 4})
+    cache.retarget([Target(0, 0, 0)])
+    assert booked(cache.counters) == {"predicted": 4, "useful": 4}
+
+
+def test_evicted_predictions_are_wasted_tile_by_tile() -> None:
+    cache = made()
+    cache.retarget([Target(0, 0, 4)], predicted=True)
+    cache.update(0.0)
+    cache.advance(20.0)
+    cache.retarget([Target(0, 0, 3)])
+    assert (cache.unused, booked(cache.counters)) == (3, {"predicted": 4, "wasted": 1})
+    cache.retarget([Target(0, 0, 0)])
+    assert (cache.unused, booked(cache.counters)) == (0, {"predicted": 4, "wasted": 4})
+    cache.used((0, 0))
+    assert booked(cache.counters) == {"predicted": 4, "wasted": 4}
+
+
+def test_tiles_before_a_prediction_are_not_its_own() -> None:
+    """Two tiles were resident; of the four two are predicted ones, and these are evicted first."""
+    cache, target = made(), np.zeros((2, 6), np.int32)
+    target[0, 0] = 2
+    cache.place(target)
+    cache.retarget([Target(0, 0, 4)], predicted=True)
+    cache.update(0.0)
+    cache.advance(10.0)
+    assert cache.unused == 2
+    cache.retarget([Target(0, 0, 1)])
+    assert booked(cache.counters) == {"predicted": 2, "wasted": 2}
+
+
+def test_prediction_that_is_dropped_in_flight_is_wasted() -> None:
+    cache = made()
+    cache.retarget([Target(0, 0, 4)], predicted=True)
+    cache.update(0.0)
+    cache.advance(1.0)
+    cache.retarget([Target(0, 0, 0)])
+    cache.advance(50.0)
+    assert (cache.unused, booked(cache.counters)) == (0, {"predicted": 1, "wasted": 1})
+    assert not cache.residency.any()
+
+
+def test_prediction_is_booked_to_the_phase_that_made_it() -> None:
+    cache = made()
+    first, second = cache.counters, PhaseOutcome(2)
+    cache.retarget([Target(0, 0, 1), Target(0, 1, 1), Target(0, 2, 2)], predicted=True)
+    cache.update(0.0)
+    cache.counters = second
+    cache.advance(15.0)
+    cache.used((0, 0))
+    cache.retarget([Target(0, 1, 0)])
+    assert booked(first) == {"predicted": 3, "useful": 1, "wasted": 1}
+    cache.demand(0, [(2, 1, 2)], 15.0)
+    assert booked(second) == {"demanded": 1, "late": 1}
+    assert (first.link_busy, second.link_busy) == (0.0, 20.0)
+
+
+def test_demand_takes_its_own_tile_from_the_link_first() -> None:
+    """Of (0, 0) the first tile lands at 5; the others follow, all on demand, and none moves twice."""
+    cache = made()
+    cache.retarget([Target(0, 0, 4)], predicted=True)
+    cache.update(0.0)
+    landings = cache.demand(0, [(0, 0, 4), (3, 2, 4)], 2.0)
+    assert landings == [(0, 5.0), (0, 10.0), (0, 15.0), (0, 20.0), (3, 25.0), (3, 30.0)]
+    assert cache.residency[0].tolist() == [4, 0, 0, 0, 0, 0], "tiles beyond a target are not kept"
+    assert booked(cache.counters) == {"demanded": 6, "late": 4}
+    assert (cache.counters.link_busy, cache.free, cache.unused) == (30.0, 30.0, 0)
+    cache.update(100.0)
+    cache.advance(200.0)
+    assert cache.counters.link_busy == 30.0
+
+
+def test_demand_follows_another_experts_tile() -> None:
+    """The tile that moves lands first, at 5; the rest of its order waits for the demanded tiles."""
+    cache = made()
+    cache.retarget([Target(1, 5, 2), Target(0, 3, 1)])
+    cache.update(0.0)
+    cache.advance(6.0)  # (0, 3) has landed, the first tile of (1, 5) moves until 10
+    assert cache.demand(1, [(0, 0, 1), (2, 3, 4)], 6.0) == [(0, 15.0), (2, 20.0)]
+    assert cache.residency[1, 5] == 1
+    cache.advance(24.9)
+    assert cache.residency[1, 5] == 1
+    cache.advance(25.0)
+    assert cache.residency[1, 5] == 2
+    assert booked(cache.counters) == {"demanded": 2, "placed": 3}
+
+
+def test_idle_link_moves_demanded_tiles_from_now_on() -> None:
+    cache = made()
+    assert cache.demand(0, [(0, 0, 1)], 7.0) == [(0, 12.0)]
+    assert cache.demand(0, [(1, 0, 1)], 8.0) == [(1, 17.0)], "behind the one before"
