@@ -270,3 +270,36 @@ def test_rows_without_sequences_count_as_one_prompt() -> None:
     policy = placed(view := view_of("prefill", [0, 1], ()))
     assert len(policy.plan(0, rows((5, 6), (5, 7)), view).targets) == 4
     policy.plan(1, make_routing(SHAPE, RNG, 5), view)
+
+
+def test_predicted_layer_is_divided_by_landed_tiles_within_their_targets() -> None:
+    """Expert 1 is landing, and expert 2 is about to be evicted."""
+    view = view_of("decode", [0, 1, 2], (7,))
+    residency, target = view.residency.copy(), view.target.copy()
+    residency[4, 1], target[4, 2] = 1, 0
+    view = replace(view, residency=residency, target=target)
+    ahead = daop().ahead(3, Signals(None, {4: logits(e1=1.5, e2=2, e0=1)}), view)
+    assert ahead is not None
+    assert ahead.cut.tolist() == [2, 1, 0, 0, 0, 0, 0, 0]
+    # neither is wholly on the device: the better one stays, expert 0 replaces the other
+    assert ahead.gated.router_routing.experts.tolist() == [[2, 1]]
+    assert ahead.gated.routing.experts.tolist() == [[2, 0]]
+
+
+@pytest.mark.parametrize(("layer", "places"), [(0, [5, 6]), (1, [2, 3])])
+def test_uses_are_counted_layer_by_layer(layer: int, places: list[int]) -> None:
+    """Each row counts for its own sequence, in the layer that it was routed in."""
+    policy = placed(view := view_of("prefill", [0, 1], (7, 8, 7)))
+    first = policy.plan(0, rows((5, 6), (5, 6), (5, 6)), view)
+    second = policy.plan(1, rows((2, 3), (2, 3), (2, 3)), view)
+    targets = (first, second)[layer].targets
+    assert [target.expert for target in targets if target.tiles] == places
+    assert {target.layer for target in targets} == {layer}
+
+
+def test_sequence_in_its_last_live_step_keeps_its_counts_and_others_lose_theirs() -> None:
+    policy = placed(view_of("prefill", [0, 1], (7,)))
+    policy.plan(0, rows((0, 1), times=5), view_of("prefill", [0, 1], (7,) * 5, step=0))
+    policy.plan(0, rows((0, 1), times=5), view_of("prefill", [0, 1], (8,) * 5, step=10))
+    later = view_of("prefill", [0, 1], (9,) * 6, step=17)  # 7 has ended: 5 uses of 0 and 1 are left
+    assert len(policy.plan(0, rows((5, 6), times=6), later).targets) == 4

@@ -390,3 +390,128 @@ def test_placed_experts_are_evicted_from_the_last_on(scope: str, evicted: list[t
         machine.layer(1, Routing(np.array([[expert]], np.int32), np.ones((1, 1), np.float32)))
         gone += [(int(a), int(b)) for a, b in np.argwhere(machine.view.target < before)]
     assert gone == evicted
+
+
+def test_parts_and_defaults_of_the_presets() -> None:
+    """As docs and papers have them."""
+    assert {name: tuple(preset.parts.values()) for name, preset in PRESETS.items() if preset.parts} == {
+        "all-host": ("empty", "own", "none", "host", "keep"),
+        "on-demand": ("empty", "own", "none", "device", "lru"),
+        "mixtral-offloading": ("empty", "own", "next-gate", "device", "lru"),
+        "layerwise": ("first-layers", "own", "none", "resident", "keep"),
+        "fiddler": ("known", "own", "none", "cheaper", "keep"),
+        "hybrimoe": ("popular", "own", "next-gate", "two-ended", "score"),
+        "bandwidth-split": ("popular", "own", "none", "bandwidth", "keep"),
+        "dali": ("random", "own", "residual", "greedy", "workload"),
+        "adapmoe": ("sized", "adaptive", "lookahead", "device", "lru"),
+    }
+    found = {
+        name: {option.name: option.default for option in preset.options if option.name not in PARTS}
+        for name, preset in PRESETS.items()
+    }
+    lru = {"scope": "layer", "sizes": "even"}
+    assert {name: options for name, options in found.items() if options} == {
+        "on-demand": lru,
+        "mixtral-offloading": lru,
+        "dali": {"seed": None, "prefetch": None, "window": 4, "swaps": None},
+        "adapmoe": {"threshold": None, "phase": "decode", "depth": 3, "scope": "layer", "sizes": "dp"},
+        "daop": found["daop"],
+        "random": {"seed": None, "churn": "0"},
+    }
+    daop = {"placement": "calibrated", "first_layer": 4, "swap": 1.05, "early": "1", "predict": "1"}
+    assert {option.name: option.default for option in PRESETS["daop"].options} == daop
+    beam = dict((o.name, value) for o, value in PRESETS["dali"].values({"assignment": "beam"}, 9))
+    assert (beam["width"], beam["seed"], beam["window"]) == (2, 9, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "least", "most"),
+    [
+        ("dali", "window", 1, 1 << 20),
+        ("dali", "swaps", 1, 1024),
+        ("dali", "prefetch", 1, 64),
+        ("dali", "seed", 0, 2**63 - 1),
+        ("daop", "first_layer", 1, 4096),
+        ("daop", "swap", 0, 100),
+        ("adapmoe", "depth", 1, 3),
+        ("adapmoe", "threshold", 0, 1e9),
+    ],
+)
+def test_bounds_of_options_are_allowed_values(name: str, option: str, least: float, most: float) -> None:
+    for value, allowed in ((least, True), (most, True), (least - 1, False), (most * 2, False)):
+        if allowed:
+            make(name, **{option: str(value)})
+        else:
+            with pytest.raises(PolicyError, match=f"{option}="):
+                make(name, **{option: str(value)})
+
+
+@pytest.mark.parametrize(("whole", "cached"), [(0, 0), (1, 1), (2, 1), (3, 2), (4, 2), (5, 3), (30, 28)])
+def test_reserve_is_at_most_half_of_a_small_cache(whole: int, cached: int) -> None:
+    """A token uses two experts, which are the reserve of a cache of four or more."""
+    shape = ModelShape(layers=4, experts=8, tiles=2, top_k=2)
+    view = make_view(shape, 2 * whole + 1)
+    made = make("mixtral-offloading", placement="first-layers", scope="global")
+    assert made.placement(view).sum() == 2 * cached
+    assert make("on-demand", placement="first-layers", scope="global").placement(view).sum() == 2 * whole
+    assert bool(made.probes(0, view)) == (whole > 1)
+
+
+def test_new_calibration_and_new_capacity_change_the_cache_sizes() -> None:
+    shape = ModelShape(layers=5, experts=8, tiles=1, top_k=2)
+    rng = np.random.default_rng(4)
+    made = make("adapmoe")
+    views = [replace(make_view(shape, 22), calibration=make_calibration(shape, rng)) for _ in range(2)]
+    views.append(replace(views[1], capacity=15))
+    placed = [made.placement(view) for view in views]
+    for view, found in zip(views, placed, strict=True):
+        assert np.array_equal(found, make("adapmoe").placement(view))
+    assert len({str(found.sum(axis=1)) for found in placed}) == 3
+
+
+# --- the preset random ------------------------------------------------------------------------------------
+
+FEW = ModelShape(layers=3, experts=20, tiles=3, top_k=2)
+
+
+@pytest.mark.parametrize("capacity", [0, 10, 60, 500])
+def test_random_residencies_fill_the_cache(capacity: int) -> None:
+    view = make_view(FEW, capacity)
+    placed = make("random").placement(view)
+    everything = make("random").placement(make_view(FEW, 500))
+    assert placed.sum() == min(capacity, everything.sum())
+    assert (placed <= everything).all()
+    assert (placed == everything).sum() >= 60 - (everything > 0).sum() + (capacity > 0)
+    assert set(everything.ravel()) == {0, 1, 2, 3}
+    assert np.array_equal(placed, make("random").placement(view))
+    if capacity > 0:
+        assert not np.array_equal(placed, make("random", seed="1").placement(view))
+
+
+def test_random_cuts_stay_and_random_targets_churn() -> None:
+    """The draws of cuts, of placements and of churn are independent; without churn no target changes."""
+    view = make_view(FEW, 60)
+    routing = Routing(np.zeros((1, 2), np.int32), np.ones((1, 2), np.float32))
+    plain, churned = make("random"), make("random", churn="1")
+    target = plain.placement(view)
+    steps = [replace(view, step=step, target=target) for step in range(4)]
+    plans = [[plain.plan(layer, routing, step) for layer in range(3)] for step in steps]
+    assert all(plan.targets == () for plan in plans[0])
+    assert plain.after(0, routing, view) == ()
+    for layer in range(3):
+        assert all(np.array_equal(plans[0][layer].cut, plans[step][layer].cut) for step in range(4))
+        assert set(plans[0][layer].cut) == {0, 1, 2, 3}
+        assert not np.array_equal(plans[0][layer].cut, target[layer])
+    assert not np.array_equal(plans[0][0].cut, plans[0][1].cut)
+    drawn = [churned.plan(1, routing, step) for step in steps]
+    assert all(np.array_equal(plan.cut, plans[0][1].cut) for plan in drawn)
+    assert [len(plan.targets) for plan in drawn] == [1 + 20 // 8] * 4
+    assert {change.layer for plan in drawn for change in plan.targets} == {1}
+    assert len({plan.targets for plan in drawn}) == 4
+    assert churned.plan(1, routing, steps[2]).targets == drawn[2].targets
+    later = [churned.after(1, routing, replace(view, step=step, target=target)) for step in range(40)]
+    assert {len(changes) for changes in later} == {1}
+    assert {changes[0].layer for changes in later} == {0, 1, 2}
+    plan = drawn[0].cut
+    plan[:] = 9  # the policy keeps a copy
+    assert np.array_equal(churned.plan(1, routing, steps[0]).cut, plans[0][1].cut)
