@@ -1,0 +1,315 @@
+"""A client's unfinished requests: which message belongs to which, and what a lost engine leaves of them."""
+
+import asyncio
+import time
+from dataclasses import replace
+
+import pytest
+from protocol_engine import QUIET, WELCOME, both, drain, engine, until
+
+from protocol import connection, link, scoring
+from protocol.answer import Answer
+from protocol.client import Client
+from protocol.connection import SILENCE_SECONDS, ConnectOptions
+from protocol.errors import ConnectionLost, EngineGone, RequestFailed, VersionMismatch
+from protocol.keys import Address
+from protocol.link import MAX_EXITS, Link, RetryBudget
+from protocol.messages import (
+    Calibrate,
+    Calibrated,
+    Calibrating,
+    Cancel,
+    Done,
+    Error,
+    Generate,
+    Heartbeat,
+    PolicyChanged,
+    Queued,
+    Score,
+    Stats,
+    StatsReply,
+    Token,
+)
+from protocol.pending import copy_of
+
+TOKEN, DONE = Token(9, 0, 7, "x"), Done(9, "length")
+
+
+async def deliver(server, client, *messages):
+    """Send these to every client; returns when all have been read."""
+    for peer in list(server.clients):
+        for message in messages:
+            await server.send(peer, message)
+    await client.stats()
+
+
+@pytest.mark.parametrize(
+    ("message", "strays"),
+    [
+        (TOKEN, 1),
+        (DONE, 1),
+        (Queued(9, 1), 1),
+        (Calibrated(9, "/f", {}), 1),
+        (Calibrating(9, "reading", 1, 2), 0),
+        (StatsReply(9, {}), 0),
+        (Error(9, "late"), 0),
+        (PolicyChanged(9, "p", True), 0),
+        (Heartbeat(), 0),
+    ],
+)
+async def test_message_of_no_request_changes_nothing(endpoint, message, strays):
+    async with both(endpoint) as (server, client):
+        answer = client.generate(prompt="slow", max_tokens=10_000)
+        await until(lambda: answer.token_ids)
+        await deliver(server, client, message, message)
+        assert client.strays == 2 * strays
+        assert answer.done is None
+
+
+async def test_requests_end_by_their_own_messages_alone(endpoint):
+    """The engine has not answered any of these so far: each reply is sent by the test."""
+    async with both(endpoint) as (server, client):
+        server.mute = True
+        answers = [client.generate(prompt="a"), client.generate(prompt="b")]
+        asked = [asyncio.create_task(client.stats()) for _ in range(2)]
+        setting = asyncio.create_task(client.set_policy("deadly"))
+        await until(lambda: len(server.ever(Stats)) == 2 and len(server.ever(Generate)) == 2)
+        first, second = (message.request for message in server.ever(Stats))
+        policy = setting_number = 4
+        server.mute = False
+        for peer in server.clients:
+            await server.send(peer, StatsReply(second, {"n": 2}))
+            await server.send(peer, Done(answers[1].request, "stop", text="b"))
+            await server.send(peer, PolicyChanged(-1, "another's", True))
+            await server.send(peer, Error(setting_number, "no such policy"))
+        assert await asked[1] == {"n": 2}
+        assert (await answers[1].result()).text == "b"
+        with pytest.raises(RequestFailed, match=r"^no such policy$") as failed:
+            await setting
+        assert failed.value.usage
+        assert (asked[0].done(), answers[0].done, policy) == (False, None, 4)
+        for peer in server.clients:
+            await server.send(peer, Done(first, "cancelled"))
+            await server.send(peer, Error(answers[0].request, "refused"))
+        with pytest.raises(RequestFailed, match="cancelled this; it is shutting down") as failed:
+            await asked[0]
+        assert not failed.value.usage
+        with pytest.raises(RequestFailed, match=r"^refused$"):
+            await answers[0].result()
+
+
+async def test_cancelled_calibration_ends_with_one_message(endpoint):
+    """Its end is no stray message, whichever it is; a second one is."""
+    async with both(endpoint) as (server, client):
+        for end in (Done(0, "cancelled"), Calibrated(0, "/f", {})):
+            far = []
+            waiting = asyncio.create_task(client.calibrate(text="slow", on_progress=far.append))
+            await until(lambda far=far: far)
+            before, cancelled = client.strays, len(server.ever(Cancel))
+            server.mute = True  # the engine's own Done does not come
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            await until(lambda cancelled=cancelled: len(server.ever(Cancel)) > cancelled)
+            server.mute = False
+            number = server.ever(Calibrate)[-1].request
+            await deliver(server, client, replace(end, request=number))
+            assert client.strays == before
+            await deliver(server, client, Done(number, "cancelled"))
+            assert client.strays == before + 1
+
+
+async def test_leaving_the_client_cancels_answers_and_calibrations_alone(endpoint):
+    async with engine(endpoint) as server:
+        async with Client.connect(endpoint) as client:
+            answer = client.generate(prompt="slow", max_tokens=10_000)
+            ended = await client.generate(prompt="hi", max_tokens=1).result()
+            calibrating = asyncio.create_task(client.calibrate(text="slow"))
+            await until(lambda: len(server.jobs) == 3)
+            server.mute = True
+            asking = asyncio.create_task(client.stats())
+            await until(lambda: server.ever(Stats))
+        for waiting in (calibrating, asking):
+            with pytest.raises(EngineGone, match="closed"):
+                await waiting
+        (calibration,) = (message.request for message in server.ever(Calibrate))
+        await until(lambda: len(server.ever(Cancel)) >= 2)
+        await asyncio.sleep(0.02)
+        assert server.ever(Cancel) == [Cancel(answer.request), Cancel(calibration)]
+        assert ended.done.reason == "length"
+
+
+async def test_each_caller_gets_an_error_of_its_own(endpoint):
+    """An exception object belongs to one traceback."""
+    async with engine(endpoint):
+        async with Client.connect(endpoint) as client:
+            answers = [client.generate(prompt="slow", max_tokens=10_000) for _ in range(2)]
+        errors = [await client.lost(), await client.lost()]
+        for answer in answers:
+            with pytest.raises(EngineGone) as raised:
+                await answer.result()
+            errors.append(raised.value)
+        assert len({id(error) for error in errors}) == 4
+        assert {str(error) for error in errors} == {"this client is closed"}
+    assert type(copy_of(VersionMismatch("v"))) is VersionMismatch
+
+
+async def test_answer_that_is_read_twice_or_late_is_whole():
+    cancelled = []
+    answer = Answer(3, cancelled.append)
+    positions = []
+    answer.feed(Queued(3, 5))  # nothing is called
+    answer.on_queued = positions.append
+    answer.feed(Queued(3, 2))
+    assert positions == []  # called from the event loop
+    await asyncio.sleep(0)
+    assert positions == [2]
+    for index in range(3):
+        answer.feed(Token(3, index, 7 + index, "abc"[index]))
+    answer.feed(Done(3, "stop", text="!"))
+    assert answer.done.reason == "stop"  # before its tokens are read
+    for _ in range(2):
+        result = await answer.result()
+        assert (result.tokens, result.text) == ((7, 8, 9), "abc!")
+    async for token in answer:
+        assert token.index == 0
+        break
+    await answer.cancel()
+    assert cancelled == []
+    failed = Answer(4, cancelled.append)
+    failed.feed(Token(4, 0, 7, "a"))
+    failed.feed(EngineGone("gone"))
+    with pytest.raises(EngineGone, match="gone"):
+        await failed.result()
+    await failed.cancel()
+    assert (failed.token_ids, failed.done, cancelled) == ((7,), None, [])
+
+
+@pytest.mark.parametrize(
+    ("progress", "fails"),
+    [
+        ([0] * MAX_EXITS, True),
+        ([0] * (MAX_EXITS - 1), False),
+        ([0, 0, 1, 1], False),
+        ([0, 0, 1, 1, 1], True),
+        ([3, 3, 5, 3, 5], False),
+        ([1, 1, 1, 2], False),  # the third has failed already; the fourth counts anew
+    ],
+)
+def test_exits_are_counted_from_the_last_progress(progress, fails):
+    budget = RetryBudget()
+    found = [budget.count_loss(part) for part in progress]
+    assert (found[-1] is not None) is fails
+    if fails:
+        assert str(found[-1]).startswith(f"the engine exited {MAX_EXITS} times without progress")
+        assert not found[-1].usage
+
+
+# --- the link -----------------------------------------------------------------------------------------------
+
+
+def options(endpoint, **changed):
+    given = {"name": "link", "timeout": 1.0, "retry": 0.0, "silence": QUIET} | changed
+    return ConnectOptions(Address(endpoint), **given)
+
+
+async def nothing():
+    pass
+
+
+async def test_link_without_retry_ends_with_the_first_loss(endpoint):
+    lost = []
+    async with engine(endpoint) as server:
+        made = Link(options(endpoint), lost.append, nothing)
+        assert not made.up
+        with pytest.raises(AssertionError):
+            _ = made.welcome
+        await made.open()
+        assert (made.up, made.welcome) == (True, WELCOME)
+        server.mute = True
+        with pytest.raises(EngineGone, match="silent"):
+            await made.receive()
+        assert lost == []  # there is nothing to wait for
+        await made.close()
+        assert not made.up
+        made.cancel(3)  # nothing is sent, and nothing raised
+        made.send(Stats(1))  # only checked
+        await made.close()
+
+
+async def test_full_queue_delays_a_message_and_then_loses_the_connection(endpoint, monkeypatch):
+    monkeypatch.setattr("protocol.connection.HWM", 5)
+    async with engine(endpoint):
+        made = Link(options(endpoint, silence=0.1), lambda lost: None, nothing)
+        await made.open()
+        tries = []
+
+        def full(message):
+            if isinstance(message, Heartbeat):
+                return
+            tries.append(message)
+            if len(tries) < limit:
+                raise RequestFailed("5 messages are queued")
+
+        monkeypatch.setattr(made._connection, "send", full)
+        limit = 3
+        await made.send_when_possible(Stats(1))
+        assert tries == [Stats(1)] * 3
+        limit = 10**9
+        begun = time.monotonic()
+        with pytest.raises(ConnectionLost, match=r"^5 messages are queued$"):
+            await made.send_when_possible(Stats(2))
+        assert 0.1 <= time.monotonic() - begun < 5.0
+        await made.close()
+
+
+async def test_score_has_a_connection_of_its_own_with_a_short_queue(endpoint, monkeypatch):
+    seen = []
+    opened = link.open_connection
+
+    async def recorded(how, timeout):
+        seen.append((how, timeout))
+        return await opened(how, timeout)
+
+    monkeypatch.setattr(link, "open_connection", recorded)
+    async with both(endpoint, timeout=3.0) as (server, client):
+        blocks = await drain(client.score(token_ids=range(2)))
+        assert [block.start for block in blocks] == [0, server.rows]
+        assert all(block.logprobs.shape == (0, 0) for block in blocks)
+        (whole, first), (own, second) = seen
+        assert (whole.name, own.name) == ("test", "test/score")
+        assert own.receive_hwm == scoring.SCORES_HWM < whole.receive_hwm
+        assert (first, second) == (3.0, 3.0)
+        assert (own.silence, own.address) == (SILENCE_SECONDS, whole.address)
+        assert server.ever(Score) == [Score(0, token_ids=(0, 1))]
+
+
+async def test_client_sends_five_heartbeats_in_its_silence(endpoint, monkeypatch):
+    pauses, sleep = [], asyncio.sleep
+
+    async def recorded(seconds):
+        if asyncio.current_task().get_name() == f"heartbeats to {endpoint}":
+            pauses.append(seconds)
+        await sleep(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", recorded)
+    async with both(endpoint, silence=0.5) as (server, client):
+        await until(lambda: len([name for name, _ in server.heartbeats if name == "test"]) >= 2)
+        assert set(pauses) == {0.1}
+        assert client.endpoint == endpoint
+
+
+async def test_hint_at_a_key_is_given_where_one_is_used(endpoint, monkeypatch):
+    for keys, ends in ((None, r"is it running\?$"), (object(), r"Does it know this client's key\?$")):
+        how = options(endpoint)
+        monkeypatch.setattr(connection, "connect_dealer", dealer := connection.connect_dealer)
+        if keys is not None:
+            how = ConnectOptions(Address(endpoint, keys), "n", 1.0, 0.0, QUIET)  # type: ignore[arg-type]
+            monkeypatch.setattr(
+                connection,
+                "connect_dealer",
+                lambda c, e, receive_hwm, keys: dealer(c, e, receive_hwm=receive_hwm),
+            )
+        with pytest.raises(ConnectionLost, match=ends) as lost:
+            await connection.open_connection(how, 0.05)
+        assert not lost.value.dropped
