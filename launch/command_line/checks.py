@@ -130,11 +130,12 @@ def without_effect(config: EngineConfig, policy: Policy, model: Path) -> list[st
             "--expert-cache": config.expert_cache is not None,
         }
         for option in (option for option, is_given in given.items() if is_given):
-            lines.append(f"{option} acts only on policies set later: {policy.name} uses no device memory")
+            does = "--policy layerwise, for example, does"
+            lines.append(f"{option} has no effect on {policy.name}, which uses no device memory; {does}")
     if config.costs is not None and not policy.needs_costs:
         lines.append(f"--costs has no effect on {policy.name}, which plans without costs")
     if config.host_slowdown != 1.0 and not policy.uses_host:
-        lines.append(f"--host-slowdown acts only on policies set later: {policy.name} uses no workers")
+        lines.append(f"--host-slowdown has no effect on {policy.name}, which computes nothing on the host")
     if config.tile is not None and config.tile > (largest := _largest_tile(config, model)):
         lines.append(f"--tile {config.tile} was cut to {largest}, all that an expert has")
     return lines

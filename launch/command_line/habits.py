@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-_EXPERT_CACHE = "--expert-cache RATIO"
-_WORKERS = "--workers N"
+_LAYERWISE = "--policy layerwise --expert-cache RATIO"
 # Each option's own spelling here.
 OPTIONS = {
     "-m": "--model DIR",
@@ -15,8 +14,7 @@ OPTIONS = {
     "-p": "--prompt TEXT",
     "-f": "--file FILE",
     **dict.fromkeys(("-sys", "--system-prompt"), "--system TEXT"),
-    **dict.fromkeys(("-t", "--threads", "--num-thread"), _WORKERS),
-    **dict.fromkeys(("-ngl", "--gpu-layers", "--n-gpu-layers", "--num-gpu"), _EXPERT_CACHE),
+    **dict.fromkeys(("-ngl", "--gpu-layers", "--n-gpu-layers", "--num-gpu"), _LAYERWISE),
     **dict.fromkeys(("-cmoe", "--cpu-moe", "-ncmoe", "--n-cpu-moe", "-ot"), "--policy PRESET"),
     **dict.fromkeys(("-ub", "--ubatch-size", "-b", "--batch-size"), "--chunk N"),
     "-s": "--seed S",
@@ -27,10 +25,16 @@ OPTIONS = {
 }
 # What differs in meaning, by our spelling.
 MEANINGS = {
-    _WORKERS: "expert workers, by default one for each core",
-    _EXPERT_CACHE: "the share of the expert tiles on the device, on a GPU by default as much as fits",
+    _LAYERWISE: "the first layers' experts on the device, RATIO of all tiles; on a GPU by default as many"
+    " as fit",
     "--policy PRESET": "where experts are resident and computed; all-host keeps them off the GPU",
 }
+THREADS = (
+    "has no equivalent: an engine uses all cores that it may run on (`taskset` limits them); without a GPU"
+    " --workers 0 is the fastest choice"
+)
+# Options of which no option here has the meaning.
+WITHOUT_EQUIVALENT = dict.fromkeys(("-t", "--threads", "--num-thread"), THREADS)
 # Where a command has an option of its own for it.
 OF_COMMAND = {
     "bench": {"-p": "--prompt-len P", "-n": "--gen-len G", "-r": "--rounds N"},
@@ -56,6 +60,8 @@ def explain(arguments: Sequence[str], options: Mapping[str, Collection[str]]) ->
         word = argument.partition("=")[0]
         found = re.fullmatch(r"(-\w)\d+", word)  # -n100
         word = found[1] if found else word
+        if word in WITHOUT_EQUIVALENT:
+            return f"{word} {WITHOUT_EQUIVALENT[word]}"
         ours = OF_COMMAND.get(command, {}).get(word) or OPTIONS.get(word)
         if ours is not None:
             return f"{word} is {ours} here{_where(ours, command, options)}"

@@ -131,6 +131,8 @@ def parse(arguments: list[str]) -> Options:
         raise WrongUsage("--chaos-rate belongs to --chaos; give both or neither")
     if "prefill" in written and "stepwise" not in written:
         raise WrongUsage("--prefill belongs to --stepwise; give both or neither")
+    if "detail" in written and "json" not in written:
+        raise WrongUsage("--detail belongs to --json; give both or neither")
     if command == "calibrate":
         _check_calibrate(written)
     if command == "cache":

@@ -95,6 +95,9 @@ Complaint = Callable[..., str]
         ("--max-tokens 5 stress", ["--max-tokens", "stress"]),
         ("--system b generate --prompt a", ["--system", "generate"]),
         ("stress --clients 0", ["--clients", "at least 1"]),
+        ("generate hello --detail", ["--detail belongs to --json"]),
+        ("score --text README.md --detail", ["--detail belongs to --json"]),
+        ("bench --replay run.trace --detail", ["--detail belongs to --json"]),
         ("bench --gen-len 1", ["--gen-len", "at least 2"]),
         ("bench --policy all-host --set fiddler.x=1", ["all-host", "fiddler"]),
         ("serve --kv-tokens 0", ["--kv-tokens", "at least 1"]),
@@ -109,8 +112,9 @@ Complaint = Callable[..., str]
         ("generate --ctx-size=4096 hello", ["--ctx-size is --context N here"]),
         ("serve -n 100", ["-n is --max-tokens N here, and belongs to generate, chat"]),
         ("bench -n 100", ["-n is --gen-len G here"]),
-        ("serve -ngl 99", ["-ngl is --expert-cache RATIO here", "share"]),
-        ("-t 8", ["-t is --workers N here", "one for each core"]),
+        ("serve -ngl 99", ["-ngl is --policy layerwise --expert-cache RATIO here", "of all tiles"]),
+        ("-t 8", ["-t has no equivalent", "taskset", "--workers 0"]),
+        ("generate hello --threads=8", ["--threads has no equivalent"]),
         ("run llama", ["no command 'run'", "launch.py --model"]),
         ("--temperatur 3", ["'--temperatur'; did you mean --temperature?"]),
         ("--prompt a", ["--prompt does not belong to a chat, but to generate"]),
@@ -205,7 +209,11 @@ def test_options_without_effect_are_reported(tiny_model: Path) -> None:
     all_host, on_demand = (make_policy(PolicyRequest(name), 0) for name in ("all-host", "on-demand"))
     shared = make_policy(PolicyRequest("on-demand", {"assignment": "cheaper"}), 0)
     for policy, config, words in (
-        (all_host, EngineConfig(expert_cache=0.5), ["--expert-cache", "all-host"]),
+        (
+            all_host,
+            EngineConfig(expert_cache=0.5),
+            ["--expert-cache", "all-host", "--policy layerwise"],
+        ),
         (all_host, EngineConfig(link_gbps=5.0), ["--link-gbps", "all-host"]),
         (all_host, EngineConfig(prefetcher="thread"), ["--prefetcher", "all-host"]),
         (all_host, EngineConfig(costs=Path("costs.json")), ["--costs", "all-host"]),
