@@ -22,7 +22,8 @@ from pipeline import coordinator
 from pipeline.config import ResolvedConfig
 from pipeline.coordinator import FLOODED, STOPPING, Coordinator
 from pipeline.experts.inline_pool import InlineExpertPool
-from pipeline.serving import engine_inbox
+from pipeline.serving import clients, engine_inbox
+from pipeline.serving.clients import Clients
 from protocol.codec import decode, encode
 from protocol.messages import (
     VERSION,
@@ -40,6 +41,7 @@ from protocol.messages import (
     Shutdown,
     Stats,
     StatsReply,
+    WorkerDied,
     WorkerUp,
 )
 from protocol.sockets import bind_router, ipc_endpoint, parse_identity
@@ -207,6 +209,50 @@ async def test_engine_that_waits_for_a_child_is_given_up_at_shutdown(
         await supervisor.shut_down()  # within a child's 60 s
         message = await supervisor.next()
         assert (message.text, message.usage) == ("the engine was stopped while a step waited", False)
+
+
+async def test_failed_task_ends_the_coordinator_with_an_exit_code(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(self: Clients) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(Clients, "serve", fail)
+    async with supervised(tiny_model, tmp_path) as supervisor:
+        assert await asyncio.wait_for(supervisor.serving, LIMIT) == 1
+    assert "the coordinator failed" in caplog.text
+    assert "ZeroDivisionError: a bug" in caplog.text
+
+
+async def test_exits_that_the_supervisor_reports_reach_the_engine(tiny_model: Path, tmp_path: Path) -> None:
+    async with supervised(tiny_model, tmp_path) as supervisor, raw_client(supervisor.endpoint) as client:
+        assert isinstance(await supervisor.next(), Ready)
+        await client.send(SetPolicy(1, "random"))
+        await client.expect(PolicyChanged)
+        for exit in (WorkerDied("prefetcher", 0, 7, False, -1), WorkerDied("prefetcher", 0, 0, True, -1)):
+            await supervisor.send(*encode(exit))  # the first is of an incarnation that never ran
+        recovery: dict[str, Any] = {}
+        async with asyncio.timeout(LIMIT):
+            while not recovery.get("deaths"):
+                await client.send(Stats(2))
+                recovery = (await client.expect(StatsReply)).stats["recovery"]["prefetcher"]
+        assert recovery["deaths"] == 1
+
+
+async def test_disconnected_clients_requests_end(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clients, "HEARTBEAT_SECONDS", 0.01)
+    async with supervised(tiny_model, tmp_path) as supervisor, raw_client(supervisor.endpoint) as other:
+        async with raw_client(supervisor.endpoint) as leaving:
+            await leaving.send(replace(ASKED, max_tokens=50, conversation="talk"))
+            await leaving.next()
+        stats: dict[str, Any] = {"ended": 0}
+        async with asyncio.timeout(LIMIT):
+            while not stats["ended"] or stats["conversations"]:
+                await other.send(Stats(2))
+                stats = (await other.expect(StatsReply)).stats["scheduler"]
+        assert (stats["running"], stats["waiting"], stats["kv_tokens_used"]) == (0, 0, 0)
 
 
 async def test_endpoint_that_cannot_be_bound_is_a_usage_error(tiny_model: Path, tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ import pytest
 
 from pipeline.counters import PhaseCounters
 from pipeline.device.cpu import CpuDevice
+from pipeline.experts import tile_mover
 from pipeline.experts.expert_cache import ExpertCache
 from pipeline.experts.fetch_link import DEMANDED, PLACED, PREDICTED, Order
 from pipeline.experts.shares import Missing
-from pipeline.experts.tile_mover import TileMover
+from pipeline.experts.tile_mover import RESTART_LIMIT, TileMover
 from pipeline.policies.view import Target
 
 LAYERS, EXPERTS, TILES = 2, 4, 4
@@ -217,3 +218,69 @@ def test_dropped_predictions_tiles_that_another_target_keeps_are_not_predicted()
     mover.collect_landings()
     assert mover.cache.residency[0, 1] == 2
     assert (counted(mover.counters), held(mover)) == ((0, 0, 0), 0)
+
+
+# --- limits and restarts --------------------------------------------------------------------------------
+
+
+def test_order_is_cancelled_only_where_it_fetches_beyond_the_target() -> None:
+    mover, link, _ = mover_of(2 * TILES, 1)
+    mover.retarget([Target(0, 1, 3)])
+    mover.fetch_missing()
+    (order,) = link.sent
+    for tiles in (TILES, 3):
+        mover.retarget([Target(0, 1, tiles)])
+        assert not order.cancelled
+    mover.retarget([Target(0, 2, 0)])  # another expert's
+    assert not order.cancelled
+    mover.retarget([Target(0, 1, 2)])
+    assert order.cancelled
+
+
+def test_so_many_background_orders_are_under_way_and_the_next_follows_one_that_ends(monkeypatch) -> None:
+    monkeypatch.setattr(tile_mover, "BACKGROUND_ORDERS", 3)
+    mover, link, _ = mover_of(LAYERS * EXPERTS, 1)
+    mover.retarget([Target(layer, expert, 1) for layer in range(LAYERS) for expert in range(EXPERTS)])
+    mover.update()
+    mover.update()
+    assert [(order.layer, order.expert) for order in link.sent] == [(0, 0), (0, 1), (0, 2)]
+    link.land(link.sent[1], 1)
+    mover.fetch_missing()
+    assert len(link.sent) == 3  # its landing is not booked
+    mover.update()
+    assert [(order.layer, order.expert) for order in link.sent[3:]] == [(0, 3)]
+    assert mover.placed == 1
+
+
+@pytest.mark.parametrize("limit", [None, 0.25])
+def test_wait_for_a_restart_has_the_movers_limit(limit: float | None) -> None:
+    link, device = ManualLink(), FencingDevice()
+    cache = ExpertCache(LAYERS, EXPERTS, TILES, TILES, TILES + 1, device.fence)
+    limits = {} if limit is None else {"restart_limit": limit}
+    mover = TileMover(cache, link, device, **limits)
+    waited: list[float] = []
+
+    def wait_up(seconds: float) -> bool:
+        waited.append(seconds)
+        link.up = len(waited) == 2
+        return link.up
+
+    link.up, link.wait_up = False, wait_up
+    mover.retarget([Target(0, 1, TILES)])
+    assert not mover.wait_idle()
+    assert mover.wait_idle()  # the prefetcher starts within the limit
+    assert waited == [RESTART_LIMIT if limit is None else limit] * 2
+    assert (mover.idle, mover.placed, cache.residency[0, 1]) == (True, TILES, TILES)
+
+
+def test_nothing_is_ordered_while_the_prefetcher_is_down_and_all_after_it() -> None:
+    mover, link, _ = mover_of(TILES, 2)
+    link.up = False
+    mover.retarget([Target(0, 1, 2)])
+    mover.update()
+    unfetched: list[Missing] = []
+    assert list(mover.stream(0, [Missing(1, 0, 3), Missing(2, 1, 2)], unfetched)) == []
+    assert (unfetched, link.sent) == ([Missing(1, 0, 3), Missing(2, 1, 2)], [])
+    link.up = True
+    mover.poll_prefetcher()
+    assert link.expert_orders() == [(1, PLACED)]  # nothing of the demand is left
