@@ -22,6 +22,7 @@ from pipeline import coordinator
 from pipeline.config import ResolvedConfig
 from pipeline.coordinator import FLOODED, STOPPING, Coordinator
 from pipeline.experts.inline_pool import InlineExpertPool
+from pipeline.experts.peers import ExitEvents
 from pipeline.serving import clients, engine_inbox
 from pipeline.serving.clients import Clients
 from protocol.codec import decode, encode
@@ -224,19 +225,19 @@ async def test_failed_task_ends_the_coordinator_with_an_exit_code(
     assert "ZeroDivisionError: a bug" in caplog.text
 
 
-async def test_exits_that_the_supervisor_reports_reach_the_engine(tiny_model: Path, tmp_path: Path) -> None:
-    async with supervised(tiny_model, tmp_path) as supervisor, raw_client(supervisor.endpoint) as client:
+async def test_exits_that_the_supervisor_reports_reach_the_engine(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported: list[WorkerDied] = []
+    monkeypatch.setattr(ExitEvents, "put", lambda self, exit: reported.append(exit))
+    exits = [WorkerDied("worker", 3, 7, True, 5), WorkerDied("prefetcher", 0, 9, False, -1)]
+    async with supervised(tiny_model, tmp_path) as supervisor:
         assert isinstance(await supervisor.next(), Ready)
-        await client.send(SetPolicy(1, "random"))
-        await client.expect(PolicyChanged)
-        for exit in (WorkerDied("prefetcher", 0, 7, False, -1), WorkerDied("prefetcher", 0, 0, True, -1)):
-            await supervisor.send(*encode(exit))  # the first is of an incarnation that never ran
-        recovery: dict[str, Any] = {}
-        async with asyncio.timeout(LIMIT):
-            while not recovery.get("deaths"):
-                await client.send(Stats(2))
-                recovery = (await client.expect(StatsReply)).stats["recovery"]["prefetcher"]
-        assert recovery["deaths"] == 1
+        for exit in exits:
+            await supervisor.send(*encode(exit))
+        await until(lambda: len(reported) == 2)
+        assert await supervisor.shut_down() == 0
+    assert reported == exits
 
 
 async def test_disconnected_clients_requests_end(
