@@ -23,6 +23,7 @@ from pipeline.calibration.file import NAME, calibration_path, load, read, save
 from pipeline.checkpoint.open import open_model
 from pipeline.errors import CalibrationError
 from pipeline.policies.calibration import Calibration
+from shm.cache_record import RECORD, CacheRecord, read_record
 
 SMALL = plain_calibration(2, 3, threshold=0.005, first_gate=np.ones((3, 4), np.float32))
 
@@ -56,6 +57,45 @@ def test_both_files_are_private(path: Path) -> None:
     assert "Calibration of small" in text
     assert "nothing to note" in text
     assert "0.005" in text
+
+
+def test_folder_that_others_could_read_is_made_private(path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    path.parent.chmod(0o755)
+    save(path, SMALL, {})
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_use_of_a_calibration_is_recorded(path: Path) -> None:
+    """When it is written and when it is loaded, but not when it is only looked at."""
+    save(path, SMALL, {"model": "small"})
+    assert read_record(path.parent) == CacheRecord("calibration", "small", "")
+    record = path.with_name(RECORD)
+    os.utime(record, (1e9, 1e9))
+    read(path)
+    assert record.stat().st_mtime == 1e9
+    load(path)
+    assert record.stat().st_mtime > 1e9
+    os.utime(record, (1e9, 1e9))
+    save(path, SMALL, {"model": "small"})
+    assert record.stat().st_mtime > 1e9
+    save(path, SMALL, {})
+    assert read_record(path.parent) == CacheRecord("calibration", "", "")
+
+
+def test_far_too_large_file_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.calibration.file.MOST_BYTES", 1 << 20)
+    save(path, SMALL, {})
+    with path.open("r+b") as file:
+        file.truncate((1 << 20) + 1)
+    with pytest.raises(CalibrationError, match="it is larger than 1 MB"):
+        load(path)
+
+
+@pytest.mark.parametrize("threshold", [0, 0.0, 3, None])
+def test_threshold_may_be_0_or_missing(path: Path, threshold: float | None) -> None:
+    save(path, replace(SMALL, threshold=threshold), {})
+    assert load(path).threshold == threshold
 
 
 def test_loaded_arrays_are_read_only(path: Path) -> None:
@@ -135,6 +175,19 @@ def rewrite(path: Path, changes: dict) -> None:
         ({"needed": np.full((2, 3), 0.5, np.float32)}, "does not consist of shares"),
         ({"sensitivity": np.array([-1, 1], np.float32)}, "sensitivity is below 0"),
         ({"first_gate": np.ones((3, 5), np.float32)}, "first_gate"),
+        ({"first_gate": np.ones((2, 4), np.float32)}, "first_gate"),
+        ({"accuracy.raw": np.full(2, -0.5, np.float32)}, "outside 0..1"),
+        ({"accuracy.raw": np.array([0, 1.25], np.float32)}, "outside 0..1"),
+        ({"prefill_counts": -np.ones((2, 3), np.int64)}, "below 0"),
+        ({"prefill_counts": None}, "prefill_counts is missing"),
+        ({"prefill_counts": np.ones((0, 3), np.int64)}, "prefill_counts is missing or not a matrix"),
+        ({"residuals": None}, "residuals is missing"),
+        ({"needed": np.array([[1.5, -0.5, 0]] * 2, np.float32)}, "does not consist of shares"),
+        ({"needed": np.full((2, 5), 0.2, np.float32)}, "does not consist of shares"),
+        ({"needed": np.ones((3, 3), np.float32)}, "needed is float32"),
+        ({"sensitivity": np.ones(3, np.float32)}, "sensitivity is float32"),
+        ({"threshold": float("inf")}, "threshold"),
+        ({"threshold": float("nan")}, "threshold"),
     ],
 )
 def test_invalid_metadata_and_arrays_are_refused(path: Path, changes: dict, message: str) -> None:

@@ -60,7 +60,12 @@ def test_longer_text_is_sampled_from_all_of_it(lengths: list[int], most: int, co
 
 @pytest.mark.parametrize(
     ("length", "context", "most", "message"),
-    [(255, 512, 900, "255 tokens"), (300, 15, 900, "--context"), (0, 512, 900, "0 tokens")],
+    [
+        (255, 512, 900, "255 tokens"),
+        (300, 15, 900, "--context"),
+        (0, 512, 900, "0 tokens"),
+        (9000, 512, 255, "9000 tokens"),
+    ],
 )
 def test_short_text_or_context_is_refused(length: int, context: int, most: int, message: str) -> None:
     with pytest.raises(RequestError, match=message):

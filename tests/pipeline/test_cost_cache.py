@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from thread_engine import CONTEXT, engine_in_threads
 
 from pipeline.calibration import cost_cache, cost_probe
 from pipeline.calibration.cost_cache import FOLDER, LOADED, Record, Setting, find, keep, measured_here
-from pipeline.calibration.cost_probe import costs_for
+from pipeline.calibration.cost_probe import costs_for, setting_of
 from pipeline.config import ResolvedConfig
 from pipeline.coordinator_config import CoordinatorConfig, WorkerCores
 from pipeline.errors import PolicyError
@@ -85,6 +86,56 @@ def test_damaged_file_is_ignored_and_replaced(tmp_path: Path, damage: Callable[[
     assert find(tmp_path, SETTING) == RECORD
 
 
+def test_damaged_file_is_removed_with_a_message(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keep(tmp_path, RECORD)
+    path = path_of(tmp_path)
+    path.write_text("{")
+    assert find(tmp_path, SETTING) is None
+    assert not path.exists()
+    (line,) = caplog.messages
+    assert line.startswith(f"{path} is not used, its costs are measured again: ")
+
+
+def test_found_costs_are_in_use_now(tmp_path: Path) -> None:
+    """The file's time is that of its last use, which keeps it from being removed first."""
+    keep(tmp_path, RECORD)
+    os.utime(path_of(tmp_path), (1e9, 1e9))
+    assert find(tmp_path, replace(SETTING, format="int4")) is None
+    assert path_of(tmp_path).stat().st_mtime == 1e9
+    measured_here(tmp_path)
+    assert path_of(tmp_path).stat().st_mtime == 1e9
+    before = time.time()
+    assert find(tmp_path, SETTING) == RECORD
+    assert path_of(tmp_path).stat().st_mtime >= before - 1
+
+
+def test_record_of_another_setting_under_this_name_is_not_used(tmp_path: Path) -> None:
+    keep(tmp_path, replace(RECORD, setting=replace(SETTING, format="int4")))
+    path_of(tmp_path, replace(SETTING, format="int4")).rename(path_of(tmp_path))
+    assert find(tmp_path, SETTING) is None
+    assert path_of(tmp_path).exists()
+
+
+def test_other_files_of_the_folder_are_neither_read_nor_removed(tmp_path: Path) -> None:
+    keep(tmp_path, RECORD)
+    others = [tmp_path / FOLDER / name for name in ("notes.json", "0" * 16 + ".json", SETTING.name + ".old")]
+    for other in others:
+        other.write_text("{")
+    foreign = replace(RECORD, setting=replace(SETTING, cpu="another"))
+    keep(tmp_path, foreign)
+    assert measured_here(tmp_path) == [(path_of(tmp_path), RECORD)]
+    assert all(other.exists() for other in others)
+    assert find(tmp_path, foreign.setting) == foreign
+
+
+@pytest.mark.parametrize("changes", [{"tiles": 0}, {"tile_bytes": 0}])
+def test_tiles_have_a_size(changes: dict[str, int]) -> None:
+    plain = RECORD.to_json()
+    assert Record.from_json(json.loads(json.dumps(plain))) == RECORD
+    with pytest.raises(ValueError, match="its tiles have no size"):
+        Record.from_json(plain | changes)
+
+
 def test_symbolic_link_is_not_followed(tmp_path: Path) -> None:
     keep(tmp_path, RECORD)
     elsewhere = tmp_path / "elsewhere.json"
@@ -133,12 +184,24 @@ def test_second_start_does_not_measure_again(tiny_model: Path, tmp_path, monkeyp
                 options=config,
             )
 
+        setting = setting_of(engine, coordinator(replace(config, link_gbps=3.0)))
+        assert engine.device.library is not None
+        kernels = engine.device.library.variant
+        assert setting == Setting(
+            *(CPU, CORES, "cpu", "a" * 64, config.format, config.backbone_dtype, (1,)),
+            *(kernels, config.prefetcher, "link paced to 3 GB/s"),
+        )
+        began = time.time()
         first = costs_for(engine, coordinator(config), CONTEXT)
         moved = mover.demanded
         assert costs_for(engine, coordinator(config), CONTEXT) == first
         assert mover.demanded == moved  # no fetch was timed
         ((path, record),) = measured_here(cache)
         assert record.costs == first
+        assert record.setting == replace(setting, emulation="")
+        assert (record.model, path.name) == (str(tiny_model), record.setting.name)
+        assert began <= record.measured <= time.time()
+        assert 0 <= record.load < 1e4
         assert (record.tiles, record.tile_bytes) == (engine.shape.tiles, engine.layout.tile_bytes)
         path.write_text("damaged")
         again = costs_for(engine, coordinator(config), CONTEXT)

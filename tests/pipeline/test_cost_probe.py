@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from thread_engine import engine_in_threads
 
+from pipeline.calibration import cost_probe
 from pipeline.calibration.cost_probe import ROWS, measure_costs
 from pipeline.engine.engine import Engine
 from pipeline.errors import PolicyError
+from pipeline.policies.costs import Costs
 from pipeline.policies.view import Target
 
 
@@ -49,3 +54,42 @@ def test_prefetcher_exit_while_costs_are_measured_is_an_error(tiny_model, tmp_pa
             engine.memory.mover.retarget([Target(0, 1, tiles)])
             assert engine.memory.mover.wait_idle()
         assert min(measure_costs(engine).host) > 0
+
+
+class Ticks:
+    """A clock that goes on by a second at each reading."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_seconds_are_of_one_tile_one_layer_and_one_round_trip(tiny_model, tmp_path, monkeypatch) -> None:
+    """Each timed call takes a second by this clock, and the workers say that they computed for six. An expert
+    has three tiles, and the slab ten slots, of which eight are computed in a call."""
+    monkeypatch.setattr("pipeline.calibration.cost_probe.time", Ticks())
+    monkeypatch.setattr("pipeline.calibration.cost_probe.BUDGET", 0.0)
+    monkeypatch.setattr(cost_probe, "ROUND_TRIPS", 3)
+    with engine_in_threads(tiny_model, tmp_path) as (engine, _):
+        assert (engine.shape.tiles, engine.memory.slab.slots) == (3, 10)
+        submitted = []
+        submit = engine.pool.submit
+
+        def six_seconds(layer: int, shards: list[Any], x: np.ndarray) -> SimpleNamespace:
+            ticket = submit(layer, shards, x)
+            submitted.append((len(x), sum(len(shard.items) for shard in shards)))
+            return SimpleNamespace(result=ticket.result, busy=6.0)
+
+        monkeypatch.setattr(engine.pool, "submit", six_seconds)
+        costs = measure_costs(engine)
+        demanded = engine.memory.mover.demanded
+    assert costs == Costs(ROWS, (2.0,) * 4, (1 / 8,) * 4, 1 / 3, 1.0, (1.0,) * 4)
+    one, many = submitted[:1], submitted[-3:]
+    assert one == [(1, 1)], "the pool is run once before it is timed"
+    assert [(rows, experts) for rows, experts in many] == [(1, 0)] * 3, "empty Works"
+    assert {rows for rows, _ in submitted} == set(ROWS)
+    timed_fetches = 3 * (len(ROWS) + 1)
+    assert demanded == engine.shape.tiles * (1 + timed_fetches)
