@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from pipeline.checkpoint.header import read_shard
+from pipeline.checkpoint.header import TensorEntry, read_shard
 from pipeline.checkpoint.index import CheckpointIndex, fingerprint
 from pipeline.checkpoint.reader import TensorReader
 from pipeline.errors import ModelError
@@ -85,6 +85,57 @@ def test_fingerprint_changes_with_every_input_of_the_store(tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     others.add(fingerprint(CheckpointIndex.open(folder), "bf16", 32))
     assert len(others) == 5
+
+
+def test_fingerprint_is_of_headers_sizes_and_names_and_not_of_the_order_of_keys(tmp_path):
+    folder = tiny_checkpoint.write_exactly(tmp_path, {"a": torch.zeros(4), "b": torch.ones(4)})
+    path = folder / "model.safetensors"
+
+    def found() -> str:
+        os.utime(path, ns=(0, 5))
+        return fingerprint(CheckpointIndex.open(folder), "bf16", 32)
+
+    first = found()
+    config = tiny_checkpoint.config()
+    (folder / "config.json").write_text(json.dumps(dict(reversed(config.items())), indent=2))
+    assert found() == first
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + b"?")  # of the weights themselves nothing is read
+    assert found() == first
+    path.write_bytes(data.replace(b'"a"', b'"c"'))
+    assert found() != first
+    path.unlink()
+    tiny_checkpoint.write_exactly(tmp_path, {"a": torch.zeros(4), "b": torch.ones(5)})
+    assert found() != first
+
+
+def test_shard_says_where_its_tensors_are(tmp_path):
+    header = {"one": entry(0, 8, [2]), "two": entry(8, 14, [3, 1], "BF16"), "__metadata__": {"format": "pt"}}
+    path = with_header(tmp_path, header, bytes(14))
+    shard = read_shard(path)
+    status = path.stat()
+    assert (shard.path, shard.size, shard.mtime_ns) == (path, status.st_size, status.st_mtime_ns)
+    begin = status.st_size - 14
+    assert shard.tensors == {
+        "one": TensorEntry(path, "F32", (2,), begin, 8),
+        "two": TensorEntry(path, "BF16", (3, 1), begin + 8, 6),
+    }
+
+
+BYTES = {
+    1: "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0",
+    2: "U16 I16 F16 BF16",
+    4: "U32 I32 F32",
+    8: "U64 I64 F64 C64",
+}
+
+
+@pytest.mark.parametrize(("size", "name"), [(size, name) for size in BYTES for name in BYTES[size].split()])
+def test_size_of_each_dtype(tmp_path, size, name):
+    shard = read_shard(with_header(tmp_path, {"a": entry(0, 3 * size, [3], name)}, bytes(3 * size)))
+    assert shard.tensors["a"].nbytes == 3 * size
+    with pytest.raises(ModelError, match="not its shape's and dtype's size"):
+        read_shard(with_header(tmp_path, {"a": entry(0, 3 * size + 1, [3], name)}, bytes(3 * size + 1)))
 
 
 # --- invalid directories -------------------------------------------------------------------------------

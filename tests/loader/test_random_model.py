@@ -184,6 +184,13 @@ def test_backbone_tensors_are_reproducible_and_scaled(tiny: Path, monkeypatch: p
     assert (norm == 1).all()
 
 
+def test_norms_are_1_and_biases_0(tiny: Path) -> None:
+    with open_model(tiny).tensors() as tensors:
+        assert (tensors.float32("model.norm.weight", (7,)) == 1).all()
+        assert (tensors.float32("model.norm.bias", (7,)) == 0).all()
+        assert tensors.reopen() is None
+
+
 def test_numbers_and_bits_of_a_backbone_tensor_agree(tiny: Path) -> None:
     with open_model(tiny).tensors() as tensors:
         raw = tensors.stacked([("a", (300, 512)), ("b", (200, 512))])

@@ -120,3 +120,31 @@ def test_large_logits_do_not_overflow() -> None:
     routing = Softmax(2, rescaled=True)(np.array([[3e38, -3e38, 3e38]], np.float32))
     assert routing.experts.tolist() == [[0, 2]]
     assert routing.weights.tolist() == [[0.5, 0.5]]
+
+
+@pytest.mark.parametrize(
+    "router",
+    [
+        Softmax(3, rescaled=True),
+        Softmax(3, rescaled=False, scale=2.5),
+        Softmax(3, rescaled=True, scale=0.5, groups=4, best_groups=2),
+        Softmax(5, rescaled=False, groups=4, best_groups=1),
+        SparseMixer(0.2),
+    ],
+    ids=str,
+)
+def test_row_is_routed_as_in_a_batch(router: Router) -> None:
+    """Bit by bit, so that an answer does not depend on those that are decoded with it."""
+    logits = random_logits(5, 50, 12, 2.0)
+    together = router(logits)
+    for row in range(len(logits)):
+        alone = router(logits[row : row + 1])
+        assert (alone.experts.dtype, alone.weights.dtype) == (np.int32, np.float32)
+        np.testing.assert_array_equal(alone.experts, together.experts[row : row + 1])
+        np.testing.assert_array_equal(alone.weights, together.weights[row : row + 1])
+
+
+def test_weights_of_a_token_sum_to_the_scale_where_rescaled() -> None:
+    logits = random_logits(1, 20, 8, 1.0)
+    np.testing.assert_allclose(Softmax(3, True, 2.5)(logits).weights.sum(axis=1), 2.5, rtol=1e-6)
+    assert (Softmax(3, False, 1.0)(logits).weights.sum(axis=1) < 0.999).all()

@@ -105,6 +105,20 @@ def test_damaged_tokenizer_json_is_refused(tmp_path: Path, content: str) -> None
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json", "spiece.model", "tiktoken.model"])
+def test_each_kind_of_tokenizer_file_is_one(tmp_path: Path, name: str) -> None:
+    """Not read as a model without a tokenizer."""
+    (tmp_path / name).write_text("no tokenizer")
+    with pytest.raises(ModelError, match="tokenizer in"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "merges.txt"])
+def test_settings_alone_are_no_tokenizer(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("{}")
+    assert Tokenizer.load(tmp_path) is None
+
+
 def test_unknown_tokenizer_class_is_read_from_tokenizer_json(own_dir: Path) -> None:
     name = "SomethingElseTokenizer"
     write_settings(own_dir, tokenizer_class=name, auto_map={"AutoTokenizer": [f"code.{name}", None]})

@@ -12,8 +12,9 @@ import pytest
 from replay_cases import COSTS, Scripted, preset, run
 from trace_files import make_header, scripted_steps
 
+from pipeline.errors import PlanError, TraceError
 from pipeline.policies.costs import Costs
-from pipeline.policies.view import ModelShape, Routing, Target, View
+from pipeline.policies.view import Gated, ModelShape, Routing, Signals, Target, View
 from pipeline.replay.machine import Replay
 
 # Two layers of two experts, of which a token uses one; an expert has so many tiles.
@@ -200,3 +201,64 @@ def test_wide_batches_cost_the_grids_seconds() -> None:
     outcome = Replay(header, preset("all-host"), grid, 0).run([step])
     assert outcome.prefill.seconds == pytest.approx(7 + 0.5 + 4 + 3)
     assert outcome.prefill.rows == 3
+
+
+class AtTheEnd(Scripted):
+    """Asks after the last layer for the next token's first layer."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.seen: list[Signals] = []
+
+    def probes(self, layer: int, view: View) -> tuple[int, ...]:
+        return (0,) if layer == view.shape.layers - 1 else ()
+
+    def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> tuple[Target, ...]:
+        self.seen.append(signals)
+        return ()
+
+
+def test_gate_for_the_next_tokens_first_layer_is_replayed() -> None:
+    (step,) = scripted_steps(ONE_TILE, [[[0], [1]]])
+    gate = np.array([[0.5, -2.0]], np.float16)
+    recorded = replace(step, layers=(step.layers[0], replace(step.layers[1], first=gate)))
+    policy = AtTheEnd()
+    Replay(ONE_TILE, policy, COSTS, 0).run([recorded])
+    assert [list(signals.probes) for signals in policy.seen] == [[], [0]]
+    assert policy.seen[1].probes[0].dtype == np.float32
+    assert policy.seen[1].probes[0].tolist() == [[0.5, -2.0]]
+    with pytest.raises(TraceError, match="scripted asks at layer 1 for a prediction of layer 0"):
+        Replay(ONE_TILE, AtTheEnd(), COSTS, 0).run([step])
+
+
+def test_phases_are_counted_apart_and_given_popularity_stays() -> None:
+    """A prompt's step and a decoded token, each 11 seconds; the counts are the policy's own."""
+    counts = np.array([[5, 1], [1, 5]])
+    machine = Replay(ONE_TILE, preset("all-host"), COSTS, 9, popularity=counts)
+    prompt, token = (scripted_steps(ONE_TILE, [[[0], [1]]], phase)[0] for phase in ("prefill", "decode"))
+    outcome = machine.run([prompt, token, token])
+    prefill, decode = outcome.prefill, outcome.decode
+    assert (prefill.steps, prefill.rows, decode.steps, decode.rows) == (1, 1, 2, 2)
+    assert (prefill.seconds, decode.seconds) == pytest.approx((11, 22))
+    assert (prefill.host_tiles, decode.host_tiles, prefill.device_tiles) == (2, 4, 0)
+    assert (prefill.active.tolist(), decode.active.tolist()) == ([1, 1], [2, 2])
+    assert (prefill.fidelity.weight, decode.fidelity.weight) == (2.0, 4.0)
+    assert counts.tolist() == [[5, 1], [1, 5]]
+    assert outcome.notes == []
+
+
+def test_policy_on_the_host_has_no_cache() -> None:
+    machine = Replay(ONE_TILE, preset("all-host"), COSTS, 9)
+    with pytest.raises(PlanError, match="the cache holds 0"):
+        machine.cache.retarget([Target(0, 0, 1)])
+
+
+def test_host_share_of_each_tile_below_the_cut() -> None:
+    """Of two tiles the device computes one, which is resident, until 3; the host the other, until 5.5."""
+    _, outcome = run(TWO_TILES, Scripted(1, placed=[(0, 0, 2), (1, 1, 2)]), [[[0], [1]]], capacity=4)
+    decode = outcome.decode
+    assert decode.seconds == pytest.approx(11)
+    assert (decode.host_tiles, decode.device_tiles, decode.host_share) == (2, 2, 0.5)
+    assert (decode.host_busy, decode.device_busy) == pytest.approx((6, 2 * (2 + 1)))
+    assert decode.wait_host == pytest.approx(2 * 2.5)
+    assert decode.hits.tolist() == [1, 1]
