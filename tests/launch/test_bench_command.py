@@ -1,0 +1,239 @@
+"""The order of a benchmark's steps, and what becomes of their outcomes, on an engine of known answers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from counters import decode
+
+from launch.bench import command
+from launch.bench.run import Run
+from launch.command_line.options import parse
+from launch.errors import Disturbed
+from launch.processes.cores import Cores
+from launch.terminal.interrupts import Interrupts
+from pipeline.policies.parts import ENOUGH_TOKENS
+from pipeline.policies.presets import PRESETS
+from protocol.answer import Answer
+from protocol.errors import EngineGone, ProtocolError, RequestFailed
+from protocol.messages import VERSION, Done, PolicyChanged, Scores, Welcome
+
+WELCOME = Welcome(
+    VERSION, "e", "/m", "f", "cuda", "dali", True, 50, 256, False, False, format="int8", backbone_dtype="bf16"
+)
+NLL = {"all-host": 1.0, "fiddler": 2.0, "daop": 3.0}  # nats of each token
+
+
+class StandInEngine:
+    """Notes in order which policy was set, and what was asked under it."""
+
+    def __init__(self) -> None:
+        self.welcome, self.on_policy = WELCOME, None
+        self.counted, self.calibrated = ENOUGH_TOKENS, False
+        self.events: list[Any] = []
+        self.refused: dict[str, ProtocolError] = {}
+        self.policy, self.runs = "dali", 0
+
+    async def stats(self) -> dict[str, Any]:
+        return {
+            **{"scheduler": {"kv_tokens": 1024, "prefill_chunk": 32}, "counted_tokens": self.counted},
+            **{"policy": "dali", "policy_options": {"a": "b"}, "calibrated": self.calibrated},
+            **{"tile_bytes": 10, "emulation": "slow", "cache": {"capacity_tiles": 7}},
+        }
+
+    async def set_policy(self, name: str, options: Any = None, *, counted: bool = True) -> PolicyChanged:
+        self.events.append((name, options or {}, counted))
+        if name in self.refused:
+            raise self.refused[name]
+        self.policy = name
+        return PolicyChanged(0, name, PRESETS[name].exact, (f"note {len(self.events) % 2} of {name}",))
+
+    def generate(self, **fields: Any) -> Answer:
+        self.events.append((len(fields["token_ids"]), fields["max_tokens"]))
+        answer = Answer(0, lambda request: None)
+        answer.feed(Done(0, "length"))
+        return answer
+
+    async def score(self, **fields: Any) -> AsyncIterator[Scores]:
+        self.events.append("score")
+        count = len(fields["token_ids"])
+        chosen = np.full(count - 1, -NLL[self.policy], np.float32)
+        yield Scores(0, 0, np.zeros(count, np.int32), chosen, np.zeros((0, 0), np.float32))
+
+    async def measure(self, prompts: Any, gen_len: int) -> tuple[Run, list[Done]]:
+        self.runs += 1
+        self.events.append(([len(prompt) for prompt in prompts], gen_len))
+        return Run(float(self.runs), 0.1, float(self.runs), 0, 0.0, 1.0, decode=decode()), []
+
+
+SHORT = ("--prompt-len", "100", "--gen-len", "4", "--batch", "2", "--ppl-tokens", "0", "--rounds", "2")
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    async def bench(engine: StandInEngine, *words: str, connect: bool = True) -> dict[str, Any]:
+        @asynccontextmanager
+        async def connected(*_: object) -> AsyncIterator[StandInEngine]:
+            yield engine
+
+        async def measure(client: StandInEngine, prompts: Any, gen_len: int) -> Any:
+            return await client.measure(prompts, gen_len)
+
+        monkeypatch.setattr(command, "connected", connected)
+        monkeypatch.setattr(command, "measure", measure)
+        line = ["bench", *words, *["--connect"] * connect, "--json"]
+        assert await command.bench(parse(line), Interrupts()) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    return bench
+
+
+async def test_each_run_follows_its_policy_and_an_unmeasured_request(bench: Any) -> None:
+    engine = StandInEngine()
+    options = ["--policy", "all-host,on-demand", "--set", "on-demand.scope=global"]
+    found = await bench(engine, *options, *SHORT)
+    host, demand = ("all-host", {}, False), ("on-demand", {"scope": "global"}, False)
+    run = [(64, 4), ([100, 100], 4)]  # at most 64 tokens, as many new ones as a run has
+    turns = [host, demand, demand, host, host, demand]
+    events = [("all-host", {}, False)]  # the engine has counted enough; the prompts are not counted
+    for policy in turns:
+        events += [policy, *run]
+    assert engine.events == [*events, ("dali", {"a": "b"}, True)]  # as it was
+    first, second = found["policies"]
+    assert first["decode_tok_s"]["runs"] == [4, 5]  # not those of the warm-up, 1 and 2
+    assert second["decode_tok_s"]["runs"] == [3, 6]
+    assert (first["exact"], second["options"]) == (True, {"scope": "global"})
+
+
+async def test_engine_that_has_counted_little_reads_other_text_first(bench: Any) -> None:
+    engine = StandInEngine()
+    engine.counted = ENOUGH_TOKENS - 1
+    await bench(engine, "--policy", "all-host", *SHORT)
+    assert engine.events[0] == ("all-host", {}, True)  # what it reads then is counted
+    at = engine.events.index(("all-host", {}, False))
+    assert at > 1
+    assert not any(len(event) == 3 for event in engine.events[1:at])  # under no other policy
+
+
+async def test_configuration_is_that_of_the_engine_and_the_plan(bench: Any) -> None:
+    engine = StandInEngine()
+    found = await bench(engine, "--policy", "all-host,fiddler", *SHORT)
+    expected = {
+        **{"engine": "e", "model": "/m", "device": "cuda", "format": "int8", "backbone_dtype": "bf16"},
+        **{"expert_cache": None, "cache_tiles": 7, "tile_bytes": 10, "workers": None, "context": 256},
+        **{"prefill_chunk": 32, "prompts": "random ids", "prompt_len": 100, "gen_len": 4, "batch": 2},
+        **{"rounds": 2, "ppl_tokens": 0, "warm_up": 1, "seed": 0, "counted_tokens": ENOUGH_TOKENS},
+        **{"uncalibrated": ["fiddler"], "left_out": {}},
+    }
+    assert {key: found["config"][key] for key in expected} == expected
+    assert found["emulation"] == "slow"
+    engine.calibrated = True
+    engine.events.clear()
+    options = ("--policy", "all-host,fiddler", "--device", "cpu", "--expert-cache", "0.5")
+    found = await bench(engine, *options, *SHORT, connect=False)
+    config = found["config"]
+    assert (config["uncalibrated"], config["expert_cache"]) == ([], 0.5)
+    assert config["workers"] == Cores.here().default_workers()
+    assert ("dali", {"a": "b"}, True) not in engine.events  # an engine of its own ends here
+
+
+async def test_notes_are_those_of_counted_rounds_without_repetition(bench: Any) -> None:
+    found = await bench(StandInEngine(), "--policy", "all-host", *SHORT, "--rounds", "4")
+    assert sorted(found["policies"][0]["notes"]) in (
+        ["note 0 of all-host"],
+        ["note 1 of all-host"],
+        ["note 0 of all-host", "note 1 of all-host"],
+    )
+
+
+async def test_policy_that_cannot_run_is_left_out_where_none_was_named(bench: Any) -> None:
+    engine = StandInEngine()
+    engine.refused = {"dali": RequestFailed("it needs a calibration", usage=True)}
+    found = await bench(engine, *SHORT)
+    names = [policy["name"] for policy in found["policies"]]
+    assert names == [name for name in PRESETS if name not in ("random", "dali")]
+    assert found["config"]["left_out"] == {"dali": "it needs a calibration"}
+    assert [event[0] for event in engine.events].count("dali") == 2  # once tried, and once restored
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        ((), RequestFailed("it broke")),  # not because of what was asked for
+        (("--policy", "all-host,on-demand"), RequestFailed("it needs a cache", usage=True)),
+    ],
+)
+async def test_other_refusals_end_a_benchmark(bench: Any, words: Any, refused: RequestFailed) -> None:
+    engine = StandInEngine()
+    engine.refused = {"on-demand": refused}
+    with pytest.raises(RequestFailed, match=str(refused)):
+        await bench(engine, *words, *SHORT)
+    assert engine.events[-1] == ("dali", {"a": "b"}, True)
+
+
+async def test_named_policies_that_need_a_calibration_are_tried_before_all_else(bench: Any) -> None:
+    engine = StandInEngine()
+    engine.refused = {"dali": RequestFailed("it needs a calibration", usage=True)}
+    with pytest.raises(RequestFailed, match="needs a calibration"):
+        await bench(engine, "--policy", "all-host,dali", *SHORT)
+    assert {event[0] for event in engine.events} == {"dali"}
+
+
+async def test_policy_of_another_client_is_left_as_it_is(bench: Any) -> None:
+    engine = StandInEngine()
+    measure = engine.measure
+
+    async def disturbed(prompts: Any, gen_len: int) -> Any:
+        engine.on_policy(PolicyChanged(-1, "layerwise", True))  # type: ignore[misc]
+        return await measure(prompts, gen_len)
+
+    engine.measure = disturbed  # type: ignore[method-assign]
+    with pytest.raises(Disturbed, match="another client set the policy layerwise meanwhile"):
+        await bench(engine, "--policy", "all-host", *SHORT)
+    assert ("dali", {"a": "b"}, True) not in engine.events
+
+
+@pytest.mark.parametrize("error", [EngineGone("gone"), RequestFailed("no such policy")])
+async def test_policy_that_cannot_be_restored_is_no_error(
+    bench: Any, error: ProtocolError, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = StandInEngine()
+    engine.refused = {"dali": error}
+    await bench(engine, "--policy", "all-host", *SHORT)
+    warned = "the engine's earlier policy, dali, was not set again: no such policy" in caplog.text
+    assert warned is isinstance(error, RequestFailed)
+
+
+@pytest.mark.parametrize(
+    ("policies", "reference"), [("daop,fiddler,all-host", "fiddler"), ("daop", "all-host")]
+)
+async def test_approximate_policies_are_compared_with_the_first_exact_one(
+    bench: Any, policies: str, reference: str
+) -> None:
+    engine = StandInEngine()
+    found = await bench(engine, "--policy", policies, *SHORT, "--ppl-tokens", "40")
+    last_run = max(i for i, event in enumerate(engine.events) if isinstance(event[0], list))
+    after = [e for e in engine.events[last_run + 1 : -1] if len(e) == 3]
+    assert [(name, counted) for name, _, counted in after] == [(reference, False), ("daop", False)]
+    judged = {policy["name"]: policy["decode"]["perplexity"] for policy in found["policies"]}
+    assert [name for name, perplexity in judged.items() if perplexity] == ["daop"]
+    perplexity = judged["daop"]
+    assert perplexity["exact_policy"] == reference
+    assert perplexity["tokens"] == 40
+    assert perplexity["approximate"] == pytest.approx(math.exp(3), rel=1e-3)
+    assert perplexity["exact"] == pytest.approx(math.exp(NLL[reference]), rel=1e-3)
+
+
+async def test_exact_policies_are_not_scored(bench: Any) -> None:
+    engine = StandInEngine()
+    await bench(engine, "--policy", "all-host,fiddler", *SHORT, "--ppl-tokens", "40")
+    assert "score" not in engine.events
+    await bench(engine, "--policy", "daop", *SHORT)
+    assert "score" not in engine.events  # --ppl-tokens 0
