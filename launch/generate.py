@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.command_line.checks import MAX_TEXT_BYTES, check_request, read_text
-from launch.command_line.model_files import check_reads_text
+from launch.command_line.model_files import check_can_chat, check_reads_text
 from launch.command_line.options import RANDOM_OPTIONS, Options
 from launch.connect.reconnect import reconnecting_client
 from launch.errors import AnswerLost, WrongUsage
@@ -31,7 +31,8 @@ async def generate(options: Options, interrupts: Interrupts) -> int:
     """Raises WrongUsage, RequestFailed, AnswerLost and what `reconnecting_client` raises."""
     text = await _text(options)
     if text is not None and not options.connect:
-        check_reads_text(options.config().model or model_dir())
+        check = check_can_chat if "chat" in options.written else check_reads_text
+        check(options.config().model or model_dir())
     async with reconnecting_client(options, interrupts) as client:
         recommended = client.welcome.sampling if "chat" in options.written else Sampling()
         answer = client.generate(**_prompt(options, text, client), **answer_settings(options, recommended))

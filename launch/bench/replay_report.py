@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.bench.profile_table import policy_name, routing_notes
-from launch.terminal.format import MISSING, count, model_name, percent, three_digits
+from launch.terminal.format import MISSING, alike, count, model_name, percent, three_digits
 from launch.terminal.tables import make_table, render
 from pipeline.arrays import Phase
 from pipeline.policies.costs import Costs
@@ -112,7 +113,8 @@ class Report:
         names += (*("whole\ntoken",) * whole, "hits", f"{self._unit[0]}/\ntoken", "host")
         table = make_table("policy", numbers=names, gap=0)
         first = self.results[0].outcome
-        for result in self.results:
+        moved = self._bytes(lambda decode: decode.moved)
+        for result, bytes_moved in zip(self.results, moved, strict=True):
             prefill, decode = result.outcome.prefill, result.outcome.decode
             table.add_row(
                 policy_name(result.request, result.outcome.exact),
@@ -122,7 +124,7 @@ class Report:
                 *(Text(_times(decode, first.decode), style="bold"),) * several,
                 *(_tok_s(self._whole("decode", decode)),) * whole,
                 percent(decode.hit_rate),
-                self._bytes(decode, decode.moved),
+                bytes_moved,
                 percent(decode.host_share),
             )
         return table
@@ -133,12 +135,13 @@ class Report:
         names = ["host\nbusy", "dev.\nbusy", "link\nbusy", "wait\nlink", "wait\nhost"]
         names += ["predicted", "useful", "late", "wasted"] * predicts
         table = make_table("policy", numbers=names, gap=0)
-        for result in self.results:
+        uses = (attrgetter(name) for name in ("predicted", "useful", "late", "wasted"))
+        brought = zip(*map(self._bytes, uses), strict=True)
+        for result, bytes_brought in zip(self.results, brought, strict=True):
             decode = result.outcome.decode
             plain = decode.to_json(self.header.tile_bytes)
             cells = [percent(share) for share in (*plain["busy"].values(), *plain["waits"].values())]
-            brought = (decode.predicted, decode.useful, decode.late, decode.wasted)
-            cells += [self._bytes(decode, tiles) for tiles in brought] * predicts
+            cells += list(bytes_brought) * predicts
             table.add_row(Text(result.request.name, style="bold"), *cells)
         return table
 
@@ -149,8 +152,11 @@ class Report:
         most = max(d.moved * self.header.tile_bytes / max(d.rows, 1) for d in decodes)
         return ("MB", 1e6) if most >= 1e6 else ("kB", 1e3)
 
-    def _bytes(self, phase: PhaseOutcome, tiles: int) -> str:
-        return three_digits(tiles * self.header.tile_bytes / max(phase.rows, 1) / self._unit[1])
+    def _bytes(self, tiles: Callable[[PhaseOutcome], int]) -> list[str]:
+        """A column: of each result, the bytes a token of these tiles in decode."""
+        size = self.header.tile_bytes / self._unit[1]
+        decodes = [result.outcome.decode for result in self.results]
+        return alike([tiles(decode) * size / max(decode.rows, 1) for decode in decodes])
 
     def _about_times(self) -> list[str]:
         rest = self._rest("decode")

@@ -12,8 +12,8 @@ MARKUP = 12  # characters that count for what the chat template writes around a 
 
 def answer_room(context: int, max_tokens: int) -> int:
     """Tokens of the context that a prompt with earlier turns leaves for the answer: `max_tokens`, but at
-    least a quarter of the context and at most half."""
-    return max(1, context // 4, min(max_tokens, context // 2))
+    least a quarter of the context."""
+    return max(1, context // 4, min(max_tokens, context))
 
 
 def trimmed(

@@ -12,7 +12,7 @@ from launch.chat.conversation import Reply
 from launch.chat.levers import LEAST_GAIN, Lever, has_workers, levers, together
 from launch.errors import WrongUsage
 from launch.phase_profile import PhaseProfile
-from launch.terminal.format import percent
+from launch.terminal.format import percent, three_digits
 from launch.terminal.tables import make_grid, make_table
 from protocol.messages import Welcome
 from shm.segment import byte_size
@@ -136,7 +136,7 @@ def _gain(seconds: float, bound: bool) -> str:
 
 
 def _speed(seconds: float) -> str:
-    return f"{1 / seconds:#.3g}".rstrip(".") + " tok/s"
+    return f"{three_digits(1 / seconds)} tok/s"
 
 
 def _milliseconds(seconds: float) -> str:

@@ -25,7 +25,7 @@ from launch.hub.hf_download import CONFIG
 from launch.plan import OPTIONS, Situation, every_format, formats, reasons, refusal, situation
 from launch.processes.cores import Cores
 from launch.runtime import cache_root
-from launch.terminal.format import alike
+from launch.terminal.format import alike, count
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
 from launch.terminal.tables import make_table, render
@@ -140,8 +140,9 @@ def _text(
 def _layers(spec: ModelSpec) -> str:
     sparse = len(spec.moe_layers)
     which = "" if sparse == spec.layers else f", {sparse} of them"
-    experts = f"{spec.experts} experts, {spec.top_k} active per token"
-    return f"{spec.layers} layers{which} with {experts}; context of up to {spec.max_positions} tokens"
+    experts = f"{count(spec.experts, 'expert')}, {spec.top_k} active per token"
+    layers = f"{count(spec.layers, 'layer')}{which} with {experts}"
+    return f"{layers}; context of up to {spec.max_positions} tokens"
 
 
 def _table(

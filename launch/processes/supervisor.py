@@ -74,7 +74,7 @@ class Supervisor:
         self._group: ProcessGroup | None = None
         self._monitor: ProcessMonitor | None = None
         self._lease: StoreLease | None = None
-        self._progress = ProgressDisplay("bytes", level=logging.INFO)
+        self._progress = ProgressDisplay("bytes")
         self._guard = TaskGuard()
 
     @property

@@ -33,12 +33,10 @@ class ProgressDisplay:
     """Shows one stage after the other, of bytes or of items. The line of a terminal is cleared at the end. A
     context manager; draws nothing before the first `update`."""
 
-    def __init__(self, unit: Literal["bytes", "items"], prefix: str = "", level: int = NOTICE) -> None:
-        """`prefix`: written before the stage in log lines, for which a bar has no space. `level`: of these
-        lines where stderr is no terminal."""
+    def __init__(self, unit: Literal["bytes", "items"], prefix: str = "") -> None:
+        """`prefix`: written before the stage in log lines, for which a bar has no space."""
         self._unit = unit
         self._prefix = prefix
-        self._level = NOTICE if sys.stderr.isatty() else level
         self._bars: Bars | None = None
         self._stage = ""
         self._began = 0.0  # the stage; monotonic seconds
@@ -58,7 +56,7 @@ class ProgressDisplay:
         elif now - self._last_line >= LINE_INTERVAL:
             self._last_line = now
             words = (f"{self._prefix}{stage}", self.figures(), note)
-            log.log(self._level, ", ".join(word for word in words if word))
+            log.log(NOTICE, ", ".join(word for word in words if word))
 
     def figures(self) -> str:
         """What is done of the stage, its rate, and the time that it still needs, as far as that is known."""

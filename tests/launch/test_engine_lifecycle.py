@@ -37,6 +37,7 @@ from launch.errors import StartFailed
 from launch.processes.cores import Cores
 from launch.processes.limits import Limits
 from launch.processes.supervisor import Supervisor
+from launch.terminal.progress import LINE_INTERVAL
 from pipeline.config import EngineConfig
 from protocol.sockets import runtime_root
 from shm.locks import build_lock
@@ -148,13 +149,15 @@ def test_a_start_in_a_pipe_says_two_lines(arguments: list[str]) -> None:
     code, out, err = run(*generate, *arguments)
     assert code == 0, err
     assert len(json.loads(out)["token_ids"]) == 1
-    what, ready = (line for line in err.splitlines() if line.startswith("[tandem] "))
+    what, *progress, ready = (line for line in err.splitlines() if line.startswith("[tandem] "))
     assert re.fullmatch(
         r"\[tandem\] tiny: experts bf16, rest bf16; memory [\d.]+ [MG]B of [\d.]+ [MG]B", what
     )
-    assert re.fullmatch(
-        r"\[tandem\] engine \w+ is ready after [\d.]+ s: all-host on the CPU, 2 workers", ready
+    ready_after = re.fullmatch(
+        r"\[tandem\] engine \w+ is ready after ([\d.]+) s: all-host on the CPU, 2 workers", ready
     )
+    assert ready_after is not None
+    assert len(progress) <= float(ready_after[1]) / LINE_INTERVAL
     assert not {"\r", "\x1b"} & set(err)
     code, _, err = run(*generate, *arguments, "--log-level", "warning")
     assert (code, "[tandem]" in err) == (0, False)

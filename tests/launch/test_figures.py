@@ -257,7 +257,12 @@ def test_table_of_a_calibration() -> None:
             "warning",
         ),
         (None, {"share": 0.25, "heldout": 0.6, "own": 0.2, "tokens": 50}, "warning: ", "whole text"),
-        (1, {"share": 0.25, "heldout": 0.6, "own": 0.59, "tokens": 50}, "59% of those that 50 tokens needed which clients ran before", "warning"),
+        (
+            1,
+            {"share": 0.25, "heldout": 0.6, "own": 0.59, "tokens": 50},
+            "59% of those that 50 tokens needed",
+            "warning",
+        ),
     ):
         text = " ".join(
             render(Path("/c"), found | {"share": share, "windows": 3, "hits": hits}, None, [], "").split()

@@ -130,7 +130,7 @@ def test_a_terminal_without_control_sequences_gets_lines(monkeypatch, caplog) ->
     caplog.set_level(NOTICE, logger="tandem")
     now = time.monotonic()
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
-    with ProgressDisplay("bytes", level=logging.INFO) as display:
+    with ProgressDisplay("bytes") as display:
         now += progress.LINE_INTERVAL
         display.update("starting the processes")
     assert [record.message for record in caplog.records] == ["starting the processes, 0 s"]

@@ -17,9 +17,10 @@ def talk(*sizes: int) -> list[ChatMessage]:
 
 
 @pytest.mark.parametrize(
-    ("context", "most", "room"), [(1024, 100, 256), (1024, 300, 300), (1024, 2000, 512), (1, 512, 1)]
+    ("context", "most", "room"),
+    [(1024, 100, 256), (1024, 300, 300), (1024, 700, 700), (1024, 2000, 1024), (1, 512, 1)],
 )
-def test_room_is_max_tokens_between_a_quarter_and_half(context: int, most: int, room: int) -> None:
+def test_room_is_max_tokens_and_at_least_a_quarter(context: int, most: int, room: int) -> None:
     assert answer_room(context, most) == room
 
 
