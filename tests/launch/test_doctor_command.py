@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -160,3 +161,12 @@ async def test_verdict_counts_problems_and_notes(
     words = " and ".join(f"{n} {level}{'s' * (n > 1)}" for n, level in counts if n)
     _, text, _ = await doctor(others=found)
     assert " ".join(text.split()).endswith(f"{verdict}: {words}." if words else f"{verdict}.")
+
+
+@pytest.mark.parametrize(("policy", "advice"), [("all-host", True), ("fiddler", False)])
+def test_an_engine_that_computes_all_on_the_host_is_advised_to_have_no_workers(
+    policy: str, advice: bool
+) -> None:
+    found = proof.explain(replace(GOOD, policy=policy), None, fits_cache=True)
+    assert found.level == "ok"
+    assert ("--workers 0" in found.do) is advice
