@@ -3,18 +3,22 @@ start."""
 
 from __future__ import annotations
 
+import os
+import zlib
 from pathlib import Path
 
+import msgpack
 import numpy as np
 import pytest
 from waiting import until, wait_until
 
 from launch.processes.supervisor import Supervisor
 from launch.runtime import cache_root
-from pipeline.backbone.disk_cache import NAME, UNFINISHED, BackboneCache
+from pipeline.backbone.disk_cache import NAME, UNFINISHED, VERSION, BackboneCache
 from pipeline.config import EngineConfig
 from protocol.client import Client
 from protocol.sockets import Identity
+from shm.cache_record import RECORD, CacheRecord, read_record
 
 FINGERPRINT = "ab" * 32
 LIMIT = 20.0
@@ -80,6 +84,55 @@ def test_damaged_file_is_made_again(tmp_path: Path, place: str, caplog: pytest.L
     assert len(caplog.records) == 1
     found.finish()
     assert complete_file(tmp_path).exists()
+
+
+def test_matrices_are_aligned_and_the_index_tells_their_places(tmp_path: Path) -> None:
+    data = complete_file(tmp_path).read_bytes()
+    length = int.from_bytes(data[-8:], "little")
+    index = msgpack.unpackb(data[-8 - length : -8])
+    assert index == {
+        "version": VERSION,
+        "matrices": {
+            "a": [0, 5000, zlib.crc32(matrix(1))],
+            "b": [5056, 300, zlib.crc32(matrix(2, 300))],  # at a multiple of 64
+        },
+    }
+    assert data[:5000] == matrix(1).tobytes()
+    assert data[5056:5356] == matrix(2, 300).tobytes()
+
+
+def test_each_use_is_recorded(tmp_path: Path) -> None:
+    record = CacheRecord("backbone", "/models/x", "int8")
+    folder = tmp_path / FINGERPRINT
+    cache = BackboneCache(tmp_path, FINGERPRINT, record)
+    cache.keep("a", matrix(1))
+    assert read_record(folder) is None  # nothing is complete
+    cache.finish()
+    assert wait_until(lambda: read_record(folder) == record, LIMIT)
+    os.utime(folder / RECORD, (1e9, 1e9))
+    BackboneCache(tmp_path, FINGERPRINT, record).finish()
+    assert (folder / RECORD).stat().st_mtime > 1e9 + 1
+
+
+def test_failed_write_ends_with_one_warning_and_no_file(tmp_path: Path, monkeypatch, caplog) -> None:
+    """No matrix behind the one that failed is written."""
+    pwrite, begun = os.pwrite, []
+
+    def failing(descriptor: int, data: memoryview, begin: int) -> int:
+        begun.append(begin)
+        if len(begun) == 2:
+            raise OSError(28, "No space left on device")
+        return pwrite(descriptor, data, begin)
+
+    monkeypatch.setattr(os, "pwrite", failing)
+    cache = BackboneCache(tmp_path, FINGERPRINT)
+    for seed in range(4):
+        cache.keep(str(seed), matrix(seed))
+    cache.finish()
+    assert wait_until(lambda: list((tmp_path / FINGERPRINT).iterdir()) == [], LIMIT)
+    assert begun == [0, 5056]
+    assert len(caplog.records) == 1
+    assert "No space left on device" in caplog.text
 
 
 def test_file_writable_by_others_is_not_used(tmp_path: Path) -> None:
