@@ -6,9 +6,11 @@ Knows no requests, and no connections before or after it; `link.py` does.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 import zmq
@@ -67,8 +69,8 @@ class Connection:
 
     async def receive(self) -> object:
         """The next message other than a heartbeat. Raises ConnectionLost after `silence` seconds of waiting
-        without any message, and if the engine does not know this client; EngineGone if the engine ended the
-        connection for another reason.
+        without any message, earlier if the engine was stopped, and if the engine does not know this client;
+        EngineGone if the engine ended the connection for another reason.
 
         Only time spent waiting here counts as the engine's silence, in short waits: messages that a busy
         program did not read, or could not read while its event loop was blocked, are no silence.
@@ -79,6 +81,8 @@ class Connection:
                 frames = await self._socket.recv_multipart()  # for at most the socket's receive timeout
             except zmq.Again:
                 silent_waits += 1
+                if self._has_broken() and (how := engine_end(self._endpoint)):
+                    raise ConnectionLost(f"the engine at {self._endpoint} {how}") from None
                 continue
             silent_waits = 0
             # Receiving a waiting message does not suspend: without this a stream faster than its reader
@@ -164,6 +168,24 @@ async def open_connection(options: ConnectOptions, timeout: float) -> Connection
         await connection.close(deliver=False)
         raise
     return connection
+
+
+def engine_end(endpoint: str) -> str:
+    """How the whole engine at this endpoint has ended, for a sentence about it: an orderly stop removes its
+    directory, and after a crash of all of it no process holds the lock in it. "" while it runs, with or
+    without a coordinator, and for an engine on tcp."""
+    scheme, _, path = endpoint.partition("://")
+    if scheme != "ipc":
+        return ""
+    lock = Path(path).parent / "lock"
+    try:
+        with lock.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:  # an endpoint of another kind may have no lock at all
+        return "" if lock.parent.is_dir() else "was stopped"
+    except OSError:
+        return ""
+    return "has ended without being stopped"
 
 
 async def end_task(task: asyncio.Task[None]) -> None:

@@ -7,13 +7,11 @@ requests again in a callback after the reconnection.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 from protocol.codec import encode
-from protocol.connection import Connection, ConnectOptions, open_connection
+from protocol.connection import Connection, ConnectOptions, engine_end, open_connection
 from protocol.errors import ConnectionLost, EngineGone, ProtocolError, RequestFailed
 from protocol.messages import Welcome
 
@@ -121,6 +119,7 @@ class Link:
             if self._connection is not None:
                 connection, self._connection = self._connection, None
                 await connection.close(deliver=False)
+            self._check_ended()  # before `on_lost`, after which a wait is announced
             self._on_lost(lost)
             await self._wait_for_engine(lost)
             try:
@@ -143,29 +142,17 @@ class Link:
     async def _wait_for_engine(self, lost: ConnectionLost) -> None:
         deadline = time.monotonic() + self._options.retry
         while (rest := deadline - time.monotonic()) > 0:
-            if self._stopped():
-                raise EngineGone(f"{lost} (it has ended)")
+            self._check_ended()
             try:
                 return await self._open(min(rest, ATTEMPT_SECONDS))
             except ConnectionLost:
                 continue
         raise EngineGone(f"{lost} (no other engine was ready within {self._options.retry:g} s)")
 
-    def _stopped(self) -> bool:
-        """Whether the whole engine has ended, and not only its coordinator: its directory was removed, as by
-        an orderly stop, or no process holds the lock in it."""
-        scheme, _, path = self._options.address.endpoint.partition("://")
-        if scheme != "ipc":
-            return False
-        lock = Path(path).parent / "lock"
-        try:
-            with lock.open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            return not lock.parent.is_dir()  # an endpoint of another kind may have no lock at all
-        except OSError:
-            return False
-        return True
+    def _check_ended(self) -> None:
+        """Raises EngineGone if the whole engine has ended, and not only its coordinator."""
+        if how := engine_end(self._options.address.endpoint):
+            raise EngineGone(f"the engine at {self._options.address.endpoint} {how}")
 
 
 class RetryBudget:

@@ -1,8 +1,10 @@
 """The client library when the engine exits, hangs, is restarted, is of another version, or sends garbage."""
 
 import asyncio
+import shutil
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import zmq.asyncio
@@ -65,6 +67,23 @@ async def test_killed_engine_counts_as_gone_within_three_seconds(endpoint):
             assert watch.shows(2.0, 3.0)
             with pytest.raises(EngineGone, match=r"has been silent for 2\.5 s"):
                 await drain(scores)
+
+
+async def test_engine_that_was_stopped_is_not_waited_for(endpoint):
+    runtime = Path(endpoint.removeprefix("ipc://")).parent
+    with engine_process(endpoint) as process:
+        async with Client.connect(endpoint) as client:
+            pending = asyncio.create_task(client.generate(prompt="slow", max_tokens=10_000).result())
+            await asyncio.sleep(0.1)
+            process.kill()
+            shutil.rmtree(runtime)
+            watch = Stopwatch()
+            try:
+                with pytest.raises(EngineGone, match=f"^the engine at {endpoint} was stopped$"):
+                    await pending
+            finally:
+                runtime.mkdir(mode=0o700, exist_ok=True)
+            assert watch.shows(0.0, 1.5)  # before the silence of 2.5 s
 
 
 async def test_restarted_engine_does_not_know_this_client(endpoint):

@@ -286,8 +286,11 @@ async def test_client_ends_after_its_retry_time(endpoint):
         assert str(lost).startswith(f"the engine at {endpoint} has been silent")
 
 
-@pytest.mark.parametrize("left", ["nothing", "folder without a locked file"])
-async def test_client_does_not_wait_for_an_engine_that_was_stopped(endpoint, runtime, left):
+@pytest.mark.parametrize(
+    ("left", "end"),
+    [("nothing", "was stopped"), ("folder without a locked file", "has ended without being stopped")],
+)
+async def test_client_does_not_wait_for_an_engine_that_was_stopped(endpoint, runtime, left, end):
     async with Restarts(endpoint) as engines:
         await engines.stop()
         start = time.monotonic()
@@ -296,8 +299,9 @@ async def test_client_does_not_wait_for_an_engine_that_was_stopped(endpoint, run
         else:
             (runtime / "lock").touch()  # as after a crash of the whole engine
         try:
-            assert str(await engines.client.lost()).endswith("(it has ended)")
+            assert str(await engines.client.lost()) == f"the engine at {endpoint} {end}"
             assert time.monotonic() - start < QUIET + 3.5
+            assert engines.events == []  # no wait was announced
         finally:
             runtime.mkdir(mode=0o700, exist_ok=True)
 
