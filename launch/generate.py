@@ -106,7 +106,8 @@ def _prompt(options: Options, text: str | None, client: Client) -> dict[str, Any
         return {"prompt": text}
     if not client.welcome.has_chat_template:
         raise WrongUsage("--chat: this model has no chat template; leave it out")
-    return {"messages": (ChatMessage("user", text),)}
+    system = [ChatMessage("system", options.written["system"])] if "system" in options.written else []
+    return {"messages": (*system, ChatMessage("user", text))}
 
 
 def _finish(options: Options, answer: Answer, tokens: list[Token], client: Client) -> None:

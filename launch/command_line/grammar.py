@@ -116,6 +116,7 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
     prompt.add_argument("--prompt-tokens", type=token_ids, metavar="1,2,3", help="token ids to continue")
     template = "use the model's chat template, and sample as a chat does"
     generate.add_argument("--chat", action="store_true", help=template)
+    _add_chat(generate)
     _add_json(generate)
     _add_detail(generate)
 
@@ -306,7 +307,7 @@ def _add_answer(parser: Parser) -> None:
 
 
 def _add_chat(parser: Parser) -> None:
-    parser.add_argument("--system", type=not_empty, metavar="T", help="system prompt of the chat")
+    parser.add_argument("--system", type=not_empty, metavar="T", help="system message of the chat")
 
 
 def _add_detail(parser: Parser) -> None:

@@ -37,7 +37,7 @@ THREADS = (
 WITHOUT_EQUIVALENT = dict.fromkeys(("-t", "--threads", "--num-thread"), THREADS)
 # Where a command has an option of its own for it.
 OF_COMMAND = {
-    "bench": {"-p": "--prompt-len P", "-n": "--gen-len G", "-r": "--rounds N"},
+    "bench": {"--max-tokens": "--gen-len G", "-p": "--prompt-len P", "-n": "--gen-len G", "-r": "--rounds N"},
     "score": {"-f": "--text FILE"},
 }
 COMMANDS = {

@@ -117,8 +117,10 @@ def parse(arguments: list[str]) -> Options:
         raise WrongUsage(_unknown(unknown[0], command, commands[command] if command else parser, commands))
     if command not in (None, "chat", "generate"):
         _refuse(ANSWER_OPTIONS & written.keys(), f"does not belong to {command}")
-    if command not in (None, "chat") and "system" in written:
+    if command not in (None, "chat", "generate") and "system" in written:
         raise WrongUsage(f"--system does not belong to {command}")
+    if command == "generate" and "system" in written and "chat" not in written:
+        raise WrongUsage("--system: generate takes a system message only with --chat")
     if command == "generate":
         _check_prompt(written)
     if {"chat", "prompt_tokens"} <= written.keys():

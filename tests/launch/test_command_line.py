@@ -111,6 +111,8 @@ Complaint = Callable[..., str]
         ("generate hello -n100", ["-n is --max-tokens N here"]),
         ("generate --ctx-size=4096 hello", ["--ctx-size is --context N here"]),
         ("serve -n 100", ["-n is --max-tokens N here, and belongs to generate, chat"]),
+        ("bench --max-tokens 5", ["--max-tokens is --gen-len G here"]),
+        ("generate hello --system b", ["--system", "only with --chat"]),
         ("bench -n 100", ["-n is --gen-len G here"]),
         ("serve -ngl 99", ["-ngl is --policy layerwise --expert-cache RATIO here", "of all tiles"]),
         ("-t 8", ["-t has no equivalent", "taskset", "--workers 0"]),

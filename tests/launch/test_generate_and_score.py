@@ -83,7 +83,9 @@ def run_on(engine: StandInEngine, module: ModuleType, monkeypatch: pytest.Monkey
     return getattr(module, command)(parse([command, *words, *connect]), Interrupts())
 
 
-@pytest.mark.parametrize("words", ["hello", "--file {}", "--prompt-tokens 1,6", "hello --chat"])
+@pytest.mark.parametrize(
+    "words", ["hello", "--file {}", "--prompt-tokens 1,6", "hello --chat", "hi --chat --system be"]
+)
 async def test_prompt_is_sent_as_it_was_given(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +99,7 @@ async def test_prompt_is_sent_as_it_was_given(
         "--file {}": {"prompt": "two\nlines\n"},  # but the end of the last line
         "--prompt-tokens 1,6": {"token_ids": (1, 6)},
         "hello --chat": {"messages": (ChatMessage("user", "hello"),)},
+        "hi --chat --system be": {"messages": (ChatMessage("system", "be"), ChatMessage("user", "hi"))},
     }
     (sent,) = engine.sent
     sampling = replace(CHAT if "--chat" in words else Sampling(), seed=4)
