@@ -65,7 +65,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = " ".join(message.split())
-        choice = re.search(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", message)
+        choice = re.search(r"argument (\S+): invalid choice: ['\"](.*)['\"] \(choose from (.*)\)", message)
         if choice:
             known = re.findall(r"[\w-]+", choice[3])
             near = nearest(choice[2], known)
@@ -73,6 +73,8 @@ class Parser(argparse.ArgumentParser):
             message = f"{what} {choice[2]!r}{near} (supported: {', '.join(known)})"
             if choice[1] == "command" and choice[2] in habits.COMMANDS:
                 message = f"there is no command {choice[2]!r}: {habits.COMMANDS[choice[2]]}"
+            elif choice[1] == "command" and " " in choice[2]:
+                message += "; a prompt follows a command: launch.py generate PROMPT"
         if missing := re.fullmatch(r"one of the arguments (.*) is required", message):
             message = f"give {' or '.join(missing[1].split())}"
         raise WrongUsage(message.removeprefix("argument "))

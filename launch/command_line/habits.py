@@ -25,6 +25,7 @@ OPTIONS = {
 }
 # What differs in meaning, by our spelling.
 MEANINGS = {
+    "--model DIR": "a Hugging Face checkpoint directory (safetensors; GGUF is not read) or the Hub's ORG/NAME",
     _LAYERWISE: "the first layers' experts on the device, RATIO of all tiles; on a GPU by default as many"
     " as fit",
     "--policy PRESET": "where experts are resident and computed; all-host keeps them off the GPU",
@@ -47,6 +48,17 @@ COMMANDS = {
     "rm": "`launch.py cache --prune` removes what is kept of models",
     "show": "`launch.py doctor --model DIR` shows a model and whether it fits",
     "perplexity": "`launch.py score --text FILE` has the perplexity",
+    "ps": "`launch.py chat --connect x`, or any name that no engine has, shows the names of those that run",
+    "stop": "Ctrl-C, or SIGTERM to `launch.py serve`, stops an engine",
+}
+# Commands of other chats, by their names without the slash.
+CHAT_COMMANDS = {
+    "clear": "/reset clears the conversation",
+    "new": "/reset clears the conversation",
+    "show": "/stats shows the engine, /set the settings, /system the system message",
+    "model": "a chat keeps its model; --model chooses it when an engine is started",
+    "regen": "/retry asks the last question again",
+    "?": "/help lists all",
 }
 
 

@@ -45,7 +45,8 @@ class CheckpointIndex:
         """Read config.json and the headers of all shards. Raises ModelError, one line, for a directory that
         is missing, incomplete, damaged, quantized, or without safetensors."""
         if not folder.exists():
-            raise ModelError(f"the model directory {folder} does not exist")
+            hub = "; a model of the Hub is written ORG/NAME" if str(folder) == folder.name else ""
+            raise ModelError(f"the model directory {folder} does not exist{hub}")
         if not folder.is_dir():
             raise ModelError(f"{folder} is not a directory: give a Hugging Face checkpoint directory")
         config = _read_json(folder / CONFIG_FILE)
@@ -133,13 +134,17 @@ def _single_file(folder: Path) -> str:
             f"{folder} has its weights in {pickle}, a pickle, which can run any code when it is read: it is "
             "not opened; download the safetensors files, or convert it with transformers' save_pretrained"
         )
+    _refuse_gguf(folder)
+    raise ModelError(f"{folder} has no weights: {SINGLE_FILE} and {INDEX_FILE} are both missing")
+
+
+def _refuse_gguf(folder: Path) -> None:
     gguf = _first(folder, "*.gguf")
     if gguf is not None:
         raise ModelError(
             f"{folder} has its weights in {gguf}, llama.cpp's format, which is not read: download the "
             "original checkpoint's safetensors files"
         )
-    raise ModelError(f"{folder} has no weights: {SINGLE_FILE} and {INDEX_FILE} are both missing")
 
 
 def _first(folder: Path, *patterns: str) -> str | None:
@@ -153,6 +158,7 @@ def _read_json(path: Path) -> dict[str, Any]:
             raise ModelError(f"{path} is too large for a JSON file of a checkpoint")
         fields = json.loads(path.read_bytes())
     except FileNotFoundError:
+        _refuse_gguf(path.parent)
         raise ModelError(
             f"{path.parent} has no {path.name}: it is not a complete Hugging Face checkpoint directory"
         ) from None

@@ -117,6 +117,10 @@ Complaint = Callable[..., str]
         ("serve -ngl 99", ["-ngl is --policy layerwise --expert-cache RATIO here", "of all tiles"]),
         ("-t 8", ["-t has no equivalent", "taskset", "--workers 0"]),
         ("generate hello --threads=8", ["--threads has no equivalent"]),
+        ("-m llama.gguf", ["-m is --model DIR here", "GGUF is not read", "ORG/NAME"]),
+        ("ps", ["no command 'ps'", "--connect"]),
+        ("stop big", ["no command 'stop'", "Ctrl-C"]),
+        ("generate a --model mixtral", ["mixtral does not exist", "ORG/NAME"]),
         ("run llama", ["no command 'run'", "launch.py --model"]),
         ("--temperatur 3", ["'--temperatur'; did you mean --temperature?"]),
         ("--prompt a", ["--prompt does not belong to a chat, but to generate"]),
@@ -130,6 +134,13 @@ def test_wrong_usage_is_one_line(arguments: str, words: list[str], complaint: Co
     line = complaint(*arguments.split())
     for word in words:
         assert word in line
+
+
+@pytest.mark.parametrize("prompt", ["What is a list?", "What's a list?"])
+def test_prompt_without_a_command_is_pointed_at_generate(prompt: str, complaint: Complaint) -> None:
+    line = complaint(prompt)
+    assert prompt in line
+    assert "launch.py generate PROMPT" in line
 
 
 def test_process_exits_with_2_and_one_line(tmp_path: Path) -> None:

@@ -50,7 +50,17 @@ def test_line_is_parsed_as_command_or_question(line: str, meaning: object) -> No
 
 @pytest.mark.parametrize(
     ("line", "expected"),
-    [("/hlep", "/help"), ("/", "/help"), ("/nothing-near-it", "/help"), ("/quit now", "no argument")],
+    [
+        ("/hlep", "/help"),
+        ("/", "/help"),
+        ("/nothing-near-it", "/help"),
+        ("/quit now", "no argument"),
+        ("/bye now", "/bye takes no argument"),
+        ("/exit now", "/exit takes no argument"),
+        ("/clear", "/reset"),
+        ("/show info", "/stats"),
+        ("/model x", "--model"),
+    ],
 )
 def test_wrong_command_is_refused_in_one_line(line: str, expected: str) -> None:
     with pytest.raises(WrongUsage) as raised:

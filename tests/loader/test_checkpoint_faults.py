@@ -252,6 +252,8 @@ def test_gguf_is_refused(tmp_path):
     changed(tmp_path, lambda tensors: None)
     (tmp_path / SINGLE).rename(tmp_path / "model-q4_k_m.gguf")
     assert "model-q4_k_m.gguf, llama.cpp's format" in refusal(tmp_path)
+    (tmp_path / "config.json").unlink()  # a GGUF file has the config in it
+    assert "model-q4_k_m.gguf, llama.cpp's format" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
