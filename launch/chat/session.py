@@ -176,6 +176,11 @@ class Session:
             self._output.show(settings_table(after))
         for line in after.without_effect():
             self._output.note(line)
+        context = self._client.welcome.context
+        if argument and after.max_tokens != before.max_tokens and after.max_tokens >= context:
+            self._output.note(
+                f"an answer and its prompt have {context} tokens together: the engine's context"
+            )
 
     async def _save(self, argument: str) -> None:
         force = argument == FORCE or argument.endswith(f" {FORCE}")

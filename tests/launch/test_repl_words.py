@@ -98,6 +98,8 @@ def test_settings_change_and_return_to_defaults() -> None:
     ("text", "expected"),
     [
         ("topk=1", "top_k"),
+        ("n_predict 20", "did you mean max_tokens?"),
+        ("temp=0.3", "did you mean temperature?"),
         ("max_tokens", "max_tokens=value"),
         ("max_tokens=0", "at least 1"),
         ("temperature=warm", "not a number"),

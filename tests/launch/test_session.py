@@ -264,6 +264,11 @@ async def test_settings_hold_for_the_next_question_and_return_to_those_of_the_st
     await chat.says("one?")
     assert (chat.engine.sent[0]["max_tokens"], chat.engine.sent[0]["sampling"]) == (5, Sampling(0.5, seed=3))
     assert any("seed" in note for note in await chat.says("/set temperature=0"))  # without effect
+    context = chat.engine.welcome.context
+    for most, noted in ((context - 1, False), (context, True)):
+        notes = await chat.says(f"/set max_tokens={most}")
+        assert any(f"{context} tokens together" in note for note in notes) is noted
+    await chat.says("/set max_tokens=5")
     await chat.refuses("/set max_tokens=9 top_p=7", "top_p")
     assert chat.conversation.settings.max_tokens == 5
     await chat.says("/set max_tokens= seed= temperature=")
