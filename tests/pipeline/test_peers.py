@@ -182,8 +182,8 @@ def test_what_arrives_while_a_send_waits_is_received_next(
         "its exit": [(0, WorkerDied)],
     }
     began = time.monotonic()
-    assert kinds(workers.receive(60_000)) == expected[what]  # at once
-    assert time.monotonic() - began < LIMIT
+    assert kinds(workers.receive(3000)) == expected[what]
+    assert time.monotonic() - began < 2  # at once
     assert workers.receive(0) == []  # each once
 
 

@@ -161,3 +161,35 @@ def test_queue_limit_is_of_waiting_generates_and_scores_of_one_client(harness: H
     harness.scheduler.enqueue(b"b", Score(2, token_ids=(5, 6)))
     harness.scheduler.cancel_all()
     assert len(harness.to(b"a", Done)) == 2
+
+
+def test_preempted_request_leaves_its_conversations_newer_turn_alone(harness: Harness) -> None:
+    """A later request of the same conversation ended while the first one ran."""
+    harness.scheduler.enqueue(b"c", ask(0, 8, 40, "talk"))
+    harness.scheduler.enqueue(b"c", ask(1, 8, 2, "talk"))
+    while not harness.to(b"c", Done):
+        harness.scheduler.round()
+    assert kept(harness) == (1, 10)
+    (job,) = harness.scheduler._running
+    harness.scheduler._preempt(job)
+    stats = harness.scheduler.stats()
+    assert (stats["waiting"], stats["running"], stats["kv_tokens_used"], stats["preemptions"]) == (1, 0, 0, 1)
+    harness.scheduler.round()
+    assert harness.scheduler.stats()["running"] == 1
+    assert kept(harness) == (1, 10)
+    assert harness.scheduler.stats()["kv_reused_tokens"] == 0
+    harness.finish()
+    tokens, done = harness.answer(0)
+    assert (len(tokens), done.stats["preemptions"], done.stats["kv_reused_tokens"]) == (40, 1, 0)
+    assert kept(harness) == (1, 48)  # the request that ended last replaces the other one's
+    harness.scheduler.forget(b"c")
+
+
+def test_score_takes_all_its_capacity_at_once_and_keeps_none(harness: Harness) -> None:
+    harness.scheduler.enqueue(b"c", Score(0, token_ids=tuple(range(30)), stepwise=True, prefill=1))
+    harness.scheduler.round()
+    assert harness.scheduler.kv.used == 30
+    harness.finish()
+    assert harness.scheduler.kv.used == 0
+    (done,) = harness.to(b"c", Done)
+    assert (done.reason, done.stats["decode_tokens"], done.stats["prompt_tokens"]) == ("stop", 29, 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import gc
 import os
 from collections.abc import Iterator
@@ -10,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shm.huge import COPY_BYTES, HUGE, collapse, copy_to_private, map_file, map_shared, private
+from shm import huge, segment
+from shm.huge import COPY_BYTES, HUGE, collapse, copy_to_private, map_file, map_shared, populate, private
 from shm.segment import Segment, unlink
 
 SIZE = 3 * HUGE + 12345  # whole huge pages and a rest that is no whole page
@@ -160,3 +163,70 @@ def test_new_segment_is_in_huge_pages_if_the_kernel_can_collapse() -> None:
         maps = Path("/proc/self/smaps").read_text().split(f"{start:x}-")[1]
         huge = next(line for line in maps.splitlines() if line.startswith("ShmemPmdMapped"))
         assert int(huge.split()[1]) * 1024 >= 2 * HUGE
+
+
+class Advised:
+    """Takes the place of the C library: `errors` are those of the first calls of madvise, 0 for none."""
+
+    def __init__(self, *errors: int) -> None:
+        self.calls: list[tuple[int, int, int]] = []
+        self._errors = list(errors)
+
+    def madvise(self, address: int, length: int, advice: int) -> int:
+        self.calls.append((address, length, advice))
+        error = self._errors.pop(0) if self._errors else 0
+        ctypes.set_errno(error)
+        return -1 if error else 0
+
+
+@pytest.mark.parametrize(
+    ("errors", "calls", "joined"),
+    [
+        ((), 3, 3),
+        ((0, errno.EAGAIN, 0), 3, 2),  # of one page alone
+        ((errno.EAGAIN,) * 3, 3, 0),
+        ((0, errno.ENOMEM), 2, 1),  # the next one would fail, too
+        ((errno.EINVAL,), 1, 0),
+    ],
+)
+def test_each_whole_huge_page_is_collapsed_until_the_kernel_has_none(
+    descriptor: int, monkeypatch: pytest.MonkeyPatch, errors: tuple[int, ...], calls: int, joined: int
+) -> None:
+    array = map_shared(descriptor, SIZE, writable=True)
+    libc = Advised(*errors)
+    monkeypatch.setattr(huge, "_libc", libc)
+    found = collapse(array)
+    monkeypatch.undo()
+    assert found == joined * HUGE
+    start = array.ctypes.data
+    assert libc.calls == [(start + n * HUGE, HUGE, huge.MADV_COLLAPSE) for n in range(calls)]
+
+
+@pytest.mark.parametrize(("lo", "hi"), [(0, SIZE), (4096, 8192), (5000, 5001)])
+def test_populated_pages_cover_the_memory(descriptor: int, monkeypatch, lo: int, hi: int) -> None:
+    array = map_shared(descriptor, SIZE, writable=True)
+    libc, start = Advised(), array.ctypes.data
+    monkeypatch.setattr(huge, "_libc", libc)
+    populate(array[lo:hi])
+    monkeypatch.undo()
+    first = lo // 4096 * 4096
+    assert libc.calls == [(start + first, hi - first, huge.MADV_POPULATE_WRITE)]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_new_segment_is_allocated_whether_or_not_the_kernel_collapses(monkeypatch, whole: bool) -> None:
+    """Pages that are not collapsed are populated by their thread."""
+    populated: list[int] = []
+
+    def collapsed(memory: np.ndarray) -> int:
+        return len(memory) // HUGE * HUGE if whole else 0
+
+    monkeypatch.setattr(segment, "collapse", collapsed)
+    monkeypatch.setattr(segment, "populate", lambda memory: populated.append(len(memory)))
+    monkeypatch.setattr(segment, "ALLOCATION_STEP", 2 * HUGE)
+    name = f"/tandem-huge-{os.getpid()}"
+    with Segment.create(name, SIZE):
+        blocks = os.stat(f"/dev/shm{name}").st_blocks
+        unlink(name)
+    assert blocks * 512 >= SIZE
+    assert sorted(populated) == ([] if whole else [SIZE - 2 * HUGE, 2 * HUGE])
