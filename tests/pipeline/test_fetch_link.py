@@ -234,6 +234,7 @@ def test_thread_with_the_slab_is_up_when_it_is_ready(harness) -> None:
 @pytest.mark.parametrize(("wait_ms", "hung"), [(0, False), (1, True)])
 def test_only_a_wait_measures_progress(harness, clock, monkeypatch, wait_ms: int, hung: bool) -> None:
     """An engine that only polls may be busy elsewhere."""
+    clock.now = time.monotonic()
     monkeypatch.setattr(progress, "time", clock)
     harness.attach(0)
     harness.link.order(0, 0, 0, [1], PLACED)
@@ -247,6 +248,7 @@ def test_only_a_wait_measures_progress(harness, clock, monkeypatch, wait_ms: int
     ("mapped", "limit"), [(False, ATTACH_LIMIT), (True, STALL_LIMIT)], ids=["mapping", "copying"]
 )
 def test_prefetchers_limits(harness, clock, monkeypatch, mapped: bool, limit: float) -> None:
+    clock.now = time.monotonic()
     monkeypatch.setattr(progress, "time", clock)
     if mapped:
         harness.attach(0)

@@ -12,7 +12,8 @@ from pool_harness import HIDDEN, QUIET, PoolHarness, Worker, X, shard_of, tile_o
 
 from pipeline.coordinator_config import WorkerCores
 from pipeline.errors import PeerLost, ShardFailed
-from pipeline.experts import worker_pool
+from pipeline.experts import progress, worker_pool
+from pipeline.experts.progress import STALL_SLICE
 from pipeline.experts.worker_pool import HEDGE_AFTER, SilenceLimits, WorkerPool, WorkerTicket
 from protocol.messages import Abandon, Hung, Work, WorkFailed
 
@@ -266,6 +267,50 @@ def test_many_rows_and_the_first_answer_may_take_longer(harness: PoolHarness) ->
     assert hung(harness) == []  # one imports its kernels, the other computes many rows
     harness.update_until(lambda: len(hung(harness)) == 2)
     assert sorted(message.index for message in hung(harness)) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("warm", "rows", "hedged", "hung_after"),
+    [(True, 50, 4.0 / 6, 4.0), (True, 1, 3.02 / 6, 3.02), (False, 1, None, 60.0)],
+    ids=["many rows", "one row", "before its first answer"],
+)
+def test_default_limits_of_silence(
+    harness: PoolHarness, clock, monkeypatch, warm: bool, rows: int, hedged: float | None, hung_after: float
+) -> None:
+    """Seconds until an idle worker gets the Work too, and until its worker is reported as hung."""
+    first, second = harness.start(2, warm=False)
+    if warm:
+        for worker in (first, second):
+            worker.warm_up()
+        wide = replace(shard_of(2), kept=np.arange(rows))
+        harness.pool.submit(0, [wide], np.ones((rows, HIDDEN), np.float32))
+    else:
+        second.warm_up()
+    first.take()
+    while harness.pool.update(20):
+        pass
+    clock.now = time.monotonic()
+    monkeypatch.setattr(progress, "time", clock)
+    seconds, sent, reported = -STALL_SLICE, None, None
+    while reported is None and seconds < hung_after + 1:
+        harness.pool.update(0)
+        seconds += STALL_SLICE
+        clock.now += STALL_SLICE
+        if hung(harness):
+            reported = seconds
+        elif sent is None and warm and 2 in second_works(harness):
+            sent = seconds
+    assert hung(harness) == [Hung("worker", 0, 0)]
+    assert reported == pytest.approx(hung_after, abs=2.1 * STALL_SLICE)
+    if hedged is None:
+        assert sent is None
+    else:
+        assert sent == pytest.approx(hedged, abs=2.1 * STALL_SLICE)
+
+
+def second_works(harness: PoolHarness) -> list[int]:
+    """The tiles of the Works that the pool has sent to the second worker, which answers none."""
+    return [tile_of(order.work) for order in harness.pool._running[1].orders.values()]
 
 
 def test_missing_workers_are_lost_after_the_limit(harness: PoolHarness) -> None:
