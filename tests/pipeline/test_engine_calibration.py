@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,8 @@ from pipeline.calibration.collector import Activations
 from pipeline.calibration.file import calibration_path, read
 from pipeline.calibration.lanes import lanes
 from pipeline.calibration.measure import BOUND, CalibrationContext, calibrate
+from pipeline.calibration.sensitivity import sensitivities
+from pipeline.calibration.threshold import Threshold
 from pipeline.calibration.windows import LANES, Division, Window
 from pipeline.config import DEFAULT_CACHE
 from pipeline.errors import RequestError, ShardFailed
@@ -104,7 +107,9 @@ def test_calibration_says_how_it_was_measured(whole: WholeEngine) -> None:
     service = whole.service(inbox, link_gbps=2.0)
     service._policies.costs = COSTS
     inbox.put(b"c", Calibrate(1, token_ids=IDS, tokens=300, starts=(200,), share=0.5))
+    began = time.perf_counter()
     service.serve()
+    elapsed = time.perf_counter() - began
     *stages, found = whole.sent()
     path = calibration_path(whole.config.cache, whole.parts.source)
     assert (found.request, found.path) == (1, str(path))
@@ -116,7 +121,7 @@ def test_calibration_says_how_it_was_measured(whole: WholeEngine) -> None:
     assert machine.endswith(whole.parts.device.describe())
     seconds = about.pop("seconds")
     assert seconds.keys() == {"reading", "first gate", "sensitivities", "threshold", "all"}
-    assert seconds.pop("all") >= sum(seconds.values())
+    assert elapsed >= seconds.pop("all") >= sum(seconds.values())
     loss, hits, windows = about.pop("loss"), about.pop("hits"), about.pop("windows")
     assert loss["bound"] == BOUND
     assert loss["gated"] <= loss["exact"] * (1 + BOUND)
@@ -445,6 +450,71 @@ def test_refused_calibrations_change_nothing(whole: WholeEngine, asked: dict, me
     done = answer_of(whole)
     assert (done.request, done.reason, done.usage) == (3, "error", True)
     assert message in done.error
+
+
+def test_counts_and_similarity_are_those_of_reading_the_windows(whole: WholeEngine) -> None:
+    """By phase, over both parts of the text; the mean of the similarities is over all windows."""
+    whole.policies()
+    engine, kv = whole.parts.engine, whole.parts.kv
+    found = calibrated(whole)[0]
+    division = Division.of([IDS], CONTEXT, 320)
+    seen = Activations(engine.shape)
+    engine.observers[:] = [seen]
+    for window in division.training + division.validation:
+        with lanes(engine, kv, [window], 20) as held:
+            held.read_prompts(lambda _: None)
+            held.read_answers(lambda _: None)
+    engine.observers.clear()
+    assert np.array_equal(found.prefill_counts, seen.counts("prefill"))
+    assert np.array_equal(found.decode_counts, seen.counts("decode"))
+    np.testing.assert_allclose(found.similarity, seen.similarities().mean(axis=0), rtol=1e-5)
+
+
+def test_first_gate_is_trained_with_the_engines_seed(whole: WholeEngine) -> None:
+    whole.policies()
+    one, again, other = (calibrated(whole, seed=seed)[0].first_gate for seed in (5, 5, 6))
+    assert np.array_equal(one, again)
+    assert not np.array_equal(one, other)
+
+
+@pytest.mark.parametrize(("value", "used"), [(0.0, 2), (1e9, 1)])
+def test_arrays_of_the_chosen_threshold(
+    whole: WholeEngine, monkeypatch: pytest.MonkeyPatch, value: float, used: int
+) -> None:
+    """Losses, the threshold, and how many experts tokens need under it: both, or one above any."""
+
+    def chosen(candidates: object, loss: Callable[[float], float], bound: float, tries: int) -> Threshold:
+        assert (bound, tries) == (BOUND, measure.EVALUATIONS)
+        assert loss(0.0) != loss(1e9)
+        return Threshold(value, 7.0, 3.0, ())
+
+    monkeypatch.setattr(measure, "largest_threshold", chosen)
+    whole.policies()
+    found, findings, _ = calibrated(whole)
+    assert (found.threshold, findings.losses) == (value, {"exact": 3.0, "gated": 7.0})
+    assert found.needed is not None
+    assert (found.needed == np.eye(3)[used]).all()
+
+
+def test_stages_are_timed_and_sensitivities_are_of_windows_of_all_the_text(
+    whole: WholeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that goes on by a second at each reading; the windows are read in two parts."""
+    read: list[Sequence[Sequence[int]]] = []
+
+    def spied(*arguments: Any) -> Any:
+        read.append(arguments[3])
+        return sensitivities(*arguments)
+
+    monkeypatch.setattr(measure, "sensitivities", spied)
+    monkeypatch.setattr(measure, "time", Ticks(1.0))
+    whole.policies()
+    ids = np.random.default_rng(2).integers(3, 4000, 640).tolist()
+    seconds = calibrated(whole, ids, most=640)[1].seconds
+    assert seconds == {"reading": 2.0, "first gate": 1.0, "sensitivities": 1.0, "threshold": 1.0}
+    training = Division.of([ids], CONTEXT, 640).training
+    assert len(training) == 8
+    assert read == [[training[place].tokens for place in (0, 2, 5, 7)]]
 
 
 def test_calibration_that_cannot_be_written_is_an_error_of_the_engine(whole: WholeEngine) -> None:

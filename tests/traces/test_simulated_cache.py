@@ -159,6 +159,14 @@ def test_prediction_that_is_dropped_in_flight_is_wasted() -> None:
     assert not cache.residency.any()
 
 
+def test_prediction_that_was_dropped_is_not_late() -> None:
+    cache = made()
+    cache.retarget([Target(0, 0, 1)], predicted=True)
+    cache.retarget([Target(0, 0, 0)])
+    cache.demand(0, [(0, 0, 2)], 1.0)
+    assert booked(cache.counters) == {"demanded": 2}
+
+
 def test_prediction_is_booked_to_the_phase_that_made_it() -> None:
     cache = made()
     first, second = cache.counters, PhaseOutcome(2)
