@@ -114,6 +114,12 @@ async def test_other_clients_serve_the_queue_of_one_whose_engine_has_ended() -> 
     assert {outcome.request.label for outcome in ended} == set("01234")
 
 
+async def test_turns_of_entries_left_in_the_queue_are_counted() -> None:
+    gone = AnsweringClient(lambda number: EngineGone("gone"))
+    load, _ = await loaded([Entry("text", prompt="p"), Entry("talk", turns=("a", "b", "c"))], gone)
+    assert load.unsent == 3
+
+
 async def test_entry_waits_its_delay() -> None:
     load, _ = await loaded([Entry("late", prompt="p", delay=0.03)], AnsweringClient())
     assert load.seconds >= 0.03
