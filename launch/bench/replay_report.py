@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.bench.profile_table import policy_name, routing_notes
+from launch.bench.result import merged_notes
 from launch.terminal.format import MISSING, alike, count, model_name, percent, three_digits
 from launch.terminal.tables import make_table, render
 from pipeline.arrays import Phase
@@ -194,7 +195,7 @@ class Report:
         lines += [_fidelity(result) for result in inexact]
         notes = [*routing_notes(header.model), *[ASSUMPTION] * bool(inexact)]
         notes += ["the file ends within a step; that step is left out"] * seen.cut_short
-        notes += [note for result in self.results for note in result.outcome.notes]
+        notes += merged_notes((result.request.name, result.outcome.notes) for result in self.results)
         notes += [f"{name} left out: {reason}" for name, reason in self.left_out.items()]
         return [
             *(Text(line, style="dim") for line in lines),

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.bench.profile_table import legend, policy_name, profile_tables, profile_to_map, routing_notes
-from launch.bench.result import PolicyResult
+from launch.bench.result import PolicyResult, merged_notes
 from launch.phase_profile import PhaseProfile
 from launch.terminal.format import alike, count, model_name, percent
 from launch.terminal.tables import make_table, render
@@ -70,7 +70,7 @@ class Report:
         lines.append("workers' share: of decode's expert tiles; the device computed the others")
         lines += legend(self.results, self.profiles, c["prompts"])
         notes = [f"note: {note}" for note in routing_notes(c["model"])]
-        notes += [f"note: {note}" for result in self.results for note in result.notes]
+        notes += [f"note: {note}" for note in merged_notes((r.request.name, r.notes) for r in self.results)]
         notes += [f"note: {result.request.name} left out: {result.left_out}" for result in self.left_out]
         return [*(Text(line, style="dim") for line in lines), *map(Text, dict.fromkeys(notes))]
 

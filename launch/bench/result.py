@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -40,3 +41,14 @@ class PolicyResult:
     def decode(self, tile_bytes: int) -> PhaseProfile:
         """The engine's counters of decode, summed over the rounds."""
         return PhaseProfile(added(run.decode for run in self.runs), tile_bytes)
+
+
+def merged_notes(noted: Iterable[tuple[str, Sequence[str]]]) -> list[str]:
+    """`noted`: each policy's name and notes. A note that differs only in the policy's name before it comes
+    once, after the names of all its policies."""
+    names: dict[tuple[bool, str], list[str]] = {}
+    for name, notes in noted:
+        for note in notes:
+            text = note.removeprefix(f"{name}: ")
+            names.setdefault((text != note, text), []).append(name)
+    return [", ".join(of) + f": {text}" if named else text for (named, text), of in names.items()]

@@ -13,7 +13,6 @@ from launch.terminal import tables
 from launch.terminal.format import MISSING, percent
 from pipeline.calibration.summary import experts_per_token
 from pipeline.policies.calibration import Calibration
-from pipeline.policies.parts import DIFFERENT
 
 MOST_ROWS = 64  # a model with more layers gets the mean values only
 
@@ -101,8 +100,12 @@ def _hits(hits: dict[str, Any]) -> list[str]:
     )
     if own is None:
         return [placed]
-    before = f"{percent(own)} of those that {hits['tokens']} tokens needed which clients ran before"
+    before = f"{percent(own)} of those that the {hits['tokens']} tokens used which the engine has computed"
     lines = [f"{placed}, and {before}"]
-    if own < DIFFERENT * hits["heldout"]:
-        lines.append("warning: the text routes differently from what the engine runs; give text of that kind")
+    if hits["differs"]:
+        lines.append(
+            f"warning: the text routes differently from what the engine runs ({percent(own)} of those used"
+            f" there, {percent(hits['prompts'])} of those used by the text's own prompts); give text of the"
+            " kind that you run"
+        )
     return lines

@@ -31,8 +31,16 @@ from pipeline.counters import Counters
 from pipeline.engine.engine import Engine
 from pipeline.engine.observer import Observer
 from pipeline.errors import RequestError, UsageError
+from pipeline.memory.limits import cache_tiles
 from pipeline.policies.calibration import Calibration, Floats
-from pipeline.policies.parts import ENOUGH_TOKENS, Counts, counted_tokens, placed_share, whole_experts
+from pipeline.policies.parts import (
+    ENOUGH_TOKENS,
+    Counts,
+    TextComparison,
+    counted_tokens,
+    placed_share,
+    whole_experts,
+)
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from shm.store import Store
@@ -50,7 +58,8 @@ Progress = Callable[[str, int, int], None]  # stage, done, total; its exceptions
 @dataclass(frozen=True)
 class CalibrationContext:
     """The parts of an engine that a calibration uses. `chunk`: prefill tokens of a step; `lanes`: sequences
-    that are decoded together at most."""
+    that are decoded together at most; `cache`: share of all experts that a cache would keep, where none is
+    open."""
 
     engine: Engine
     store: Store
@@ -59,18 +68,20 @@ class CalibrationContext:
     lanes: int
     context: int
     seed: int
+    cache: float = DEFAULT_CACHE
 
 
 @dataclass
 class Findings:
     """Results of a calibration other than its arrays. `hits`: of the experts that tokens use, the share that
-    the cache would hold with the training windows' most used experts in it: of the `heldout` windows' tokens,
-    and of those that the engine has computed for its clients (`own`, None for too few)."""
+    the cache would hold with the most used experts in it: with those of the training windows, of the
+    `heldout` windows' tokens; with those of all windows, of the tokens of `prompts` and of the `tokens` that
+    the engine has computed for its clients (`own`). Those two are None for too few tokens, and `differs`
+    follows from them as in a policy's note. `share`: of all experts, the cache's."""
 
     tokens: int = 0  # that were read
     windows: int = 0
     hits: dict[str, float | int | None] = field(default_factory=dict)
-
     seconds: dict[str, float] = field(default_factory=dict)  # by stage
     notes: list[str] = field(default_factory=list)  # arrays that could not be measured, with the remedy
     losses: dict[str, float] = field(default_factory=dict)  # nats a token: "exact", "gated"
@@ -154,7 +165,6 @@ class _Measurement:
             read = sum(len(window.tokens) for window in self._division.training)
             self._read(self._division.validation, validation, done=read)
         counts = validation.counts("prefill"), validation.counts("decode")
-        self._findings.hits = self._hits(trained.decode_counts, counts[0] + counts[1])
         similarity = np.concatenate((train_pass.similarities(), validation.similarities()))
         validated = replace(
             trained,
@@ -163,19 +173,24 @@ class _Measurement:
             accuracy=validation.accuracy(),
             similarity=similarity.mean(axis=0).astype(np.float32),
         )
+        self._findings.hits = self._hits(trained.decode_counts, counts[0] + counts[1], validated)
         return validated, validation
 
-    def _hits(self, used: Counts, heldout: Counts) -> dict[str, float | int | None]:
-        """`Findings.hits`, with the cache's `share` of all experts and the engine's own `tokens`."""
+    def _hits(self, used: Counts, heldout: Counts, validated: Calibration) -> dict[str, float | int | None]:
+        """`Findings.hits`."""
         engine = self._ctx.engine
         experts = used.size
-        placed = whole_experts(engine.shape, engine.memory.capacity) or round(DEFAULT_CACHE * experts)
+        placed = whole_experts(engine.shape, engine.memory.capacity) or cache_tiles(self._ctx.cache, experts)
         own = engine.popularity
         tokens = counted_tokens(own, engine.shape.top_k)
+        # A policy will place by the counts of all windows, and its note compares these.
+        compared, enough = TextComparison.of(validated, own, placed), tokens >= ENOUGH_TOKENS
         return {
             "share": placed / experts,
             "heldout": placed_share(used, heldout, placed),
-            "own": placed_share(used, own, placed) if tokens >= ENOUGH_TOKENS else None,
+            "prompts": compared.prompts if enough else None,
+            "own": compared.engine if enough else None,
+            "differs": enough and compared.differs,
             "tokens": tokens,
         }
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.policies.calibration import Calibration
 from pipeline.policies.view import ModelShape, View
 
 Counts = NDArray[np.int64]  # [L, E] rows routed to each expert
@@ -57,26 +59,44 @@ def placed_share(used: Counts, counts: Counts, experts: int) -> float:
     return float(counts[evenly_counted(used, experts)].sum() / max(counts.sum(), 1))
 
 
+@dataclass(frozen=True)
+class TextComparison:
+    """Hits of a calibration's most used experts: `prompts`, of what its own text's prompts used, because the
+    placement counted the decoded tokens; `engine`, of what the tokens used that the engine has computed."""
+
+    prompts: float
+    engine: float
+
+    @classmethod
+    def of(cls, calibration: Calibration, popularity: Counts, experts: int) -> TextComparison:
+        """With this many experts placed."""
+        used = calibration.decode_counts
+        return cls(
+            placed_share(used, calibration.prefill_counts, experts), placed_share(used, popularity, experts)
+        )
+
+    @property
+    def differs(self) -> bool:
+        """Whether the two route differently enough for a warning."""
+        return self.engine <= DIFFERENT * self.prompts
+
+
 def other_text_note(view: View) -> tuple[str, ...]:
     """A note where the calibration's most used experts serve the tokens that this engine has computed clearly
-    worse than the calibration's own text. Of that text the tokens of prompts are compared, because the
-    placement counted the decoded ones."""
+    worse than the calibration's own text."""
     shape, calibration = view.shape, view.calibration
     experts = whole_experts(shape, view.capacity)
     tokens = counted_tokens(view.popularity, shape.top_k)
     if calibration is None or not 0 < experts < shape.layers * shape.experts or tokens < ENOUGH_TOKENS:
         return ()
-    used = calibration.decode_counts
-    own, here = (
-        placed_share(used, calibration.prefill_counts, experts),
-        placed_share(used, view.popularity, experts),
-    )
-    if here > DIFFERENT * own:
+    hits = TextComparison.of(calibration, view.popularity, experts)
+    if not hits.differs:
         return ()
     return (
         f"the calibration's text routes differently from the {tokens} tokens that this engine has computed:"
-        f" the experts placed by it are {100 * here:.0f}% of those used here, {100 * own:.0f}% of those used"
-        " there; calibrate on text of the kind that you run",
+        f" the experts placed by it are {100 * hits.engine:.0f}% of those used here,"
+        f" {100 * hits.prompts:.0f}% of those used by its own prompts; calibrate on text of the kind that you"
+        " run",
     )
 
 

@@ -96,6 +96,7 @@ class CalibrationService:
             parts.config.options.max_sequences,
             parts.context,
             parts.config.options.seed,
+            parts.config.options.expert_cache,
         )
         costs = self._policies.costs
         began = time.perf_counter()

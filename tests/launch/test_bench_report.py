@@ -229,6 +229,21 @@ def test_figures_of_a_column_are_alike(values: list[float], words: list[str]) ->
     assert alike(values) == words
 
 
+def test_note_of_several_policies_comes_once_with_their_names() -> None:
+    report = whole_report()
+    first, second = (replace(report.results[0], request=PolicyRequest(name)) for name in ("fiddler", "daop"))
+    noted = [
+        replace(first, notes=["fiddler: other text", "both alike"]),
+        replace(second, notes=["daop: other text", "both alike", "daop: its own"]),
+    ]
+    text = replace(report, results=noted, left_out=()).render()
+    assert [line for line in text.splitlines() if line.startswith("note: ")] == [
+        "note: fiddler, daop: other text",
+        "note: both alike",
+        "note: daop: its own",
+    ]
+
+
 def test_random_routing_is_named() -> None:
     """Hits of a model with random weights are no property of the model whose shape it has."""
     report = whole_report()

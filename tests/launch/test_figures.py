@@ -256,11 +256,16 @@ def test_table_of_a_calibration() -> None:
             "3 windows, evenly spaced over the text",
             "warning",
         ),
-        (None, {"share": 0.25, "heldout": 0.6, "own": 0.2, "tokens": 50}, "warning: ", "whole text"),
+        (
+            None,
+            {"share": 0.25, "heldout": 0.6, "prompts": 0.62, "own": 0.2, "differs": True, "tokens": 50},
+            "(20% of those used there, 62% of those used by the text's own prompts)",
+            "whole text",
+        ),
         (
             1,
-            {"share": 0.25, "heldout": 0.6, "own": 0.59, "tokens": 50},
-            "59% of those that 50 tokens needed",
+            {"share": 0.25, "heldout": 0.6, "prompts": 0.62, "own": 0.59, "differs": False, "tokens": 50},
+            "59% of those that the 50 tokens used which the engine has computed",
             "warning",
         ),
     ):

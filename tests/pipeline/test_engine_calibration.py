@@ -29,7 +29,7 @@ from pipeline.config import DEFAULT_CACHE
 from pipeline.errors import RequestError, ShardFailed
 from pipeline.experts.inline_pool import InlineExpertPool
 from pipeline.policies.costs import Costs
-from pipeline.policies.parts import ENOUGH_TOKENS
+from pipeline.policies.parts import ENOUGH_TOKENS, TextComparison
 from pipeline.serving import calibration_service, engine_service
 from pipeline.serving.engine_inbox import ClientGone, EngineMessage
 from pipeline.serving.engine_service import CALIBRATING
@@ -391,11 +391,19 @@ def test_hits_of_a_calibrations_placement(whole: WholeEngine, policy: str, share
     hits = calibrated(whole)[1].hits
     assert (hits["own"], hits["tokens"]) == (None, ENOUGH_TOKENS - 1)
     engine.popularity[:, 1] = 2 * ENOUGH_TOKENS
-    hits = calibrated(whole)[1].hits
+    found, findings, _ = calibrated(whole)
+    hits = findings.hits
     assert hits["tokens"] == ENOUGH_TOKENS
     assert hits["share"] == share
     assert hits["own"] in (0.0, 0.5, 1.0)  # expert 1 is placed in none, one or both layers
     assert 0 < hits["heldout"] < 1
+    # The figures of the note that a policy with this calibration gives.
+    compared = TextComparison.of(found, engine.popularity, round(share * found.decode_counts.size))
+    assert (hits["prompts"], hits["own"], hits["differs"]) == (
+        compared.prompts,
+        compared.engine,
+        compared.differs,
+    )
     engine.popularity[:] = 0
 
 

@@ -89,7 +89,7 @@ def test_calibration_of_another_kind_of_text_is_noted(name: str) -> None:
     assert "routes differently" not in notes([450, 450, 50, 50])
     text = notes([250, 250, 250, 250])
     assert f"{name}: the calibration's text routes differently from the 500 tokens" in text
-    assert "50% of those used here, 90% of those used there" in text
+    assert "50% of those used here, 90% of those used by its own prompts" in text
     assert "routes differently" not in notes([100, 100, 150, 150]), "too few tokens to compare"
 
 
