@@ -56,11 +56,18 @@ def together(found: Sequence[Lever], profile: PhaseProfile) -> tuple[list[Lever]
     `found`: as `levers` returns them."""
     best = list({lever.kind: lever for lever in reversed(found)}.values())
     chosen = sorted(best, key=lambda lever: lever.seconds)[:TOGETHER]
-    parts = _parts(profile)
+    return chosen, sum(_parts(profile).values()) - sum(savings(chosen, profile))
+
+
+def savings(chosen: Sequence[Lever], profile: PhaseProfile) -> list[float]:
+    """The seconds of a token that each of these levers takes off what the others before it leave: a policy's,
+    then those of the rest in their order."""
+    parts, found = _parts(profile), {}
     # A policy divides the missing tiles anew; what it leaves to do shrinks with the others.
     for lever in sorted(chosen, key=lambda lever: lever.kind != POLICY):
-        parts = lever.parts(parts)
-    return chosen, sum(parts.values())
+        before, parts = parts, lever.parts(parts)
+        found[lever.kind] = sum(before.values()) - sum(parts.values())
+    return [found[lever.kind] for lever in chosen]
 
 
 def has_workers(stats: dict[str, Any]) -> bool:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.chat.conversation import Reply
-from launch.chat.levers import LEAST_GAIN, Lever, has_workers, levers, together
+from launch.chat.levers import LEAST_GAIN, Lever, has_workers, levers, savings, together
 from launch.errors import WrongUsage
 from launch.phase_profile import PhaseProfile
 from launch.terminal.format import percent, three_digits
@@ -126,9 +126,18 @@ def _combined(found: list[Lever], profile: PhaseProfile) -> list[RenderableType]
     chosen, seconds = together(found, profile)
     if len(chosen) < 2:
         return []
-    *most, last = (lever.setting for lever in chosen)
+    *most, last = (
+        f"{_milliseconds(saved)} by {lever.setting}"
+        for lever, saved in zip(chosen, savings(chosen, profile), strict=True)
+    )
+    now = _milliseconds(profile.seconds / profile.rows)
     gain = _gain(seconds, any(lever.bound for lever in chosen))
-    return [Text(f"Together, {', '.join(most)} and {last}: {gain}.")]
+    return [
+        Text(
+            f"Together: of a token's {now}, less {', '.join(most)} and {last}, {_milliseconds(seconds)} stay:"
+            f" {gain}."
+        )
+    ]
 
 
 def _gain(seconds: float, bound: bool) -> str:
