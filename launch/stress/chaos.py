@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -17,6 +17,7 @@ from launch.chaos.processes import Usage, supervisor_of, usage
 from launch.errors import WrongUsage
 from launch.stress.requests import Outcome
 
+DOWN_SECONDS = 3.0  # a stopped worker is killed after so long; a killed one works again after about two
 RECOVERY_LIMIT = 60.0  # seconds from the load's end until all peers are up
 
 
@@ -75,7 +76,8 @@ class ChaosRun:
         faults = injector.faults
         hostile = injector.hostile
         kills = [fault for fault in faults if fault.kind == "kill"]
-        first, last = _next_tokens(kills, outcomes)
+        workers = {peer["index"] for peer in self.before.get("peers", ()) if peer["role"] == "worker"}
+        first, last, together = _next_tokens(kills, outcomes, _all_down(workers, faults))
         return {
             "kinds": list(injector.chaos.kinds),
             "rate": injector.chaos.rate,
@@ -89,6 +91,8 @@ class ChaosRun:
             "malformed": _malformed(self.after),
             "kill_to_next_token_s": _median(first),
             "kill_to_every_next_token_s": _median(last),
+            "kills_measured": len(first),  # during an answer that went on
+            "kills_with_all_workers_down": together,  # of these
             "respawns": {
                 role: found["deaths"] - self.before["recovery"].get(role, {"deaths": 0})["deaths"]
                 for role, found in self.after.get("recovery", {}).items()
@@ -113,10 +117,27 @@ def _by_role(faults: Iterable[Fault]) -> dict[str, dict[str, int]]:
     return {kind: dict(counts[kind]) for kind in KINDS if kind in counts}
 
 
-def _next_tokens(kills: Iterable[Fault], outcomes: Sequence[Outcome]) -> tuple[list[float], list[float]]:
+def _all_down(workers: set[int], faults: Sequence[Fault]) -> Callable[[float, float], bool]:
+    """Whether from DOWN_SECONDS before the first time to the second one each worker was killed or stopped."""
+
+    def all_down(kill: float, token: float) -> bool:
+        down = {
+            fault.index
+            for fault in faults
+            if fault.role == "worker" and fault.kind in SIGNALS and kill - DOWN_SECONDS <= fault.at <= token
+        }
+        return bool(workers) and workers <= down
+
+    return all_down
+
+
+def _next_tokens(
+    kills: Iterable[Fault], outcomes: Sequence[Outcome], all_down: Callable[[float, float], bool]
+) -> tuple[list[float], list[float], int]:
     """Seconds from each kill to the next token of the first and of the last of the answers in progress: those
-    with a token before the kill and one after it, which may have been computed before it."""
-    first, last = [], []
+    with a token before the kill and one after it, which may have been computed before it. And the number of
+    kills until whose first token all workers were down."""
+    first, last, together = [], [], 0
     for kill in kills:
         waits = [
             next(at - kill.at for at in outcome.arrivals if at > kill.at)
@@ -126,7 +147,8 @@ def _next_tokens(kills: Iterable[Fault], outcomes: Sequence[Outcome]) -> tuple[l
         if waits:
             first.append(min(waits))
             last.append(max(waits))
-    return first, last
+            together += all_down(kill.at, kill.at + min(waits))
+    return first, last, together
 
 
 def _median(seconds: list[float]) -> dict[str, float | None]:

@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from launch.stress.chaos import DOWN_SECONDS
 from launch.terminal.format import MISSING, count
 from shm.segment import byte_size
 
@@ -27,9 +28,15 @@ def chaos_parts(chaos: dict[str, Any]) -> list[RenderableType]:
     if chaos["kill_to_next_token_s"]["median"] is not None:
         any_answer, every = (chaos[f"kill_to_{which}next_token_s"] for which in ("", "every_"))
         lines.append(
-            f"from a kill to the next token of any answer: {_times(any_answer)}; "
-            f"of every answer: {_times(every)}"
+            f"from a kill ({chaos['kills_measured']} during answers) to the next token of any answer:"
+            f" {_times(any_answer)}; of every answer: {_times(every)}"
         )
+        if together := chaos["kills_with_all_workers_down"]:
+            lines.append(
+                f"in {together} of these {chaos['kills_measured']} every worker had been killed or stopped"
+                f" within {DOWN_SECONDS:g} s before the kill or until the token: answers then wait for the"
+                " first worker to be up again"
+            )
     for role, found in (chaos["recovery"] or {}).items():
         if deaths := chaos["respawns"][role]:
             lines.append(

@@ -37,9 +37,11 @@ class StressRun:
 
 
 def report(run: StressRun) -> dict[str, Any]:
-    """Figures of the load alone; times are seconds; "details" has a text for each near-tie and error. Of
-    the near-ties, "third_tokens" have a token that is not the second best, and "prefilled_ties" are such only
-    where a part of the answer's past was prefilled."""
+    """Figures of the load alone; times are seconds; "details" has a text for each near-tie and error. Of the
+    requests, "sampled" ones, "cancelled_early" ones (greedy, before a token) and those without an answer
+    cannot be compared; completed, cancelled and refused ones are. Of the near-ties, "third_tokens" have a
+    token that is not the second best, and "prefilled_ties" are such only where a part of the answer's past
+    was prefilled."""
     outcomes, seconds = run.load.all, run.load.seconds
     ends = [outcome.end for outcome in outcomes]
     verdicts = [finding.verdict for finding in run.findings]
@@ -59,6 +61,10 @@ def report(run: StressRun) -> dict[str, Any]:
         "cancelled": ends.count(End.CANCELLED),
         "refused": ends.count(End.REFUSED),
         "sampled": sum(not outcome.request.deterministic for outcome in outcomes),
+        "cancelled_early": sum(
+            outcome.request.deterministic and outcome.end is End.CANCELLED and not outcome.tokens
+            for outcome in outcomes
+        ),
         "unsent": run.load.unsent,
         "compared": len(verdicts),
         "equal": verdicts.count(Verdict.EQUAL),

@@ -18,7 +18,7 @@ from launch.terminal.tables import make_grid, make_table, render
 MOST_CLIENTS = 16  # rows; of more clients the slowest, the middle and the fastest are shown
 MOST_DETAILS = 20  # lines of a kind
 COUNTS = {
-    "requests": ("completed", "cancelled", "refused", "sampled", "unsent"),
+    "requests": ("completed", "cancelled", "refused", "unsent"),
     "alone": ("compared", "equal", "near_ties"),
     "errors": ERRORS,
 }
@@ -50,7 +50,7 @@ def _parts(found: dict[str, Any]) -> list[RenderableType]:
     rate = "" if found["tok_s"] is None else f", {found['tok_s']:.0f} tok/s"
     parts: list[RenderableType] = [
         Text(
-            f"{count(found['requests'], 'request')} by {count(found['clients'], 'client')}"
+            f"{_sent(found)} by {count(found['clients'], 'client')}"
             f" in {found['seconds']:.1f} s, {count(found['tokens'], 'token')}{rate}",
             style="bold",
         ),
@@ -78,6 +78,11 @@ def _parts(found: dict[str, Any]) -> list[RenderableType]:
     return [*parts, _verdict(found)]
 
 
+def _sent(found: dict[str, Any]) -> str:
+    every = found["requests"] + found["unsent"]
+    return f"{found['requests']} of {every} requests" if found["unsent"] else count(every, "request")
+
+
 def _verdict(found: dict[str, Any]) -> Text:
     if found["passed"]:
         ties = f" ({_count(found, 'near_ties')})" if found["near_ties"] else ""
@@ -95,8 +100,20 @@ def _counts(found: dict[str, Any]) -> Table:
         counts = [
             Text(_count(found, key), "bold red" if key in ERRORS and found[key] else "") for key in keys
         ]
-        table.add_row(Text(title, style="dim"), Text(", ").join(counts))
+        line = Text(", ").join(counts)
+        if title == "alone":
+            line.append(_not_compared(found))
+        table.add_row(Text(title, style="dim"), line)
     return table
+
+
+def _not_compared(found: dict[str, Any]) -> str:
+    """The rest of the requests: with the compared ones they are all that were sent."""
+    kinds = {"sampled": found["sampled"], "cancelled before a token": found["cancelled_early"]}
+    others = found["requests"] - found["compared"] - sum(kinds.values())
+    kinds["without an answer" if found["finished"] else "without an answer or not run alone yet"] = others
+    words = ", ".join(f"{number} {kind}" for kind, number in kinds.items() if number > 0)
+    return f"; not compared: {words}" if words else ""
 
 
 def _times(found: dict[str, Any]) -> Table:
@@ -108,7 +125,10 @@ def _times(found: dict[str, Any]) -> Table:
 
 def _clients(fairness: dict[str, Any]) -> list[RenderableType]:
     clients = fairness["clients"]
-    caption = f"Jain's fairness index of the clients' tok/s: {_number(fairness['jain'], digits=3)}"
+    caption = (
+        "tok/s: of a client's completed answers, by their seconds from sending to end, queueing included"
+    )
+    caption += f"\nJain's fairness index of these: {_number(fairness['jain'], digits=3)}"
     if len(clients) > MOST_CLIENTS:
         caption += f"; the slowest, the middle and the fastest of {len(clients)} are shown"
         ranked = sorted((c for c in clients if c["tok_s"] is not None), key=lambda c: c["tok_s"])

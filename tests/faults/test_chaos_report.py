@@ -94,7 +94,7 @@ def test_report_of_a_run_with_faults(tmp_path: Path) -> None:
         Fault("corrupt", 3.0, True),
     ]
     run = ChaosRun(made, stats, os.getpid())
-    run.before = {"recovery": {"worker": {"deaths": 1}}}
+    run.before = {"recovery": {"worker": {"deaths": 1}}, "peers": [peer("worker", n, 0) for n in (0, 1)]}
     found = {"deaths": 3, "ready_s": 0.4, "whole_s": None}
     run.after = {"recovery": {"worker": found, "prefetcher": found}, "malformed": {"worker": 7}}
     run.used_before = [Usage("worker", pid, 5_000_000, 7) for pid in (1, 2, 3, 4)]
@@ -107,6 +107,14 @@ def test_report_of_a_run_with_faults(tmp_path: Path) -> None:
     # Two answers are in progress at the first kill, two at the second, none at the third.
     assert report["kill_to_next_token_s"] == {"median": pytest.approx(0.1875), "max": 0.25}
     assert report["kill_to_every_next_token_s"] == {"median": 0.75, "max": 1.0}
+    assert (report["kills_measured"], report["kills_with_all_workers_down"]) == (2, 0)
+    made.faults.append(Fault("stop", 0.5, True, "worker", 1, 0))
+    both = run.report(outcomes)
+    assert both["kills_with_all_workers_down"] == 2, "worker 0 was killed, worker 1 stopped"
+    shown = " ".join(str(part) for part in chaos_parts(both))
+    assert "from a kill (2 during answers) to the next" in shown
+    assert "in 2 of these 2 every worker had been killed or stopped within 3 s" in shown
+    made.faults.pop()
     assert report["respawns"] == {"worker": 2, "prefetcher": 3}
     assert report["engine_before"]["worker"] == {
         **{"processes": 4, "private_bytes": 20_000_000, "descriptors": 28}

@@ -412,6 +412,18 @@ def test_report_figures() -> None:
     assert found["fairness"]["jain"] == pytest.approx(2.5**2 / (2 * (1.5**2 + 1)))
 
 
+def test_compared_requests_and_the_others_add_up_to_those_sent(capsys: pytest.CaptureFixture[str]) -> None:
+    sampled = replace(outcome(0), request=Request("a", "p", None, 9, Sampling(1.0)))
+    outcomes = [outcome(0), outcome(end=End.CANCELLED), sampled, outcome(0, end=End.CANCELLED)]
+    findings = [Finding("a", Comparison(Verdict.EQUAL))] * 2
+    show_report(report(StressRun("s", WELCOME, BOUND, Load([outcomes], unsent=1), findings, finished=True)))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "4 of 5 requests by 1 client" in shown
+    assert "requests 2 completed, 2 cancelled, 0 refused, 1 unsent" in shown
+    assert "alone 2 compared, 2 equal, 0 near-ties; not compared: 1 sampled, 1 cancelled before" in shown
+    assert "tok/s: of a client's completed answers, by their seconds from sending to end" in shown
+
+
 def test_many_clients_are_shown_as_three(capsys: pytest.CaptureFixture[str]) -> None:
     load = Load([[replace(outcome(0, 1), ended=float(1 + i))] for i in range(19)] + [[]], seconds=2.0)
     show_report(report(StressRun("s", WELCOME, BOUND, load, finished=True)))

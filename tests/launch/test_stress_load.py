@@ -202,7 +202,14 @@ def test_report_counts_each_kind_by_itself() -> None:
     expected = {
         **{"completed": 12, "cancelled": 4, "refused": 5, "failures": 13, "lost": 8, "sampled": 9},
         **{"requests": 42, "clients": 8, "unsent": 11, "compared": 14, "equal": 3, "near_ties": 9},
-        **{"third_tokens": 4, "prefilled_ties": 5, "mismatches": 2, "doubled": 0, "leaks": 1},
+        **{
+            "cancelled_early": 4,
+            "third_tokens": 4,
+            "prefilled_ties": 5,
+            "mismatches": 2,
+            "doubled": 0,
+            "leaks": 1,
+        },
         **{"leaks_checked": True, "finished": False, "passed": False, "tokens": 0, "tok_s": None},
         **{"kv_reused_tokens": 420, "preemptions": 42, "near_tie_bound": 0.5, "chaos": None, "script": "s"},
         **{"engine": "e", "model": "m", "device": "cpu", "policy": "all-host", "format": "bf16"},
