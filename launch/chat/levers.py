@@ -113,10 +113,12 @@ def _placements(
     fetched = tree["fetched_tiles"] / rows
     link = parts["link"] / fetched if fetched else _cost(stats, "link")
     if welcome.device == "cpu" and not welcome.emulation:
-        # The device is these same cores: what it computes, the host computes as fast, without a copy.
-        if policy != "all-host" and fetched:
-            effect = "with --device cpu a fetched tile is only a copy; every expert is read in place"
-            yield _lever(POLICY, "/policy all-host", effect, _scaled(("link",), 0.0), profile)
+        # The device is these same cores, with torch's kernels instead of the workers', and copied tiles.
+        tile = parts["host"] / tree["host_tiles"] * rows if tree["host_tiles"] else _cost(stats, "host")
+        if policy != "all-host" and tile:
+            effect = "with --device cpu resident tiles are only copies, and the host's kernels are faster"
+            in_place = {"host": tile * profile.tiles / rows, "device": 0.0, "link": 0.0}
+            yield _lever(POLICY, "/policy all-host", effect, lambda parts: parts | in_place, profile)
         return
     if host and link:
         split = missing * host * link / (host + link)

@@ -119,10 +119,19 @@ def test_levers_of_a_link_are_policies_and_a_larger_cache() -> None:
 
 
 def test_levers_without_a_gpu_read_experts_in_place() -> None:
+    """100 ms a token: 50 for the link, 10 of the device, and 10 of the workers for 4 of the 12 tiles."""
     ranked = found(decode(), "on-demand", device="cpu")
-    assert ranked["/policy all-host"].seconds == pytest.approx(0.05)
+    assert ranked["/policy all-host"].seconds == pytest.approx(0.1 - 0.05 - 0.01 - 0.01 + 12 * 0.0025)
+    slow = decode(device=0.3, attention=0.0, link=0.0, fetched_tiles=0)
+    spent = sum(slow["seconds"].values()) / 10
+    ranked = found(slow, "hybrimoe", device="cpu")
+    assert ranked["/policy all-host"].seconds == pytest.approx(spent - 0.03 + 3 * 0.0025)
     assert not any("cache" in setting or "fiddler" in setting for setting in ranked)
-    assert "/policy all-host" not in found(decode(fetched_tiles=0, link=0.0), "layerwise", device="cpu")
+    assert "/policy all-host" not in found(
+        decode(fetched_tiles=0, link=0.0, device=0.05), "layerwise", device="cpu"
+    )
+    unknown = decode(host_tiles=0, host_busy=0.0)
+    assert "/policy all-host" not in found(unknown, "on-demand", device="cpu")
     assert "/policy all-host" not in found(decode(), "all-host", device="cpu")
 
 
