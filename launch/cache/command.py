@@ -61,9 +61,22 @@ def _prune(options: Options, folder: Path, entries: Sequence[Entry]) -> int:
         verb = "would remove" if dry_run else "removed"
         lines = [f"{verb}: {describe(entry)}" for entry in removed]
         lines += [f"kept: {describe(entry)}: in use by {entry.in_use or 'an engine'}" for entry in in_use]
+        lines += _calibrations(removed, dry_run)
         size = byte_size(sum(entry.size for entry in removed))
         lines.append(f"{verb} {len(removed)} of {len(entries)}, {size}; {byte_size(rest)} stay on disk")
         if rest > written.get("to", rest):
             lines.append(f"that is more than --to {byte_size(written['to'])}: the rest is in use or unknown")
         show("\n".join(lines) + "\n")
     return 1 if failed else 0
+
+
+def _calibrations(removed: Sequence[Entry], dry_run: bool) -> list[str]:
+    """A warning where calibrations go: unlike the other kinds nothing makes them again by itself."""
+    models = dict.fromkeys(printable(entry.model) for entry in removed if entry.kind == "calibration")
+    if not models:
+        return []
+    goes = "would go" if dry_run else "is gone"
+    return [
+        f"warning: the calibration of {', '.join(models)} {goes}; no start makes it again, only"
+        " `launch.py calibrate --text FILE`, in minutes"
+    ]

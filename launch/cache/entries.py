@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch.runtime import SHM
-from launch.terminal.format import distinct_names
+from launch.terminal.format import count, distinct_names
 from pipeline.backbone import disk_cache as backbone_cache
 from pipeline.calibration import cost_cache
 from pipeline.calibration import file as calibration_file
@@ -50,6 +50,7 @@ class Entry:
     model: str = UNKNOWN
     format: str = ""
     in_use: str = ""
+    setting: str = ""  # of costs, what else they were measured with
 
     @property
     def on_disk(self) -> bool:
@@ -162,7 +163,10 @@ def _costs(path: Path) -> Entry:
         record = cost_cache.read(path)
     except (OSError, ValueError):  # damaged
         return entry
-    return replace(entry, model=record.model, format=record.setting.format)
+    made = record.setting
+    workers = count(len(made.workers), "worker") if made.workers else "no workers"
+    setting = f"{workers}, {made.device}" + (f", {made.emulation}" if made.emulation else "")
+    return replace(entry, model=record.model, format=made.format, setting=setting)
 
 
 def _kept_store(path: Path, engines: str) -> Entry:

@@ -29,7 +29,7 @@ def table(folder: Path, entries: Sequence[Entry]) -> str:
         shown.add_row(
             Text(entry.kind, style="dim" if entry.kind == UNKNOWN else ""),
             Text(_name(entry)),
-            Text(printable(entry.format)),
+            Text(_format(entry)),
             age(entry.last_use),
             *[Text(entry.in_use, style="green")] * used,
             byte_size(entry.size),
@@ -54,6 +54,7 @@ def entry_to_json(entry: Entry) -> dict[str, Any]:
         "bytes": entry.size,
         "model": entry.model,
         "format": entry.format or None,
+        "setting": entry.setting or None,
         "last_use": entry.last_use,
         "in_use": entry.in_use or None,
     }
@@ -62,8 +63,13 @@ def entry_to_json(entry: Entry) -> dict[str, Any]:
 def describe(entry: Entry) -> str:
     """In a few words: "store of Mixtral-8x7B in int4, 24.10 GB, used 3 days ago"."""
     of = "" if entry.kind == "unfinished" else " of"
-    format = f" in {printable(entry.format)}" if entry.format else ""
+    format = f" in {_format(entry)}" if entry.format else ""
     return f"{entry.kind}{of} {_name(entry)}{format}, {byte_size(entry.size)}, used {age(entry.last_use)}"
+
+
+def _format(entry: Entry) -> str:
+    """With what costs were measured with."""
+    return printable(", ".join(filter(None, (entry.format, entry.setting))))
 
 
 def _name(entry: Entry) -> str:

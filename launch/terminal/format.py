@@ -19,11 +19,13 @@ def model_name(model: str, article: str = "the ") -> str:
 
 
 def distinct_names(models: Iterable[str]) -> dict[str, str]:
-    """The `model_name` of each; of folders with the same name as much of the path as tells them apart."""
+    """The `model_name` of each; of folders with the same name as much of the path as tells them apart. A name
+    without a folder, as a calibration has, stays as it is."""
     names = {model: model_name(model) for model in models}
+    folders = [model for model, name in names.items() if model != name]
     for parts in range(2, max((len(Path(model).parts) for model in names), default=0) + 1):
-        counts = Counter(names.values())
-        for model in [model for model, name in names.items() if counts[name] > 1]:
+        counts = Counter(names[model] for model in folders)
+        for model in [model for model in folders if counts[names[model]] > 1]:
             names[model] = str(Path(*Path(model).parts[-parts:]))
     return names
 

@@ -230,6 +230,16 @@ def test_the_doctor_counts_what_the_command_lists(folder: Path) -> None:
     assert all(f.found.startswith(f"{len(kept)} store") for f in findings[:-1])
 
 
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_prune_warns_of_calibrations_that_go(dry_run: bool, folder: Path) -> None:
+    make_file(folder / BACKBONE / "backbone.bin", 100, 9)
+    assert "warning" not in run_cache("--prune", "--to", "0", "--dry-run")[1]
+    make_file(folder / BACKBONE / "calibration.safetensors", 100, 9)
+    shown = run_cache("--prune", "--to", "0", *["--dry-run"] * dry_run)[1]
+    goes = "would go" if dry_run else "is gone"
+    assert f"warning: the calibration of mixtral {goes}; no start makes it again" in shown
+
+
 def test_costs_are_listed_with_their_model_and_their_use_is_noted(folder: Path) -> None:
     setting = cost_cache.Setting("cpu", 2, "cpu", STORE, "int8", "bf16", (1, 1), "k", "process", "")
     costs = Costs(rows=(1,), host=(1e-3,), device=(1e-3,), link=1e-3, round_trip=1e-4)
@@ -238,6 +248,15 @@ def test_costs_are_listed_with_their_model_and_their_use_is_noted(folder: Path) 
     os.utime(path, (0, 0))
     (found,) = scan(folder)[:1]
     assert (found.kind, found.model, found.format, found.last_use) == ("costs", "olmoe", "int8", 0.0)
+    assert found.setting == "2 workers, cpu"
+    assert "int8, 2 workers, cpu" in table(folder, [found])
+    other = cost_cache.Record(replace(setting, workers=()), "/models/olmoe", 3, 100, time.time(), 0.1, costs)
+    cost_cache.keep(folder, other)
+    assert {each.setting for each in scan(folder) if each.kind == "costs"} == {
+        "2 workers, cpu",
+        "no workers, cpu",
+    }
+    os.utime(path, (0, 0))
     assert cost_cache.find(folder, setting) is not None
     assert path.stat().st_mtime > time.time() - 60
 

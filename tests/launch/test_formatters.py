@@ -22,6 +22,9 @@ def test_percent_is_0_or_100_only_where_it_is_exact() -> None:
 def test_models_of_the_same_name_are_told_apart_by_their_folders() -> None:
     models = ["/a/x/model", "/b/x/model", "/b/y/model", "/c/other", str(model_dir())]
     shown = ["a/x/model", "b/x/model", "y/model", "other", "the embedded model"]
+    # A calibration's record has the name alone.
+    models += ["the embedded model", "other"]
+    shown += ["the embedded model", "other"]
     assert distinct_names(models) == dict(zip(models, shown, strict=True))
 
 
