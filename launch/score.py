@@ -63,7 +63,10 @@ async def score(options: Options, interrupts: Interrupts) -> int:
         context = client.welcome.context
         stride = written.get("stride", max(1, context // 2))
         if stride >= context and "stride" in written:
-            raise WrongUsage(f"--stride {stride}: must be less than the context of {context} tokens")
+            raise WrongUsage(
+                f"--stride {stride}: must be less than the context of {context} tokens; windows that move by"
+                f" {context - 1} share only the token from which the later one predicts its first"
+            )
         requests = _requests(client, options, text, ids, stride)
         before = await client.stats()
         if out is None:
@@ -75,6 +78,8 @@ async def score(options: Options, interrupts: Interrupts) -> int:
             except OSError as e:
                 raise OutputFailed(f"--out {out}: {e.strerror}") from e
         stats = await client.stats()
+    exactness = fidelity(client.welcome.exact, difference(stats["engine"], before["engine"]))
+    policy = stats.get("policy", client.welcome.policy)
     mean = nll / (count - 1) if count > 1 else math.nan
     perplexity = math.exp(mean) if mean < 700 else math.inf
     if "json" in written:
@@ -85,16 +90,26 @@ async def score(options: Options, interrupts: Interrupts) -> int:
                 "perplexity": perplexity,
                 "windows": len(requests),
                 "stride": stride if len(requests) > 1 else None,
-                "policy": stats.get("policy", client.welcome.policy),
-                "fidelity": fidelity(client.welcome.exact, difference(stats["engine"], before["engine"])),
+                "policy": policy,
+                "fidelity": exactness,
                 "stats": plain(stats, detail="detail" in written),
             },
             digits=7,  # of float32
         )
     else:
         how = f" ({len(requests)} windows of {context}, stride {stride})" if len(requests) > 1 else ""
-        show(f"{count} tokens{how}, {mean:.4f} nats a token, perplexity {perplexity:.2f}\n")
+        words = f"{count} tokens{how}, {mean:.4f} nats a token, perplexity {perplexity:.2f}"
+        show(f"{words}{_approximation(policy, exactness)}\n")
     return 0
+
+
+def _approximation(policy: str, fidelity: dict[str, Any]) -> str:
+    """What an approximate policy did to this score; "" for an exact one."""
+    if fidelity["exact"]:
+        return ""
+    if any(share for kind, share in fidelity.items() if kind != "exact"):
+        return f"; approximate, under {policy} (shares: --json)"
+    return f"; exact, as {policy} approximated nothing here (--stepwise scores by its decode)"
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -331,6 +332,7 @@ async def test_score_is_that_of_each_token_once(
     shown = capsys.readouterr().out
     assert shown.startswith(f"{tokens} tokens")
     assert (f"({windows} windows of 16, stride {stride})" in shown) is (windows > 1)
+    assert shown.endswith("; approximate, under dali (shares: --json)\n")
     again = engine.sent[windows:]
     assert [sent["stepwise"] for sent in again] == [True] * windows
     assert not any(sent["full"] for sent in again)
@@ -338,6 +340,27 @@ async def test_score_is_that_of_each_token_once(
     assert [sent["prefill"] for sent in again] == [3] + [max(3, 15 - stride)] * (windows - 2) + [
         max(3, 15 - (tokens - 16 - stride * (windows - 2)))
     ] * (windows > 1)
+
+
+@pytest.mark.parametrize(
+    ("exact", "end"),
+    [(True, ""), (False, "; exact, as dali approximated nothing here (--stepwise scores by its decode)")],
+)
+async def test_score_without_approximation_says_so_of_an_approximate_policy_alone(
+    exact: bool,
+    end: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "ids").write_text("[1, 2, 3]")
+    engine = StandInEngine()
+    engine.welcome = replace(WELCOME, exact=exact)
+    monkeypatch.setattr(engine, "_decode", lambda: decode(weight=60.0 * engine.scored))
+    await run_on(engine, scoring, monkeypatch, "--tokens", str(tmp_path / "ids"))
+    figures, _, rest = capsys.readouterr().out.rstrip("\n").partition(";")
+    assert re.search(r"perplexity [\d.]+$", figures)
+    assert rest == end[1:]
 
 
 async def test_short_text_is_tokenized_by_the_engine(
@@ -365,7 +388,7 @@ async def test_short_text_is_tokenized_by_the_engine(
     ("context", "ids", "words", "error"),
     [
         (16, [1, 7], "", "7 is no token; this model's ids end at 6"),
-        (16, [1, 2], "--stride 16", "less than the context of 16"),
+        (16, [1, 2], "--stride 16", "less than the context of 16 tokens; windows that move by 15 "),
         (1, [1, 2], "", "context has 1 token"),
     ],
 )
