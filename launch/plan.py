@@ -16,10 +16,21 @@ from pipeline.config import DEFAULT_CACHE, KV_CONTEXTS, EngineConfig, FormatName
 from pipeline.errors import ModelError, UsageError
 from pipeline.memory.limits import choose_context
 from pipeline.memory.needs import Needs, needs
-from pipeline.memory.plan import AUTOMATIC, GOOD_CONTEXT, LEFT_FREE, Machine, Plan, Pool, choose, smallest
+from pipeline.memory.plan import (
+    AUTOMATIC,
+    GOOD_CONTEXT,
+    LEFT_FREE,
+    MEMORY,
+    Machine,
+    Plan,
+    Pool,
+    choose,
+    smallest,
+)
+from pipeline.models.shapes import is_shape
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Policy, PolicyRequest
-from shm.segment import SHM_FOLDER, available_memory, byte_size, free_shm_bytes
+from shm.segment import SHM_FOLDER, available_memory, byte_size, free_shm_bytes, total_memory
 
 OPTIONS = {
     "format": "--format",
@@ -54,7 +65,7 @@ def situation(asked: EngineConfig, workers: int) -> Situation:
         asked, device=device, policy=name, workers=workers if asked.workers is None else asked.workers
     )
     policy = make_policy(PolicyRequest(name, config.policy_options), config.seed)
-    return Situation(config, policy, Machine(available_memory(), free_shm_bytes(), gpu))
+    return Situation(config, policy, Machine(available_memory(), free_shm_bytes(), gpu, total_memory()))
 
 
 def formats(asked: EngineConfig) -> tuple[FormatName, ...]:
@@ -158,8 +169,20 @@ def remedy(source: ModelSource, now: Situation, least: Plan, pool: Pool) -> str:
         if now.config.format is not None and end.needs.format != now.config.format:
             needed = byte_size(worst(end, now.machine).needed)
             ways.append(f"even {end.needs.format} would need {needed}")
-        ways.append("close other programs, use a smaller model or a machine with more memory")
+        ways.append(_smaller(source, now, end))
     return "; ".join(ways)
+
+
+def _smaller(source: ModelSource, now: Situation, least: Plan) -> str:
+    """What remains where no option helps. `least`: the smallest plan of all formats."""
+    total, model = now.machine.total, "use a smaller model"
+    if is_shape(source.name) and least.needs.spec.layers > 1:
+        shape, layers = source.name.partition("/")[0], least.needs.spec.layers
+        model = f"use fewer of its layers, e.g. --model {shape}/{max(1, layers // 8)}, or a smaller model"
+    needed = next(pool.needed for pool in least.pools(now.machine) if pool.name == MEMORY)
+    if total is None or needed <= total:
+        return f"close other programs, {model} or a machine with more memory"
+    return f"{model} or a machine with more memory, as this one has {byte_size(total)} in all"
 
 
 def worst(plan: Plan, machine: Machine) -> Pool:
@@ -176,11 +199,10 @@ def parts(pool: Pool, plan: Plan, rest: bool = False) -> str:
             words.append(f"{new} ({byte_size(needs.present)} in {needs.format} exist already)")
         elif part == "experts":
             words.append(f"experts {byte_size(size)} ({needs.format})")
-        elif part == LEFT_FREE:
-            words += [f"{byte_size(size)} left free"] if rest else []
-        elif size:
+        elif size and part != LEFT_FREE:
             words.append(f"{part} {byte_size(size)}" + f" ({plan.kv_tokens} tokens)" * (part == "KV cache"))
-    return ", ".join(words)
+    free = pool.parts.get(LEFT_FREE, 0) if rest else 0
+    return f"with {byte_size(free)} that stay free: " * bool(free) + ", ".join(words)
 
 
 def _needs(pool: Pool) -> str:
@@ -211,8 +233,10 @@ def _others(asked: EngineConfig) -> Iterator[EngineConfig]:
         freed = replace(asked, **fewer)  # type: ignore[arg-type]  # each of these may be None
         if freed != asked:
             yield freed
-    if asked.device == "cpu" and asked.backbone_dtype in ("f32", "bf16"):
-        yield replace(asked, **everything, backbone_dtype="int8")  # type: ignore[arg-type]
+    if asked.device == "cpu":
+        smaller = {"f32": ("int8", "int4"), "bf16": ("int8", "int4"), "int8": ("int4",)}
+        for dtype in smaller.get(asked.backbone_dtype, ()):
+            yield replace(asked, **everything, backbone_dtype=dtype)  # type: ignore[arg-type]
 
 
 def _options(plan: Plan, asked: EngineConfig, other: EngineConfig) -> str:

@@ -22,7 +22,7 @@ import psutil
 
 from protocol.errors import NotPrivate
 from protocol.private_files import check_private
-from shm.cgroup import free_memory
+from shm.cgroup import free_memory, limits
 from shm.errors import NotEnoughMemory, SegmentEmpty, SegmentMissing, ShmError
 from shm.huge import HUGE, collapse, map_shared, populate
 from shm.layout import Bytes
@@ -183,6 +183,12 @@ def available_memory() -> int:
     """Bytes of memory available without swapping (MemAvailable), within a container's limit."""
     available, free = int(psutil.virtual_memory().available), free_memory()
     return available if free is None else min(available, free)
+
+
+def total_memory() -> int:
+    """Bytes of memory of this machine, or of the container's limit."""
+    total, limit = int(psutil.virtual_memory().total), limits().memory
+    return total if limit is None else min(total, limit)
 
 
 def check_space(needed: int, reserve: int) -> None:

@@ -166,7 +166,10 @@ def _table(
     table.add_row("context (tokens)", "", *(str(plan.context) for plan in rows))
     if any(plan.slab for plan in rows):
         table.add_row("expert cache", "", *(f"{plan.expert_cache:g}" for plan in rows))
-    if forecasts:
+    fits = {True: "fits", False: "too large"}
+    verdicts = ("chosen" if plan is chosen else fits[plan.fits(now.machine)] for plan in rows)
+    table.add_row("", "", *verdicts)
+    if forecasts:  # below the verdict, of a format that is too large as well
         expected = [forecasts[plan.needs.format] for plan in rows]
         table.add_row("tok/s, about", "", *alike([each.usual for each in expected]))
         slow, fast = (
@@ -174,9 +177,6 @@ def _table(
         )
         table.add_row("  range", "", *map("{}-{}".format, slow, fast))
         table.add_row("  memory's limit", "", *alike([each.limit for each in expected]))
-    fits = {True: "fits", False: "too large"}
-    verdicts = ("chosen" if plan is chosen else fits[plan.fits(now.machine)] for plan in rows)
-    table.add_row("", "", *verdicts)
     return table
 
 

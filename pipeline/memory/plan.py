@@ -25,6 +25,7 @@ from pipeline.memory.limits import STAGING_TILES, cache_tiles, choose_context, k
 from pipeline.memory.needs import Needs
 
 FREE_BYTES = 2_000_000_000  # left for the rest of the machine
+MEMORY = "memory"  # the name of a pool
 LEFT_FREE = "left free"  # the part of a pool with these
 # By decreasing exactness. Checkpoints are in bf16, f16 or f32: no format of experts is more exact than bf16.
 AUTOMATIC: tuple[FormatName, ...] = ("bf16", "int8", "int4", "int4-g128")
@@ -36,11 +37,12 @@ CACHE_STEPS = 1000  # a cache that is chosen is a whole number of thousandths
 @dataclass(frozen=True)
 class Machine:
     """Bytes that are free now. `memory`: without swapping and within the control group's limit; `gpu`: None
-    for the device cpu."""
+    for the device cpu. `total`: of memory, with what is in use; None where unknown."""
 
     memory: int
     shm: int
     gpu: int | None = None
+    total: int | None = None
 
 
 @dataclass(frozen=True)
@@ -85,12 +87,12 @@ class Plan:
         rest = {"processes": needs.processes, LEFT_FREE: FREE_BYTES}
         if machine.gpu is None:
             return (
-                Pool("memory", machine.memory, {"experts": new} | device | rest),
+                Pool(MEMORY, machine.memory, {"experts": new} | device | rest),
                 Pool("/dev/shm", machine.shm, {"experts": new, "slab": device["slab"]}),
             )
         steps = {"steps": needs.steps + SPARE_BYTES}
         return (
-            Pool("memory", machine.memory, {"experts": new} | rest),
+            Pool(MEMORY, machine.memory, {"experts": new} | rest),
             Pool("/dev/shm", machine.shm, {"experts": new}),
             Pool("GPU memory", machine.gpu, device | steps),
         )

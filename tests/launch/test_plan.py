@@ -107,6 +107,16 @@ def test_refusal_names_options_that_would_fit() -> None:
         make_plan(model, now(Machine(31 * GB, 31 * GB), model=model, backbone_dtype="f32"))
     with pytest.raises(UsageError, match=r"even int4-g128 would need 30.* close other programs"):
         make_plan(model, now(Machine(20 * GB, 20 * GB), model=model, format="bf16"))
+    with pytest.raises(UsageError) as refused:
+        make_plan(model, now(Machine(20 * GB, 20 * GB, total=25 * GB), model=model))
+    text = str(refused.value)
+    # other programs have 5 GB, and 10 are missing
+    assert "close other programs" not in text
+    assert "use fewer of its layers, e.g. --model shape:mixtral-8x7b/4, or a smaller model" in text
+    assert "or a machine with more memory, as this one has 25.00 GB in all" in text
+    assert "GB is available (with 2.00 GB that stay free: experts " in text
+    with pytest.raises(UsageError, match=r"use --backbone-dtype int4"):
+        make_plan(model, now(Machine(28_500_000_000, 28 * GB), model=model, backbone_dtype="bf16"))
     with pytest.raises(UsageError, match=r"/dev/shm, and .*: enlarge it: sudo mount -o remount,size=\d+m"):
         make_plan(model, now(Machine(200 * GB, 10 * GB), model=model))
 
@@ -196,6 +206,7 @@ def test_the_doctor_shows_the_plan(tiny_model: Path, capfd: Finds) -> None:
     assert re.search(rf"^memory +\S+ \S+ +{taken} ", out, re.M)
     assert re.search(r"^and left free +2\.00 GB", out, re.M)
     assert out.index("tok/s: expected") < out.index("It fits")
+    assert out.index(" chosen ") < out.index("tok/s, about")
 
 
 @pytest.mark.usefixtures("known_speeds")
