@@ -100,7 +100,7 @@ def _hits(hits: dict[str, Any]) -> list[str]:
     )
     if own is None:
         return [placed]
-    before = f"{percent(own)} of those that the {hits['tokens']} tokens used which the engine has computed"
+    before = f"{percent(own)} of those used by the {hits['tokens']} tokens that the engine has computed"
     lines = [f"{placed}, and {before}"]
     if hits["differs"]:
         lines.append(

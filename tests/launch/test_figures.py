@@ -265,7 +265,7 @@ def test_table_of_a_calibration() -> None:
         (
             1,
             {"share": 0.25, "heldout": 0.6, "prompts": 0.62, "own": 0.59, "differs": False, "tokens": 50},
-            "59% of those that the 50 tokens used which the engine has computed",
+            "59% of those used by the 50 tokens that the engine has computed",
             "warning",
         ),
     ):
