@@ -163,8 +163,10 @@ class Session:
             changed = await self._client.set_policy(name, options)
         except RequestFailed as e:
             raise RequestFailed(in_chat_syntax(str(e), connect_name(self._client)), e.usage) from e
-        self._output.note(policy_change(changed, self._client))
-        self._output.show(policy_options(name, options))
+        given = "".join(f" {option}={value}" for option, value in options.items())
+        self._output.note(
+            policy_change(changed, self._client, f"{given}; /help policy {name} lists its options")
+        )
 
     async def _set(self, argument: str) -> None:
         conversation = self._conversation
@@ -215,10 +217,10 @@ class Session:
             self._output.note("the same answer: decoding is greedy; /set temperature=0.8 makes it vary")
 
 
-def policy_change(changed: PolicyChanged, client: Client) -> str:
-    """A message about the policy that the client's engine has switched to."""
+def policy_change(changed: PolicyChanged, client: Client, more: str = "") -> str:
+    """A message about the policy that the client's engine has switched to; `more` ends its first line."""
     engine = connect_name(client)
-    first = f"policy: {changed.policy}" + ("" if changed.exact else " (approximate)")
+    first = f"policy: {changed.policy}" + ("" if changed.exact else " (approximate)") + more
     return "\n  ".join((first, *(in_chat_syntax(note, engine) for note in changed.notes)))
 
 

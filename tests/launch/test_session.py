@@ -282,9 +282,11 @@ async def test_policy_is_switched_with_its_options_and_shown_as_the_engine_has_i
     await chat.says("/policy")
     assert [line.split()[1] for line in chat.tables[0].splitlines() if line.startswith("* ")] == ["fiddler"]
     assert "gate=own" in chat.tables[0]
+    shown = len(chat.tables)
     note = (await chat.says("/policy adapmoe adapmoe.gate=own")).pop(0)
     assert chat.engine.sent == [("adapmoe", {"gate": "own"})]
-    assert "gate=own" in chat.tables[-1]
+    assert note.splitlines()[0] == "policy: adapmoe gate=own; /help policy adapmoe lists its options"
+    assert len(chat.tables) == shown  # the options are for /help
     assert "approximate" not in note
     assert note.endswith("/policy fiddler gate=own")
     assert "approximate" in (await chat.says("/policy daop")).pop(0)
