@@ -31,7 +31,6 @@ from pipeline.counters import Counters
 from pipeline.engine.engine import Engine
 from pipeline.engine.observer import Observer
 from pipeline.errors import RequestError, UsageError
-from pipeline.memory.limits import cache_tiles
 from pipeline.policies.calibration import Calibration, Floats
 from pipeline.policies.parts import (
     ENOUGH_TOKENS,
@@ -180,7 +179,8 @@ class _Measurement:
         """`Findings.hits`."""
         engine = self._ctx.engine
         experts = used.size
-        placed = whole_experts(engine.shape, engine.memory.capacity) or cache_tiles(self._ctx.cache, experts)
+        share = self._ctx.cache or DEFAULT_CACHE  # an engine may be configured without a cache
+        placed = whole_experts(engine.shape, engine.memory.capacity) or round(share * experts)
         own = engine.popularity
         tokens = counted_tokens(own, engine.shape.top_k)
         # A policy will place by the counts of all windows, and its note compares these.
