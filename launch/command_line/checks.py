@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch.errors import WrongUsage
-from launch.runtime import cache_root
 from pipeline.assets import model_dir
 from pipeline.calibration.file import calibration_path, read
 from pipeline.checkpoint.model_source import ModelSource
@@ -30,6 +29,7 @@ from protocol.codec import encode
 from protocol.errors import MalformedMessage, ProtocolError
 from protocol.keys import CLIENT_FILE, ENGINE_FILE, Address, keys_folder, read_client_keys, read_engine_keys
 from protocol.sockets import check_tcp
+from protocol.user_folders import user_folder
 from shm.atomic_file import check_creatable
 from shm.layout import format_named
 
@@ -61,7 +61,7 @@ def check_calibration(config: EngineConfig, policies: Sequence[PolicyRequest]) -
     needing = [policy for policy in made if policy.needs_calibration]
     if not needing:
         return
-    path = calibration_path(cache_root(), open_model(config.model or model_dir()))
+    path = calibration_path(user_folder("CACHE"), open_model(config.model or model_dir()))
     calibration = read(path)[0] if path.exists() else None
     for policy in needing:
         policy.check_calibration(calibration)
