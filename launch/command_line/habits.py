@@ -25,7 +25,7 @@ OPTIONS = {
 }
 # What differs in meaning, by our spelling.
 MEANINGS = {
-    "--model DIR": "a Hugging Face checkpoint directory (safetensors; no GGUF) or the Hub's ORG/NAME",
+    "--model DIR": "a Hugging Face directory (safetensors; GGUF is not read) or the Hub's ORG/NAME",
     _LAYERWISE: "the first layers' experts on the device, RATIO of all tiles; on a GPU by default as many"
     " as fit",
     "--policy PRESET": "where experts are resident and computed; all-host keeps them off the GPU",

@@ -107,7 +107,7 @@ def found(
 
 
 def windows_of(case: Case) -> list[tuple[int, ...]]:
-    texts = drawn_texts(case, len(SHORT))
+    texts = drawn_texts(case, len(SHORT), 75)
     return [text[:length] for text, length in zip(texts, SHORT, strict=True)]
 
 

@@ -87,7 +87,7 @@ def test_table_has_sums_and_only_the_columns_that_it_needs(tmp_path: Path) -> No
     assert (found["bytes"], found["folder"], len(found["entries"])) == (1000, str(tmp_path), 2)
     assert found["entries"][0] | {"path": ""} == {
         **{"kind": "store", "path": "", "bytes": 1000, "model": "mixtral", "format": "int4"},
-        **{"last_use": NOW - 3 * DAY, "in_use": None},
+        **{"last_use": NOW - 3 * DAY, "in_use": None, "setting": None},
     }
     assert free_bytes(tmp_path / "not" / "there") == pytest.approx(free_bytes(tmp_path), rel=0.01)
 

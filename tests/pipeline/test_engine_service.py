@@ -442,6 +442,7 @@ def test_stats_of_an_engine(whole: WholeEngine, costs_file: Path) -> None:
     assert stats == {
         "policy": "fiddler",
         "policy_options": {"assignment": "device"},
+        "calibrated": False,
         "emulation": "link paced to 2 GB/s",
         "scheduler": stats["scheduler"],
         "engine": engine.counters.snapshot(),
