@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 import sys
 from email.message import Message
@@ -335,3 +336,13 @@ def test_missing_or_old_library_is_reported_with_its_command() -> None:
     assert found[0].prevents
     assert "is not installed" in found[1].found
     assert not software.judge(["numpy>=99"], optional=True)[0].prevents
+
+
+async def test_a_compiler_that_hangs_has_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pid").touch()
+    (tmp_path / "cc").write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 100\n")
+    (tmp_path / "cc").chmod(0o700)
+    monkeypatch.setattr(software, "COMPILER_LIMIT", 0.5)
+    assert await software._version(str(tmp_path / "cc")) == "no answer"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)

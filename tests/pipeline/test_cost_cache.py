@@ -212,7 +212,9 @@ def test_second_start_does_not_measure_again(tiny_model: Path, tmp_path, monkeyp
 
         with monkeypatch.context() as known:
             known.setattr(cost_probe, "measure_costs", lambda *_: COSTS)
-            for load, expected in ((0.0, again), (1e6, COSTS)):  # of the earlier measurement
+            # The load of the earlier measurement, and now.
+            for load, now, expected in ((0.0, 0.1, again), (1e6, 1e6, again), (1e6, 0.1, COSTS)):
+                known.setattr(os, "getloadavg", lambda now=now: (now, 0.0, 0.0))
                 keep(cache, replace(record, load=load))
                 assert costs_for(engine, coordinator(config), CONTEXT) == expected
         assert not record.outdated(record.load)
