@@ -31,7 +31,6 @@ from protocol.errors import ProtocolError
 from protocol.messages import VERSION
 from protocol.private_files import private_directory
 from protocol.sockets import ipc_endpoint, runtime_root
-from protocol.user_folders import user_folder
 from shm.atomic_file import atomic_file
 from shm.segment import engine_prefix
 
@@ -174,11 +173,6 @@ def segments(runtime: Path) -> list[Path]:
     prefix = engine_prefix(runtime)[1:]
     own = re.compile(rf"{re.escape(prefix)}[a-z]+-[0-9]+")
     return [path for path in sorted(SHM.glob(f"{prefix}*")) if own.fullmatch(path.name)]
-
-
-def cache_root() -> Path:
-    """The disk cache."""
-    return user_folder("CACHE")
 
 
 def _engine_dirs() -> Iterator[Path]:

@@ -16,7 +16,6 @@ from launch.bench.plan import requested_policies
 from launch.bench.replay_report import Report, Result
 from launch.command_line.options import Options
 from launch.errors import LaunchError, WrongUsage
-from launch.runtime import cache_root
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
 from launch.terminal.progress import ProgressCounter
@@ -33,6 +32,7 @@ from pipeline.replay.machine import Replay
 from pipeline.replay.overview import summarize
 from pipeline.traces.header import Header
 from pipeline.traces.reader import Trace
+from protocol.user_folders import user_folder
 
 log = logging.getLogger("tandem")
 
@@ -115,7 +115,7 @@ def _costs(header: Header, asked: Path | None) -> tuple[Costs, str]:
     """The costs, and their origin in words. Raises PolicyError, WrongUsage."""
     if asked is not None:
         return Costs.load(asked), str(asked)
-    for _, record in measured_here(cache_root()):
+    for _, record in measured_here(user_folder("CACHE")):
         if record.setting.store == header.store and record.tiles == header.shape.tiles:
             emulated = f" ({record.setting.emulation})" if record.setting.emulation else ""
             return record.costs, f"measured on this machine, {record.setting.device}{emulated}"
@@ -128,7 +128,7 @@ def _costs(header: Header, asked: Path | None) -> tuple[Costs, str]:
 def _calibration(header: Header, first: bool) -> Calibration | None:
     """The model's calibration on this machine, or None; without the gate for the next token's first layer
     where the trace holds no probe for it. A damaged file is as none, with a warning."""
-    path = cache_root() / header.fingerprint / NAME
+    path = user_folder("CACHE") / header.fingerprint / NAME
     if not path.exists():
         return None
     try:

@@ -10,10 +10,10 @@ from launch.cache.entries import Entry, scan
 from launch.cache.prune import remove, select
 from launch.cache.report import describe, entry_to_json, table, to_json
 from launch.command_line.options import Options
-from launch.runtime import cache_root
 from launch.terminal.format import printable
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
+from protocol.user_folders import user_folder
 from shm.errors import ShmError
 from shm.segment import byte_size
 
@@ -22,7 +22,7 @@ log = logging.getLogger("tandem")
 
 async def cache(options: Options, interrupts: Interrupts) -> int:
     """1 where something that was to be removed could not be."""
-    folder = cache_root()
+    folder = user_folder("CACHE")
     entries = scan(folder)
     if "prune" in options.written:
         return _prune(options, folder, entries)

@@ -15,7 +15,6 @@ from launch.command_line.checks import check_request, read_ids, read_text
 from launch.command_line.options import Options
 from launch.connect.reconnect import reconnecting_client
 from launch.errors import WrongUsage
-from launch.runtime import cache_root
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
 from launch.terminal.progress import ProgressDisplay
@@ -26,6 +25,7 @@ from pipeline.calibration.windows import HELD_OUT, LANES
 from pipeline.checkpoint.open import open_model
 from pipeline.policies.calibration import Calibration
 from protocol.messages import Calibrate, Calibrating
+from protocol.user_folders import user_folder
 
 CHARACTERS = 16  # more than tokens have: of a text longer than this for each token excerpts are sent
 EXCERPTS = HELD_OUT * LANES  # of a longer text: a window is read from each, unless they are large
@@ -117,7 +117,7 @@ def _excerpts(whole: Text, most: int) -> tuple[list[Text], tuple[int, ...]]:
 def _earlier(options: Options) -> tuple[Path, Calibration, dict[str, Any]]:
     """The kept calibration: path, arrays, summary. Raises WrongUsage, CalibrationError."""
     model = options.config().model or model_dir()
-    path = calibration_path(cache_root(), open_model(model))
+    path = calibration_path(user_folder("CACHE"), open_model(model))
     if not path.exists():
         raise WrongUsage(f"--report: {model} has not been calibrated on this machine; add --text F")
     calibration, about = read(path)

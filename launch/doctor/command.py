@@ -33,13 +33,13 @@ from launch.doctor.report import render
 from launch.doctor.trials import TrialFailed
 from launch.errors import LaunchError
 from launch.processes.cores import Cores
-from launch.runtime import cache_root
 from launch.terminal.format import count
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.log import notice
 from launch.terminal.output import print_json, show
 from pipeline.calibration.cost_cache import measured_here
 from pipeline.errors import PipelineError
+from protocol.user_folders import user_folder
 from shm import cgroup
 from shm.kernel_files import contents
 from shm.segment import available_memory
@@ -70,7 +70,7 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
     proofs = await _prove(options, interrupts)
     ceiling = None if speed is None else speed.all / embedded.token
     findings += [proof.explain(p, ceiling, embedded.store <= (models.last_cache() or 0)) for p in proofs]
-    findings += costs.inspect(cache_root())
+    findings += costs.inspect(user_folder("CACHE"))
 
     ok = not any(finding.prevents for finding in findings)
     if "json" in options.written:
@@ -80,7 +80,7 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
             "expert_bytes_per_token": embedded.token,
             "ceiling_tok_s": ceiling,
             "engine": proofs[0].to_map(),
-            "costs": [costs.to_map(*kept) for kept in measured_here(cache_root())],
+            "costs": [costs.to_map(*kept) for kept in measured_here(user_folder("CACHE"))],
         }
         print_json({"ok": ok, "findings": [f.to_map() for f in findings], "measured": measured})
     else:

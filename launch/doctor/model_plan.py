@@ -24,7 +24,6 @@ from launch.doctor.trials import TrialFailed
 from launch.hub.hf_download import CONFIG
 from launch.plan import OPTIONS, Situation, every_format, formats, reasons, refusal, situation
 from launch.processes.cores import Cores
-from launch.runtime import cache_root
 from launch.terminal.format import alike, count
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
@@ -39,6 +38,7 @@ from pipeline.memory.plan import AUTOMATIC, LEFT_FREE, Plan
 from pipeline.models.registry import expert_shape, model_spec
 from pipeline.models.shapes import is_shape, short_name
 from pipeline.models.spec import ModelSpec
+from protocol.user_folders import user_folder
 from shm import cgroup
 from shm.layout import format_named
 from shm.segment import SHM_FOLDER, byte_size
@@ -57,7 +57,7 @@ async def show_plan(options: Options, interrupts: Interrupts) -> int:
     rows = [_row(now, needs, chosen) for needs in each.values()]
     why = [refusal(source, now, every)] if chosen is None else reasons(chosen, now, every)
     stores = {name: expert_shape(source.config, now.config.tile, format_named(name)).tile for name in each}
-    kept = costs.of_model(cache_root(), {source.fingerprint(*store) for store in stores.items()})
+    kept = costs.of_model(user_folder("CACHE"), {source.fingerprint(*store) for store in stores.items()})
     speeds, forecasts, notes = await _expected(source, now.config, each, options, interrupts)
     if "json" in options.written:
         measured = [costs.to_map(path, record) for path, record in kept]

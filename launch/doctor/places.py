@@ -9,12 +9,13 @@ from pathlib import Path
 from launch.cache.entries import scan
 from launch.cache.report import free_bytes
 from launch.doctor.finding import Finding, Topic
-from launch.runtime import SHM, cache_root, running_engines, sweep
+from launch.runtime import SHM, running_engines, sweep
 from launch.terminal.format import count
 from pipeline.models.shapes import short_name
 from protocol.errors import ProtocolError
 from protocol.private_files import make_folders
 from protocol.sockets import ipc_endpoint, runtime_root
+from protocol.user_folders import user_folder
 from shm.errors import ShmError
 from shm.locks import sweep as sweep_stores
 from shm.segment import byte_size
@@ -27,7 +28,7 @@ OWN_FOLDER = "set XDG_RUNTIME_DIR to a folder of your own with a short name"
 
 def inspect() -> list[Finding]:
     """Removes the leftovers of killed engines, as every start does, and reports them."""
-    return [*_runtime_findings(), *cache_findings(cache_root())]
+    return [*_runtime_findings(), *cache_findings(user_folder("CACHE"))]
 
 
 def _runtime_findings() -> Iterator[Finding]:

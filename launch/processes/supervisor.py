@@ -32,7 +32,7 @@ from launch.processes.group import ProcessGroup
 from launch.processes.limits import Limits
 from launch.processes.monitor import ProcessMonitor, ProcessSlot
 from launch.processes.task_guard import TaskGuard
-from launch.runtime import EngineInfo, RuntimeDir, cache_root, sweep
+from launch.runtime import EngineInfo, RuntimeDir, sweep
 from launch.terminal.format import count
 from launch.terminal.log import child_level, notice
 from launch.terminal.progress import ProgressDisplay
@@ -43,6 +43,7 @@ from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from protocol.messages import VERSION, Needed, Progress, Ready, SetPolicy
 from protocol.sockets import Identity, runtime_root
+from protocol.user_folders import user_folder
 from shm.cache_lease import CacheLease, lease_key
 from shm.control import ControlSegment
 from shm.errors import SegmentMissing
@@ -127,11 +128,12 @@ class Supervisor:
         runtime = RuntimeDir.claim(self.name)
         self._files.callback(runtime.remove)
         self._files.callback(self._release_store)
-        folders, missing = await asyncio.to_thread(cache_use, self.model, config, plan.needs, cache_root())
+        cache = user_folder("CACHE")
+        folders, missing = await asyncio.to_thread(cache_use, self.model, config, plan.needs, cache)
         keys = map(lease_key, folders)  # `launch.py cache` does not remove what they name
-        cache_lease = await asyncio.to_thread(CacheLease.acquire, cache_root(), keys, self.name)
+        cache_lease = await asyncio.to_thread(CacheLease.acquire, cache, keys, self.name)
         self._files.callback(cache_lease.release)
-        if line := full_disk_line(cache_root(), missing):
+        if line := full_disk_line(cache, missing):
             log.warning(f"warning: {line}")
         control = Control(runtime.endpoint("control.sock"))
         self._files.callback(control.close)
@@ -145,7 +147,7 @@ class Supervisor:
             slab=now.policy.uses_device,
             reserve=plan.beside_store(now.machine),
             log_level=child_level(self._log_level),
-            cache_dir=cache_root(),
+            cache_dir=cache,
             key=control.key,
         )
         notice(start_line(self.model, plan, now.machine, config.backbone_dtype))

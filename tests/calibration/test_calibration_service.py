@@ -14,13 +14,13 @@ import pytest
 import pytest_asyncio
 
 from launch.processes.supervisor import Supervisor
-from launch.runtime import cache_root
 from pipeline.calibration.file import calibration_path, load
 from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig
 from protocol.client import Client
 from protocol.errors import RequestFailed
 from protocol.messages import Calibrating
+from protocol.user_folders import user_folder
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -49,7 +49,7 @@ def endpoint(engine: tuple[Supervisor, Client]) -> str:
 
 @pytest.fixture
 def path(tiny_model: Path) -> Iterator[Path]:
-    path = calibration_path(cache_root(), open_model(tiny_model))
+    path = calibration_path(user_folder("CACHE"), open_model(tiny_model))
     yield path
     shutil.rmtree(path.parent, ignore_errors=True)  # other tests find no calibrated model
 
@@ -224,7 +224,7 @@ async def test_model_with_one_expert_per_token_is_calibrated(start_engine, tiny_
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 1}))
     asked = EngineConfig(model=folder, workers=1, expert_cache=0.5, chunk=64, context=128)
-    kept = calibration_path(cache_root(), open_model(folder))
+    kept = calibration_path(user_folder("CACHE"), open_model(folder))
     async with start_engine(asked) as (_, client):
         done = await client.calibrate(token_ids=IDS, tokens=400)
         assert Path(done.path) == kept

@@ -23,12 +23,13 @@ from launch.cache.report import table
 from launch.command_line.options import parse
 from launch.doctor.places import cache_findings
 from launch.errors import WrongUsage
-from launch.runtime import SHM, cache_root
+from launch.runtime import SHM
 from pipeline.calibration import cost_cache
 from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig
 from pipeline.memory.needs import needs
 from pipeline.policies.costs import Costs
+from protocol.user_folders import user_folder
 from shm.cache_record import RECORD, CacheRecord, note_use
 from shm.store import store_prefix
 
@@ -39,8 +40,8 @@ STORE, BACKBONE = "5" * 64, "b" * 64
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of the test's own, empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cache_root().mkdir()
-    return cache_root()
+    user_folder("CACHE").mkdir()
+    return user_folder("CACHE")
 
 
 def run_cache(*arguments: str) -> tuple[int, str]:

@@ -17,8 +17,8 @@ from launch.cache.entries import WRITING_SECONDS, Entry, scan, writer_of
 from launch.cache.prune import DAY, select
 from launch.cache.report import age, describe, free_bytes, table, to_json
 from launch.command_line.options import parse
-from launch.runtime import cache_root
 from launch.terminal.interrupts import Interrupts
+from protocol.user_folders import user_folder
 from shm.errors import ShmError
 
 NOW = 1_700_000_000.0
@@ -189,7 +189,7 @@ async def test_entry_that_cannot_be_removed_is_not_freed(
 def test_entries_are_found_by_their_last_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Links and other folders are unknown; the folder of the leases is none."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = cache_root()
+    folder = user_folder("CACHE")
     for name, days in ((f"{KEY}/backbone.bin", 2), ("other/deep/file", 5), ("notes", 1), ("costs/x.json", 4)):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -21,13 +21,13 @@ from engines import Launched, launch
 from transformers import AutoModelForCausalLM
 from waiting import wait_until
 
-from launch.runtime import cache_root
 from pipeline.assets import heldout, model_dir
 from pipeline.calibration.file import calibration_path, load
 from pipeline.calibration.windows import Division, Window
 from pipeline.checkpoint.open import open_model
 from pipeline.policies.calibration import Calibration
 from pipeline.text.tokenizer import Tokenizer
+from protocol.user_folders import user_folder
 
 CHARACTERS = 5500  # of held-out text: about 1600 tokens
 FIGURES = ["accuracy.png", "activations.png", "report.png", "sensitivity.png", "similarity.png"]
@@ -60,7 +60,7 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Calibrated]
     tokenizer = Tokenizer.load(model_dir())
     assert tokenizer is not None
     summary = json.loads(done.stdout)
-    path = calibration_path(cache_root(), open_model(model_dir()))
+    path = calibration_path(user_folder("CACHE"), open_model(model_dir()))
     assert Path(summary["path"]) == path
     calibration = load(path)
     yield Calibrated(summary, calibration, divided(tokenizer.encode(text)), folder / "report")
@@ -297,5 +297,5 @@ def test_interrupt_leaves_no_file(tiny_model: Path, tmp_path: Path) -> None:
         code, out, err = process.end()
     assert (code, out) == (1, "")
     assert err.endswith("launch.py: interrupted\n")
-    assert not calibration_path(cache_root(), open_model(tiny_model)).parent.exists()
+    assert not calibration_path(user_folder("CACHE"), open_model(tiny_model)).parent.exists()
     assert os.listdir(tmp_path / "report") == []

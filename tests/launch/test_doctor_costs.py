@@ -13,10 +13,10 @@ from engines import fingerprint_of
 from launch.cli import main
 from launch.doctor import costs
 from launch.doctor.report import render
-from launch.runtime import cache_root
 from pipeline.assets import model_dir
 from pipeline.calibration.cost_cache import Record, Setting, keep, processor
 from pipeline.policies.costs import Costs
+from protocol.user_folders import user_folder
 
 # An expert has 4 tiles: host 4 ms, device 0.4 ms, move 8 ms.
 COSTS = Costs((1, 64), (1e-3, 8e-3), (1e-4, 2e-4), 2e-3, 5e-5, (3e-4, 2e-3))
@@ -68,8 +68,8 @@ def test_no_costs_and_many_costs(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("known_speeds")
 def test_doctor_model_shows_the_costs_of_that_model(tiny_model: Path, capfd) -> None:
     of_int8 = replace(SETTING, store=fingerprint_of(tiny_model, "int8"), format="int8")
-    keep(cache_root(), replace(RECORD, setting=of_int8, model=str(tiny_model)))
-    keep(cache_root(), RECORD)  # another model's
+    keep(user_folder("CACHE"), replace(RECORD, setting=of_int8, model=str(tiny_model)))
+    keep(user_folder("CACHE"), RECORD)  # another model's
     try:
         arguments = ["doctor", "--model", str(tiny_model), "--device", "cpu"]
         assert main([*arguments, "--json"]) == 0
@@ -86,4 +86,4 @@ def test_doctor_model_shows_the_costs_of_that_model(tiny_model: Path, capfd) -> 
         assert max(map(len, out.splitlines())) <= 80
     finally:
         for setting in (of_int8, SETTING):
-            (cache_root() / "costs" / setting.name).unlink()
+            (user_folder("CACHE") / "costs" / setting.name).unlink()

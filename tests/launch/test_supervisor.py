@@ -21,10 +21,10 @@ from launch.processes import supervisor as supervising
 from launch.processes.cores import Cores
 from launch.processes.limits import Limits
 from launch.processes.supervisor import Supervisor
-from launch.runtime import cache_root
 from pipeline.assets import model_dir
 from protocol.messages import VERSION, Failed, Heartbeat, Needed, SetPolicy, Shutdown, WorkerUp
 from protocol.sockets import Identity, runtime_root
+from protocol.user_folders import user_folder
 from shm.segment import SHM_FOLDER
 from shm.store import store_name
 
@@ -111,7 +111,7 @@ async def test_each_child_gets_its_configuration(play: Play) -> None:
         assert loader.pop("reserve_bytes") > 0
         assert loader == {
             **{"model": str(model_dir()), "format": engine.config.format, "tile": 64, "verify": True},
-            **{"cache_dir": str(cache_root()), "nodes": list(Cores.here().nodes)},
+            **{"cache_dir": str(user_folder("CACHE")), "nodes": list(Cores.here().nodes)},
         }
         sets = Cores.here().for_workers(2)
         for index, cpus in enumerate(sets):
@@ -129,7 +129,12 @@ async def test_each_child_gets_its_configuration(play: Play) -> None:
         )
         nodes = len(Cores.here().nodes) if all(cpus.node is not None for cpus in sets) else 1
         assert coordinator == {
-            **{"model": str(model_dir()), "cache_dir": str(cache_root()), "slab": True, "nodes": nodes},
+            **{
+                "model": str(model_dir()),
+                "cache_dir": str(user_folder("CACHE")),
+                "slab": True,
+                "nodes": nodes,
+            },
             **{"workers": [len(cpus.cores) for cpus in sets], "key": engine._configs.key},
         }
 

@@ -13,11 +13,11 @@ import pytest
 from waiting import until, wait_until
 
 from launch.processes.supervisor import Supervisor
-from launch.runtime import cache_root
 from pipeline.backbone.disk_cache import NAME, UNFINISHED, VERSION, BackboneCache
 from pipeline.config import EngineConfig
 from protocol.client import Client
 from protocol.sockets import Identity
+from protocol.user_folders import user_folder
 from shm.cache_record import RECORD, CacheRecord, read_record
 
 FINGERPRINT = "ab" * 32
@@ -182,8 +182,8 @@ async def test_second_start_has_the_same_backbone(start_engine, tiny_model, tmp_
             found.append(await scores(client))
             await until(lambda engine=engine: not maps_it(engine), LIMIT)  # until it is materialized
             found.append(await scores(client))
-            await until(lambda: list(cache_root().glob(f"*/{NAME}")), LIMIT)
-    files = list(cache_root().glob(f"*/{NAME}"))
+            await until(lambda: list(user_folder("CACHE").glob(f"*/{NAME}")), LIMIT)
+    files = list(user_folder("CACHE").glob(f"*/{NAME}"))
     for again in found[1:]:
         np.testing.assert_array_equal(again, found[0])
     # A flipped bit is detected, which shows that the start reads this file.

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from launch.chat.history import history_file
-from launch.runtime import cache_root
 from protocol.keys import keys_folder
+from protocol.user_folders import user_folder
 
 
 @pytest.mark.parametrize(
     ("variable", "folder", "default", "end"),
     [
-        ("XDG_CACHE_HOME", cache_root, ".cache", "tandem"),
+        ("XDG_CACHE_HOME", lambda: user_folder("CACHE"), ".cache", "tandem"),
         ("XDG_CONFIG_HOME", keys_folder, ".config", "tandem/keys"),
         ("XDG_STATE_HOME", history_file, ".local/state", "tandem/history"),
     ],

@@ -11,11 +11,11 @@ import pytest
 from plain_calibration import plain_calibration
 
 from launch.cli import main
-from launch.runtime import cache_root
 from pipeline.assets import model_dir
 from pipeline.calibration.file import calibration_path, save
 from pipeline.checkpoint.open import open_model
 from pipeline.traces.reader import Trace
+from protocol.user_folders import user_folder
 
 pytestmark = pytest.mark.timeout(300)  # engines start, on a machine that may be busy
 
@@ -41,7 +41,7 @@ def calibrated() -> Iterator[None]:
     needed = np.tile(np.array([0, 0.25, 0.75], np.float32), (LAYERS, 1))
     fields = {"prefill_counts": counts, "decode_counts": counts, "needed": needed, "threshold": 0.12}
     calibration = plain_calibration(LAYERS, EXPERTS, HIDDEN, accuracy=0.8, **fields)
-    path = calibration_path(cache_root(), open_model(model_dir()))
+    path = calibration_path(user_folder("CACHE"), open_model(model_dir()))
     save(path, calibration, {})
     yield
     shutil.rmtree(path.parent)

@@ -14,7 +14,6 @@ from plain_calibration import plain_calibration
 from trace_files import FINGERPRINT, drawn_steps, make_header, scripted_steps, write_trace
 
 from launch.cli import main
-from launch.runtime import cache_root
 from launch.terminal.format import percent
 from pipeline.calibration.cost_cache import Record, Setting, keep, processor
 from pipeline.calibration.file import NAME, save
@@ -23,6 +22,7 @@ from pipeline.policies.costs import Costs, shipped_costs
 from pipeline.policies.presets import PRESETS, make_policy
 from pipeline.policies.view import ModelShape, PolicyRequest
 from pipeline.replay.machine import Replay
+from protocol.user_folders import user_folder
 
 HEADER = make_header(ModelShape(layers=4, experts=8, tiles=4, top_k=2))
 STEPS = drawn_steps(HEADER, 12, 30)
@@ -149,7 +149,7 @@ def test_whole_token_is_estimated_from_the_measured_rest(tmp_path, capsys) -> No
     measured = write_trace(tmp_path / "measured", HEADER, steps)
     unmeasured = write_trace(tmp_path / "unmeasured", HEADER, drawn_steps(HEADER, 0, 4))
     record = costs_of_this_machine()
-    keep(cache_root(), record)
+    keep(user_folder("CACHE"), record)
     try:
         (entry,) = in_json(capsys, measured, "--policy", "all-host")["policies"]
         assert entry["decode"]["tok_s"] == digits(1 / (4 * 26.5))
@@ -166,7 +166,7 @@ def test_whole_token_is_estimated_from_the_measured_rest(tmp_path, capsys) -> No
         (entry,) = in_json(capsys, measured, *TABLE, "--policy", "all-host")["policies"]
         assert entry["decode"]["whole_tok_s"] is None, "the rest is this machine's"
     finally:
-        (cache_root() / "costs" / record.setting.name).unlink()
+        (user_folder("CACHE") / "costs" / record.setting.name).unlink()
 
 
 def test_random_routing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,7 +202,7 @@ def test_approximate_policies_note_their_assumption(trace: Path, capsys: pytest.
 def test_every_calibrated_preset_is_replayed(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The trace has no logits of the gate for the next token's first layer, so presets do not get this
     gate."""
-    path = cache_root() / FINGERPRINT / NAME
+    path = user_folder("CACHE") / FINGERPRINT / NAME
     save(path, calibration(), {})
     try:
         report = in_json(capsys, trace, *TABLE)
@@ -235,13 +235,13 @@ def test_measured_costs_are_used(trace: Path, capsys: pytest.CaptureFixture[str]
     assert "--costs" in err
     assert "daop-table-1" in err
     record = costs_of_this_machine()
-    keep(cache_root(), record)
+    keep(user_folder("CACHE"), record)
     try:
         report = in_json(capsys, trace, "--policy", "all-host")
         assert report["config"]["costs"]["link"] == 5.0
         assert report["config"]["costs"]["of"] == "measured on this machine, cpu (host slowed by 2)"
     finally:
-        (cache_root() / "costs" / record.setting.name).unlink()
+        (user_folder("CACHE") / "costs" / record.setting.name).unlink()
 
 
 def test_truncated_trace_is_noted(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
