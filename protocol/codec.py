@@ -39,7 +39,8 @@ Messages
 --------
 A client sends Hello, Generate, Cancel, Score, Stats, SetPolicy, Calibrate and Heartbeat, and receives the
 others of the first block. The second block is between the coordinator and its workers and prefetcher, the
-third between the supervisor and its children.
+third between the coordinator and the door for tcp or the tokenizer process, the fourth between the supervisor
+and its children.
 
   1 Hello: version int, client str = ""
   2 Welcome: version int, engine str, model str, fingerprint str, device str, policy str, exact bool,
@@ -77,6 +78,10 @@ third between the supervisor and its children.
   39 Fetch: id int, layer int, expert int, lo int, slots [int], urgency int
   40 Fetched: id int, incarnation int, landed int, final bool, seconds float
   41 CancelFetch: id int
+
+  48 RemoteClient: account str, right str, address str
+  49 Encode: job int, texts [str] = [], messages [ChatMessage]? = nil
+  50 Encoded: job int, ids int32[1d], lengths [int] = [], error str = ""
 
   64 Progress: stage str, done int, total int
   65 Failed: role str, text str, usage bool

@@ -381,6 +381,38 @@ class CancelFetch:
     id: int
 
 
+# --- coordinator <-> the door for tcp, coordinator <-> tokenizer ------------------------------------------
+
+
+@dataclass(frozen=True)
+class RemoteClient:
+    """The door to the coordinator, as the first message of a connection: the client that speaks on it."""
+
+    account: str  # its public key, in Z85
+    right: str  # use | tune | admin, each with those before it
+    address: str  # of its machine, for the log
+
+
+@dataclass(frozen=True)
+class Encode:
+    """Request the token ids of texts, each encoded by itself, or of one conversation, rendered by the model's
+    chat template."""
+
+    job: int
+    texts: tuple[str, ...] = ()
+    messages: tuple[ChatMessage, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The answer to an Encode: the ids of all texts, one after the other, and their lengths; or why not."""
+
+    job: int
+    ids: I32Vector
+    lengths: tuple[int, ...] = ()
+    error: str = ""
+
+
 # --- supervisor <-> children ---------------------------------------------------------------------------
 
 
@@ -475,6 +507,9 @@ TAGS: dict[int, type] = {
     39: Fetch,
     40: Fetched,
     41: CancelFetch,
+    48: RemoteClient,
+    49: Encode,
+    50: Encoded,
     64: Progress,
     65: Failed,
     66: Shutdown,

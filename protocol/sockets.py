@@ -47,15 +47,17 @@ _HOST_AND_PORT = re.compile(r"tcp://(\*|\[[0-9a-fA-F:.%a-z]+\]|[A-Za-z0-9._-]+):
 _ZAP_DOMAIN = b"tandem"
 _ENCRYPTION = 1024  # bytes that CURVE adds to a frame, and more
 _IDENTITY = re.compile(
-    rb"((loader|coordinator|worker|prefetcher)-(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,17}))-([0-9a-f]{16})"
+    rb"((loader|coordinator|worker|prefetcher|tokenizer|door|remote)-(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,17}))"
+    rb"-([0-9a-f]{16})"
 )
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A child process of the engine, as a ROUTER's identity frame names it."""
+    """A child process of the engine, as a ROUTER's identity frame names it; or a connection that the door
+    has opened for a remote client: `remote`, its number and the door's incarnation."""
 
-    role: str  # loader | coordinator | worker | prefetcher
+    role: str  # loader | coordinator | worker | prefetcher | tokenizer | door | remote
     index: int
     incarnation: int
 
