@@ -17,7 +17,6 @@ import zmq.asyncio
 
 from pipeline.coordinator_config import CoordinatorConfig
 from pipeline.experts.peers import ExitEvents
-from pipeline.serving.client_sockets import TcpListener
 from pipeline.serving.clients import Clients
 from pipeline.serving.engine_events import (
     EngineEvent,
@@ -71,15 +70,18 @@ class Coordinator:
         self._context = zmq.asyncio.Context()
         control = ipc_endpoint(runtime, "control.sock")
         self._control = connect_dealer(self._context, control, identity=config["identity"])
+        listening = self._config.options.listen is not None  # at the door for tcp, a process of its own
+        remote = ipc_endpoint(runtime, "remote.sock") if listening else None
         try:
             self._clients = Clients(
                 ipc_endpoint(runtime, "client.sock"),
                 self._welcome,
                 self._on_client_message,
                 self._on_client_gone,
-                tcp=TcpListener.configured(self._config.options),
+                remote=remote,
+                key=self._config.key,
             )
-        except ProtocolError as e:  # for example, the port is in use
+        except ProtocolError as e:
             self._send_to_supervisor(Failed("coordinator", str(e), usage=True))
             self._control.close()
             self._context.term()

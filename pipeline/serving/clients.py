@@ -5,8 +5,11 @@ outgoing queue and task, so a client that does not read delays no other. Every m
 and dropped: no message ends `serve`.
 
 A client can harm others only within limits. A client that sends too many refused messages in a second, or
-does not read, is cut off: its requests end, and its messages are dropped for a while. Connections without a
-Welcome share a few answers a second, and leave no state.
+does not read, is cut off: its requests end, and its messages are dropped for a while. Of a remote client that
+holds for all connections of its key, later ones included, unless it only did not read: each is answered with
+one Error, at which the door closes it. A local client is cut off by its connection, because all
+local clients are the same user's. Connections without a Welcome share a few answers a second, and leave no
+state.
 """
 
 from __future__ import annotations
@@ -19,8 +22,11 @@ from typing import Any
 
 import zmq
 
+from pipeline.accounts import LOCAL, RIGHTS, account_of, client_name, routing_id_of
 from pipeline.rate_limit import RateLimiter, SparseLog
-from pipeline.serving.client_sockets import ClientSocket, TcpListener
+from pipeline.serving.account_limits import REFUSED_LIMIT, AccountLimits
+from pipeline.serving.client_sockets import ClientSocket
+from pipeline.serving.introductions import Introductions
 from pipeline.serving.outbox import Outbox, frames_of
 from protocol.codec import decode
 from protocol.connection import HEARTBEAT_SECONDS
@@ -33,29 +39,25 @@ SILENCE_LIMIT = 10.0  # seconds without a message, or without reading one, that 
 CONGESTED_BYTES = 64 << 20  # queued for one client, beyond which its requests pause
 QUEUE_LIMIT = 32768  # messages queued for one client, which sends requests and does not read
 QUEUED_BYTES = 1 << 30  # for all clients together; beyond, the client with the longest queue is cut off
-REFUSED_LIMIT = 20  # refused messages of one client in a second
-CUT_OFF_SECONDS = 10.0  # during which messages of a client that was cut off are dropped
-CUT_OFF_MOST = 256  # clients that are cut off at once; the oldest is forgotten
 LARGEST_HELLO = 8192  # bytes of a message that is decoded before the Hello
 COSTLY = 200_000  # bytes of a refused message that count as another
-MOST_CLIENTS = 512  # on each socket
-
-_LOCAL, _TCP = b"l", b"t"  # first byte of a client's name, by socket; the rest is its routing id there
 
 
 class Client:
-    """One connected client."""
+    """One client: a local one from its Hello, a remote one from its introduction."""
 
-    def __init__(self, outbox: Outbox) -> None:
+    def __init__(self, outbox: Outbox, right: str, refusals: RateLimiter) -> None:
         self.outbox = outbox
+        self.right = right  # use | tune | admin
+        self.refusals = refusals
         self.last_message = time.monotonic()
-        self.refusals = RateLimiter(REFUSED_LIMIT)
-        self.sender: asyncio.Task[None] | None = None
+        self.sender: asyncio.Task[None] | None = None  # from its Welcome on
 
 
 class Clients:
-    """All clients of both sockets. `on_message(client, message)` is called for each message of a connected
-    client but heartbeats; `on_gone(client)` when a client has disconnected. A client's name is opaque."""
+    """All clients, local and remote. `on_message(client, message)` is called for each message of a connected
+    client but heartbeats; `on_gone(client)` when a client has disconnected. A client's name begins with its
+    account (see pipeline/accounts.py)."""
 
     def __init__(
         self,
@@ -64,21 +66,26 @@ class Clients:
         on_message: Callable[[bytes, object], None],
         on_gone: Callable[[bytes], None],
         *,
-        tcp: TcpListener | None = None,
+        remote: str | None = None,
+        key: bytes = b"",
     ) -> None:
-        """Raises ProtocolError where an endpoint cannot be bound."""
-        self._sockets = {_LOCAL: ClientSocket(endpoint)}
-        if tcp is not None:
+        """`remote`: the endpoint for the connections of the door, which proves them with the engine's `key`.
+        Raises ProtocolError where an endpoint cannot be bound."""
+        self._local = ClientSocket(endpoint)
+        self._remote: ClientSocket | None = None
+        if remote is not None:
             try:
-                self._sockets[_TCP] = ClientSocket(tcp.endpoint, tcp.keys)
+                self._remote = ClientSocket(remote)
             except BaseException:
                 self.close()
                 raise
+        self._introductions = Introductions(key)
+        self._introduced: dict[bytes, bytes] = {}  # by the connection's identity: the remote client's name
         self._welcome = welcome
         self._on_message = on_message
         self._on_gone = on_gone
         self._clients: dict[bytes, Client] = {}
-        self._dropped_until: dict[bytes, float] = {}  # end of the time in which their messages are dropped
+        self._limits = AccountLimits()
         self._group: asyncio.TaskGroup | None = None
         self._log = SparseLog(log)
         self.malformed = 0
@@ -89,18 +96,18 @@ class Clients:
         """Serve all clients, until cancelled."""
         async with asyncio.TaskGroup() as self._group:
             self._group.create_task(self._send_heartbeats())
-            for mark, socket in self._sockets.items():
-                self._group.create_task(socket.authenticate())
-                self._group.create_task(self._listen(mark, socket))
+            self._group.create_task(self._listen(self._local, self._from_local))
+            if self._remote is not None:
+                self._group.create_task(self._listen(self._remote, self._from_remote))
 
     def send(self, client: bytes, message: object) -> None:
         """Queue a message; it is dropped where the client has disconnected."""
         known = self._clients.get(client)
-        if known is None:
+        if known is None or known.sender is None:
             return
         known.outbox.put(message)
         if len(known.outbox) > QUEUE_LIMIT:
-            self.cut_off(client, f"{QUEUE_LIMIT} messages wait for it")
+            self._cut_off_alone(client, f"{QUEUE_LIMIT} messages wait for it")
 
     def broadcast(self, message: object, but: bytes) -> None:
         """Send to every client but one."""
@@ -123,18 +130,28 @@ class Clients:
 
     def close(self) -> None:
         """Close, after up to the sockets' linger time for messages under way."""
-        for socket in self._sockets.values():
-            socket.close()
+        self._local.close()
+        if self._remote is not None:
+            self._remote.close()
 
     def cut_off(self, name: bytes, reason: str) -> None:
-        """Disconnect a client that harms the engine, and drop its messages for a while."""
+        """Disconnect a client that harms the engine, and drop its messages for a while; of a remote one, all
+        clients of its account."""
+        self._end(self._limits.cut_off(name), reason)
+
+    def _cut_off_alone(self, name: bytes, reason: str) -> None:
+        """For not reading: that frees the memory, and is no fault of its account's other clients."""
+        if account_of(name) == LOCAL:
+            self.cut_off(name, reason)
+        else:
+            self._end({name}, reason)
+
+    def _end(self, clients: set[bytes], reason: str) -> None:
         self._log.warning(f"a client was cut off: {reason}")
         self.cut_offs += 1
-        self._answer(name, Error(-1, f"cut off: {reason}"))
-        while len(self._dropped_until) >= CUT_OFF_MOST:
-            del self._dropped_until[next(iter(self._dropped_until))]
-        self._dropped_until[name] = time.monotonic() + CUT_OFF_SECONDS
-        self._forget(name)
+        for client in clients:
+            self._answer(client, Error(-1, f"cut off: {reason}"))
+            self._forget(client)
 
     def counts(self) -> dict[str, int]:
         """The counters of clients, for the engine's stats."""
@@ -143,29 +160,73 @@ class Clients:
             "malformed": self.malformed,
             "cut_off": self.cut_offs,
             "unheard": self.unheard,
-            "refused_keys": sum(socket.refused for socket in self._sockets.values()),
         }
 
-    async def _listen(self, mark: bytes, socket: ClientSocket) -> None:
+    def right_of(self, client: bytes) -> str:
+        """What a client may do; of one that has disconnected, the least."""
+        known = self._clients.get(client)
+        return RIGHTS[0] if known is None else known.right
+
+    async def _listen(self, socket: ClientSocket, receive: Callable[[bytes, list[bytes]], None]) -> None:
         while True:
-            sender, frames = await socket.receive()
-            try:
-                self._receive(mark + sender, frames)
-            except Exception as e:
-                # A bug of the engine, triggered by one client, must not affect the others.
-                self._log.warning(f"a client's message could not be handled: {e!r}", failed=True)
-                self.cut_off(mark + sender, "the engine failed on its message")
+            receive(*await socket.receive())
             # Receiving a message that has arrived does not suspend: without this, a client that floods the
             # socket would block every other task, the heartbeats too.
             await asyncio.sleep(0)
 
+    def _from_local(self, routing_id: bytes, frames: list[bytes]) -> None:
+        self._receive_safely(client_name(LOCAL, routing_id), frames)
+
+    def _from_remote(self, identity: bytes, frames: list[bytes]) -> None:
+        name = self._introduced.get(identity)
+        if name is not None:
+            self._receive_safely(name, frames)
+        elif self._introductions.proven(identity):
+            self._introduce(identity, frames)
+        else:
+            self.malformed += 1
+
+    def _introduce(self, identity: bytes, frames: list[bytes]) -> None:
+        """The door states whose connection this is; or it forwards a message of a client that was dropped."""
+        assert self._remote is not None
+        size = sum(map(len, frames))
+        try:
+            if size > LARGEST_HELLO:
+                raise MalformedMessage(f"{size} bytes before the introduction")
+            message = self._introductions.read(identity, frames)
+        except MalformedMessage as e:
+            log.debug("not an introduction: %s", e)
+            self.unheard += 1
+            if self._remote.refusals.spend():
+                self._answer(client_name(b"?", identity), Error(-1, SAY_HELLO))
+            return
+        account = message.account.encode()
+        name = client_name(account, identity)
+        if self._limits.is_cut_off(account):
+            self._answer(name, Error(-1, "cut off: this key has harmed the engine; try again later"))
+        elif refusal := self._limits.no_place(account):
+            self._answer(name, Error(-1, refusal))
+        else:
+            log.debug("a remote client at %s, right %s", message.address, message.right)
+            self._introduced[identity] = name
+            self._add(name, message.right)
+
+    def _receive_safely(self, sender: bytes, frames: list[bytes]) -> None:
+        try:
+            self._receive(sender, frames)
+        except Exception as e:
+            # A bug of the engine, triggered by one client, must not affect the others.
+            self._log.warning(f"a client's message could not be handled: {e!r}", failed=True)
+            self.cut_off(sender, "the engine failed on its message")
+
     def _receive(self, sender: bytes, frames: list[bytes]) -> None:
-        if self._is_cut_off(sender):
+        if self._limits.is_cut_off(sender):
             self.unheard += 1
             return
         client = self._clients.get(sender)
+        greeted = client is not None and client.sender is not None
         size = sum(map(len, frames))
-        if client is None and size > LARGEST_HELLO:
+        if not greeted and size > LARGEST_HELLO:
             self.malformed += 1
             self.refuse(sender, SAY_HELLO)
             return
@@ -177,7 +238,7 @@ class Clients:
             return
         if isinstance(message, Hello):
             self._greet(sender, message)
-        elif client is None:
+        elif client is None or not greeted:
             self.refuse(sender, SAY_HELLO)
         else:
             client.last_message = time.monotonic()
@@ -188,44 +249,49 @@ class Clients:
         client = self._clients.get(sender)
         if hello.version != VERSION:
             self.refuse(sender, f"this engine speaks version {VERSION}, not {hello.version}")
-        elif client is not None:
+        elif client is not None and client.sender is not None:
             if client.refusals.spend():
                 self.send(sender, self._welcome())
             else:
                 self.cut_off(sender, "it repeats its Hello")
-        elif sum(name[:1] == sender[:1] for name in self._clients) >= MOST_CLIENTS:
-            self.refuse(sender, f"{MOST_CLIENTS} clients are connected already; try again later")
+        elif client is None and (refusal := self._limits.no_place(LOCAL)):
+            self.refuse(sender, refusal)
         else:
+            client = client or self._add(sender, RIGHTS[-1])
             assert self._group is not None
-            socket, routing_id = self._sockets[sender[:1]], sender[1:]
-            client = Client(Outbox(lambda frames: socket.send(routing_id, frames)))
-            self._clients[sender] = client
             client.sender = self._group.create_task(self._pump(sender, client))
+            client.last_message = time.monotonic()
             self.send(sender, self._welcome())
+
+    def _add(self, name: bytes, right: str) -> Client:
+        socket, routing_id = self._socket_of(name), routing_id_of(name)
+        outbox = Outbox(lambda frames: socket.send(routing_id, frames))
+        client = Client(outbox, right, self._limits.add(name))
+        self._clients[name] = client
+        return client
+
+    def _socket_of(self, name: bytes) -> ClientSocket:
+        if account_of(name) == LOCAL:
+            return self._local
+        assert self._remote is not None
+        return self._remote
 
     def refuse(self, sender: bytes, reason: str, cost: int = 1) -> None:
         """Refuse a message with an Error, within the sender's limit of refusals. `cost`: the number of small
         messages that take as long to refuse."""
         client = self._clients.get(sender)
         if client is None:
-            if self._sockets[sender[:1]].refusals.spend():
+            if self._socket_of(sender).refusals.spend():
                 self._answer(sender, Error(-1, reason))
         elif client.refusals.spend(cost):
             self._answer(sender, Error(-1, reason))
         else:
             self.cut_off(sender, f"more than {REFUSED_LIMIT} messages in a second had to be refused")
 
-    def _is_cut_off(self, sender: bytes) -> bool:
-        until = self._dropped_until.get(sender, 0.0)
-        if until and until < time.monotonic():
-            del self._dropped_until[sender]
-            return False
-        return until > 0.0
-
     def _answer(self, sender: bytes, message: object) -> None:
         """Send at once, past the queue; where the socket is full the answer is dropped."""
         try:
-            self._sockets[sender[:1]].send(sender[1:], frames_of(message))
+            self._socket_of(sender).send(routing_id_of(sender), frames_of(message))
         except zmq.ZMQError as e:
             log.debug("an answer could not be sent: %s", e)
 
@@ -239,21 +305,26 @@ class Clients:
             now = time.monotonic()
             for name, client in list(self._clients.items()):
                 if now - client.last_message > SILENCE_LIMIT:
+                    if account_of(name) != LOCAL:  # the door closes its connection
+                        self._answer(name, Error(-1, SAY_HELLO))
                     self._forget(name)
                 elif client.outbox.full_since is not None and now - client.outbox.full_since > SILENCE_LIMIT:
-                    self.cut_off(name, f"it read no message for {SILENCE_LIMIT:.0f} s")
-                elif not client.outbox:
+                    self._cut_off_alone(name, f"it read no message for {SILENCE_LIMIT:.0f} s")
+                elif client.sender is not None and not client.outbox:
                     self.send(name, Heartbeat(now))
             self._limit_queues()
 
     def _limit_queues(self) -> None:
         while sum(client.outbox.queued_bytes for client in self._clients.values()) > QUEUED_BYTES:
             longest = max(self._clients, key=lambda name: self._clients[name].outbox.queued_bytes)
-            self.cut_off(longest, "too many unread messages are queued for it")
+            self._cut_off_alone(longest, "too many unread messages are queued for it")
 
     def _forget(self, name: bytes) -> None:
         client = self._clients.pop(name, None)
         if client is not None:
+            self._limits.remove(name)
+            if account_of(name) != LOCAL:
+                del self._introduced[routing_id_of(name)]
             self._on_gone(name)
             if client.sender is not None and client.sender is not asyncio.current_task():
                 client.sender.cancel()

@@ -15,20 +15,30 @@ import psutil
 import pytest
 import zmq
 import zmq.asyncio
-from client_service import CLIENT, WELCOME, Service, service, works
+from child_messages import KEY
+from client_service import WELCOME, Service, remote_client, service, works
 from raw_client import RawClient
 from raw_client import raw_client as raw
 from waiting import until
 
+from pipeline.serving.account_limits import CUT_OFF_MOST, REFUSED_LIMIT
 from pipeline.serving.client_sockets import ANONYMOUS_REFUSALS, LARGEST
-from pipeline.serving.clients import CUT_OFF_MOST, REFUSED_LIMIT
 from pipeline.serving.outbox import LONGEST_ERROR
 from protocol.checks import DEFAULT
 from protocol.client import Client
 from protocol.codec import decode, encode
-from protocol.keys import Address
-from protocol.messages import VERSION, Cancel, Error, Generate, Heartbeat, Hello, SetPolicy, Stats
-from protocol.sockets import connect_dealer
+from protocol.messages import (
+    VERSION,
+    Cancel,
+    Error,
+    Generate,
+    Heartbeat,
+    Hello,
+    RemoteClient,
+    SetPolicy,
+    Stats,
+)
+from protocol.sockets import Identity, connect_dealer
 
 
 async def pour(client: RawClient, frames: list[bytes], count: int) -> None:
@@ -75,7 +85,7 @@ async def test_client_that_floods_with_malformed_frames_is_cut_off(frames: list[
 
 
 async def test_client_that_was_cut_off_may_reconnect_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.serving.clients.CUT_OFF_SECONDS", 0.3)
+    monkeypatch.setattr("pipeline.serving.account_limits.CUT_OFF_SECONDS", 0.3)
     async with service() as running, raw(running.local) as hostile:
         await pour(hostile, [b""], 50)
         await until(lambda: count(running, "cut_off") == 1)
@@ -145,11 +155,11 @@ async def test_names_of_cut_off_clients_are_bounded() -> None:
         await first.next()
         name = running.received[-1][0]
         for i in range(CUT_OFF_MOST):
-            running.clients.cut_off(name if i == 0 else name[:1] + b"%d" % i, "a test")
+            running.clients.cut_off(name if i == 0 else name + b"%d" % i, "a test")
         await everything(first, quiet=0.1)
         await first.send(Hello(VERSION))
         assert await everything(first) == []
-        running.clients.cut_off(name[:1] + b"one more", "a test")
+        running.clients.cut_off(name + b"one more", "a test")
         await first.send(Hello(VERSION))
         assert await first.next() == WELCOME
 
@@ -168,19 +178,23 @@ async def test_client_that_repeats_hello_is_cut_off() -> None:
 async def test_thousand_connections_that_vanish_after_hello_are_released() -> None:
     """Connected clients are served meanwhile, and new ones afterwards."""
     process = psutil.Process()
-    async with service(tcp=True) as running, Client.connect(running.local) as other:
+    async with service(remote=True) as running, Client.connect(running.local) as other:
         descriptors, sent = process.num_fds(), 0
 
         def seen() -> int:
             return len(running.gone) + count(running, "connected") - 1
 
         with zmq.asyncio.Context() as context:
-            for where, keys, number in ((running.local, None, 1000), (running.tcp, CLIENT, 100)):
-                for _ in range(number // 50):
+            for where, number in ((running.local, 1000), (running.remote, 100)):
+                for crowded in range(number // 50):
                     with contextlib.ExitStack() as crowd:
-                        for _ in range(50):
-                            dealer = crowd.enter_context(connect_dealer(context, where, keys=keys))
+                        for i in range(50):
+                            remote = where == running.remote
+                            name = Identity("remote", 50 * crowded + i, 7).prove(KEY) if remote else b""
+                            dealer = crowd.enter_context(connect_dealer(context, where, identity=name))
                             dealer.setsockopt(zmq.LINGER, 0)
+                            if remote:
+                                await dealer.send_multipart(encode(RemoteClient("k", "use", "")))
                             await dealer.send_multipart(encode(Hello(VERSION)))
                         await other.stats()
                         sent += 50  # some vanish before their Hello is read
@@ -188,23 +202,25 @@ async def test_thousand_connections_that_vanish_after_hello_are_released() -> No
         await until(lambda: count(running, "connected") == 1)
         await until(lambda: process.num_fds() <= descriptors + 8)
         assert len(running.gone) > 500
-        await works(Address(running.tcp, CLIENT))
+        async with remote_client(running.remote, "k", incarnation=8):
+            pass
 
 
 async def test_clients_beyond_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.serving.clients.MOST_CLIENTS", 3)
-    async with service(tcp=True) as running, contextlib.AsyncExitStack() as stack:
+    monkeypatch.setattr("pipeline.serving.account_limits.MOST_CLIENTS", 3)
+    async with service() as running, contextlib.AsyncExitStack() as stack:
         for _ in range(3):
-            last = await stack.enter_async_context(raw(running.tcp, keys=CLIENT))
-        async with raw(running.tcp, keys=CLIENT, hello=False) as late:
+            last = await stack.enter_async_context(raw(running.local))
+        async with raw(running.local, hello=False) as late:
             await late.send(Hello(VERSION))
             refusal = await late.expect(Error)
             assert refusal.text == "3 clients are connected already; try again later"
-            await works(running.local)  # each socket has its own limit
             last.socket.close(linger=0)
             await until(lambda: count(running, "connected") == 2)
             await late.send(Hello(VERSION))
             assert await late.next() == WELCOME
+        await stack.aclose()
+        await until(lambda: count(running, "connected") == 0)
 
 
 async def test_bug_in_message_handling_cuts_off_only_its_client(caplog: pytest.LogCaptureFixture) -> None:
@@ -233,19 +249,20 @@ async def test_long_names_are_cut_in_errors() -> None:
         assert len(answer.text) == LONGEST_ERROR + 3
 
 
-async def test_frame_larger_than_any_message_ends_the_connection() -> None:
-    async with service(tcp=True) as running:
-        for where, keys in ((running.local, None), (running.tcp, CLIENT)):
-            async with raw(where, keys=keys) as hostile:
+async def test_frame_larger_than_any_message_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.serving.clients.SILENCE_LIMIT", 1.0)  # for a name that connects again
+    async with service(remote=True) as running:
+        for connecting in (raw(running.local), remote_client(running.remote, "k")):
+            async with connecting as hostile:
                 await hostile.socket.send_multipart([b"\x01", bytes(LARGEST + 10000)])
                 await until(lambda: count(running, "connected") == 0)
-            await works(where if keys is None else Address(where, keys))
+            await works(running.local)
         assert count(running, "malformed") == 0
 
 
 async def test_unread_messages_are_bounded(runtime: Path) -> None:
     """While the socket is not read, as before the engine is built: unread messages stay with the sender."""
-    unread, process = Service(runtime, None), psutil.Process()
+    unread, process = Service(runtime), psutil.Process()
     before = process.memory_info().rss
     try:
         with zmq.Context() as context, connect_dealer(context, unread.local) as hostile:
