@@ -1,6 +1,7 @@
-"""The control segment: progress and current Work of each worker and the prefetcher, written by them.
+"""The control segment: progress and current Work of each worker, the prefetcher and the coordinator's engine
+thread, written by them.
 
-    line 0: the prefetcher    line 1 + i: worker i
+    line 0: the prefetcher    line 1: the coordinator    line 2 + i: worker i
 
 A line is 64 bytes, so that no two writers share a cache line: its first number (int64) counts progress and
 only grows; the second is the Work that is being computed, or IDLE. Each number is written atomically, by one
@@ -16,10 +17,11 @@ from shm.segment import Segment
 
 LINE = 8  # numbers
 IDLE = -1
+_ROWS = {"prefetcher": 0, "coordinator": 1, "worker": 2}
 
 
 class ControlSegment:
-    """One line for the prefetcher and one for each worker."""
+    """One line each for the prefetcher, the coordinator and each worker."""
 
     def __init__(self, segment: Segment) -> None:
         """View a segment. Use `create` or `attach`."""
@@ -28,8 +30,9 @@ class ControlSegment:
     @classmethod
     def create(cls, name: str, workers: int) -> ControlSegment:
         """A new segment. Raises NotEnoughMemory, and ShmError if the name is taken."""
-        made = cls(Segment.create(name, (1 + workers) * LINE * 8))
-        made.line("prefetcher", 0).end()
+        made = cls(Segment.create(name, (2 + workers) * LINE * 8))
+        for role in ("prefetcher", "coordinator"):
+            made.line(role, 0).end()
         for index in range(workers):
             made.line("worker", index).end()
         return made
@@ -40,11 +43,10 @@ class ControlSegment:
         return cls(Segment.attach(name, writable=True))
 
     def line(self, role: str, index: int) -> ControlLine:
-        """The line of a worker or of the prefetcher. Raises IndexError if it does not exist."""
-        if index < 0:
+        """The line of a worker, the prefetcher or the coordinator. Raises IndexError if it does not exist."""
+        if index < 0 or role not in _ROWS:
             raise IndexError(f"no line of {role} {index}")
-        row = 1 + index if role == "worker" else 0
-        return ControlLine(self.segment.array.view(np.int64).reshape(-1, LINE)[row])
+        return ControlLine(self.segment.array.view(np.int64).reshape(-1, LINE)[_ROWS[role] + index])
 
     def close(self) -> None:
         """End this process's use; its creator unlinks `segment.name`."""

@@ -48,7 +48,10 @@ class Child:
     silent_checks: int = 0  # checks in a row that found no new message
     stopped_checks: int = 0  # checks in a row that found the process stopped
     up: bool = False  # the coordinator gives it work
+    ticks: int = 0  # of its progress, at the last check
+    idle_checks: int = 0  # checks in a row that found no progress
     hung: bool = False  # it was killed because it made no progress
+    hung_in: str = ""  # which part of it
     exit_expected: bool = False
 
     @property
@@ -70,6 +73,12 @@ class Child:
         self.silent_checks = self.silent_checks + 1 if self.last_message == self.checked_message else 0
         self.checked_message = self.last_message
 
+    def count_progress(self, ticks: int) -> int:
+        """The number of checks in a row that found no progress; `ticks`: its counter now."""
+        self.idle_checks = self.idle_checks + 1 if ticks == self.ticks else 0
+        self.ticks = ticks
+        return self.idle_checks
+
     def configure(self, config: dict[str, Any]) -> None:
         """Send the configuration, with the child's identity; once. Raises StartFailed."""
         packed = pack_config(config | asdict(self.identity) | {"identity": self.identity.prove(self.key)})
@@ -86,9 +95,9 @@ class Child:
         self.exit_expected = True
         self.send_signal(signal.SIGKILL)
 
-    def kill_hung(self) -> None:
-        """As unexpected as a crash: it is restarted."""
-        self.hung = True
+    def kill_hung(self, part: str = "") -> None:
+        """As unexpected as a crash: it is restarted. `part`: what of it hangs."""
+        self.hung, self.hung_in = True, part
         self.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -116,7 +125,8 @@ class Child:
         if self.failed.done():
             return self.failed.result().text
         if self.hung:
-            return f"the {title(self.identity)} made no progress and was killed"
+            where = f" in its {self.hung_in}" if self.hung_in else ""
+            return f"the {title(self.identity)} made no progress{where} and was killed"
         if code < 0:
             return f"the {title(self.identity)} was killed by {signal.Signals(-code).name}"
         return f"the {title(self.identity)} exited with code {code}"

@@ -16,6 +16,7 @@ class Limits:
     check_interval: float = 0.5
     stopped_checks: int = 6  # of a process that is stopped: then it counts as hung
     silent_checks: int = 10  # of a coordinator that sends no heartbeat after its Ready
+    engine_silence: float = 60.0  # without progress of a coordinator's engine thread after its Ready
     start_checks: int = 120  # of a process that has sent nothing yet: its imports take a while
     early: float = 30.0  # after Ready: a coordinator that exits before that has exited early
     coordinator_exits: int = 5  # number of early exits in a row that end the engine

@@ -26,6 +26,7 @@ from shm.control import ControlSegment
 log = logging.getLogger("tandem")
 
 COORDINATOR = "coordinator"
+COUNTED = ("coordinator", "worker", "prefetcher")  # roles with a line in the control segment
 
 
 @dataclass
@@ -142,7 +143,7 @@ class ProcessMonitor:
         slot.incarnation += 1
         if slot.role == COORDINATOR:
             self._coordinator_exit = asyncio.get_running_loop().create_future()
-        else:
+        if slot.role in COUNTED:
             self._control.line(slot.role, slot.index).end()
         if slot.child is not None:
             slot.child.kill()
@@ -166,7 +167,7 @@ class ProcessMonitor:
     async def _restart_child(self, slot: ProcessSlot, child: Child, code: int) -> None:
         slot.exited_at = time.monotonic()
         crashed = child.hung or code not in (-signal.SIGKILL, -signal.SIGTERM)
-        seq = self._control.line(slot.role, slot.index).seq
+        seq = self._control.line(slot.role, slot.index).seq if slot.role in COUNTED else -1
         coordinator = Identity(COORDINATOR, 0, self._slots[COORDINATOR, 0].incarnation)
         await self._group.send(coordinator, WorkerDied(slot.role, slot.index, slot.incarnation, crashed, seq))
         slot.early_exits = 0 if child.up else slot.early_exits + 1
@@ -222,12 +223,17 @@ class ProcessMonitor:
     # --- hangs -------------------------------------------------------------------------------------------
 
     async def _kill_hung_children(self) -> None:
-        """Of those that no other process waits for: stopped, silent since their start, without heartbeats."""
+        """Of those that no other process waits for: stopped, silent since their start, without heartbeats,
+        and a coordinator whose engine thread makes no progress while its event loop sends heartbeats."""
         while True:
             await asyncio.sleep(self._limits.check_interval)
             for slot in self._slots.values():
-                if slot.child is not None and slot.child.running and self._hangs(slot, slot.child):
+                if slot.child is None or not slot.child.running:
+                    continue
+                if self._hangs(slot, slot.child):
                     slot.child.kill_hung()
+                elif self._engine_hangs(slot, slot.child):
+                    slot.child.kill_hung(f"engine thread for {self._limits.engine_silence:g} s")
 
     def _hangs(self, slot: ProcessSlot, child: Child) -> bool:
         child.count_check()
@@ -237,6 +243,12 @@ class ProcessMonitor:
         else:
             silent = child.last_message == 0.0 and child.silent_checks >= self._limits.start_checks
         return silent or child.stopped_checks >= self._limits.stopped_checks
+
+    def _engine_hangs(self, slot: ProcessSlot, child: Child) -> bool:
+        if slot.role != COORDINATOR or not child.ready.is_set():
+            return False
+        checks = child.count_progress(self._control.line(COORDINATOR, 0).ticks)
+        return checks * self._limits.check_interval >= self._limits.engine_silence
 
     def _slot_of(self, child: Child) -> ProcessSlot | None:
         slot = self._slots.get((child.identity.role, child.identity.index))

@@ -137,7 +137,10 @@ class Backbone:
     def materialize(self, proceed: Proceed) -> None:
         """Copy the pending weights into memory, unless `proceed` returns False in between; for any thread.
         Where a copy fails, the weights stay in their file, with a warning."""
-        with self._materializing:
+        while not self._materializing.acquire(timeout=0.1):  # another thread copies
+            if not proceed():
+                return
+        try:
             # The embedding first: a prompt needs many of its rows, and each is a separate read.
             for weights in sorted(self._precision.pending, key=lambda w: not isinstance(w, Embedding)):
                 try:
@@ -147,6 +150,8 @@ class Backbone:
                 if not proceed():
                     return
                 self._precision.pending.remove(weights)
+        finally:
+            self._materializing.release()
 
     @property
     def differentiable(self) -> bool:

@@ -36,14 +36,18 @@ class FirstGate:
 
 
 def train_first_gate(
-    last: FloatArray, logits: FloatArray, router: Callable[[FloatArray], Routing], seed: int
+    last: FloatArray,
+    logits: FloatArray,
+    router: Callable[[FloatArray], Routing],
+    seed: int,
+    tick: Callable[[], None] = lambda: None,
 ) -> FirstGate:
     """last [N, H]: the last layer's x at token t; logits [N, E]: the first layer's router at token t + 1 of
     the same sequence; rows in the text's order. `router`: the model's own routing (`spec.router`).
 
     The last fifth of the rows is held out: it stops the training early and chooses the epoch. The same arrays
-    and seed give the same matrix on the same machine. Raises ValueError for arrays of different lengths or of
-    fewer than 2 rows."""
+    and seed give the same matrix on the same machine. `tick` is called at each epoch. Raises ValueError for
+    arrays of different lengths or of fewer than 2 rows."""
     if len(last) != len(logits) or len(last) < 2:
         raise ValueError(f"a first gate needs pairs of tokens, not {len(last)} and {len(logits)} rows")
     trained = len(last) - max(1, round(len(last) * HELD_OUT))
@@ -52,6 +56,7 @@ def train_first_gate(
     best, least, worse = adam.matrix.copy(), _divergence(truth, held @ adam.matrix.T), 0
     random = np.random.default_rng(seed)
     for _ in range(EPOCHS):
+        tick()
         order = random.permutation(trained)
         for rows in (order[lo : lo + BATCH] for lo in range(0, trained, BATCH)):
             x = last[rows]

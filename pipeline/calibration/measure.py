@@ -130,7 +130,8 @@ class _Measurement:
         residuals = train_pass.residuals()
         with self._timed("first gate"):
             self._progress("training the first gate", 0, 1)
-            gate = train_first_gate(*train_pass.pairs(), self._spec.router, self._ctx.seed)
+            pairs, router = train_pass.pairs(), self._spec.router
+            gate = train_first_gate(*pairs, router, self._ctx.seed, engine.tick)
         return train_pass, Calibration(
             prefill_counts=train_pass.counts("prefill"),
             decode_counts=train_pass.counts("decode"),
@@ -151,7 +152,8 @@ class _Measurement:
         try:
             with self._timed("sensitivities"):
                 report = partial(progress, "sensitivities")
-                return sensitivities(engine.backbone, engine.device, ctx.store, chosen, report)
+                parts = engine.backbone, engine.device, ctx.store
+                return sensitivities(*parts, chosen, report, engine.tick)
         except UsageError as e:
             self._findings.notes.append(f"no sensitivities, and so no threshold of AdapMoE's gate: {e}")
             return None

@@ -45,12 +45,17 @@ Progress = Callable[[int, int], None]  # completed passes through a layer, and t
 
 
 def sensitivities(
-    backbone: Backbone, device: Device, store: Store, windows: Sequence[Sequence[int]], progress: Progress
+    backbone: Backbone,
+    device: Device,
+    store: Store,
+    windows: Sequence[Sequence[int]],
+    progress: Progress,
+    tick: Callable[[], None] = lambda: None,
 ) -> NDArray[np.float32]:
     """s [L], the mean over all tokens but each window's last. A window has 3 tokens or more, fits the
-    backbone's context, and is a sequence of its own. Exceptions of `progress` end the computation. Raises
-    UsageError where the backbone cannot be differentiated, one line with the remedy; ValueError without
-    windows or for too short ones. Must not be called in torch's inference mode."""
+    backbone's context, and is a sequence of its own. Exceptions of `progress` end the computation; `tick` is
+    called at each expert. Raises UsageError where the backbone cannot be differentiated, one line with the
+    remedy; ValueError without windows or for too short ones. Must not be called in torch's inference mode."""
     if not backbone.differentiable:
         raise UsageError(
             "sensitivities need gradients, which do not go through a quantized backbone: "
@@ -58,7 +63,7 @@ def sensitivities(
         )
     if not windows or min(len(w) for w in windows) < LEAST:
         raise ValueError(f"sensitivities need windows of at least {LEAST} tokens")
-    model = _Model(backbone, device, store)
+    model = _Model(backbone, device, store, tick)
     squares = np.zeros(model.layers)
     groups = list(_groups(windows))
     total = len(groups) * (2 * model.layers - 1)
@@ -98,6 +103,7 @@ class _Model:
     backbone: Backbone
     device: Device
     store: Store
+    tick: Callable[[], None]
 
     @property
     def layers(self) -> int:
@@ -178,6 +184,7 @@ class _Model:
 
     def _tiles(self, layer: int, expert: int) -> Iterator[tuple[Tensor, Tensor]]:
         """An expert's tiles, one after the other: gate over up [2T, H] and down [T, H], float32."""
+        self.tick()
         layout = self.store.layout
         for tile in range(layout.shape.tiles):
             data = self.store.tiles(layer, expert, tile, tile + 1).copy()  # torch warns of read-only memory

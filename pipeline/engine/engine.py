@@ -7,7 +7,7 @@ computes which tiles. The engine knows no requests, no clients and no text.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -32,6 +32,10 @@ from shm.layout import StoreLayout
 log = logging.getLogger(__name__)
 
 
+def _no_tick() -> None:
+    """Where no supervisor watches the engine."""
+
+
 class Engine:
     """The model on one device with its workers. Used by one thread."""
 
@@ -48,6 +52,7 @@ class Engine:
         self.shape = ModelShape(s.layers, s.experts, s.tiles, backbone.spec.top_k)
         self.counters = Counters(layout.tile_bytes, s.layers)
         self.observers: list[Observer] = []
+        self.tick: Callable[[], None] = _no_tick  # called at each layer: progress that a supervisor watches
         self.kernel = device.expert_kernel(layout)
         # Rows routed to each expert by the steps that count; lasts longer than a policy.
         self.popularity = np.zeros((s.layers, s.experts), np.int64)
@@ -134,6 +139,7 @@ class Engine:
         try:
             for layer in range(self.shape.layers):
                 clock.layer = layer
+                self.tick()
                 executor.h = backbone.attention(layer, executor.h, batch)
                 driver.layer(layer, executor)
         except ShardFailed:
@@ -141,6 +147,7 @@ class Engine:
                 ticket.abandon()
             raise
         clock.layer = self.shape.layers
+        self.tick()
         h = backbone.finish(executor.h, batch)
         for span in batch.spans:
             span.kv.advance(len(span.tokens))

@@ -83,8 +83,10 @@ class ChildServerSocket:
         to_supervisor: SendToSupervisor,
         *,
         largest: int = 0,
+        tick: Callable[[], None] = lambda: None,
     ) -> None:
-        """`key`: proves the children's identity; `largest`: bytes of the largest array that they send."""
+        """`key`: proves the children's identity; `largest`: bytes of the largest array that they send. `tick`
+        is called at each slice of a wait: progress that the supervisor watches."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = bind_router(
             self._context,
@@ -97,6 +99,7 @@ class ChildServerSocket:
         self._key = key
         self._events = exits
         self._to_supervisor = to_supervisor
+        self._tick = tick
         self._children: dict[int, ChildState] = {}
         self._log = SparseLog(log)
         self._proven: dict[bytes, Identity] = {}  # of running children, by name: each proof is checked once
@@ -195,6 +198,7 @@ class ChildServerSocket:
         while True:
             slice_ms = min(wait_ms, SLICE_MS)
             arrived = self._socket.poll(slice_ms)
+            self._tick()
             if self._events.given_up:
                 raise PeerLost(self._events.given_up)
             while exits:

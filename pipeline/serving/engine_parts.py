@@ -38,7 +38,8 @@ SOCKET_FILES = {"worker": "work.sock", "prefetcher": "fetch.sock"}
 
 
 class EngineParts:
-    """An engine and its parts. `notes`: lines about it for a person. Used by the engine's thread."""
+    """An engine and its parts. `notes`: lines about it for a person; `tick`: counts progress of the engine's
+    thread, which the supervisor watches. Used by the engine's thread."""
 
     @full_memory_in_one_line()
     def __init__(
@@ -60,14 +61,15 @@ class EngineParts:
         self.context = choose_context(options.context, spec)  # tokens of prompt and answer together
         self.device = device = open_device(options.device)
         closing.callback(device.close)
+        self.control = ControlSegment.attach(config.control)
+        closing.callback(self.control.close)
+        self.tick = self.control.line("coordinator", 0).tick
         # Bound before any slow part, so that the children can connect.
         if config.workers:
             rows = max(options.chunk or CHUNK_MAX, options.max_sequences)
             self.bind_socket("worker", largest=4 * rows * spec.hidden)
         if config.slab:
             self.bind_socket("prefetcher")
-        self.control = ControlSegment.attach(config.control)
-        closing.callback(self.control.close)
         self.store = Store.attach(config.store, config.fingerprint, writable=True)
         closing.callback(self.store.close)
         with ThreadPoolExecutor(1, "locking") as beside:
@@ -80,6 +82,7 @@ class EngineParts:
         self.kv_bytes = held * spec.kv_numbers_per_token * backbone.dtype.itemsize  # of a full KV cache
         layout = self.store.layout
         self.engine = Engine(backbone, layout, device, pool)
+        self.engine.tick = self.tick
         library = best()
         missing = "torch; none were compiled: see python launch.py doctor"
         self.notes = [
@@ -95,7 +98,7 @@ class EngineParts:
         """Open the socket to the children of a role. `largest`: bytes of the largest array that they send."""
         config, file = self.config, SOCKET_FILES[role]
         identity = (config.runtime, file, role, config.fingerprint, config.key)
-        socket = ChildServerSocket(*identity, self.exits, self.to_supervisor, largest=largest)
+        socket = ChildServerSocket(*identity, self.exits, self.to_supervisor, largest=largest, tick=self.tick)
         self.closing.callback(socket.close)
         self.sockets[role] = socket
 

@@ -112,9 +112,11 @@ class EngineService:
 
     def _drain_inbox(self, wait: float = 0.0, seconds: float = INBOX_SECONDS) -> bool:
         """Handle messages for up to `seconds`; wait for the first. False: the engine is stopped."""
+        self._parts.tick()
         item = self._inbox.get(wait)
         until = time.perf_counter() + seconds
         while item is not None:
+            self._parts.tick()
             self._handle(*item)
             item = self._inbox.get(0.0) if time.perf_counter() < until else None
         return not self._inbox.stopped

@@ -405,6 +405,31 @@ async def test_processes_that_do_not_exit_are_terminated_and_then_killed(
         assert made[0].exit_expected
 
 
+@pytest.mark.parametrize("ready", [True, False])
+async def test_coordinator_whose_engine_thread_hangs_is_killed_though_it_sends_heartbeats(
+    ready: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its thread makes progress for twice the limit, and then none. Before its Ready it may take longer."""
+    async with engine(Limits(check_interval=0.005, engine_silence=0.1), ready) as e:
+        starting = None if ready else await e.start()
+        coordinator, line = e.child("coordinator"), e.control.line("coordinator", 0)
+        for pause in range(100):
+            coordinator.last_message += 1.0
+            if pause < 50:
+                line.tick()
+                assert not coordinator.hung
+            await asyncio.sleep(0.004)
+        assert coordinator.hung == ready
+        assert not any(e.child(*slot).hung for slot in e.slots if slot != ("coordinator", 0))
+        if starting is not None:
+            starting.cancel()
+        else:
+            e.exit(KILLED, "coordinator", 0, 0)
+            await e.started("coordinator", 0, 1)
+            line = "the coordinator made no progress in its engine thread for 0.1 s and was killed; the"
+            assert line in caplog.text
+
+
 @pytest.mark.parametrize("hangs", ["silent coordinator", "stopped worker", "silent start", None])
 async def test_hung_processes_are_killed_after_so_many_checks(hangs: str | None, monkeypatch) -> None:
     limits = Limits(check_interval=0.002, silent_checks=8, stopped_checks=5, start_checks=12)

@@ -518,3 +518,21 @@ def test_failure_of_the_engine_is_posted(
     assert [type(event) for event in before] == [EngineReady] * ready
     assert isinstance(failed, EngineFailed)
     assert (failed.reason.startswith(text), failed.usage) == (True, usage)
+
+
+def test_progress_is_counted_at_layers_and_while_the_thread_waits_for_messages_or_children(
+    whole: WholeEngine,
+) -> None:
+    """The supervisor takes a thread that counts none for hung."""
+    line = whole.parts.control.line("coordinator", 0)
+    whole.policies(policy="layerwise")
+    begun = line.ticks
+    whole.prefill()
+    assert line.ticks - begun >= whole.parts.engine.shape.layers
+    begun = line.ticks
+    whole.parts.sockets["prefetcher"].receive(50)
+    assert line.ticks - begun >= 5
+    inbox = Inbox(lambda: len(inbox.waits) == 7)
+    service, begun = whole.service(inbox), line.ticks
+    service.serve()
+    assert line.ticks - begun >= 7

@@ -12,21 +12,22 @@ from shm.segment import SHM_FOLDER
 
 @pytest.fixture
 def control(name) -> Iterator[ControlSegment]:
-    """For the prefetcher and three workers."""
+    """For the prefetcher, the coordinator and three workers."""
     made = ControlSegment.create(name, 3)
     yield made
     made.close()
 
 
 def lines(control: ControlSegment) -> list[tuple[int, int]]:
-    found = [control.line("prefetcher", 0), *(control.line("worker", index) for index in range(3))]
+    others = (control.line(role, 0) for role in ("prefetcher", "coordinator"))
+    found = [*others, *(control.line("worker", index) for index in range(3))]
     return [(line.ticks, line.seq) for line in found]
 
 
 def test_a_new_segment_is_idle_and_private(control):
-    assert lines(control) == [(0, IDLE)] * 4
+    assert lines(control) == [(0, IDLE)] * 5
     with open(f"{SHM_FOLDER}{control.segment.name}", "rb") as file:
-        assert len(file.read()) == 4 * 64
+        assert len(file.read()) == 5 * 64
     assert (ROOT / f"{SHM_FOLDER}{control.segment.name}").stat().st_mode & 0o7777 == 0o600
 
 
@@ -42,13 +43,13 @@ def test_writes_of_another_process_appear_on_its_line_alone(control):
         "control.close()\n"
     )
     run(code, control.segment.name).check_returncode()
-    assert lines(control) == [(1, IDLE), (0, IDLE), (5, 1 << 40), (0, IDLE)]
+    assert lines(control) == [(1, IDLE), (0, IDLE), (0, IDLE), (5, 1 << 40), (0, IDLE)]
 
 
-@pytest.mark.parametrize("index", [3, -1, -5])
-def test_unknown_lines_are_refused(control, index):
+@pytest.mark.parametrize(("role", "index"), [("worker", 3), ("worker", -1), ("worker", -5), ("door", 0)])
+def test_unknown_lines_are_refused(control, role, index):
     with pytest.raises(IndexError):
-        control.line("worker", index)
+        control.line(role, index)
 
 
 def test_attach_without_a_segment_is_an_error(control):
