@@ -10,6 +10,8 @@ page by page. Only the coordinator's expert cache knows the contents of the slot
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from shm.errors import ShmError
 from shm.layout import Bytes
 from shm.segment import Segment
@@ -28,11 +30,14 @@ class Slab:
         self._stride = _stride(slot_bytes)
 
     @classmethod
-    def create(cls, name: str, slots: int, slot_bytes: int) -> Slab:
-        """A new slab. Raises NotEnoughMemory, and ShmError where the name is taken."""
+    def create(
+        cls, name: str, slots: int, slot_bytes: int, progress: Callable[[int], None] | None = None
+    ) -> Slab:
+        """A new slab; `progress` as in Segment.create. Raises NotEnoughMemory, and ShmError where the name is
+        taken."""
         if slots < 1 or slot_bytes < 1:
             raise ValueError(f"a slab needs slots and bytes, not {slots} slots of {slot_bytes} bytes")
-        return cls(Segment.create(name, slots * _stride(slot_bytes)), slots, slot_bytes)
+        return cls(Segment.create(name, slots * _stride(slot_bytes), progress), slots, slot_bytes)
 
     @classmethod
     def attach(cls, name: str, slots: int, slot_bytes: int) -> Slab:

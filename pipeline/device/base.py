@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -103,8 +104,11 @@ class Device(ABC):
         """Raise UsageError, with the numbers, unless these bytes and SPARE_BYTES fit the free memory."""
 
     @abstractmethod
-    def open_slab(self, name: str, slots: int, slot_bytes: int) -> SlabMemory:
-        """Allocate a slab. `name` is used where the slab is a named segment."""
+    def open_slab(
+        self, name: str, slots: int, slot_bytes: int, tick: Callable[[], None] = lambda: None
+    ) -> SlabMemory:
+        """Allocate a slab. `name` is used where the slab is a named segment, whose pages may take a while:
+        `tick` is called meanwhile."""
 
     @abstractmethod
     def close(self) -> None:

@@ -4,6 +4,7 @@ protocol, policy and fault can be exercised with it on a machine without a GPU."
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -29,10 +30,10 @@ WORTH_SHARING = 1 << 22
 class CpuSlab(SlabMemory):
     """A slab in shared memory, made and removed by this process."""
 
-    def __init__(self, name: str, slots: int, slot_bytes: int) -> None:
+    def __init__(self, name: str, slots: int, slot_bytes: int, tick: Callable[[], None]) -> None:
         self.slots, self.slot_bytes = slots, slot_bytes
         self._name = name
-        self._slab = Slab.create(name, slots, slot_bytes)
+        self._slab = Slab.create(name, slots, slot_bytes, lambda allocated: tick())
         self._tensors = [torch.from_numpy(self._slab.slot(i)) for i in range(slots)]
 
     def slot(self, index: int) -> Tensor:
@@ -105,8 +106,10 @@ class CpuDevice(Device):
                 f" machine {byte_size(memory)} free: use a smaller --expert-cache or --context"
             )
 
-    def open_slab(self, name: str, slots: int, slot_bytes: int) -> SlabMemory:
-        return CpuSlab(name, slots, slot_bytes)
+    def open_slab(
+        self, name: str, slots: int, slot_bytes: int, tick: Callable[[], None] = lambda: None
+    ) -> SlabMemory:
+        return CpuSlab(name, slots, slot_bytes, tick)
 
     def close(self) -> None:
         if self.team is not None:

@@ -7,6 +7,7 @@ its landing was reported, and a slot is given to the prefetcher again only after
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -128,7 +129,9 @@ class CudaDevice(Device):
                 " use a smaller --expert-cache or --context"
             )
 
-    def open_slab(self, name: str, slots: int, slot_bytes: int) -> SlabMemory:
+    def open_slab(
+        self, name: str, slots: int, slot_bytes: int, tick: Callable[[], None] = lambda: None
+    ) -> SlabMemory:
         return CudaSlab(self.torch_device.index, slots, slot_bytes)
 
     def close(self) -> None:

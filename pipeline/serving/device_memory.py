@@ -23,9 +23,8 @@ def open_device_memory(parts: EngineParts) -> DeviceMemory:
     capacity = cache_tiles(config.options.expert_cache, shape.layers * shape.experts * shape.tiles)
     slots = capacity + STAGING_TILES
     device.check_memory(slots * layout.tile_bytes, parts.kv_bytes, engine.backbone.pending_bytes)
-    slab = device.open_slab(
-        f"{engine_prefix(config.runtime)}slab-{config.incarnation}", slots, layout.tile_bytes
-    )
+    name = f"{engine_prefix(config.runtime)}slab-{config.incarnation}"
+    slab = device.open_slab(name, slots, layout.tile_bytes, parts.tick)
     parts.closing.callback(slab.close)
 
     own_process = config.options.prefetcher == "process"
