@@ -24,7 +24,6 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -37,6 +36,7 @@ import zmq
 
 from benchmarks.quantizer_rate import CORES, quantizer_rate
 from benchmarks.random_checkpoint import write
+from launch.processes.children import CHILD_PROCESS
 from pipeline.checkpoint.hf_checkpoint import Checkpoint
 from pipeline.models.registry import expert_shape
 from pipeline.models.shapes import is_shape, shape_config
@@ -105,7 +105,7 @@ def cold_load(model: Path, format_name: str, files: list[Path]) -> dict[str, flo
         read_end, write_end = os.pipe()
         own, every = child_cpu(), machine_cpu()
         start = time.perf_counter()
-        command = [sys.executable, "-m", "workers.child", "pipeline.loader", "--lifeline", str(read_end)]
+        command = [*CHILD_PROCESS, "pipeline.loader", "--lifeline", str(read_end)]
         with subprocess.Popen(command, cwd=ROOT, pass_fds=(read_end,)) as process:
             try:
                 os.close(read_end)

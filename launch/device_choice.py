@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import subprocess
-import sys
 from pathlib import Path
 
 from launch.errors import WrongUsage
+from launch.processes.children import PYTHON, environment
 from pipeline.config import DeviceName
 
 log = logging.getLogger("tandem")
@@ -41,7 +41,11 @@ def _free_on_gpu() -> int | None:
     # In a process of its own: the supervisor stays small, and a driver that hangs does not hang it.
     try:
         probe = subprocess.run(
-            [sys.executable, "-c", PROBE], stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_LIMIT
+            [*PYTHON, "-c", PROBE],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=PROBE_LIMIT,
+            env=environment(1),
         )
     except subprocess.TimeoutExpired:
         return None

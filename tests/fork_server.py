@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = str(Path(__file__).resolve().parents[1])
-ENTRY = ("-m", "workers.child")
+ENTRY = ("-P", "-m", "workers.child")
 PRELOADED = (
     "torch",
     "pipeline.coordinator",
@@ -154,9 +154,9 @@ class ForkServer:
         return int(answer)
 
     async def _start(self, *command: Any, **options: Any) -> Any:
-        if command[1:3] != ENTRY or options["stdin"] == subprocess.PIPE:  # the doctor's trials have pipes
+        if command[1:4] != ENTRY or options["stdin"] == subprocess.PIPE:  # the doctor's trials have pipes
             return await self._exec(*command, **options)
-        return ForkedProcess(self._fork_child(command[2:], **options))
+        return ForkedProcess(self._fork_child(command[3:], **options))
 
     def _fork_child(
         self, arguments: tuple[str, ...], *, pass_fds: tuple[int], env: dict[str, str], stdout: int, **_: Any

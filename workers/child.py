@@ -1,4 +1,5 @@
-"""Process entry of every child: `python -m workers.child MODULE --lifeline FD` runs MODULE's `main(config)`.
+"""Process entry of every child: `python -P -m workers.child MODULE --lifeline FD` runs MODULE's
+`main(config)`.
 
 The process watches its parent before it imports the module, because importing torch takes seconds, and the
 children of a killed parent must exit at once. Its configuration may come later than the start; the import

@@ -1,6 +1,6 @@
 """A child process's configuration, its cores, and its exit with its parent.
 
-The parent starts `python -m workers.child MODULE --lifeline FD` and keeps the pipe's other end open. The
+The parent starts `python -P -m workers.child MODULE --lifeline FD` and keeps the pipe's other end open. The
 child reads its configuration from the pipe (4 bytes length, big endian, then a msgpack map) and then watches
 it: end of file means that the parent has exited, for whatever reason, and the child exits at once. The
 configuration may come long after the start: meanwhile the child imports its module. The kernel's PDEATHSIG

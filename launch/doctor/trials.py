@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from launch.errors import LaunchError
-from launch.processes.children import environment
+from launch.processes.children import CHILD_PROCESS, environment
 from workers.lifetime import pack_config
 
 MAX_REASON = 200  # characters of a failed child's last line that are shown
@@ -61,7 +60,7 @@ async def trial(module: str, config: dict[str, Any], pass_fds: tuple[int, ...] =
         try:
             os.write(lifeline, pack_config(config))
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "workers.child", module, "--lifeline", str(for_child)),
+                *(*CHILD_PROCESS, module, "--lifeline", str(for_child)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,

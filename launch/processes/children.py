@@ -17,6 +17,9 @@ from protocol.sockets import Identity
 from workers.lifetime import pack_config
 
 ROOT = Path(__file__).resolve().parents[2]  # where `-m` finds the packages, from any working directory
+# Without -P modules are looked up in the working directory first, which may hold a downloaded model.
+PYTHON = (sys.executable, "-P")
+CHILD_PROCESS = (*PYTHON, "-m", "workers.child")
 PIPE_CAPACITY = 65536  # bytes that a new pipe takes without a reader; a larger configuration would block
 STOP_LIMIT = 5.0  # seconds for an orderly exit
 TERM_LIMIT = 1.0  # seconds between SIGTERM and SIGKILL
@@ -139,12 +142,7 @@ async def spawn(identity: Identity, threads: int, key: bytes) -> Child:
     for_child, lifeline = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "workers.child",
-            MODULES[identity.role],
-            "--lifeline",
-            str(for_child),
+            *(*CHILD_PROCESS, MODULES[identity.role], "--lifeline", str(for_child)),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=2,  # stdout is for answers alone
             start_new_session=True,  # the terminal's Ctrl-C is the supervisor's to handle
@@ -180,6 +178,8 @@ async def wait_exits(children: list[Child], limit: float) -> None:
 
 def environment(threads: int) -> dict[str, str]:
     """Of a child whose numerical libraries use so many threads."""
+    # An empty part of PYTHONPATH means the working directory.
+    folders = (str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep))
     # OpenMP's idle threads spin by default, which steals the cores that the other processes compute on.
     return os.environ | {
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -187,5 +187,5 @@ def environment(threads: int) -> dict[str, str]:
         "KMP_BLOCKTIME": "0",
         "OMP_NUM_THREADS": str(threads),
         "OPENBLAS_NUM_THREADS": "1",  # numpy starts them when it is imported, before a worker is bound
-        "PYTHONPATH": os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p),
+        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
     }

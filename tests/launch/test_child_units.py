@@ -181,9 +181,9 @@ async def test_child_that_the_system_refuses_leaves_no_descriptor(
         await spawn(Identity(role, 0, 0), 2, KEY)
     assert os.listdir("/proc/self/fd") == before
     ((command, options),) = asked
-    assert command[1:4] == ("-m", "workers.child", children.MODULES[role])
-    assert command[4] == "--lifeline"
-    assert options["pass_fds"] == (int(command[5]),)
+    assert command[1:5] == ("-P", "-m", "workers.child", children.MODULES[role])
+    assert command[5] == "--lifeline"
+    assert options["pass_fds"] == (int(command[6]),)
     assert options["start_new_session"]
     assert (options["stdin"], options["stdout"]) == (asyncio.subprocess.DEVNULL, 2)
     assert options["env"]["OMP_NUM_THREADS"] == "2"
