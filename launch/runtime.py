@@ -30,6 +30,7 @@ from pipeline.models.shapes import short_name
 from protocol.errors import ProtocolError
 from protocol.messages import VERSION
 from protocol.private_files import private_directory
+from protocol.small_files import read_small
 from protocol.sockets import ipc_endpoint, runtime_root
 from shm.atomic_file import atomic_file
 from shm.segment import engine_prefix
@@ -37,6 +38,7 @@ from shm.segment import engine_prefix
 NAME = re.compile(r"[A-Za-z0-9_-]{1,32}")
 SEGMENT = re.compile(r"tandem-([A-Za-z0-9_-]{1,32})-[0-9a-f]{6}-[a-z]+-[0-9]+")
 SHM = Path("/dev/shm")
+MAX_INFO = 1 << 16  # bytes of engine.json
 LOCK_TRIES = 10  # another process that tests the lock holds it for a moment
 
 
@@ -121,7 +123,7 @@ def running_engines() -> list[EngineInfo]:
     found = []
     for path in _running_dirs():
         with suppress(OSError, ValueError, KeyError, TypeError):  # not ready yet, or stopped meanwhile
-            found_info = json.loads((path / "engine.json").read_text("utf-8"))
+            found_info = json.loads(read_small(path / "engine.json", MAX_INFO))
             # another version's may hold more
             found.append(EngineInfo(**{field.name: found_info[field.name] for field in fields(EngineInfo)}))
     return found

@@ -11,6 +11,7 @@ import json
 import os
 import struct
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from zmq.utils import z85
 
 from protocol.errors import NotPrivate, ProtocolError
 from protocol.private_files import OTHERS_READ_OR_WRITE, check_private
+from protocol.small_files import read_small
 from protocol.user_folders import user_folder
 
 ENGINE_FILE, CLIENT_FILE = "engine.key", "client.key"
@@ -123,19 +125,15 @@ def _read(path: Path, kind: str) -> dict[str, Any]:
         "mode": f"; make new keys, or if no other user has read it run: chmod 600 {path}",
     }
     try:
-        # Not blocking: opening a pipe would wait for a writer.
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(fd, "rb") as file:
-            check_private(os.fstat(fd), OTHERS_READ_OR_WRITE, remedies=remedies)
-            content = file.read(_LARGEST)
+        check = partial(check_private, forbidden=OTHERS_READ_OR_WRITE, remedies=remedies)
+        content = read_small(path, _LARGEST, check=check)
     except NotPrivate as e:
         raise ProtocolError(f"{path} {e}") from None
     except FileNotFoundError:
         missing = f"the key file {path} does not exist; make keys with: python launch.py keys"
         raise ProtocolError(missing) from None
-    except (OSError, ValueError) as e:  # ValueError: a name with a NUL
-        reason = e.strerror if isinstance(e, OSError) else str(e)
-        raise ProtocolError(f"cannot read {path}: {reason}") from None
+    except OSError as e:
+        raise ProtocolError(f"cannot read {path}: {e.strerror}") from None
     try:
         found = json.loads(content)
     except (ValueError, RecursionError):

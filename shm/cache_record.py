@@ -14,6 +14,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from protocol.small_files import read_small
 from shm.atomic_file import atomic_file
 
 RECORD = "about.json"
@@ -48,9 +49,7 @@ def note_use(folder: Path, record: CacheRecord) -> None:
 def read_record(folder: Path) -> CacheRecord | None:
     """The record of a folder; None where it has none, or a damaged one."""
     try:
-        fd = os.open(folder / RECORD, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-        with os.fdopen(fd, "rb") as file:
-            found = json.loads(file.read(MAX_RECORD))
+        found = json.loads(read_small(folder / RECORD, MAX_RECORD, flags=os.O_NOFOLLOW))
         return CacheRecord(str(found["kind"]), str(found["model"]), str(found["format"]))
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None

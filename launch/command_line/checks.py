@@ -7,7 +7,6 @@ import json
 import math
 import os
 import socket
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from pipeline.text.tokenizer import eos_ids
 from protocol.codec import encode
 from protocol.errors import MalformedMessage, ProtocolError
 from protocol.keys import CLIENT_FILE, ENGINE_FILE, Address, keys_folder, read_client_keys, read_engine_keys
+from protocol.small_files import read_small
 from protocol.sockets import check_tcp
 from protocol.user_folders import user_folder
 from shm.atomic_file import check_creatable
@@ -192,16 +192,8 @@ def read_ids(path: Path) -> tuple[int, ...]:
 
 
 def read_file(path: Path, largest: int = MAX_TEXT_BYTES) -> bytes:
-    """A file of at most `largest` bytes. Raises WrongUsage, also for a pipe, which could block for ever."""
+    """A file of at most `largest` bytes. Raises WrongUsage."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(fd, "rb") as file:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise WrongUsage(f"{path} is not a file")
-            content = file.read(largest + 1)
-    except (OSError, ValueError) as e:  # ValueError: a name with a NUL
-        reason = e.strerror if isinstance(e, OSError) else str(e)
-        raise WrongUsage(f"cannot read {path}: {reason}") from None
-    if len(content) > largest:
-        raise WrongUsage(f"{path} is larger than {largest >> 20} MB")
-    return content
+        return read_small(path, largest)
+    except OSError as e:
+        raise WrongUsage(f"cannot read {path}: {e.strerror}") from None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from launch.errors import WrongUsage
 from pipeline.models.shapes import is_shape, shape_config
-from pipeline.text.tokenizer import TOKENIZER_FILES, Tokenizer
+from pipeline.text.tokenizer import MAX_TOKENIZER_BYTES, TOKENIZER_FILES, Tokenizer
+from protocol.small_files import read_json
 
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 NO_TOKENIZER = "this model has no tokenizer, so it reads no text and cannot chat"
@@ -49,7 +49,7 @@ def _has_tokenizer(folder: Path) -> bool:
 
 def _settings_have_template(folder: Path) -> bool:
     try:
-        settings = json.loads((folder / "tokenizer_config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
+        settings = read_json(folder / "tokenizer_config.json", MAX_TOKENIZER_BYTES)
+    except (OSError, ValueError):
         return False
     return isinstance(settings, dict) and bool(settings.get("chat_template"))

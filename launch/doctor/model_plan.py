@@ -5,7 +5,6 @@ Exit code 0: the model fits; 1: not."""
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,11 +27,11 @@ from launch.terminal.format import alike, count
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
 from launch.terminal.tables import make_table, render
+from pipeline.checkpoint.index import read_fields
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.open import open_model
 from pipeline.checkpoint.random_model import RandomModel
 from pipeline.config import EngineConfig, FormatName
-from pipeline.errors import ModelError
 from pipeline.memory.needs import Needs
 from pipeline.memory.plan import AUTOMATIC, LEFT_FREE, Plan
 from pipeline.models.registry import expert_shape, model_spec
@@ -92,10 +91,7 @@ def _open(model: Path) -> ModelSource:
     config = model / CONFIG
     if is_shape(model) or not config.exists() or any(model.glob("*.safetensors*")):
         return open_model(model)
-    try:
-        return RandomModel.of_config(short_name(str(model)), json.loads(config.read_bytes()))
-    except (OSError, ValueError, RecursionError) as e:
-        raise ModelError(f"{config} cannot be read: {e}") from None
+    return RandomModel.of_config(short_name(str(model)), read_fields(config))
 
 
 def _row(now: Situation, needs: Needs, chosen: Plan | None) -> Plan:

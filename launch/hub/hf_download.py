@@ -11,7 +11,6 @@ are kept: the next start continues after them.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import shutil
@@ -177,24 +176,22 @@ def _check_kind(name: str, sizes: dict[str, int]) -> None:
 
 def _check_architecture(name: str, config: Path) -> None:
     """Raises WrongUsage for a model that cannot be run, before its weights are downloaded."""
+    from pipeline.checkpoint.index import read_fields
     from pipeline.models.registry import model_spec
 
     try:
-        fields = json.loads(config.read_bytes())
-        if not isinstance(fields, dict):
-            raise ModelError(f"{CONFIG} is not a JSON object")
-        model_spec(fields)
-    except (ValueError, RecursionError):
-        raise WrongUsage(f"{name}: its {CONFIG} is not JSON") from None
+        model_spec(read_fields(config))
     except ModelError as e:
         raise WrongUsage(f"{name}: {e}; nothing more was downloaded") from None
 
 
 def _shards(name: str, index: Path, sizes: dict[str, int]) -> list[str]:
     """The weight files that an index names, in order. Raises WrongUsage where it names what is not there."""
+    from pipeline.checkpoint.index import MAX_INDEX_BYTES, read_fields
+
     try:
-        shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        shards = sorted(set(read_fields(index, MAX_INDEX_BYTES)["weight_map"].values()))
+    except (ModelError, KeyError, TypeError, AttributeError):
         raise WrongUsage(f"{name}: its {INDEX} is damaged") from None
     for shard in shards:
         if shard not in sizes or not fnmatchcase(shard, "*.safetensors"):

@@ -23,6 +23,7 @@ from pipeline.errors import PolicyError
 from pipeline.policies.costs import MAX_FILE_BYTES, Costs
 from protocol.errors import NotPrivate
 from protocol.private_files import check_private, make_folders
+from protocol.small_files import read_small
 from shm.atomic_file import atomic_file
 from shm.kernel_files import contents, parse_cpuinfo
 
@@ -147,17 +148,12 @@ def measured_here(cache: Path) -> list[tuple[Path, Record]]:
 
 
 def read(path: Path) -> Record:
-    """A record of a file that only this user can have written. Raises OSError where it cannot be opened,
+    """A record of a file that only this user can have written. Raises OSError where it cannot be read,
     ValueError where it holds no such record."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     try:
-        with os.fdopen(descriptor, "rb") as file:
-            check_private(os.fstat(descriptor))
-            raw = file.read(MAX_FILE_BYTES + 1)
-        if len(raw) > MAX_FILE_BYTES:
-            raise ValueError("it is too large")
+        raw = read_small(path, MAX_FILE_BYTES, flags=os.O_NOFOLLOW, check=check_private)
         return Record.from_json(json.loads(raw))
-    except (OSError, NotPrivate, TypeError, KeyError, AttributeError, RecursionError, PolicyError) as e:
+    except (NotPrivate, TypeError, KeyError, AttributeError, RecursionError, PolicyError) as e:
         raise ValueError(str(e)) from e
 
 

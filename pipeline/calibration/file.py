@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import zlib
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from pipeline.errors import CalibrationError
 from pipeline.policies.calibration import Calibration
 from protocol.errors import NotPrivate
 from protocol.private_files import check_private, make_folders
+from protocol.small_files import read_small
 from shm.atomic_file import atomic_file
 from shm.cache_record import CacheRecord, note_use
 
@@ -125,16 +125,11 @@ def _arrays(calibration: Calibration) -> dict[str, Array]:
 def _bytes_of_own(path: Path) -> bytes:
     """The content of a regular file that only this user may have written. Raises CalibrationError."""
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-            check_private(os.fstat(file.fileno()))
-            data = file.read(MOST_BYTES + 1)
+        return read_small(path, MOST_BYTES, check=check_private)
     except NotPrivate as e:
         raise _unusable(path, f"it {e}") from None
     except OSError as e:
         raise _unusable(path, e.strerror or str(e)) from None
-    if len(data) > MOST_BYTES:
-        raise _unusable(path, f"it is larger than {MOST_BYTES >> 20} MB")
-    return data
 
 
 def _checked(tensors: dict[str, Array], threshold: object) -> Calibration:

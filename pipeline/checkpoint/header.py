@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from pipeline.errors import ModelError
+from protocol.small_files import open_regular
 
 MAX_HEADER = 100_000_000  # bytes; the format's own limit
 LFS_POINTER = b"version "  # the first bytes of the text file that git-lfs puts in place of a large one
@@ -56,9 +57,7 @@ class Shard:
 def read_shard(path: Path) -> Shard:
     """Raises ModelError, one line, for a file that is missing, cut short or damaged."""
     try:
-        if path.exists() and not path.is_file():  # opening a pipe could block for ever
-            raise ModelError(f"{path} is no file: download it again")
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             status = os.fstat(file.fileno())
             begin = file.read(8)
             if begin == LFS_POINTER:

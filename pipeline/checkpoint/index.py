@@ -15,11 +15,12 @@ import msgpack
 
 from pipeline.checkpoint.header import Shard, TensorEntry, read_shard
 from pipeline.errors import ModelError
+from protocol.small_files import MAX_SETTINGS, read_json
 
 CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-MAX_JSON_BYTES = 1 << 28
+MAX_INDEX_BYTES = 1 << 26  # of the list of tensors; the largest known one has a quarter
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 QUANTIZED = ("quantization_config", "compression_config")  # keys of config.json
 # Part of every fingerprint; incremented when the same weights would get other bytes in the store.
@@ -49,7 +50,7 @@ class CheckpointIndex:
             raise ModelError(f"the model directory {folder} does not exist{hub}")
         if not folder.is_dir():
             raise ModelError(f"{folder} is not a directory: give a Hugging Face checkpoint directory")
-        config = _read_json(folder / CONFIG_FILE)
+        config = read_fields(folder / CONFIG_FILE)
         _refuse_quantized(folder / CONFIG_FILE, config)
         # A single file takes precedence, as in transformers, which may leave an old index beside it.
         listed = {} if (folder / SINGLE_FILE).exists() else _weight_map(folder)
@@ -94,7 +95,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     path = folder / INDEX_FILE
     if not path.exists():
         return {}
-    names = _read_json(path).get("weight_map")
+    names = read_fields(path, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise ModelError(f"{path} is damaged: it has no weight_map")
     for file in names.values():
@@ -152,11 +153,10 @@ def _first(folder: Path, *patterns: str) -> str | None:
     return min((path.name for pattern in patterns for path in folder.glob(pattern)), default=None)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_fields(path: Path, limit: int = MAX_SETTINGS) -> dict[str, Any]:
+    """The object in a JSON file of at most `limit` bytes. Raises ModelError."""
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ModelError(f"{path} is too large for a JSON file of a checkpoint")
-        fields = json.loads(path.read_bytes())
+        fields = read_json(path, limit)
     except FileNotFoundError:
         _refuse_gguf(path.parent)
         raise ModelError(
@@ -164,7 +164,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         ) from None
     except OSError as e:
         raise ModelError(f"{path} cannot be read: {e.strerror}") from None
-    except (ValueError, RecursionError):
+    except ValueError:
         raise ModelError(f"{path} is damaged: it is not valid JSON") from None
     if not isinstance(fields, dict):
         raise ModelError(f"{path} is damaged: it is not a JSON object")

@@ -19,6 +19,7 @@ from pipeline.checkpoint.header import TensorEntry
 from pipeline.checkpoint.index import CheckpointIndex
 from pipeline.errors import ModelError
 from pipeline.models.architecture import TensorRows
+from protocol.small_files import open_regular
 from shm.huge import private
 from shm.layout import BlockFormat, Bytes, Float32
 
@@ -148,7 +149,7 @@ class TensorReader:
         with self._lock:
             if name not in self._files:
                 try:
-                    self._files[name] = os.open(entry.file, os.O_RDONLY | os.O_CLOEXEC)
+                    self._files[name] = open_regular(entry.file)
                 except OSError as e:
                     raise ModelError(f"{entry.file} cannot be read: {e.strerror}") from None
             return self._files[name]

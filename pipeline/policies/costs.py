@@ -28,6 +28,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from pipeline.assets import costs_dir
 from pipeline.errors import PolicyError
+from protocol.small_files import read_small
 
 MAX_FILE_BYTES = 1 << 20
 Unit = Literal["tile", "expert"]
@@ -140,15 +141,12 @@ class Costs:
         if path.name == str(path) and path.name in shipped_costs() and not path.exists():
             path = costs_dir() / f"{path.name}.json"
         try:
-            with path.open("rb") as file:
-                raw = file.read(MAX_FILE_BYTES + 1)
+            raw = read_small(path, MAX_FILE_BYTES)
         except OSError as error:
             names = f" ({', '.join(shipped_costs())} can be named)" if path.name == str(path) else ""
             raise PolicyError(
                 f"cannot read the costs file {path}: {error.strerror or error}{names}"
             ) from error
-        if len(raw) > MAX_FILE_BYTES:
-            raise PolicyError(f"{path} is larger than {MAX_FILE_BYTES} bytes and so no costs file")
         try:
             return cls.from_json(json.loads(raw))
         except PolicyError as error:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
+from pipeline.checkpoint.index import read_fields
 from pipeline.errors import ModelError, RequestError
 from protocol.messages import Sampling
 
@@ -38,14 +38,9 @@ def validate(sampling: Sampling) -> None:
 def sampling_defaults(model_dir: Path) -> Sampling:
     """Greedy without the file. Raises ModelError where it is damaged or a value is invalid."""
     path = model_dir / "generation_config.json"
-    if not path.is_file():
+    if not path.exists():
         return Sampling()
-    try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as e:
-        raise ModelError(f"cannot read {path}: {str(e).splitlines()[0]}") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{path} is not a JSON object")
+    config = read_fields(path)
     names = ("repetition_penalty", *(DRAWING if config.get("do_sample") else ()))
     given: dict[str, Any] = {name: config[name] for name in names if config.get(name) is not None}
     for name, value in given.items():

@@ -9,12 +9,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pipeline.checkpoint.index import read_fields
 from pipeline.errors import ModelError, RequestError
 from pipeline.text.text_stream import ByteDecoder, RunDecoder, StopStrings, TextStream, TokenDecoder
 from protocol.messages import ChatMessage
 
 # A directory with any of these has a tokenizer; settings alone are not a tokenizer.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tiktoken.model")
+SETTINGS = "tokenizer_config.json"
+FOREIGN = "fast_tokenizer_files"  # the setting that makes the library read a file of any name
+# What the library may open in the directory, whichever class of tokenizer it makes.
+OPENED = ("*.json", "*.jinja", "*/*.jinja", "*.model", "*.spm", "*.codes", "*tiktoken*", "vocab*", "merges*")
+MAX_TOKENIZER_BYTES = 1 << 28  # of each file; the largest known one has an eighth
 MAX_STOP_STRINGS = 16
 QUICK = 65536  # characters; shorter texts are encoded in less time than a step
 MAX_STOP_CHARACTERS = 512
@@ -26,13 +32,9 @@ def eos_ids(model_dir: Path) -> frozenset[int]:
     Raises ModelError where a file is damaged."""
     for name in ("generation_config.json", "config.json"):
         path = model_dir / name
-        if not path.is_file():
+        if not path.exists():
             continue
-        try:
-            config = json.loads(path.read_bytes())
-        except (OSError, ValueError, RecursionError) as error:
-            raise ModelError(f"cannot read {path}: {_one_line(error)}") from error
-        value = config.get("eos_token_id") if isinstance(config, dict) else None
+        value = read_fields(path).get("eos_token_id")
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
@@ -68,6 +70,7 @@ class Tokenizer:
     def load(cls, model_dir: Path) -> Tokenizer | None:
         """The tokenizer of a model's directory, None where it has none. Reads local files only and runs no
         code from them. Raises ModelError where the files are unusable."""
+        _check_files(model_dir)
         if not any((model_dir / name).is_file() for name in TOKENIZER_FILES):
             return None
         try:
@@ -158,10 +161,22 @@ class Tokenizer:
         return piece is None or (self._byte_fallback and _BYTE_TOKEN.fullmatch(piece) is not None)
 
 
+def _check_files(model_dir: Path) -> None:
+    """Raises ModelError for a file that the library would wait for, or read without an end."""
+    for path in (path for pattern in OPENED for path in model_dir.glob(pattern)):
+        if path.is_file() and path.stat().st_size > MAX_TOKENIZER_BYTES:
+            raise ModelError(f"{path} cannot be read: it is larger than {MAX_TOKENIZER_BYTES >> 20} MB")
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ModelError(f"{path} cannot be read: it is not a file")
+
+
 def _read(model_dir: Path) -> Any:
     """tokenizer.json describes a tokenizer completely, so where a model has it, no class is chosen: several
     of transformers' classes replace parts of the file by the family's defaults, and AutoTokenizer chooses a
     class by `model_type`, `tokenizer_class` and `auto_map`. It also takes a second to import."""
+    settings = _settings(model_dir)
+    if FOREIGN in settings:
+        raise ModelError(f"{SETTINGS} has {FOREIGN}, which is not supported: remove it")
     if not (model_dir / "tokenizer.json").is_file():
         from transformers import AutoTokenizer
 
@@ -169,18 +184,21 @@ def _read(model_dir: Path) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(str(model_dir), local_files_only=True)
-    if _wants_bos(model_dir) and tokenizer.bos_token_id not in (None, *tokenizer.encode("")):
+    if _wants_bos(settings) and tokenizer.bos_token_id not in (None, *tokenizer.encode("")):
         tokenizer.add_bos_token = True
     return tokenizer
 
 
-def _wants_bos(model_dir: Path) -> bool:
+def _wants_bos(settings: dict[str, Any]) -> bool:
     """Whether the settings add bos to every text: DeepSeek's tokenizer.json leaves only this to the class, as
     transformers up to version 4 did."""
-    file = model_dir / "tokenizer_config.json"
-    settings = json.loads(file.read_bytes()) if file.is_file() else {}
     name = str(settings.get("tokenizer_class")).removesuffix("Fast")
     return settings.get("add_bos_token") is True and name in ("LlamaTokenizer", "GPTNeoXTokenizer")
+
+
+def _settings(model_dir: Path) -> dict[str, Any]:
+    path = model_dir / SETTINGS
+    return read_fields(path, MAX_TOKENIZER_BYTES) if path.exists() else {}
 
 
 def _decoders(backend: Any) -> frozenset[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import stat
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import BinaryIO
 from pipeline.errors import TraceError
 from pipeline.traces.header import MAGIC, MAX_JSON, PREFIX, VERSION, Header
 from pipeline.traces.steps import FRAME, MAX_BODY, TracedStep, decode_step
+from protocol.small_files import open_regular
 
 
 class Trace:
@@ -45,15 +45,9 @@ class Trace:
 
     def _open(self) -> BinaryIO:
         try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            file = os.fdopen(fd, "rb")
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                file.close()
-                raise TraceError(f"{self.path} is not a file")
-            return file
-        except (OSError, ValueError) as e:  # ValueError: a name with a NUL
-            reason = e.strerror if isinstance(e, OSError) else str(e)
-            raise TraceError(f"cannot read the trace {self.path}: {reason}") from None
+            return os.fdopen(open_regular(self.path), "rb")
+        except OSError as e:
+            raise TraceError(f"cannot read the trace {self.path}: {e.strerror}") from None
 
 
 def _read_header(file: BinaryIO, path: Path) -> tuple[Header, int]:

@@ -282,7 +282,7 @@ def test_header_over_the_limit_is_refused_unread(tmp_path):
 def test_missing_file_and_folder_are_refused_as_shards(tmp_path):
     with pytest.raises(ModelError, match="is missing"):
         read_shard(tmp_path / "absent.safetensors")
-    with pytest.raises(ModelError, match="is no file"):
+    with pytest.raises(ModelError, match="is not a file"):
         read_shard(tmp_path)
 
 

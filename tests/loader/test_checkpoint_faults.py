@@ -225,7 +225,7 @@ def test_pipe_instead_of_a_shard_is_refused(tmp_path):
     changed(tmp_path, lambda tensors: None)
     (tmp_path / SINGLE).unlink()
     os.mkfifo(tmp_path / SINGLE)
-    assert f"{SINGLE} is no file" in refusal(tmp_path)
+    assert f"{SINGLE} cannot be read: it is not a file" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["consolidated.safetensors", "adapter_model.safetensors"])

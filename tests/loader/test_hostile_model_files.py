@@ -1,0 +1,102 @@
+"""Pipes, devices and large files in the place of a model's files: one line each, at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.command_line.checks import check_engine
+from launch.command_line.model_files import check_can_chat
+from pipeline.checkpoint.hf_checkpoint import Checkpoint
+from pipeline.checkpoint.index import INDEX_FILE, SINGLE_FILE
+from pipeline.config import EngineConfig
+from pipeline.errors import ModelError, UsageError
+from pipeline.policies.costs import Costs
+from pipeline.text.tokenizer import Tokenizer
+
+READ = ("config.json", "generation_config.json", SINGLE_FILE)
+TEXT = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "vocab.json",
+)
+
+
+@pytest.fixture
+def folder(tiny_model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
+
+
+def replace_by(kind: str, path: Path) -> None:
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+        os.truncate(path, 1 << 40)  # sparse
+
+
+def refusal(read: object) -> str:
+    began = time.monotonic()
+    with pytest.raises(UsageError) as failure:
+        read()  # type: ignore[operator]
+    assert time.monotonic() - began < 5  # it takes milliseconds
+    assert "\n" not in str(failure.value)
+    return str(failure.value)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "large"])
+@pytest.mark.parametrize("name", [*READ, INDEX_FILE])
+def test_settings_and_weights_are_bounded(folder: Path, name: str, kind: str) -> None:
+    if name == INDEX_FILE:
+        (folder / SINGLE_FILE).rename(folder / "model-00001-of-00001.safetensors")
+    replace_by(kind, folder / name)
+    assert f"{folder / name} " in refusal(lambda: check_engine(EngineConfig(model=folder)))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "large"])
+@pytest.mark.parametrize("name", TEXT)
+def test_files_of_the_tokenizer_are_bounded(folder: Path, name: str, kind: str) -> None:
+    replace_by(kind, folder / name)
+    assert f"{folder / name} cannot be read" in refusal(lambda: Tokenizer.load(folder))
+    if name == "tokenizer_config.json":
+        (folder / "chat_template.jinja").unlink()
+        assert f"{folder / name} cannot be read" in refusal(lambda: check_can_chat(folder))
+
+
+def test_a_shard_that_becomes_a_pipe_is_not_waited_for(folder: Path) -> None:
+    model = Checkpoint(folder)
+    replace_by("pipe", folder / SINGLE_FILE)
+    with model.tensors() as tensors:
+        refusal(lambda: tensors.float32("model.norm.weight", (64,)))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "large"])
+def test_costs_are_bounded(tmp_path: Path, kind: str) -> None:
+    replace_by(kind, tmp_path / "costs.json")
+    refusal(lambda: Costs.load(tmp_path / "costs.json"))
+
+
+def test_deep_nesting_is_one_line(folder: Path) -> None:
+    """The parser's stack suffices for it, and that of a fingerprint or an error's text does not."""
+    text = (folder / "config.json").read_text().rstrip("} \n")
+    for levels in (100, 500, 800, 900, 950, 100_000):
+        (folder / "config.json").write_text(f'{text}, "sliding_window": {"[" * levels}{"]" * levels}}}')
+        assert refusal(lambda: Checkpoint(folder)).startswith(str(folder))
+
+
+def test_tokenizer_of_another_name_is_refused(folder: Path) -> None:
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["fast_tokenizer_files"] = ["../../tokenizer.0.1.json"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match="fast_tokenizer_files"):
+        Tokenizer.load(folder)
