@@ -29,7 +29,7 @@ from shm.layout import Bytes
 
 NAME, UNFINISHED = "backbone.bin", "backbone.tmp"
 VERSION = 3
-MAX_INDEX = 1 << 24
+MAX_INDEX = 1 << 22
 ALIGNMENT = 64  # a cache line
 READ_BYTES = 1 << 20  # at a time, so that the checksum reads it from the processor's cache
 WRITE_BYTES = 1 << 26
@@ -52,12 +52,14 @@ class BackboneCache:
         self._path = folder / fingerprint / NAME
         self._record = record
         self._descriptor, self._entries = _open(self._path)
+        self._damaged = False  # a matrix is, and the log says so
         if self._descriptor is not None:
             self._note_use()
         self._new: Entries = {}
         self._end = 0  # file offset of the next matrix
         self._file: int | None = None
-        self._disabled = self._descriptor is not None  # a complete file exists: `keep` writes none
+        # A complete file exists, or what no file can replace: `keep` writes none.
+        self._disabled = self._descriptor is not None or self._path.is_dir()
         self._writer = ThreadPoolExecutor(1, "backbone cache")
 
     def take(self, name: str, nbytes: int) -> Bytes | None:
@@ -69,13 +71,14 @@ class BackboneCache:
         offset, _, checksum = found
         # Read before it is mapped: a disk error is an exception here, and SIGBUS in a mapping.
         if _checksum(self._descriptor, offset, nbytes) != checksum:
-            with contextlib.suppress(FileNotFoundError):  # another damaged matrix has logged the warning
-                self._path.unlink()
+            if not self._damaged:
+                self._damaged = True
                 log.warning(f"{self._path} is damaged: it is made again at the next start")
+                _remove(self._path)
             return None
         try:
             return map_file(self._descriptor, offset, nbytes)
-        except OSError as e:  # for example, too little memory for a writable mapping
+        except (OSError, ValueError) as e:  # for example, too little memory for a writable mapping
             log.warning(f"{self._path} is not used: {e}")
             return None
 
@@ -110,7 +113,11 @@ class BackboneCache:
         descriptor = try_lock(self._path.with_name(UNFINISHED), fcntl.LOCK_EX)
         if descriptor is None:
             raise OSError("another engine is writing it")
-        os.ftruncate(descriptor, 0)
+        try:
+            os.ftruncate(descriptor, 0)
+        except OSError:  # a pipe
+            os.close(descriptor)
+            raise
         return descriptor
 
     def _note_use(self) -> None:
@@ -164,13 +171,30 @@ def _open(path: Path) -> tuple[int | None, Entries]:
         length = int.from_bytes(os.pread(descriptor, 8, status.st_size - 8), "little")
         if not 0 < length <= min(MAX_INDEX, status.st_size - 8):
             raise ValueError("it has no index")
-        found = msgpack.unpackb(os.pread(descriptor, length, status.st_size - 8 - length))
-        if found["version"] != VERSION:
-            raise ValueError("it is of another version")
-        entries = {str(name): (int(a), int(b), int(c)) for name, (a, b, c) in found["matrices"].items()}
-    except (OSError, NotPrivate, ValueError, TypeError, KeyError) as e:
+        end = status.st_size - 8 - length
+        return descriptor, _entries(os.pread(descriptor, length, end), end)
+    except (OSError, NotPrivate, ValueError) as e:
         log.warning(f"{path} is not used: {e}")
         os.close(descriptor)
-        path.unlink(missing_ok=True)
+        _remove(path)
         return None, {}
-    return descriptor, entries
+
+
+def _entries(packed: bytes, end: int) -> Entries:
+    """The matrices of an index; the file's data end at byte `end`. Raises ValueError where the index is damaged
+    or of another version."""
+    index = msgpack.unpackb(packed)
+    if not isinstance(index, dict) or not isinstance(matrices := index.get("matrices"), dict):
+        raise ValueError("its index is damaged")
+    if index.get("version") != VERSION:
+        raise ValueError("it is of another version")
+    for name, place in matrices.items():
+        numbers = isinstance(place, list) and len(place) == 3 and all(type(number) is int for number in place)
+        if not numbers or not 0 <= place[0] <= end - place[1] <= end or place[0] % ALIGNMENT:
+            raise ValueError(f"its index is damaged at {str(name)[:80]!r}")
+    return {name: (offset, nbytes, checksum) for name, (offset, nbytes, checksum) in matrices.items()}
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):  # a directory, or a folder that cannot be written
+        path.unlink()

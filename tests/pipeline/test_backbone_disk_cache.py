@@ -4,16 +4,19 @@ start."""
 from __future__ import annotations
 
 import os
+import tempfile
 import zlib
 from pathlib import Path
 
 import msgpack
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from waiting import until, wait_until
 
 from launch.processes.supervisor import Supervisor
-from pipeline.backbone.disk_cache import NAME, UNFINISHED, VERSION, BackboneCache
+from pipeline.backbone.disk_cache import ALIGNMENT, NAME, UNFINISHED, VERSION, BackboneCache
 from pipeline.config import EngineConfig
 from protocol.client import Client
 from protocol.sockets import Identity
@@ -84,6 +87,66 @@ def test_damaged_file_is_made_again(tmp_path: Path, place: str, caplog: pytest.L
     assert len(caplog.records) == 1
     found.finish()
     assert complete_file(tmp_path).exists()
+
+
+def indexed(value: object) -> bytes:
+    """A file's last bytes, with this index."""
+    packed = msgpack.packb(value)
+    return bytes(packed + len(packed).to_bytes(8, "little"))
+
+
+def of_version(matrices: object) -> bytes:
+    return indexed({"version": VERSION, "matrices": matrices})
+
+
+PLACES = st.integers(-(2**63), 2**64 - 1) | st.integers(0, 400) | st.sampled_from([2**62, 2**63, 2**64 - 64])
+VALUES = st.none() | PLACES | st.floats() | st.text(max_size=3) | st.binary(max_size=3) | st.just([])
+MATRICES = st.dictionaries(
+    st.just("a") | st.text(max_size=2),
+    st.lists(VALUES, max_size=4) | st.tuples(PLACES, PLACES, PLACES) | VALUES,
+)
+ENDS = (
+    st.binary(max_size=40)
+    | st.builds(lambda index: index + len(index).to_bytes(8, "little"), st.binary(min_size=1, max_size=40))
+    | st.builds(indexed, VALUES | st.lists(VALUES) | st.dictionaries(st.text(max_size=8), VALUES))
+    | st.builds(of_version, MATRICES | VALUES | st.lists(VALUES))
+)
+
+
+@example(ending=of_version([1]), size=64)
+@example(ending=of_version({"a": [2**63, 64, 0]}), size=64)
+@example(ending=of_version({"a": [-64, 64, 0]}), size=64)
+@example(ending=of_version({"a": [0, 64, 2**64 - 1]}), size=64)
+@example(ending=of_version({"a": [1, 8, zlib.crc32(bytes(8))]}), size=8)
+@example(ending=of_version({"a": [float("inf"), 64, 0]}), size=64)
+@example(ending=indexed([["version", VERSION]]), size=64)
+@settings(max_examples=150, deadline=None)
+@given(ending=ENDS, size=st.sampled_from([0, 1, 64, 5000]))
+def test_no_content_fails_a_start(ending: bytes, size: int) -> None:
+    """What is taken nevertheless has the size, the checksum and the alignment of a matrix."""
+    with tempfile.TemporaryDirectory() as name:
+        path = file_of(Path(name))
+        path.parent.mkdir()
+        path.write_bytes(bytes(128) + ending)
+        cache = BackboneCache(Path(name), FINGERPRINT)
+        found = cache.take("a", size)
+        cache.finish()
+        assert found is None or (len(found) == size and found.ctypes.data % ALIGNMENT == 0)
+
+
+@pytest.mark.parametrize("inside", [(), ("a file",)])
+def test_directory_in_place_of_the_file_is_one_line(tmp_path: Path, caplog, inside: tuple[str, ...]) -> None:
+    file_of(tmp_path).mkdir(parents=True)
+    for name in inside:
+        (file_of(tmp_path) / name).touch()
+    cache = BackboneCache(tmp_path, FINGERPRINT)
+    assert cache.take("a", 5000) is None
+    cache.keep("a", matrix(1))
+    cache.finish()
+    cache._writer.shutdown()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{file_of(tmp_path)} is not used: is not a file"
+    ]
 
 
 def test_matrices_are_aligned_and_the_index_tells_their_places(tmp_path: Path) -> None:
