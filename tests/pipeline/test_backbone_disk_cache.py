@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 import zlib
 from pathlib import Path
 
@@ -143,10 +144,9 @@ def test_directory_in_place_of_the_file_is_one_line(tmp_path: Path, caplog, insi
     assert cache.take("a", 5000) is None
     cache.keep("a", matrix(1))
     cache.finish()
-    cache._writer.shutdown()
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{file_of(tmp_path)} is not used: is not a file"
-    ]
+    assert wait_until(lambda: not any("backbone cache" in t.name for t in threading.enumerate()), LIMIT)
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == [f"{file_of(tmp_path)} is not used: is not a file"]
 
 
 def test_matrices_are_aligned_and_the_index_tells_their_places(tmp_path: Path) -> None:
