@@ -114,6 +114,13 @@ class Store:
         start = self.layout.offset(layer, expert, lo)
         return self._data[start : start + (hi - lo) * self._tile_bytes]
 
+    def layer(self, layer: int) -> Bytes:
+        """All experts of a layer: uint8 [layer_stride], read-only. Raises as `tiles` does."""
+        if self._data is None:
+            raise ValueError(f"the store {self.segment.name} is closed here")
+        start = self.layout.offset(layer, 0)
+        return self._data[start : start + self.layout.layer_stride]
+
     def verify(self, progress: Callable[[int], None] | None = None) -> None:
         """Compare every layer with its checksum, on all cores; `progress` is called with the bytes compared
         so far. Raises StoreDamaged naming the layers that differ, ValueError after `close`."""

@@ -11,8 +11,6 @@ import time
 from collections import deque
 from typing import Any
 
-import numpy as np
-
 from protocol.messages import Abandon, Partial, Work, WorkFailed
 from shm.control import ControlLine, ControlSegment
 from shm.errors import ShmError
@@ -47,7 +45,7 @@ def fault_of(work: Work, shape: ExpertShape) -> str | None:
         rows = work.rows[start:end]
         if len(rows) and not (rows[0] >= 0 and rows[-1] < len(work.x)):
             return "a row outside x"
-        if len(rows) > 1 and not (np.diff(rows) > 0).all():
+        if len(rows) > 1 and not (rows[1:] > rows[:-1]).all():  # a difference of two could wrap
             return "an item's rows are not ascending"
     return None
 
@@ -74,8 +72,13 @@ def serve(peer: ChildEndpoint, store: Store, line: ControlLine, team: Team | Non
             kernel.prepare()
             started = time.perf_counter()
             line.begin(work.seq)
-            y = kernel.compute_work(work, store)
-            line.end()
+            try:
+                y = kernel.compute_work(work, store)
+            except (IndexError, MemoryError) as e:
+                peer.send(WorkFailed(work.seq, peer.incarnation, str(e) or "not enough memory"))
+                continue
+            finally:
+                line.end()
             busy = (time.perf_counter() - started) * slowdown
             sleep_until(started + busy, line.tick)
             peer.send(Partial(work.seq, peer.incarnation, busy, y))

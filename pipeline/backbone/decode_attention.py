@@ -103,6 +103,7 @@ class LatentDecode:
                 _row(latent, row),
                 _cos_sin(batch, row),
                 cache.data_ptr(),
+                cache.shape[1],
                 span.kv.length,
                 _row(out, row),
                 spin,

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,10 @@ from work_cases import GOOD, Item, expected, make_work
 
 from protocol.codec import encode
 from protocol.messages import VERSION, Abandon, CancelFetch, Partial, Work, WorkFailed
-from shm.control import IDLE
+from shm.control import IDLE, ControlSegment
+from shm.segment import unlink
+from shm.store import Store, store_name
+from workers import expert_worker
 from workers.lifetime import EXIT_PARENT_GONE
 
 pytestmark = pytest.mark.timeout(300)  # importing torch takes long where many others compute
@@ -129,6 +133,11 @@ FAULTS = {
     "row above": {"rows": ints(0, 3, 1)},
     "rows that descend": {"rows": ints(2, 0, 1)},
     "a row twice": {"rows": ints(2, 2, 1)},
+    "rows that ascend only where 32 bits wrap": {
+        "rows": ints(0, 2**31 - 1, -(2**31), -1, 1, 1),
+        "offsets": ints(0, 5, 6),
+        "weights": np.ones(6, np.float32),
+    },
     "rows of nothing": {"x": np.zeros((0, SHAPE.hidden), np.float32)},
     "expert below": {"items": with_item(-1, 0, 1)},
     "expert above": {"items": with_item(SHAPE.experts, 0, 1)},
@@ -147,6 +156,36 @@ def test_faulty_work_fails_and_the_worker_continues(pool: Pool, change: dict) ->
     assert (answer.seq, answer.incarnation) == (99, child.incarnation)
     assert answer.text
     assert expected(GOOD).agrees(pool.do(child, GOOD).y)
+
+
+def test_a_work_that_the_kernel_refuses_fails_in_a_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Should the worker's own check have a gap: C checks again."""
+    monkeypatch.setattr(expert_worker, "fault_of", lambda work, shape: None)
+    sent: list[object] = []
+    bad = dataclasses.replace(GOOD, items=with_item(SHAPE.experts, 0, 1))
+    peer = SimpleNamespace(stopped=False, incarnation=3, send=sent.append)
+    messages = [bad, GOOD]
+
+    def receive(wait: bool) -> list[Work]:
+        message = messages.pop(0)
+        peer.stopped = not messages
+        return [message]
+
+    peer.receive = receive
+    segment = ControlSegment.create(f"/tandem-tests-refusal-{os.getpid()}", 1)
+    try:
+        line = segment.line("worker", 0)
+        with small_store("bf16") as name, Store.attach(store_name(name)) as store:
+            expert_worker.serve(peer, store, line, None, 1.0)
+        assert line.seq == IDLE
+    finally:
+        segment.close()
+        unlink(segment.segment.name)
+    refused, partial = sent
+    assert refused == WorkFailed(bad.seq, 3, "an item outside the layer")
+    assert isinstance(partial, Partial)
 
 
 def test_other_messages_are_dropped_and_the_worker_continues(pool: Pool) -> None:

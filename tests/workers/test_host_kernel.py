@@ -84,7 +84,11 @@ def test_progress_is_counted_by_tiles(name: str) -> None:
             assert line.ticks == calls * TILES
             assert segment.line("prefetcher", 0).ticks == 0
         size = layout.tile_bytes
-        store = cast(Store, SimpleNamespace(tiles=lambda *at: tiles[at[2] * size : at[3] * size]))
+        layer = np.pad(tiles, (0, layout.layer_stride - len(tiles)))
+        store = cast(
+            Store,
+            SimpleNamespace(tiles=lambda *at: tiles[at[2] * size : at[3] * size], layer=lambda number: layer),
+        )
         for rows in (FEW, FEW + 1):  # in one call, and item by item
             x, every = states(rows + 1), np.arange(1, rows + 1, dtype=np.int32)
             weights = np.linspace(-1, 2, rows, dtype=np.float32)

@@ -172,7 +172,7 @@ def test_latent_heads(library, team, seed, heads, rank, nope, half, value, posit
     data = {"norm": weight.ctypes.data, "expansion": expansion.ctypes.data}
     kernel = LatentHeads(library, team, **shape, **data, eps=EPS, scale=scale)
     addresses = q.ctypes.data, latent.ctypes.data, cos_sin(turns), cache.ctypes.data
-    kernel.attend(*addresses, position, out.ctypes.data, spin_ns=1000)
+    kernel.attend(*addresses, len(cache), position, out.ctypes.data, spin_ns=1000)
     check_stored(cache, (position,), before, new)
     cached, expanded = read(cache)[: position + 1], read(expansion)
     for head in range(heads):
@@ -222,6 +222,23 @@ def test_many_tokens_are_shared_and_give_the_same_bits(library) -> None:
     assert all(np.array_equal(out, found[0]) for out in found)
 
 
+def test_positions_outside_the_cache_are_refused(library) -> None:
+    caches = np.zeros((2, 1, 3, 4), np.float32)
+    latents, ones, turns = np.zeros((3, 6), np.float32), np.ones(16, np.float32), tables(np.zeros(1))
+    kernel = LatentHeads(
+        library, None, bits=32, heads=1, rank=4, nope=1, rope=2, value=1,
+        norm=ones.ctypes.data, expansion=ones.ctypes.data, eps=EPS, scale=1.0,
+    )  # fmt: skip
+    out, addresses = np.zeros(1, np.float32), (ones.ctypes.data, ones.ctypes.data, cos_sin(turns))
+    for position in (-1, 3, 1000):
+        with pytest.raises(IndexError, match="outside the KV cache"):
+            grouped(library, None, numbers(np.random.default_rng(0), 3, 4), turns, caches, position, 0)
+        with pytest.raises(IndexError, match="outside the KV cache"):
+            kernel.attend(*addresses, latents.ctypes.data, 3, position, out.ctypes.data, spin_ns=0)
+    assert not caches.any()
+    assert not latents.any()
+
+
 def test_many_latents_are_shared() -> None:
     """From as many bytes on, of latents and expansion, as a sleeping team is worth waking for."""
     library, heads, rank, rope = best(), 2, 62, 2
@@ -236,7 +253,7 @@ def test_many_latents_are_shared() -> None:
         library, team, bits=16, heads=heads, rank=rank, nope=1, rope=rope, value=1,
         norm=weight.ctypes.data, expansion=expansion.ctypes.data, eps=EPS, scale=1.0,
     )  # fmt: skip
-    addresses = q.ctypes.data, latent.ctypes.data, cos_sin(turns), cache.ctypes.data
+    addresses = q.ctypes.data, latent.ctypes.data, cos_sin(turns), cache.ctypes.data, tokens
     assert others.are_woken(lambda: kernel.attend(*addresses, tokens - 1, out.ctypes.data, spin_ns=0))
     assert not others.are_woken(lambda: kernel.attend(*addresses, tokens - 2, out.ctypes.data, spin_ns=0))
     assert team is not None

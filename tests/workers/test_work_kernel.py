@@ -1,14 +1,18 @@
-"""All items of a Work in one call: the same bits as tile by tile, with any number of threads."""
+"""All items of a Work in one call: the same bits as tile by tile, with any number of threads; and
+numbers that would read or write outside the arrays, which are refused."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from kernel_runs import kernel_of
 
+from protocol.messages import Work
 from shm.layout import ExpertShape, StoreLayout, format_named
+from workers.expert_worker import fault_of
+from workers.kernels.native import best
 
 TICK = np.zeros(1, np.uint64)
 
@@ -66,11 +70,83 @@ def test_work_has_the_same_bits_as_tile_by_tile(library, threads, name, work) ->
     TICK[0] = 0
     try:
         found = kernel_of(library, layout, team).work(
-            layer[: layout.tile_bytes], layout.expert_stride, items, offsets, inputs, rows, weights,
-            TICK.ctypes.data,
+            layer, layout.expert_stride, items, offsets, inputs, rows, weights, TICK.ctypes.data,
         )  # fmt: skip
     finally:
         if team is not None:
             team.close()
     np.testing.assert_array_equal(found, wanted)
     assert int(TICK[0]) == int((items[:, 2] - items[:, 1]).sum())
+
+
+LEAST, MOST = -(2**31), 2**31 - 1
+LIMITED = StoreLayout(ExpertShape(1, 3, 16, 3 * 32, 32), format_named("bf16"))
+numbers = st.integers(-1, 4) | st.sampled_from([LEAST, MOST, MOST - 1, 2**30])
+
+
+@st.composite
+def wild_works(draw: st.DrawFn) -> Work:
+    """Arrays that fit each other, with some numbers that do not."""
+    number, length = draw(st.integers(0, 3)), draw(st.integers(0, 6))
+    items = draw(st.lists(st.tuples(numbers, numbers, numbers), min_size=number, max_size=number))
+    items = [draw(st.sampled_from([item, (1, 0, 3)])) for item in items]
+    ends = draw(st.lists(st.integers(0, length) | numbers, min_size=number, max_size=number))
+    offsets = draw(st.sampled_from([[0, *ends], [0, *sorted(ends)]]))
+    if number:
+        offsets[-1] = draw(st.sampled_from([length, offsets[-1]]))
+    rows = draw(st.lists(numbers, min_size=length, max_size=length))
+    rows = draw(st.sampled_from([rows, [row % 3 for row in rows], sorted(rows)]))
+    return work_of(items, offsets, rows)
+
+
+def work_of(items: list[tuple[int, int, int]], offsets: list[int], rows: list[int]) -> Work:
+    arrays = np.array(items, np.int32).reshape(-1, 3), np.array(offsets, np.int32), np.array(rows, np.int32)
+    return Work(1, 0, *arrays, np.ones(len(rows), np.float32), np.ones((3, 16), np.float32))
+
+
+def within(work: Work) -> bool:
+    """Whether everything that the Work names exists."""
+    experts, tiles, ends = LIMITED.shape.experts, LIMITED.shape.tiles, work.offsets.tolist()
+    return (
+        all(0 <= e < experts and 0 <= lo <= hi <= tiles for e, lo, hi in work.items.tolist())
+        and (ends[0], ends[-1], ends) == (0, len(work.rows), sorted(ends))
+        and all(0 <= row < len(work.x) for row in work.rows.tolist())
+    )
+
+
+@settings(max_examples=400, deadline=None)
+@given(work=wild_works())
+@example(work_of([(0, 0, 1)], [0, 5], [0, MOST, LEAST, -1, 1]))  # ascending for differences of 32 bits
+@example(work_of([(0, 1, LEAST)], [0, 1], [0]))
+@example(work_of([(0, LEAST, 1), (0, 0, 1)], [0, 1, 2], [0, 1]))
+@example(work_of([(0, 0, 1)], [0, MOST], [0]))
+def test_numbers_outside_the_arrays_are_refused_by_the_worker_and_by_c(work: Work) -> None:
+    library = best()
+    if library is None:
+        pytest.skip("no C kernels were compiled")
+    kernel = kernel_of(library, LIMITED)
+    x, layer = kernel.quantize(work.x), np.zeros(LIMITED.layer_stride, np.uint8)
+    arguments = work.items, work.offsets, x, work.rows, work.weights
+    if within(work):
+        assert not kernel.work(layer, LIMITED.expert_stride, *arguments).any()
+    else:
+        assert fault_of(work, LIMITED.shape) is not None
+        with pytest.raises(IndexError):
+            kernel.work(layer, LIMITED.expert_stride, *arguments)
+
+
+def test_arrays_of_a_work_that_do_not_fit_each_other_are_refused(library) -> None:
+    work, kernel = work_of([(0, 0, 1)], [0, 1], [0]), kernel_of(library, LIMITED)
+    x, layer = kernel.quantize(work.x), np.zeros(LIMITED.layer_stride, np.uint8)
+    good = {"items": work.items, "offsets": work.offsets, "rows": work.rows, "weights": work.weights}
+    for wrong in (
+        {"items": work.items[:, :2]},
+        {"items": np.repeat(work.items, 2, axis=0)},
+        {"offsets": work.offsets[:1]},
+        {"weights": work.weights[:0]},
+    ):
+        with pytest.raises(ValueError, match="offsets"):
+            kernel.work(layer, LIMITED.expert_stride, x=x, **good | wrong)
+    for short in (layer[:-1], layer[:0]):
+        with pytest.raises(ValueError, match="weights"):
+            kernel.work(short, LIMITED.expert_stride, x=x, **good)

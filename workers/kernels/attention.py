@@ -12,26 +12,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workers.kernels.native import Library, Team, typed
+from workers.kernels.c_types import POINTER, SIZE, checked, typed
+from workers.kernels.native import Library, Team
 
 Address = int
-_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 NORMS = ("", "head", "all")  # of queries and keys: none, of each head, of all heads together
 SHARED_BYTES = 1 << 17  # of the KV cache: less than this, one core reads sooner than it wakes another
 
 
 class _Grouped(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("bits", "heads", "kv_heads", "width", "window", "normed")),
-        *((name, ctypes.c_void_p) for name in ("query_norm", "key_norm")),
+        *((name, SIZE) for name in ("bits", "heads", "kv_heads", "width", "window", "normed")),
+        *((name, POINTER) for name in ("query_norm", "key_norm")),
         *((name, ctypes.c_float) for name in ("eps", "clip", "scale")),
     )
 
 
 class _Latent(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("bits", "heads", "rank", "nope", "rope", "value")),
-        *((name, ctypes.c_void_p) for name in ("norm", "expansion")),
+        *((name, SIZE) for name in ("bits", "heads", "rank", "nope", "rope", "value")),
+        *((name, POINTER) for name in ("norm", "expansion")),
         *((name, ctypes.c_float) for name in ("eps", "scale")),
     )
 
@@ -77,9 +77,8 @@ class GroupedHeads:
         clip: float | None,
     ) -> None:
         """`bits` of a cached number, 16 (bf16) or 32; `norm` is one of NORMS, with the weights of both."""
-        self._function = typed(
-            library.functions.tandem_grouped, *[_POINTER] * 7, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE
-        )
+        types = (*[POINTER] * 7, SIZE, SIZE, POINTER, POINTER, SIZE)
+        self._function = typed(library.functions.tandem_grouped, *types, result=checked)
         self._team = team
         self._window = window
         self._heads = heads
@@ -102,7 +101,7 @@ class GroupedHeads:
     ) -> None:
         """A token after `position` others: qkv [(heads + 2 kv_heads) * width], changed in place; the streams
         are keys and values [kv_heads, capacity, width]; out [heads * width]. `spin_ns`: nanoseconds for
-        which the team spins for the next call."""
+        which the team spins for the next call. Raises IndexError for a position outside the capacity."""
         seen = position + 1 if self._window is None else min(position + 1, self._window)
         team = _team_if_worthwhile(self._team, seen * self._token_bytes, spin_ns)
         scratch = self._scratch.address(self._heads * seen)
@@ -132,9 +131,8 @@ class LatentHeads:
         scale: float,
     ) -> None:
         """`norm` [rank]; `expansion` [heads, nope + value, rank], of `bits` each like the cached numbers."""
-        self._function = typed(
-            library.functions.tandem_latent, *[_POINTER] * 7, _SIZE, _POINTER, _POINTER, _SIZE
-        )
+        types = (*[POINTER] * 7, SIZE, SIZE, POINTER, POINTER, SIZE)
+        self._function = typed(library.functions.tandem_latent, *types, result=checked)
         self._team = team
         self._heads, self._head_scratch = heads, 2 * rank + rope
         self._token_bytes = (rank + rope) * bits // 8
@@ -148,18 +146,20 @@ class LatentHeads:
         latent: Address,
         cos_sin: CosSin,
         cache: Address,
+        capacity: int,
         position: int,
         out: Address,
         spin_ns: int,
     ) -> None:
         """A token after `position` others: q [heads, nope + rope] and latent [rank + rope], changed in place;
-        cache [capacity, rank + rope]; out [heads * value]."""
+        cache [capacity, rank + rope]; out [heads * value]. Raises IndexError for a position outside the
+        capacity."""
         seen = position + 1
         team = _team_if_worthwhile(self._team, seen * self._token_bytes + self._expansion_bytes, spin_ns)
         scratch = self._scratch.address(self._heads * (self._head_scratch + seen))
         self._function(
-            team, ctypes.byref(self._facts), q, latent, cos_sin.cosines, cos_sin.sines, cache, position, out,
-            scratch, spin_ns,
+            team, ctypes.byref(self._facts), q, latent, cos_sin.cosines, cos_sin.sines, cache, capacity,
+            position, out, scratch, spin_ns,
         )  # fmt: skip
 
 
@@ -167,7 +167,7 @@ class RMSNorm:
     """x / sqrt(mean(x^2) + eps) * weight, row by row."""
 
     def __init__(self, library: Library, weight: Address, width: int, eps: float) -> None:
-        types = (_POINTER, _POINTER, _SIZE, _SIZE, ctypes.c_float, _POINTER)
+        types = (POINTER, POINTER, SIZE, SIZE, ctypes.c_float, POINTER)
         self._function = typed(library.functions.tandem_rms_norm, *types)
         self._weight, self._width, self._eps = weight, width, eps
 

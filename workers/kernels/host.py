@@ -73,7 +73,7 @@ class HostKernel:
         same bits."""
         native, offsets, x = self._native, work.offsets, Activations(work.x)
         if native is not None and len(offsets) > 1 and (offsets[1:] - offsets[:-1]).max() <= FEW_ROWS:
-            layer, stride = store.tiles(work.layer, 0, 0, 1), self._layout.expert_stride
+            layer, stride = store.layer(work.layer), self._layout.expert_stride
             quantized = native.quantize(work.x)
             return native.work(
                 layer, stride, work.items, offsets, quantized, work.rows, work.weights, self._ticks

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from shm.blocks import BlockFormat
 from shm.formats import BF16, Bytes, Float32, TileFormat
+from workers.kernels.c_types import POINTER, SIZE, Activations, Buffers, Weights, Work, checked, typed
 
 VARIANTS = {  # best first
     "avx512": "AVX-512 VNNI",
@@ -27,7 +28,7 @@ VARIANTS = {  # best first
     "avx2": "AVX2",
     "portable": "portable C",
 }
-VERSION = 4  # of the functions in c/kernels.h
+VERSION = 5  # of the functions in c/kernels.h
 OTHER_VERSION = "compiled from another version: install again"
 BF16_BITS = 16
 LINE = 64  # bytes of a cache line: how scratch is aligned
@@ -35,14 +36,6 @@ LINE = 64  # bytes of a cache line: how scratch is aligned
 log = logging.getLogger(__name__)
 
 Codes = NDArray[np.int8] | Float32
-
-
-class _Weights(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_int64) for name in ("bits", "group", "inputs", "outputs", "channels"))
-
-
-class _Activations(ctypes.Structure):
-    _fields_ = (("codes", ctypes.c_void_p), ("factors", ctypes.c_void_p))
 
 
 @dataclass(frozen=True)
@@ -83,31 +76,25 @@ class Quantized:
     factors: Float32
 
 
-def typed(function: Any, *arguments: Any, result: Any = None) -> Any:
-    """A C function with the types of its arguments and of its result."""
-    function.argtypes, function.restype = arguments, result
-    return function
-
-
 class Library:
-    """One variant's functions. They check shapes and types, because C sees only pointers."""
+    """One variant's functions. Python checks shapes and types, because C sees only pointers; C checks the
+    numbers in arrays that say what is read and written."""
 
     def __init__(self, variant: str, functions: ctypes.CDLL) -> None:
         """Use `load`."""
         self.variant = variant
         self.functions = functions
-        pointer, size = ctypes.c_void_p, ctypes.c_int64
-        self._quantize = typed(functions.tandem_quantize, pointer, pointer, size, pointer, pointer)
-        self._scratch = typed(functions.tandem_scratch, pointer, size, result=size)
-        self._matmul = typed(functions.tandem_matmul, *[pointer] * 4, size, pointer, pointer, size)
-        self._tiles = typed(
-            functions.tandem_tiles, *[pointer] * 3, size, pointer, pointer, size, *[pointer] * 3
-        )
-        work = (*[pointer] * 3, size, size, pointer, pointer, size, *[pointer] * 6, size, pointer)
-        self._work = typed(functions.tandem_work, *work)
-        self._read = typed(functions.tandem_read, pointer, pointer, size, result=ctypes.c_uint64)
-        self._start_team = typed(functions.tandem_team_create, size, result=pointer)
-        self._end_team = typed(functions.tandem_team_destroy, pointer)
+        self._quantize = typed(functions.tandem_quantize, POINTER, POINTER, SIZE, POINTER, POINTER)
+        self._scratch = typed(functions.tandem_scratch, POINTER, SIZE, result=SIZE)
+        self._matmul = typed(functions.tandem_matmul, *[POINTER] * 4, SIZE, POINTER, POINTER, SIZE)
+        tiles = (*[POINTER] * 3, SIZE, POINTER, SIZE, POINTER, SIZE, *[POINTER] * 3)
+        self._tiles = typed(functions.tandem_tiles, *tiles, result=checked)
+        self._work_buffers = typed(functions.tandem_work_buffers, *[POINTER] * 3, result=checked)
+        work = (*[POINTER] * 4, SIZE, SIZE, *[POINTER] * 6)
+        self._work = typed(functions.tandem_work, *work, result=checked)
+        self._read = typed(functions.tandem_read, POINTER, POINTER, SIZE, result=ctypes.c_uint64)
+        self._start_team = typed(functions.tandem_team_create, SIZE, result=POINTER)
+        self._end_team = typed(functions.tandem_team_destroy, POINTER)
 
     def kernel(self, geometry: Geometry, team: Team | None = None) -> Kernel:
         return Kernel(self, geometry, team)
@@ -159,12 +146,13 @@ class Kernel:
         self.geometry = g = geometry
         self._library = library
         self._team = team
-        self._weights = _Weights(g.bits, g.group, g.inputs, g.outputs, g.channels)
+        self._weights = Weights(g.bits, g.group, g.inputs, g.outputs, g.channels)
         self._address = ctypes.addressof(self._weights)
         blocks = g.format if isinstance(g.format, BlockFormat) else None
         self._matrix_bytes = 0 if blocks is None else blocks.matrix_bytes(g.outputs, g.inputs)
         self._tile_bytes = g.format.tile_bytes(g.inputs, g.channels) if g.channels else 0
         self._rows = 0
+        self._buffers = Buffers()
         self._work_scratch: Bytes = np.empty(0, np.uint8)
         self._scratch: Bytes = np.empty(0, np.uint8)
 
@@ -196,16 +184,15 @@ class Kernel:
 
     def tiles(self, tiles: Bytes, x: Quantized, rows: NDArray[np.int32], ticks: int | None = None) -> Float32:
         """The sum of the outputs of consecutive tiles for the rows x[rows]: float32 [len(rows), H]. `tiles`:
-        uint8 [number * tile_bytes]; `ticks`: address of a 64-bit counter, increased with each tile."""
-        self._check(tiles, x, self._tile_bytes)
-        if len(rows) and not (rows.min() >= 0 and rows.max() < len(x.codes)):
-            raise IndexError("a row outside x")
+        uint8 [number * tile_bytes]; `ticks`: address of a 64-bit counter, increased with each tile. Raises
+        IndexError for a row outside x."""
+        height = self._check(tiles, x, self._tile_bytes)
         rows = np.require(rows, np.int32, ["C", "A"])
         y = np.empty((len(rows), self.geometry.outputs), np.float32)
         number = len(tiles) // self._tile_bytes
         self._library._tiles(
-            self._handle, self._address, tiles.ctypes.data, number, self._pointers(x), rows.ctypes.data,
-            len(rows), y.ctypes.data, self._scratch_address(len(rows)), ticks,
+            self._handle, self._address, tiles.ctypes.data, number, self._pointers(x), height,
+            rows.ctypes.data, len(rows), y.ctypes.data, self._scratch_address(len(rows)), ticks,
         )  # fmt: skip
         return y
 
@@ -221,24 +208,31 @@ class Kernel:
         ticks: int | None = None,
     ) -> Float32:
         """The weighted sum over items, as in a Work message: float32 [rows of x, H]; the same bits as `tiles`
-        item by item. `layer`: its first tile. The caller has checked the items' experts and tiles."""
-        self._check(layer, x, self._tile_bytes)
+        item by item. `layer`: its experts, `expert_bytes` each. Raises IndexError for numbers in the arrays
+        that are outside the layer or x, and for offsets that do not fit the rows."""
+        height = self._check(layer, x, expert_bytes)
+        number = len(items)
+        if items.shape != (number, 3) or offsets.shape != (number + 1,) or rows.shape != weights.shape:
+            raise ValueError(f"items {items.shape}, offsets {offsets.shape}, rows {rows.shape}")
         # Arrays out of a message may be unaligned.
         items, offsets, rows = (np.require(each, np.int32, ["C", "A"]) for each in (items, offsets, rows))
         weights = np.require(weights, np.float32, ["C", "A"])
-        counts = np.diff(offsets)
-        most, outputs = int(counts.max(initial=0)), self.geometry.outputs
-        y = np.zeros((len(x.codes), outputs), np.float32)
-        parts = np.empty(int(((items[:, 2] - items[:, 1]) * counts).sum()) * outputs, np.float32)
-        per_thread = -(-self._library._scratch(self._address, most) // LINE) * LINE
+        work = Work(
+            items.ctypes.data, offsets.ctypes.data, rows.ctypes.data, weights.ctypes.data, number, len(rows),
+            height, len(layer) // expert_bytes, expert_bytes // self._tile_bytes,
+        )  # fmt: skip
+        buffers = self._buffers
+        self._library._work_buffers(self._address, ctypes.byref(work), ctypes.byref(buffers))
+        y = np.zeros((height, self.geometry.outputs), np.float32)
+        parts = np.empty(buffers.parts, np.float32)
         threads = 1 if self._team is None else self._team.threads
-        if threads * per_thread + LINE > len(self._work_scratch):
-            self._work_scratch = np.empty(threads * per_thread + LINE, np.uint8)
+        if threads * buffers.scratch + LINE > len(self._work_scratch):
+            self._work_scratch = np.empty(threads * buffers.scratch + LINE, np.uint8)
         scratch = -(-self._work_scratch.ctypes.data // LINE) * LINE
         self._library._work(
-            self._handle, self._address, layer.ctypes.data, expert_bytes, self._tile_bytes, items.ctypes.data,
-            offsets.ctypes.data, len(items), self._pointers(x), rows.ctypes.data, weights.ctypes.data,
-            y.ctypes.data, parts.ctypes.data, scratch, per_thread, ticks,
+            self._handle, self._address, ctypes.byref(work), layer.ctypes.data, expert_bytes,
+            self._tile_bytes, self._pointers(x), y.ctypes.data, parts.ctypes.data, scratch,
+            ctypes.byref(buffers), ticks,
         )  # fmt: skip
         return y
 
@@ -263,7 +257,7 @@ class Kernel:
         return len(x.codes)
 
     def _pointers(self, x: Quantized) -> Any:
-        return ctypes.byref(_Activations(x.codes.ctypes.data, x.factors.ctypes.data))
+        return ctypes.byref(Activations(x.codes.ctypes.data, x.factors.ctypes.data))
 
     def _scratch_address(self, rows: int) -> int:
         """Address of scratch for `rows` rows."""

@@ -167,9 +167,10 @@ static void grouped_heads(void *context, int64_t lo, int64_t hi) {
     }
 }
 
-void tandem_grouped(struct team *team, const struct grouped *g, float *qkv, const float *cosines, const float *sines,
-                    void *keys, void *values, int64_t capacity, int64_t position, float *out, float *scratch,
-                    int64_t spin_ns) {
+int tandem_grouped(struct team *team, const struct grouped *g, float *qkv, const float *cosines, const float *sines,
+                   void *keys, void *values, int64_t capacity, int64_t position, float *out, float *scratch,
+                   int64_t spin_ns) {
+    if (position < 0 || position >= capacity) return BAD_POSITION;
     int64_t both[2] = {g->heads * g->width, g->kv_heads * g->width};
     const float *norms[2] = {g->query_norm, g->key_norm};
     float *k = qkv + both[0], *v = k + both[1];
@@ -194,6 +195,7 @@ void tandem_grouped(struct team *team, const struct grouped *g, float *qkv, cons
     struct token_attention o = {.grouped = g, .q = qkv, .keys = keys, .values = values, .capacity = capacity,
                           .first = first, .tokens = tokens, .scores = scratch, .out = out};
     parallel_for(team, grouped_heads, &o, g->heads, spin_ns);
+    return FINE;
 }
 
 /* --- latent attention ---------------------------------------------------------------------------------------- */
@@ -240,8 +242,10 @@ static void latent_heads(void *context, int64_t lo, int64_t hi) {
     }
 }
 
-void tandem_latent(struct team *team, const struct latent *l, float *q, float *latent, const float *cosines,
-                   const float *sines, void *cache, int64_t position, float *out, float *scratch, int64_t spin_ns) {
+int tandem_latent(struct team *team, const struct latent *l, float *q, float *latent, const float *cosines,
+                  const float *sines, void *cache, int64_t capacity, int64_t position, float *out, float *scratch,
+                  int64_t spin_ns) {
+    if (position < 0 || position >= capacity) return BAD_POSITION;
     int64_t width = l->rank + l->rope;
     rms_norm(latent, l->norm, l->rank, l->eps, latent);
     rotate(latent + l->rank, cosines, sines, l->rope);
@@ -249,6 +253,7 @@ void tandem_latent(struct team *team, const struct latent *l, float *q, float *l
     struct token_attention o = {.latent = l, .cosines = cosines, .sines = sines, .q = q, .keys = cache,
                           .tokens = position + 1, .scores = scratch, .out = out};
     parallel_for(team, latent_heads, &o, l->heads, spin_ns);
+    return FINE;
 }
 
 void tandem_rms_norm(const float *x, const float *weight, int64_t rows, int64_t width, float eps, float *out) {

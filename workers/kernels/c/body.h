@@ -15,7 +15,7 @@
 
 #include <string.h>
 
-int tandem_kernels_version(void) { return 4; }
+int tandem_kernels_version(void) { return 5; }
 
 enum { STRIP = 128 }; /* rows: their activations stay in a core's cache while all blocks are multiplied */
 
@@ -212,9 +212,9 @@ static void activate(void *context, int64_t lo, int64_t hi) {
     }
 }
 
-void tandem_tiles(struct team *team, const struct weights *w, const uint8_t *tiles, int64_t number,
-                  const struct activations *x, const int32_t *chosen, int64_t count, float *y, void *memory,
-                  volatile uint64_t *ticks) {
+static void compute_tiles(struct team *team, const struct weights *w, const uint8_t *tiles, int64_t number,
+                          const struct activations *x, const int32_t *chosen, int64_t count, float *y, void *memory,
+                          volatile uint64_t *ticks) {
     struct scratch s = lay_out(w, count, memory);
     int64_t channels = w->channels;
     if (w->bits == BF16) {
@@ -242,4 +242,12 @@ void tandem_tiles(struct team *team, const struct weights *w, const uint8_t *til
         tiles += wide + blocks_down * block_bytes(w, channels);
         if (ticks) (*ticks)++;
     }
+}
+
+int tandem_tiles(struct team *team, const struct weights *w, const uint8_t *tiles, int64_t number,
+                 const struct activations *x, int64_t rows, const int32_t *chosen, int64_t count, float *y,
+                 void *memory, volatile uint64_t *ticks) {
+    if (!rows_within(chosen, count, rows)) return BAD_ROWS;
+    compute_tiles(team, w, tiles, number, x, chosen, count, y, memory, ticks);
+    return FINE;
 }

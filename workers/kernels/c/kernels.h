@@ -4,7 +4,9 @@
  * and then includes body.h, which has the rest: loops over blocks, tiles and rows, the inner activations.
  *
  * shm/formats.py and shm/blocks.py draw the bytes of weights. Arrays are row-major; sizes are counted in numbers
- * unless they say bytes. Nothing here allocates or checks: the caller has done both.
+ * unless they say bytes. Nothing here allocates: the caller does, and answers for the sizes. Numbers within arrays that
+ * say what is read or written (rows, offsets, experts, tiles, positions) are checked here, before anything is computed: a function
+ * that returns int returns FINE, or why it has done nothing.
  *
  * Integer formats. Activations are quantized to int8 by groups of inputs; each group has a scale and the sum of
  * its codes, next to each other ("factors"). For each group of a block of outputs
@@ -40,6 +42,8 @@ struct activations {
     const float *factors;
 };
 
+enum { FINE, BAD_ROWS, BAD_OFFSETS, BAD_ITEMS, SMALL_BUFFERS, BAD_POSITION };
+
 struct team; /* threads that share one computation; NULL is the calling thread alone */
 
 /* Raised with every change of the functions below, so that a library compiled from an older checkout is not used. */
@@ -59,21 +63,36 @@ int64_t tandem_scratch(const struct weights *weights, int64_t rows);
 void tandem_matmul(struct team *team, const struct weights *weights, const uint8_t *matrix,
                    const struct activations *x, int64_t rows, float *y, void *scratch, int64_t spin_ns);
 
-/* y float32 [count, H] = the sum of the outputs of `number` consecutive tiles for the rows chosen[0..count) of x.
- * `ticks` (may be NULL) is incremented after each tile, as a sign of progress. */
-void tandem_tiles(struct team *team, const struct weights *weights, const uint8_t *tiles, int64_t number,
-                  const struct activations *x, const int32_t *chosen, int64_t count, float *y, void *scratch,
-                  volatile uint64_t *ticks);
+/* y float32 [count, H] = the sum of the outputs of `number` consecutive tiles for the rows chosen[0..count) of x, which
+ * has `rows`. `ticks` (may be NULL) is incremented after each tile, as a sign of progress. */
+int tandem_tiles(struct team *team, const struct weights *weights, const uint8_t *tiles, int64_t number,
+                 const struct activations *x, int64_t rows, const int32_t *chosen, int64_t count, float *y,
+                 void *scratch, volatile uint64_t *ticks);
 
-/* All items of a Work: y [rows of x, H] += for each item, its rows' weights times the sum of its tiles' outputs.
- * items [number, 3]: expert, first tile, end; item i has the rows rows[offsets[i]..offsets[i + 1]) of x, and their
- * weights. `layer`: the first expert's first tile. The same bits as tandem_tiles item by item. parts: for each tile
- * its rows' outputs; `scratch`, 64-byte aligned: `scratch_bytes` bytes, a multiple of 64, for each thread of the team, as
- * many as tandem_scratch returns for the largest number of rows. */
-void tandem_work(struct team *team, const struct weights *weights, const uint8_t *layer, int64_t expert_bytes,
-                 int64_t tile_bytes, const int32_t *items, const int32_t *offsets, int64_t number,
-                 const struct activations *x, const int32_t *rows, const float *row_weights, float *y, float *parts,
-                 void *scratch, int64_t scratch_bytes, volatile uint64_t *ticks);
+/* A Work of items [number, 3]: expert, first tile, end. Item i has the rows rows[offsets[i]..offsets[i + 1]) of x, and
+ * their weights; offsets [number + 1]. */
+struct work {
+    const int32_t *items, *offsets, *rows;
+    const float *row_weights;
+    int64_t number, row_number; /* `row_number` of rows and row_weights */
+    int64_t x_rows;             /* of x */
+    int64_t experts, tiles;     /* of the layer */
+};
+
+/* What tandem_work needs: numbers of `parts`, for each tile its rows' outputs [count, H]; bytes of `scratch` for each
+ * thread of the team, a multiple of 64. */
+struct buffers {
+    int64_t parts, scratch;
+};
+
+int tandem_work_buffers(const struct weights *weights, const struct work *work, struct buffers *needed);
+
+/* All items of a Work: y [rows of x, H] += for each item, its rows' weights times the sum of its tiles' outputs. The same
+ * bits as tandem_tiles item by item. `layer`: the first expert's first tile, `expert_bytes` and `tile_bytes` the distances
+ * to the next ones. parts and scratch, 64-byte aligned, have the sizes `has`. */
+int tandem_work(struct team *team, const struct weights *weights, const struct work *work, const uint8_t *layer,
+                int64_t expert_bytes, int64_t tile_bytes, const struct activations *x, float *y, float *parts,
+                void *scratch, const struct buffers *has, volatile uint64_t *ticks);
 
 /* The sum of `bytes` bytes, a multiple of 64, as 64-bit numbers: its time is that of reading memory. */
 uint64_t tandem_read(struct team *team, const uint8_t *memory, int64_t bytes);
@@ -92,9 +111,9 @@ struct grouped { /* query heads in groups that share keys and values */
 
 /* qkv [(heads + 2 kv_heads) * width], changed in place; keys, values [kv_heads, capacity, width]; out [heads *
  * width]; scratch: heads * tokens attended to. */
-void tandem_grouped(struct team *team, const struct grouped *grouped, float *qkv, const float *cosines,
-                    const float *sines, void *keys, void *values, int64_t capacity, int64_t position, float *out,
-                    float *scratch, int64_t spin_ns);
+int tandem_grouped(struct team *team, const struct grouped *grouped, float *qkv, const float *cosines,
+                   const float *sines, void *keys, void *values, int64_t capacity, int64_t position, float *out,
+                   float *scratch, int64_t spin_ns);
 
 struct latent { /* keys and values are expanded from one cached vector; for a single token, the query is instead */
     int64_t bits, heads, rank, nope, rope, value;
@@ -105,8 +124,9 @@ struct latent { /* keys and values are expanded from one cached vector; for a si
 
 /* q [heads, nope + rope] and latent [rank + rope], changed in place; cache [capacity, rank + rope]; out
  * [heads * value]; scratch: heads * (2 rank + rope + tokens attended to). */
-void tandem_latent(struct team *team, const struct latent *which, float *q, float *latent, const float *cosines,
-                   const float *sines, void *cache, int64_t position, float *out, float *scratch, int64_t spin_ns);
+int tandem_latent(struct team *team, const struct latent *which, float *q, float *latent, const float *cosines,
+                  const float *sines, void *cache, int64_t capacity, int64_t position, float *out, float *scratch,
+                  int64_t spin_ns);
 
 /* out [rows, width] = x / sqrt(mean(x^2) + eps) * weight, row by row. */
 void tandem_rms_norm(const float *x, const float *weight, int64_t rows, int64_t width, float eps, float *out);

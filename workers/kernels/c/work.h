@@ -4,55 +4,93 @@
 
 #include "kernels.h"
 #include "team.h"
+#include "vectors.h"
 
-struct work {
+/* tandem_tiles without its checks. */
+static void compute_tiles(struct team *team, const struct weights *w, const uint8_t *tiles, int64_t number,
+                          const struct activations *x, const int32_t *chosen, int64_t count, float *y, void *memory,
+                          volatile uint64_t *ticks);
+
+struct tile_queue {
     const struct weights *w;
+    const struct work *work;
     const uint8_t *layer;
-    int64_t expert_bytes, tile_bytes, number, tiles; /* `tiles` of all items */
-    const int32_t *items, *offsets, *rows;
+    int64_t expert_bytes, tile_bytes, tiles; /* `tiles` of all items */
     const struct activations *x;
-    float *parts; /* of each tile the outputs [count, H] of its rows */
+    float *parts;
     uint8_t *scratch;
-    int64_t scratch_bytes; /* bytes of scratch for one thread */
+    int64_t scratch_bytes; /* of one thread */
     int64_t next; /* the next tile to take; atomic */
     volatile uint64_t *ticks;
 };
 
-static int64_t tiles_of(const struct work *k, int64_t item) { return k->items[3 * item + 2] - k->items[3 * item + 1]; }
-static int64_t rows_of(const struct work *k, int64_t item) { return k->offsets[item + 1] - k->offsets[item]; }
+static int64_t tiles_of(const struct work *k, int64_t item) {
+    return (int64_t)k->items[3 * item + 2] - k->items[3 * item + 1];
+}
+static int64_t rows_of(const struct work *k, int64_t item) {
+    return (int64_t)k->offsets[item + 1] - k->offsets[item];
+}
+
+/* Whether all of rows[0..count) are rows of an array of `limit`. */
+static int rows_within(const int32_t *rows, int64_t count, int64_t limit) {
+    int outside = 0;
+    for (int64_t i = 0; i < count; i++) outside |= (rows[i] < 0) | (rows[i] >= limit);
+    return !outside;
+}
+
+int tandem_work_buffers(const struct weights *w, const struct work *k, struct buffers *needed) {
+    int64_t parts = 0, most = 0;
+    if (k->offsets[0] != 0 || k->offsets[k->number] != k->row_number) return BAD_OFFSETS;
+    for (int64_t item = 0; item < k->number; item++) {
+        const int32_t *which = k->items + 3 * item;
+        int64_t count = rows_of(k, item), tiles = tiles_of(k, item);
+        if (count < 0) return BAD_OFFSETS; /* so all lie between the first and the last */
+        if (which[0] < 0 || which[0] >= k->experts || which[1] < 0 || tiles < 0 || which[2] > k->tiles)
+            return BAD_ITEMS;
+        most = count > most ? count : most;
+        int64_t outputs;
+        if (__builtin_mul_overflow(tiles * count, w->outputs, &outputs) ||
+            __builtin_add_overflow(parts, outputs, &parts))
+            return SMALL_BUFFERS;
+    }
+    if (!rows_within(k->rows, k->row_number, k->x_rows)) return BAD_ROWS;
+    needed->parts = parts;
+    needed->scratch = rounded_up(tandem_scratch(w, most), 64);
+    return FINE;
+}
 
 static void take_tiles(void *context, int64_t lo, int64_t hi) {
-    struct work *k = context;
+    struct tile_queue *q = context;
+    const struct work *k = q->work;
     for (int64_t thread = lo; thread < hi; thread++) {
         int64_t item = 0, before = 0; /* tiles of the items before this one */
-        float *parts = k->parts;
+        float *parts = q->parts;
         for (;;) {
-            int64_t tile = __atomic_fetch_add(&k->next, 1, __ATOMIC_RELAXED);
-            if (tile >= k->tiles) break;
+            int64_t tile = __atomic_fetch_add(&q->next, 1, __ATOMIC_RELAXED);
+            if (tile >= q->tiles) break;
             for (; tile >= before + tiles_of(k, item); item++) {
                 before += tiles_of(k, item);
-                parts += tiles_of(k, item) * rows_of(k, item) * k->w->outputs;
+                parts += tiles_of(k, item) * rows_of(k, item) * q->w->outputs;
             }
             int64_t count = rows_of(k, item), at = tile - before;
             const int32_t *which = k->items + 3 * item;
-            tandem_tiles(NULL, k->w, k->layer + which[0] * k->expert_bytes + (which[1] + at) * k->tile_bytes, 1, k->x,
-                         k->rows + k->offsets[item], count, parts + at * count * k->w->outputs,
-                         k->scratch + thread * k->scratch_bytes, NULL);
-            if (k->ticks) __atomic_add_fetch(k->ticks, 1, __ATOMIC_RELAXED);
+            compute_tiles(NULL, q->w, q->layer + which[0] * q->expert_bytes + (which[1] + at) * q->tile_bytes, 1, q->x,
+                          k->rows + k->offsets[item], count, parts + at * count * q->w->outputs,
+                          q->scratch + thread * q->scratch_bytes, NULL);
+            if (q->ticks) __atomic_add_fetch(q->ticks, 1, __ATOMIC_RELAXED);
         }
     }
 }
 
 /* y[row] += weight * the sum of the tiles' outputs, in their order; items in theirs. */
-static void combine_tiles(const struct work *k, const float *weights, float *y) {
-    int64_t width = k->w->outputs;
-    float *parts = k->parts;
+static void combine_tiles(const struct work *k, int64_t width, float *parts, float *y) {
     for (int64_t item = 0; item < k->number; item++) {
         int64_t count = rows_of(k, item), tiles = tiles_of(k, item), step = count * width;
+        if (tiles == 0) continue;
         for (int64_t t = 1; t < tiles; t++)
             for (int64_t i = 0; i < step; i++) parts[i] += parts[t * step + i];
         for (int64_t r = 0; r < count; r++) {
-            float weight = weights[k->offsets[item] + r];
+            float weight = k->row_weights[k->offsets[item] + r];
             float *restrict to = y + k->rows[k->offsets[item] + r] * width;
             for (int64_t i = 0; i < width; i++) to[i] += parts[r * width + i] * weight;
         }
@@ -60,14 +98,18 @@ static void combine_tiles(const struct work *k, const float *weights, float *y) 
     }
 }
 
-void tandem_work(struct team *team, const struct weights *w, const uint8_t *layer, int64_t expert_bytes,
-                 int64_t tile_bytes, const int32_t *items, const int32_t *offsets, int64_t number,
-                 const struct activations *x, const int32_t *rows, const float *weights, float *y, float *parts,
-                 void *scratch, int64_t scratch_bytes, volatile uint64_t *ticks) {
-    struct work k = {.w = w, .layer = layer, .expert_bytes = expert_bytes, .tile_bytes = tile_bytes, .number = number,
-                     .items = items, .offsets = offsets, .rows = rows, .x = x, .parts = parts, .scratch = scratch,
-                     .scratch_bytes = scratch_bytes, .ticks = ticks};
-    for (int64_t item = 0; item < number; item++) k.tiles += tiles_of(&k, item);
-    parallel_for(team, take_tiles, &k, team ? team->threads : 1, 0);
-    combine_tiles(&k, weights, y);
+int tandem_work(struct team *team, const struct weights *w, const struct work *work, const uint8_t *layer,
+                int64_t expert_bytes, int64_t tile_bytes, const struct activations *x, float *y, float *parts,
+                void *scratch, const struct buffers *has, volatile uint64_t *ticks) {
+    struct buffers needed;
+    int fault = tandem_work_buffers(w, work, &needed);
+    if (fault) return fault;
+    if (has->parts < needed.parts || has->scratch < needed.scratch) return SMALL_BUFFERS;
+    struct tile_queue q = {.w = w, .work = work, .layer = layer, .expert_bytes = expert_bytes,
+                           .tile_bytes = tile_bytes, .x = x, .parts = parts, .scratch = scratch,
+                           .scratch_bytes = has->scratch, .ticks = ticks};
+    for (int64_t item = 0; item < work->number; item++) q.tiles += tiles_of(work, item);
+    parallel_for(team, take_tiles, &q, team ? team->threads : 1, 0);
+    combine_tiles(work, w->outputs, parts, y);
+    return FINE;
 }

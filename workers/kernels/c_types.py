@@ -1,0 +1,47 @@
+"""The structures of `c/kernels.h` for ctypes, and what its functions return."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+POINTER, SIZE = ctypes.c_void_p, ctypes.c_int64
+FAULTS = {
+    1: "a row outside x",
+    2: "offsets that do not fit the rows",
+    3: "an item outside the layer",
+    4: "buffers too small for the items",
+    5: "a position outside the KV cache",
+}
+
+
+class Weights(ctypes.Structure):
+    _fields_ = tuple((name, SIZE) for name in ("bits", "group", "inputs", "outputs", "channels"))
+
+
+class Activations(ctypes.Structure):
+    _fields_ = (("codes", POINTER), ("factors", POINTER))
+
+
+class Work(ctypes.Structure):
+    _fields_ = (
+        *((name, POINTER) for name in ("items", "offsets", "rows", "row_weights")),
+        *((name, SIZE) for name in ("number", "row_number", "x_rows", "experts", "tiles")),
+    )
+
+
+class Buffers(ctypes.Structure):
+    _fields_ = (("parts", SIZE), ("scratch", SIZE))
+
+
+def checked(fault: int) -> None:
+    """Raises IndexError if a function has refused the numbers in its arrays."""
+    if fault:
+        raise IndexError(FAULTS[fault])
+
+
+def typed(function: Any, *arguments: Any, result: Any = None) -> Any:
+    """A C function with the types of its arguments and of its result: `checked` for one that can
+    refuse its arrays."""
+    function.argtypes, function.restype = arguments, result
+    return function
