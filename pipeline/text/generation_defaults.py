@@ -45,8 +45,8 @@ def sampling_defaults(model_dir: Path) -> Sampling:
     given: dict[str, Any] = {name: config[name] for name in names if config.get(name) is not None}
     for name, value in given.items():
         whole = isinstance(value, int) and not isinstance(value, bool)
-        if not (whole or (isinstance(value, float) and name != "top_k")):
-            raise ModelError(f"{path}: {name} is {value!r}, which is not a valid number")
+        if not ((whole and abs(value) < 2**63) or (isinstance(value, float) and name != "top_k")):
+            raise ModelError(f"{path}: {name} is {value!r:.40}, which is not a valid number")
     if config.get("do_sample"):
         given.setdefault("temperature", 1.0)
     numbers: dict[str, Any] = {k: v if k == "top_k" else float(v) for k, v in given.items()}

@@ -6,6 +6,8 @@ import numpy as np
 
 from pipeline.arrays import FloatArray
 
+MOST = float(np.finfo(np.float32).max)  # a margin to a token that a model excludes, with a logit of -infinity
+
 
 def log_softmax(logits: FloatArray) -> FloatArray:
     """Natural-log probabilities float32 [n, vocabulary] of logits of that shape."""
@@ -17,10 +19,10 @@ def log_softmax(logits: FloatArray) -> FloatArray:
 
 def best_margin(logits: FloatArray, rival: int | None = None) -> tuple[float, int]:
     """By how much the largest of logits [vocabulary] exceeds that of `rival`, by default the second largest,
-    and that token. A vocabulary of one has no second: -1."""
+    and that token; at most MOST, as messages hold finite numbers. A vocabulary of one has no second: -1."""
     best = int(logits.argmax())
     if rival is not None:
-        return float(logits[best]) - float(logits[rival]), rival
+        return min(float(logits[best]) - float(logits[rival]), MOST), rival
     rest = [
         (float(part.max()), start + int(part.argmax()))
         for start, part in ((0, logits[:best]), (best + 1, logits[best + 1 :]))
@@ -29,4 +31,4 @@ def best_margin(logits: FloatArray, rival: int | None = None) -> tuple[float, in
     if not rest:
         return 0.0, -1
     value, place = max(rest, key=lambda found: found[0])
-    return float(logits[best]) - value, place
+    return min(float(logits[best]) - value, MOST), place

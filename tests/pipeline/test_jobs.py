@@ -17,9 +17,10 @@ from pipeline.errors import RequestError
 from pipeline.models.registry import model_spec
 from pipeline.scheduling import jobs
 from pipeline.scheduling.job_factory import NAME_LIMIT, JobFactory
-from pipeline.text.logprobs import log_softmax
+from pipeline.text.logprobs import MOST, log_softmax
 from pipeline.text.sampler import Sampler
 from pipeline.text.text_stream import RunDecoder, StopStrings, TextStream
+from protocol.codec import decode, encode
 from protocol.messages import ChatMessage, Done, Generate, Queued, Sampling, Score, Scores, Token
 
 VOCABULARY, CONTEXT, END = 128, 20, 127
@@ -106,6 +107,25 @@ def test_stop_string_in_text_that_only_the_end_makes_certain(stop, reason, text)
         (7, i, letter, "") for i, letter in enumerate(b"abc")
     ]
     assert (done.request, done.reason, done.text) == (7, reason, text)
+
+
+@pytest.mark.parametrize("settings", [{}, {"rival": 9}, {"sampling": Sampling(1.0, seed=1)}])
+def test_tokens_that_a_model_excludes_leave_messages_of_finite_numbers(settings) -> None:
+    sent: list = []
+    job = factory(Letters()).generate(
+        b"c", Generate(0, token_ids=PROMPT, max_tokens=9, **settings), sent.append
+    )
+    job.admit(sequence(), 0, {})
+    for token in (7, END):
+        given = job.step_input(CONTEXT)
+        job.kv.advance(len(given.span.tokens))
+        logits = np.full((1, VOCABULARY), -np.inf, np.float32)
+        logits[0, token] = 2.0
+        job.take_logits(logits)
+    job.finish(job.reason, {})
+    token, done = (decode(encode(message)) for message in sent)
+    margins = token.margin, done.stats["end"]["margin"]
+    assert (token.token, done.reason, margins) == (7, "stop", (MOST, MOST))
 
 
 def test_cancelled_answer_stays_cancelled_whatever_its_held_text() -> None:

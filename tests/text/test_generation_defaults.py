@@ -50,6 +50,8 @@ def test_greedy_without_the_file(tmp_path: Path) -> None:
         '{"repetition_penalty": NaN}',
         '{"do_sample": true, "top_k": 1.5}',
         '{"do_sample": true, "temperature": true}',
+        f'{{"do_sample": true, "temperature": 1{"0" * 400}}}',  # no float
+        f'{{"do_sample": true, "top_k": {2**63}}}',  # no number of a message
     ],
 )
 def test_invalid_file_is_refused_in_one_line(tmp_path: Path, content: str) -> None:
