@@ -33,10 +33,10 @@ from protocol.private_files import private_directory
 from protocol.small_files import read_small
 from protocol.sockets import ipc_endpoint, runtime_root
 from shm.atomic_file import atomic_file
-from shm.segment import engine_prefix
+from shm.segment import SUFFIX, engine_prefix, is_segment
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,32}")
-SEGMENT = re.compile(r"tandem-([A-Za-z0-9_-]{1,32})-[0-9a-f]{6}-[a-z]+-[0-9]+")
+SEGMENT = re.compile(r"tandem-([A-Za-z0-9_-]{1,32})-[0-9a-f]{6}-[a-z]+-[0-9]+" + SUFFIX)
 SHM = Path("/dev/shm")
 MAX_INFO = 1 << 16  # bytes of engine.json
 LOCK_TRIES = 10  # another process that tests the lock holds it for a moment
@@ -173,8 +173,8 @@ def segments(runtime: Path) -> list[Path]:
     """One engine's own shared-memory segments: tandem-<name>-<hash>-<kind>-<incarnation>. The kind has no
     dash, so that engine `a` never claims what belongs to engine `a-b`."""
     prefix = engine_prefix(runtime)[1:]
-    own = re.compile(rf"{re.escape(prefix)}[a-z]+-[0-9]+")
-    return [path for path in sorted(SHM.glob(f"{prefix}*")) if own.fullmatch(path.name)]
+    own = re.compile(rf"{re.escape(prefix)}[a-z]+-[0-9]+{SUFFIX}")
+    return [path for path in sorted(SHM.glob(f"{prefix}*")) if own.fullmatch(path.name) and is_segment(path)]
 
 
 def _engine_dirs() -> Iterator[Path]:
@@ -203,16 +203,16 @@ def _try_lock(path: Path, create: bool = False) -> int | None:
 
 def _without_directory() -> list[str]:
     """Names of engines that have segments and no directory, which exists longer than the segments."""
-    names = {found[1] for path in SHM.glob("tandem-*") if (found := SEGMENT.fullmatch(path.name))}
-    paths = [runtime_root() / name for name in sorted(names)]
+    root, files = runtime_root(), SHM.glob("tandem-*")
+    names = {found[1] for path in files if (found := SEGMENT.fullmatch(path.name)) and is_segment(path)}
+    paths = [root / name for name in sorted(names)]
     return [path.name for path in paths if segments(path) and not path.exists()]
 
 
 def _remove_contents(path: Path) -> None:
     """Remove an engine's segments, and all files in its directory but the lock, which the caller holds."""
     for segment in segments(path):
-        with suppress(PermissionError):  # another user's segment of the same name
-            segment.unlink(missing_ok=True)
+        segment.unlink(missing_ok=True)
     for entry in list(path.iterdir()):
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)

@@ -95,7 +95,6 @@ class Loading:
         self.manifest = StoreManifest(self.fingerprint, shape, config["format"], self.source.name)
         self.size = store_bytes(self.manifest)
         self.cached = self.source.worth_keeping(config["format"])  # whether the disk cache is used
-        self.name = store_name(self.fingerprint)
         self.root = Path(config["runtime"]).parent
         self.cache_folder = Path(config["cache_dir"])
         self.reserve: int = config["reserve_bytes"]
@@ -103,6 +102,11 @@ class Loading:
         self.nodes: list[int] = config["nodes"]
         self.origin = ""
         self.notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Of the store's segment."""
+        return store_name(self.fingerprint)
 
     def load(self) -> None:
         """Make a ready store under `name`. Raises NotEnoughMemory, ModelError, ShmError, Stopped."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
+import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from protocol.errors import NotPrivate
 
 OTHERS_WRITE = 0o022  # mode bits: group or others may write
 OTHERS_READ_OR_WRITE = 0o077
+
+log = logging.getLogger(__name__)
 
 
 def check_private(
@@ -45,6 +50,38 @@ def private_directory(path: Path) -> Path:
     except OSError as e:
         raise NotPrivate(f"cannot create {path}: {e.strerror}") from e
     return path
+
+
+def own_directory(path: Path) -> Path:
+    """This user's private directory of this name in a folder where all users can make names, such as /tmp.
+    Where another user has taken the name, it is a directory whose name has a suffix, the same for all of this
+    user's programs. Raises NotPrivate where neither can be made."""
+    if is_own(path):
+        return private_directory(path)
+    # Also where the name is free now: other programs of this user may use the directory with the suffix.
+    with suppress(OSError):
+        for other in sorted(path.parent.glob(f"{path.name}.????????")):
+            if is_own(other) and other.is_dir() and not other.is_symlink():
+                return private_directory(other)
+    try:
+        return private_directory(path)
+    except NotPrivate as e:
+        if isinstance(e.__cause__, OSError):  # no directory can be made there
+            raise
+    try:
+        made = Path(tempfile.mkdtemp(prefix=f"{path.name}.", dir=path.parent))
+    except OSError as e:
+        raise NotPrivate(f"{path} is another user's, and no other directory can be made: {e.strerror}") from e
+    log.warning(f"{path} is another user's; {made} is used instead")
+    return made
+
+
+def is_own(path: Path) -> bool:
+    """Whether the name exists and belongs to this user; of a symbolic link, the link itself."""
+    try:
+        return path.lstat().st_uid == os.geteuid()
+    except OSError:
+        return False
 
 
 def check_private_directory(path: Path) -> None:

@@ -28,7 +28,7 @@ import zmq
 from protocol.checks import DEFAULT
 from protocol.errors import MalformedMessage, ProtocolError
 from protocol.keys import ClientKeys, EngineKeys
-from protocol.private_files import check_private_directory, private_directory
+from protocol.private_files import check_private_directory, own_directory, private_directory
 
 Socket = TypeVar("Socket", bound="zmq.Socket[Any]")
 
@@ -88,11 +88,12 @@ def _proof(stated: bytes, key: bytes) -> bytes:
 
 def runtime_root() -> Path:
     """The directory of this user's runtime directories, created if missing: $XDG_RUNTIME_DIR/tandem, or
-    /tmp/tandem-<uid> if the session has none of this user (under su, for example). Raises NotPrivate."""
+    /tmp/tandem-<uid> if the session has none of this user (under su, for example), with a suffix where
+    another user has taken that name (`own_directory`). Raises NotPrivate."""
     session = os.environ.get("XDG_RUNTIME_DIR", "")
     if os.path.isabs(session) and os.path.isdir(session) and os.stat(session).st_uid == os.getuid():
         return private_directory(Path(session) / "tandem")
-    return private_directory(Path(f"/tmp/tandem-{os.getuid()}"))
+    return own_directory(Path(f"/tmp/tandem-{os.getuid()}"))
 
 
 def ipc_endpoint(runtime: Path, name: str) -> str:

@@ -3,7 +3,7 @@
 Each store has two lock files, in folders `.locks` (mode 0700). Both are locked with flock, which the kernel
 releases when a process exits for any reason:
 
-    /tmp/tandem-<uid>/.locks/<16 hex>.build
+    /tmp/tandem-<uid>/.locks/<16 hex>.build       (with a suffix where another user has taken this name)
                      exclusive while a store is looked for or built. If two engines start at once, the
                      second waits and then attaches the first one's store.
     <root>/.locks/<16 hex>.use
@@ -33,10 +33,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from protocol.errors import NotPrivate
+from protocol.private_files import own_directory
 from shm.errors import SegmentMissing, ShmError, StoreInvalid
 from shm.file_locks import leads_to, private_folder, try_lock, wait_lock
-from shm.segment import SHM_FOLDER, unlink
-from shm.store import Store, store_name, store_prefix, store_space
+from shm.segment import SHM_FOLDER, is_segment, segment_path, unlink
+from shm.store import Store, store_key, store_name, store_space
 
 LOCK_FOLDER = ".locks"
 KEEP = b"keep"
@@ -64,7 +66,7 @@ class StoreLease:
         removed it, and another engine may be building it again (load it again). ShmError if the lock cannot
         be taken.
         """
-        name, path = store_name(fingerprint), _use_path(root, fingerprint)
+        path = _use_path(root, fingerprint)
         first = try_lock(path, fcntl.LOCK_EX)
         if first is not None:
             os.ftruncate(first, 0)  # an earlier engine's request to keep the store is fulfilled
@@ -72,6 +74,7 @@ class StoreLease:
         with contextlib.ExitStack() as undo:
             descriptor = wait_lock(path, fcntl.LOCK_SH, USE_WAIT_SECONDS, None)
             undo.callback(os.close, descriptor)
+            name = store_name(fingerprint)
             segment = _lock_segment(name, fcntl.LOCK_SH)
             if segment is None:
                 raise SegmentMissing(f"the shared-memory segment {name} does not exist")
@@ -120,8 +123,9 @@ def sweep(root: Path) -> list[str]:
     removed = []
     for key in _known_keys(root):
         with _try_build_lock(key) as locked:
-            if locked and _sweep_store(root, key):
-                removed.append(store_name(key))
+            name = store_name(key)
+            if locked and _sweep_store(root, key, name):
+                removed.append(name)
     return removed
 
 
@@ -151,7 +155,7 @@ def remove_unused(name: str) -> bool:
     """For the holder of its build lock: remove a store unless an engine uses it; whether it was removed."""
     segment = _lock_segment(name, fcntl.LOCK_EX)
     if segment is None:
-        return not _segment_path(name).exists()
+        return not is_segment(segment_path(name))
     unlink(name)
     os.close(segment)
     return True
@@ -173,7 +177,7 @@ def _try_build_lock(fingerprint: str) -> Iterator[bool]:
 def _in_use(name: str) -> bool:
     segment = _lock_segment(name, fcntl.LOCK_EX)
     if segment is None:
-        return _segment_path(name).exists()
+        return is_segment(segment_path(name))
     os.close(segment)
     return False
 
@@ -182,17 +186,15 @@ def _known_keys(root: Path) -> list[str]:
     """The keys of all stores that have a lock file or a segment."""
     keys = {path.stem for path in _lock_folder(root).glob("*.use")}
     keys |= {path.stem for path in build_folder().glob("*.build")}
-    prefix = store_prefix()[1:]
-    segments = Path(SHM_FOLDER).glob(f"{prefix}*-{os.geteuid()}")
-    keys |= {path.name.removeprefix(prefix).split("-")[0] for path in segments}
+    keys |= {store_key(path.name) for path in Path(SHM_FOLDER).iterdir() if is_segment(path)}
     return sorted(key for key in keys if KEY.fullmatch(key))
 
 
-def _sweep_store(root: Path, key: str) -> bool:
+def _sweep_store(root: Path, key: str, name: str) -> bool:
     """Whether a store was removed. For the holder of its build lock."""
-    name, path = store_name(key), _use_path(root, key)
+    path = _use_path(root, key)
     if not path.exists():
-        return _segment_path(name).exists() and not _is_store(name) and remove_unused(name)
+        return is_segment(segment_path(name)) and not _is_store(name) and remove_unused(name)
     use = try_lock(path, fcntl.LOCK_EX)
     if use is None:
         return False
@@ -211,7 +213,7 @@ def _remove_if_unused(descriptor: int, path: Path, name: str) -> bool:
         return False
     if os.pread(descriptor, len(KEEP), 0) == KEEP and _is_store(name):
         return False
-    removed = _segment_path(name).exists() and remove_unused(name)
+    removed = is_segment(segment_path(name)) and remove_unused(name)
     path.unlink(missing_ok=True)  # last: if this process is killed before, the next sweep finds this file
     return removed
 
@@ -227,7 +229,9 @@ def _is_store(name: str) -> bool:
 
 def _lock_segment(name: str, operation: int) -> int | None:
     """The segment's descriptor, locked; None if the segment does not exist or its lock is taken."""
-    path = _segment_path(name)
+    path = segment_path(name)
+    if not is_segment(path):
+        return None
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -238,10 +242,6 @@ def _lock_segment(name: str, operation: int) -> int | None:
             return descriptor
     os.close(descriptor)
     return None
-
-
-def _segment_path(name: str) -> Path:
-    return Path(SHM_FOLDER) / name[1:]
 
 
 def _lock_folder(root: Path) -> Path:
@@ -257,7 +257,10 @@ def build_folder() -> Path:
     those of one space (`store_space`), must find it."""
     space = store_space()
     root = Path(f"/tmp/tandem-{os.geteuid()}" + (f"-{space}" if space else ""))
-    return _lock_folder(private_folder(root))
+    try:
+        return _lock_folder(own_directory(root))
+    except NotPrivate as e:
+        raise ShmError(str(e)) from None
 
 
 def _build_path(fingerprint: str) -> Path:

@@ -4,7 +4,10 @@ A segment is created whole: its name is new (O_CREX), its mode is 0600 whatever 
 is allocated before `create` returns. A page that does not exist is an error there and never a SIGBUS in
 the middle of a computation.
 
-Names begin with a slash and contain no other. This module knows nothing about what the bytes mean.
+Names begin with a slash and contain no other. All users can make files in /dev/shm, and the names here can be
+guessed: what is not a regular file of this user does not count as a segment, and a new segment whose name is
+taken so gets a suffix that cannot be guessed. `present_name` finds it. This module knows nothing about what
+the bytes mean.
 """
 
 from __future__ import annotations
@@ -12,7 +15,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import logging
 import os
+import re
+import secrets
+import stat
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,6 +36,9 @@ from shm.layout import Bytes
 
 SHM_FOLDER = "/dev/shm"
 ALLOCATION_STEP = 1 << 26  # bytes allocated by one thread, between two calls of `progress`
+SUFFIX = "(?:-[0-9a-f]{8})?"  # of a segment whose name another user had taken; a regular expression
+
+log = logging.getLogger(__name__)
 
 
 def engine_prefix(runtime: Path) -> str:
@@ -36,6 +46,32 @@ def engine_prefix(runtime: Path) -> str:
     are unique only beside each other, those of segments must be on the whole machine: hence the hash."""
     place = hashlib.sha256(f"{os.geteuid()} {os.path.realpath(runtime)}".encode()).hexdigest()[:6]
     return f"/tandem-{runtime.name}-{place}-"
+
+
+def is_segment(path: Path) -> bool:
+    """Whether this is a segment of this user, and not another user's file or anything else of that name."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+
+
+def present_name(name: str) -> str:
+    """The name that this user's segment `name` has: with a suffix if it was created with one. Without such a
+    segment it is `name`."""
+    if not is_segment(segment_path(name)):
+        found = re.compile(re.escape(name[1:]) + SUFFIX)
+        with contextlib.suppress(OSError), os.scandir(SHM_FOLDER) as entries:
+            for other in sorted(entry.name for entry in entries if found.fullmatch(entry.name)):
+                if is_segment(segment_path(other)):
+                    return f"/{other}"
+    return name
+
+
+def segment_path(name: str) -> Path:
+    """The file of a segment, which may not exist."""
+    return Path(SHM_FOLDER) / name.removeprefix("/")
 
 
 class Segment:
@@ -60,23 +96,21 @@ class Segment:
         place: Callable[[int], None] | None = None,
     ) -> Segment:
         """A new, zeroed, writable segment of `size` bytes; `progress` is called with the bytes allocated so
-        far, `place` before that with the open descriptor, to set the policy for its pages.
+        far, `place` before that with the open descriptor, to set the policy for its pages. Its `name` has a
+        suffix where another user has taken this one.
 
-        Raises NotEnoughMemory if not all of its pages can be allocated, ShmError if the name is taken; an
-        incomplete segment is removed.
+        Raises NotEnoughMemory if not all of its pages can be allocated, ShmError if this user has a segment
+        of this name; an incomplete segment is removed.
         """
         if size < 1:
             raise ValueError(f"a segment needs a positive size, not {size}")
-        try:
-            memory = posix_ipc.SharedMemory(name, flags=posix_ipc.O_CREX, mode=0o600)
-        except posix_ipc.ExistentialError:
-            raise ShmError(f"the shared-memory segment {name} exists already") from None
+        memory = _create(name)
         try:
             os.fchmod(memory.fd, 0o600)  # the umask may have removed bits
             os.ftruncate(memory.fd, size)
             if place is not None:
                 place(memory.fd)
-            segment = cls(name, memory.fd, size, writable=True)
+            segment = cls(memory.name, memory.fd, size, writable=True)
             _allocate(memory.fd, segment.array, progress)
             return segment
         except OSError as e:
@@ -96,12 +130,15 @@ class Segment:
 
     @classmethod
     def attach(cls, name: str, writable: bool = False) -> Segment:
-        """Map an existing segment. Raises SegmentMissing if it does not exist, SegmentEmpty if it has no
-        bytes, ShmError if it belongs to another user."""
+        """Map an existing segment of this user. Raises SegmentMissing if it does not exist or is another
+        user's, SegmentEmpty if it has no bytes, ShmError if it cannot be opened."""
         try:
+            check_private(segment_path(name).lstat(), forbidden=0)  # opening a named pipe could wait for ever
             memory = posix_ipc.SharedMemory(name, read_only=not writable)
-        except posix_ipc.ExistentialError:
+        except (posix_ipc.ExistentialError, FileNotFoundError):
             raise SegmentMissing(f"the shared-memory segment {name} does not exist") from None
+        except NotPrivate as e:
+            raise SegmentMissing(f"the shared-memory segment {name} {e}") from None
         except posix_ipc.PermissionsError:
             raise ShmError(f"the shared-memory segment {name} may not be opened by this user") from None
         try:
@@ -132,6 +169,22 @@ class Segment:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _create(name: str) -> posix_ipc.SharedMemory:
+    """A new, empty segment of this name, or with a suffix. Raises ShmError."""
+    other = f"{name}-{secrets.token_hex(4)}"
+    try:
+        try:
+            return posix_ipc.SharedMemory(name, flags=posix_ipc.O_CREX, mode=0o600)
+        except (posix_ipc.ExistentialError, posix_ipc.PermissionsError):
+            if is_segment(segment_path(name)):
+                raise ShmError(f"the shared-memory segment {name} exists already") from None
+        memory = posix_ipc.SharedMemory(other, flags=posix_ipc.O_CREX, mode=0o600)
+    except (posix_ipc.Error, OSError) as e:
+        raise ShmError(f"the shared-memory segment {name} cannot be created: {e}") from None
+    log.warning(f"{segment_path(name)} is not a segment of this user: {other} is used instead")
+    return memory
 
 
 def _allocate(descriptor: int, memory: Bytes, progress: Callable[[int], None] | None) -> None:
@@ -168,9 +221,10 @@ def _give_up(memory: posix_ipc.SharedMemory) -> None:
 
 
 def unlink(name: str) -> None:
-    """Remove a segment's name, if it exists; its memory is freed with the last mapping."""
-    with contextlib.suppress(posix_ipc.ExistentialError):
-        posix_ipc.unlink_shared_memory(name)
+    """Remove the name of this user's segment, if it exists; its memory is freed with the last mapping."""
+    if is_segment(segment_path(name)):
+        with contextlib.suppress(posix_ipc.ExistentialError):
+            posix_ipc.unlink_shared_memory(name)
 
 
 def free_shm_bytes() -> int:

@@ -33,7 +33,7 @@ from shm.manifest import (
     store_bytes,
 )
 from shm.numa import interleave
-from shm.segment import SHM_FOLDER, Segment, unlink
+from shm.segment import SUFFIX, Segment, present_name, segment_path, unlink
 
 STORE_PREFIX = "/tandem-store-"
 STORE_SPACE = "TANDEM_STORE_SPACE"  # the environment variable
@@ -61,8 +61,15 @@ def store_prefix() -> str:
 
 def store_name(fingerprint: str) -> str:
     """The segment's name, the same for all engines of this user and model. The user is part of it: two
-    people may run the same model from one directory, and neither may open the other's segment."""
-    return f"{store_prefix()}{fingerprint[:16]}-{os.geteuid()}"
+    people may run the same model from one directory, and neither may open the other's segment. It is the name
+    of the store that exists now (`present_name`): ask for it again after a store may have been built."""
+    return present_name(f"{store_prefix()}{fingerprint[:16]}-{os.geteuid()}")
+
+
+def store_key(segment: str) -> str:
+    """The first 16 digits of the fingerprint in the name of a store of this user; empty for other names."""
+    name = rf"{store_prefix()[1:]}([0-9a-f]{{16}})-{os.geteuid()}{SUFFIX}"
+    return found[1] if (found := re.fullmatch(name, segment.removeprefix("/"))) else ""
 
 
 class Store:
@@ -191,7 +198,7 @@ class StoreBuilder:
         segment = Segment.create(name, store_bytes(manifest), progress, place if len(nodes) > 1 else None)
         head = pack_head(manifest, BUILDING)
         segment.array[: len(head)] = np.frombuffer(head, dtype=np.uint8)
-        lock = os.open(SHM_FOLDER + name, os.O_RDONLY | os.O_CLOEXEC)
+        lock = os.open(segment_path(segment.name), os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -25,12 +25,13 @@ from launch.terminal.format import count, distinct_names
 from pipeline.backbone import disk_cache as backbone_cache
 from pipeline.calibration import cost_cache
 from pipeline.calibration import file as calibration_file
-from shm.cache_lease import KEY_DIGITS, LOCK_FOLDER, lease_key, users
+from shm.cache_lease import LOCK_FOLDER, lease_key, users
 from shm.cache_record import RECORD, last_use, read_record
 from shm.disk_cache import FINGERPRINT, STORE_FILE, UNFINISHED, CachedStore
 from shm.errors import ShmError
 from shm.locks import unused_store
-from shm.store import Store, store_prefix
+from shm.segment import is_segment
+from shm.store import Store, store_key
 
 UNKNOWN = "unknown"
 KINDS = {STORE_FILE: "store", backbone_cache.NAME: "backbone", calibration_file.NAME: "calibration"}
@@ -59,7 +60,7 @@ class Entry:
     @property
     def fingerprint(self) -> str:
         """Of a store, a backbone or a calibration; of a kept store its first 16 digits."""
-        return _kept_key(self.path) or self.path.parent.name
+        return store_key(self.path.name) or self.path.parent.name
 
     @property
     def lease_key(self) -> str:
@@ -83,9 +84,9 @@ def scan(folder: Path) -> list[Entry]:
             else:
                 found.append(_unknown(path))
     for path in _children(SHM):
-        if _kept_key(path):
+        if store_key(path.name) and is_segment(path):
             with suppress(FileNotFoundError):
-                found.append(_kept_store(path, users(folder, _kept_key(path))))
+                found.append(_kept_store(path, users(folder, store_key(path.name))))
     names = distinct_names({entry.model for entry in found} - {UNKNOWN})
     named = [replace(entry, model=names.get(entry.model, entry.model)) for entry in found]
     return sorted(named, key=lambda entry: entry.last_use)
@@ -105,12 +106,6 @@ def writer_of(path: Path) -> str:
     elif time.time() - path.lstat().st_mtime < WRITING_SECONDS:
         return "its writer"
     return ""
-
-
-def _kept_key(path: Path) -> str:
-    """The first 16 digits of the fingerprint in the name of a store's segment; empty for other names."""
-    match = re.fullmatch(rf"{store_prefix()[1:]}([0-9a-f]{{{KEY_DIGITS}}})-{os.geteuid()}", path.name)
-    return match[1] if match else ""
 
 
 def _children(folder: Path) -> list[Path]:
@@ -172,7 +167,7 @@ def _costs(path: Path) -> Entry:
 def _kept_store(path: Path, engines: str) -> Entry:
     """`engines`: those that hold a lease of its entry in this cache folder."""
     size, used = _size_and_time(path)
-    with unused_store(_kept_key(path)) as unused:
+    with unused_store(store_key(path.name)) as unused:
         in_use = "" if unused else engines or "an engine"
     try:
         with Store.attach(f"/{path.name}") as store:

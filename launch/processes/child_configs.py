@@ -9,7 +9,7 @@ from typing import Any
 from launch.processes.cores import Cores, CpuSet
 from launch.runtime import RuntimeDir
 from pipeline.config import ResolvedConfig
-from shm.segment import engine_prefix
+from shm.segment import engine_prefix, present_name
 from shm.store import store_name
 
 
@@ -31,7 +31,7 @@ class ChildConfigs:
     @property
     def control_name(self) -> str:
         """Of the control segment, in which workers and prefetcher count their progress."""
-        return f"{engine_prefix(self.runtime.path)}control-0"
+        return present_name(f"{engine_prefix(self.runtime.path)}control-0")
 
     @property
     def worker_cores(self) -> tuple[CpuSet, ...]:

@@ -32,8 +32,8 @@ class CpuSlab(SlabMemory):
 
     def __init__(self, name: str, slots: int, slot_bytes: int, tick: Callable[[], None]) -> None:
         self.slots, self.slot_bytes = slots, slot_bytes
-        self._name = name
         self._slab = Slab.create(name, slots, slot_bytes, lambda allocated: tick())
+        self._name = self._slab.segment.name
         self._tensors = [torch.from_numpy(self._slab.slot(i)) for i in range(slots)]
 
     def slot(self, index: int) -> Tensor:

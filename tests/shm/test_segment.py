@@ -97,13 +97,19 @@ def test_another_users_segment_is_refused(name):
         pytest.skip("only root can give a file to another user")
     Segment.create(name, 100).close()
     os.chown(file_of(name), 12345, 12345)
-    with pytest.raises(ShmError, match="belongs to user 12345, not to you"):
-        Segment.attach(name)
+    try:
+        with pytest.raises(ShmError, match="belongs to user 12345, not to you"):
+            Segment.attach(name)
+        unlink(name)  # does nothing
+        assert file_of(name).exists()
+    finally:
+        file_of(name).unlink()
 
 
 def test_a_segment_of_no_bytes_or_that_may_not_be_opened_is_refused(name, monkeypatch):
     with pytest.raises(ValueError, match="positive size, not 0"):
         Segment.create(name, 0)
+    Segment.create(name, 100).close()
 
     def denied(*_, **__):
         raise posix_ipc.PermissionsError
