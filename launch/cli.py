@@ -12,7 +12,7 @@ from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
 from launch.command_line.options import Options, parse
-from launch.errors import LaunchError
+from launch.errors import LaunchError, system_reason
 from pipeline.errors import UsageError
 from protocol.errors import ProtocolError, RequestFailed
 from shm.errors import NotEnoughMemory, ShmError
@@ -54,6 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for buffered output, which has no reader either
         return 0
+    except OSError as e:  # a full disk, no free descriptor: nothing that a traceback explains
+        return _complain(system_reason(e), 1)
 
 
 def _open_standard_streams() -> None:

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
+
+def system_reason(error: OSError) -> str:
+    """Why the system refused something, and the file if there is one: "/run/x: No space left on device"."""
+    reason = error.strerror or str(error)
+    return reason if error.filename is None else f"{os.fsdecode(error.filename)}: {reason}"
+
 
 class LaunchError(Exception):
     """Base of this package's errors. `exit_code` is what the command line ends with."""

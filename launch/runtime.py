@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import os
 import re
 import shutil
@@ -25,7 +26,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from launch.errors import WrongUsage
+from launch.errors import WrongUsage, system_reason
 from pipeline.models.shapes import short_name
 from protocol.errors import ProtocolError
 from protocol.messages import VERSION
@@ -40,6 +41,8 @@ SEGMENT = re.compile(r"tandem-([A-Za-z0-9_-]{1,32})-[0-9a-f]{6}-[a-z]+-[0-9]+" +
 SHM = Path("/dev/shm")
 MAX_INFO = 1 << 16  # bytes of engine.json
 LOCK_TRIES = 10  # another process that tests the lock holds it for a moment
+
+log = logging.getLogger("tandem")
 
 
 @dataclass(frozen=True)
@@ -156,9 +159,12 @@ def sweep() -> list[str]:
     for path in _engine_dirs():
         lock = _try_lock(path)
         if lock is not None:
-            _remove_all(path)
+            try:
+                _remove_all(path)
+                swept.append(path.name)
+            except OSError as e:  # no reason to fail this start
+                log.warning(f"what the killed engine {path.name} left cannot be removed: {system_reason(e)}")
             os.close(lock)
-            swept.append(path.name)
         elif not (path / "lock").exists():
             with suppress(OSError):  # not empty: not an engine's, or claimed just now
                 path.rmdir()
@@ -213,7 +219,10 @@ def _remove_contents(path: Path) -> None:
     """Remove an engine's segments, and all files in its directory but the lock, which the caller holds."""
     for segment in segments(path):
         segment.unlink(missing_ok=True)
-    for entry in list(path.iterdir()):
+    entries: list[Path] = []
+    with suppress(FileNotFoundError):  # another program has removed the directory
+        entries = list(path.iterdir())
+    for entry in entries:
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
         elif entry.name != "lock":

@@ -241,6 +241,8 @@ def main(config: dict[str, Any]) -> int:
             return _fail(control, str(e), usage=True)
         except ShmError as e:
             return _fail(control, str(e), usage=False)
+        except OSError as e:  # a full disk, for example
+            return _fail(control, f"loading failed: {e}", usage=False)
         except Exception as e:
             log.exception("loading failed")
             return _fail(control, f"loading failed: {type(e).__name__}: {e}", usage=False)

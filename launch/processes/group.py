@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from launch.processes.children import Child, spawn, terminate, wait_exits
+from launch.errors import StartFailed, system_reason
+from launch.processes.children import Child, spawn, terminate, title, wait_exits
 from launch.processes.control import Control
 from launch.processes.task_guard import TaskGuard
 from protocol.messages import Failed, Ready, Shutdown
@@ -38,7 +39,10 @@ class ProcessGroup:
 
     async def prepare(self, identity: Identity, threads: int) -> Child:
         """Spawn a child, which imports its modules and waits for `start`. Raises StartFailed."""
-        child = await spawn(identity, threads, self._control.key)
+        try:
+            child = await spawn(identity, threads, self._control.key)
+        except OSError as e:  # no free descriptor, for example
+            raise StartFailed(f"the {title(identity)} could not be started: {system_reason(e)}") from e
         self._children[identity] = child
         self._guard.keep(self._watch(child))
         if self._stopped:

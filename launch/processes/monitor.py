@@ -172,15 +172,20 @@ class ProcessMonitor:
         await self._group.send(coordinator, WorkerDied(slot.role, slot.index, slot.incarnation, crashed, seq))
         slot.early_exits = 0 if child.up else slot.early_exits + 1
         reason = _exit_line(child, code)
-        if slot.early_exits >= self._limits.early_exits:
-            nth = f"{slot.early_exits} times in a row before it could work"
-            self._guard.fail(EngineFailed(f"{reason}, {nth}; the engine has been stopped"))
-            return
-        log.warning(f"{reason}; it is being restarted")
         engine_restarts = self._engine_restarts
-        await asyncio.sleep(self._limits.pause(slot.early_exits))
-        if not self._stopping and engine_restarts == self._engine_restarts:
-            await self._start_child(slot)
+        while slot.early_exits < self._limits.early_exits:
+            log.warning(f"{reason}; it is being restarted")
+            await asyncio.sleep(self._limits.pause(slot.early_exits))
+            if self._stopping or engine_restarts != self._engine_restarts:
+                return
+            try:
+                await self._start_child(slot)
+                return
+            except StartFailed as e:  # no memory or descriptor for another process, maybe only for a moment
+                reason = str(e)
+                slot.early_exits += 1
+        nth = f"{slot.early_exits} times in a row before it could work"
+        self._guard.fail(EngineFailed(f"{reason}, {nth}; the engine has been stopped"))
 
     async def _restart_coordinator(self, ready_at: float) -> None:
         """Restart the whole engine each time the coordinator has exited; `ready_at`: when it became ready."""

@@ -22,7 +22,7 @@ from types import TracebackType
 
 from launch.cache.full_disk import cache_use, full_disk_line
 from launch.command_line.checks import without_effect
-from launch.errors import StartFailed
+from launch.errors import EngineFailed, StartFailed, system_reason
 from launch.plan import make_plan, situation, start_line
 from launch.processes.child_configs import ChildConfigs
 from launch.processes.children import Child, title
@@ -41,12 +41,13 @@ from pipeline.config import EngineConfig
 from pipeline.errors import ModelError
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
+from protocol.errors import ProtocolError
 from protocol.messages import VERSION, Needed, Progress, Ready, SetPolicy
 from protocol.sockets import Identity, runtime_root
 from protocol.user_folders import user_folder
 from shm.cache_lease import CacheLease, lease_key
 from shm.control import ControlSegment
-from shm.errors import SegmentMissing
+from shm.errors import SegmentMissing, ShmError
 from shm.locks import StoreLease
 from shm.locks import sweep as sweep_stores
 
@@ -89,6 +90,8 @@ class Supervisor:
             await self._start()
         except BaseException as error:
             await self.__aexit__(type(error), error, error.__traceback__)
+            if isinstance(error, OSError):
+                raise StartFailed(f"the engine could not be started: {system_reason(error)}") from error
             raise
         return self
 
@@ -100,7 +103,10 @@ class Supervisor:
         except asyncio.CancelledError:
             if self._guard.failure is None:
                 raise
-        self._guard.raise_failure(error)
+        try:
+            self._guard.raise_failure(error)
+        except OSError as e:
+            raise EngineFailed(f"the engine has been stopped: {system_reason(e)}") from e
 
     def kill(self) -> None:
         """Kill every child now. The end of the block still removes their files."""
@@ -275,7 +281,10 @@ class Supervisor:
         policy = make_policy(PolicyRequest(message.policy, options), config.seed)
         self._configs = replace(self._configs, config=config, slab=policy.uses_device)
         self.config = config
-        self._publish()
+        try:
+            self._publish()
+        except OSError as e:
+            log.warning(f"the list of engines still shows the policy before: {system_reason(e)}")
 
     # --- stop --------------------------------------------------------------------------------------------
 
@@ -291,7 +300,11 @@ class Supervisor:
             await self._guard.end_tasks()
             if self._group is not None:
                 await self._group.wait_killed()
-            self._files.close()
+            try:
+                self._files.close()
+            except (OSError, ShmError, ProtocolError) as e:
+                reason = system_reason(e) if isinstance(e, OSError) else e
+                log.warning(f"not all files of the engine could be removed: {reason}")
 
     def _release_store(self) -> None:
         if self._lease is not None:

@@ -1,0 +1,102 @@
+"""A system that refuses files, descriptors or processes: one line, and the engine goes on where it can."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from engines import engines_left
+from scripted_children import KILLED, Play, stage, supervisor
+from waiting import until
+
+from launch import cli, runtime
+from launch.errors import StartFailed
+from launch.processes import group
+from launch.processes.limits import Limits
+from protocol.messages import SetPolicy
+from protocol.sockets import Identity, runtime_root
+
+LIMITS = Limits(check_interval=1e6, first_pause=0.001)
+
+
+@pytest.fixture
+async def play(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Play]:
+    async with stage(monkeypatch) as made:
+        yield made
+
+
+def full(*_: object, **__: object) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device", "/run/x")
+
+
+async def test_engine_goes_on_where_a_new_policy_cannot_be_written_down(
+    play: Play, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with supervisor(LIMITS) as engine:
+        info = runtime_root() / engine.name / "engine.json"
+        info.unlink()
+        info.mkdir()  # it cannot be replaced by a file
+        coordinator = play.child("coordinator")
+        coordinator.send(SetPolicy(0, "random", {}))
+        await until(lambda: "the list of engines still shows the policy before" in caplog.text)
+        coordinator.process.end(KILLED)
+        second = await play.spawned("coordinator", 0, 1)
+        assert second.config["config"]["policy"] == "random"
+    assert engines_left() == []
+
+
+async def test_start_that_cannot_write_is_one_line(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "atomic_file", full)
+    line = "^the engine could not be started: /run/x: No space left on device$"
+    with pytest.raises(StartFailed, match=line):
+        async with supervisor(LIMITS):
+            pytest.fail("the engine was started")
+    assert engines_left() == []
+
+
+async def test_worker_is_restarted_once_the_system_gives_descriptors_again(
+    play: Play, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusals = iter((errno.EMFILE, errno.ENOMEM))
+
+    async def spawn(*arguments: Any) -> Any:
+        if (number := next(refusals, 0)) != 0:
+            raise OSError(number, "refused")
+        return await play.spawn(*arguments)
+
+    async with supervisor(LIMITS) as engine:
+        monkeypatch.setattr(group, "spawn", spawn)
+        play.child("worker", 1).process.end(KILLED)
+        await until(lambda: Identity("worker", 1, 3) in engine.pids)
+        lines = [line for line in caplog.messages if "could not be started: refused" in line]
+        assert lines == ["the worker 1 could not be started: refused; it is being restarted"] * 2
+
+
+def test_files_that_cannot_be_removed_do_not_fail_other_starts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = runtime_root() / "rt-stays"
+    place.mkdir(mode=0o700)
+    (place / "lock").touch()
+    (place / "core").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(place), "rmdir", full)
+        assert runtime.sweep() == []
+    assert caplog.messages == [
+        "what the killed engine rt-stays left cannot be removed: /run/x: No space left on device"
+    ]
+    assert runtime.sweep() == []  # without its lock it is of unknown origin, and empty
+    assert not place.exists()
+
+
+def test_a_command_that_the_system_refuses_something_ends_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "_run", full)
+    level = logging.getLogger().level
+    assert cli.main(["keys"]) == 1
+    assert logging.getLogger().level == level
+    assert capsys.readouterr().err == "launch.py: /run/x: No space left on device\n"
