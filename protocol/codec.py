@@ -97,11 +97,13 @@ and its children.
 
 A conversation
 --------------
-1. The client connects a DEALER to the engine's `client.sock` (`engine.json` beside it has the endpoint)
-   and sends Hello. The coordinator answers Welcome, or Error with request -1 where the versions differ.
-   Anything else from a peer that has no Welcome, heartbeats too, is answered by Error with request -1 and
-   the text "say Hello first". A client that gets this in mid-conversation has been reconnected to a new
-   coordinator, which does not know it or its requests; or the running one has dropped it, see 2.
+1. The client gives a DEALER an identity of 16 random bytes (ZMQ_ROUTING_ID; from a source for secrets, the
+   first byte not zero), connects it to the engine's `client.sock` (`engine.json` beside it has the endpoint)
+   and sends Hello. A socket without such an identity, or with one in use, gets no Welcome. The coordinator
+   answers Welcome, or Error with request -1 where the versions differ. Anything else from a peer that has no
+   Welcome, heartbeats too, is answered by Error with request -1 and the text "say Hello first". A client that
+   gets this in mid-conversation has been reconnected to a new coordinator, which does not know it or its
+   requests; or the running one has dropped it, see 2.
 2. Both sides send Heartbeat every 0.5 s as long as they run, whatever else they send. Any message counts as
    a heartbeat. A client that waited 2.5 s without a message considers the engine lost. A coordinator does not
    queue heartbeats for a client with a full queue. It drops a client, and cancels its requests, if the client

@@ -16,6 +16,7 @@ such a peer is a process of the same user, over tcp the owner of an admitted key
 
 from __future__ import annotations
 
+import ctypes
 import hmac
 import os
 import re
@@ -46,6 +47,7 @@ _IPC, _TCP = "ipc://", "tcp://"
 _HOST_AND_PORT = re.compile(r"tcp://(\*|\[[0-9a-fA-F:.%a-z]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 _ZAP_DOMAIN = b"tandem"
 _ENCRYPTION = 1024  # bytes that CURVE adds to a frame, and more
+CLIENT_IDENTITY = 16  # bytes of a client's identity
 _IDENTITY = re.compile(
     rb"((loader|coordinator|worker|prefetcher|tokenizer|door|remote)-(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,17}))"
     rb"-([0-9a-f]{16})"
@@ -84,6 +86,17 @@ def parse_identity(name: bytes, key: bytes) -> Identity:
 
 def _proof(stated: bytes, key: bytes) -> bytes:
     return hmac.digest(key, stated, "sha256").hex()[:16].encode()
+
+
+def random_identity() -> bytes:
+    """A client's: a ROUTER sends its answers to whichever peer states it, so it must not be guessed. ZeroMQ
+    reserves a first byte of zero for the identities that a ROUTER makes."""
+    return (os.urandom(1)[0] % 255 + 1).to_bytes() + os.urandom(CLIENT_IDENTITY - 1)
+
+
+def is_client_identity(name: bytes) -> bool:
+    """Whether a peer has set this identity, and it is long enough to be a secret."""
+    return len(name) >= CLIENT_IDENTITY and name[0] != 0
 
 
 def runtime_root() -> Path:
@@ -141,6 +154,7 @@ def bind_router(
     path = None if _is_tcp(endpoint, keys) else _socket_path(endpoint)
     if path is not None:
         check_private_directory(path.parent)
+    _seed_made_identities()
     socket = context.socket(zmq.ROUTER)
     try:
         _configure(socket, send_hwm, receive_hwm, largest + (_ENCRYPTION if keys else 0))
@@ -170,15 +184,14 @@ def connect_dealer(
     keys: ClientKeys | None = None,
 ) -> Socket:
     """A DEALER that connects to an ipc endpoint, or with `keys` to tcp://HOST:PORT, at once or as soon as
-    it is bound, and again after its peer is replaced. `receive_hwm` messages may wait to be read; then the
-    peer waits. Raises ProtocolError for an unusable endpoint. A host that does not answer or does not admit
-    these keys is silent."""
+    it is bound, and again after its peer is replaced. `identity`: by default a random one of its own.
+    `receive_hwm` messages may wait to be read; then the peer waits. Raises ProtocolError for an unusable
+    endpoint. A host that does not answer or does not admit these keys is silent."""
     if not _is_tcp(endpoint, keys):
         _socket_path(endpoint)
     socket = context.socket(zmq.DEALER)
     _configure(socket, HWM, receive_hwm, LARGEST + (_ENCRYPTION if keys else 0))
-    if identity:
-        socket.setsockopt(zmq.IDENTITY, identity)
+    socket.setsockopt(zmq.IDENTITY, identity or random_identity())
     try:
         if keys is not None:
             socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
@@ -211,6 +224,12 @@ def _probe_peers(socket: zmq.Socket[Any]) -> None:
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, TCP_PROBE_S)
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, TCP_PROBES)
     socket.setsockopt(zmq.TCP_MAXRT, TCP_PROBE_S * TCP_PROBES * 1000)  # the same for unacknowledged data
+
+
+def _seed_made_identities() -> None:
+    """A ROUTER's identities for peers without one count up from C's rand(), which other libraries seed with
+    the time: a peer that claims the next of them first would make libzmq abort."""
+    ctypes.CDLL(None).srand(ctypes.c_uint(int.from_bytes(os.urandom(4))))
 
 
 def _configure(socket: zmq.Socket[Any], send_hwm: int, receive_hwm: int, largest: int) -> None:

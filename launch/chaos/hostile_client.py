@@ -1,5 +1,5 @@
 """A client that sends hostile messages to an engine's sockets, in bursts. Every burst uses a new connection,
-with a random identity: none, noise, or a child's without its proof."""
+with a random identity: a client's, noise, or a child's without its proof."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class HostileClient:
             await asyncio.to_thread(self._context.term)
 
     def _identity(self) -> bytes:
-        """For an empty one ZeroMQ generates an identity."""
+        """For an empty one `connect_dealer` makes a client's."""
         match self._random.randrange(4):
             case 0:
                 return b"\x01" + self._random.randbytes(self._random.randrange(255))

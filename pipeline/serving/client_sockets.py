@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
@@ -17,8 +18,10 @@ import zmq.asyncio
 from pipeline.config import EngineConfig
 from pipeline.rate_limit import RateLimiter, SparseLog
 from protocol.checks import DEFAULT
+from protocol.codec import encode
 from protocol.keys import ENGINE_FILE, EngineKeys, binary_key, keys_folder, read_engine_keys
-from protocol.sockets import bind_router
+from protocol.messages import Error
+from protocol.sockets import CLIENT_IDENTITY, bind_router, is_client_identity
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +29,7 @@ SEND_HWM = 64  # messages in a client's socket; the rest wait in its Outbox, whe
 RECEIVE_HWM = 4  # unread messages of a client, of up to 4 MB each
 LARGEST = DEFAULT.header + 4096  # bytes of a frame: clients send headers and no arrays
 ANONYMOUS_REFUSALS = 50  # refusals a second that are sent to connections without a Welcome
+NO_IDENTITY = f"set a ZeroMQ identity of {CLIENT_IDENTITY} random bytes; the first must not be zero"
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_VERSION, _ADMITTED, _REFUSED = b"1.0", b"200", b"400"
@@ -75,9 +79,16 @@ class ClientSocket:
         _raise_descriptor_limit()
 
     async def receive(self) -> tuple[bytes, list[bytes]]:
-        """The next message, and its sender's routing id."""
-        sender, *frames = await self._socket.recv_multipart()
-        return sender, frames
+        """The next message, and its sender's routing id. Of senders without an identity of their own messages
+        are dropped, and a few answered: a made one can be guessed, and an answer sent to it intercepted."""
+        while True:
+            sender, *frames = await self._socket.recv_multipart()
+            if is_client_identity(sender):
+                return sender, frames
+            if self.refusals.spend():
+                with suppress(zmq.ZMQError):
+                    self.send(sender, encode(Error(-1, NO_IDENTITY)))
+            await asyncio.sleep(0)  # receiving a message that has arrived does not suspend
 
     def send(self, receiver: bytes, frames: list[bytes | memoryview]) -> None:
         """Hand a message to the socket without waiting. Raises zmq.Again where its receiver's queue is full,

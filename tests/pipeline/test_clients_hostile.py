@@ -249,13 +249,15 @@ async def test_long_names_are_cut_in_errors() -> None:
         assert len(answer.text) == LONGEST_ERROR + 3
 
 
-async def test_frame_larger_than_any_message_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.serving.clients.SILENCE_LIMIT", 1.0)  # for a name that connects again
+async def test_frame_larger_than_any_message_ends_the_connection() -> None:
     async with service(remote=True) as running:
         for connecting in (raw(running.local), remote_client(running.remote, "k")):
             async with connecting as hostile:
+                ends = hostile.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
                 await hostile.socket.send_multipart([b"\x01", bytes(LARGEST + 10000)])
-                await until(lambda: count(running, "connected") == 0)
+                assert await ends.poll(5000)
+                hostile.socket.disable_monitor()
+                ends.close()
             await works(running.local)
         assert count(running, "malformed") == 0
 

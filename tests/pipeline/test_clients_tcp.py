@@ -125,8 +125,8 @@ async def test_raw_bytes_get_only_the_greeting(words: bytes, monkeypatch: pytest
 
 
 async def test_same_routing_id_on_both_sockets_is_two_clients() -> None:
-    async with service(tcp=True) as running, raw_client(running.local, identity=b"same") as local:
-        async with raw_client(running.tcp, identity=b"same", keys=CLIENT) as remote:
+    async with service(tcp=True) as running, raw_client(running.local, identity=b"same" * 4) as local:
+        async with raw_client(running.tcp, identity=b"same" * 4, keys=CLIENT) as remote:
             assert running.clients.counts()["connected"] == 2
             await local.send(Stats(1))
             await remote.send(Stats(2))

@@ -1,6 +1,7 @@
 """Sockets and their directories, on the real file system and the real libzmq."""
 
 import contextlib
+import ctypes
 import os
 import stat
 from pathlib import Path
@@ -19,6 +20,7 @@ from protocol.sockets import (
     bind_router,
     connect_dealer,
     ipc_endpoint,
+    is_client_identity,
     parse_identity,
     runtime_root,
 )
@@ -255,3 +257,25 @@ def test_invalid_identity_is_refused():
     for wrong in (("supervisor", 0, 0), ("worker", -1, 0), ("worker", 0, 10**18), ("worker", True, 0)):
         with pytest.raises(MalformedMessage, match=r"is not <role>-<index>-<incarnation>"):
             Identity(*wrong).prove(KEY)
+
+
+def test_identities_cannot_be_guessed(context, runtime):
+    """Other libraries seed C's generator with the time, and a ROUTER counts its identities up from it."""
+    made, own = set(), set()
+    for i in range(2):
+        endpoint = ipc_endpoint(runtime, f"s{i}")
+        ctypes.CDLL(None).srand(1)
+        with (
+            bind_router(context, endpoint) as router,
+            context.socket(zmq.DEALER) as foreign,
+            connect_dealer(context, endpoint) as dealer,
+        ):
+            foreign.connect(endpoint)
+            for socket, names in ((foreign, made), (dealer, own)):
+                socket.send(b"")
+                assert router.poll(5000)
+                names.add(router.recv_multipart()[0])
+    assert len(made) == len(own) == 2
+    assert {len(name) for name in own} == {16}
+    assert [is_client_identity(name) for name in (*own, *made)] == [True, True, False, False]
+    assert not is_client_identity(b"\0" * 16)
