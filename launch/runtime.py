@@ -94,7 +94,7 @@ class RuntimeDir:
 
     def publish(self, info: EngineInfo) -> None:
         """Write engine.json, whole or not at all."""
-        with atomic_file(self.path / "engine.json") as file:
+        with atomic_file(self.path / "engine.json", sync=False) as file:
             file.write(json.dumps(asdict(info)).encode())
 
     def remove_slabs(self) -> None:

@@ -19,7 +19,7 @@ import zmq
 from zmq.utils import z85
 
 from protocol.errors import NotPrivate, ProtocolError
-from protocol.private_files import OTHERS_READ_OR_WRITE, check_private
+from protocol.private_files import OTHERS_READ_OR_WRITE, check_private, sync_folder
 from protocol.small_files import read_small
 from protocol.user_folders import user_folder
 
@@ -114,9 +114,12 @@ def _write(path: Path, content: dict[str, Any]) -> None:
         with os.fdopen(fd, "w", encoding="ascii") as file:
             os.fchmod(fd, 0o600)  # whatever the umask
             file.write(json.dumps(content, indent=2) + "\n")
+            file.flush()
+            os.fsync(fd)
     except OSError as e:
         path.unlink()
         raise ProtocolError(f"cannot write {path}: {e.strerror}") from e
+    sync_folder(path.parent)
 
 
 def _read(path: Path, kind: str) -> dict[str, Any]:

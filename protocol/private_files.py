@@ -99,6 +99,17 @@ def check_private_directory(path: Path) -> None:
         raise NotPrivate(f"cannot use {path}: {e.strerror}") from e
 
 
+def sync_folder(folder: Path) -> None:
+    """Write the names in this folder to the disk, after a file was made or renamed there. An error is no
+    reason to call that file unwritten: some file systems cannot do it."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 def make_folders(folder: Path) -> None:
     """Make this folder and those above it that are missing, private whatever the umask. Raises OSError."""
     missing = [above for above in folder.parents if not above.exists()]

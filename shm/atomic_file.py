@@ -1,4 +1,5 @@
-"""Files that are complete or absent: written under a temporary name, then renamed."""
+"""Files that are complete or absent, also after a power failure: written under a temporary name, synced and
+renamed, and then their folder is synced."""
 
 from __future__ import annotations
 
@@ -9,25 +10,35 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from protocol.private_files import sync_folder
+
 PRIVATE, SHARED = 0o600, 0o666  # modes; the umask applies
 
 
 @contextmanager
-def atomic_file(path: Path, mode: int = PRIVATE, *, sync: bool = False) -> Iterator[BinaryIO]:
+def atomic_file(path: Path, mode: int = PRIVATE, *, sync: bool = True) -> Iterator[BinaryIO]:
     """A new file that replaces `path` when the block ends without an exception; otherwise it is removed, and
-    `path` stays as it was. `sync`: the bytes are on the disk before the rename. Raises OSError."""
+    `path` stays as it was. `sync` False: for a folder that is in memory. Raises OSError."""
     descriptor, temporary = _create_beside(path, mode)
     try:
         with os.fdopen(descriptor, "w+b") as file:
             yield file
+            file.flush()
             if sync:
-                file.flush()
-                os.fsync(descriptor)
-        temporary.replace(path)
+                put_in_place(descriptor, temporary, path)
+            else:
+                temporary.replace(path)
     except BaseException:
         with suppress(OSError):
             temporary.unlink()
         raise
+
+
+def put_in_place(descriptor: int, temporary: Path, path: Path) -> None:
+    """Give the open file `temporary` its final name, in the same folder. Raises OSError."""
+    os.fsync(descriptor)
+    os.replace(temporary, path)
+    sync_folder(path.parent)
 
 
 def check_creatable(path: Path) -> None:

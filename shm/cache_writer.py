@@ -19,6 +19,7 @@ from pathlib import Path
 
 from protocol.errors import NotPrivate
 from protocol.private_files import OTHERS_READ_OR_WRITE, check_private, make_folders
+from shm.atomic_file import put_in_place
 from shm.cache_record import remove_empty
 from shm.disk_cache import UNFINISHED, store_path
 from shm.file_locks import try_lock
@@ -70,7 +71,8 @@ class CacheWriter:
         progress(self._size)
         if self._path.is_dir() and not self._path.is_symlink():
             shutil.rmtree(self._path)
-        self._temporary.replace(self._path)  # still locked: a sweep must not take it for a killed loader's
+        # Still locked: a sweep must not take it for a killed loader's.
+        put_in_place(self._descriptor, self._temporary, self._path)
         self._close()
 
     def _write(self, begin: int, data: Bytes) -> None:
@@ -106,7 +108,6 @@ class CacheWriter:
             raise self._failure
         self._flush()
         self._write_piece(0, pack_head(manifest, READY))
-        self._flush()
 
     def _remove(self) -> None:
         self._temporary.unlink(missing_ok=True)

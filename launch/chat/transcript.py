@@ -36,7 +36,7 @@ def save(transcript: Transcript, path: Path) -> None:
     try:
         if path.is_dir():
             raise OutputFailed(f"{path} is a directory")
-        with atomic_file(path, sync=True) as file:
+        with atomic_file(path) as file:
             file.write(text.encode())
     except OSError as e:
         raise OutputFailed(f"cannot write {path}: {e.strerror}") from e

@@ -22,6 +22,7 @@ import msgpack
 from pipeline.checkpoint.model_source import ModelSource
 from protocol.errors import NotPrivate
 from protocol.private_files import check_private, make_folders
+from shm.atomic_file import put_in_place
 from shm.cache_record import CacheRecord, note_use
 from shm.file_locks import try_lock
 from shm.huge import map_file
@@ -134,7 +135,7 @@ class BackboneCache:
             if not self._disabled:
                 index = msgpack.packb({"version": VERSION, "matrices": self._new})
                 os.pwrite(self._file, index + len(index).to_bytes(8, "little"), self._end)
-                unfinished.replace(self._path)
+                put_in_place(self._file, unfinished, self._path)
                 self._note_use()
         except OSError as e:
             self._disabled = True

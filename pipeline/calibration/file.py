@@ -65,7 +65,7 @@ def save(path: Path, calibration: Calibration, about: dict[str, Any]) -> None:
         (path.with_name(READABLE), describe(calibration, about).encode()),
         (path, save_tensors(tensors, {KEY: json.dumps(facts)})),
     ):
-        with atomic_file(target, sync=True) as file:
+        with atomic_file(target) as file:
             file.write(data)
     note_use(path.parent, _record(about))
 

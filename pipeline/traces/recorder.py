@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from pipeline.policies.view import Routing
 from pipeline.traces.header import Header
 from pipeline.traces.reader import Trace
 from pipeline.traces.steps import LayerTrace, TracedStep, encode_step, halves
+from protocol.private_files import sync_folder
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.model_source import ModelSource
@@ -131,8 +133,11 @@ class Recorder:
         self._ended = time.perf_counter()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, once it is on the disk."""
         if self._fd is not None:
+            with suppress(OSError):  # `end` reports what cannot be written
+                os.fsync(self._fd)
+                sync_folder(self._path.parent)
             os.close(self._fd)
             self._fd = None
 

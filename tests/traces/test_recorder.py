@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import resource
 import stat
 from dataclasses import replace
@@ -246,3 +247,14 @@ def test_each_restart_numbers_its_sequences_behind_the_ones_before(tmp_path: Pat
         show_step(recorder, 0, rows=2)
         recorder.close()
     assert [step.sequences for step in Trace(path).steps()] == [(0, 1), (2, 3), (4, 5)]
+
+
+def test_an_ended_trace_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not each of its steps, of which there are many in a second."""
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    recorder = open_recorder(tmp_path / "a.trace")
+    show_step(recorder, 1)
+    assert synced == []
+    recorder.close()
+    assert synced == [str(tmp_path / "a.trace"), str(tmp_path)]
