@@ -1,16 +1,19 @@
 """CURVE keys: which clients an engine admits over tcp, and which engine a client trusts.
 
 A key file is a JSON object with `kind`, `public` and `secret`, the last two 40 characters of Z85 each; an
-engine's also has `clients`, the public keys that it admits, and a client's has `engine`, the engine's public
-key. It must be private (mode 0600): a file that other users can read is refused.
+engine's also has `clients`, those that it admits, and a client's has `engine`, the engine's public key. An
+admitted client is an object with its public `key`, its `right` and its `name`; just a public key has the
+right "use". It must be private (mode 0600): a file that other users can read is refused.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import secrets
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,8 @@ _KINDS = {
     "tandem client key": f"a client's ({CLIENT_FILE})",
 }
 _ENGINE, _CLIENT = _KINDS
+RIGHTS = ("use", "tune", "admin")  # each includes those before it
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,39}")
 _LARGEST = 1 << 20  # bytes of a key file
 _BINARY = 32  # bytes of a key
 
@@ -43,12 +48,27 @@ class ClientKeys:
 
 
 @dataclass(frozen=True)
+class Admitted:
+    """A client that an engine admits, by its public key. `right`: "use" is for requests, "tune" also for the
+    policy, "admin" for everything that a local client may do."""
+
+    key: bytes  # 40 characters of Z85
+    right: str = RIGHTS[0]
+    name: str = ""  # of a client that was added by its key alone
+
+
+@dataclass(frozen=True)
 class EngineKeys:
-    """An engine's key pair and the public keys of the clients that it admits, each 40 characters of Z85."""
+    """An engine's key pair, each 40 characters of Z85, and the clients that it admits."""
 
     public: bytes
     secret: bytes = field(repr=False)
-    clients: frozenset[bytes]
+    admitted: tuple[Admitted, ...]
+
+    @property
+    def clients(self) -> frozenset[bytes]:
+        """The public keys of the clients."""
+        return frozenset(client.key for client in self.admitted)
 
 
 @dataclass(frozen=True)
@@ -64,18 +84,39 @@ def keys_folder() -> Path:
     return user_folder("CONFIG") / "keys"
 
 
-def new_keys() -> tuple[EngineKeys, ClientKeys]:
+def new_keys(right: str = RIGHTS[0], name: str = "") -> tuple[EngineKeys, ClientKeys]:
     """New keys of an engine and of one client that it admits."""
-    engine_public, engine_secret = zmq.curve_keypair()
-    client_public, client_secret = zmq.curve_keypair()
-    engine = EngineKeys(engine_public, engine_secret, frozenset({client_public}))
-    return engine, ClientKeys(client_public, client_secret, engine_public)
+    return with_client(EngineKeys(*zmq.curve_keypair(), ()), right, name)
+
+
+def with_client(keys: EngineKeys, right: str, name: str) -> tuple[EngineKeys, ClientKeys]:
+    """The engine's keys with a further client, and that one's new keys."""
+    public, secret = zmq.curve_keypair()
+    admitted = (*keys.admitted, Admitted(public, right, name))
+    return replace(keys, admitted=admitted), ClientKeys(public, secret, keys.public)
+
+
+def is_client_name(name: str) -> bool:
+    """Whether a client can have this name, which is also that of its file."""
+    return _NAME.fullmatch(name) is not None and f"{name}.key" != ENGINE_FILE
 
 
 def write_engine_keys(path: Path, keys: EngineKeys) -> None:
     """Create the file, mode 0600. Raises ProtocolError if it exists or cannot be created."""
-    clients = sorted(key.decode() for key in keys.clients)
-    _write(path, {"kind": _ENGINE} | _pair(keys) | {"clients": clients})
+    _write(path, {"kind": _ENGINE} | _pair(keys) | {"clients": [_entry(client) for client in keys.admitted]})
+
+
+def replace_engine_keys(path: Path, keys: EngineKeys) -> None:
+    """Replace the file as a whole. Raises ProtocolError where it cannot be replaced, and then it is
+    unchanged."""
+    path = path.resolve()  # what a link names
+    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    write_engine_keys(new, keys)
+    try:
+        new.replace(path)
+    except OSError as e:
+        new.unlink()
+        raise ProtocolError(f"cannot write {path}: {e.strerror}") from e
 
 
 def write_client_keys(path: Path, keys: ClientKeys) -> None:
@@ -90,13 +131,34 @@ def read_engine_keys(path: Path) -> EngineKeys:
     clients = found.get("clients")
     if type(clients) is not list or not clients:
         raise ProtocolError(f'{path}: "clients" must be a list of the public keys to admit')
-    return EngineKeys(public, secret, frozenset(_key(path, "clients", key) for key in clients))
+    admitted = tuple(_admitted(path, entry) for entry in clients)
+    if len({client.key for client in admitted}) < len(admitted):
+        raise ProtocolError(f'{path}: a key is in "clients" twice')
+    return EngineKeys(public, secret, admitted)
 
 
 def read_client_keys(path: Path) -> ClientKeys:
     """Raises ProtocolError like `read_engine_keys`, here also for an engine's file."""
     found = _read(path, _CLIENT)
     return ClientKeys(*_checked_pair(path, found), _key(path, "engine", found.get("engine")))
+
+
+def _entry(client: Admitted) -> str | dict[str, str]:
+    key = client.key.decode()
+    if client == Admitted(client.key):
+        return key
+    return {"key": key, "right": client.right} | ({"name": client.name} if client.name else {})
+
+
+def _admitted(path: Path, entry: Any) -> Admitted:
+    if type(entry) is not dict:
+        return Admitted(_key(path, "clients", entry))
+    unknown = entry.keys() - {"key", "right", "name"}
+    right, name = entry.get("right", RIGHTS[0]), entry.get("name", "")
+    if unknown or right not in RIGHTS or not (name == "" or (type(name) is str and is_client_name(name))):
+        form = f'"key", "right" ({", ".join(RIGHTS)}) and "name" (letters, digits, . _ -)'
+        raise ProtocolError(f'{path}: "clients" holds something other than keys, and objects of {form}')
+    return Admitted(_key(path, "clients", entry.get("key")), right, name)
 
 
 def _pair(keys: EngineKeys | ClientKeys) -> dict[str, Any]:

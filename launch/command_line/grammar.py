@@ -19,6 +19,7 @@ from launch.command_line.values import (
     absolute,
     at_least,
     between,
+    client_name,
     model_path,
     not_empty,
     size,
@@ -36,6 +37,7 @@ from pipeline.config import (
     FormatName,
 )
 from pipeline.models.shapes import PREFIX, SHAPES
+from protocol.keys import RIGHTS
 from protocol.messages import Calibrate, Sampling
 
 MAX_DAYS = 1e6
@@ -190,8 +192,16 @@ def grammar() -> tuple[Parser, dict[str, Parser]]:
     add("--report", type=Path, metavar="DIR", help=report)
     _add_json(calibrate)
 
-    keys = subparsers.add_parser("keys", help="make key files for clients over tcp")
+    keys = subparsers.add_parser("keys", help="make key files for clients over tcp, list and revoke them")
     keys.add_argument("--out", type=Path, metavar="DIR", help="their folder (default ~/.config/tandem/keys)")
+    action = keys.add_mutually_exclusive_group()
+    further = "make a key file for a further client of the engine whose keys are there"
+    action.add_argument("--add", type=client_name, metavar="NAME", help=further)
+    action.add_argument("--list", action="store_true", help="the clients of that engine, and their rights")
+    remove = "revoke a client, by name or public key: engines that run close its connections"
+    action.add_argument("--remove", metavar="NAME", help=remove)
+    right = "of the new client: use: send requests; tune: also set the policy; admin: all (default use)"
+    keys.add_argument("--right", choices=RIGHTS, help=right)
     _add_log_level(keys)
 
     doctor = subparsers.add_parser("doctor", help="what this machine can do, and what to change")

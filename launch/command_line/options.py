@@ -32,7 +32,7 @@ REQUEST_OPTIONS: dict[str | None, set[str]] = {
 }
 # Commands that start no engine, and all of their options.
 WITHOUT_ENGINE = {
-    "keys": {"out", "log_level"},
+    "keys": {"out", "add", "right", "list", "remove", "log_level"},
     "doctor": {"json", "log_level"} | SIZES,
     "cache": {"prune", "older_than", "to", "dry_run", "json", "log_level"},
 }
@@ -139,6 +139,8 @@ def parse(arguments: list[str]) -> Options:
         _check_calibrate(written)
     if command == "cache":
         _check_cache(written)
+    if command == "keys" and "right" in written and written.keys() & {"list", "remove"}:
+        raise WrongUsage("--right is of a new client: give it with --add NAME, or when keys are first made")
     if command in WITHOUT_ENGINE:
         _refuse(written.keys() - WITHOUT_ENGINE[command], f"does not belong to {command}")
     if "replay" in written:

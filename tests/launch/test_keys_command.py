@@ -86,6 +86,27 @@ def test_keys_are_never_overwritten(keys: Path, complaint: Complaint) -> None:
         (keys / name).unlink()
 
 
+def test_clients_are_added_listed_and_revoked(keys: Path, complaint: Complaint, capfd) -> None:
+    assert main(["keys", "--right", "tune"]) == 0
+    assert main(["keys", "--add", "anna", "--right", "admin"]) == 0
+    assert main(["keys", "--add", "b.2"]) == 0
+    anna = read_client_keys(keys / "anna.key").public.decode()
+    assert f"{keys}/b.2.key" in capfd.readouterr().out
+    assert main(["keys", "--list"]) == 0
+    rows = [line.split() for line in capfd.readouterr().out.splitlines()]
+    assert [row[:2] for row in rows[1:]] == [["client", "tune"], ["anna", "admin"], ["b.2", "use"]]
+    assert rows[2][2] == anna
+    assert f"{keys}/engine.key has a client anna already" in complaint("keys", "--add", "anna")
+    assert "has no client 'dora'" in complaint("keys", "--remove", "dora")
+    assert main(["keys", "--remove=" + anna]) == 0
+    assert main(["keys", "--remove", "client"]) == 0
+    assert [client.name for client in read_engine_keys(keys / "engine.key").admitted] == ["b.2"]
+    capfd.readouterr()
+    assert "is the only client" in complaint("keys", "--remove", "b.2")
+    assert mode(keys / "engine.key") == mode(keys / "b.2.key") == 0o600
+    assert sorted(p.name for p in keys.iterdir()) == ["anna.key", "b.2.key", "client.key", "engine.key"]
+
+
 def test_keys_are_not_written_to_a_folder_that_is_not_private(tmp_path: Path, complaint: Complaint) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o755)
@@ -118,6 +139,13 @@ def test_keys_are_not_written_to_a_folder_that_is_not_private(tmp_path: Path, co
         ("--model a keys", "--model does not belong to keys"),
         ("--key a keys", "--key does not belong to keys"),
         ("keys --json", "--json does not belong to keys"),
+        ("keys --add ../a", "'../a' is not a name"),
+        ("keys --add engine", "'engine' is not a name"),
+        ("keys --add a --list", "not allowed with"),
+        ("keys --list --right use", "--right is of a new client"),
+        ("keys --right root", "unknown value 'root'"),
+        ("keys --add a", "the key file"),
+        ("generate --prompt a --right use", "--right does not belong to generate"),
     ],
 )
 def test_wrong_usage_is_one_line(arguments: str, words: str, keys: Path, complaint: Complaint) -> None:

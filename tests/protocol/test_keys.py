@@ -13,11 +13,14 @@ import zmq
 
 from protocol.errors import ProtocolError
 from protocol.keys import (
+    Admitted,
     binary_key,
     keys_folder,
     new_keys,
     read_client_keys,
     read_engine_keys,
+    replace_engine_keys,
+    with_client,
     write_client_keys,
     write_engine_keys,
 )
@@ -168,6 +171,50 @@ def test_a_second_client_is_let_in_by_its_public_key(engine_file: Path) -> None:
     other = zmq.curve_keypair()[0]
     changed(engine_file, clients=[CLIENT.public.decode(), other.decode()])
     assert read_engine_keys(engine_file).clients == {CLIENT.public, other}
+
+
+def test_rights_and_names_survive_the_file(engine_file: Path) -> None:
+    assert read_engine_keys(engine_file).admitted == (Admitted(CLIENT.public, "use"),)
+    keys, added = with_client(ENGINE, "admin", "anna")
+    link = engine_file.with_name("link")
+    link.symlink_to(engine_file)
+    replace_engine_keys(link, keys)
+    assert link.is_symlink()
+    assert stat.S_IMODE(engine_file.stat().st_mode) == 0o600
+    assert read_engine_keys(engine_file).admitted == (
+        Admitted(CLIENT.public, "use"),
+        Admitted(added.public, "admin", "anna"),
+    )
+    assert (added.engine, len({added.public, added.secret, CLIENT.public})) == (ENGINE.public, 3)
+    assert sorted(path.name for path in engine_file.parent.iterdir()) == ["engine.key", "link"]
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"right": "root"},
+        {"right": None},
+        {"right": ["use"]},
+        {"name": "a/b"},
+        {"name": "engine"},
+        {"name": "\x1b[2J"},
+        {"name": 5},
+        {"since": 5},
+    ],
+)
+def test_a_client_with_an_unknown_right_or_name_is_refused(engine_file: Path, entry: dict) -> None:
+    changed(engine_file, clients=[{"key": CLIENT.public.decode()} | entry])
+    with pytest.raises(ProtocolError, match='"clients" holds something other than keys') as caught:
+        read_engine_keys(engine_file)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_key_without_characters_or_twice_is_refused(engine_file: Path) -> None:
+    with pytest.raises(ProtocolError, match="no key of 40 characters"):
+        read_engine_keys(changed(engine_file, clients=[{"right": "use"}]))
+    key = CLIENT.public.decode()
+    with pytest.raises(ProtocolError, match='a key is in "clients" twice'):
+        read_engine_keys(changed(engine_file, clients=[key, {"key": key, "right": "admin"}]))
 
 
 def test_a_secret_is_not_in_what_is_logged_of_keys() -> None:

@@ -144,7 +144,7 @@ def test_a_port_in_use_and_an_address_of_another_machine(context, tcp):
 def test_malformed_keys_are_refused(context, tcp):
     nonsense = b"#" * 40
     with pytest.raises(ProtocolError, match=r"^cannot bind "):
-        bind_router(context, tcp, keys=EngineKeys(nonsense, nonsense, frozenset()))
+        bind_router(context, tcp, keys=EngineKeys(nonsense, nonsense, ()))
     with pytest.raises(ProtocolError, match=r"^cannot connect to "):
         connect_dealer(context, tcp, keys=ClientKeys(CLIENT.public, CLIENT.secret, nonsense))
 
