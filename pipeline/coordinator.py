@@ -26,9 +26,10 @@ from pipeline.serving.engine_events import (
     ToOtherClients,
     ToSupervisor,
 )
-from pipeline.serving.engine_inbox import ClientGone, EngineInbox
+from pipeline.serving.engine_inbox import EngineInbox
 from pipeline.serving.engine_service import run_engine
 from pipeline.serving.engine_status import EngineStatus
+from pipeline.serving.request_limits import RequestReader
 from protocol.codec import decode, encode
 from protocol.connection import HEARTBEAT_SECONDS
 from protocol.errors import MalformedMessage, ProtocolError
@@ -179,14 +180,15 @@ class Coordinator:
     async def _serve_clients(self) -> None:
         # Messages that clients send before the engine is ready wait in the socket.
         await self._ready.wait()
-        await self._clients.serve()
+        assert self._status is not None
+        await self._clients.serve(RequestReader(self._status.context))
 
     def _welcome(self) -> Welcome:
         assert self._status is not None
         return self._status.welcome()
 
     def _on_client_gone(self, client: bytes) -> None:
-        self._inbox.put(client, ClientGone())
+        self._inbox.drop(client)
 
     def _on_client_message(self, client: bytes, message: object) -> None:
         refusal = STOPPING if self._stopping.is_set() else FLOODED

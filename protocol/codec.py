@@ -251,6 +251,35 @@ def decode(frames: Sequence[Buffer], *, limits: Limits = DEFAULT) -> object:
     return plan.message(**given)
 
 
+def outline(frames: Sequence[Buffer]) -> dict[str, int]:
+    """The lengths of the lists in a message's header, and its `request`, without making anything of their
+    entries: for refusing a message that decoding would take long. Empty for frames that `decode` refuses."""
+    header = bytes(frames[1]) if len(frames) > 1 else b""
+    found: dict[str, int] = {}
+    unpacker = msgpack.Unpacker(max_buffer_size=max(len(header), 1))
+    unpacker.feed(header)
+    try:
+        for _ in range(unpacker.read_map_header()):
+            if header[unpacker.tell()] not in _SHORT_STR:
+                return {}
+            key = unpacker.unpack()
+            place = unpacker.tell()
+            first = header[place]
+            if first in _LIST_LENGTHS:
+                found[key] = int.from_bytes(header[place + 1 : place + 1 + _LIST_LENGTHS[first]], "big")
+            if key == "request" and (first < 0x80 or 0xCC <= first <= 0xD3):
+                found[key] = unpacker.unpack()
+            else:
+                unpacker.skip()
+    except (ValueError, IndexError, msgpack.UnpackException):
+        return {}
+    return found
+
+
+_SHORT_STR = {*range(0xA0, 0xC0), 0xD9}  # first bytes of texts that can be a field's name
+_LIST_LENGTHS = {0xDC: 2, 0xDD: 4}  # bytes of a list's length, after these first bytes
+
+
 def wire_version(frames: Sequence[Buffer]) -> int | None:
     """The version in these frames, also another one than ours; None if they have none."""
     first = memoryview(frames[0]) if frames else memoryview(b"")

@@ -1,9 +1,10 @@
-"""The queue of requests that wait to be admitted, in an order that is fair to clients.
+"""The queue of requests that wait to be admitted, in an order that is fair to accounts, then to clients.
 
-Next is the oldest request of the client with the fewest running requests. Of several such clients, the one
-with the earliest last admission comes first (or the one that had none while its present requests wait), then
-the one with the oldest request. So a client that floods the engine delays mostly itself. A preempted request
-comes before its client's others. Used by the engine's thread alone."""
+Next is a request of the account with the fewest running requests. Of several such accounts, the one with the
+earliest last admission comes first (or the one that had none while its present requests wait), then the one
+with the oldest request. Within an account the same decides between its clients; each client's requests are
+in their order. So an account that floods the engine, from however many connections, delays mostly
+itself. A preempted request comes before its client's others. Used by the engine's thread alone."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 
+from pipeline.accounts import LOCAL, account_of
 from pipeline.scheduling.jobs import Job
 
 
@@ -19,8 +21,10 @@ class FairQueue:
     """The waiting jobs."""
 
     def __init__(self) -> None:
-        self._by_client: dict[bytes, deque[Job]] = {}
-        self._turns: dict[bytes, int] = {}  # by waiting client: the turn of its last admission
+        self._by_account: dict[bytes, dict[bytes, deque[Job]]] = {}  # by account and client, none empty
+        # The turn of the last admission of a waiting client or account. No account is a client's name:
+        # where one is, as in a test, it has that one client.
+        self._turns: dict[bytes, int] = {}
         self._turn = 0
         self._count = 0
 
@@ -29,7 +33,8 @@ class FairQueue:
 
     def add(self, job: Job) -> None:
         """Queue a new request, or one that was preempted."""
-        jobs = self._by_client.setdefault(job.client, deque())
+        clients = self._by_account.setdefault(account_of(job.client), {})
+        jobs = clients.setdefault(job.client, deque())
         place = len(jobs)
         if job.admission >= 0:
             place = sum(0 <= other.admission < job.admission for other in jobs)
@@ -37,35 +42,56 @@ class FairQueue:
         self._count += 1
 
     def admit(self, job: Job) -> None:
-        """Remove a job that begins to run, and note its client's turn."""
+        """Remove a job that begins to run, and note the turn of its client and account."""
         self._turn += 1
-        self._turns[job.client] = self._turn
+        self._turns[job.client] = self._turns[account_of(job.client)] = self._turn
         self.remove(job)
 
     def remove(self, job: Job) -> None:
         """Remove a job that has ended."""
-        jobs = self._by_client[job.client]
-        jobs.remove(job)
+        account = account_of(job.client)
+        clients = self._by_account[account]
+        clients[job.client].remove(job)
         self._count -= 1
-        if not jobs:
-            del self._by_client[job.client]
+        if not clients[job.client]:
+            del clients[job.client]
             self._turns.pop(job.client, None)
+        if not clients:
+            del self._by_account[account]
+            self._turns.pop(account, None)
 
     def of(self, client: bytes) -> int:
-        """The number of this client's waiting requests."""
-        return len(self._by_client.get(client, ()))
+        """The number of this client's waiting requests; of a remote one's, with its account's others."""
+        clients = self._by_account.get(account_of(client), {})
+        if account_of(client) == LOCAL:
+            return len(clients.get(client, ()))
+        return sum(map(len, clients.values()))
 
     def in_order(self, running: Iterable[Job]) -> Iterator[Job]:
         """All waiting jobs in the order of their admission, if none of `running` ended meanwhile."""
         busy = Counter(job.client for job in running)
+        busy_accounts: Counter[bytes] = Counter()
+        for client, count in busy.items():
+            busy_accounts[account_of(client)] += count
+        oldest = {a: min(jobs[0].arrival for jobs in c.values()) for a, c in self._by_account.items()}
+        orders = {a: self._in_account(clients, busy) for a, clients in self._by_account.items()}
+        return self._by_turns(orders, busy_accounts, oldest)
+
+    def _in_account(self, clients: dict[bytes, deque[Job]], busy: Counter[bytes]) -> Iterator[Job]:
+        oldest = {client: jobs[0].arrival for client, jobs in clients.items()}
+        return self._by_turns({client: iter(list(jobs)) for client, jobs in clients.items()}, busy, oldest)
+
+    def _by_turns(
+        self, orders: dict[bytes, Iterator[Job]], busy: Counter[bytes], oldest: dict[bytes, float]
+    ) -> Iterator[Job]:
+        """The jobs of these clients, or of these accounts, each in its own order. `busy`: the numbers of
+        their running jobs."""
         turns = itertools.count(self._turn + 1)
-        last = self._turns
-        heap = [(busy[c], last.get(c, 0), jobs[0].arrival, c, 0) for c, jobs in self._by_client.items()]
+        heap = [(busy[name], self._turns.get(name, 0), oldest[name], name) for name in orders]
         heapq.heapify(heap)
         while heap:
-            count, _, _, client, place = heapq.heappop(heap)
-            jobs = self._by_client[client]
-            yield jobs[place]
-            place += 1
-            if place < len(jobs):
-                heapq.heappush(heap, (count + 1, next(turns), jobs[place].arrival, client, place))
+            count, _, _, name = heapq.heappop(heap)
+            job = next(orders[name], None)
+            if job is not None:
+                yield job
+                heapq.heappush(heap, (count + 1, next(turns), 0.0, name))

@@ -1,6 +1,7 @@
 """The scheduler: decides which requests run in each step, by continuous batching with chunked prefill.
 
-One round is a prefill chunk of one request that is still prefilling (clients take turns), then one decode
+One round is a prefill chunk of one request that is still prefilling (accounts take turns, and the clients of
+each), then one decode
 step of all other running requests. A request is admitted when its prompt and a few more tokens fit the KV
 cache; the others wait in the `FairQueue`. A sequence grows while it is decoded. When the cache is full, kept
 conversations are evicted first; then the request that was admitted last is preempted: it waits again, its
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -21,15 +21,18 @@ from pipeline.config import KV_BLOCK
 from pipeline.counters import difference, fidelity
 from pipeline.engine.engine import Engine
 from pipeline.errors import NumberInUse, PipelineError, RequestError, ShardFailed
+from pipeline.held import ID_BYTES, Held
 from pipeline.scheduling.fair_queue import FairQueue
 from pipeline.scheduling.job_factory import JobFactory
 from pipeline.scheduling.jobs import Job
 from pipeline.scheduling.prefix_cache import PrefixCache
+from pipeline.scheduling.turns import PrefillTurns, to_preempt
 from protocol.messages import Generate, Score
 
 Send = Callable[[bytes, object], None]
 
-QUEUE_LIMIT = 1024  # waiting requests of one client
+QUEUE_LIMIT = 1024  # waiting requests of one local client, or one remote account
+JOB_BYTES = 4096  # of a request beside its tokens
 POSITION_SECONDS = 0.5  # between two reports of queue positions
 
 
@@ -61,8 +64,9 @@ class Scheduler:
         self._live: dict[tuple[bytes, int], Job] = {}  # waiting and running, by client and request
         self._prefixes = PrefixCache(kv)
         self._admissions = itertools.count()
-        self._turns = itertools.count()
-        self._last_turn: dict[bytes, int] = {}  # by running client: the turn of its last prefill chunk
+        self._turns = PrefillTurns()
+        self._held = Held()
+        self._sizes: dict[Job, int] = {}  # what each holds of it
         self._reported = 0.0  # when queue positions were last reported
         self._reused = 0
         self._preemptions = 0
@@ -87,6 +91,10 @@ class Scheduler:
             if isinstance(message, Generate)
             else self._jobs.score(client, message, emit)
         )
+        size = JOB_BYTES + ID_BYTES * len(job.tokens)
+        if not self._held.take(client, size):
+            raise RequestError("too many tokens are already queued; try again later")
+        self._sizes[job] = size
         self._live[client, message.request] = job
         self._waiting.add(job)
 
@@ -113,7 +121,7 @@ class Scheduler:
         self._admit()
         self._report_positions()
         ready = [job for job in self._running if not self._congested(job.client)]
-        self._step(self._next_prefill(ready), "prefill")
+        self._step(self._turns.next(ready, self._running), "prefill")
         decoding = [job for job in ready if not job.prefilling and job.reason is None]
         self._step(self._with_capacity(decoding), "decode")
         return bool(ready)
@@ -139,12 +147,12 @@ class Scheduler:
     # --- admission and capacity --------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Admit in the queue's order. A client with many requests does not block others: one slot is reserved
-        for clients without a running request, and where that slot or the capacity is taken, a request of the
-        client with most is preempted."""
+        """Admit in the queue's order. An account or client with many requests does not block others: one slot
+        is reserved for clients without a running request, and where that slot or the capacity is taken, a
+        request of the account with most is preempted, or within the account one of the client with most."""
         while self._waiting:
             job = next(self._waiting.in_order(self._running))
-            running = Counter(j.client for j in self._running)
+            running = {j.client for j in self._running}
             slots = self._max_sequences + (job.client not in running)
             kv = self._allocate(job) if len(self._running) < slots else None
             if kv is not None:
@@ -152,8 +160,10 @@ class Scheduler:
                 self._reused += kv.length
                 job.admit(kv, next(self._admissions), self.engine.counters.snapshot())
                 self._running.append(job)
-            elif job.client in running or not self._preempt_heaviest(running):
+            elif job.client in running or (heavy := to_preempt(self._running, job.client)) is None:
                 return
+            else:
+                self._preempt(heavy)
 
     def _allocate(self, job: Job) -> SequenceKV | None:
         """A sequence for the job; None without capacity beside what the running sequences need next."""
@@ -164,15 +174,6 @@ class Scheduler:
             return None
         first = job.admission < 0  # the prefix cache may hold a newer turn of a preempted job
         return self._prefixes.allocate(wanted, job.prefix_key if first else None, job.tokens)
-
-    def _preempt_heaviest(self, running: Counter[bytes]) -> bool:
-        """Preempt the newest request of the client with most of them, at least two; False without such."""
-        candidates = [job for job in self._running if job.grows and running[job.client] >= 2]
-        if not candidates:
-            return False
-        most = max(running[job.client] for job in candidates)
-        self._preempt([job for job in candidates if running[job.client] == most][-1])
-        return True
 
     def _with_capacity(self, decoding: list[Job]) -> list[Job]:
         """Grow each sequence by a token, preempting others if needed. Returns those that can step."""
@@ -200,17 +201,6 @@ class Scheduler:
                 job.report_position(position)
 
     # --- steps -------------------------------------------------------------------------------------------
-
-    def _next_prefill(self, ready: list[Job]) -> list[Job]:
-        """The job to prefill next: the oldest job of the client with the earliest last chunk."""
-        prefilling = [job for job in ready if job.prefilling]
-        if not prefilling:
-            return []
-        job = min(prefilling, key=lambda j: self._last_turn.get(j.client, -1))
-        clients = {j.client for j in self._running}
-        self._last_turn = {c: turn for c, turn in self._last_turn.items() if c in clients}
-        self._last_turn[job.client] = next(self._turns)
-        return [job]
 
     def _step(self, jobs: list[Job], phase: Phase) -> None:
         """Run the next tokens of these jobs through the engine, and give each its logits."""
@@ -247,6 +237,7 @@ class Scheduler:
     def _end(self, job: Job, reason: str, error: str = "") -> None:
         """Remove a job and send its Done. A conversation's KV is kept, unless a failure made it doubtful."""
         del self._live[job.client, job.request]
+        self._held.give_back(job.client, self._sizes.pop(job))
         policy = self.engine.policy
         stats: dict[str, Any] = {"policy": policy.name, "fidelity": {"exact": policy.exact}}
         if job.admission >= 0:

@@ -28,6 +28,7 @@ from pipeline.serving.account_limits import REFUSED_LIMIT, AccountLimits
 from pipeline.serving.client_sockets import ClientSocket
 from pipeline.serving.introductions import Introductions
 from pipeline.serving.outbox import Outbox, frames_of
+from pipeline.serving.request_limits import RequestRefused
 from protocol.codec import decode
 from protocol.connection import HEARTBEAT_SECONDS
 from protocol.errors import MalformedMessage
@@ -86,14 +87,17 @@ class Clients:
         self._on_gone = on_gone
         self._clients: dict[bytes, Client] = {}
         self._limits = AccountLimits()
+        self._read: Callable[[list[bytes]], object] = decode
         self._group: asyncio.TaskGroup | None = None
         self._log = SparseLog(log)
         self.malformed = 0
         self.cut_offs = 0  # clients that did not read, or sent too much
         self.unheard = 0  # dropped messages of clients that were cut off
 
-    async def serve(self) -> None:
-        """Serve all clients, until cancelled."""
+    async def serve(self, read: Callable[[list[bytes]], object] = decode) -> None:
+        """Serve all clients, until cancelled. `read` decodes a client's message; it raises MalformedMessage,
+        and RequestRefused for one that has its answer at once."""
+        self._read = read
         async with asyncio.TaskGroup() as self._group:
             self._group.create_task(self._send_heartbeats())
             self._group.create_task(self._listen(self._local, self._from_local))
@@ -231,7 +235,10 @@ class Clients:
             self.refuse(sender, SAY_HELLO)
             return
         try:
-            message: Any = decode(frames)
+            message: Any = self._read(frames)
+        except RequestRefused as e:
+            self.send(sender, e.answer)
+            return
         except MalformedMessage as e:
             self.malformed += 1
             self.refuse(sender, f"malformed message: {e}", cost=1 + size // COSTLY)

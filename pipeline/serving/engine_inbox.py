@@ -1,18 +1,21 @@
-"""Client messages that wait for the engine's thread, in one queue for each client. The queues are served in
-turn, so a client with many messages delays no other client. Each client's messages stay in order.
-Thread-safe."""
+"""Client messages that wait for the engine's thread, in one queue for each client. Accounts are served in
+turn, and each account's clients in turn, so a client with many messages delays no other client, and a key
+with many clients no other account. Each client's messages stay in order. Thread-safe."""
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 import threading
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 
-from protocol.messages import Calibrate, Cancel, Generate, Score, SetPolicy
+from pipeline.accounts import account_of
+from pipeline.held import ID_BYTES, Held
+from protocol.messages import Calibrate, Cancel, ChatMessage, Generate, Score, SetPolicy
 
 LIMIT = 4096  # waiting messages of one client
-SIZE_LIMIT = 64 << 20  # bytes of those messages
-ID_BYTES = 36  # bytes of a number in a tuple
+MESSAGE_BYTES = 512  # of a message beside its texts and ids
 
 
 @dataclass(frozen=True)
@@ -21,15 +24,17 @@ class ClientGone:
 
 
 EngineMessage = Generate | Score | Calibrate | SetPolicy | Cancel | ClientGone
+_Queue = deque[tuple[EngineMessage, int]]  # messages, each with its size in bytes
 
 
 class EngineInbox:
-    """The event loop calls `put`, the engine's thread `get`."""
+    """The event loop calls `put` and `drop`, the engine's thread `get`."""
 
     def __init__(self) -> None:
-        # by client, none of them empty: the messages, each with its size in bytes
-        self._queues: OrderedDict[bytes, deque[tuple[EngineMessage, int]]] = OrderedDict()
-        self._sizes: Counter[bytes] = Counter()
+        # by account and client, none of them empty
+        self._accounts: OrderedDict[bytes, OrderedDict[bytes, _Queue]] = OrderedDict()
+        self._gone: deque[bytes] = deque()  # clients that have disconnected
+        self._held = Held()
         self._changed = threading.Condition()
         self._stopped = False
 
@@ -39,35 +44,48 @@ class EngineInbox:
         return self._stopped
 
     def put(self, client: bytes, message: EngineMessage) -> bool:
-        """Queue a message. False after `stop`, and where this client's waiting messages are too many or too
-        large; a ClientGone is queued even then."""
-        size = _held_bytes(message)
+        """Queue a message. False after `stop`, and where the waiting messages of this client are too many, or
+        those of this client, its account or all clients too large (that never refuses a Cancel)."""
+        size = 0 if isinstance(message, Cancel) else held_bytes(message)
+        account = account_of(client)
         with self._changed:
-            if self._stopped:
+            waiting = len(self._accounts.get(account, OrderedDict()).get(client, ()))
+            if self._stopped or waiting >= LIMIT or not self._held.take(client, size):
                 return False
-            queue = self._queues.get(client, deque())
-            full = len(queue) >= LIMIT or (queue and self._sizes[client] + size > SIZE_LIMIT)
-            if full and not isinstance(message, ClientGone):
-                return False
-            self._queues.setdefault(client, queue).append((message, size))
-            self._sizes[client] += size
+            queues = self._accounts.setdefault(account, OrderedDict())
+            queues.setdefault(client, deque()).append((message, size))
             self._changed.notify()
         return True
+
+    def drop(self, client: bytes) -> None:
+        """A client has disconnected: its messages are dropped, and the next `get` returns a ClientGone."""
+        with self._changed:
+            queues = self._accounts.get(account_of(client), OrderedDict())
+            for _, size in queues.pop(client, ()):
+                self._held.give_back(client, size)
+            if not queues:
+                self._accounts.pop(account_of(client), None)
+            if not self._stopped:
+                self._gone.append(client)
+                self._changed.notify()
 
     def get(self, wait: float) -> tuple[bytes, EngineMessage] | None:
         """The next client's oldest message. None after `wait` seconds, and after `stop` once none is left."""
         with self._changed:
-            if not self._queues and not self._stopped and wait:
+            if not self._accounts and not self._gone and not self._stopped and wait:
                 self._changed.wait(wait)
-            if not self._queues:
+            if self._gone:
+                return self._gone.popleft(), ClientGone()
+            if not self._accounts:
                 return None
-            client, queue = self._queues.popitem(last=False)
+            account, queues = self._accounts.popitem(last=False)
+            client, queue = queues.popitem(last=False)
             message, size = queue.popleft()
-            self._sizes[client] -= size
+            self._held.give_back(client, size)
             if queue:
-                self._queues[client] = queue
-            else:
-                del self._sizes[client]
+                queues[client] = queue
+            if queues:
+                self._accounts[account] = queues
             return client, message
 
     def stop(self) -> None:
@@ -77,14 +95,22 @@ class EngineInbox:
             self._changed.notify()
 
 
-def _held_bytes(message: EngineMessage) -> int:
-    """About the bytes of memory that a waiting message holds."""
-    match message:
-        case Generate():
-            turns = [turn.content for turn in message.messages or ()]
-            texts = [message.prompt or "", message.conversation or "", *turns, *message.stop]
-            return ID_BYTES * (len(message.resume) + len(message.token_ids or ())) + sum(map(len, texts))
-        case Score() | Calibrate():
-            return ID_BYTES * len(message.token_ids or ()) + len(message.text or "")
-        case _:
+def held_bytes(value: object) -> int:
+    """About the bytes of memory that a waiting message, or a value in it, holds."""
+    match value:
+        case str() | bytes():
+            return sys.getsizeof(value)
+        case ChatMessage():  # there may be many
+            return MESSAGE_BYTES + sys.getsizeof(value.role) + sys.getsizeof(value.content)
+        case tuple() if value and type(value[0]) is int:  # then all are
+            return ID_BYTES * len(value)
+        case tuple() | list():
+            return ID_BYTES + sum(map(held_bytes, value))
+        case dict():
+            return MESSAGE_BYTES + sum(held_bytes(entry) for pair in value.items() for entry in pair)
+        case int() | float() | None:
             return 0
+        case _:
+            assert dataclasses.is_dataclass(value)
+            names = dataclasses.fields(value)
+            return MESSAGE_BYTES + sum(held_bytes(getattr(value, field.name)) for field in names)

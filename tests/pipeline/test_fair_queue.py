@@ -85,6 +85,25 @@ def test_preempted_request_comes_before_its_client_s_others() -> None:
     assert len(queue) == 4
 
 
+def test_account_with_many_clients_delays_mostly_itself() -> None:
+    """Eight clients of one key, and one of another account; within an account its clients take turns."""
+    names = {"x": b"other\0x"} | {letter: b"key\0" + letter.encode() for letter in "abcdefgh"}
+    queue = FairQueue()
+    for letter in "aabcdefghxx":
+        queue.add(Waiting(names[letter]))
+
+    def order(running: str) -> str:
+        return "".join(j.client[-1:].decode() for j in queue.in_order([Waiting(names[r]) for r in running]))
+
+    assert order("") == "axbxcdefgha"
+    assert order("abc").startswith("xxd")
+    assert order("xxxx").startswith("abcdx")
+    assert queue.of(names["a"]) == 9  # of a remote client its account's
+    for _ in range(3):  # the account that was served last comes last
+        queue.admit(next(queue.in_order([])))
+    assert order("").startswith("xc")
+
+
 @given(st.text("abcd", max_size=30), st.text("abcd", max_size=6), st.integers(1, 4))
 def test_every_request_once_and_in_its_client_s_order(waiting: str, running: str, slots: int) -> None:
     queue, jobs = queue_of(waiting)
