@@ -182,8 +182,8 @@ def _open(path: Path) -> tuple[int | None, Entries]:
 
 
 def _entries(packed: bytes, end: int) -> Entries:
-    """The matrices of an index; the data end at byte `end`. Raises ValueError where it is damaged or of
-    another version."""
+    """The matrices of an index that begins at byte `end`. Raises ValueError where it is damaged or of another
+    version."""
     index = msgpack.unpackb(packed)
     if not isinstance(index, dict) or not isinstance(matrices := index.get("matrices"), dict):
         raise ValueError("its index is damaged")

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgpack
 
-from pipeline.checkpoint.header import Shard, TensorEntry, read_shard
+from pipeline.checkpoint.header import MAX_TENSORS, Shard, TensorEntry, read_shard
 from pipeline.errors import ModelError
 from protocol.small_files import MAX_SETTINGS, read_json
 
@@ -61,10 +61,13 @@ class CheckpointIndex:
                 f"{folder} lacks {len(missing)} of {len(names)} weight files (the first is {missing[0]}): "
                 "the download is incomplete"
             )
-        shards = tuple(read_shard(folder / name) for name in names)
+        shards: list[Shard] = []
         tensors: dict[str, TensorEntry] = {}
-        for shard in shards:
-            for name, entry in shard.tensors.items():
+        for file in names:
+            shards.append(read_shard(folder / file))
+            if len(tensors) + len(shards[-1].tensors) > MAX_TENSORS:
+                raise ModelError(f"{folder} has more than {MAX_TENSORS} tensors, which makes no sense")
+            for name, entry in shards[-1].tensors.items():
                 if name in tensors:
                     raise ModelError(
                         f"{folder} is damaged: {name[:80]!r} is in {tensors[name].file.name} and in "
@@ -74,7 +77,7 @@ class CheckpointIndex:
         for name, file in listed.items():
             if name not in tensors or tensors[name].file.name != file:
                 raise ModelError(f"{folder} is damaged: {INDEX_FILE} lists {name[:80]!r} in {file}")
-        return cls(folder, config, shards, tensors)
+        return cls(folder, config, tuple(shards), tensors)
 
 
 def fingerprint(index: CheckpointIndex, format_name: str, tile: int) -> str:

@@ -8,11 +8,18 @@ from pipeline.errors import ModelError
 from pipeline.models.architecture import Architecture
 from pipeline.models.spec import ModelSpec
 
+FEW = 10_000  # tensors that are named in no time
 MAX_NAME = 120  # characters of a tensor's name in a message
 
 
 def check_tensors(index: CheckpointIndex, architecture: Architecture, spec: ModelSpec, fused: bool) -> None:
     """Raises ModelError, one line, for missing, unknown, misshapen tensors or unsupported dtypes."""
+    fewest = architecture.fewest_tensors(spec, fused)
+    if fewest > 2 * len(index.tensors) + FEW:
+        raise ModelError(
+            f"{index.listing} has {len(index.tensors)} tensors, and config.json describes more than {fewest}:"
+            " the download is incomplete, or config.json is another model's"
+        )
     required = architecture.tensors(spec, fused)
     missing = [name for name in required if name not in index.tensors]
     if missing:

@@ -117,11 +117,15 @@ class Architecture(ABC):
         for layer in range(spec.layers):
             yield from self.layer(spec, layer, fused).values()
 
+    def fewest_tensors(self, spec: ModelSpec, fused: bool) -> int:
+        """Fewer than `tensors` has, without making them: a config.json can describe any number."""
+        return spec.layers + len(spec.moe_layers) * (2 if fused else 3 * spec.experts)
+
     def tensors(self, spec: ModelSpec, fused: bool) -> dict[str, tuple[int, ...]]:
         """The shapes of all tensors that a checkpoint must have, by name."""
         shapes = {tensor.name: tensor.shape for tensor in self.backbone(spec, fused)}
         for layer in spec.moe_layers:
-            for expert in range(spec.experts):
+            for expert in range(1 if fused else spec.experts):  # fused, all have the same tensors
                 shapes |= {part.name: part.shape for part in self.expert(spec, layer, expert, fused)}
         return shapes
 

@@ -7,21 +7,21 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from pipeline.errors import ModelError
-from pipeline.models.config_keys import Config, expect, flag, optional, required
+from pipeline.models.config_keys import Config, expect, flag, optional, required, shown
 from pipeline.models.spec import GroupedQuery, Rope
 
 # Kinds of rotary embedding that require a factor. Other requirements are checked by transformers'
 # initialisers when the tables are made.
 SCALED = ("linear", "dynamic", "yarn", "llama3")
 ROPE_KINDS = ("default", *SCALED, "longrope")
-MAX_COUNT = 10_000  # layers, or experts a layer
+MAX_LAYERS, MAX_EXPERTS = 1000, 10_000  # the latter a layer
 
 
 def common(config: Config) -> dict[str, Any]:
     """The fields of ModelSpec that have the same keys in every family."""
     expect(config, "hidden_act", ("silu",))
     return {
-        "layers": bounded(config, "num_hidden_layers"),
+        "layers": bounded(config, "num_hidden_layers", MAX_LAYERS),
         "hidden": required(config, "hidden_size", int),
         "top_k": required(config, "num_experts_per_tok", int),
         "vocabulary": required(config, "vocab_size", int),
@@ -33,14 +33,14 @@ def common(config: Config) -> dict[str, Any]:
 
 def experts(config: Config, *keys: str) -> int:
     """The number of experts a layer, under the first of these keys that is present."""
-    return bounded(config, next((key for key in keys if key in config), keys[0]))
+    return bounded(config, next((key for key in keys if key in config), keys[0]), MAX_EXPERTS)
 
 
-def bounded(config: Config, key: str) -> int:
+def bounded(config: Config, key: str, most: int) -> int:
     """A positive number of layers or experts, small enough to list them all."""
     number = int(required(config, key, int))
-    if number > MAX_COUNT:
-        raise ModelError(f"config.json: {key} is {number}; more than {MAX_COUNT} make no sense")
+    if number > most:
+        raise ModelError(f"config.json: {key} is {number}; more than {most} make no sense")
     return number
 
 
@@ -80,7 +80,7 @@ def rope_parameters(config: Config) -> tuple[str, Mapping[str, Any]]:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in ROPE_KINDS:
         known = ", ".join(ROPE_KINDS)
-        raise ModelError(f"config.json: RoPE of type {kind!r} is not supported (only {known})")
+        raise ModelError(f"config.json: RoPE of type {shown(kind)} is not supported (only {known})")
     expect(parameters, "partial_rotary_factor", (None, 1, 1.0))
     expect(config, "partial_rotary_factor", (None, 1, 1.0))
     if kind in SCALED:
@@ -114,7 +114,8 @@ def sparse_layers(config: Config, layers: int) -> tuple[int, ...]:
     step = optional(config, "decoder_sparse_step", int, 1)
     dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(i) is int for i in dense):
-        raise ModelError(f"config.json: mlp_only_layers must be a list of layers, it is {dense!r}")
+        raise ModelError(f"config.json: mlp_only_layers must be a list of layers, it is {shown(dense)}")
+    dense = frozenset(dense)
     return tuple(i for i in range(layers) if i not in dense and (i + 1) % step == 0)
 
 

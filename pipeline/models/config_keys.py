@@ -3,21 +3,22 @@ in a ModelError of one line that begins with `config.json:`."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from pipeline.errors import ModelError
 
 Config = Mapping[str, Any]
+MAX_INT, MAX_FLOAT = 1 << 31, 1e38  # beyond them, computing with it fails
+MAX_SHOWN = 80  # characters of a value in an error
 
 
 def required(config: Config, key: str, kind: type[int] | type[float]) -> Any:
-    """A positive number; an int is accepted as a float."""
+    """A positive number; an int is accepted as a float. JSON's may be NaN, infinite, or have any digits."""
     value = config.get(key)
     right_kind = isinstance(value, (int, kind)) and not isinstance(value, bool)
-    if not right_kind or value is None or not 0 < value < math.inf:  # JSON may contain NaN and Infinity
-        raise ModelError(f"config.json: {key} must be a positive {kind.__name__}, it is {value!r}")
+    if not right_kind or value is None or not 0 < value < (MAX_INT if kind is int else MAX_FLOAT):
+        raise ModelError(f"config.json: {key} must be a positive {kind.__name__}, it is {shown(value)}")
     return value
 
 
@@ -38,8 +39,8 @@ def count(config: Config, key: str, default: int) -> int:
     value = config.get(key)
     if value is None:
         return default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ModelError(f"config.json: {key} must be a whole number from 0 on, it is {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < MAX_INT:
+        raise ModelError(f"config.json: {key} must be a whole number from 0 on, it is {shown(value)}")
     return value
 
 
@@ -49,13 +50,18 @@ def flag(config: Config, key: str, default: bool) -> bool:
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise ModelError(f"config.json: {key} must be true or false, it is {value!r}")
+        raise ModelError(f"config.json: {key} must be true or false, it is {shown(value)}")
     return value
+
+
+def shown(value: object) -> str:
+    """For an error: a value of any size, shortened."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def expect(config: Config, key: str, allowed: tuple[object, ...]) -> None:
     """Refuse unsupported variants: `key`, where present, must have one of these values."""
     if key in config and config[key] not in allowed:
-        raise ModelError(
-            f"config.json: {key} = {config[key]!r} is not supported (only {', '.join(map(repr, allowed))})"
-        )
+        known = ", ".join(map(repr, allowed))
+        raise ModelError(f"config.json: {key} = {shown(config[key])} is not supported (only {known})")

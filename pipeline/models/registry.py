@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipeline.errors import ModelError, UsageError
 from pipeline.models.architecture import Architecture
 from pipeline.models.common_config import check_rope
-from pipeline.models.config_keys import Config
+from pipeline.models.config_keys import Config, shown
 from pipeline.models.deepseek_v2 import DeepseekV2
 from pipeline.models.mixtral import Mixtral
 from pipeline.models.olmoe import Olmoe
@@ -24,7 +24,7 @@ def architecture_of(config: Config) -> Architecture:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise ModelError(f"config.json: architecture {kind!r} is not supported (only {known})")
+        raise ModelError(f"config.json: architecture {shown(kind)} is not supported (only {known})")
     return ARCHITECTURES[kind]
 
 

@@ -6,9 +6,12 @@ import json
 import os
 import shutil
 import time
+import tracemalloc
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from launch.command_line.checks import check_engine
 from launch.command_line.model_files import check_can_chat
@@ -43,6 +46,12 @@ def replace_by(kind: str, path: Path) -> None:
     else:
         path.touch()
         os.truncate(path, 1 << 40)  # sparse
+
+
+def change(folder: Path, **entries: object) -> None:
+    """Change config.json."""
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | entries))
 
 
 def refusal(read: object) -> str:
@@ -100,3 +109,43 @@ def test_tokenizer_of_another_name_is_refused(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(ModelError, match="fast_tokenizer_files"):
         Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_config_with_millions_of_experts_is_refused_before_they_are_listed(folder: Path, fused: bool) -> None:
+    change(folder, num_hidden_layers=1000, num_local_experts=10_000 if fused else 1000)
+    if fused:
+        save_file({"model.layers.0.mlp.experts.gate_up_proj": np.zeros(1, np.float32)}, folder / SINGLE_FILE)
+    tracemalloc.start()
+    try:
+        refusal(lambda: Checkpoint(folder))
+        assert tracemalloc.get_traced_memory()[1] < 50 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"rms_norm_eps": 10**400},
+        {"rope_theta": 10**4200},
+        {"hidden_size": 10**4200},
+        {"hidden_size": list(range(100_000))},
+        {"hidden_act": "a" * 1_000_000},
+        {"model_type": ["a"] * 100_000},
+        {"tie_word_embeddings": ["a"] * 100_000},
+        {"rope_scaling": {"type": "a" * 1_000_000}},
+        {"model_type": "qwen2_moe", "mlp_only_layers": ["a"] * 100_000},
+        {"model_type": "qwen2_moe", "mlp_only_layers": list(range(1000, 500_000)), "num_hidden_layers": 1000},
+    ],
+)
+def test_values_of_any_size_are_one_short_line(folder: Path, entries: dict[str, object]) -> None:
+    change(folder, **entries)
+    assert len(refusal(lambda: Checkpoint(folder))) < 400
+
+
+def test_header_with_millions_of_tensors_is_refused(folder: Path) -> None:
+    entry = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({str(i): entry for i in range(300_000)}).encode()
+    (folder / SINGLE_FILE).write_bytes(len(header).to_bytes(8, "little") + header)
+    assert "has more than" in refusal(lambda: Checkpoint(folder))
