@@ -34,12 +34,14 @@ from protocol.private_files import private_directory
 from protocol.small_files import read_small
 from protocol.sockets import ipc_endpoint, runtime_root
 from shm.atomic_file import atomic_file
+from shm.file_locks import leads_to
 from shm.segment import SUFFIX, engine_prefix, is_segment
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,32}")
 SEGMENT = re.compile(r"tandem-([A-Za-z0-9_-]{1,32})-[0-9a-f]{6}-[a-z]+-[0-9]+" + SUFFIX)
 SHM = Path("/dev/shm")
 MAX_INFO = 1 << 16  # bytes of engine.json
+INFO = "engine.json"
 LOCK_TRIES = 10  # another process that tests the lock holds it for a moment
 
 log = logging.getLogger("tandem")
@@ -64,6 +66,10 @@ class RuntimeDir:
         self.path = path
         self.name = path.name
         self._lock = lock
+        # systemd-tmpfiles skips a directory that is locked, and everything in it.
+        self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with suppress(OSError):
+            fcntl.flock(self._folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     @classmethod
     def claim(cls, name: str) -> RuntimeDir:
@@ -88,13 +94,18 @@ class RuntimeDir:
             time.sleep(0.02)
         raise WrongUsage(f"an engine named {name!r} is running; use --connect {name} or another --name")
 
+    @property
+    def intact(self) -> bool:
+        """Whether this is still the directory of its name, with the lock in it."""
+        return self._lock >= 0 and leads_to(self.path / "lock", self._lock)
+
     def endpoint(self, name: str) -> str:
         """Of a socket in this directory. Raises ProtocolError where its path is too long."""
         return ipc_endpoint(self.path, name)
 
     def publish(self, info: EngineInfo) -> None:
         """Write engine.json, whole or not at all."""
-        with atomic_file(self.path / "engine.json", sync=False) as file:
+        with atomic_file(self.path / INFO, sync=False) as file:
             file.write(json.dumps(asdict(info)).encode())
 
     def remove_slabs(self) -> None:
@@ -104,12 +115,17 @@ class RuntimeDir:
                 path.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Remove the engine's segments and the directory, then release the lock. Idempotent."""
+        """Remove the engine's segments and the directory, then release the lock. Idempotent. A directory that
+        another engine has made after this one had been removed stays, with that engine's segments."""
         if self._lock < 0:
             return
-        _remove_all(self.path)
-        os.close(self._lock)
-        self._lock = -1
+        try:
+            if self.intact or not (self.path / "lock").exists():
+                _remove_all(self.path)
+        finally:
+            os.close(self._folder)
+            os.close(self._lock)
+            self._lock = -1
 
 
 def _running_dirs() -> Iterator[Path]:
@@ -126,7 +142,7 @@ def running_engines() -> list[EngineInfo]:
     found = []
     for path in _running_dirs():
         with suppress(OSError, ValueError, KeyError, TypeError):  # not ready yet, or stopped meanwhile
-            found_info = json.loads(read_small(path / "engine.json", MAX_INFO))
+            found_info = json.loads(read_small(path / INFO, MAX_INFO))
             # another version's may hold more
             found.append(EngineInfo(**{field.name: found_info[field.name] for field in fields(EngineInfo)}))
     return found

@@ -28,6 +28,7 @@ from launch.processes.child_configs import ChildConfigs
 from launch.processes.children import Child, title
 from launch.processes.control import Control
 from launch.processes.cores import Cores
+from launch.processes.file_watch import watch_files
 from launch.processes.group import ProcessGroup
 from launch.processes.limits import Limits
 from launch.processes.monitor import ProcessMonitor, ProcessSlot
@@ -171,6 +172,9 @@ class Supervisor:
         self._progress.close()
         self.endpoint = runtime.endpoint("client.sock")
         self._publish()
+        assert self._lease is not None
+        files = (runtime, self._lease, self._configs.control_name, self._publish)
+        self._guard.keep(watch_files(*files, self._limits.files_interval))
         where = "the CPU" if config.device == "cpu" else "the GPU"
         workers = count(config.workers, "worker") if config.workers else "without workers"
         took = f"{time.monotonic() - began:.1f} s"
