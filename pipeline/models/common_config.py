@@ -14,14 +14,14 @@ from pipeline.models.spec import GroupedQuery, Rope
 # initialisers when the tables are made.
 SCALED = ("linear", "dynamic", "yarn", "llama3")
 ROPE_KINDS = ("default", *SCALED, "longrope")
-MAX_LAYERS, MAX_EXPERTS = 1000, 10_000  # the latter a layer
+MAX_COUNT = 10_000  # layers, or experts a layer
 
 
 def common(config: Config) -> dict[str, Any]:
     """The fields of ModelSpec that have the same keys in every family."""
     expect(config, "hidden_act", ("silu",))
     return {
-        "layers": bounded(config, "num_hidden_layers", MAX_LAYERS),
+        "layers": bounded(config, "num_hidden_layers"),
         "hidden": required(config, "hidden_size", int),
         "top_k": required(config, "num_experts_per_tok", int),
         "vocabulary": required(config, "vocab_size", int),
@@ -33,14 +33,14 @@ def common(config: Config) -> dict[str, Any]:
 
 def experts(config: Config, *keys: str) -> int:
     """The number of experts a layer, under the first of these keys that is present."""
-    return bounded(config, next((key for key in keys if key in config), keys[0]), MAX_EXPERTS)
+    return bounded(config, next((key for key in keys if key in config), keys[0]))
 
 
-def bounded(config: Config, key: str, most: int) -> int:
+def bounded(config: Config, key: str) -> int:
     """A positive number of layers or experts, small enough to list them all."""
     number = int(required(config, key, int))
-    if number > most:
-        raise ModelError(f"config.json: {key} is {number}; more than {most} make no sense")
+    if number > MAX_COUNT:
+        raise ModelError(f"config.json: {key} is {number}; more than {MAX_COUNT} make no sense")
     return number
 
 
