@@ -191,7 +191,7 @@ def _known_keys(root: Path) -> list[str]:
     """The keys of all stores that have a lock file or a segment."""
     keys = {path.stem for path in _lock_folder(root).glob("*.use")}
     keys |= {path.stem for path in build_folder().glob("*.build")}
-    keys |= {store_key(path.name) for path in Path(SHM_FOLDER).iterdir() if is_segment(path)}
+    keys |= {key for path in Path(SHM_FOLDER).iterdir() if (key := store_key(path.name)) and is_segment(path)}
     return sorted(key for key in keys if KEY.fullmatch(key))
 
 
