@@ -117,6 +117,7 @@ def replace_engine_keys(path: Path, keys: EngineKeys) -> None:
     except OSError as e:
         new.unlink()
         raise ProtocolError(f"cannot write {path}: {e.strerror}") from e
+    sync_folder(path.parent)
 
 
 def write_client_keys(path: Path, keys: ClientKeys) -> None:
