@@ -41,6 +41,7 @@ from protocol.keys import RIGHTS
 from protocol.messages import Calibrate, Sampling
 
 MAX_DAYS = 1e6
+MAX_ERROR = 1000  # characters
 LOG_LEVELS = ("debug", "info", "notice", "warning", "error")
 
 
@@ -79,7 +80,8 @@ class Parser(argparse.ArgumentParser):
                 message += "; a prompt follows a command: launch.py generate PROMPT"
         if missing := re.fullmatch(r"one of the arguments (.*) is required", message):
             message = f"give {' or '.join(missing[1].split())}"
-        raise WrongUsage(message.removeprefix("argument "))
+        message = message.removeprefix("argument ")
+        raise WrongUsage(message if len(message) <= MAX_ERROR else f"{message[:MAX_ERROR]}...")
 
     def known_options(self) -> list[str]:
         return [option for action in self._actions for option in action.option_strings]

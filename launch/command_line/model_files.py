@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from launch.errors import WrongUsage
@@ -23,7 +24,7 @@ def check_reads_text(folder: Path) -> None:
             f"{folder} has random weights and no tokenizer, so it reads no text and cannot chat: `bench`"
             " shows its speed, and `generate --prompt-tokens 1,2,3` runs it"
         )
-    if (folder / "config.json").is_file() and not _has_tokenizer(folder):
+    if os.path.isfile(folder / "config.json") and not _has_tokenizer(folder):
         raise WrongUsage(
             f"{NO_TOKENIZER}: put its tokenizer.json and tokenizer_config.json into {folder}, or use"
             " `generate --prompt-tokens`"
@@ -44,7 +45,7 @@ def check_can_chat(folder: Path) -> None:
 
 
 def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+    return any(os.path.isfile(folder / name) for name in TOKENIZER_FILES)
 
 
 def _settings_have_template(folder: Path) -> bool:

@@ -3,9 +3,11 @@ Options that were not given are absent, so defaults come from the dataclasses al
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from launch.command_line import habits
@@ -39,6 +41,8 @@ WITHOUT_ENGINE = {
 # All options of a replay, which starts no engine either.
 REPLAY = {"replay", "costs", "policy", "set", "expert_cache", "seed", "json", "detail", "log_level"}
 DRAWING = {"report", "model", "json", "log_level"}  # all options of calibrate without a text
+PROMPTS = {"prompt", "text", "system"}
+MAX_VALUE = 4095  # bytes of any other text: of a path, the system takes no more
 ANSWER_OPTIONS = SAMPLING_FIELDS - {"seed"} | {"max_tokens", "stop", "ignore_eos"}
 
 
@@ -147,6 +151,7 @@ def parse(arguments: list[str]) -> Options:
         _refuse(written.keys() - REPLAY, "does not belong to bench --replay, which starts no engine")
     if command == "doctor" and "model" not in written:
         _refuse(SIZES & written.keys(), "is about a model: doctor --model DIR {} ...")
+    _check_lengths(written)
     options = Options(command, written)
     if "key" in written and "listen" not in written and options.remote is None:
         raise WrongUsage("--key is for tcp: --connect tcp://HOST:PORT, or serve --listen tcp://ADDRESS:PORT")
@@ -162,6 +167,16 @@ def parse(arguments: list[str]) -> Options:
         if command == "serve":
             raise WrongUsage("serve starts an engine; it takes no --connect")
     return options
+
+
+def _check_lengths(written: dict[str, Any]) -> None:
+    """A child's configuration has room for paths and names, and a file system takes no longer ones."""
+    for option in written.keys() - PROMPTS:
+        value = written[option]
+        for text in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(text, str | Path) and len(os.fsencode(text)) > MAX_VALUE:
+                shown = f"{str(text)[:40]!r}..."
+                raise WrongUsage(f"{_spelled(option)}: {shown} is longer than {MAX_VALUE} bytes")
 
 
 def _check_prompt(written: dict[str, Any]) -> None:
@@ -227,7 +242,7 @@ def _unknown(word: str, command: str | None, parser: Parser, commands: dict[str,
     if others:
         return f"{word} does not belong to {command or 'a chat'}, but to {', '.join(others)}"
     near = nearest_option(word, parser.known_options())
-    return f"unknown argument {word!r}{near or f'; `{parser.prog} --help` lists the options'}"
+    return f"unknown argument {word[:80]!r}{near or f'; `{parser.prog} --help` lists the options'}"
 
 
 def _spelled(destination: str) -> str:

@@ -12,6 +12,7 @@ are kept: the next start continues after them.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
 import signal
@@ -70,7 +71,7 @@ def model_folder(model: Path, download: bool) -> Path:
     SIGTERM and SIGHUP too."""
     name = str(model)
     match = _NAME.fullmatch(name)
-    if model.exists() or match is None or not is_hub_name(name):
+    if os.path.exists(model) or match is None or not is_hub_name(name):
         return model
     from huggingface_hub import try_to_load_from_cache
 

@@ -40,7 +40,7 @@ from launch.terminal.progress import ProgressDisplay
 from pipeline.assets import model_dir
 from pipeline.config import EngineConfig
 from pipeline.errors import ModelError
-from pipeline.policies.presets import make_policy
+from pipeline.policies.presets import canonical, make_policy
 from pipeline.policies.view import PolicyRequest
 from protocol.errors import ProtocolError
 from protocol.messages import VERSION, Needed, Progress, Ready, SetPolicy
@@ -281,8 +281,10 @@ class Supervisor:
     def _on_policy(self, message: SetPolicy) -> None:
         """A restarted coordinator begins with the policy that was set last."""
         options = {name: str(value) for name, value in message.options.items()}
-        config = replace(self._configs.config, policy=message.policy, policy_options=options)
-        policy = make_policy(PolicyRequest(message.policy, options), config.seed)
+        seed = self._configs.config.seed
+        request = canonical(PolicyRequest(message.policy, options), seed)
+        config = replace(self._configs.config, policy=request.name, policy_options=request.options)
+        policy = make_policy(request, seed)
         self._configs = replace(self._configs, config=config, slab=policy.uses_device)
         self.config = config
         try:

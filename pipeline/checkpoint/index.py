@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,7 +46,11 @@ class CheckpointIndex:
     def open(cls, folder: Path) -> CheckpointIndex:
         """Read config.json and the headers of all shards. Raises ModelError, one line, for a directory that
         is missing, incomplete, damaged, quantized, or without safetensors."""
-        if not folder.exists():
+        try:
+            exists = folder.exists()
+        except OSError as e:  # too long a name, or no permission
+            raise ModelError(f"the model directory {folder} cannot be read: {e.strerror}") from None
+        if not exists:
             hub = "; a model of the Hub is written ORG/NAME" if str(folder) == folder.name else ""
             raise ModelError(f"the model directory {folder} does not exist{hub}")
         if not folder.is_dir():
@@ -55,11 +60,11 @@ class CheckpointIndex:
         # A single file takes precedence, as in transformers, which may leave an old index beside it.
         listed = {} if (folder / SINGLE_FILE).exists() else _weight_map(folder)
         names = sorted(set(listed.values())) or [_single_file(folder)]
-        missing = [name for name in names if not (folder / name).exists()]
+        missing = [name for name in names if not os.path.exists(folder / name)]
         if missing:
             raise ModelError(
-                f"{folder} lacks {len(missing)} of {len(names)} weight files (the first is {missing[0]}): "
-                "the download is incomplete"
+                f"{folder} lacks {len(missing)} of {len(names)} weight files (the first is "
+                f"{missing[0][:80]}): the download is incomplete"
             )
         shards: list[Shard] = []
         tensors: dict[str, TensorEntry] = {}

@@ -100,6 +100,7 @@ class Real:
 
 
 Option = Choice | Whole | Real
+MAX_VALUE = 64  # characters of a value: it is kept, shown and given to every restarted coordinator
 Value = str | int | float | None
 
 
@@ -129,9 +130,12 @@ def parse_options(
         if name not in given and default is None:
             values[name] = None
             continue
+        # a client may have sent any type, and the engine's seed may be outside this option's range
+        text = str(given.get(name, default))
         try:
-            # a client may have sent any type, and the engine's seed may be outside this option's range
-            values[name] = option.parse(str(given.get(name, default)))
+            values[name] = option.parse(text)
+            if len(text) > MAX_VALUE:  # digits or spaces without a meaning
+                raise PolicyError(f"{name}={text[:40]!r}... is too long; it must be {option.values}")
         except PolicyError as error:
             raise PolicyError(f"policy {preset}: {error}") from None
     return values

@@ -230,10 +230,20 @@ def make_policy(request: PolicyRequest, seed: int) -> Policy:
     Raises PolicyError, one line with the nearest names, for an unknown preset, part, option or value, and
     for parts that cannot work together.
     """
-    preset = PRESETS.get(request.name)
+    return _preset(request.name).make(request.options, seed)
+
+
+def canonical(request: PolicyRequest, seed: int) -> PolicyRequest:
+    """The same request with its options' values as text that is written from what was read. Raises as
+    `make_policy`."""
+    values = {o.name: str(value) for o, value in _preset(request.name).values(request.options, seed)}
+    return PolicyRequest(request.name, {name: values[name] for name in request.options})
+
+
+def _preset(name: str) -> Preset:
+    preset = PRESETS.get(name)
     if preset is None:
         raise PolicyError(
-            f"unknown policy {request.name[:40]!r}{did_you_mean(request.name, PRESETS)} "
-            f"(supported: {', '.join(PRESETS)})"
+            f"unknown policy {name[:40]!r}{did_you_mean(name, PRESETS)} (supported: {', '.join(PRESETS)})"
         )
-    return preset.make(request.options, seed)
+    return preset

@@ -10,7 +10,7 @@ from pipeline.errors import CalibrationError
 from pipeline.memory.limits import full_memory_in_one_line
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
-from pipeline.policies.presets import make_policy
+from pipeline.policies.presets import canonical, make_policy
 from pipeline.policies.view import Policy, PolicyRequest
 from pipeline.serving.device_memory import open_device_memory
 from pipeline.serving.engine_parts import EngineParts
@@ -42,7 +42,7 @@ class PolicySwitch:
             engine.memory = open_device_memory(self._parts)
         costs, calibration = self._costs_for(policy), self._calibration_for(policy)
         notes = engine.set_policy(policy, costs, calibration, counted=counted)
-        self.current, self._counted = request, counted
+        self.current, self._counted = canonical(request, self._parts.config.options.seed), counted
         return notes
 
     @property

@@ -335,7 +335,7 @@ async def test_restarted_coordinator_has_the_policy_that_was_set_last(
         slab.touch()
         first = play.child("coordinator")
         assert first.config["slab"] is False
-        first.send(SetPolicy(0, "random", {"seed": 3}))
+        first.send(SetPolicy(0, "random", {"seed": " 03"}))
         info = runtime_root() / engine.name / "engine.json"
         await until(lambda: json.loads(info.read_text())["policy"] == "random")
         caplog.clear()

@@ -227,8 +227,11 @@ def test_options_of_a_policy_are_texts(whole: WholeEngine) -> None:
     inbox = Inbox()
     service = whole.service(inbox)
     inbox.put(b"c", SetPolicy(7, "random", {"seed": 3}, counted=False))
+    inbox.put(b"c", SetPolicy(8, "random", {"seed": " " * 70_000 + "4"}))
     inbox.put(b"c", ASKED)
     service.serve()
+    (refused,) = [message for message in whole.sent() if isinstance(message, Error)]
+    assert len(refused.text) < 200
     stats = service.status.stats()
     assert (stats["policy"], stats["policy_options"]) == ("random", {"seed": "3"})
     assert (stats["counted_tokens"], stats["engine"]["decode"]["rows"]) == (0, 2)
