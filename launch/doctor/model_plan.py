@@ -5,6 +5,7 @@ Exit code 0: the model fits; 1: not."""
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -89,7 +90,7 @@ def _open(model: Path) -> ModelSource:
     """The model, or what its config says where its folder holds no weights, as for one of the Hub that is not
     downloaded. Raises ModelError."""
     config = model / CONFIG
-    if is_shape(model) or not config.exists() or any(model.glob("*.safetensors*")):
+    if is_shape(model) or not os.path.exists(config) or any(model.glob("*.safetensors*")):
         return open_model(model)
     return RandomModel.of_config(short_name(str(model)), read_fields(config))
 
