@@ -114,5 +114,7 @@ def _command(options: Options) -> Command:
 
 
 def _complain(text: str, exit_code: int) -> int:
-    print(f"launch.py: {text}", file=sys.stderr)
+    from launch.terminal.log import complain
+
+    complain(text)
     return exit_code

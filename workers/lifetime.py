@@ -11,6 +11,7 @@ supervisor stops them in order.
 from __future__ import annotations
 
 import ctypes
+import io
 import logging
 import os
 import signal
@@ -21,6 +22,8 @@ from typing import Any, NoReturn
 
 import msgpack
 
+from protocol.visible import LineFormatter, VisibleStream
+
 PR_SET_PDEATHSIG = 1
 EXIT_PARENT_GONE = 3
 MAX_CONFIG = 1 << 20
@@ -28,12 +31,19 @@ MAX_CONFIG = 1 << 20
 
 def enter(lifeline: int) -> Future[dict[str, Any]]:
     """Exit with the parent from now on, and read the configuration from this descriptor while the caller
-    continues; its `role` then prefixes the log lines. Exits if no supervisor started this process."""
+    continues; its `role` then prefixes the log lines. What this process prints is `visible`. Exits if no
+    supervisor started this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.stdout, sys.stderr = _visible_stream(1), _visible_stream(2)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     config: Future[dict[str, Any]] = Future()
     threading.Thread(target=_watch, args=(lifeline, config), name="lifeline", daemon=True).start()
     return config
+
+
+def _visible_stream(fd: int) -> VisibleStream:
+    output = io.BufferedWriter(io.FileIO(fd, "w", closefd=False))
+    return VisibleStream(output, errors="replace", line_buffering=True)
 
 
 def pack_config(config: dict[str, Any]) -> bytes:
@@ -69,13 +79,24 @@ def _watch(lifeline: int, received: Future[dict[str, Any]]) -> NoReturn:
         os._exit(EXIT_PARENT_GONE)
     config: dict[str, Any] = msgpack.unpackb(packed)
     role = config.get("role", "child")
-    # While the loader runs, the supervisor draws a bar on a terminal, which a line has to clear.
-    clear = "\r\x1b[2K" if role == "loader" and sys.stderr.isatty() else ""
-    line = f"{clear}[{role}] %(message)s"
-    logging.basicConfig(level=config.get("log_level", "INFO"), stream=sys.stderr, format=line, force=True)
+    _open_log(role, config.get("log_level", "INFO"))
     received.set_result(config)
     os.read(lifeline, 1)  # returns only at end of file: the parent writes nothing after the configuration
     os._exit(EXIT_PARENT_GONE)
+
+
+def _open_log(role: str, level: str) -> None:
+    """Log lines begin with the role."""
+    # While the loader runs, the supervisor draws a bar on a terminal, which a line has to clear.
+    clearing = role == "loader" and sys.stderr.isatty()
+    handler = (_ClearingHandler if clearing else logging.StreamHandler)(sys.__stderr__)
+    handler.setFormatter(LineFormatter(f"[{role}] %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+
+
+class _ClearingHandler(logging.StreamHandler):  # type: ignore[type-arg]  # it is no generic class at run time
+    def format(self, record: logging.LogRecord) -> str:
+        return f"\r\x1b[2K{super().format(record)}"
 
 
 def _give_up(why: str) -> NoReturn:

@@ -75,7 +75,7 @@ async def bench(options: Options, interrupts: Interrupts) -> int:
     if "json" in options.written:
         print_json(report.to_json(), detail="detail" in options.written)
     else:
-        show(report.render())
+        show(report.render(), rendered=True)
     if plan.plot is not None:
         draw(report, plan.plot)
     return 0

@@ -85,7 +85,7 @@ async def replay(options: Options, interrupts: Interrupts) -> int:
     if "json" in written:
         print_json(report.to_json(), detail="detail" in written)
     else:
-        show(report.render())
+        show(report.render(), rendered=True)
     return 0
 
 

@@ -10,10 +10,10 @@ from launch.cache.entries import Entry, scan
 from launch.cache.prune import remove, select
 from launch.cache.report import describe, entry_to_json, table, to_json
 from launch.command_line.options import Options
-from launch.terminal.format import printable
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
 from protocol.user_folders import user_folder
+from protocol.visible import one_line
 from shm.errors import ShmError
 from shm.segment import byte_size
 
@@ -29,7 +29,7 @@ async def cache(options: Options, interrupts: Interrupts) -> int:
     if "json" in options.written:
         print_json(to_json(folder, entries))
     else:
-        show(table(folder, entries))
+        show(table(folder, entries), rendered=True)
     return 0
 
 
@@ -46,7 +46,7 @@ def _prune(options: Options, folder: Path, entries: Sequence[Entry]) -> int:
                 in_use.append(entry)
         except (OSError, ShmError) as e:
             failed.append(entry)
-            log.warning(f"{printable(str(entry.path))} could not be removed: {e}")
+            log.warning(f"{entry.path} could not be removed: {e}")
     rest = sum(entry.size for entry in entries if entry.on_disk and entry not in removed)
     if "json" in written:
         figures = {
@@ -72,7 +72,7 @@ def _prune(options: Options, folder: Path, entries: Sequence[Entry]) -> int:
 
 def _calibrations(removed: Sequence[Entry], dry_run: bool) -> list[str]:
     """A warning where calibrations go: unlike the other kinds nothing makes them again by itself."""
-    models = dict.fromkeys(printable(entry.model) for entry in removed if entry.kind == "calibration")
+    models = dict.fromkeys(one_line(entry.model) for entry in removed if entry.kind == "calibration")
     if not models:
         return []
     goes = "would go" if dry_run else "is gone"

@@ -11,8 +11,9 @@ from typing import Any
 from rich.text import Text
 
 from launch.cache.entries import UNKNOWN, Entry
-from launch.terminal.format import count, printable
+from launch.terminal.format import count
 from launch.terminal.tables import make_table, render
+from protocol.visible import one_line, visible
 from shm.segment import byte_size
 
 AGES = ((86400.0, "day"), (3600.0, "hour"), (60.0, "minute"))
@@ -22,7 +23,7 @@ def table(folder: Path, entries: Sequence[Entry]) -> str:
     """A row for each entry, the least recently used first, and the sums."""
     sums = _sums(folder, entries) + "\n"  # not wrapped: its path is to be copied
     if not entries:
-        return sums
+        return visible(sums)
     used = any(entry.in_use for entry in entries)
     shown = make_table("kind", "model", "format", "last use", *["in use by"] * used, numbers=("size",))
     for entry in entries:
@@ -35,7 +36,7 @@ def table(folder: Path, entries: Sequence[Entry]) -> str:
             byte_size(entry.size),
         )
     note = "unknown files are of another program or version, and are never removed\n"
-    return render(shown, "") + note * any(entry.kind == UNKNOWN for entry in entries) + sums
+    return render(shown, "") + note * any(entry.kind == UNKNOWN for entry in entries) + visible(sums)
 
 
 def to_json(folder: Path, entries: Sequence[Entry]) -> dict[str, Any]:
@@ -69,12 +70,12 @@ def describe(entry: Entry) -> str:
 
 def _format(entry: Entry) -> str:
     """With what costs were measured with."""
-    return printable(", ".join(filter(None, (entry.format, entry.setting))))
+    return one_line(", ".join(filter(None, (entry.format, entry.setting))))
 
 
 def _name(entry: Entry) -> str:
     """Of its model, or of a file that tells none."""
-    return printable(entry.path.name if entry.kind in (UNKNOWN, "unfinished") else entry.model)
+    return one_line(entry.path.name if entry.kind in (UNKNOWN, "unfinished") else entry.model)
 
 
 def age(then: float) -> str:

@@ -49,7 +49,7 @@ async def calibrate(options: Options, interrupts: Interrupts) -> int:
     if "json" in written:
         print_json(found | {"path": str(path), "report": [str(picture) for picture in pictures]})
     else:
-        show(render(path, found, calibration, pictures, _engine(options)))
+        show(render(path, found, calibration, pictures, _engine(options)), rendered=True)
     return 0
 
 

@@ -13,6 +13,7 @@ from launch.terminal import tables
 from launch.terminal.format import MISSING, percent
 from pipeline.calibration.summary import experts_per_token
 from pipeline.policies.calibration import Calibration
+from protocol.visible import visible
 
 MOST_ROWS = 64  # a model with more layers gets the mean values only
 
@@ -34,7 +35,7 @@ def render(
     # Without a calibration, by one where there is one, only with one that has a threshold.
     policies = "all-host,fiddler" + ",adapmoe" * (found["threshold"] is not None)
     then = f"next: python launch.py bench --policy {policies}{engine} compares policies that use it\n"
-    return text + "".join([*files, then])
+    return text + visible("".join([*files, then]))
 
 
 def _layers(calibration: Calibration) -> Table:

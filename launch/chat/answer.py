@@ -9,9 +9,9 @@ from contextlib import ExitStack
 from rich.text import Text
 
 from launch.chat.screen import Screen
-from launch.chat.text import visible
 from launch.chat.word_wrap import WordWrap
 from launch.terminal.interrupts import Interrupts
+from protocol.visible import visible
 
 STATUS_DELAY = 0.7  # seconds without a token until "reading the prompt" is shown
 ERASE_LINE = "\r\x1b[2K"

@@ -13,13 +13,12 @@ from rich.console import Console, RenderableType
 from launch.chat.banner import banner
 from launch.chat.conversation import Conversation
 from launch.chat.session import Session
-from launch.chat.text import visible
 from launch.errors import OutputFailed, WrongUsage
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.lines import Lines
-from launch.terminal.log import notice
+from launch.terminal.log import complain, notice
 from launch.terminal.output import show
-from launch.terminal.tables import PLAIN_WIDTH
+from launch.terminal.tables import PLAIN_WIDTH, VisibleConsole
 from protocol.client import Client
 from protocol.errors import RequestFailed
 
@@ -45,7 +44,7 @@ async def line_by_line(client: Client, conversation: Conversation, interrupts: I
         try:
             ended = line is None or not await session.handle(line)
         except (WrongUsage, OutputFailed, RequestFailed) as e:
-            print(f"launch.py: {e}", file=sys.stderr)
+            complain(e)
             failed = True
     if terminal and line is None:
         show("\n")
@@ -58,9 +57,7 @@ class PlainOutput:
     def __init__(self) -> None:
         console = Console(file=sys.stderr)
         self.width = console.width if console.is_terminal else PLAIN_WIDTH
-        self._console = Console(
-            width=self.width, color_system=None, highlight=False, markup=False, emoji=False
-        )
+        self._console = VisibleConsole(width=self.width, color_system=None)
 
     def show(self, what: RenderableType = "") -> None:
         with self._console.capture() as captured:
@@ -69,7 +66,7 @@ class PlainOutput:
             print(line.rstrip(), file=sys.stderr)
 
     def note(self, text: str) -> None:
-        self.show(visible(text))
+        self.show(text)
 
 
 class PlainView:

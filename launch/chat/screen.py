@@ -12,10 +12,10 @@ from io import TextIOWrapper
 from typing import Any
 
 from prompt_toolkit.application import run_in_terminal
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
-from launch.chat.text import visible
+from launch.terminal.tables import VisibleConsole
 
 
 class Screen:
@@ -25,7 +25,7 @@ class Screen:
         """`prompting`: whether a line is being typed."""
         if isinstance(sys.stdout, TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # characters that this terminal's encoding lacks
-        self.console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
+        self.console = VisibleConsole(file=sys.stdout)
         self._prompting = prompting
         self._deferred: list[Text] | None = None  # announcements during an answer
         self._printing: set[asyncio.Future[None]] = set()
@@ -38,11 +38,11 @@ class Screen:
         self.console.print(what)
 
     def note(self, text: str, style: str = "dim") -> None:
-        self.show(Text(visible(text), style=style))
+        self.show(Text(text, style=style))
 
     def announce(self, text: str, style: str = "dim") -> None:
         """A message that no command of the user caused: above the prompt, or after the present answer."""
-        line = Text(visible(text), style=style)
+        line = Text(text, style=style)
         if self._deferred is not None:
             self._deferred.append(line)
         elif self._prompting():

@@ -1,21 +1,13 @@
-"""Text for the screen: control characters made visible, parts joined to lines, hints in the chat's syntax."""
+"""Text for the screen: parts joined to lines, hints in the chat's syntax."""
 
 from __future__ import annotations
 
 import re
 
 SEPARATOR = " · "
-# Text from a model or another program must not control the terminal: newline and tab only.
-_ALLOWED = {ord("\n"): "\n", ord("\t"): "\t"}
-_VISIBLE = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160))} | _ALLOWED
 CALIBRATE = "python launch.py calibrate --text FILE"
 _CALIBRATE = re.compile(re.escape(CALIBRATE) + r"(?: \(and --model, if given\))?")
 _SET = re.compile(r"--set ([\w-]+)\.([\w-]+=[^\s)]+)((?: --set \1\.[\w-]+=[^\s)]+)*)")
-
-
-def visible(text: str) -> str:
-    """The text with U+FFFD for every control character but newline and tab."""
-    return text.translate(_VISIBLE)
 
 
 def in_lines(parts: list[str], width: int) -> str:

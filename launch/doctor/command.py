@@ -84,7 +84,7 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
         }
         print_json({"ok": ok, "findings": [f.to_map() for f in findings], "measured": measured})
     else:
-        show(render(findings, _verdict(ok, findings)))
+        show(render(findings, _verdict(ok, findings)), rendered=True)
     return 0 if ok else 1
 
 

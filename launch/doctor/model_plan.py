@@ -64,7 +64,7 @@ async def show_plan(options: Options, interrupts: Interrupts) -> int:
         report = _report(source, now, rows, chosen, why, forecasts) | {"costs": measured}
         print_json(report | {"speeds": None if speeds is None else speeds.to_map()})
     else:
-        show(_text(source, now, rows, chosen, why, costs.paragraphs(kept), forecasts, notes))
+        show(_text(source, now, rows, chosen, why, costs.paragraphs(kept), forecasts, notes), rendered=True)
     return 0 if chosen is not None else 1
 
 

@@ -28,6 +28,7 @@ from launch.errors import DownloadFailed, WrongUsage
 from launch.hub.hf_errors import translate
 from launch.terminal.log import notice
 from pipeline.errors import ModelError
+from protocol.visible import one_line
 from shm.segment import byte_size
 
 if TYPE_CHECKING:
@@ -163,7 +164,10 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def _check_kind(name: str, sizes: dict[str, int]) -> None:
-    """Raises WrongUsage for a repository that holds no checkpoint in safetensors."""
+    """Raises WrongUsage for a repository that holds no checkpoint in safetensors, and for names that the library
+    would write to the terminal, beside its bars, as they are."""
+    if evil := next((file for file in sizes if one_line(file) != file), None):
+        raise WrongUsage(f"{name}: the name of a file holds characters that control a terminal: {evil}")
     if SINGLE not in sizes and INDEX not in sizes:
         other = next((f for kind in OTHER_WEIGHTS for f in sizes if fnmatchcase(f, kind)), None)
         has = f"its weights are in files like {other}" if other else "it has no weights"

@@ -34,7 +34,7 @@ NAMES = {  # of counts with other names than their keys: singular, plural
 
 
 def show_report(found: dict[str, Any]) -> None:
-    show(render(*_parts(found)))
+    show(render(*_parts(found)), rendered=True)
 
 
 def _count(found: dict[str, Any], key: str) -> str:

@@ -30,12 +30,6 @@ def distinct_names(models: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def printable(text: str) -> str:
-    """The text as one line that cannot control the terminal: U+FFFD for each character that is not printable,
-    as in a file's name that another program chose."""
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
-
-
 def rate(bytes_a_second: float) -> str:
     """A measured pace with three digits: "23.1 GB/s"."""
     return f"{bytes_a_second / 1e9:.3g} GB/s"

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from protocol.visible import LineFormatter, one_line
+
 NOTICE = 25
 CLEAR = "\r\x1b[2K"  # the line that a bar is drawn in
 
@@ -20,6 +22,11 @@ _log = logging.getLogger("tandem")
 def notice(text: str) -> None:
     """Log a line that is shown by default."""
     _log.log(NOTICE, text, stacklevel=2)
+
+
+def complain(error: object) -> None:
+    """Print an error as one line on stderr."""
+    print(f"launch.py: {one_line(str(error))}", file=sys.stderr)
 
 
 @contextmanager
@@ -48,7 +55,7 @@ class LogHandler(logging.StreamHandler):  # type: ignore[type-arg]  # it is no g
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
-        self.setFormatter(logging.Formatter("[%(name)s] %(message)s"))
+        self.setFormatter(LineFormatter("[%(name)s] %(message)s"))
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)

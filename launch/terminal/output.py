@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from typing import Any
+
+from protocol.visible import escaped, visible
 
 MEASURED = 4  # significant digits of a measured figure: clocks and loads vary by more than the rest
 
 
-def show(text: str) -> None:
-    """Print part of an answer without buffering."""
+def show(text: str, rendered: bool = False) -> None:
+    """Print part of an answer, or other text, without buffering: exact into a pipe or a file, `visible` on a
+    terminal. `rendered`: by `tables.render`, which colours, and has made its texts visible."""
     if text:
-        print(text, end="", flush=True)
+        exact = rendered or not sys.stdout.isatty()
+        print(text if exact else visible(text), end="", flush=True)
 
 
 def print_json(fields: dict[str, Any], *, digits: int = MEASURED, detail: bool = True) -> None:
     """Print one line of JSON. Numbers that are not whole have `digits` significant digits; NaN and
     infinities, which JSON does not have, become null. Without `detail` the arrays with an item for each layer
     are left out."""
-    print(json.dumps(plain(fields, digits, detail), ensure_ascii=False, allow_nan=False), flush=True)
+    print(escaped(json.dumps(plain(fields, digits, detail), ensure_ascii=False, allow_nan=False)), flush=True)
 
 
 def plain(value: Any, digits: int = MEASURED, detail: bool = True) -> Any:

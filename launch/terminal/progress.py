@@ -8,13 +8,13 @@ import sys
 import time
 from typing import Literal, Self
 
-from rich.console import Console
 from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.progress import Progress as Bars
 from rich.table import Column
 from rich.text import Text
 
 from launch.terminal.log import NOTICE, LogHandler
+from launch.terminal.tables import VisibleConsole
 from shm.segment import byte_size
 
 log = logging.getLogger("tandem")
@@ -92,7 +92,7 @@ class ProgressDisplay:
                 BarColumn(bar_width=BAR_WIDTH),
                 _Figures(self),
                 TextColumn("{task.fields[note]}", style="bold red", markup=False),
-                console=Console(stderr=True),
+                console=VisibleConsole(stderr=True),
                 redirect_stdout=False,
                 redirect_stderr=False,
                 transient=True,

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
+
+from protocol.visible import visible
 
 PLAIN_WIDTH = 80
 MAX_WIDTH = 110  # longer lines of text are hard to read
+
+
+class VisibleConsole(Console):
+    """Draws texts as they are, without markup, emoji or highlighting; none can control the terminal."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **settings)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(visible(segment.text), segment.style)
 
 
 def make_table(*text_columns: str, numbers: Iterable[str] = (), gap: int = 1, title: str = "") -> Table:
@@ -46,7 +61,7 @@ def render(*parts: RenderableType, max_width: int = MAX_WIDTH) -> str:
     stdout = Console()
     terminal = stdout.is_terminal
     width = min(stdout.width, max_width) if terminal else PLAIN_WIDTH
-    console = Console(width=width, force_terminal=terminal, highlight=False, markup=False, emoji=False)
+    console = VisibleConsole(width=width, force_terminal=terminal)
     with console.capture() as captured:
         for part in parts:
             console.print(part)

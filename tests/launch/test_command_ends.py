@@ -27,7 +27,7 @@ from launch.equality import (
 )
 from launch.errors import AnswerLost, DownloadFailed, StartFailed, WrongUsage
 from launch.runtime import EngineInfo, RuntimeDir
-from launch.terminal.format import MISSING, count, model_name, percent, printable
+from launch.terminal.format import MISSING, count, model_name, percent
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.lines import Lines
 from launch.terminal.log import NOTICE, child_level, hidden, notice
@@ -38,6 +38,7 @@ from protocol.client import Client
 from protocol.errors import EngineGone, RequestFailed
 from protocol.keys import Address
 from protocol.messages import VERSION
+from protocol.visible import one_line
 from shm.errors import NotEnoughMemory, SegmentMissing
 
 # --- exit codes ---------------------------------------------------------------------------------------------
@@ -324,7 +325,7 @@ def test_words_of_figures_and_names() -> None:
     assert model_name(str(model_dir())) == "the embedded model"
     assert model_name(str(model_dir()), article="") == "embedded model"
     assert model_name("/a/b/model") == model_name("/a/b/model", article="") == "model"
-    assert printable("a\x1b[2J\nb é") == "a\ufffd[2J\ufffdb é"
+    assert one_line("a\x1b[2J\nb é") == "a\ufffd[2J\ufffdb é"
     assert [percent(share) for share in (0.004, 0.005, 0.994, 0.995, 1.2, -0.1)] == [
         *("<1%", "0%", "99%", ">99%", "120%", "-10%"),
     ]

@@ -36,6 +36,7 @@ def test_refused_models_get_one_line_and_no_weights(home, hub, files) -> None:
         (Repository(files, refuse_files=(403, "")), ["hf auth login"], 2, None),
         (Repository(pickles), ["pytorch_model.bin", "safetensors"], 2, []),
         (Repository({"README.md": b""}), ["no weights"], 2, []),
+        (Repository(files | {"\x1b]2;x\a.json": b"{}"}), ["control", "\ufffd]2;x\ufffd.json"], 2, []),
         (Repository(files | {"config.json": llama}), ["llama", "mixtral"], 2, config),
         *((Repository(files | {"config.json": c}), config, 2, config) for c in (b"{", b"[]", b"\xff")),
         *((Repository(files | {INDEX: index}), [INDEX], 2, None) for index in indices),

@@ -16,12 +16,13 @@ from launch.chat.commands import Call, parse_line, parse_policy
 from launch.chat.completion import CommandCompleter
 from launch.chat.history import MAX_LINES, PrivateFileHistory
 from launch.chat.settings import KEYS, AnswerSettings, change, echo, value_text
-from launch.chat.text import in_chat_syntax, in_lines, visible
+from launch.chat.text import in_chat_syntax, in_lines
 from launch.chat.transcript import Transcript, load, save
 from launch.chat.word_wrap import WordWrap
 from launch.errors import OutputFailed, WrongUsage
 from pipeline.policies.presets import PRESETS
 from protocol.messages import ChatMessage, Sampling
+from protocol.visible import visible
 
 START = AnswerSettings(100, Sampling(repetition_penalty=1.1), ("END",))
 
