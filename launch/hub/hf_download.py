@@ -164,8 +164,8 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def _check_kind(name: str, sizes: dict[str, int]) -> None:
-    """Raises WrongUsage for a repository that holds no checkpoint in safetensors, and for names that the library
-    would write to the terminal, beside its bars, as they are."""
+    """Raises WrongUsage for a repository that holds no checkpoint in safetensors, and for names of files that
+    the library would write to the terminal, beside its bars, as they are."""
     if evil := next((file for file in sizes if one_line(file) != file), None):
         raise WrongUsage(f"{name}: the name of a file holds characters that control a terminal: {evil}")
     if SINGLE not in sizes and INDEX not in sizes:

@@ -108,7 +108,7 @@ def within(work: Work) -> bool:
     """Whether everything that the Work names exists."""
     experts, tiles, ends = LIMITED.shape.experts, LIMITED.shape.tiles, work.offsets.tolist()
     return (
-        all(0 <= e < experts and 0 <= lo <= hi <= tiles for e, lo, hi in work.items.tolist())
+        all(0 <= e < experts and 0 <= lo < hi <= tiles for e, lo, hi in work.items.tolist())
         and (ends[0], ends[-1], ends) == (0, len(work.rows), sorted(ends))
         and all(0 <= row < len(work.x) for row in work.rows.tolist())
     )

@@ -243,11 +243,3 @@ static void compute_tiles(struct team *team, const struct weights *w, const uint
         if (ticks) (*ticks)++;
     }
 }
-
-int tandem_tiles(struct team *team, const struct weights *w, const uint8_t *tiles, int64_t number,
-                 const struct activations *x, int64_t rows, const int32_t *chosen, int64_t count, float *y,
-                 void *memory, volatile uint64_t *ticks) {
-    if (!rows_within(chosen, count, rows)) return BAD_ROWS;
-    compute_tiles(team, w, tiles, number, x, chosen, count, y, memory, ticks);
-    return FINE;
-}

@@ -2,62 +2,20 @@
  * synchronise once a Work and not three times a tile. Part of body.h. */
 #pragma once
 
-#include "kernels.h"
+#include "ranges.h"
 #include "team.h"
-#include "vectors.h"
-
-/* tandem_tiles without its checks. */
-static void compute_tiles(struct team *team, const struct weights *w, const uint8_t *tiles, int64_t number,
-                          const struct activations *x, const int32_t *chosen, int64_t count, float *y, void *memory,
-                          volatile uint64_t *ticks);
 
 struct tile_queue {
     const struct weights *w;
     const struct work *work;
     const uint8_t *layer;
-    int64_t expert_bytes, tile_bytes, tiles; /* `tiles` of all items */
+    int64_t expert_bytes, tile_bytes, tiles, scratch_bytes; /* `tiles` of all items, scratch of one thread */
     const struct activations *x;
     float *parts;
     uint8_t *scratch;
-    int64_t scratch_bytes; /* of one thread */
     int64_t next; /* the next tile to take; atomic */
     volatile uint64_t *ticks;
 };
-
-static int64_t tiles_of(const struct work *k, int64_t item) {
-    return (int64_t)k->items[3 * item + 2] - k->items[3 * item + 1];
-}
-static int64_t rows_of(const struct work *k, int64_t item) {
-    return (int64_t)k->offsets[item + 1] - k->offsets[item];
-}
-
-/* Whether all of rows[0..count) are rows of an array of `limit`. */
-static int rows_within(const int32_t *rows, int64_t count, int64_t limit) {
-    int outside = 0;
-    for (int64_t i = 0; i < count; i++) outside |= (rows[i] < 0) | (rows[i] >= limit);
-    return !outside;
-}
-
-int tandem_work_buffers(const struct weights *w, const struct work *k, struct buffers *needed) {
-    int64_t parts = 0, most = 0;
-    if (k->offsets[0] != 0 || k->offsets[k->number] != k->row_number) return BAD_OFFSETS;
-    for (int64_t item = 0; item < k->number; item++) {
-        const int32_t *which = k->items + 3 * item;
-        int64_t count = rows_of(k, item), tiles = tiles_of(k, item);
-        if (count < 0) return BAD_OFFSETS; /* so all lie between the first and the last */
-        if (which[0] < 0 || which[0] >= k->experts || which[1] < 0 || tiles < 0 || which[2] > k->tiles)
-            return BAD_ITEMS;
-        most = count > most ? count : most;
-        int64_t outputs;
-        if (__builtin_mul_overflow(tiles * count, w->outputs, &outputs) ||
-            __builtin_add_overflow(parts, outputs, &parts))
-            return SMALL_BUFFERS;
-    }
-    if (!rows_within(k->rows, k->row_number, k->x_rows)) return BAD_ROWS;
-    needed->parts = parts;
-    needed->scratch = rounded_up(tandem_scratch(w, most), 64);
-    return FINE;
-}
 
 static void take_tiles(void *context, int64_t lo, int64_t hi) {
     struct tile_queue *q = context;
@@ -86,7 +44,6 @@ static void take_tiles(void *context, int64_t lo, int64_t hi) {
 static void combine_tiles(const struct work *k, int64_t width, float *parts, float *y) {
     for (int64_t item = 0; item < k->number; item++) {
         int64_t count = rows_of(k, item), tiles = tiles_of(k, item), step = count * width;
-        if (tiles == 0) continue;
         for (int64_t t = 1; t < tiles; t++)
             for (int64_t i = 0; i < step; i++) parts[i] += parts[t * step + i];
         for (int64_t r = 0; r < count; r++) {
