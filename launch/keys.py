@@ -8,7 +8,6 @@ from pathlib import Path
 
 from launch.command_line.options import Options
 from launch.errors import WrongUsage
-from launch.terminal.format import printable
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import show
 from launch.terminal.tables import make_table, render
@@ -27,6 +26,7 @@ from protocol.keys import (
     write_engine_keys,
 )
 from protocol.private_files import private_directory
+from protocol.visible import visible
 
 ADVICE = """\
 {engine}
@@ -103,7 +103,7 @@ def remove_client(folder: Path, which: str) -> str:
     removed = [client for client in keys.admitted if which and which in (client.name, client.key.decode())]
     kept = tuple(client for client in keys.admitted if client not in removed)
     if not removed:
-        raise ProtocolError(f"{path} has no client {printable(which)!r}; see python launch.py keys --list")
+        raise ProtocolError(f"{path} has no client {visible(which)!r}; see python launch.py keys --list")
     if not kept:
         raise ProtocolError(f"{which} is the only client of {path}; first --add the one that replaces it")
     replace_engine_keys(path, replace(keys, admitted=kept))

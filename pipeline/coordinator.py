@@ -18,6 +18,8 @@ import zmq.asyncio
 from pipeline.coordinator_config import CoordinatorConfig
 from pipeline.experts.peers import ExitEvents
 from pipeline.serving.clients import Clients
+from pipeline.serving.encoder_link import ROLE as TOKENIZER
+from pipeline.serving.encoder_link import EncoderLink
 from pipeline.serving.engine_events import (
     EngineEvent,
     EngineFailed,
@@ -27,9 +29,10 @@ from pipeline.serving.engine_events import (
     ToSupervisor,
 )
 from pipeline.serving.engine_inbox import EngineInbox
-from pipeline.serving.engine_service import run_engine
 from pipeline.serving.engine_status import EngineStatus
+from pipeline.serving.engine_thread import run_engine
 from pipeline.serving.request_limits import RequestReader
+from pipeline.serving.text_queue import QueuedMessage, TextQueue
 from protocol.codec import decode, encode
 from protocol.connection import HEARTBEAT_SECONDS
 from protocol.errors import MalformedMessage, ProtocolError
@@ -97,6 +100,9 @@ class Coordinator:
         engine = (self._config, self._inbox, post, self._exits, self._clients.congested)
         self._engine = threading.Thread(target=run_engine, args=engine, name="engine", daemon=True)
         self._status: EngineStatus | None = None
+        identity = (self._config.fingerprint, self._config.key)
+        self._encoder = EncoderLink(self._context, runtime, *identity, self._send_to_supervisor)
+        self._texts: TextQueue | None = None  # until the engine is ready
         self._ready = asyncio.Event()
         self._stopping = asyncio.Event()
         self._exit_code = 0
@@ -111,6 +117,8 @@ class Coordinator:
             if (error := task.exception()) is not None:
                 log.error("the coordinator failed", exc_info=error)
                 self._exit_code = 1
+        if self._texts is not None:
+            self._texts.stop(STOPPING)
         self._inbox.stop()
         await asyncio.to_thread(self._engine.join, JOIN_LIMIT)
         if self._engine.is_alive():
@@ -122,6 +130,7 @@ class Coordinator:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._clients.close()
         self._control.close()
+        self._encoder.close()
         self._context.term()
         return self._exit_code
 
@@ -135,8 +144,9 @@ class Coordinator:
                 self._clients.broadcast(message, excluded)
             case ToSupervisor(message):
                 self._send_to_supervisor(message)
-            case EngineReady(status, notes):
+            case EngineReady(status, texts, notes):
                 self._status = status
+                self._texts = TextQueue(texts, self._encoder, self._pass_on, self._clients.send)
                 self._ready.set()
                 number, store = self._config.incarnation, self._config.fingerprint
                 ready = Ready(VERSION, "coordinator", 0, number, os.getpid(), store, notes)
@@ -172,7 +182,9 @@ class Coordinator:
                 case Shutdown():
                     self._stopping.set()
                     return
-                case WorkerDied():
+                case WorkerDied(role=role):
+                    if role == TOKENIZER:
+                        self._encoder.on_exit(message)
                     self._exits.put(message)
 
     # --- clients ------------------------------------------------------------------------------------------
@@ -181,25 +193,40 @@ class Coordinator:
         # Messages that clients send before the engine is ready wait in the socket.
         await self._ready.wait()
         assert self._status is not None
-        await self._clients.serve(RequestReader(self._status.context))
+        assert self._texts is not None
+        clients = self._clients.serve(RequestReader(self._status.context))
+        async with asyncio.TaskGroup() as group:
+            for service in (clients, self._texts.serve(), self._encoder.serve()):
+                group.create_task(service)
 
     def _welcome(self) -> Welcome:
         assert self._status is not None
         return self._status.welcome()
 
     def _on_client_gone(self, client: bytes) -> None:
+        assert self._texts is not None
+        self._texts.forget(client)
         self._inbox.drop(client)
 
-    def _on_client_message(self, client: bytes, message: object) -> None:
+    def _pass_on(self, client: bytes, message: QueuedMessage) -> None:
+        """To the engine's thread: texts have been encoded."""
+        if not self._inbox.put(client, message):
+            self._refuse(client, message)
+
+    def _refuse(self, client: bytes, message: QueuedMessage) -> None:
         refusal = STOPPING if self._stopping.is_set() else FLOODED
+        is_call = isinstance(message, SetPolicy)
+        answer = Error(message.request, refusal) if is_call else Done(message.request, "error", refusal)
+        self._clients.send(client, answer)
+
+    def _on_client_message(self, client: bytes, message: object) -> None:
+        assert self._texts is not None
         match message:
-            case Generate() | Score() | Calibrate():
-                if not self._inbox.put(client, message):
-                    self._clients.send(client, Done(message.request, "error", refusal))
-            case SetPolicy():
-                if not self._inbox.put(client, message):
-                    self._clients.send(client, Error(message.request, refusal))
+            case Generate() | Score() | Calibrate() | SetPolicy():
+                if not self._texts.put(client, message):
+                    self._refuse(client, message)
             case Cancel():
+                self._texts.cancel(client, message.request)
                 if not (self._inbox.put(client, message) or self._stopping.is_set()):
                     self._clients.cut_off(client, FLOODED)
             case Stats():

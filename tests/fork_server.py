@@ -42,6 +42,7 @@ PRELOADED = (
     "pipeline.coordinator",
     "pipeline.loader",
     "pipeline.device.cpu",
+    "pipeline.text.encoder_process",
     "workers.child",
     "workers.expert_worker",
     "workers.prefetcher",

@@ -70,6 +70,9 @@ class ChildConfigs:
         # Bound to a core, it would wait for that core's worker; so it copies on any that is idle.
         return self._store(fingerprint) | {"cores": [], "link_gbps": self.config.link_gbps}
 
+    def for_tokenizer(self, fingerprint: str) -> dict[str, Any]:
+        return self._store(fingerprint) | {"model": str(self.model)}
+
     def _store(self, fingerprint: str) -> dict[str, Any]:
         store = {"store": store_name(fingerprint), "fingerprint": fingerprint}
         return self._engine() | store | {"control": self.control_name}

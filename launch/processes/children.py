@@ -28,6 +28,7 @@ MODULES = {
     "coordinator": "pipeline.coordinator",
     "worker": "workers.expert_worker",
     "prefetcher": "workers.prefetcher",
+    "tokenizer": "pipeline.text.encoder_process",
 }
 
 

@@ -37,6 +37,7 @@ class ProcessSlot:
     index: int
     config: Callable[[], dict[str, Any]]
     threads: int
+    after_ready: bool = False  # it is started once the engine is ready, which does not wait for it
     incarnation: int = -1
     child: Child | None = None
     early_exits: int = 0  # in a row
@@ -76,22 +77,28 @@ class ProcessMonitor:
         self._coordinator_exit: asyncio.Future[tuple[Child, int]]  # of the present incarnation
 
     def add_slot(
-        self, role: str, index: int, config: Callable[[], dict[str, Any]], threads: int
+        self,
+        role: str,
+        index: int,
+        config: Callable[[], dict[str, Any]],
+        threads: int,
+        after_ready: bool = False,
     ) -> ProcessSlot:
-        slot = self._slots[role, index] = ProcessSlot(role, index, config, threads)
+        slot = self._slots[role, index] = ProcessSlot(role, index, config, threads, after_ready)
         return slot
 
     def has(self, role: str) -> bool:
         return any(slot.role == role for slot in self._slots.values())
 
     async def start(self) -> None:
-        """Start the processes of all slots and wait until each is ready. Raises StartFailed."""
-        for slot in self._slots.values():
-            await self._start_child(slot)
+        """Start the processes of all slots and wait until each is ready, but for those that are started after
+        that. Raises StartFailed."""
+        await self._start_children(after_ready=False)
         self._guard.keep(self._kill_hung_children())
         await self._wait_ready()
         self._started = True
         self._guard.keep(self._restart_coordinator(time.monotonic()))
+        await self._start_children(after_ready=True)
 
     async def start_late(self, slot: ProcessSlot) -> None:
         """Start a slot that was added after `start`, and wait until it is ready. Raises StartFailed."""
@@ -139,6 +146,11 @@ class ProcessMonitor:
 
     # --- starts and restarts -----------------------------------------------------------------------------
 
+    async def _start_children(self, after_ready: bool) -> None:
+        for slot in list(self._slots.values()):
+            if slot.after_ready == after_ready and not self._stopping:
+                await self._start_child(slot)
+
     async def _start_child(self, slot: ProcessSlot) -> None:
         slot.incarnation += 1
         if slot.role == COORDINATOR:
@@ -155,7 +167,8 @@ class ProcessMonitor:
             child.kill()
 
     async def _wait_ready(self) -> None:
-        slots = {slot.ready: slot for slot in self._slots.values()}  # a restart replaces the futures
+        # a restart replaces the futures
+        slots = {slot.ready: slot for slot in self._slots.values() if not slot.after_ready}
         limit = self._limits.ready
         done, pending = await asyncio.wait(slots, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
         for ready in done:
@@ -209,12 +222,14 @@ class ProcessMonitor:
                 all_ready.cancel()
             else:
                 all_ready.result()
+                await self._start_children(after_ready=True)
                 log.warning(f"the engine is up again after {ready_at - exited_at:.1f} s")
 
     async def _restart_all(self, pause: float) -> None:
         self._engine_restarts += 1
-        self._group.kill("worker", "prefetcher")
-        await self._group.wait_killed("worker", "prefetcher")
+        others = dict.fromkeys(slot.role for slot in self._slots.values() if slot.role != COORDINATOR)
+        self._group.kill(*others)
+        await self._group.wait_killed(*others)
         self._on_restart()
         await asyncio.sleep(pause)
         for slot in self._slots.values():
@@ -222,8 +237,7 @@ class ProcessMonitor:
                 slot.ready.set_result(None)  # a task that waits for this incarnation must not wait for ever
             slot.ready = asyncio.get_running_loop().create_future()
             slot.exited_at = None
-            if not self._stopping:
-                await self._start_child(slot)
+        await self._start_children(after_ready=False)
 
     # --- hangs -------------------------------------------------------------------------------------------
 

@@ -42,6 +42,7 @@ from pipeline.config import EngineConfig
 from pipeline.errors import ModelError
 from pipeline.policies.presets import canonical, make_policy
 from pipeline.policies.view import PolicyRequest
+from pipeline.text.tokenizer import has_tokenizer
 from protocol.errors import ProtocolError
 from protocol.messages import VERSION, Needed, Progress, Ready, SetPolicy
 from protocol.sockets import Identity, runtime_root
@@ -221,6 +222,9 @@ class Supervisor:
             monitor.add_slot("worker", index, config, threads)
         if self._configs.slab and self.config.prefetcher == "process":
             self._add_prefetcher(monitor)
+        if has_tokenizer(self.model):
+            tokenizer = partial(self._configs.for_tokenizer, self._fingerprint)
+            monitor.add_slot("tokenizer", 0, tokenizer, 1, after_ready=True)
         workers = count(number, "worker") if number else "which computes experts itself"
         log.info(f"processes: coordinator, {workers}" + ", prefetcher" * monitor.has("prefetcher"))
         await monitor.start()

@@ -32,10 +32,6 @@ from shm.layout import StoreLayout
 log = logging.getLogger(__name__)
 
 
-def _no_tick() -> None:
-    """Where no supervisor watches the engine."""
-
-
 class Engine:
     """The model on one device with its workers. Used by one thread."""
 
@@ -52,7 +48,7 @@ class Engine:
         self.shape = ModelShape(s.layers, s.experts, s.tiles, backbone.spec.top_k)
         self.counters = Counters(layout.tile_bytes, s.layers)
         self.observers: list[Observer] = []
-        self.tick: Callable[[], None] = _no_tick  # called at each layer: progress that a supervisor watches
+        self.tick: Callable[[], None] = lambda: None  # at each layer: progress that the supervisor watches
         self.kernel = device.expert_kernel(layout)
         # Rows routed to each expert by the steps that count; lasts longer than a policy.
         self.popularity = np.zeros((s.layers, s.experts), np.int64)

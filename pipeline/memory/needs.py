@@ -25,6 +25,7 @@ from shm.store import store_name
 
 COORDINATOR = {"cpu": 320_000_000, "cuda": 1_500_000_000}  # bytes; measured: 290 MB. A CUDA context is large
 WORKER = 80_000_000  # measured: 70 MB, including a wide step
+TOKENIZER = 60_000_000  # measured: 46 MB with a small vocabulary, before its first text
 PREFETCHER = {"cpu": 50_000_000, "cuda": 500_000_000}
 GPU_CONTEXT = 600_000_000  # GPU memory of a second process; the coordinator's is not part of the free memory
 HIDDEN_COPIES = 8  # float32 hidden states of a step that exist at once, about
@@ -69,9 +70,8 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     # Each weight is read as float32, whatever its dtype in memory, before activations are allocated.
     largest = 4 * max(math.prod(tensor.shape) for tensor in tensors)
     device = "cuda" if cuda else "cpu"
-    processes = (
-        COORDINATOR[device] + (1 if config.workers is None else config.workers) * WORKER + PREFETCHER[device]
-    )
+    workers = 1 if config.workers is None else config.workers
+    processes = COORDINATOR[device] + workers * WORKER + PREFETCHER[device] + TOKENIZER
     second = GPU_CONTEXT if config.prefetcher == "process" else 0
     return Needs(
         format=format,

@@ -1,5 +1,5 @@
-"""Makes jobs from clients' messages: checks a message, encodes its text, and creates its sampler. Used by the
-engine's thread alone."""
+"""Makes jobs from clients' messages, whose texts have been encoded: checks a message and creates its sampler.
+Used by the engine's thread alone."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class JobFactory:
         longest: int,
         seed: int,
     ) -> None:
-        """`context`: tokens of prompt and answer together; `longest`: the model's own limit of those; `seed`:
-        of the first request without one."""
+        """`tokenizer`: for the text of answers; `context`: tokens of prompt and answer together; `longest`:
+        the model's own limit of those; `seed`: of the first request without one."""
         self.context = context
         larger = " or start the engine with a larger --context" if context < longest else ""
         self._remedy = f"shorten it{larger}"
@@ -46,7 +46,9 @@ class JobFactory:
         if message.conversation is not None and len(message.conversation) > NAME_LIMIT:
             raise RequestError(f"a conversation's name has {NAME_LIMIT} characters at most")
         validate(message.sampling)
-        prompt = self._prompt_of(message)
+        if message.token_ids is None:
+            raise RequestError("give exactly one of prompt, token_ids and messages")
+        prompt = self._checked(message.token_ids)
         reserve = max(message.reserve, 1)
         if len(prompt) + reserve > self.context:
             answer = "the answer" if reserve == 1 else f"{reserve} tokens of an answer"
@@ -81,24 +83,11 @@ class JobFactory:
             rival=None if message.rival == -1 else message.rival,
         )
 
-    def _prompt_of(self, message: Generate) -> list[int]:
-        given = [message.prompt is not None, message.token_ids is not None, message.messages is not None]
-        if sum(given) != 1:
-            raise RequestError("give exactly one of prompt, token_ids and messages")
-        if message.messages is not None:
-            tokenizer = self._need_tokenizer("messages")
-            turns = len(message.messages)
-            if turns > self.context:  # each is a token at least
-                raise PromptTooLong(f"{turns} turns do not fit the context of {self.context}", turns)
-            self._check_length(tokenizer, sum(len(turn.content) for turn in message.messages))
-            return self._checked(tokenizer.render_chat(message.messages))
-        return self._ids(message.prompt, message.token_ids)
-
     def score(self, client: bytes, message: Score, emit: Emit) -> Job:
         """Raises RequestError."""
-        if (message.text is None) == (message.token_ids is None):
+        if message.token_ids is None:
             raise RequestError("give exactly one of text and token_ids")
-        tokens = self._ids(message.text, message.token_ids)
+        tokens = self._checked(message.token_ids)
         if len(tokens) > self.context:
             raise RequestError(
                 f"the text has {len(tokens)} tokens, the context is {self.context}; {self._remedy}"
@@ -108,33 +97,11 @@ class JobFactory:
         prefill = message.prefill if message.stepwise else len(tokens)
         return ScoreJob(client, message.request, tokens, emit, prefill=prefill, full=message.full)
 
-    def _ids(self, text: str | None, given: tuple[int, ...] | None) -> list[int]:
-        if given is not None:
-            return self._checked(list(given))
-        tokenizer, text = self._need_tokenizer("text"), text or ""
-        self._check_length(tokenizer, len(text))
-        return self._checked(tokenizer.encode(text))
-
-    def _check_length(self, tokenizer: Tokenizer, characters: int) -> None:
-        """Refuse a text far beyond the context before it is encoded, which would delay every request."""
-        least = tokenizer.min_tokens(characters)
-        if least > self.context:
-            raise PromptTooLong(
-                f"the prompt has {characters} characters, at least {least} tokens, the context is"
-                f" {self.context}, including the answer; shorten it",
-                least,
-            )
-
-    def _checked(self, tokens: list[int]) -> list[int]:
+    def _checked(self, tokens: Sequence[int]) -> list[int]:
         check_ids(tokens, self._vocabulary)
         if not tokens:
             raise RequestError("the prompt has no tokens")
-        return tokens
-
-    def _need_tokenizer(self, what: str) -> Tokenizer:
-        if self._tokenizer is None:
-            raise RequestError(f"{what} needs a tokenizer, and this model has none; give token ids")
-        return self._tokenizer
+        return list(tokens)
 
 
 def check_ids(tokens: Sequence[int], vocabulary: int) -> None:

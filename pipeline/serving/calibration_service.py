@@ -23,6 +23,7 @@ from pipeline.scheduling.job_factory import check_ids
 from pipeline.scheduling.scheduler import Scheduler
 from pipeline.serving.engine_parts import EngineParts
 from pipeline.serving.policy_switch import PolicySwitch
+from pipeline.serving.text_messages import check_starts
 from protocol.messages import Calibrate, Calibrated, Calibrating, Done
 
 PROGRESS_SECONDS = 0.2  # between two Calibrating messages
@@ -124,24 +125,17 @@ class CalibrationService:
         return Calibrated(message.request, str(path), summary(calibration, about))
 
     def _excerpts(self, message: Calibrate) -> list[list[int]]:
-        """The ids of each excerpt. Raises RequestError."""
+        """The ids of each excerpt; a text has been encoded before. Raises RequestError."""
         if message.tokens < 1:
             raise RequestError(f"tokens must be at least 1, it is {message.tokens}")
-        if (message.text is None) == (message.token_ids is None):
+        if message.token_ids is None:
             raise RequestError("give exactly one of text and token_ids")
-        whole = message.text or message.token_ids or ()
-        places = [0, *message.starts, len(whole)]
-        if sorted(places) != places:
-            raise RequestError("starts must ascend, within the text")
+        places = [0, *message.starts, len(message.token_ids)]
+        check_starts(places)
         if not 0 < message.share <= 1:
             raise RequestError(f"share must be above 0 and at most 1, it is {message.share}")
-        if message.token_ids is not None:
-            check_ids(message.token_ids, self._parts.engine.backbone.spec.vocabulary)
-            return [list(message.token_ids[start:end]) for start, end in pairwise(places)]
-        if self._parts.tokenizer is None:
-            raise RequestError("a text needs a tokenizer, and this model has none; give token ids")
-        text = message.text or ""
-        return [self._parts.tokenizer.encode(text[start:end]) for start, end in pairwise(places)]
+        check_ids(message.token_ids, self._parts.engine.backbone.spec.vocabulary)
+        return [list(message.token_ids[start:end]) for start, end in pairwise(places)]
 
     def _about(self, findings: Findings) -> dict[str, Any]:
         """The circumstances of the calibration."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeline.serving.engine_status import EngineStatus
+from pipeline.serving.text_messages import TextMessages
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class ToSupervisor:
 @dataclass(frozen=True)
 class EngineReady:
     status: EngineStatus
+    texts: TextMessages
     notes: tuple[str, ...]  # lines about the engine for a person
 
 

@@ -1,29 +1,19 @@
-"""The engine's thread: builds the engine, then alternates between clients' messages from the inbox and rounds
-of the scheduler. Answers are posted to the event loop."""
+"""One engine and its requests: alternates between clients' messages from the inbox and rounds of the
+scheduler, in the engine's thread. Answers are posted to the event loop."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 
 from pipeline.backbone.materialize import start_materializing
-from pipeline.coordinator_config import CoordinatorConfig
-from pipeline.errors import NumberInUse, PipelineError, PromptTooLong, UsageError
-from pipeline.experts.peers import ExitEvents
+from pipeline.errors import NumberInUse, PromptTooLong, UsageError
 from pipeline.policies.view import PolicyRequest
 from pipeline.scheduling.job_factory import JobFactory
 from pipeline.scheduling.scheduler import Scheduler
 from pipeline.serving.calibration_service import CalibrationService
-from pipeline.serving.engine_events import (
-    EngineFailed,
-    EngineReady,
-    Post,
-    ToClient,
-    ToOtherClients,
-    ToSupervisor,
-)
+from pipeline.serving.engine_events import Post, ToClient, ToOtherClients, ToSupervisor
 from pipeline.serving.engine_inbox import ClientGone, EngineInbox, EngineMessage
 from pipeline.serving.engine_parts import EngineParts
 from pipeline.serving.engine_status import EngineStatus
@@ -32,8 +22,7 @@ from pipeline.serving.prefill_chunk import TRIAL_TOKENS, measure_chunks
 from pipeline.text.tokenizer import eos_ids
 from pipeline.traces.recorder import recorder_of
 from protocol.messages import Calibrate, Cancel, Done, Error, Generate, PolicyChanged, Score, SetPolicy
-from shm.errors import NotEnoughMemory, ShmError
-from workers.cuda import CudaError
+from shm.errors import NotEnoughMemory
 
 log = logging.getLogger(__name__)
 
@@ -170,29 +159,3 @@ class EngineService:
 
     def _send(self, client: bytes, message: object) -> None:
         self._post(ToClient(client, message))
-
-
-def run_engine(
-    config: CoordinatorConfig,
-    inbox: EngineInbox,
-    post: Post,
-    exits: ExitEvents,
-    congested: Callable[[bytes], bool],
-) -> None:
-    """Build an engine and serve until `inbox` is stopped: the whole life of the engine's thread."""
-
-    def to_supervisor(message: object) -> None:
-        post(ToSupervisor(message))
-
-    try:
-        with ExitStack() as closing:
-            parts = EngineParts(config, exits, to_supervisor, closing)
-            service = EngineService(parts, inbox, post, congested)
-            post(EngineReady(service.status, tuple(parts.notes)))
-            service.warm_up()
-            service.serve()
-    except (PipelineError, ShmError, CudaError) as e:
-        post(EngineFailed(str(e), isinstance(e, UsageError | NotEnoughMemory)))
-    except Exception as e:
-        log.exception("the engine failed")
-        post(EngineFailed(f"the engine failed: {type(e).__name__}: {e}", False))

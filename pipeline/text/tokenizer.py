@@ -27,6 +27,11 @@ MAX_STOP_CHARACTERS = 512
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
+def has_tokenizer(model_dir: Path) -> bool:
+    """Whether a model's directory has a tokenizer; its files may be unusable."""
+    return any((model_dir / name).is_file() for name in TOKENIZER_FILES)
+
+
 def eos_ids(model_dir: Path) -> frozenset[int]:
     """The ids that end an answer, from generation_config.json, else config.json; empty where neither has any.
     Raises ModelError where a file is damaged."""
@@ -71,7 +76,7 @@ class Tokenizer:
         """The tokenizer of a model's directory, None where it has none. Reads local files only and runs no
         code from them. Raises ModelError where the files are unusable."""
         _check_files(model_dir)
-        if not any((model_dir / name).is_file() for name in TOKENIZER_FILES):
+        if not has_tokenizer(model_dir):
             return None
         try:
             tokenizer = _read(model_dir)

@@ -130,7 +130,7 @@ def test_each_choice_other_than_the_default_has_a_reason() -> None:
 
     assert why(Machine(200 * GB, 200 * GB)) == [
         "memory: experts 90.19 GB (bf16), KV cache 4.29 GB (32768 tokens), backbone 3.22 GB,"
-        " processes 1.21 GB; 200.00 GB available"
+        " processes 1.27 GB; 200.00 GB available"
     ]
     _, first, second = why(Machine(64 * GB, 32 * GB))
     assert first == "--format int4: int8 needs 46.51 GB of /dev/shm, and 32.00 GB is available"

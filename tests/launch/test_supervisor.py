@@ -46,16 +46,19 @@ async def test_children_start_and_stop_in_order(play: Play, caplog: pytest.LogCa
     caplog.set_level(logging.INFO, "tandem")
     play.notes = {"loader": ("attached", "no huge pages"), "worker": ("not pinned",)}
     async with supervisor(NEVER) as engine:
+        await play.spawned("tokenizer")
         spawned = [event for event in play.events if event.endswith("spawned")]
-        order = ["coordinator", "loader", "worker 0", "worker 1"]
+        order = ["coordinator", "loader", "worker 0", "worker 1", "tokenizer"]
         assert spawned == [f"{name} is spawned" for name in order]
         configured = [event for event in play.events if event.endswith("configured")]
         assert configured[0] == "loader is configured"  # the coordinator waits for the store
-        assert sorted(configured[1:]) == sorted(f"{name} is configured" for name in CHILDREN)
+        assert sorted(configured[1:-1]) == sorted(f"{name} is configured" for name in CHILDREN)
+        assert configured[-1] == "tokenizer is configured"  # once the others are ready
         computing = Cores.here().computing
-        assert [c.threads for c in play.children] == [computing, computing, *[threads_of(engine)] * 2]
+        assert [c.threads for c in play.children] == [computing, computing, *[threads_of(engine)] * 2, 1]
         assert engine.pids == {
-            Identity(*who, 0): PID for who in (("coordinator", 0), ("worker", 0), ("worker", 1))
+            Identity(*who, 0): PID
+            for who in (("coordinator", 0), ("worker", 0), ("worker", 1), ("tokenizer", 0))
         }
         folder = runtime_root() / engine.name
         info = json.loads((folder / "engine.json").read_text())
@@ -76,7 +79,7 @@ async def test_children_start_and_stop_in_order(play: Play, caplog: pytest.LogCa
         play.child("coordinator").process.end(0)
         await ending
         assert sorted(play.events[1:]) == ["worker 0 gets Shutdown", "worker 1 gets Shutdown"]
-        assert [c.process.signals for c in play.children] == [[]] * 4
+        assert [c.process.signals for c in play.children] == [*[[]] * 4, [signal.SIGTERM]]
     assert engines_left() == []
     assert not (Path(SHM_FOLDER) / store_name(play.fingerprint)[1:]).exists()
 
@@ -90,6 +93,7 @@ async def test_each_child_gets_its_configuration(play: Play) -> None:
         "tile": 64,
     }
     async with supervisor(NEVER, **asked) as engine:
+        await play.spawned("tokenizer")
         runtime = runtime_root() / engine.name
         common = {"engine": engine.name, "runtime": str(runtime), "log_level": "INFO"}
         store = {"store": store_name(play.fingerprint), "fingerprint": play.fingerprint}
@@ -118,6 +122,7 @@ async def test_each_child_gets_its_configuration(play: Play) -> None:
             expected = {"cores": list(cpus.cores), "host_slowdown": 2.0}
             assert found[Identity("worker", index, 0)] == expected
         assert found[Identity("prefetcher", 0, 0)] == {"cores": [], "link_gbps": 3.0}
+        assert found[Identity("tokenizer", 0, 0)] == {"model": str(model_dir())}
         assert play.child("prefetcher").threads == 1
         coordinator = found[Identity("coordinator", 0, 0)]
         config = coordinator.pop("config")
@@ -158,7 +163,7 @@ async def test_only_needed_children_start(
     caplog.set_level(logging.INFO, "tandem")
     async with supervisor(NEVER, workers=workers, policy=policy, prefetcher=prefetcher):
         names = [event.removesuffix(" is spawned") for event in play.events if event.endswith("spawned")]
-        assert [name for name in names if name != "loader"] == spawned
+        assert [name for name in names if name != "loader"] == [*spawned, "tokenizer"]
         assert play.child("coordinator").config["workers"] == [
             len(cpus.cores) for cpus in (Cores.here().for_workers(workers) if workers else ())
         ]
@@ -371,7 +376,8 @@ async def test_messages_of_earlier_incarnations_and_malformed_ones_are_dropped(
         assert not second.child.failed.done()
         assert caplog.text.count("dropped a malformed message on the control socket") >= 1
         assert engine.pids.keys() == {
-            Identity(*who) for who in (("coordinator", 0, 0), ("worker", 0, 1), ("worker", 1, 0))
+            Identity(*who)
+            for who in (("coordinator", 0, 0), ("worker", 0, 1), ("worker", 1, 0), ("tokenizer", 0, 0))
         }
 
 
@@ -383,7 +389,7 @@ async def test_reason_of_a_failed_child_is_in_its_line(play: Play, caplog: pytes
             coordinator.send(Failed("coordinator", "out of memory", True))
             coordinator.process.end(2)
             await asyncio.sleep(10)
-    assert [c.process.returncode for c in play.children] == [2, 0, 0, 0]
+    assert [c.process.returncode for c in play.children] == [2, 0, 0, 0, -signal.SIGTERM]
     assert engines_left() == []
 
 
@@ -404,10 +410,10 @@ async def test_children_that_do_not_stop_are_terminated_and_killed(
 async def test_kill_ends_every_child_at_once_and_restarts_none(play: Play) -> None:
     async with supervisor(NEVER) as engine:
         engine.kill()
-        assert [c.process.returncode for c in play.children] == [KILLED, 0, KILLED, KILLED]
+        assert [c.process.returncode for c in play.children] == [KILLED, 0, *[KILLED] * 3]
         assert engine.pids == {}
         await asyncio.sleep(0.02)
-        assert len(play.children) == 4
+        assert len(play.children) == 5
     assert engines_left() == []
     assert not any(c.received for c in play.children)
 

@@ -449,11 +449,9 @@ def test_lanes_that_do_not_fit_hold_no_kv(whole: WholeEngine) -> None:
         ({"share": 1.5}, "share must be above 0 and at most 1, it is 1.5"),
         ({"starts": (-1,)}, "starts must ascend, within the text"),
         ({"starts": (len(IDS) + 1,)}, "starts must ascend, within the text"),
-        ({"token_ids": None, "text": "a" * 5000}, "a text needs a tokenizer, and this model has none"),
     ],
 )
 def test_refused_calibrations_change_nothing(whole: WholeEngine, asked: dict, message: str) -> None:
-    whole.parts.tokenizer = None
     whole.serve(Calibrate(3, **{"token_ids": IDS} | asked))
     done = answer_of(whole)
     assert (done.request, done.reason, done.usage) == (3, "error", True)

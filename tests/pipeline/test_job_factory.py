@@ -10,7 +10,7 @@ from test_jobs import CONTEXT, END, PROMPT, VOCABULARY, Letters, factory, sequen
 from pipeline.errors import PromptTooLong, RequestError
 from pipeline.scheduling.job_factory import JobFactory
 from pipeline.text.sampler import Sampler
-from protocol.messages import ChatMessage, Generate, Sampling, Score, Token
+from protocol.messages import Generate, Sampling, Score, Token
 
 
 def made(message: Generate, sent: list, tokenizer: Letters | None = None):
@@ -70,20 +70,6 @@ def test_larger_context_is_a_remedy_where_the_model_has_one(longest: int, remedy
         with pytest.raises(RequestError) as refused:
             make(b"c", message, print)
         assert str(refused.value).endswith(f"; {remedy}")
-
-
-@pytest.mark.parametrize(
-    ("message", "length"),
-    [
-        (Generate(0, messages=(ChatMessage("user", "x"),) * (CONTEXT + 1)), CONTEXT + 1),
-        (Generate(0, prompt="x" * 210), 21),
-        (Generate(0, messages=(ChatMessage("user", "x" * 210),)), 21),
-    ],
-)
-def test_refused_texts_least_length_is_known(message: Generate, length: int) -> None:
-    with pytest.raises(PromptTooLong) as refused:
-        made(message, [], Letters())
-    assert refused.value.tokens == length
 
 
 def test_resumed_answer_draws_the_numbers_behind_its_tokens() -> None:

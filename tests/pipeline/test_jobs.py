@@ -33,17 +33,6 @@ class Letters:
 
     def __init__(self, certain: bool = False) -> None:
         self.certain = certain
-        self.encoded = 0
-
-    def encode(self, text: str) -> list[int]:
-        self.encoded += 1
-        return list(text.encode())
-
-    def render_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        return self.encode("".join(turn.content for turn in messages))
-
-    def min_tokens(self, characters: int) -> int:
-        return characters // 10
 
     def stream(self, stop: Sequence[str]) -> TextStream:
         decoder = RunDecoder(lambda ids: bytes(ids).decode(), lambda token: not self.certain)
@@ -327,17 +316,10 @@ LIMITS = [  # a message, one of its fields, a value that it may just have, one t
     ),
     (ASKED, "resume", (0,), (VOCABULARY,), "token id 128 is outside the vocabulary of 128"),
     (ASKED, "sampling", Sampling(temperature=0.0), Sampling(temperature=-1.0), "temperature is -1.0"),
-    (
-        Generate(0),
-        "messages",
-        (TURN,) * (CONTEXT - 1),
-        (TURN,) * (CONTEXT + 1),
-        "21 turns do not fit the context",
-    ),
     (SCORED, "token_ids", (0,), (VOCABULARY,), "token id 128 is outside"),
     (SCORED, "token_ids", (1,) * CONTEXT, (1,) * (CONTEXT + 1), "the text has 21 tokens"),
     (replace(SCORED, stepwise=True), "prefill", 3, 4, r"prefill must be in 1\.\.3, it is 4"),
-    (Score(0, text="a"), "prefill", 1, 0, r"prefill must be in 1\.\.1, it is 0"),
+    (Score(0, token_ids=(97,)), "prefill", 1, 0, r"prefill must be in 1\.\.1, it is 0"),
 ]
 
 
@@ -353,28 +335,12 @@ def test_limits_of_a_request(message, field, good, bad, reason) -> None:
     expect_error(RequestError, submitted, replace(message, **{field: bad}), Letters(), match=reason)
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        Generate(0, prompt="x" * 210),
-        Generate(0, messages=(ChatMessage("user", "x" * 100), ChatMessage("user", "x" * 110))),
-        Score(0, text="x" * 210),
-    ],
-)
-def test_text_far_beyond_the_context_is_refused_before_it_is_encoded(message) -> None:
-    tokenizer, too_long = Letters(), "has 210 characters, at least 21 tokens, the context is 20"
-    expect_error(RequestError, submitted, message, tokenizer, match=too_long)
-    assert tokenizer.encoded == 0
-    tokenizer.min_tokens = lambda characters: CONTEXT  # it may just fit
-    expect_error(RequestError, submitted, message, tokenizer, match="has 210 tokens")
-
-
 def test_answer_is_limited_by_its_own_limit_and_by_the_context() -> None:
     made = factory(Letters())
     job = made.generate(
-        b"c", Generate(0, prompt="abc", max_tokens=6, conversation="talk"), lambda message: None
+        b"c", Generate(0, token_ids=(97, 98, 99), max_tokens=6, conversation="talk"), lambda message: None
     )
     assert (job.tokens, job.prompt_length, job.max_kv_tokens, job.grows) == ([97, 98, 99], 3, 9, True)
     assert job.prefix_key == (b"c", "talk")
-    job = made.generate(b"c", Generate(0, prompt="abc", max_tokens=60), lambda message: None)
+    job = made.generate(b"c", Generate(0, token_ids=(97, 98, 99), max_tokens=60), lambda message: None)
     assert (job.max_kv_tokens, job.prefix_key) == (CONTEXT, None)

@@ -24,6 +24,9 @@ from pipeline.serving.engine_inbox import EngineInbox, EngineMessage
 from pipeline.serving.engine_parts import EngineParts
 from pipeline.serving.engine_service import EngineService
 from pipeline.serving.policy_switch import PolicySwitch
+from pipeline.serving.text_messages import TextMessages, with_ids
+from pipeline.text.encoder_process import encoded
+from protocol.messages import Calibrate, Generate, Score
 from protocol.sockets import Identity
 from shm.layout import format_named
 
@@ -116,9 +119,20 @@ class WholeEngine:
         inbox = Inbox()
         service = self.service(inbox)
         for message in messages:
-            assert inbox.put(client, message)
+            assert inbox.put(client, self.with_ids(message))
         service.serve()
         return self.sent(client)
+
+    def with_ids(self, message: EngineMessage) -> EngineMessage:
+        """A message with its text encoded, as the event loop passes it on."""
+        if not isinstance(message, Generate | Score | Calibrate):
+            return message
+        tokenizer = self.parts.tokenizer
+        asked = TextMessages(tokenizer, self.parts.context).to_encode(message, 0)
+        if asked is None:
+            return message
+        assert tokenizer is not None
+        return with_ids(message, encoded(tokenizer, asked))
 
     def sent(self, client: bytes = b"c") -> list[Any]:
         """The messages to a client so far."""

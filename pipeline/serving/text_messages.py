@@ -1,0 +1,103 @@
+"""Clients' messages with a text: what the tokenizer process has to encode of them, and the same messages with
+token ids instead. A text that can never be served is refused before it is encoded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from pipeline.errors import PromptTooLong, RequestError
+from pipeline.text.tokenizer import Tokenizer
+from protocol.messages import Calibrate, Encode, Encoded, Generate, Score
+
+TextMessage = Generate | Score | Calibrate
+
+
+class TextMessages:
+    """Of one model. Immutable; used by the event loop."""
+
+    def __init__(self, tokenizer: Tokenizer | None, context: int) -> None:
+        """`tokenizer`: for the least length of a text, not to encode; `context`: tokens of prompt and answer
+        together."""
+        self._tokenizer = tokenizer
+        self._context = context
+
+    def to_encode(self, message: TextMessage, job: int) -> Encode | None:
+        """None for a message of token ids. Raises RequestError, one line."""
+        match message:
+            case Generate():
+                given = [message.prompt is not None, message.token_ids is not None]
+                if sum(given) + (message.messages is not None) != 1:
+                    raise RequestError("give exactly one of prompt, token_ids and messages")
+                if message.messages is None:
+                    return self._of_text(message.prompt, job)
+                turns = len(message.messages)
+                tokenizer = self._need_tokenizer("messages")
+                if turns > self._context:  # each is a token at least
+                    raise PromptTooLong(f"{turns} turns do not fit the context of {self._context}", turns)
+                self._check_length(tokenizer, sum(len(turn.content) for turn in message.messages))
+                return Encode(job, messages=message.messages)
+            case Score() | Calibrate():
+                if (message.text is None) == (message.token_ids is None):
+                    raise RequestError("give exactly one of text and token_ids")
+                if isinstance(message, Score):
+                    return self._of_text(message.text, job)
+                return None if message.text is None else self._of_excerpts(message.text, message.starts, job)
+
+    def _of_text(self, text: str | None, job: int) -> Encode | None:
+        if text is None:
+            return None
+        self._check_length(self._need_tokenizer("text"), len(text))
+        return Encode(job, (text,))
+
+    def _of_excerpts(self, text: str, starts: tuple[int, ...], job: int) -> Encode:
+        places = [0, *starts, len(text)]
+        check_starts(places)
+        if self._tokenizer is None:
+            raise RequestError("a text needs a tokenizer, and this model has none; give token ids")
+        return Encode(job, tuple(text[start:end] for start, end in pairwise(places)))
+
+    def _check_length(self, tokenizer: Tokenizer, characters: int) -> None:
+        """Refuse a text far beyond the context before it is encoded, which would delay other texts."""
+        least = tokenizer.min_tokens(characters)
+        if least > self._context:
+            raise PromptTooLong(
+                f"the prompt has {characters} characters, at least {least} tokens, the context is"
+                f" {self._context}, including the answer; shorten it",
+                least,
+            )
+
+    def _need_tokenizer(self, what: str) -> Tokenizer:
+        if self._tokenizer is None:
+            raise RequestError(f"{what} needs a tokenizer, and this model has none; give token ids")
+        return self._tokenizer
+
+
+def check_starts(places: list[int]) -> None:
+    """Of excerpts: the first one's, the others', and the text's end. Raises RequestError."""
+    if sorted(places) != places:
+        raise RequestError("starts must ascend, within the text")
+
+
+def with_ids(message: TextMessage, answer: Encoded) -> TextMessage:
+    """The message with the ids of its text."""
+    ids = tuple(answer.ids.tolist())
+    match message:
+        case Generate():
+            return replace(message, prompt=None, messages=None, token_ids=ids)
+        case Score():
+            return replace(message, text=None, token_ids=ids)
+        case Calibrate():
+            starts = np.cumsum(answer.lengths[:-1], dtype=np.int64)
+            return replace(message, text=None, token_ids=ids, starts=tuple(starts.tolist()))
+
+
+def answers(asked: Encode, answer: Encoded) -> bool:
+    """Whether it is this job's answer, complete and consistent."""
+    count = len(asked.texts) if asked.messages is None else 1
+    complete = len(answer.lengths) == count and min(answer.lengths, default=0) >= 0
+    return answer.job == asked.job and (
+        bool(answer.error) or (complete and sum(answer.lengths) == len(answer.ids))
+    )
