@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from launch.chaos.injector import Fault
 from launch.chaos.plan import Chaos
+from launch.command_line.options import parse
 from launch.errors import WrongUsage
-from launch.stress import chaos
+from launch.stress import chaos, command
 from launch.stress.chaos import ChaosRun
 from launch.stress.chaos_table import chaos_parts
+from protocol.messages import Welcome
 
 UP = {"role": "worker", "index": 0, "incarnation": 0, "pid": 1, "up": True}
 
@@ -82,3 +87,41 @@ async def test_only_faults_of_processes_need_them(begin: Any, kinds: tuple[str, 
     with pytest.raises(WrongUsage, match=f"^--chaos {named}: this engine has neither workers nor a pref"):
         await begin({"peers": []}, kinds=kinds)
     await begin({"peers": [UP]}, kinds=kinds)
+
+
+async def test_answers_are_compared_only_when_the_engine_has_recovered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A peer that is away would disturb the answers with which the others are compared."""
+    order: list[str] = []
+
+    def step(name: str) -> Any:
+        async def happen(*_: object) -> None:
+            order.append(name)
+
+        return happen
+
+    welcome = Welcome(1, "e", "m", "f", "cpu", "all-host", True, 4096, 256, True, True, format="f32")
+    stats = {"scheduler": {}, "clients": {"connected": 1}}
+    client = SimpleNamespace(welcome=welcome, stats=lambda: _value(stats))
+
+    @asynccontextmanager
+    async def connected(*_: object, **__: object) -> AsyncIterator[Any]:
+        yield client
+
+    faults = SimpleNamespace(injector=nullcontext(), recover=step("recovered"))
+    monkeypatch.setattr(command, "endpoint", connected)
+    monkeypatch.setattr(command, "Client", SimpleNamespace(connect=connected))
+    monkeypatch.setattr(command, "runtime_of", lambda where: Path("/nowhere"))
+    monkeypatch.setattr(command, "ChaosRun", SimpleNamespace(begin=lambda *_: _value(faults)))
+    monkeypatch.setattr(command, "report", lambda run: {"passed": run.finished})
+    monkeypatch.setattr(command, "show_report", lambda found: order.append("reported"))
+    for name in ("run_load", "compare_all", "count_strays"):
+        monkeypatch.setattr(command, name, step(name))
+    options = parse(["stress", "--connect", "x", "--clients", "2", "--chaos", "kill"])
+    assert await command.stress(options, cast(Any, None)) == 0
+    assert order == ["run_load", "recovered", "compare_all", "count_strays", "reported"]
+
+
+async def _value(value: Any) -> Any:
+    return value

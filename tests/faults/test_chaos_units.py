@@ -120,6 +120,15 @@ async def test_processes_are_resumed_when_the_block_is_cancelled(pool: Pool, tmp
     assert pool.stopped() == pool.dead() == []
 
 
+async def test_a_stop_ends_with_the_block_alone(pool: Pool, tmp_path: Path) -> None:
+    async with injector(pool, tmp_path, "stop") as made:
+        await until(lambda: len(pool.stopped()) == 4)
+        made.chaos = Chaos(("corrupt",))  # none is stopped again
+        await asyncio.sleep(DELAY_SECONDS[1] + 0.2)  # longer than any delay
+        assert len(pool.stopped()) == 4
+    assert pool.stopped() == pool.dead() == []
+
+
 async def test_delay_ends_by_itself(pool: Pool, tmp_path: Path) -> None:
     async with injector(pool, tmp_path, "delay", rate=5.0) as made:
         await until(lambda: bool(pool.stopped()))

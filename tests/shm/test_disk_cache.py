@@ -243,6 +243,16 @@ def test_sweep_removes_empty_folders_and_no_foreign_files(tmp_path):
     assert sweep_cache(tmp_path / "nowhere") == []
 
 
+def test_a_sweep_goes_on_behind_what_it_cannot_remove(tmp_path):
+    kept, unfinished = (tmp_path / (digit * 64) / "store.tmp" for digit in "01")
+    kept.mkdir(parents=True)  # no program writes such a one
+    unfinished.parent.mkdir()
+    unfinished.write_text("half a store")
+    assert sweep_cache(tmp_path) == [unfinished]
+    assert kept.exists()
+    assert not unfinished.parent.exists()
+
+
 def test_a_sweep_and_many_writes_at_once_lose_nothing(fingerprint, tmp_path):
     """An empty folder may be swept just when a writer has made it."""
     build(fingerprint)

@@ -185,6 +185,15 @@ def test_costs_without_attention_say_so(trace: Path, tmp_path, capsys) -> None:
     assert report["config"]["time_leaves_out"][0] == "attention"
 
 
+def test_exact_policies_have_notes_too(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (trace, *TABLE, "--policy", "all-host,fiddler")
+    _, out, _ = replayed(capsys, *arguments)
+    entry = in_json(capsys, *arguments)["policies"][1]
+    assert entry["exact"]
+    assert entry["notes"][0].startswith("fiddler: the model is not calibrated")
+    assert f"note: {entry['notes'][0]}" in " ".join(out.split())
+
+
 def test_approximate_policies_note_their_assumption(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = (trace, *TABLE, "--policy", "all-host,daop")
     wanted = ("--set", "daop.placement=popular", "--set", "daop.first_layer=1")
