@@ -52,7 +52,7 @@ async def keys(options: Options, interrupts: Interrupts) -> int:
     right: str = written.get("right", RIGHTS[0])
     try:
         if "list" in written:
-            show(table(read_engine_keys(folder / ENGINE_FILE)))
+            show(table(read_engine_keys(folder / ENGINE_FILE)), rendered=True)
         elif "remove" in written:
             removed = remove_client(folder, written["remove"])
             show(f"{removed} is revoked: an engine that runs with {folder / ENGINE_FILE} cuts it off now\n")
