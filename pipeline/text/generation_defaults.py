@@ -8,6 +8,7 @@ from typing import Any
 
 from pipeline.checkpoint.index import read_fields
 from pipeline.errors import ModelError, RequestError
+from pipeline.models.config_keys import MAX_FLOAT, MAX_INT, shown
 from protocol.messages import Sampling
 
 DRAWING = ("temperature", "top_k", "top_p", "min_p")  # apply only where the file sets do_sample
@@ -45,8 +46,9 @@ def sampling_defaults(model_dir: Path) -> Sampling:
     given: dict[str, Any] = {name: config[name] for name in names if config.get(name) is not None}
     for name, value in given.items():
         whole = isinstance(value, int) and not isinstance(value, bool)
-        if not ((whole and abs(value) < 2**63) or (isinstance(value, float) and name != "top_k")):
-            raise ModelError(f"{path}: {name} is {value!r:.40}, which is not a valid number")
+        number = whole or (isinstance(value, float) and name != "top_k")
+        if not number or not abs(value) < (MAX_INT if name == "top_k" else MAX_FLOAT):
+            raise ModelError(f"{path}: {name} is {shown(value)}, which is not a valid number")
     if config.get("do_sample"):
         given.setdefault("temperature", 1.0)
     numbers: dict[str, Any] = {k: v if k == "top_k" else float(v) for k, v in given.items()}

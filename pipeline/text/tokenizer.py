@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoint.index import read_fields
 from pipeline.errors import ModelError, RequestError
+from pipeline.models.config_keys import MAX_INT
 from pipeline.text.text_stream import ByteDecoder, RunDecoder, StopStrings, TextStream, TokenDecoder
 from protocol.messages import ChatMessage
 
 # A directory with any of these has a tokenizer; settings alone are not a tokenizer.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tiktoken.model")
-SETTINGS = "tokenizer_config.json"
+SETTINGS, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
 FOREIGN = "fast_tokenizer_files"  # the setting that makes the library read a file of any name
 # What the library may open in the directory, whichever class of tokenizer it makes.
 OPENED = ("*.json", "*.jinja", "*/*.jinja", "*.model", "*.spm", "*.codes", "*tiktoken*", "vocab*", "merges*")
@@ -43,7 +44,7 @@ def eos_ids(model_dir: Path) -> frozenset[int]:
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
-        if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
+        if not all(isinstance(i, int) and not isinstance(i, bool) and abs(i) < MAX_INT for i in ids):
             raise ModelError(f"{path}: eos_token_id must be an id or a list of ids")
         return frozenset(ids)
     return frozenset()
@@ -80,7 +81,9 @@ class Tokenizer:
             return None
         try:
             tokenizer = _read(model_dir)
-        except Exception as error:  # damaged files raise any exception
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # damaged files raise any; the library's panics are no Exception
             raise ModelError(f"cannot load the tokenizer in {model_dir}: {_one_line(error)}") from error
         if not getattr(tokenizer, "is_fast", False):
             raise ModelError(
@@ -112,8 +115,14 @@ class Tokenizer:
         return max(map(len, self._backend.get_vocab()))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, without special tokens and unknown ids; invalid UTF-8 becomes U+FFFD."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=True)
+        """Text of ids, without special tokens and unknown ids; invalid UTF-8, and what the library fails on,
+        becomes U+FFFD."""
+        try:
+            text: str = self._backend.decode(list(ids), skip_special_tokens=True)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # as in `load`
+            return "\ufffd"
         return text
 
     def render_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
@@ -179,9 +188,12 @@ def _read(model_dir: Path) -> Any:
     """tokenizer.json describes a tokenizer completely, so where a model has it, no class is chosen: several
     of transformers' classes replace parts of the file by the family's defaults, and AutoTokenizer chooses a
     class by `model_type`, `tokenizer_class` and `auto_map`. It also takes a second to import."""
-    settings = _settings(model_dir)
+    settings = _fields(model_dir / SETTINGS)
     if FOREIGN in settings:
         raise ModelError(f"{SETTINGS} has {FOREIGN}, which is not supported: remove it")
+    # The library prints the unknown ones.
+    if not all(name.isprintable() for name in _names([settings, _fields(model_dir / SPECIAL)])):
+        raise ModelError(f"a name in {SETTINGS} or {SPECIAL} has control characters")
     if not (model_dir / "tokenizer.json").is_file():
         from transformers import AutoTokenizer
 
@@ -189,6 +201,7 @@ def _read(model_dir: Path) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(str(model_dir), local_files_only=True)
+    tokenizer.model_max_length = MAX_INT  # the settings may hold anything; contexts have a limit of their own
     if _wants_bos(settings) and tokenizer.bos_token_id not in (None, *tokenizer.encode("")):
         tokenizer.add_bos_token = True
     return tokenizer
@@ -201,9 +214,17 @@ def _wants_bos(settings: dict[str, Any]) -> bool:
     return settings.get("add_bos_token") is True and name in ("LlamaTokenizer", "GPTNeoXTokenizer")
 
 
-def _settings(model_dir: Path) -> dict[str, Any]:
-    path = model_dir / SETTINGS
+def _fields(path: Path) -> dict[str, Any]:
     return read_fields(path, MAX_TOKENIZER_BYTES) if path.exists() else {}
+
+
+def _names(value: Any) -> Iterator[str]:
+    """Of all maps in a JSON value."""
+    if isinstance(value, dict):
+        yield from value
+        value = list(value.values())
+    for inner in value if isinstance(value, list) else ():
+        yield from _names(inner)
 
 
 def _decoders(backend: Any) -> frozenset[str]:

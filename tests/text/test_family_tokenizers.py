@@ -208,3 +208,40 @@ def test_damaged_settings_are_refused(tmp_path: Path, content: str) -> None:
     with pytest.raises(ModelError, match="cannot load the tokenizer") as caught:
         Tokenizer.load(folder)
     assert "\n" not in str(caught.value)
+
+
+def test_panics_of_the_library_are_no_crash(tmp_path: Path) -> None:
+    """They are exceptions that do not derive from Exception."""
+    folder = write_family(tmp_path, "mixtral")
+    path = folder / "tokenizer.json"
+    described = json.loads(path.read_text())
+    normalizer = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    path.write_text(json.dumps(described | {"normalizer": normalizer}))
+    with pytest.raises(ModelError, match="cannot load the tokenizer"):
+        Tokenizer.load(folder)
+    letter, token = next(item for item in described["model"]["vocab"].items() if len(item[0]) == 1)
+    strip = {"type": "Strip", "content": letter, "start": 0, "stop": 1 << 40}  # counts below zero
+    path.write_text(json.dumps(described | {"decoder": strip}))
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer is not None
+    assert tokenizer.decode([token]) == "\ufffd"
+
+
+@pytest.mark.parametrize("length", ["many", -1, None])
+def test_no_setting_of_a_length_is_used(tmp_path: Path, length: object) -> None:
+    folder = write_family(tmp_path, "mixtral")
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": length}))
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer is not None
+    assert tokenizer.encode("a b c")
+
+
+def test_names_with_control_characters_are_refused(tmp_path: Path) -> None:
+    """The library prints unknown names of a token's settings as they are."""
+    folder = write_family(tmp_path, "mixtral")
+    path = folder / "tokenizer_config.json"
+    tokens = {"5": {"content": "x", "\x1b]0;title\x07": True}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"added_tokens_decoder": tokens}))
+    with pytest.raises(ModelError, match="control characters"):
+        Tokenizer.load(folder)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from pipeline.errors import ModelError
 from pipeline.text.generation_defaults import sampling_defaults
+from pipeline.text.tokenizer import eos_ids
 from protocol.messages import Sampling
 
 
@@ -60,3 +62,12 @@ def test_invalid_file_is_refused_in_one_line(tmp_path: Path, content: str) -> No
         sampling_defaults(tmp_path)
     assert "generation_config.json" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), 1 << 31, [["a"] * 1000], "a" * 10_000], ids=range(5))
+@pytest.mark.parametrize("name", ["top_k", "repetition_penalty", "eos_token_id"])
+def test_values_of_any_size_are_refused_in_a_short_line(tmp_path: Path, name: str, value: object) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": True, name: value}))
+    with pytest.raises(ModelError) as failure:
+        eos_ids(tmp_path) if name == "eos_token_id" else sampling_defaults(tmp_path)
+    assert len(str(failure.value)) < 300
