@@ -36,7 +36,7 @@ import zmq
 
 from benchmarks.quantizer_rate import CORES, quantizer_rate
 from benchmarks.random_checkpoint import write
-from launch.processes.children import CHILD_PROCESS
+from launch.interpreter import CHILD_PROCESS
 from pipeline.checkpoint.hf_checkpoint import Checkpoint
 from pipeline.models.registry import expert_shape
 from pipeline.models.shapes import is_shape, shape_config

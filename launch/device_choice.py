@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 from launch.errors import WrongUsage
-from launch.processes.children import PYTHON, environment
+from launch.interpreter import PYTHON, environment
 from pipeline.config import DeviceName
 
 log = logging.getLogger("tandem")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from launch.doctor.finding import Finding, Topic
 from launch.doctor.software import pip_install
-from launch.processes.children import ROOT
+from launch.interpreter import ROOT
 from shm.blocks import BlockFormat
 from shm.formats import BF16
 from shm.layout import FORMATS

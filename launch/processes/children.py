@@ -5,21 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from launch.errors import StartFailed
+from launch.interpreter import CHILD_PROCESS, environment
 from protocol.messages import Failed
 from protocol.sockets import Identity
 from workers.lifetime import pack_config
 
-ROOT = Path(__file__).resolve().parents[2]  # where `-m` finds the packages, from any working directory
-# Without -P modules are looked up in the working directory first, which may hold a downloaded model.
-PYTHON = (sys.executable, "-P")
-CHILD_PROCESS = (*PYTHON, "-m", "workers.child")
 PIPE_CAPACITY = 65536  # bytes that a new pipe takes without a reader; a larger configuration would block
 STOP_LIMIT = 5.0  # seconds for an orderly exit
 TERM_LIMIT = 1.0  # seconds between SIGTERM and SIGKILL
@@ -175,18 +171,3 @@ async def wait_exits(children: list[Child], limit: float) -> None:
         _, pending = await asyncio.wait(exits, timeout=limit)
         for waiting in pending:
             waiting.cancel()
-
-
-def environment(threads: int) -> dict[str, str]:
-    """Of a child whose numerical libraries use so many threads."""
-    # An empty part of PYTHONPATH means the working directory.
-    folders = (str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    # OpenMP's idle threads spin by default, which steals the cores that the other processes compute on.
-    return os.environ | {
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "GOMP_SPINCOUNT": "0",
-        "KMP_BLOCKTIME": "0",
-        "OMP_NUM_THREADS": str(threads),
-        "OPENBLAS_NUM_THREADS": "1",  # numpy starts them when it is imported, before a worker is bound
-        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
-    }

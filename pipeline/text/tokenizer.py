@@ -266,6 +266,6 @@ def _valid(text: str) -> str:
     return text
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     return text[:200]

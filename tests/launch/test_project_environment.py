@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.processes.children import ROOT
+from launch.interpreter import ROOT
 
 
 @pytest.fixture(scope="module")
