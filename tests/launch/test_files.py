@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from engines import run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,6 +63,18 @@ def test_a_pipe_without_a_writer_is_refused_and_not_waited_for(tmp_path: Path) -
     for read in (read_text, read_ids, read_script):
         with pytest.raises(WrongUsage, match="is not a file"):
             read(tmp_path / "pipe")
+
+
+def test_a_start_does_not_wait_for_a_pipe_in_the_models_folder(tiny_model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    for name in ("tokenizer_config.json", "config.json"):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        code, out, err = run("generate", "a", "--model", str(folder), limit=20)
+        assert (code, out) == (2, "")
+        assert err.splitlines()[-1] == f"launch.py: {folder / name} cannot be read: it is not a file"
+        (folder / name).unlink()
+        shutil.copy(tiny_model / name, folder)
 
 
 def test_a_matrix_is_what_numpy_reads(tmp_path: Path) -> None:

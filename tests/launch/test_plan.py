@@ -242,7 +242,7 @@ def test_the_doctor_plans_with_a_config_alone(tiny_model: Path, tmp_path: Path, 
     )
     (tmp_path / "config.json").write_text("{")
     assert main(["doctor", "--model", str(tmp_path), "--device", "cpu"]) == 2
-    assert "config.json cannot be read" in capfd.readouterr().err
+    assert "config.json is damaged: it is not valid JSON\n" in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("known_speeds")
