@@ -38,6 +38,7 @@ HWM = 1000  # messages, each way and for each peer
 CHILD_HWM = 64  # messages of one child that may wait to be read; also of a peer that is not a child
 LINGER_MS = 500  # how long a closed socket still delivers its last messages, in the background
 RECONNECT_MS, RECONNECT_MAX_MS = 10, 100
+NEVER_MS = 24 * 3600 * 1000
 HANDSHAKE_MS = 5000  # after which a peer that connects and sends nothing is dropped
 
 LARGEST = max(DEFAULT.frame, DEFAULT.header)  # bytes of a frame
@@ -180,6 +181,7 @@ def connect_dealer(
     endpoint: str,
     *,
     identity: bytes = b"",
+    send_hwm: int = HWM,
     receive_hwm: int = HWM,
     keys: ClientKeys | None = None,
 ) -> Socket:
@@ -190,7 +192,7 @@ def connect_dealer(
     if not _is_tcp(endpoint, keys):
         _socket_path(endpoint)
     socket = context.socket(zmq.DEALER)
-    _configure(socket, HWM, receive_hwm, LARGEST + (_ENCRYPTION if keys else 0))
+    _configure(socket, send_hwm, receive_hwm, LARGEST + (_ENCRYPTION if keys else 0))
     socket.setsockopt(zmq.IDENTITY, identity or random_identity())
     try:
         if keys is not None:
@@ -201,6 +203,37 @@ def connect_dealer(
         socket.connect(endpoint)
     except zmq.ZMQError as e:
         socket.close(linger=0)
+        raise ProtocolError(f"cannot connect to {endpoint}: {os.strerror(e.errno or 0)}") from e
+    return socket
+
+
+def connect_curve_server(
+    context: zmq.Context[Socket],
+    endpoint: str,
+    keys: EngineKeys,
+    *,
+    domain: bytes,
+    send_hwm: int,
+    receive_hwm: int,
+    largest: int,
+) -> Socket:
+    """A DEALER for one client: an encrypted connection's end that has the engine's keys. It connects, once,
+    to an ipc endpoint, where the caller passes on the bytes of that client. This context's ZAP handler
+    (ZeroMQ's RFC 27, bound to inproc://zeromq.zap.01) must admit the client; its requests name `domain`.
+    Raises ProtocolError where there are too many sockets."""
+    _socket_path(endpoint)
+    try:
+        socket = context.socket(zmq.DEALER)
+        _configure(socket, send_hwm, receive_hwm, largest + _ENCRYPTION)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 0)
+        # Without reconnecting at all, libzmq drops the last messages of a connection that ends.
+        socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        socket.setsockopt(zmq.ZAP_DOMAIN, domain)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler admit no peer, instead of all
+        socket.connect(endpoint)
+    except zmq.ZMQError as e:
         raise ProtocolError(f"cannot connect to {endpoint}: {os.strerror(e.errno or 0)}") from e
     return socket
 

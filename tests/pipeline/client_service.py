@@ -17,7 +17,7 @@ from raw_client import RawClient, raw_client
 
 from pipeline.serving.clients import Clients
 from protocol.client import Client
-from protocol.keys import new_keys
+from protocol.keys import Address, new_keys
 from protocol.messages import (
     VERSION,
     Cancel,
@@ -106,7 +106,7 @@ def free_endpoint() -> str:
     return f"tcp://127.0.0.1:{free_port()}"
 
 
-async def works(where: str) -> dict[str, Any]:
+async def works(where: str | Address) -> dict[str, Any]:
     """Check that a client of the library is served. Returns the counts."""
     async with Client.connect(where, timeout=LIMIT) as client:
         return await client.stats()

@@ -6,26 +6,28 @@ import asyncio
 import contextlib
 import logging
 import socket
-import stat
 from pathlib import Path
 
 import pytest
 import zmq
 import zmq.asyncio
-from client_service import CLIENT, ENGINE, WELCOME, Service, free_endpoint, service, works
+from child_messages import KEY
+from client_service import CLIENT, ENGINE, WELCOME, Service, free_endpoint, works
+from door_service import door_service
 from raw_client import raw_client
 from waiting import until
 
 from pipeline.config import EngineConfig
-from pipeline.serving.client_sockets import TcpListener
+from pipeline.door.connection import Engine
+from pipeline.door.door import Door, listen
+from pipeline.door.key_file import KeyFile
+from pipeline.door.limits import DoorLimits
 from protocol.client import Client
 from protocol.codec import encode
 from protocol.errors import EngineGone, ProtocolError
 from protocol.keys import Address, ClientKeys, new_keys, write_engine_keys
 from protocol.messages import VERSION, Hello, Stats, StatsReply
 from protocol.sockets import check_tcp, connect_dealer
-
-pytestmark = pytest.mark.skip("clients over tcp speak with the door, which these tests do not start yet")
 
 OTHER_ENGINE, OTHER_CLIENT = new_keys()
 OTHER_KEYS = ClientKeys(OTHER_CLIENT.public, OTHER_CLIENT.secret, ENGINE.public)
@@ -51,14 +53,14 @@ def frames(flagged: bool) -> bytes:
 
 
 async def test_client_with_known_keys_is_served() -> None:
-    async with service(tcp=True) as running:
-        counts = await works(Address(running.tcp, CLIENT))
-        assert (counts["connected"], counts["refused_keys"]) == (1, 0)
+    async with door_service() as running:
+        counts = await works(running.address())
+        assert (counts["connected"], running.door.refused) == (1, 0)
 
 
 @pytest.mark.parametrize("keys", WRONG_KEYS.values(), ids=WRONG_KEYS.keys())
 async def test_wrong_keys_get_no_answer(keys: ClientKeys, caplog: pytest.LogCaptureFixture) -> None:
-    async with service(tcp=True) as running:
+    async with door_service() as running:
         async with raw_client(running.tcp, hello=False, keys=keys) as connection:
             for _ in range(3):
                 await connection.send(Hello(VERSION))
@@ -66,22 +68,22 @@ async def test_wrong_keys_get_no_answer(keys: ClientKeys, caplog: pytest.LogCapt
         with pytest.raises(EngineGone):
             async with Client.connect(Address(running.tcp, keys), timeout=0.5):
                 pass
-        counts = await works(Address(running.tcp, CLIENT))
+        counts = await works(running.address())
         assert counts["connected"] == 1
-        assert running.received == [(running.received[0][0], Stats(0))]
+        assert [message for _, message in running.clients.received] == [Stats(0)]
         if keys.engine == ENGINE.public and keys.public != CLIENT.public:
-            assert counts["refused_keys"] >= 2
+            assert running.door.refused >= 2
             assert "127.0.0.1 was refused: its key is not in engine.key" in caplog.text
 
 
 async def test_unencrypted_connection_gets_no_answer() -> None:
-    async with service(tcp=True) as running:
+    async with door_service() as running:
         with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as plain:
             plain.setsockopt(zmq.LINGER, 0)
             plain.connect(running.tcp)
             await plain.send_multipart(encode(Hello(VERSION)))
             assert not await plain.poll(700)
-        assert running.received == []
+        assert running.clients.received == []
 
 
 @pytest.mark.parametrize(
@@ -103,9 +105,8 @@ async def test_unencrypted_connection_gets_no_answer() -> None:
     ],
     ids=range(13),
 )
-async def test_raw_bytes_get_only_the_greeting(words: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocol.sockets.HANDSHAKE_MS", 300)
-    async with service(tcp=True) as running:
+async def test_raw_bytes_get_only_the_greeting(words: bytes) -> None:
+    async with door_service(DoorLimits(hello=0.3)) as running:
         reader, writer = await asyncio.open_connection(*check_tcp(running.tcp))
         writer.write(words)
         got = b""
@@ -120,85 +121,88 @@ async def test_raw_bytes_get_only_the_greeting(words: bytes, monkeypatch: pytest
         expected = greeting(b"CURVE", minor=b"\1")
         assert got[: len(expected)] == expected[: len(got)]
         assert len(got) <= len(expected) + 12, got  # and ZMTP's short error code of a handshake
-        assert running.clients.counts()["connected"] == 0
-        assert running.received == []
+        assert running.clients.clients.counts()["connected"] == 0
+        assert running.clients.received == []
 
 
 async def test_same_routing_id_on_both_sockets_is_two_clients() -> None:
-    async with service(tcp=True) as running, raw_client(running.local, identity=b"same" * 4) as local:
+    async with door_service() as running, raw_client(running.clients.local, identity=b"same" * 4) as local:
         async with raw_client(running.tcp, identity=b"same" * 4, keys=CLIENT) as remote:
-            assert running.clients.counts()["connected"] == 2
+            assert running.clients.clients.counts()["connected"] == 2
             await local.send(Stats(1))
             await remote.send(Stats(2))
             assert (await local.expect(StatsReply)).request == 1
             assert (await remote.expect(StatsReply)).request == 2
-            names = {name for name, _ in running.received}
+            names = {name for name, _ in running.clients.received}
             assert len(names) == 2
-        await until(lambda: len(running.gone) > 0)  # found by the next heartbeat
+        await until(lambda: len(running.clients.gone) > 0)  # found by the next heartbeat
         await local.send(Stats(3))
         assert (await local.expect(StatsReply)).request == 3
-        (gone,) = running.gone
-        assert gone != running.received[-1][0]
+        (gone,) = running.clients.gone
+        assert gone != running.clients.received[-1][0]
 
 
-async def test_clients_wait_until_the_engine_is_ready(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Handshakes that time out are repeated; the authentication requests of the first ones do no harm."""
-    monkeypatch.setattr("protocol.sockets.HANDSHAKE_MS", 200)
+async def test_clients_wait_until_the_engine_is_ready(runtime: Path) -> None:
+    """Connections that the coordinator does not answer yet stay open for longer than that to the Hello."""
+    write_engine_keys(runtime / "engine.key", ENGINE)
     endpoint = free_endpoint()
-    clients = Service(runtime).clients
+    keys, limits = KeyFile(runtime / "engine.key"), DoorLimits(hello=0.5, silence=0.5)
+    door = Door(listen(endpoint), keys, Engine(runtime, KEY, 0), limits)
+    opening = asyncio.create_task(door.serve())
 
     async def connect() -> None:
         async with Client.connect(Address(endpoint, CLIENT), timeout=10) as client:
             assert client.welcome == WELCOME
 
     connecting = [asyncio.create_task(connect()) for _ in range(5)]
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(1.5)
     assert not any(task.done() for task in connecting)
+    assert len(door.clients) == 5
+    clients = Service(runtime, remote=True).clients
     serving = asyncio.create_task(clients.serve())
     await asyncio.gather(*connecting)
     assert not serving.done()
-    serving.cancel()
-    await asyncio.wait([serving])
+    for task in (serving, opening):
+        task.cancel()
+        await asyncio.wait([task])
     clients.close()
 
 
 async def test_flood_of_handshakes_keeps_no_client_out(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    async with service(tcp=True) as running:
+    async with door_service() as running:
         with contextlib.ExitStack() as stack:
             for i in range(300):
                 connection = stack.enter_context(socket.create_connection(check_tcp(running.tcp)))
                 connection.sendall(greeting(b"CURVE")[: 10 + i % 50])
+                if i % 50 == 0:
+                    await asyncio.sleep(0.05)  # the door accepts them in this event loop
             with zmq.asyncio.Context() as context:
                 for _ in range(40):
                     stack.enter_context(connect_dealer(context, running.tcp, keys=OTHER_KEYS))
-                await works(Address(running.tcp, CLIENT))
-                await until(lambda: running.clients.counts()["refused_keys"] >= 40)
-                await works(Address(running.tcp, CLIENT))
+                await works(running.address())
+                await until(lambda: running.door.refused >= 40)
+                await works(running.address())
                 stack.close()
         assert 0 < len([r for r in caplog.records if "was refused" in r.getMessage()]) < 40
 
 
-def test_tcp_listener_follows_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    endpoint = free_endpoint()
-    assert TcpListener.configured(EngineConfig()) is None
-    with pytest.raises(
-        ProtocolError, match=r"the key file .*/tandem/keys/engine.key does not exist; make keys with"
-    ):
-        TcpListener.configured(EngineConfig(listen=endpoint))
-    write_engine_keys(tmp_path / "a.key", ENGINE)
-    assert stat.S_IMODE((tmp_path / "a.key").stat().st_mode) == 0o600
-    listener = TcpListener.configured(EngineConfig(listen=endpoint, key=tmp_path / "a.key"))
-    assert listener == TcpListener(endpoint, ENGINE)
-
-
-async def test_port_in_use_leaves_no_socket_open(runtime: Path) -> None:
-    async with service(tcp=True) as running:
+async def test_port_in_use_and_addresses_of_other_machines() -> None:
+    async with door_service() as running:
         with pytest.raises(ProtocolError, match=rf"^cannot bind {running.tcp}: Address already in use$"):
-            Service(runtime)
-        async with service() as other:  # not affected by the failed one, whose sockets are closed
-            await works(other.local)
+            listen(running.tcp)
+    with pytest.raises(ProtocolError, match=r"^cannot bind tcp://192.0.2.1:5555: Cannot assign requested"):
+        listen("tcp://192.0.2.1:5555")
+    with pytest.raises(ProtocolError, match=r"is not tcp://HOST:PORT$"):
+        listen("ipc:///tmp/a")
+
+
+@pytest.mark.parametrize(("listening", "hosts"), [("*", ["127.0.0.1", "[::1]"]), ("[::1]", ["[::1]"])])
+async def test_all_addresses_and_ipv6(listening: str, hosts: list[str]) -> None:
+    port = free_endpoint().rpartition(":")[2]
+    async with door_service(endpoint=f"tcp://{listening}:{port}"):
+        for host in hosts:
+            await works(Address(f"tcp://{host}:{port}", CLIENT))
 
 
 async def test_engine_answers_over_tcp(start_engine, plain_config, tmp_path: Path) -> None:
