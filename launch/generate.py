@@ -89,7 +89,7 @@ async def _stdin() -> str:
     lines, read, size = Lines(sys.stdin.fileno()), list[str](), 0
     while size <= MAX_TEXT_BYTES and (line := await lines.next()) is not None:
         read.append(line)
-        size += len(line)
+        size += len(line) + 1  # with its end: empty lines have no other byte
     return "\n".join(read)
 
 

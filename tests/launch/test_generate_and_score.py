@@ -139,8 +139,13 @@ def stdin_from(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 async def test_prompt_from_stdin_is_read_to_its_end_or_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "in").write_text("one\ntwo\nthree\nfour\n")
-    for limit, prompt in ((100, "one\ntwo\nthree\nfour"), (5, "one\ntwo")):
+    numbers = "one\ntwo\nthree\nfour\n"
+    for text, limit, prompt in (
+        (numbers, 100, "one\ntwo\nthree\nfour"),
+        (numbers, 5, "one\ntwo"),
+        ("\n" * 20, 5, "\n" * 5),
+    ):
+        (tmp_path / "in").write_text(text)
         engine = StandInEngine()
         monkeypatch.setattr(generating, "MAX_TEXT_BYTES", limit)
         with stdin_from(tmp_path / "in", monkeypatch):
