@@ -25,6 +25,10 @@ def summaries(screen: str) -> list[str]:
     return re.findall(r"^\d+ tokens? ·.*$", screen, re.MULTILINE)
 
 
+def hints(screen: str) -> list[str]:
+    return re.findall("^Ctrl-D or /quit ends the chat$", screen, re.MULTILINE)
+
+
 def reused_tokens(summary: str) -> int:
     """Prompt tokens with reused KV."""
     found = re.search(r"KV (\d+)/\d+", summary)
@@ -101,8 +105,11 @@ def _history(env: dict[str, str]) -> None:
         terminal.until(r"^>$")
         terminal.keys("C-c")
         terminal.until("^Ctrl-D or /quit ends the chat\n>$")
+        terminal.keys("C-c", "Enter", "C-c")  # the hint is shown once for each line, also an empty one
+        terminal.until(lambda screen: len(hints(screen)) == 2)
         terminal.keys("C-d")
         assert terminal.end() == (0, True)
+        assert len(hints(terminal.screen())) == 2
 
 
 async def test_commands_and_announcements_of_other_clients(start_engine, tiny_model: Path, tmp_path) -> None:
