@@ -263,6 +263,12 @@ def test_table_of_a_calibration() -> None:
             "whole text",
         ),
         (
+            None,
+            {"share": 0.25, "heldout": 0.6, "prompts": 0.62, "own": 0.0, "differs": True, "tokens": 50},
+            "(0% of those used there, ",
+            "whole text",
+        ),
+        (
             1,
             {"share": 0.25, "heldout": 0.6, "prompts": 0.62, "own": 0.59, "differs": False, "tokens": 50},
             "59% of those used by the 50 tokens that the engine has computed",
