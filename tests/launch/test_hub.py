@@ -160,6 +160,7 @@ def test_engine_runs_a_model_of_the_hub(home: Home, hub: HubServer, files: dict[
     process = home.start(LAUNCH, "generate", *arguments)
     out, log = process.communicate(timeout=100)
     assert process.returncode == 0, log
+    assert f"[tandem] {NAME}: downloading 7 files" in log
     assert len(json.loads(out)["token_ids"]) == 3
 
 
