@@ -18,7 +18,7 @@ from waiting import until
 from launch.errors import EngineFailed, StartFailed
 from launch.processes import children
 from launch.processes import supervisor as supervising
-from launch.processes.cores import Cores
+from launch.processes.cores import Cores, Thread
 from launch.processes.limits import Limits
 from launch.processes.supervisor import Supervisor
 from pipeline.assets import model_dir
@@ -170,6 +170,14 @@ async def test_only_needed_children_start(
     (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("processes: ")]
     words = "1 worker" if workers else "which computes experts itself"
     assert line == f"processes: coordinator, {words}" + ", prefetcher" * ("prefetcher" in spawned)
+
+
+async def test_workers_have_as_many_threads_as_the_least_has_cores(play: Play, monkeypatch) -> None:
+    three = Cores(tuple(Thread(0, (number,), number) for number in range(3)))
+    monkeypatch.setattr(Cores, "here", lambda: three)
+    async with supervisor(NEVER):
+        workers = [child for child in play.children if child.identity.role == "worker"]
+        assert [(len(child.config["cores"]), child.threads) for child in workers] == [(1, 1), (2, 1)]
 
 
 async def test_more_workers_than_cores_are_warned_of(play: Play, caplog: pytest.LogCaptureFixture) -> None:
