@@ -93,6 +93,7 @@ def test_report_fits_80_columns_and_is_plain() -> None:
     assert all(len(line) <= 80 for line in text.splitlines())
     assert "\x1b" not in text
     assert "[bold]x[/bold]" in text
+    assert text.count("> ") == len(finding.do.splitlines())
     assert text.endswith("\n\nEngines run here.\n")
 
 
