@@ -126,9 +126,17 @@ def test_chunk_size_does_not_change_the_bytes(tmp_path, format_name, monkeypatch
     monkeypatch.setattr(encode, "READ_AHEAD_BYTES", 0)
     tiny_checkpoint.write(tmp_path, expert_tensors(MIXTRAL, True, torch.bfloat16), 1, MIXTRAL, fused=True)
     progress: list[int] = []
+    begun: list[int] = []  # the progress when each expert was begun
+
+    def expert_chunks(*arguments):
+        begun.append(max(progress, default=0))
+        return chunks.expert_chunks(*arguments)
+
+    monkeypatch.setattr(encode, "expert_chunks", expert_chunks)
     layout = layout_of(MIXTRAL, format_name)
     with filled(Checkpoint(tmp_path), format_name, progress) as data:
         assert data.tobytes() == expected(MIXTRAL, layout)
+    assert begun == [max(0, n - 1) * layout.expert_stride for n in range(len(begun))]
     assert progress == sorted(progress)
     assert progress[-1] == layout.total_bytes
     assert len(progress) > 5 * layout.shape.layers * layout.shape.experts
