@@ -151,6 +151,7 @@ def test_decisions_that_break_the_contract_are_refused() -> None:
     header = make_header(ModelShape(layers=1, experts=2, tiles=2, top_k=1))
     for policy in (
         Scripted(3),
+        Scripted(-1),
         Scripted(2, placed=[(0, 0, 2), (0, 1, 2)]),
         Scripted(2, predicts=lambda layer, view: [Target(0, 1, 3)]),
         Scripted(2, predicts=lambda layer, view: [Target(1, 1, 1)]),
