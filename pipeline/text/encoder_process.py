@@ -7,12 +7,14 @@ and can be killed. It has the model's files, a socket to the coordinator and to 
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -53,6 +55,7 @@ def encoded(tokenizer: Tokenizer, asked: Encode) -> Encoded:
 def main(config: dict[str, Any]) -> int:
     """Run the tokenizer; returns its exit code."""
     os.nice(NICENESS)
+    _close_inherited(lifeline=int(sys.argv[-1]))
     endpoint = ChildEndpoint(config, "text.sock")
     try:
         tokenizer = Tokenizer.load(Path(config["model"]))
@@ -73,6 +76,14 @@ def main(config: dict[str, Any]) -> int:
     return 0
 
 
+def _close_inherited(lifeline: int) -> None:
+    """Descriptors of the program that started the engine; uvloop passes them on."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) != lifeline:
+            with suppress(OSError):  # the one that listed the folder
+                os.close(int(name))
+
+
 def _limit_memory() -> None:
     """Of what this process allocates from now on: beyond it the allocation fails."""
     fields = Path("/proc/self/status").read_text().partition("VmData:")[2].split()
@@ -85,7 +96,9 @@ def _limit_memory() -> None:
 def _silence_panics() -> None:
     """The library writes a report of each of its panics to descriptor 2, past `sys.stderr`; a text can cause
     as many as it likes."""
-    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+    # Of the same class, which may filter what is printed.
+    stream = io.BufferedWriter(io.FileIO(os.dup(2), "w"))
+    sys.stderr = cast(Any, type(sys.stderr))(stream, errors="replace", line_buffering=True)
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setStream(sys.stderr)

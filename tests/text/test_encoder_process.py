@@ -1,0 +1,104 @@
+"""The tokenizer process as it is executed, and its answers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import zmq
+
+from pipeline.assets import model_dir
+from pipeline.text import encoder_process
+from pipeline.text.encoder_process import encoded
+from pipeline.text.tokenizer import Tokenizer
+from protocol.codec import decode, encode
+from protocol.messages import VERSION, ChatMessage, Encode, Encoded, Ready
+from protocol.sockets import Identity, bind_router, ipc_endpoint, parse_identity
+from workers.lifetime import pack_config
+
+ROOT = Path(__file__).resolve().parents[2]
+KEY, IDENTITY = b"k" * 32, Identity("tokenizer", 0, 3)
+TEXTS = ("def add(a, b):", "", "é" * 9)
+TURN = ChatMessage("user", "What is a list?")
+
+
+def received(socket: zmq.Socket[bytes], *kinds: type) -> list[Any]:
+    found = []
+    for kind in kinds:
+        assert socket.poll(20_000)
+        sender, *frames = socket.recv_multipart()
+        assert parse_identity(sender, KEY) == IDENTITY
+        found.append(decode(frames))
+        assert isinstance(found[-1], kind)
+    return found
+
+
+def test_executed_process_answers_and_holds_no_file_of_the_program_that_started_it(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    planted = tmp_path / "planted"
+    planted.touch()
+    for_child, lifeline = os.pipe()
+    config = asdict(IDENTITY) | {
+        "identity": IDENTITY.prove(KEY),
+        "runtime": str(tmp_path),
+        "fingerprint": "f" * 64,
+        "model": str(model_dir()),
+    }
+    tokenizer = Tokenizer.load(model_dir())
+    assert tokenizer is not None
+    with zmq.Context() as context, planted.open() as inherited:
+        sockets = [
+            bind_router(context, ipc_endpoint(tmp_path, name)) for name in ("text.sock", "control.sock")
+        ]
+        with subprocess.Popen(
+            [sys.executable, "-m", "workers.child", encoder_process.__name__, "--lifeline", str(for_child)],
+            pass_fds=(for_child, inherited.fileno()),
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        ) as process:
+            try:
+                os.write(lifeline, pack_config(config))
+                for socket in sockets:
+                    (ready,) = received(socket, Ready)
+                    assert ready == Ready(VERSION, "tokenizer", 0, 3, process.pid, "f" * 64)
+                files = Path(f"/proc/{process.pid}/fd")
+                assert str(planted) not in [os.readlink(files / number) for number in os.listdir(files)]
+                for asked in (Encode(7, TEXTS), Encode(8, messages=(TURN,))):
+                    sockets[0].send_multipart([IDENTITY.prove(KEY), *encode(asked)])
+                of_texts, of_turns = received(sockets[0], Encoded, Encoded)
+            finally:
+                os.close(lifeline)  # the process exits
+                os.close(for_child)
+                for socket in sockets:
+                    socket.close(linger=0)
+    parts = [tokenizer.encode(text) for text in TEXTS]
+    assert of_texts.ids.tolist() == [token for part in parts for token in part]
+    assert (of_texts.job, of_texts.lengths, of_texts.error) == (7, tuple(map(len, parts)), "")
+    assert of_turns.ids.tolist() == tokenizer.render_chat([TURN])
+
+
+@pytest.mark.parametrize(
+    ("result", "reason"),
+    [
+        (MemoryError(), "the text takes too much memory to encode"),
+        (ValueError("half of\n a \ud800"), "the model's tokenizer failed: half of a ?"),
+        (GeneratorExit(), "the model's tokenizer failed: GeneratorExit"),  # no Exception, as a panic is none
+        ([1] * 9, "the text has 9 tokens, more than 8"),
+    ],
+)
+def test_texts_that_cannot_be_encoded_are_answered_by_a_line(result: Any, reason: str, monkeypatch) -> None:
+    monkeypatch.setattr(encoder_process, "MOST_IDS", 8)
+
+    def fake(text: str) -> list[int]:
+        if isinstance(result, BaseException):
+            raise result
+        return cast(list[int], result)
+
+    answer = encoded(cast(Tokenizer, SimpleNamespace(encode=fake)), Encode(3, ("a",)))
+    assert (answer.job, answer.ids.tolist(), answer.lengths, answer.error) == (3, [], (), reason)
+    encode(answer)
