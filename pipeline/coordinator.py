@@ -91,7 +91,7 @@ class Coordinator:
             self._context.term()
             raise SystemExit(2) from None
         self._exits = ExitEvents()
-        self._inbox = EngineInbox()
+        self._inbox = EngineInbox(self._clients.charge)
         loop = asyncio.get_running_loop()
 
         def post(event: EngineEvent) -> None:  # called by the engine's thread

@@ -23,6 +23,34 @@ class RateLimiter:
         return self._spent <= self._limit
 
 
+class TimeShare:
+    """Lets some work take a share of the time. After each piece that exceeds it, the work waits."""
+
+    def __init__(self, share: float, burst: float) -> None:
+        """`burst`: seconds that may be spent at once after a pause."""
+        self._share = share
+        self._burst = burst
+        self._left = burst
+        self._updated = time.monotonic()
+
+    def spend(self, seconds: float) -> None:
+        """Count time that was spent."""
+        self._refill()
+        self._left -= seconds
+
+    @property
+    def wait(self) -> float:
+        """Seconds until the work may go on: none until the burst is spent, then as long as that takes to be
+        earned again."""
+        self._refill()
+        return 0.0 if self._left > 0 else (self._burst - self._left) / self._share
+
+    def _refill(self) -> None:
+        now = time.monotonic()
+        self._left = min(self._left + (now - self._updated) * self._share, self._burst)
+        self._updated = now
+
+
 class SparseLog:
     """Logs up to `limit` warnings a second that clients cause; the others are only counted."""
 

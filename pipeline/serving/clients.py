@@ -18,12 +18,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from time import thread_time
 from typing import Any
 
 import zmq
 
 from pipeline.accounts import LOCAL, RIGHTS, account_of, client_name, routing_id_of
-from pipeline.rate_limit import RateLimiter, SparseLog
+from pipeline.rate_limit import RateLimiter, SparseLog, TimeShare
 from pipeline.serving.account_limits import REFUSED_LIMIT, AccountLimits
 from pipeline.serving.client_sockets import ClientSocket
 from pipeline.serving.introductions import Introductions
@@ -42,6 +43,10 @@ QUEUE_LIMIT = 32768  # messages queued for one client, which sends requests and 
 QUEUED_BYTES = 1 << 30  # for all clients together; beyond, the client with the longest queue is cut off
 LARGEST_HELLO = 8192  # bytes of a message that is decoded before the Hello
 COSTLY = 200_000  # bytes of a refused message that count as another
+SHARE = 0.15  # of one core's time, for the messages of each socket; the engine's thread needs the interpreter
+SHARE_BURST = 0.01  # seconds of it at once
+MESSAGE_SECONDS = 60e-6  # to receive a message and to send its answer, beside the time to handle it
+BYTE_SECONDS = 2e-9  # to receive a byte
 
 
 class Client:
@@ -166,29 +171,47 @@ class Clients:
             "unheard": self.unheard,
         }
 
+    def charge(self, client: bytes, seconds: float) -> None:
+        """Count time that handling a client's messages took, beside receiving them: a client whose messages
+        take too much of it is cut off. Any thread may call it."""
+        self._limits.charge(client, seconds)
+
     def right_of(self, client: bytes) -> str:
         """What a client may do; of one that has disconnected, the least."""
         known = self._clients.get(client)
         return RIGHTS[0] if known is None else known.right
 
-    async def _listen(self, socket: ClientSocket, receive: Callable[[bytes, list[bytes]], None]) -> None:
+    async def _listen(self, socket: ClientSocket, receive: Callable[[bytes, list[bytes]], bytes]) -> None:
+        share = TimeShare(SHARE, SHARE_BURST)
         while True:
-            receive(*await socket.receive())
+            sender, frames = await socket.receive()
+            began = thread_time()
+            name = receive(sender, frames)
+            size = sum(map(len, frames))
+            seconds = thread_time() - began + MESSAGE_SECONDS + BYTE_SECONDS * size
+            self._limits.charge(name, seconds)
+            share.spend(seconds)
             # Receiving a message that has arrived does not suspend: without this, a client that floods the
-            # socket would block every other task, the heartbeats too.
-            await asyncio.sleep(0)
+            # socket would block every other task, the heartbeats too. Clients are read in turn, so
+            # during a pause each waits for at most one message of each other client.
+            await asyncio.sleep(share.wait)
 
-    def _from_local(self, routing_id: bytes, frames: list[bytes]) -> None:
-        self._receive_safely(client_name(LOCAL, routing_id), frames)
+    def _from_local(self, routing_id: bytes, frames: list[bytes]) -> bytes:
+        """Handle a message. Returns the client's name."""
+        name = client_name(LOCAL, routing_id)
+        self._receive_safely(name, frames)
+        return name
 
-    def _from_remote(self, identity: bytes, frames: list[bytes]) -> None:
-        name = self._introduced.get(identity)
-        if name is not None:
+    def _from_remote(self, identity: bytes, frames: list[bytes]) -> bytes:
+        """Handle a message. Returns the client's name; "" without one."""
+        name = self._introduced.get(identity, b"")
+        if name:
             self._receive_safely(name, frames)
         elif self._introductions.proven(identity):
             self._introduce(identity, frames)
         else:
             self.malformed += 1
+        return name
 
     def _introduce(self, identity: bytes, frames: list[bytes]) -> None:
         """The door states whose connection this is; or it forwards a message of a client that was dropped."""
@@ -226,6 +249,9 @@ class Clients:
     def _receive(self, sender: bytes, frames: list[bytes]) -> None:
         if self._limits.is_cut_off(sender):
             self.unheard += 1
+            return
+        if self._limits.too_costly(sender):
+            self.cut_off(sender, "its messages take too much of the engine's time")
             return
         client = self._clients.get(sender)
         greeted = client is not None and client.sender is not None

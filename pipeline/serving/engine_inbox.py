@@ -8,6 +8,7 @@ import dataclasses
 import sys
 import threading
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeline.accounts import account_of
@@ -30,7 +31,9 @@ _Queue = deque[tuple[EngineMessage, int]]  # messages, each with its size in byt
 class EngineInbox:
     """The event loop calls `put` and `drop`, the engine's thread `get`."""
 
-    def __init__(self) -> None:
+    def __init__(self, charge: Callable[[bytes, float], None] = lambda client, seconds: None) -> None:
+        """`charge` counts the seconds that the engine's thread took to handle a client's message."""
+        self.charge = charge
         # by account and client, none of them empty
         self._accounts: OrderedDict[bytes, OrderedDict[bytes, _Queue]] = OrderedDict()
         self._gone: deque[bytes] = deque()  # clients that have disconnected

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pipeline.backbone.materialize import start_materializing
 from pipeline.errors import NumberInUse, PromptTooLong, UsageError
 from pipeline.policies.view import PolicyRequest
+from pipeline.rate_limit import TimeShare
 from pipeline.scheduling.job_factory import JobFactory
 from pipeline.scheduling.scheduler import Scheduler
 from pipeline.serving.calibration_service import CalibrationService
@@ -30,6 +31,8 @@ IDLE_WAIT = 0.5  # seconds that an idle engine waits for a message before it che
 MOVING_WAIT = 0.01  # the same while tiles move in the background
 CONGESTED_WAIT = 0.005  # seconds until the next round when every request waits for its client to read
 INBOX_SECONDS = 0.01  # for messages between two rounds: a flood of messages must not stop the rounds
+INBOX_SHARE = 0.1  # of the time while requests run
+LONGEST = 0.1  # seconds of a message that count: a policy change may take minutes
 LAST_INBOX_SECONDS = 0.5  # for the messages that wait when the engine is stopped
 
 CALIBRATING = "the engine is being calibrated; set the policy when that has ended"
@@ -67,6 +70,7 @@ class EngineService:
         self._calibrations = CalibrationService(
             parts, self._policies, self._scheduler, send=self._send, drain_inbox=self._drain_inbox
         )
+        self._share = TimeShare(INBOX_SHARE, INBOX_SECONDS)
         self.status = EngineStatus(parts, self._policies, self._scheduler)
 
     def warm_up(self) -> None:
@@ -102,11 +106,20 @@ class EngineService:
     def _drain_inbox(self, wait: float = 0.0, seconds: float = INBOX_SECONDS) -> bool:
         """Handle messages for up to `seconds`; wait for the first. False: the engine is stopped."""
         self._parts.tick()
+        if self._share.wait and not self._scheduler.idle and not self._inbox.stopped:
+            if wait:
+                time.sleep(wait)
+            return True
         item = self._inbox.get(wait)
         until = time.perf_counter() + seconds
         while item is not None:
             self._parts.tick()
+            began = time.perf_counter()
             self._handle(*item)
+            spent = min(time.perf_counter() - began, LONGEST)
+            self._share.spend(spent)
+            if isinstance(item[1], Generate | Score):
+                self._inbox.charge(item[0], spent)
             item = self._inbox.get(0.0) if time.perf_counter() < until else None
         return not self._inbox.stopped
 

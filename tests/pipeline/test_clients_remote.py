@@ -4,6 +4,7 @@ once, and limits hold for all connections of a key."""
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import AsyncExitStack
 
 import pytest
@@ -14,7 +15,7 @@ from raw_client import raw_client as raw
 from waiting import until
 
 from pipeline.accounts import account_of
-from pipeline.serving import account_limits, introductions
+from pipeline.serving import account_limits, clients, introductions
 from pipeline.serving.account_limits import ACCOUNT_PLACES, LOCAL_PLACES, MOST_CLIENTS, REFUSED_LIMIT
 from protocol.client import Client
 from protocol.codec import encode
@@ -22,9 +23,11 @@ from protocol.messages import (
     SAY_HELLO,
     VERSION,
     Error,
+    Heartbeat,
     Hello,
     PolicyChanged,
     RemoteClient,
+    SetPolicy,
     Stats,
     StatsReply,
     Welcome,
@@ -67,8 +70,8 @@ async def test_introduced_client_has_its_account_and_right() -> None:
 
 @pytest.mark.parametrize(
     "identity",
-    [b"", b"x", b"remote-0-0", b"remote-0-0-0123456789abcdef", connection(0, role="worker")],
-    ids=["none", "any", "no proof", "wrong proof", "a worker"],
+    [b"", b"x" * 20, b"remote-1234567-0", b"remote-0-0-0123456789abcdef", connection(0, role="worker")],
+    ids=["made", "any", "no proof", "wrong proof", "a worker"],
 )
 async def test_connection_that_is_not_the_doors_is_not_heard(identity: bytes) -> None:
     async with (
@@ -173,6 +176,45 @@ async def test_refusals_of_all_connections_of_a_key_are_counted_together() -> No
             client = await stack.enter_async_context(remote_client(running.remote, "hostile"))
             await client.socket.send_multipart([b"\x01"])
         await until(lambda: len(running.gone) == REFUSED_LIMIT + 1)
+
+
+async def test_account_whose_messages_take_too_long_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether they arrive on one connection or many; what the engine's thread took counts, too."""
+    monkeypatch.setattr(account_limits, "COST_BURST", 0.02)
+    async with service(remote=True) as running, AsyncExitStack() as stack:
+        other = await stack.enter_async_context(remote_client(running.remote, "other"))
+        many = [await stack.enter_async_context(remote_client(running.remote, "key")) for _ in range(4)]
+        for _ in range(200):
+            for client in many:
+                await client.send(Heartbeat())
+        for client in many:
+            assert (
+                await client.expect(Error)
+            ).text == "cut off: its messages take too much of the engine's time"
+        async with remote_client(running.remote, "third") as third:
+            await third.send(Stats(1))
+            await third.expect(StatsReply)
+            running.clients.charge(running.received[-1][0], 0.1)
+            await third.send(Stats(2))
+            assert (await third.expect(Error)).text.startswith("cut off: its messages take")
+        await other.send(Stats(1))
+        await other.expect(StatsReply)
+
+
+async def test_flood_takes_a_share_of_the_time_and_another_client_is_heard(monkeypatch) -> None:
+    """Messages that take 10 ms each: 15 a second have their turn."""
+    monkeypatch.setattr(account_limits, "COST_BURST", 1000.0)
+    monkeypatch.setattr(clients, "MESSAGE_SECONDS", 0.01)
+    async with service() as running, raw(running.local) as hostile, raw(running.local) as other:
+        for count in range(200):
+            await hostile.send(SetPolicy(count, "x"))
+        began = time.monotonic()
+        await other.send(Stats(1))
+        await other.expect(StatsReply)
+        assert time.monotonic() - began < 2.0
+        await asyncio.sleep(1.0)
+        assert 5 < len(running.received) < 40 * (time.monotonic() - began)
+        hostile.socket.close(linger=0)
 
 
 async def test_local_client_that_is_cut_off_ends_alone() -> None:

@@ -8,7 +8,7 @@ import pytest
 from clock import Clock
 
 from pipeline import rate_limit
-from pipeline.rate_limit import RateLimiter, SparseLog
+from pipeline.rate_limit import RateLimiter, SparseLog, TimeShare
 
 
 @pytest.fixture
@@ -26,6 +26,19 @@ def test_each_second_has_its_own_limit(clock: Clock) -> None:
     assert [limiter.spend(cost) for cost in (2, 1, 1)] == [True, True, False]
     clock.now += 1.0
     assert [limiter.spend(cost) for cost in (4, 1)] == [False, False]
+
+
+def test_time_share_waits_until_the_burst_is_earned_again(clock: Clock) -> None:
+    share = TimeShare(0.1, burst=2.0)
+    share.spend(1.5)
+    assert share.wait == 0.0
+    share.spend(1.0)
+    assert share.wait == pytest.approx(25.0)
+    clock.now += 6.0
+    assert share.wait == 0.0
+    clock.now += 1000.0  # no more than the burst is saved
+    share.spend(2.1)
+    assert share.wait == pytest.approx(21.0)
 
 
 def test_lines_beyond_the_limit_are_counted_in_the_next_one(clock: Clock, caplog) -> None:
