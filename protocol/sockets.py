@@ -1,8 +1,9 @@
 """ZeroMQ sockets with Tandem's options, and their paths in the file system.
 
-Sockets are ipc:// in a directory that only its user can enter, or tcp:// with CURVE keys: encrypted, and
-between authenticated peers. The side that binds is a ROUTER, the other side a DEALER. Works for
-zmq.Context and zmq.asyncio.Context alike. Knows no messages.
+Sockets are ipc:// in a directory that only its user can enter: a ROUTER binds, DEALERs connect. A client's
+DEALER may also connect to tcp:// with CURVE keys: encrypted, and authenticated in both directions. There the
+other end is a DEALER as well (`pipeline/door/`). Works for zmq.Context and zmq.asyncio.Context alike. Knows
+no messages.
 
 Behaviour of libzmq on Linux, found by experiment: binding creates the socket file with the umask's
 permissions, so `bind_router` narrows them right after, and the 0700 directory protects it in between. Binding
@@ -11,7 +12,7 @@ engines apart, not the sockets. Closing leaves the file; the directory's owner r
 
 A limit that libzmq lacks: a receive HWM counts whole messages and MAXMSGSIZE single frames, so a peer that
 speaks ZMTP itself and never ends its message fills memory, frame by frame, until it disconnects. Over ipc
-such a peer is a process of the same user, over tcp the owner of an admitted key.
+such a peer is a process of the same user; over tcp the door counts the bytes.
 """
 
 from __future__ import annotations
@@ -46,7 +47,6 @@ TCP_PROBE_S, TCP_PROBES = 5, 3  # a tcp peer is disconnected if its machine answ
 
 _IPC, _TCP = "ipc://", "tcp://"
 _HOST_AND_PORT = re.compile(r"tcp://(\*|\[[0-9a-fA-F:.%a-z]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
-_ZAP_DOMAIN = b"tandem"
 _ENCRYPTION = 1024  # bytes that CURVE adds to a frame, and more
 CLIENT_IDENTITY = 16  # bytes of a client's identity
 _IDENTITY = re.compile(
@@ -139,37 +139,24 @@ def bind_router(
     send_hwm: int = HWM,
     receive_hwm: int = HWM,
     largest: int = LARGEST,
-    keys: EngineKeys | None = None,
 ) -> Socket:
-    """A ROUTER bound to an ipc endpoint in a private directory (its file has mode 0600), or with `keys` to
-    tcp://ADDRESS:PORT. Frames of more than `largest` bytes end their sender's connection.
-
-    On tcp this context's ZAP handler (ZeroMQ's RFC 27, bound to inproc://zeromq.zap.01) must admit each peer:
-    the caller provides one that admits exactly `keys.clients`.
+    """A ROUTER bound to an ipc endpoint in a private directory; its file has mode 0600. Frames of more than
+    `largest` bytes end their sender's connection.
 
     Sending to an unknown peer raises zmq.ZMQError with EHOSTUNREACH. Send with zmq.NOBLOCK, which raises
     zmq.Again if the peer's queue of `send_hwm` messages is full; a blocking send makes every other peer wait,
     and on an asyncio socket raises zmq.Again as soon as any *other* queue can take a message.
     Raises ProtocolError for an unusable endpoint or directory.
     """
-    path = None if _is_tcp(endpoint, keys) else _socket_path(endpoint)
-    if path is not None:
-        check_private_directory(path.parent)
+    path = _socket_path(endpoint)
+    check_private_directory(path.parent)
     _seed_made_identities()
     socket = context.socket(zmq.ROUTER)
     try:
-        _configure(socket, send_hwm, receive_hwm, largest + (_ENCRYPTION if keys else 0))
+        _configure(socket, send_hwm, receive_hwm, largest)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        if keys is not None:
-            _probe_peers(socket)
-            socket.setsockopt(zmq.CURVE_SERVER, 1)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-            socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
-            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler admit no peer, instead of all
-            socket.setsockopt(zmq.IPV6, int("[" in endpoint or "*" in endpoint))
         socket.bind(endpoint)
-        if path is not None:
-            path.chmod(0o600)
+        path.chmod(0o600)
     except (zmq.ZMQError, OSError) as e:
         socket.close(linger=0)
         raise ProtocolError(f"cannot bind {endpoint}: {os.strerror(e.errno or 0)}") from e
@@ -222,6 +209,7 @@ def connect_curve_server(
     (ZeroMQ's RFC 27, bound to inproc://zeromq.zap.01) must admit the client; its requests name `domain`.
     Raises ProtocolError where there are too many sockets."""
     _socket_path(endpoint)
+    socket = None
     try:
         socket = context.socket(zmq.DEALER)
         _configure(socket, send_hwm, receive_hwm, largest + _ENCRYPTION)
@@ -234,6 +222,8 @@ def connect_curve_server(
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler admit no peer, instead of all
         socket.connect(endpoint)
     except zmq.ZMQError as e:
+        if socket is not None:
+            socket.close(linger=0)
         raise ProtocolError(f"cannot connect to {endpoint}: {os.strerror(e.errno or 0)}") from e
     return socket
 
@@ -248,15 +238,6 @@ def _is_tcp(endpoint: str, keys: object | None) -> bool:
         raise ProtocolError(f"endpoint {endpoint[:100]!r} is tcp, which is served with keys only")
     check_tcp(endpoint)
     return True
-
-
-def _probe_peers(socket: zmq.Socket[Any]) -> None:
-    """Detect peers on a machine that was switched off: unlike an exiting process, it closes no connection."""
-    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, TCP_PROBE_S)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, TCP_PROBE_S)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, TCP_PROBES)
-    socket.setsockopt(zmq.TCP_MAXRT, TCP_PROBE_S * TCP_PROBES * 1000)  # the same for unacknowledged data
 
 
 def _seed_made_identities() -> None:

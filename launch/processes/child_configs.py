@@ -9,6 +9,7 @@ from typing import Any
 from launch.processes.cores import Cores, CpuSet
 from launch.runtime import RuntimeDir
 from pipeline.config import ResolvedConfig
+from protocol.keys import ENGINE_FILE, keys_folder
 from shm.segment import engine_prefix, present_name
 from shm.store import store_name
 
@@ -72,6 +73,15 @@ class ChildConfigs:
 
     def for_tokenizer(self, fingerprint: str) -> dict[str, Any]:
         return self._store(fingerprint) | {"model": str(self.model)}
+
+    def for_door(self, fingerprint: str) -> dict[str, Any]:
+        key_file = self.config.key or keys_folder() / ENGINE_FILE
+        return self._engine() | {
+            "fingerprint": fingerprint,
+            "listen": self.config.listen,
+            "key_file": str(key_file.absolute()),
+            "key": self.key,
+        }
 
     def _store(self, fingerprint: str) -> dict[str, Any]:
         store = {"store": store_name(fingerprint), "fingerprint": fingerprint}

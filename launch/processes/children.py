@@ -24,6 +24,7 @@ MODULES = {
     "coordinator": "pipeline.coordinator",
     "worker": "workers.expert_worker",
     "prefetcher": "workers.prefetcher",
+    "door": "pipeline.door.process",
     "tokenizer": "pipeline.text.encoder_process",
 }
 

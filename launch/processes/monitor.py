@@ -1,7 +1,7 @@
 """Restarts an engine's processes when they exit or hang; where that is no use, ends the engine with one line.
 A worker or the prefetcher is restarted at once at first, then after growing pauses; the coordinator receives
-a WorkerDied and gives its work to others. When the coordinator exits or hangs, workers and prefetcher are
-killed as well, and all are restarted on the same store."""
+a WorkerDied and gives its work to others. The door for tcp is restarted like them; only clients over tcp
+notice. When the coordinator exits or hangs, all are killed and restarted on the same store."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from shm.control import ControlSegment
 log = logging.getLogger("tandem")
 
 COORDINATOR = "coordinator"
+DOOR = "door"
+ALONE = (COORDINATOR, DOOR)  # roles that no other process waits for: they send heartbeats
 COUNTED = ("coordinator", "worker", "prefetcher")  # roles with a line in the control segment
 
 
@@ -117,6 +119,8 @@ class ProcessMonitor:
                 slot = self._slot_of(child)
                 if slot is not None and not slot.ready.done():
                     slot.ready.set_result(None)
+                if slot is not None and slot.role == DOOR:  # the others begin when the coordinator says so
+                    self._on_worker_up(slot, child)
             case WorkerUp() | Hung():
                 slot = self._slots.get((message.role, message.index))
                 if slot is not None and slot.child is not None and slot.incarnation == message.incarnation:
@@ -181,8 +185,10 @@ class ProcessMonitor:
         slot.exited_at = time.monotonic()
         crashed = child.hung or code not in (-signal.SIGKILL, -signal.SIGTERM)
         seq = self._control.line(slot.role, slot.index).seq if slot.role in COUNTED else -1
-        coordinator = Identity(COORDINATOR, 0, self._slots[COORDINATOR, 0].incarnation)
-        await self._group.send(coordinator, WorkerDied(slot.role, slot.index, slot.incarnation, crashed, seq))
+        if slot.role != DOOR:
+            coordinator = Identity(COORDINATOR, 0, self._slots[COORDINATOR, 0].incarnation)
+            died = WorkerDied(slot.role, slot.index, slot.incarnation, crashed, seq)
+            await self._group.send(coordinator, died)
         slot.early_exits = 0 if child.up else slot.early_exits + 1
         reason = _exit_line(child, code)
         engine_restarts = self._engine_restarts
@@ -256,7 +262,7 @@ class ProcessMonitor:
 
     def _hangs(self, slot: ProcessSlot, child: Child) -> bool:
         child.count_check()
-        sends_heartbeats = slot.role == COORDINATOR and child.ready.is_set()
+        sends_heartbeats = slot.role in ALONE and child.ready.is_set()
         if sends_heartbeats:
             silent = child.silent_checks >= self._limits.silent_checks
         else:

@@ -225,8 +225,11 @@ class Supervisor:
         if has_tokenizer(self.model):
             tokenizer = partial(self._configs.for_tokenizer, self._fingerprint)
             monitor.add_slot("tokenizer", 0, tokenizer, 1, after_ready=True)
+        if self.config.listen is not None:
+            monitor.add_slot("door", 0, lambda: self._configs.for_door(self._fingerprint), 1)
         workers = count(number, "worker") if number else "which computes experts itself"
-        log.info(f"processes: coordinator, {workers}" + ", prefetcher" * monitor.has("prefetcher"))
+        others = "".join(f", {role}" for role in ("prefetcher", "door") if monitor.has(role))
+        log.info(f"processes: coordinator, {workers}{others}")
         await monitor.start()
 
     def _add_prefetcher(self, monitor: ProcessMonitor) -> ProcessSlot:

@@ -25,7 +25,7 @@ from typing import cast
 import zmq
 import zmq.asyncio
 
-from protocol.checks import DEFAULT
+from pipeline.serving.client_sockets import LARGEST
 from protocol.codec import decode, encode
 from protocol.errors import MalformedMessage
 from protocol.keys import Admitted, EngineKeys
@@ -36,7 +36,6 @@ SIGNATURE = 10  # bytes that a connection of ZMTP 2 or later begins with: 0xff, 
 CHUNK = 65536  # bytes read at once, and kept in each direction
 QUEUED = 8  # messages in each ZeroMQ queue towards the client and from the coordinator
 UNREAD = 2  # messages of the client in the queue from it, of up to 4 MB each
-LARGEST = DEFAULT.header + 4096  # bytes of a frame: clients send headers and no arrays
 FRAMING = 128  # bytes that encryption and framing add to a frame, and more
 LAST_MESSAGES = 0.5  # seconds to forward the last messages at the end of a connection, each way
 log = logging.getLogger(__name__)

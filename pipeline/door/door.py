@@ -107,7 +107,7 @@ class Door:
             await asyncio.sleep(0)  # a flood of connections must not keep every other task from running
 
     def _admit(self, accepted: socket.socket, host: str) -> None:
-        _probe_peer(accepted)
+        probe_peer(accepted)
         self._make_place(machine(host))
         if len(self._tasks) >= self._most:
             accepted.close()
@@ -197,7 +197,7 @@ class Door:
                 self._close(connection)
 
 
-def _probe_peer(accepted: socket.socket) -> None:
+def probe_peer(accepted: socket.socket) -> None:
     """Detect peers on a machine that was switched off: unlike an exiting process, it closes no connection."""
     accepted.setblocking(False)
     accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

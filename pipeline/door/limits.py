@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from dataclasses import dataclass, replace
 
 RESERVED = 96  # descriptors for everything but connections
@@ -33,10 +32,3 @@ class DoorLimits:
             clients=max(1, int(self.clients * share)),
             strangers=max(1, int(self.strangers * share)),
         )
-
-
-def most_descriptors() -> int:
-    """Raise this process's limit of descriptors as far as it may; returns it."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard

@@ -15,7 +15,8 @@ import zmq.asyncio
 from pipeline.door.connection import Engine
 from pipeline.door.door import Door, listen
 from pipeline.door.key_file import KeyFile
-from pipeline.door.limits import DoorLimits, most_descriptors
+from pipeline.door.limits import DoorLimits
+from pipeline.serving.client_sockets import most_descriptors
 from protocol.codec import decode, encode
 from protocol.connection import HEARTBEAT_SECONDS
 from protocol.errors import MalformedMessage, ProtocolError

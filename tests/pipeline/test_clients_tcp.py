@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import signal
 import socket
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from waiting import until
 
 from pipeline.config import EngineConfig
 from pipeline.door.connection import Engine
-from pipeline.door.door import Door, listen
+from pipeline.door.door import Door, listen, probe_peer
 from pipeline.door.key_file import KeyFile
 from pipeline.door.limits import DoorLimits
 from protocol.client import Client
@@ -56,6 +58,23 @@ async def test_client_with_known_keys_is_served() -> None:
     async with door_service() as running:
         counts = await works(running.address())
         assert (counts["connected"], running.door.refused) == (1, 0)
+
+
+def test_a_machine_that_was_switched_off_is_noticed() -> None:
+    with listen(free_endpoint()) as listening, socket.create_connection(listening.getsockname()):
+        listening.setblocking(True)
+        accepted, _ = listening.accept()
+        with accepted:
+            probe_peer(accepted)
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            for option, value in (
+                (socket.TCP_KEEPIDLE, 5),  # seconds
+                (socket.TCP_KEEPINTVL, 5),
+                (socket.TCP_KEEPCNT, 3),
+                (socket.TCP_USER_TIMEOUT, 15_000),  # milliseconds
+                (socket.TCP_NODELAY, 1),
+            ):
+                assert accepted.getsockopt(socket.IPPROTO_TCP, option) == value
 
 
 @pytest.mark.parametrize("keys", WRONG_KEYS.values(), ids=WRONG_KEYS.keys())
@@ -224,3 +243,26 @@ async def test_engine_answers_over_tcp(start_engine, plain_config, tmp_path: Pat
         with pytest.raises(EngineGone):
             async with Client.connect(Address(endpoint, OTHER_KEYS), timeout=1.0):
                 pass
+
+
+async def test_a_killed_door_is_restarted_and_local_clients_do_not_notice(
+    start_engine, plain_config, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_engine_keys(tmp_path / "engine.key", ENGINE)
+    endpoint = free_endpoint()
+    config = EngineConfig(**(vars(plain_config) | {"listen": endpoint, "key": tmp_path / "engine.key"}))
+    ids = {"token_ids": (5, 6, 7), "max_tokens": 100, "ignore_eos": True}
+    caplog.set_level(logging.INFO)
+    async with start_engine(config) as (engine, local):
+        before = dict(engine.pids)
+        (door,) = [identity for identity in before if identity.role == "door"]
+        async with Client.connect(Address(endpoint, CLIENT), timeout=20, retry=20) as remote:
+            answers = [client.generate(**ids) for client in (local, remote)]
+            os.kill(before[door], signal.SIGKILL)
+            for answer in answers:
+                assert len((await answer.result()).tokens) == 100
+        after = engine.pids
+        assert {i for i in after if i.role != "door"} == {i for i in before if i.role != "door"}
+        assert door not in after
+    assert "the door was killed by SIGKILL; it is being restarted" in caplog.text
+    assert "the door is up again after" in caplog.text

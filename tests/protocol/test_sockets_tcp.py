@@ -1,9 +1,9 @@
 """Sockets on tcp: encrypted, and refused for peers without an admitted key."""
 
 import contextlib
+import select
 import socket
 import threading
-import time
 
 import pytest
 import zmq
@@ -11,7 +11,7 @@ from free_port import free_port
 
 from protocol.errors import ProtocolError
 from protocol.keys import ClientKeys, EngineKeys, binary_key, new_keys
-from protocol.sockets import bind_router, check_tcp, connect_dealer
+from protocol.sockets import bind_router, check_tcp, connect_curve_server, connect_dealer, ipc_endpoint
 
 ENGINE, CLIENT = new_keys()
 
@@ -33,7 +33,7 @@ def door(context, admitted: frozenset[bytes]):
                     if not handler.poll(0):
                         continue
                     _, request, domain, _, _, _, key = handler.recv_multipart()
-                    assert domain == b"tandem"
+                    assert domain == b"one"
                     status = b"200" if key in admitted else b"400"
                     handler.send_multipart([b"1.0", request, status, b"", b"", b""])
 
@@ -48,57 +48,90 @@ def door(context, admitted: frozenset[bytes]):
             assert not thread.is_alive()
 
 
-def test_a_client_with_keys_talks_over_tcp(context, tcp):
+@contextlib.contextmanager
+def served(context, runtime, tcp, largest=1 << 20):
+    """The socket of one client, and a thread for its bytes between tcp and ipc."""
+    endpoint = ipc_endpoint(runtime, "one")
+    with contextlib.ExitStack() as stack:
+        outer = stack.enter_context(socket.create_server(check_tcp(tcp)))
+        inner = stack.enter_context(socket.socket(socket.AF_UNIX))
+        inner.bind(endpoint.removeprefix("ipc://"))
+        inner.listen()
+        server = connect_curve_server(
+            context, endpoint, ENGINE, domain=b"one", send_hwm=9, receive_hwm=9, largest=largest
+        )
+        stack.enter_context(server)
+
+        def relay() -> None:
+            client, _ = outer.accept()
+            mine, _ = inner.accept()
+            other = {client: mine, mine: client}
+            with client, mine, contextlib.suppress(OSError):
+                while True:
+                    for source in select.select([client, mine], [], [])[0]:
+                        data = source.recv(65536)
+                        if not data:
+                            return
+                        other[source].sendall(data)
+
+        thread = threading.Thread(target=relay)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.close(linger=0)
+            thread.join(5)
+            assert not thread.is_alive()
+
+
+def test_a_client_with_keys_talks_over_tcp(context, runtime, tcp):
     with (
         door(context, frozenset({binary_key(CLIENT.public)})),
-        bind_router(context, tcp, keys=ENGINE) as router,
+        served(context, runtime, tcp) as server,
         connect_dealer(context, tcp.replace("127.0.0.1", "localhost"), keys=CLIENT) as dealer,
     ):
-        assert (router.get(zmq.TCP_KEEPALIVE), router.get(zmq.TCP_KEEPALIVE_CNT)) == (1, 3)
-        assert router.get(zmq.TCP_KEEPALIVE_IDLE) == router.get(zmq.TCP_KEEPALIVE_INTVL) == 5  # seconds
-        assert router.get(zmq.TCP_MAXRT) == 15_000  # milliseconds
-        assert (router.get(zmq.IPV6), dealer.get(zmq.IPV6)) == (0, 1)
+        assert dealer.get(zmq.IPV6) == 1
         dealer.send(b"hello")
-        assert router.poll(5000)
-        name, word = router.recv_multipart()
-        assert word == b"hello"
-        router.send_multipart([name, b"there"])
+        assert server.poll(5000)
+        assert server.recv_multipart() == [b"hello"]  # and no identity
+        server.send_multipart([b"there"])
         assert dealer.poll(5000)
         assert dealer.recv() == b"there"
 
 
-def test_without_a_handler_no_peer_is_admitted(context, tcp):
+def test_without_a_handler_no_peer_is_admitted(context, runtime, tcp):
     with (
-        bind_router(context, tcp, keys=ENGINE) as router,
+        served(context, runtime, tcp) as server,
         connect_dealer(context, tcp, keys=CLIENT) as dealer,
     ):
         dealer.send(b"hello")
-        assert not router.poll(1000)
+        assert not server.poll(1000)
         dealer.close(linger=0)
 
 
-def test_the_largest_frame_goes_through_encryption_and_a_larger_one_does_not(context, tcp):
+def test_the_largest_frame_goes_through_encryption_and_a_larger_one_does_not(context, runtime, tcp):
     with (
         door(context, frozenset({binary_key(CLIENT.public)})),
-        bind_router(context, tcp, keys=ENGINE, largest=1 << 20) as router,
+        served(context, runtime, tcp) as server,
         connect_dealer(context, tcp, keys=CLIENT) as dealer,
     ):
         dealer.send(bytes(1 << 20))
-        assert router.poll(5000)
-        assert len(router.recv_multipart()[1]) == 1 << 20
+        assert server.poll(5000)
+        assert len(server.recv_multipart()[0]) == 1 << 20
         dealer.send(bytes((1 << 20) + 2048))
-        assert not router.poll(500)
+        assert not server.poll(500)
         dealer.close(linger=0)
 
 
 def test_keys_and_tcp_belong_together(context, endpoint):
-    for make, keys in ((bind_router, ENGINE), (connect_dealer, CLIENT)):
-        with pytest.raises(
-            ProtocolError, match=r"'tcp://127.0.0.1:5555' is tcp, which is served with keys only$"
-        ):
-            make(context, "tcp://127.0.0.1:5555")
-        with pytest.raises(ProtocolError, match=r"is not tcp://HOST:PORT, and keys are for that$"):
-            make(context, endpoint, keys=keys)
+    with pytest.raises(
+        ProtocolError, match=r"'tcp://127.0.0.1:5555' is tcp, which is served with keys only$"
+    ):
+        connect_dealer(context, "tcp://127.0.0.1:5555")
+    with pytest.raises(ProtocolError, match=r"is not tcp://HOST:PORT, and keys are for that$"):
+        connect_dealer(context, endpoint, keys=CLIENT)
+    with pytest.raises(ProtocolError, match=r"is not ipc:// with an absolute path$"):
+        bind_router(context, "tcp://127.0.0.1:5555")
 
 
 @pytest.mark.parametrize(
@@ -119,12 +152,8 @@ def test_keys_and_tcp_belong_together(context, endpoint):
     ],
 )
 def test_malformed_tcp_endpoint_is_refused(context, wrong):
-    for make in (
-        lambda: bind_router(context, wrong, keys=ENGINE),
-        lambda: connect_dealer(context, wrong, keys=CLIENT),
-    ):
-        with pytest.raises(ProtocolError, match=r"^endpoint .* is not tcp://HOST:PORT$"):
-            make()
+    with pytest.raises(ProtocolError, match=r"^endpoint .* is not tcp://HOST:PORT$"):
+        connect_dealer(context, wrong, keys=CLIENT)
 
 
 def test_the_parts_of_a_tcp_endpoint():
@@ -133,30 +162,17 @@ def test_the_parts_of_a_tcp_endpoint():
     assert check_tcp("tcp://[::1]:65535") == ("::1", 65535)
 
 
-def test_a_port_in_use_and_an_address_of_another_machine(context, tcp):
-    in_use = rf"^cannot bind {tcp}: Address already in use$"
-    with bind_router(context, tcp, keys=ENGINE), pytest.raises(ProtocolError, match=in_use):
-        bind_router(context, tcp, keys=ENGINE)
-    with pytest.raises(ProtocolError, match=r"^cannot bind tcp://192.0.2.1:5555: "):
-        bind_router(context, "tcp://192.0.2.1:5555", keys=ENGINE)
-
-
-def test_malformed_keys_are_refused(context, tcp):
+def test_malformed_keys_are_refused(context, endpoint, tcp):
     nonsense = b"#" * 40
-    with pytest.raises(ProtocolError, match=r"^cannot bind "):
-        bind_router(context, tcp, keys=EngineKeys(nonsense, nonsense, ()))
+    with pytest.raises(ProtocolError, match=r"^cannot connect to "):
+        connect_curve_server(
+            context,
+            endpoint,
+            EngineKeys(nonsense, nonsense, ()),
+            domain=b"one",
+            send_hwm=1,
+            receive_hwm=1,
+            largest=1,
+        )
     with pytest.raises(ProtocolError, match=r"^cannot connect to "):
         connect_dealer(context, tcp, keys=ClientKeys(CLIENT.public, CLIENT.secret, nonsense))
-
-
-def test_peer_that_connects_and_sends_nothing_is_dropped(context, tcp, monkeypatch):
-    monkeypatch.setattr("protocol.sockets.HANDSHAKE_MS", 200)
-    with bind_router(context, tcp, keys=ENGINE):
-        host, port = check_tcp(tcp)
-        for words in (b"", b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(15 + 1 + 31)):
-            with socket.create_connection((host, port), timeout=5) as foreign:
-                foreign.sendall(words)
-                began = time.monotonic()
-                while foreign.recv(1000):
-                    pass
-                assert 0.1 < time.monotonic() - began < 3
