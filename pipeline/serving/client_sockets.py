@@ -27,8 +27,10 @@ NO_IDENTITY = f"set a ZeroMQ identity of {CLIENT_IDENTITY} random bytes; the fir
 class ClientSocket:
     """A bound ROUTER in a context of its own, so with its own I/O thread: a flood on one delays no other."""
 
-    def __init__(self, endpoint: str) -> None:
-        """Raises ProtocolError where the endpoint cannot be bound."""
+    def __init__(self, endpoint: str, *, silent: bool = False) -> None:
+        """`silent`: senders without an identity of their own get no answer. Raises ProtocolError where the
+        endpoint cannot be bound."""
+        self._silent = silent
         self._context = zmq.asyncio.Context()
         try:
             self._socket = bind_router(
@@ -47,7 +49,7 @@ class ClientSocket:
             sender, *frames = await self._socket.recv_multipart()
             if is_client_identity(sender):
                 return sender, frames
-            if self.refusals.spend():
+            if not self._silent and self.refusals.spend():
                 with suppress(zmq.ZMQError):
                     self.send(sender, encode(Error(-1, NO_IDENTITY)))
             await asyncio.sleep(0)  # receiving a message that has arrived does not suspend

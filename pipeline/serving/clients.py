@@ -81,7 +81,7 @@ class Clients:
         self._remote: ClientSocket | None = None
         if remote is not None:
             try:
-                self._remote = ClientSocket(remote)
+                self._remote = ClientSocket(remote, silent=True)
             except BaseException:
                 self.close()
                 raise
