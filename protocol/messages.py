@@ -282,7 +282,7 @@ class Ready:
     Peers refuse another `version` or `fingerprint`."""
 
     version: int
-    role: str  # loader | coordinator | worker | prefetcher
+    role: str  # loader | coordinator | worker | prefetcher | tokenizer | door
     index: int
     incarnation: int
     pid: int
