@@ -30,7 +30,8 @@ LAST_BYTES = 0.3  # seconds for the last messages of a coordinator that was stop
 
 async def _run(config: dict[str, Any]) -> int:
     runtime = Path(config["runtime"])
-    limits = DoorLimits().within(most_descriptors())
+    inherited = len(os.listdir("/proc/self/fd"))  # also those of the program that started the engine
+    limits = DoorLimits().within(most_descriptors() - inherited)
     context = zmq.asyncio.Context()
     supervisor = connect_dealer(context, ipc_endpoint(runtime, "control.sock"), identity=config["identity"])
     try:
