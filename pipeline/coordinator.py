@@ -15,6 +15,7 @@ import uvloop
 import zmq
 import zmq.asyncio
 
+from pipeline.accounts import account_of
 from pipeline.coordinator_config import CoordinatorConfig
 from pipeline.experts.peers import ExitEvents
 from pipeline.serving.clients import Clients
@@ -32,6 +33,7 @@ from pipeline.serving.engine_inbox import EngineInbox
 from pipeline.serving.engine_status import EngineStatus
 from pipeline.serving.engine_thread import run_engine
 from pipeline.serving.request_limits import RequestReader
+from pipeline.serving.rights import denial, sees_all
 from pipeline.serving.text_queue import QueuedMessage, TextQueue
 from protocol.codec import decode, encode
 from protocol.connection import HEARTBEAT_SECONDS
@@ -194,7 +196,7 @@ class Coordinator:
         await self._ready.wait()
         assert self._status is not None
         assert self._texts is not None
-        clients = self._clients.serve(RequestReader(self._status.context))
+        clients = self._clients.serve(RequestReader(self._status.context), self._status.without_paths())
         async with asyncio.TaskGroup() as group:
             for service in (clients, self._texts.serve(), self._encoder.serve()):
                 group.create_task(service)
@@ -221,7 +223,11 @@ class Coordinator:
 
     def _on_client_message(self, client: bytes, message: object) -> None:
         assert self._texts is not None
+        assert self._status is not None
+        right = self._clients.right_of(client)
         match message:
+            case SetPolicy() | Calibrate() if refusal := denial(message, right):
+                self._clients.send(client, refusal)
             case Generate() | Score() | Calibrate() | SetPolicy():
                 if not self._texts.put(client, message):
                     self._refuse(client, message)
@@ -230,8 +236,10 @@ class Coordinator:
                 if not (self._inbox.put(client, message) or self._stopping.is_set()):
                     self._clients.cut_off(client, FLOODED)
             case Stats():
-                assert self._status is not None
-                stats = self._status.stats() | {"clients": self._clients.counts()}
+                if sees_all(right):
+                    stats = self._status.stats() | {"clients": self._clients.counts()}
+                else:
+                    stats = self._status.stats_of(account_of(client))
                 self._clients.send(client, StatsReply(message.request, stats))
             case _:
                 self._clients.refuse(client, f"a client may not send {type(message).__name__}")

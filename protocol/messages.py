@@ -191,7 +191,8 @@ class Scores:
 
 @dataclass(frozen=True)
 class Stats:
-    """Request the engine's counters; answered by StatsReply."""
+    """Request the engine's counters; answered by StatsReply. A key without the right `admin` gets those of
+    its own requests."""
 
     request: int
 
@@ -227,6 +228,8 @@ class Calibrate:
     """Run the model over a text and write the statistics that policies plan with to a file on the engine's
     machine; exactly one of `text`, `token_ids`. Answered by any number of Calibrating, then by one
     Calibrated, or by a Done with the reason why not. Meanwhile running requests pause and new ones wait.
+
+    At most 131072 `tokens`; what a client over tcp requests may take half an hour.
 
     Of a longer text the engine reads windows from all of it. A text that is too long for a message is sent
     as excerpts, one after the other."""

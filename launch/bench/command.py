@@ -26,7 +26,7 @@ from launch.bench.result import PolicyResult
 from launch.bench.run import measure, warm_up
 from launch.command_line.options import Options
 from launch.connect.session import connected
-from launch.errors import Disturbed
+from launch.errors import Disturbed, WrongUsage
 from launch.processes.cores import Cores
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
@@ -52,6 +52,10 @@ async def bench(options: Options, interrupts: Interrupts) -> int:
     plan = BenchPlan.of(options)
     async with connected(options, interrupts) as client:
         before = await client.stats()
+        if "engine" not in before:
+            raise WrongUsage(
+                "bench needs the engine's counters, which it shows to a key with the right admin"
+            )
         plan.check_lengths(client.welcome.context, before["scheduler"]["kv_tokens"])
         changes: list[PolicyChanged] = []  # by other clients
         client.on_policy = changes.append

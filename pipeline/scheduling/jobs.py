@@ -60,6 +60,11 @@ class Job(ABC):
         return self.filled < self.prefill_end
 
     @property
+    def computed(self) -> int:
+        """Tokens of its steps so far."""
+        return sum(self._computed.values())
+
+    @property
     def filled(self) -> int:
         """Tokens with computed KV."""
         return 0 if self.kv is None else self.kv.length

@@ -18,10 +18,10 @@ from typing import Any
 from pipeline.arrays import Phase
 from pipeline.backbone.kv_cache import GROWTH, KVCache, SequenceKV, capacity_for
 from pipeline.config import KV_BLOCK
-from pipeline.counters import difference, fidelity
+from pipeline.counters import fidelity
 from pipeline.engine.engine import Engine
 from pipeline.errors import NumberInUse, PipelineError, RequestError, ShardFailed
-from pipeline.held import ID_BYTES, Held
+from pipeline.scheduling.account_book import AccountBook, counted_for
 from pipeline.scheduling.fair_queue import FairQueue
 from pipeline.scheduling.job_factory import JobFactory
 from pipeline.scheduling.jobs import Job
@@ -32,7 +32,6 @@ from protocol.messages import Generate, Score
 Send = Callable[[bytes, object], None]
 
 QUEUE_LIMIT = 1024  # waiting requests of one local client, or one remote account
-JOB_BYTES = 4096  # of a request beside its tokens
 POSITION_SECONDS = 0.5  # between two reports of queue positions
 
 
@@ -65,8 +64,7 @@ class Scheduler:
         self._prefixes = PrefixCache(kv)
         self._admissions = itertools.count()
         self._turns = PrefillTurns()
-        self._held = Held()
-        self._sizes: dict[Job, int] = {}  # what each holds of it
+        self._book = AccountBook()
         self._reported = 0.0  # when queue positions were last reported
         self._reused = 0
         self._preemptions = 0
@@ -91,10 +89,7 @@ class Scheduler:
             if isinstance(message, Generate)
             else self._jobs.score(client, message, emit)
         )
-        size = JOB_BYTES + ID_BYTES * len(job.tokens)
-        if not self._held.take(client, size):
-            raise RequestError("too many tokens are already queued; try again later")
-        self._sizes[job] = size
+        self._book.add(job)
         self._live[client, message.request] = job
         self._waiting.add(job)
 
@@ -143,6 +138,10 @@ class Scheduler:
             "prefill_chunk_alone": self.chunk_alone,
             "context": self._jobs.context,
         }
+
+    def stats_of(self, account: bytes) -> dict[str, int]:
+        """An account's own requests. Any thread may call it."""
+        return self._book.requests_of(account, list(self._running))
 
     # --- admission and capacity --------------------------------------------------------------------------
 
@@ -237,12 +236,13 @@ class Scheduler:
     def _end(self, job: Job, reason: str, error: str = "") -> None:
         """Remove a job and send its Done. A conversation's KV is kept, unless a failure made it doubtful."""
         del self._live[job.client, job.request]
-        self._held.give_back(job.client, self._sizes.pop(job))
+        self._book.remove(job)
         policy = self.engine.policy
         stats: dict[str, Any] = {"policy": policy.name, "fidelity": {"exact": policy.exact}}
         if job.admission >= 0:
-            stats["engine"] = difference(self.engine.counters.snapshot(), job.counters_before)
-            stats["fidelity"] = fidelity(policy.exact, stats["engine"])
+            counted = counted_for(job, self.engine.counters.snapshot())
+            if counted is not None:
+                stats |= {"engine": counted, "fidelity": fidelity(policy.exact, counted)}
         if job.kv is None:
             self._waiting.remove(job)
         else:

@@ -5,6 +5,7 @@ The inbox is drained after each step; a cancellation ends the calibration. Only 
 
 from __future__ import annotations
 
+import math
 import platform
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
 
+from pipeline.accounts import LOCAL, account_of
 from pipeline.assets import model_dir
 from pipeline.calibration.cost_cache import processor
 from pipeline.calibration.file import calibration_path, save
@@ -27,6 +29,8 @@ from pipeline.serving.text_messages import check_starts
 from protocol.messages import Calibrate, Calibrated, Calibrating, Done
 
 PROGRESS_SECONDS = 0.2  # between two Calibrating messages
+MOST_TOKENS = 1 << 17
+REMOTE_SECONDS = 1800.0  # for a calibration that a remote client requests: others' requests wait meanwhile
 
 
 class _Cancelled(Exception):
@@ -101,6 +105,7 @@ class CalibrationService:
         )
         costs = self._policies.costs
         began = time.perf_counter()
+        limit = math.inf if account_of(client) == LOCAL else REMOTE_SECONDS
 
         def report(stage: str, done: int, total: int) -> None:
             now = time.perf_counter()
@@ -110,6 +115,10 @@ class CalibrationService:
             self._stopping = not self._drain_inbox()
             if self._stopping or self._cancelled:
                 raise _Cancelled
+            if time.perf_counter() - began > limit:
+                raise RequestError(
+                    f"the calibration took longer than {limit:.0f} s; try it with fewer tokens"
+                )
 
         try:
             calibration, findings = calibrate(context, excerpts, message.tokens, report)
@@ -128,6 +137,8 @@ class CalibrationService:
         """The ids of each excerpt; a text has been encoded before. Raises RequestError."""
         if message.tokens < 1:
             raise RequestError(f"tokens must be at least 1, it is {message.tokens}")
+        if message.tokens > MOST_TOKENS:
+            raise RequestError(f"tokens must be at most {MOST_TOKENS}, it is {message.tokens}")
         if message.token_ids is None:
             raise RequestError("give exactly one of text and token_ids")
         places = [0, *message.starts, len(message.token_ids)]

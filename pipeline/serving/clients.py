@@ -30,6 +30,7 @@ from pipeline.serving.client_sockets import ClientSocket
 from pipeline.serving.introductions import Introductions
 from pipeline.serving.outbox import Outbox, frames_of
 from pipeline.serving.request_limits import RequestRefused
+from pipeline.serving.rights import sees_all
 from protocol.codec import decode
 from protocol.connection import HEARTBEAT_SECONDS
 from protocol.errors import MalformedMessage
@@ -93,16 +94,22 @@ class Clients:
         self._clients: dict[bytes, Client] = {}
         self._limits = AccountLimits()
         self._read: Callable[[list[bytes]], object] = decode
+        self._shown: Callable[[object], object] = lambda message: message
         self._group: asyncio.TaskGroup | None = None
         self._log = SparseLog(log)
         self.malformed = 0
         self.cut_offs = 0  # clients that did not read, or sent too much
         self.unheard = 0  # dropped messages of clients that were cut off
 
-    async def serve(self, read: Callable[[list[bytes]], object] = decode) -> None:
+    async def serve(
+        self,
+        read: Callable[[list[bytes]], object] = decode,
+        shown: Callable[[object], object] = lambda message: message,
+    ) -> None:
         """Serve all clients, until cancelled. `read` decodes a client's message; it raises MalformedMessage,
-        and RequestRefused for one that has its answer at once."""
-        self._read = read
+        and RequestRefused for one that has its answer at once. `shown`: of a message what clients may see
+        that do not see all."""
+        self._read, self._shown = read, shown
         async with asyncio.TaskGroup() as self._group:
             self._group.create_task(self._send_heartbeats())
             self._group.create_task(self._listen(self._local, self._from_local))
@@ -114,7 +121,7 @@ class Clients:
         known = self._clients.get(client)
         if known is None or known.sender is None:
             return
-        known.outbox.put(message)
+        known.outbox.put(message if sees_all(known.right) else self._shown(message))
         if len(known.outbox) > QUEUE_LIMIT:
             self._cut_off_alone(client, f"{QUEUE_LIMIT} messages wait for it")
 

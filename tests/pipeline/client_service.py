@@ -89,13 +89,22 @@ _numbers = itertools.count()
 
 
 @asynccontextmanager
-async def remote_client(
-    endpoint: str, account: str, right: str = "use", *, incarnation: int = 0, hello: bool = True
+async def introduced(
+    endpoint: str, account: str, right: str, incarnation: int = 0
 ) -> AsyncIterator[RawClient]:
-    """A client behind the door: a connection of its own, which the door has introduced."""
+    """A connection of the door, which has introduced its client."""
     identity = Identity("remote", next(_numbers), incarnation).prove(KEY)
     async with raw_client(endpoint, hello=False, identity=identity) as client:
         await client.send(RemoteClient(account, right, "127.0.0.1"))
+        yield client
+
+
+@asynccontextmanager
+async def remote_client(
+    endpoint: str, account: str, right: str = "use", *, incarnation: int = 0, hello: bool = True
+) -> AsyncIterator[RawClient]:
+    """A client behind the door."""
+    async with introduced(endpoint, account, right, incarnation) as client:
         if hello:
             await client.send(Hello(VERSION, "remote"))
             await client.expect(Welcome)

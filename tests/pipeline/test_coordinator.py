@@ -215,7 +215,7 @@ async def test_engine_that_waits_for_a_child_is_given_up_at_shutdown(
 async def test_failed_task_ends_the_coordinator_with_an_exit_code(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def fail(self: Clients, read: object) -> None:
+    async def fail(self: Clients, *how: object) -> None:
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(Clients, "serve", fail)

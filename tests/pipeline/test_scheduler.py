@@ -11,6 +11,7 @@ from thread_engine import CONTEXT as LONGEST
 from thread_engine import engine_in_threads
 
 from launch.equality import Verdict, compare
+from pipeline.accounts import LOCAL, client_name
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.config import KV_BLOCK
 from pipeline.errors import NumberInUse, RequestError, ShardFailed
@@ -164,16 +165,17 @@ def test_request_that_is_alone_has_longer_chunks(harness) -> None:
 
 
 def test_decoding_continues_beside_a_chunked_prefill(harness) -> None:
-    harness.scheduler.enqueue(b"a", ask(0, 2, 20))
+    a, b = client_name(LOCAL, b"a"), client_name(LOCAL, b"b")
+    harness.scheduler.enqueue(a, ask(0, 2, 20))
     harness.scheduler.round()
-    harness.scheduler.enqueue(b"b", ask(0, 40, 2))  # 5 chunks of 8
+    harness.scheduler.enqueue(b, ask(0, 40, 2))  # 5 chunks of 8
     for round_ in range(5):
-        assert not harness.to(b"b", Token)
-        before = len(harness.to(b"a", Token))
+        assert not harness.to(b, Token)
+        before = len(harness.to(a, Token))
         harness.scheduler.round()
-        assert len(harness.to(b"a", Token)) == before + 1, round_
-    assert [m.index for m in harness.to(b"b", Token)] == [0, 1]  # the last chunk's, and the same round's step
-    (done,) = harness.to(b"b", Done)
+        assert len(harness.to(a, Token)) == before + 1, round_
+    assert [m.index for m in harness.to(b, Token)] == [0, 1]  # the last chunk's, and the same round's step
+    (done,) = harness.to(b, Done)
     assert (done.stats["prompt_tokens"], done.stats["decode_tokens"]) == (40, 1)
     assert done.stats["engine"]["prefill"]["rows"] == 40
     assert done.stats["prefill_tok_s"] == pytest.approx(40 / done.stats["prefill_s"])
