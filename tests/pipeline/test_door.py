@@ -68,7 +68,9 @@ async def named_client(running: DoorService, name: bytes) -> AsyncIterator[RawCl
         yield RawClient(socket)
 
 
-@pytest.mark.parametrize("name", [b"the same identity", bytes(5), b"\0" + os.urandom(4)])
+@pytest.mark.parametrize(
+    "name", [b"the same identity", bytes(5), b"\0" + os.urandom(4)], ids=["own", "zeros", "made"]
+)
 async def test_an_identity_that_was_claimed_gets_nothing_of_others(name: bytes) -> None:
     """As identities of a ROUTER these would be refused, receive another's answers or abort the process."""
     async with door_service() as running, named_client(running, name) as victim:
