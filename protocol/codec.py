@@ -126,8 +126,8 @@ A conversation
    client may send. After many of them, and where handling its messages takes too much of the engine's time,
    the coordinator sends the client an Error with a text that begins with "cut off", and ignores its messages
    for ten seconds. Errors to peers without a Welcome are limited in rate. Over tcp (with CURVE) any Error
-   with request -1 is the last message of its connection; a connection also ends when the client sends no Hello in
-   its first 5 seconds, or nothing for 10 seconds after the Welcome.
+   with request -1 is the last message of its connection; a connection also ends when the client sends no
+   Hello in its first 5 seconds, or nothing for 10 seconds after the Welcome.
 7. A coordinator that exits is soon restarted at the same endpoint, without any of the earlier requests. A
    client that wants its answers all the same closes its socket as soon as it considers the engine lost (2) or
    receives "say Hello first" (1), and sends Hello on a new one, every few seconds until it gets a Welcome. It
