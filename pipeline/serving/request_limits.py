@@ -10,8 +10,6 @@ from protocol.messages import TAGS, Calibrate, Done, Error, Generate, Score, Set
 
 OUTLINED = 1 << 14  # bytes of a message whose lists are counted before it is decoded
 ROLE_LIMIT = 256  # characters of a turn's role
-STOPS_LIMIT = 64  # stop strings
-STOP_LIMIT = 1024  # characters of a stop string
 OPTIONS_LIMIT = 64  # options of a policy
 OPTION_LIMIT = 1024  # characters of a policy's name, and of an option's name and value
 EXCERPTS_LIMIT = 1 << 16  # of a calibration
@@ -57,8 +55,9 @@ class RequestReader:
         found = outline(frames)
         for name in _LISTS.get(frames[0][0], ()):
             if (count := found.get(name, 0)) > self._context and "request" in found:
-                what = "turns" if name == "messages" else "tokens"
-                reason = f"{name} has {count} {what}, the context is {self._context}; shorten it"
+                reason = f"{name} has {count} tokens, the context is {self._context}; shorten it"
+                if name == "messages":
+                    reason = f"{count} turns do not fit the context of {self._context}"
                 stats = {} if name == "resume" else {"prompt_tokens": count}
                 raise RequestRefused(Done(found["request"], "error", reason, stats=stats, usage=True))
 
@@ -72,10 +71,6 @@ def _too_much(message: Generate | Score | Calibrate) -> str:
         return ""
     if any(len(turn.role) > ROLE_LIMIT for turn in message.messages or ()):
         return f"a turn's role has {ROLE_LIMIT} characters at most"
-    if len(message.stop) > STOPS_LIMIT:
-        return f"an answer has {STOPS_LIMIT} stop strings at most"
-    if any(len(text) > STOP_LIMIT for text in message.stop):
-        return f"a stop string has {STOP_LIMIT} characters at most"
     return ""
 
 

@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import pytest
 
-from pipeline.serving.request_limits import (
-    OPTION_LIMIT,
-    ROLE_LIMIT,
-    STOP_LIMIT,
-    STOPS_LIMIT,
-    RequestReader,
-    RequestRefused,
-)
+from pipeline.serving.request_limits import OPTION_LIMIT, ROLE_LIMIT, RequestReader, RequestRefused
 from protocol.codec import decode, encode, outline
 from protocol.errors import MalformedMessage
 from protocol.messages import Calibrate, ChatMessage, Done, Error, Generate, Score, SetPolicy
@@ -32,7 +24,6 @@ def frames(message: object) -> list[bytes]:
     "message",
     [
         CHAT,
-        Generate(3, prompt="x", stop=("s" * STOP_LIMIT,) * STOPS_LIMIT),
         Generate(3, token_ids=(1,) * CONTEXT, resume=(2,) * CONTEXT),
         Generate(3, token_ids=(1 << 40,) * CONTEXT),
         Score(3, text="x" * 100_000),
@@ -55,9 +46,7 @@ def test_request_within_the_limits_is_read(message: object) -> None:
             Generate(3, messages=(ChatMessage("r" * 4_000_000, "x"),)),
             "a turn's role has 256 characters",
         ),
-        (replace(CHAT, stop=("s",) * (STOPS_LIMIT + 1)), "64 stop strings at most"),
-        (replace(CHAT, stop=("s" * (STOP_LIMIT + 1),)), "a stop string has 1024 characters at most"),
-        (Generate(3, messages=(ChatMessage("", ""),) * 5000), "messages has 5000 turns, the context is 4096"),
+        (Generate(3, messages=(ChatMessage("", ""),) * 5000), "5000 turns do not fit the context of 4096"),
         (Generate(3, prompt="", resume=(1,) * 50_000), "resume has 50000 tokens, the context is 4096"),
         (Score(3, token_ids=(1,) * 50_000), "token_ids has 50000 tokens, the context is 4096"),
         (Calibrate(3, text="", starts=(1,) * 70_000), "starts has 70000 entries"),

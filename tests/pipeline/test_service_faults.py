@@ -83,7 +83,7 @@ POLICIES = {
     "option": (SetPolicy(0, "on-demand", {"scoop": "layer"}), "did you mean scope"),
     "nothing near": (SetPolicy(0, "all-host", {"x": "1"}), "it has placement, gate"),
     "value": (SetPolicy(0, "on-demand", {"scope": "gobal"}), "did you mean global"),
-    "not text": (SetPolicy(0, "random", {"seed": [1, {"a": "b\nc"}]}), "whole number"),
+    "not text": (SetPolicy(0, "random", {"seed": [1, {"a": "b\nc"}]}), "a text or a number"),
     "out of range": (SetPolicy(0, "random", {"seed": "-3"}), "seed"),
 }
 
