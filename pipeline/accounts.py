@@ -6,9 +6,9 @@ opaque. All local clients have one account; a remote client's is its key."""
 
 from __future__ import annotations
 
-LOCAL = b"local"
-RIGHTS = ("use", "tune", "admin")  # each includes those before it; local clients have all
+from protocol.keys import RIGHTS  # each includes those before it; local clients have all
 
+LOCAL = b"local"
 _END = b"\0"  # in no account
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import zmq
 
-from pipeline.accounts import LOCAL, RIGHTS, account_of, client_name, routing_id_of
+from pipeline.accounts import LOCAL, account_of, client_name, routing_id_of
 from pipeline.rate_limit import RateLimiter, SparseLog, TimeShare
 from pipeline.serving.account_limits import REFUSED_LIMIT, AccountLimits
 from pipeline.serving.client_sockets import ClientSocket
@@ -34,6 +34,7 @@ from pipeline.serving.rights import sees_all
 from protocol.codec import decode
 from protocol.connection import HEARTBEAT_SECONDS
 from protocol.errors import MalformedMessage
+from protocol.keys import RIGHTS
 from protocol.messages import SAY_HELLO, VERSION, Error, Heartbeat, Hello, Welcome
 
 log = logging.getLogger(__name__)

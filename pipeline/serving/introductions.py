@@ -6,9 +6,9 @@ from __future__ import annotations
 import heapq
 from typing import Any
 
-from pipeline.accounts import RIGHTS
 from protocol.codec import decode
 from protocol.errors import MalformedMessage
+from protocol.keys import RIGHTS
 from protocol.messages import RemoteClient
 from protocol.sockets import parse_identity
 

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.accounts import RIGHTS, allows
+from pipeline.accounts import allows
+from protocol.keys import RIGHTS
 from protocol.messages import Calibrate, Done, Error, PolicyChanged, SetPolicy, Welcome
 
 _NEEDED = {SetPolicy: ("tune", "changing the policy"), Calibrate: ("admin", "calibrating")}
