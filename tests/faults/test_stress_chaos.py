@@ -112,7 +112,7 @@ def test_stress_command_with_delays_and_hostile_messages(tiny_model: Path, tmp_p
     chaos = json.loads(out)["chaos"]
     assert (chaos["kinds"], chaos["rate"], chaos["seed"]) == (["delay", "corrupt"], 4.0, 137)
     assert chaos["faults"]["corrupt"]["client"] >= 1
-    sockets = {"client.sock", "work.sock", "fetch.sock", "control.sock"}
+    sockets = {"client.sock", "work.sock", "fetch.sock", "control.sock", "text.sock"}
     assert set(chaos["hostile_messages"]["sent"]) == sockets
     assert all(chaos["malformed"].values())
     assert not any(chaos["respawns"].values())
