@@ -18,16 +18,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from time import thread_time
 from typing import Any
 
 import zmq
 
 from pipeline.accounts import LOCAL, account_of, client_name, routing_id_of
-from pipeline.rate_limit import RateLimiter, SparseLog, TimeShare
+from pipeline.rate_limit import RateLimiter, SparseLog
 from pipeline.serving.account_limits import REFUSED_LIMIT, AccountLimits
 from pipeline.serving.client_sockets import ClientSocket
 from pipeline.serving.introductions import Introductions
+from pipeline.serving.listener import Listener
 from pipeline.serving.outbox import Outbox, frames_of
 from pipeline.serving.request_limits import RequestRefused
 from pipeline.serving.rights import sees_all
@@ -45,10 +45,6 @@ QUEUE_LIMIT = 32768  # messages queued for one client, which sends requests and 
 QUEUED_BYTES = 1 << 30  # for all clients together; beyond, the client with the longest queue is cut off
 LARGEST_HELLO = 8192  # bytes of a message that is decoded before the Hello
 COSTLY = 200_000  # bytes of a refused message that count as another
-SHARE = 0.15  # of one core's time, for the messages of each socket; the engine's thread needs the interpreter
-SHARE_BURST = 0.01  # seconds of it at once
-MESSAGE_SECONDS = 60e-6  # to receive a message and to send its answer, beside the time to handle it
-BYTE_SECONDS = 2e-9  # to receive a byte
 
 
 class Client:
@@ -113,9 +109,9 @@ class Clients:
         self._read, self._shown = read, shown
         async with asyncio.TaskGroup() as self._group:
             self._group.create_task(self._send_heartbeats())
-            self._group.create_task(self._listen(self._local, self._from_local))
+            self._group.create_task(Listener(self._local, self._from_local, self.charge).serve())
             if self._remote is not None:
-                self._group.create_task(self._listen(self._remote, self._from_remote))
+                self._group.create_task(Listener(self._remote, self._from_remote, self.charge).serve())
 
     def send(self, client: bytes, message: object) -> None:
         """Queue a message; it is dropped where the client has disconnected."""
@@ -189,21 +185,6 @@ class Clients:
         known = self._clients.get(client)
         return RIGHTS[0] if known is None else known.right
 
-    async def _listen(self, socket: ClientSocket, receive: Callable[[bytes, list[bytes]], bytes]) -> None:
-        share = TimeShare(SHARE, SHARE_BURST)
-        while True:
-            sender, frames = await socket.receive()
-            began = thread_time()
-            name = receive(sender, frames)
-            size = sum(map(len, frames))
-            seconds = thread_time() - began + MESSAGE_SECONDS + BYTE_SECONDS * size
-            self._limits.charge(name, seconds)
-            share.spend(seconds)
-            # Receiving a message that has arrived does not suspend: without this, a client that floods the
-            # socket would block every other task, the heartbeats too. Clients are read in turn, so
-            # during a pause each waits for at most one message of each other client.
-            await asyncio.sleep(share.wait)
-
     def _from_local(self, routing_id: bytes, frames: list[bytes]) -> bytes:
         """Handle a message. Returns the client's name."""
         name = client_name(LOCAL, routing_id)
@@ -224,10 +205,7 @@ class Clients:
     def _introduce(self, identity: bytes, frames: list[bytes]) -> None:
         """The door states whose connection this is; or it forwards a message of a client that was dropped."""
         assert self._remote is not None
-        size = sum(map(len, frames))
         try:
-            if size > LARGEST_HELLO:
-                raise MalformedMessage(f"{size} bytes before the introduction")
             message = self._introductions.read(identity, frames)
         except MalformedMessage as e:
             log.debug("not an introduction: %s", e)

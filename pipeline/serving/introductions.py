@@ -13,6 +13,7 @@ from protocol.messages import RemoteClient
 from protocol.sockets import parse_identity
 
 REMEMBERED = 4096  # numbers of connections; smaller ones than these are refused, used or not
+LARGEST = 4096  # bytes of an introduction
 LONGEST = 256  # characters of an account
 
 
@@ -38,6 +39,8 @@ class Introductions:
     def read(self, identity: bytes, frames: list[bytes]) -> RemoteClient:
         """The client behind a proven connection that is not known yet. Raises MalformedMessage where these
         frames are no introduction, or where this connection has had its own."""
+        if sum(map(len, frames)) > LARGEST:
+            raise MalformedMessage("too large for an introduction")
         connection = parse_identity(identity, self._key)
         message: Any = decode(frames)
         if not isinstance(message, RemoteClient):

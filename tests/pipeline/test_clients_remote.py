@@ -15,7 +15,7 @@ from raw_client import raw_client as raw
 from waiting import until
 
 from pipeline.accounts import account_of
-from pipeline.serving import account_limits, clients, introductions
+from pipeline.serving import account_limits, introductions, listener
 from pipeline.serving.account_limits import ACCOUNT_PLACES, LOCAL_PLACES, MOST_CLIENTS, REFUSED_LIMIT
 from protocol.client import Client
 from protocol.codec import encode
@@ -204,7 +204,7 @@ async def test_account_whose_messages_take_too_long_is_cut_off(monkeypatch: pyte
 async def test_flood_takes_a_share_of_the_time_and_another_client_is_heard(monkeypatch) -> None:
     """Messages that take 10 ms each: 15 a second have their turn."""
     monkeypatch.setattr(account_limits, "COST_BURST", 1000.0)
-    monkeypatch.setattr(clients, "MESSAGE_SECONDS", 0.01)
+    monkeypatch.setattr(listener, "MESSAGE_SECONDS", 0.01)
     async with service() as running, raw(running.local) as hostile, raw(running.local) as other:
         for count in range(200):
             await hostile.send(SetPolicy(count, "x"))
@@ -235,8 +235,9 @@ async def places(running: Service, stack: AsyncExitStack, account: str, count: i
     return sum([await connect() for _ in range(count)])
 
 
-async def test_places_of_a_key_and_of_all_keys_are_limited() -> None:
+async def test_places_of_a_key_and_of_all_keys_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Local clients always find theirs."""
+    monkeypatch.setattr("pipeline.serving.clients.SILENCE_LIMIT", 60.0)  # they send no heartbeats
     async with service(remote=True) as running, AsyncExitStack() as stack:
         assert await places(running, stack, "first", ACCOUNT_PLACES + 3) == ACCOUNT_PLACES
         keys = (MOST_CLIENTS - LOCAL_PLACES) // ACCOUNT_PLACES
