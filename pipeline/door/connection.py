@@ -115,6 +115,8 @@ class Connection:
             writer.transport.abort()
         if self._serving is not None:
             self._serving.cancel()
+        else:  # `serve` has not begun, or never will
+            self._tcp.close()
 
     def stalled(self, silence: float) -> bool:
         """Whether a client sends nothing for so long, not even heartbeats, or takes nothing."""
@@ -125,6 +127,8 @@ class Connection:
     async def serve(self, keys: EngineKeys) -> None:
         """Until the client or the coordinator ends the connection, or `close`."""
         self._serving = asyncio.current_task()
+        if self._tcp.fileno() < 0:
+            return
         try:
             with suppress(OSError, asyncio.IncompleteReadError):
                 await self._serve(keys)

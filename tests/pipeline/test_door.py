@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import logging
 import os
+import socket as sockets
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,6 +22,7 @@ from door_service import DoorService, door_service
 from raw_client import RawClient, raw_client
 from waiting import until
 
+from pipeline.door.connection import Connection, Engine
 from pipeline.door.limits import CLOSING, PER_CLIENT, PER_STRANGER, RESERVED, DoorLimits
 from protocol.keys import replace_engine_keys, with_client
 from protocol.messages import VERSION, Error, Heartbeat, Hello, Score, SetPolicy, Stats, StatsReply
@@ -208,3 +211,13 @@ def test_limits_leave_the_process_descriptors() -> None:
         used = few.clients * PER_CLIENT + few.strangers * PER_STRANGER + CLOSING * PER_CLIENT
         assert used <= descriptors - RESERVED
         assert few.clients > 20
+
+
+async def test_a_connection_that_is_closed_before_it_is_served_closes_its_socket(tmp_path: Path) -> None:
+    ours, theirs = sockets.socketpair()
+    with zmq.asyncio.Context() as context, theirs:
+        connection = Connection(context, ours, 0, Engine(tmp_path, b"", 0), "127.0.0.1", 1)
+        connection.close()
+        await connection.serve(ENGINE)
+        assert theirs.recv(1) == b""
+    assert ours.fileno() < 0
