@@ -36,10 +36,12 @@ SIGNATURE = 10  # bytes that a connection of ZMTP 2 or later begins with: 0xff, 
 CHUNK = 65536  # bytes read at once, and kept in each direction
 QUEUED = 8  # messages in each ZeroMQ queue towards the client and from the coordinator
 UNREAD = 2  # messages of the client in the queue from it, of up to 4 MB each
+HANDSHAKE = 4096  # bytes that a client sends before its key is known; ours send less than 600
 FRAMING = 128  # bytes that encryption and framing add to a frame, and more
 LAST_MESSAGES = 0.5  # seconds to forward the last messages at the end of a connection, each way
 log = logging.getLogger(__name__)
 
+BROKEN = (OSError, RuntimeError)  # of a transport that the other end has broken: uvloop raises either
 _ERROR = next(tag for tag, message in TAGS.items() if message is Error).to_bytes()
 
 
@@ -64,7 +66,7 @@ class Pump:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, count: Callable[[int], None]
     ) -> None:
         """Until the reader's end, or until one side breaks."""
-        with suppress(OSError):
+        with suppress(*BROKEN):
             while data := await reader.read(CHUNK):
                 self.last = time.monotonic()
                 count(len(data))
@@ -130,7 +132,7 @@ class Connection:
         if self._tcp.fileno() < 0:
             return
         try:
-            with suppress(OSError, asyncio.IncompleteReadError):
+            with suppress(*BROKEN, asyncio.IncompleteReadError):
                 await self._serve(keys)
         finally:
             for task in self._tasks:
@@ -192,12 +194,14 @@ class Connection:
 
     async def _from_client(self, reader: asyncio.StreamReader, inner: asyncio.StreamWriter) -> None:
         await self._in.run(reader, inner, self._count)
-        with suppress(OSError):
+        with suppress(*BROKEN):
             inner.write_eof()
 
     def _count(self, size: int) -> None:
         self.unread += size
-        if self.unread > self._most_unread:
+        if self.client is None and self.unread > HANDSHAKE:  # ZeroMQ would keep and read all of it
+            self.close()
+        elif self.unread > self._most_unread:
             self.fault = f"more than {self._most_unread >> 20} MB of it are unread"
             self.close()
 

@@ -13,7 +13,7 @@ import zmq.asyncio
 from pipeline.door.connection import Connection, Engine, machine
 from pipeline.door.key_file import KeyFile
 from pipeline.door.limits import CLOSING, DoorLimits
-from pipeline.rate_limit import SparseLog
+from pipeline.rate_limit import RateLimiter, SparseLog
 from protocol.errors import ProtocolError
 from protocol.keys import ENGINE_FILE, binary_key
 from protocol.sockets import TCP_PROBE_S, TCP_PROBES, check_tcp
@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 CHECK_SECONDS = 0.25  # between two looks at the connections' times and at the key file
 RETRY_SECONDS = 0.1  # until the next accept, where the system refuses one
 BACKLOG = 128
+ACCEPTED_A_SECOND = 200  # each takes one to two milliseconds of a core
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_VERSION, _ADMITTED, _REFUSED = b"1.0", b"200", b"400"
 
@@ -92,8 +93,10 @@ class Door:
             self._context.destroy(linger=0)
 
     async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
+        loop, rate = asyncio.get_running_loop(), RateLimiter(ACCEPTED_A_SECOND)
         while True:
+            while not rate.spend():
+                await asyncio.sleep(RETRY_SECONDS)
             try:
                 accepted, peer = await loop.sock_accept(self._listening)
             except OSError as e:  # no descriptor is free, or the client has gone

@@ -25,6 +25,7 @@ from protocol.sockets import connect_dealer, ipc_endpoint
 
 log = logging.getLogger(__name__)
 
+NICENESS = 5  # strangers can keep it busy; a thread that computes gets three times as much of a core
 LAST_BYTES = 0.3  # seconds for the last messages of a coordinator that was stopped
 
 
@@ -76,5 +77,6 @@ async def _wait_for_shutdown(supervisor: zmq.asyncio.Socket) -> None:
 
 def main(config: dict[str, Any]) -> int:
     """Serve until Shutdown. Returns the exit code."""
+    os.nice(NICENESS)
     code: int = uvloop.run(_run(config))
     return code
