@@ -45,6 +45,7 @@ class StandInEngine:
             **{"scheduler": {"kv_tokens": 1024, "prefill_chunk": 32}, "counted_tokens": self.counted},
             **{"policy": "dali", "policy_options": {"a": "b"}, "calibrated": self.calibrated},
             **{"tile_bytes": 10, "emulation": "slow", "cache": {"capacity_tiles": 7}},
+            "engine": {},
         }
 
     async def set_policy(self, name: str, options: Any = None, *, counted: bool = True) -> PolicyChanged:
