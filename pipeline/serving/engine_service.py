@@ -32,7 +32,6 @@ MOVING_WAIT = 0.01  # the same while tiles move in the background
 CONGESTED_WAIT = 0.005  # seconds until the next round when every request waits for its client to read
 INBOX_SECONDS = 0.01  # for messages between two rounds: a flood of messages must not stop the rounds
 INBOX_SHARE = 0.1  # of the time while requests run
-LONGEST = 0.1  # seconds of a message that count: a policy change may take minutes
 LAST_INBOX_SECONDS = 0.5  # for the messages that wait when the engine is stopped
 
 CALIBRATING = "the engine is being calibrated; set the policy when that has ended"
@@ -116,10 +115,11 @@ class EngineService:
             self._parts.tick()
             began = time.perf_counter()
             self._handle(*item)
-            spent = min(time.perf_counter() - began, LONGEST)
-            self._share.spend(spent)
-            if isinstance(item[1], Generate | Score):
-                self._inbox.charge(item[0], spent)
+            if not isinstance(item[1], SetPolicy | Calibrate):  # those are work, and no flood
+                spent = time.perf_counter() - began
+                self._share.spend(spent)
+                if isinstance(item[1], Generate | Score):
+                    self._inbox.charge(item[0], spent)
             item = self._inbox.get(0.0) if time.perf_counter() < until else None
         return not self._inbox.stopped
 
