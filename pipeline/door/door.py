@@ -95,7 +95,7 @@ class Door:
     async def _accept(self) -> None:
         loop, rate = asyncio.get_running_loop(), RateLimiter(ACCEPTED_A_SECOND)
         while True:
-            while not rate.spend():
+            if not rate.spend():  # the rest waits in the system's queue
                 await asyncio.sleep(RETRY_SECONDS)
             try:
                 accepted, peer = await loop.sock_accept(self._listening)

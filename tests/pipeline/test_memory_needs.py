@@ -66,7 +66,7 @@ ON_GPU, IN_ONE = {"device": "cuda"}, {"device": "cuda", "prefetcher": "thread", 
         ({"workers": None}, MIXTRAL_ON_CPU + 80, 0),
         ({"workers": 0, "context": None}, MIXTRAL_ON_CPU, 0),
         # now a step's activations are larger than any weight
-        ({"chunk": 4096, "context": None}, 320 + 4 * 80 + 50 + TOKENIZER + 4096 * (MIXTRAL_ROW + 5 * 8192) / MB, 0),
+        ({"chunk": 4096, "context": None}, 690 + TOKENIZER + 4096 * (MIXTRAL_ROW + 5 * 8192) / MB, 0),
         (ON_GPU, MIXTRAL_ON_GPU, 600 + 16 * (MIXTRAL_ROW + 5 * 2048) / MB),
         (IN_ONE | {"context": 512}, MIXTRAL_ON_GPU, 512 * (MIXTRAL_ROW + 5 * 512) / MB),
         (IN_ONE | {"context": None}, MIXTRAL_ON_GPU, 1024 * (MIXTRAL_ROW + 5 * 8192) / MB),
