@@ -40,6 +40,14 @@ def check_private(
     raise NotPrivate(text + (remedies or {}).get(name, ""))
 
 
+def check_unshared(status: os.stat_result) -> None:
+    """Raises NotPrivate unless this is the status of a file that only this user can write, and that has no
+    second name: any user can give a name of ours to a file of ours that all can write (`ln`)."""
+    check_private(status)
+    if status.st_nlink > 1:  # 0: removed, which its user notices
+        raise NotPrivate(f"has {status.st_nlink} names (hard links)")
+
+
 def private_directory(path: Path) -> Path:
     """Make this directory with mode 0700, or check that the existing one is a real directory that only this
     user can enter. Its parent must exist. Raises NotPrivate."""

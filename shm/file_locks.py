@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from protocol.errors import NotPrivate
-from protocol.private_files import private_directory
+from protocol.private_files import check_unshared, private_directory
 from shm.errors import ShmError
 
 POLL_SECONDS = 0.05
@@ -21,16 +21,22 @@ POLL_SECONDS = 0.05
 
 def try_lock(path: Path, operation: int) -> int | None:
     """The descriptor of the file, created if missing, with this flock; None if another process holds a
-    conflicting lock. Raises OSError if the file cannot be opened."""
+    conflicting lock. Raises OSError if the file cannot be opened, ShmError if others could write it, too."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        descriptor = os.open(
+            path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600
+        )
         try:
+            check_unshared(os.fstat(descriptor))
             fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
             if leads_to(path, descriptor):
                 return descriptor
         except BlockingIOError:
             os.close(descriptor)
             return None
+        except NotPrivate as e:
+            os.close(descriptor)
+            raise ShmError(f"the lock {path} {e}") from None
         except BaseException:
             os.close(descriptor)
             raise

@@ -5,9 +5,9 @@ is allocated before `create` returns. A page that does not exist is an error the
 the middle of a computation.
 
 Names begin with a slash and contain no other. All users can make files in /dev/shm, and the names here can be
-guessed: what is not a regular file of this user does not count as a segment, and a new segment whose name is
-taken so gets a suffix that cannot be guessed. `present_name` finds it. This module knows nothing about what
-the bytes mean.
+guessed: what is not a regular file that this user alone can write, under one name, does not count as a
+segment, and a new segment whose name is taken so gets a suffix that cannot be guessed. `present_name` finds
+it. This module knows nothing about what the bytes mean.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import logging
 import os
 import re
 import secrets
-import stat
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,7 +27,7 @@ import posix_ipc
 import psutil
 
 from protocol.errors import NotPrivate
-from protocol.private_files import check_private
+from protocol.private_files import check_unshared
 from shm.cgroup import free_memory, limits
 from shm.errors import NotEnoughMemory, SegmentEmpty, SegmentMissing, ShmError
 from shm.huge import HUGE, collapse, map_shared, populate
@@ -49,12 +48,13 @@ def engine_prefix(runtime: Path) -> str:
 
 
 def is_segment(path: Path) -> bool:
-    """Whether this is a segment of this user, and not another user's file or anything else of that name."""
+    """Whether this is a segment of this user, and not another user's file or anything else of that name,
+    such as a hard link to a file of this user that others can write."""
     try:
-        status = path.lstat()
-    except OSError:
+        check_unshared(path.lstat())
+    except (OSError, NotPrivate):
         return False
-    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+    return True
 
 
 def present_name(name: str) -> str:
@@ -133,7 +133,7 @@ class Segment:
         """Map an existing segment of this user. Raises SegmentMissing if it does not exist or is another
         user's, SegmentEmpty if it has no bytes, ShmError if it cannot be opened."""
         try:
-            check_private(segment_path(name).lstat(), forbidden=0)  # opening a named pipe could wait for ever
+            check_unshared(segment_path(name).lstat())  # opening a named pipe could wait for ever
             memory = posix_ipc.SharedMemory(name, read_only=not writable)
         except (posix_ipc.ExistentialError, FileNotFoundError):
             raise SegmentMissing(f"the shared-memory segment {name} does not exist") from None
@@ -144,7 +144,7 @@ class Segment:
         try:
             status = os.fstat(memory.fd)
             # Every user can create names in /dev/shm; another user's bytes must not be taken for ours.
-            check_private(status, forbidden=0)
+            check_unshared(status)
             if status.st_size == 0:
                 raise SegmentEmpty(f"the shared-memory segment {name} is empty")
             return cls(name, memory.fd, status.st_size, writable)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from small_store import ROOT, build, run
 
 from protocol.errors import NotPrivate
 from protocol.private_files import own_directory
+from shm.errors import SegmentMissing, ShmError
+from shm.file_locks import try_lock
 from shm.locks import StoreLease, build_lock, sweep
 from shm.segment import Segment, is_segment, present_name, unlink
 from shm.store import STORE_SPACE, store_name, store_prefix
@@ -32,15 +35,20 @@ def take(path: Path, kind: str) -> None:
             os.mkfifo(path, 0o666)  # the umask applies
         case "folder":
             path.mkdir()
-    if os.geteuid() == 0:
+        case "hard link":  # to a file of this user that others can write
+            path.touch()
+            path.chmod(0o666)
+            os.link(path, path.with_name(f".{path.name}.linked"))
+    if kind != "hard link" and os.geteuid() == 0:
         os.chown(path, OTHER, OTHER, follow_symlinks=False)
 
 
 def free(path: Path) -> None:
+    path.with_name(f".{path.name}.linked").unlink(missing_ok=True)
     path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-@pytest.fixture(params=[pytest.param("file", marks=as_root), "link", "pipe", "folder"])
+@pytest.fixture(params=[pytest.param("file", marks=as_root), "link", "pipe", "folder", "hard link"])
 def taken(request, fingerprint) -> Iterator[Path]:
     """The file of a store's usual name."""
     path = Path("/dev/shm") / store_name(fingerprint)[1:]
@@ -180,3 +188,24 @@ def test_an_own_folder_that_is_open_is_an_error_with_what_to_do(tmp_path):
         own_directory(tmp_path / "place")
     with pytest.raises(NotPrivate, match="cannot create"):
         own_directory(tmp_path / "missing" / "place")
+
+
+@pytest.mark.parametrize(("mode", "links"), [(0o620, 1), (0o600, 2)])
+def test_a_segment_or_a_lock_that_others_can_write_is_not_used(name, tmp_path, mode, links):
+    segment = Segment.create(name, 100)
+    path, second = Path(f"/dev/shm{name}"), Path(f"/dev/shm{name}-second")
+    try:
+        for file in (path, tmp_path / "a.use"):
+            file.touch()
+            file.chmod(mode)
+        if links == 2:
+            os.link(path, second)
+            os.link(tmp_path / "a.use", tmp_path / "second")
+        with pytest.raises(SegmentMissing, match=rf"{name} (is open to other users|has 2 names)"):
+            Segment.attach(name)
+        with pytest.raises(ShmError, match=r"a.use (is open to other users|has 2 names)"):
+            try_lock(tmp_path / "a.use", fcntl.LOCK_SH)
+    finally:
+        segment.close()
+        path.unlink()
+        second.unlink(missing_ok=True)
