@@ -74,16 +74,19 @@ def suitable_tile(hidden: int, intermediate: int, tile_format: TileFormat) -> in
     times as many or down to a third where that leaves less padding."""
     step = math.lcm(TILE_STEP, tile_format.granularity)
     whole = -(-intermediate // tile_format.granularity) * tile_format.granularity
-    sizes = sorted({min(size, whole) for size in range(step, whole + step, step)})
     least = TILE_BYTES * step // tile_format.tile_bytes(hidden, step)
     enough = min(max(least, -(-intermediate // TILES_PER_EXPERT)), whole)
+    first, last = (-(-size // step) * step for size in (-(-enough // REACH), enough))
+    sizes = {min(size, whole) for size in range(first, max(last, REACH * enough) + 1, step)}
+    # A larger one is suitable only without padding, and cuts an expert into few tiles.
+    sizes |= {whole // n for n in range(1, TILES_PER_EXPERT) if n == 1 or whole % (n * step) == 0}
 
     def unsuited(size: int) -> tuple[bool, bool, bool, int]:
         padding = -(-whole // size) * size - whole
         far = not enough <= REACH * size <= REACH * REACH * enough
         return far or padding > PADDING * whole, padding > 0, size < enough, abs(size - enough)
 
-    return min((size for size in sizes if size >= enough or REACH * size >= enough), key=unsuited)
+    return min(sorted(size for size in sizes if REACH * size >= enough), key=unsuited)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from pipeline.models.spec import GroupedQuery, ModelSpec
 from shm.layout import ExpertShape, TileFormat, suitable_tile
 
 FAMILIES: tuple[Architecture, ...] = (Mixtral(), Phimoe(), Qwen2Moe(), Qwen3Moe(), DeepseekV2(), Olmoe())
+MAX_SIZE = 1 << 24  # numbers of a vector; the largest known vocabulary has a fiftieth
 ARCHITECTURES = {family.model_type: family for family in FAMILIES}
 
 
@@ -35,6 +36,7 @@ def model_spec(config: Config) -> ModelSpec:
         raise ModelError(f"config.json: {spec.top_k} experts a token, but only {spec.experts} a layer")
     if not spec.moe_layers:
         raise ModelError("config.json: no layer has experts; Tandem is for mixture-of-experts models")
+    _check_sizes(spec)
     attention = spec.attention
     if isinstance(attention, GroupedQuery) and attention.heads % attention.kv_heads:
         raise ModelError(
@@ -45,6 +47,22 @@ def model_spec(config: Config) -> ModelSpec:
         raise ModelError(f"config.json: RoPE rotates pairs of numbers, and a head has {attention.rope_dim}")
     check_rope(config, attention.rope_dim)
     return spec
+
+
+def _check_sizes(spec: ModelSpec) -> None:
+    """Refuse sizes for which even a plan of the memory takes long."""
+    attention = spec.attention
+    sizes = {
+        "hidden size": spec.hidden,
+        "intermediate size": max(spec.intermediate, spec.dense_intermediate, spec.shared_intermediate),
+        "vocabulary": spec.vocabulary,
+        "attention's size": attention.heads * attention.qk_dim,
+    }
+    for name, size in sizes.items():
+        if size > MAX_SIZE:
+            raise ModelError(
+                f"config.json: a model whose {name} is {size} makes no sense (at most {MAX_SIZE})"
+            )
 
 
 def expert_shape(config: Config, tile: int | None, tile_format: TileFormat) -> ExpertShape:

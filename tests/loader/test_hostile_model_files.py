@@ -19,8 +19,10 @@ from pipeline.checkpoint.hf_checkpoint import Checkpoint
 from pipeline.checkpoint.index import INDEX_FILE, SINGLE_FILE
 from pipeline.config import EngineConfig
 from pipeline.errors import ModelError, UsageError
+from pipeline.models.registry import expert_shape
 from pipeline.policies.costs import Costs
 from pipeline.text.tokenizer import Tokenizer
+from shm.layout import format_named
 
 READ = ("config.json", "generation_config.json", SINGLE_FILE)
 TEXT = (
@@ -142,6 +144,12 @@ def test_config_with_millions_of_experts_is_refused_before_they_are_listed(folde
 def test_values_of_any_size_are_one_short_line(folder: Path, entries: dict[str, object]) -> None:
     change(folder, **entries)
     assert len(refusal(lambda: Checkpoint(folder))) < 400
+
+
+@pytest.mark.parametrize("key", ["intermediate_size", "hidden_size", "vocab_size"])
+def test_sizes_that_no_model_has_are_refused_before_tiles_are_chosen(folder: Path, key: str) -> None:
+    settings = json.loads((folder / "config.json").read_text()) | {key: 2**31 - 1}
+    assert "makes no sense" in refusal(lambda: expert_shape(settings, None, format_named("bf16")))
 
 
 def test_header_with_millions_of_tensors_is_refused(folder: Path) -> None:
