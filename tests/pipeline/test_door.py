@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import socket as sockets
@@ -15,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+import uvloop
 import zmq
 import zmq.asyncio
 from client_service import CLIENT, ENGINE, works
@@ -22,7 +24,7 @@ from door_service import DoorService, door_service
 from raw_client import RawClient, raw_client
 from waiting import until
 
-from pipeline.door.connection import Connection, Engine
+from pipeline.door.connection import HANDSHAKE, Connection, Engine
 from pipeline.door.limits import CLOSING, PER_CLIENT, PER_STRANGER, RESERVED, DoorLimits
 from protocol.keys import replace_engine_keys, with_client
 from protocol.messages import VERSION, Error, Heartbeat, Hello, Score, SetPolicy, Stats, StatsReply
@@ -107,6 +109,33 @@ async def test_idle_strangers_cost_no_one_a_connection() -> None:
             await asyncio.sleep(limits.hello + 0.5)  # a client stays
             await client.send(Stats(2))
             assert (await client.expect(StatsReply)).request == 2
+
+
+async def test_a_stranger_cannot_send_more_than_a_handshake() -> None:
+    """ZeroMQ would keep a command of 4 MB, and take apart what it says."""
+    signature, rest = b"\xff" + bytes(8) + b"\x7f", b"\x03\x01CURVE".ljust(54, b"\0")
+    command = b"\x06" + (4 << 20).to_bytes(8) + bytes(2 * HANDSHAKE)
+    async with door_service() as running, strangers(running, 1, signature + rest + command) as (stranger,):
+        async with asyncio.timeout(DoorLimits.hello / 2):
+            while not await closed(stranger):
+                pass
+        await works(running.address())
+
+
+def test_broken_connections_leave_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    """Under the event loop of the process, whose broken transports raise errors of their own."""
+
+    async def connect_and_leave() -> None:
+        async with door_service() as running:
+            for _ in range(20):
+                with sockets.create_connection(check_tcp(running.tcp)) as stranger:
+                    stranger.sendall(b"\xff" + bytes(8) + b"\x7f")
+                await asyncio.sleep(0.02)
+            await asyncio.sleep(0.1)
+            gc.collect()  # an exception that no task retrieves is logged then
+
+    uvloop.run(connect_and_leave())
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 async def test_a_client_with_a_key_that_never_says_hello_is_closed() -> None:
