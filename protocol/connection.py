@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,10 +18,18 @@ import zmq
 import zmq.asyncio
 
 from protocol.codec import decode, encode, wire_version
-from protocol.errors import ConnectionLost, EngineGone, MalformedMessage, RequestFailed, VersionMismatch
+from protocol.errors import (
+    ConnectionLost,
+    EngineGone,
+    MalformedMessage,
+    NotPrivate,
+    RequestFailed,
+    VersionMismatch,
+)
 from protocol.keys import Address
 from protocol.messages import SAY_HELLO, VERSION, Cancel, Error, Heartbeat, Hello, Welcome
-from protocol.sockets import HWM, connect_dealer
+from protocol.small_files import open_regular
+from protocol.sockets import HWM, check_engine, client_dealer, connect_checked, connect_dealer
 
 HEARTBEAT_SECONDS = 0.5
 SILENCE_SECONDS = 2.5
@@ -42,14 +51,20 @@ class ConnectOptions:
 class Connection:
     """A DEALER that has received its Welcome. Created by `open_connection`; used by one task at a time."""
 
-    def __init__(self, socket: zmq.asyncio.Socket, endpoint: str, silence: float) -> None:
+    def __init__(self, socket: zmq.asyncio.Socket, endpoint: str, silence: float, connects: bool) -> None:
+        """`connects`: the socket is a `client_dealer`, which this object connects."""
         self._socket = socket
+        self._connects = connects
         self._endpoint = endpoint
         self._silence = silence
         socket.setsockopt(zmq.RCVTIMEO, int(silence / _WAITS * 1000))
         self._heart: asyncio.Task[None] | None = None
-        # Gets a message when the transport breaks, for instance when the process at the other end exits.
-        self._breaks = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        # Gets a message when the transport breaks, for instance when the process at the other end exits, and
+        # when a `client_dealer` finds no process there.
+        self._breaks = socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | (zmq.EVENT_CONNECT_RETRIED if connects else 0)
+        )
+        self._broken = False
         self.welcome: Welcome
 
     def send(self, message: object) -> None:
@@ -83,6 +98,7 @@ class Connection:
                 silent_waits += 1
                 if self._has_broken() and (how := engine_end(self._endpoint)):
                     raise ConnectionLost(f"the engine at {self._endpoint} {how}") from None
+                await self._mend()
                 continue
             silent_waits = 0
             # Receiving a waiting message does not suspend: without this a stream faster than its reader
@@ -99,17 +115,45 @@ class Connection:
         raise ConnectionLost(f"the engine at {self._endpoint} has been silent for {self._silence:g} s")
 
     def _has_broken(self) -> bool:
-        """Whether the transport broke, so that ZeroMQ may have reconnected to another process by itself."""
+        """Whether the transport broke at any time, so that another process may be at the other end."""
+        self._broken |= self._event()
+        return self._broken
+
+    async def _mend(self) -> bool:
+        """Connect again if the transport has broken since the last call, and return whether. Raises EngineGone
+        where another user has taken the endpoint's place."""
+        broken = False
+        while self._connects and self._event():
+            await self._breaks.recv_multipart()
+            broken = self._broken = True
+        if broken:
+            self._connect()
+        return broken
+
+    def _event(self) -> bool:
         return bool(cast(int, self._breaks.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
+    def _connect(self) -> None:
+        try:
+            connect_checked(self._socket, self._endpoint)
+        except NotPrivate as e:
+            raise EngineGone(f"the engine at {self._endpoint} was stopped: {e}") from None
+
     async def shake_hands(self, name: str) -> None:
-        """Exchange Hello and Welcome, then start heartbeats. Raises VersionMismatch; has no time limit."""
+        """Exchange Hello and Welcome, then start heartbeats. Raises VersionMismatch, and EngineGone where
+        another user has taken the endpoint's place; has no time limit."""
+        if self._connects:
+            self._connect()
         self.send(Hello(VERSION, name))
         frames = [b""]
         try:
             while True:
-                with suppress(zmq.Again):
+                try:
                     frames = await self._socket.recv_multipart()
+                except zmq.Again:
+                    if await self._mend():
+                        self.send(Hello(VERSION, name))
+                else:
                     match decode(frames):
                         case Welcome() as welcome:
                             self.welcome = welcome
@@ -150,12 +194,16 @@ class Connection:
 async def open_connection(options: ConnectOptions, timeout: float) -> Connection:
     """A connection after its Welcome, which sends heartbeats until it is closed.
 
-    Raises ConnectionLost if no engine answers within `timeout` seconds, VersionMismatch, and ProtocolError
-    for an unusable endpoint.
+    Raises ConnectionLost if no engine answers within `timeout` seconds, VersionMismatch, EngineGone where
+    another user has taken the endpoint's place, and ProtocolError for an unusable endpoint.
     """
     context, address = zmq.asyncio.Context.instance(), options.address
-    socket = connect_dealer(context, address.endpoint, receive_hwm=options.receive_hwm, keys=address.keys)
-    connection = Connection(socket, address.endpoint, options.silence)
+    local = address.keys is None and not address.endpoint.startswith("tcp://")
+    if local:
+        socket = client_dealer(context, address.endpoint, options.receive_hwm)
+    else:
+        socket = connect_dealer(context, address.endpoint, receive_hwm=options.receive_hwm, keys=address.keys)
+    connection = Connection(socket, address.endpoint, options.silence, connects=local)
     try:
         async with asyncio.timeout(timeout):
             await connection.shake_hands(options.name)
@@ -173,14 +221,17 @@ async def open_connection(options: ConnectOptions, timeout: float) -> Connection
 def engine_end(endpoint: str) -> str:
     """How the whole engine at this endpoint has ended, for a sentence about it: an orderly stop removes its
     directory, and after a crash of all of it no process holds the lock in it. "" while it runs, with or
-    without a coordinator, and for an engine on tcp."""
+    without a coordinator, and for an engine on tcp. What another user has put there is not our engine."""
     scheme, _, path = endpoint.partition("://")
     if scheme != "ipc":
         return ""
     lock = Path(path).parent / "lock"
     try:
-        with lock.open("rb") as file:
+        check_engine(endpoint)
+        with os.fdopen(open_regular(lock, flags=os.O_NOFOLLOW), "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except NotPrivate as e:
+        return f"was stopped: {e}"
     except FileNotFoundError:  # an endpoint of another kind may have no lock at all
         return "" if lock.parent.is_dir() else "was stopped"
     except OSError:

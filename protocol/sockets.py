@@ -21,6 +21,8 @@ import ctypes
 import hmac
 import os
 import re
+import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,9 +30,14 @@ from typing import Any, TypeVar
 import zmq
 
 from protocol.checks import DEFAULT
-from protocol.errors import MalformedMessage, ProtocolError
+from protocol.errors import MalformedMessage, NotPrivate, ProtocolError
 from protocol.keys import ClientKeys, EngineKeys
-from protocol.private_files import check_private_directory, own_directory, private_directory
+from protocol.private_files import (
+    OTHERS_READ_OR_WRITE,
+    check_private_directory,
+    own_directory,
+    private_directory,
+)
 
 Socket = TypeVar("Socket", bound="zmq.Socket[Any]")
 
@@ -192,6 +199,43 @@ def connect_dealer(
         socket.close(linger=0)
         raise ProtocolError(f"cannot connect to {endpoint}: {os.strerror(e.errno or 0)}") from e
     return socket
+
+
+def client_dealer(context: zmq.Context[Socket], endpoint: str, receive_hwm: int = HWM) -> Socket:
+    """A client's DEALER for an ipc endpoint, not connected yet. `connect_checked` connects it, again after
+    each break: ZeroMQ itself would connect to any socket of that name. Raises ProtocolError for an unusable
+    endpoint."""
+    _socket_path(endpoint)
+    socket = context.socket(zmq.DEALER)
+    _configure(socket, HWM, receive_hwm, LARGEST)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 0)
+    socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
+    socket.setsockopt(zmq.IDENTITY, random_identity())
+    return socket
+
+
+def connect_checked(socket: zmq.Socket[Any], endpoint: str) -> None:
+    """Connect a `client_dealer`, unless `check_engine` raises NotPrivate."""
+    with suppress(zmq.ZMQError):  # it was not connected
+        socket.disconnect(endpoint)
+    check_engine(endpoint)
+    socket.connect(endpoint)
+
+
+def check_engine(endpoint: str) -> None:
+    """Raises NotPrivate where another user has put a directory or a socket in the place of this ipc endpoint:
+    after a program that cleans /tmp has removed an engine's directory, any user can. What is missing may be
+    made by an engine that starts."""
+    path = _socket_path(endpoint)
+    for file, is_kind, kind in ((path.parent, stat.S_ISDIR, "directory"), (path, stat.S_ISSOCK, "socket")):
+        with suppress(FileNotFoundError, PermissionError):  # of the folder above; then connecting fails, too
+            status = file.lstat()
+            if not is_kind(status.st_mode):
+                raise NotPrivate(f"{file} is not a {kind}")
+            if status.st_uid not in (os.geteuid(), 0):
+                raise NotPrivate(f"{file} belongs to user {status.st_uid}, not to you")
+            if stat.S_IMODE(status.st_mode) & OTHERS_READ_OR_WRITE and kind == "directory":
+                raise NotPrivate(f"{file} is open to other users (mode {stat.S_IMODE(status.st_mode):04o})")
 
 
 def connect_curve_server(

@@ -1,6 +1,7 @@
 """The client library when the engine exits, hangs, is restarted, is of another version, or sends garbage."""
 
 import asyncio
+import os
 import shutil
 import time
 from dataclasses import replace
@@ -84,6 +85,34 @@ async def test_engine_that_was_stopped_is_not_waited_for(endpoint):
             finally:
                 runtime.mkdir(mode=0o700, exist_ok=True)
             assert watch.shows(0.0, 1.5)  # before the silence of 2.5 s
+
+
+@pytest.mark.parametrize("what", ["directory", "pipe in an open directory"])
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+async def test_client_does_not_speak_to_another_users_engine_in_the_place_of_its_own(endpoint, runtime, what):
+    moved = runtime.with_name(f"{runtime.name}-moved")
+    with engine_process(endpoint) as process:
+        async with Client.connect(endpoint, retry=30.0) as client:
+            pending = asyncio.create_task(client.generate(prompt="slow", max_tokens=10_000).result())
+            await asyncio.sleep(0.1)
+            runtime.rename(moved)
+            runtime.mkdir(mode=0o700)
+            try:
+                if what == "directory":
+                    os.chown(runtime, 12345, 12345)
+                else:
+                    runtime.chmod(0o755)
+                    os.mkfifo(runtime / "lock")
+                with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as proxy:
+                    proxy.bind(endpoint)
+                    process.kill()
+                    with pytest.raises(EngineGone, match=rf"was stopped: {runtime} (belongs|is open)"):
+                        async with asyncio.timeout(10.0):
+                            await pending
+                    assert not await proxy.poll(300)  # it has received nothing
+            finally:
+                shutil.rmtree(runtime)
+                moved.rename(runtime)
 
 
 async def test_restarted_engine_does_not_know_this_client(endpoint):
