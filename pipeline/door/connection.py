@@ -25,7 +25,7 @@ from typing import cast
 import zmq
 import zmq.asyncio
 
-from pipeline.serving.client_sockets import LARGEST
+from pipeline.serving.client_sockets import LARGEST, MOST_FRAMES, more_frames
 from protocol.codec import decode, encode
 from protocol.errors import MalformedMessage
 from protocol.keys import Admitted, EngineKeys
@@ -207,8 +207,13 @@ class Connection:
 
     async def _to_coordinator(self, client: zmq.asyncio.Socket) -> None:
         coordinator: zmq.asyncio.Socket | None = None
+        shadow: zmq.Socket[bytes] = zmq.Socket.shadow(client.underlying)
         while True:
-            frames = await client.recv_multipart()
+            frames = [await client.recv(), *more_frames(shadow, MOST_FRAMES - 1)]
+            if shadow.getsockopt(zmq.RCVMORE):  # receiving the others would take seconds
+                self.fault = f"a message of it has more than {MOST_FRAMES} frames"
+                self.close()
+                return
             self._forwarding = self.greeted = True
             if coordinator is None:
                 if self.refusal or self.client is None:

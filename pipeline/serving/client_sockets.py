@@ -20,6 +20,8 @@ from protocol.sockets import CLIENT_IDENTITY, bind_router, is_client_identity
 SEND_HWM = 64  # messages in a client's socket; the rest wait in its Outbox, where they are counted
 RECEIVE_HWM = 4  # unread messages of a client, of up to 4 MB each
 LARGEST = DEFAULT.header + 4096  # bytes of a frame: clients send headers and no arrays
+MOST_FRAMES = 16  # of a message; clients send 2
+SLICE = 256  # frames that are dropped at once: less than a millisecond
 ANONYMOUS_REFUSALS = 50  # refusals a second that are sent to connections without a Welcome
 NO_IDENTITY = f"set a ZeroMQ identity of {CLIENT_IDENTITY} random bytes; the first must not be zero"
 
@@ -39,16 +41,23 @@ class ClientSocket:
         except BaseException:
             self._context.destroy(linger=0)
             raise
+        self._frames: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket.underlying)
         self.refusals = RateLimiter(ANONYMOUS_REFUSALS)  # of connections without a Welcome
         most_descriptors()
 
-    async def receive(self) -> tuple[bytes, list[bytes]]:
-        """The next message, and its sender's routing id. Of senders without an identity of their own messages
+    async def receive(self) -> tuple[bytes, list[bytes], int]:
+        """The next message: its sender's routing id, its first frames, and the number of frames beyond
+        MOST_FRAMES, which were dropped. Of senders without an identity of their own messages
         are dropped, and a few answered: a made one can be guessed, and an answer sent to it intercepted."""
         while True:
-            sender, *frames = await self._socket.recv_multipart()
+            sender = await self._socket.recv()
+            frames = more_frames(self._frames, MOST_FRAMES)
+            dropped = 0
+            while self._frames.getsockopt(zmq.RCVMORE):  # a ROUTER reads no other message before the end
+                dropped += len(more_frames(self._frames, SLICE))
+                await asyncio.sleep(0)
             if is_client_identity(sender):
-                return sender, frames
+                return sender, frames, dropped
             if not self._silent and self.refusals.spend():
                 with suppress(zmq.ZMQError):
                     self.send(sender, encode(Error(-1, NO_IDENTITY)))
@@ -65,6 +74,14 @@ class ClientSocket:
         """Close, after up to the socket's linger time for messages under way."""
         self._socket.close()
         self._context.term()
+
+
+def more_frames(socket: zmq.Socket[bytes], most: int) -> list[bytes]:
+    """The next frames of a message whose first ones were received; they have arrived together."""
+    frames: list[bytes] = []
+    while len(frames) < most and socket.getsockopt(zmq.RCVMORE):
+        frames.append(socket.recv())
+    return frames
 
 
 def most_descriptors() -> int:

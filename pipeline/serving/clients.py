@@ -45,6 +45,7 @@ QUEUE_LIMIT = 32768  # messages queued for one client, which sends requests and 
 QUEUED_BYTES = 1 << 30  # for all clients together; beyond, the client with the longest queue is cut off
 LARGEST_HELLO = 8192  # bytes of a message that is decoded before the Hello
 COSTLY = 200_000  # bytes of a refused message that count as another
+COSTLY_FRAMES = 500  # frames of it beyond the limit that do
 
 
 class Client:
@@ -185,17 +186,17 @@ class Clients:
         known = self._clients.get(client)
         return RIGHTS[0] if known is None else known.right
 
-    def _from_local(self, routing_id: bytes, frames: list[bytes]) -> bytes:
-        """Handle a message. Returns the client's name."""
+    def _from_local(self, routing_id: bytes, frames: list[bytes], dropped: int) -> bytes:
+        """Handle a message, of which `dropped` frames are missing. Returns the client's name."""
         name = client_name(LOCAL, routing_id)
-        self._receive_safely(name, frames)
+        self._receive_safely(name, frames, dropped)
         return name
 
-    def _from_remote(self, identity: bytes, frames: list[bytes]) -> bytes:
-        """Handle a message. Returns the client's name; "" without one."""
+    def _from_remote(self, identity: bytes, frames: list[bytes], dropped: int) -> bytes:
+        """Handle a message, as `_from_local`. Returns the client's name; "" without one."""
         name = self._introduced.get(identity, b"")
         if name:
-            self._receive_safely(name, frames)
+            self._receive_safely(name, frames, dropped)
         elif self._introductions.proven(identity):
             self._introduce(identity, frames)
         else:
@@ -224,15 +225,15 @@ class Clients:
             self._introduced[identity] = name
             self._add(name, message.right)
 
-    def _receive_safely(self, sender: bytes, frames: list[bytes]) -> None:
+    def _receive_safely(self, sender: bytes, frames: list[bytes], dropped: int) -> None:
         try:
-            self._receive(sender, frames)
+            self._receive(sender, frames, dropped)
         except Exception as e:
             # A bug of the engine, triggered by one client, must not affect the others.
             self._log.warning(f"a client's message could not be handled: {e!r}", failed=True)
             self.cut_off(sender, "the engine failed on its message")
 
-    def _receive(self, sender: bytes, frames: list[bytes]) -> None:
+    def _receive(self, sender: bytes, frames: list[bytes], dropped: int) -> None:
         if self._limits.is_cut_off(sender):
             self.unheard += 1
             return
@@ -253,7 +254,7 @@ class Clients:
             return
         except MalformedMessage as e:
             self.malformed += 1
-            self.refuse(sender, f"malformed message: {e}", cost=1 + size // COSTLY)
+            self.refuse(sender, f"malformed message: {e}", cost=1 + size // COSTLY + dropped // COSTLY_FRAMES)
             return
         if isinstance(message, Hello):
             self._greet(sender, message)

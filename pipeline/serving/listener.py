@@ -14,16 +14,17 @@ SHARE = 0.15  # of one core's time, for the messages of each socket
 SHARE_BURST = 0.01  # seconds of it at once
 MESSAGE_SECONDS = 60e-6  # to receive a message and to send its answer, beside the time to handle it
 BYTE_SECONDS = 2e-9  # to receive a byte
+FRAME_SECONDS = 2e-6  # to drop a frame
 
 
 class Listener:
-    """`handle` takes a sender's routing id and a message's frames, and returns the client's name, empty for
-    none; `charge` counts the seconds that the client's message took."""
+    """`handle` takes a sender's routing id, a message's frames and the number of those that were dropped, and
+    returns the client's name, empty for none; `charge` counts the seconds that the client's message took."""
 
     def __init__(
         self,
         socket: ClientSocket,
-        handle: Callable[[bytes, list[bytes]], bytes],
+        handle: Callable[[bytes, list[bytes], int], bytes],
         charge: Callable[[bytes, float], None],
     ) -> None:
         self._socket = socket
@@ -34,12 +35,13 @@ class Listener:
         """Until cancelled."""
         share = TimeShare(SHARE, SHARE_BURST)
         while True:
-            sender, frames = await self._socket.receive()
+            sender, frames, dropped = await self._socket.receive()
             began = thread_time()
-            name = self._handle(sender, frames)
+            name = self._handle(sender, frames, dropped)
             size = sum(map(len, frames))
             seconds = thread_time() - began + MESSAGE_SECONDS + BYTE_SECONDS * size
-            self._charge(name, seconds)
+            # Other tasks ran while frames were dropped: only the sender pays for it.
+            self._charge(name, seconds + FRAME_SECONDS * dropped)
             share.spend(seconds)
             # Receiving a message that has arrived does not suspend: without this, a client that floods the
             # socket would block every other task, the heartbeats too. Clients are read in turn, so

@@ -9,7 +9,7 @@ import pytest
 import zmq
 from raw_client import raw_client
 
-from pipeline.serving.client_sockets import SEND_HWM, ClientSocket
+from pipeline.serving.client_sockets import MOST_FRAMES, SEND_HWM, SLICE, ClientSocket
 from protocol.codec import encode
 from protocol.messages import VERSION, Heartbeat, Hello
 from protocol.sockets import ipc_endpoint
@@ -34,10 +34,10 @@ async def test_send_raises_for_a_full_queue_and_for_an_unknown_receiver(runtime:
             asyncio.timeout(20.0),
         ):
             await silent.send(Hello(VERSION, "silent"))
-            receiver, frames = await socket.receive()
+            receiver, frames, _ = await socket.receive()
             assert frames == [bytes(f) for f in encode(Hello(VERSION, "silent"))]
             await reading.send(Hello(VERSION, "reading"))
-            other, _ = await socket.receive()
+            other, *_ = await socket.receive()
             sent: list[int] = []
             with pytest.raises(zmq.Again):
                 send_many(socket, receiver, sent)
@@ -47,5 +47,33 @@ async def test_send_raises_for_a_full_queue_and_for_an_unknown_receiver(runtime:
             with pytest.raises(zmq.ZMQError) as unknown:
                 socket.send(b"unknown", [b"x"])
             assert (type(unknown.value), unknown.value.errno) == (zmq.ZMQError, zmq.EHOSTUNREACH)
+    finally:
+        socket.close()
+
+
+async def test_a_message_of_very_many_frames_does_not_hold_the_event_loop(runtime: Path) -> None:
+    endpoint = ipc_endpoint(runtime, "client.sock")
+    socket = ClientSocket(endpoint)
+    turns = 0
+
+    async def other_work() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    try:
+        async with raw_client(endpoint, hello=False) as hostile, asyncio.timeout(20.0):
+            await hostile.socket.send_multipart([b""] * 50_000)
+            await hostile.send(Heartbeat(1.0))
+            working = asyncio.create_task(other_work())
+            try:
+                _, frames, dropped = await socket.receive()
+            finally:
+                working.cancel()
+            assert (frames, dropped) == ([b""] * MOST_FRAMES, 50_000 - MOST_FRAMES)
+            assert turns >= dropped // SLICE
+            _, frames, dropped = await socket.receive()
+            assert (frames, dropped) == ([bytes(f) for f in encode(Heartbeat(1.0))], 0)
     finally:
         socket.close()

@@ -63,6 +63,14 @@ def count(running: Service, name: str) -> int:
     return running.clients.counts()[name]
 
 
+async def test_client_that_sends_a_message_of_very_many_frames_is_cut_off() -> None:
+    async with service() as running, raw(running.local) as hostile, Client.connect(running.local) as other:
+        await hostile.socket.send_multipart([b"x"] * 50_000)
+        (answer,) = await everything(hostile)
+        assert answer.text.startswith("cut off: more than 20 messages in a second")
+        assert (await other.stats())["cut_off"] == 1
+
+
 @pytest.mark.parametrize(
     "frames",
     [[b""], [b"\x01"], [b"\xff\x03", b"\x80"], [b"x"] * 50, [b"\x03\x03", b"\xdf\xff\xff\xff\xff"]],

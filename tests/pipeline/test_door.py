@@ -250,3 +250,12 @@ async def test_a_connection_that_is_closed_before_it_is_served_closes_its_socket
         await connection.serve(ENGINE)
         assert theirs.recv(1) == b""
     assert ours.fileno() < 0
+
+
+async def test_a_message_of_very_many_frames_ends_its_connection_unread(caplog) -> None:
+    caplog.set_level(logging.WARNING)
+    async with door_service() as running, raw_client(running.tcp, keys=CLIENT) as hostile:
+        await hostile.socket.send_multipart([b""] * 50_000)
+        await until(lambda: "a message of it has more than 16 frames" in caplog.text)
+        assert running.clients.clients.counts()["malformed"] == 0
+        await works(running.address())
