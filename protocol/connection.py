@@ -120,8 +120,8 @@ class Connection:
         return self._broken
 
     async def _mend(self) -> bool:
-        """Connect again if the transport has broken since the last call, and return whether. Raises EngineGone
-        where another user has taken the endpoint's place."""
+        """Connect again if the transport has broken since the last call, and return whether. Raises
+        EngineGone where another user has taken the endpoint's place."""
         broken = False
         while self._connects and self._event():
             await self._breaks.recv_multipart()

@@ -29,4 +29,4 @@ class Limits:
         """Before the next restart: none before the first."""
         if early_exits < 2:
             return 0.0
-        return min(self.longest_pause, self.first_pause * 2.0 ** (early_exits - 2))
+        return min(self.longest_pause, self.first_pause * 2.0 ** min(early_exits - 2, 64))

@@ -1,7 +1,8 @@
 """Restarts an engine's processes when they exit or hang; where that is no use, ends the engine with one line.
 A worker or the prefetcher is restarted at once at first, then after growing pauses; the coordinator receives
-a WorkerDied and gives its work to others. The door for tcp is restarted like them; only clients over tcp
-notice. When the coordinator exits or hangs, all are killed and restarted on the same store."""
+a WorkerDied and gives its work to others. The door for tcp is restarted like them, but for ever: another
+program may have its port for a while, and only clients over tcp notice. When the coordinator exits or hangs,
+all are killed and restarted on the same store."""
 
 from __future__ import annotations
 
@@ -43,6 +44,7 @@ class ProcessSlot:
     incarnation: int = -1
     child: Child | None = None
     early_exits: int = 0  # in a row
+    reported: str = ""  # the reason of the previous one
     exited_at: float | None = None  # the previous incarnation, until this one does its work
     ready: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -171,8 +173,12 @@ class ProcessMonitor:
             child.kill()
 
     async def _wait_ready(self) -> None:
-        # a restart replaces the futures
-        slots = {slot.ready: slot for slot in self._slots.values() if not slot.after_ready}
+        # A restart replaces the futures. Local clients do not wait for a restarted door.
+        slots = {
+            slot.ready: slot
+            for slot in self._slots.values()
+            if not slot.after_ready and not (slot.role == DOOR and self._started)
+        }
         limit = self._limits.ready
         done, pending = await asyncio.wait(slots, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
         for ready in done:
@@ -192,8 +198,12 @@ class ProcessMonitor:
         slot.early_exits = 0 if child.up else slot.early_exits + 1
         reason = _exit_line(child, code)
         engine_restarts = self._engine_restarts
-        while slot.early_exits < self._limits.early_exits:
-            log.warning(f"{reason}; it is being restarted")
+        while slot.role == DOOR or slot.early_exits < self._limits.early_exits:
+            if slot.role != DOOR or slot.early_exits == 0:
+                log.warning(f"{reason}; it is being restarted")
+            elif reason != slot.reported:
+                log.warning(f"{reason}; until it can, it is tried again every few seconds")
+            slot.reported = reason
             await asyncio.sleep(self._limits.pause(slot.early_exits))
             if self._stopping or engine_restarts != self._engine_restarts:
                 return

@@ -270,9 +270,36 @@ async def test_exits_before_any_work_end_the_engine_when_too_many_in_a_row() -> 
     assert pauses == [1, 2, 0, 1, 2]
 
 
+async def test_door_without_its_port_is_tried_again_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+    """Also while the whole engine is restarted, which does not wait for it."""
+    pauses.clear()
+    failed = Failed("door", "cannot bind tcp://*:9: Address already in use", usage=True)
+    async with engine(Recorded(check_interval=1e6, early_exits=3), ready=False) as e:
+        e.slots["door", 0] = e.monitor.add_slot("door", 0, partial(dict, of="door"), 1)
+        starting = await e.start()
+        for child in [await e.started(*slot, 0) for slot in e.slots]:
+            e.ready(child)
+        await starting
+        for incarnation in range(6):
+            child = await e.started("door", 0, incarnation)
+            await until(lambda child=child: e.slots["door", 0].child is child)
+            if incarnation:
+                child.failed.set_result(failed)
+            e.exit(2 if incarnation else KILLED, "door", 0, incarnation)
+        await e.started("door", 0, 6)
+        assert pauses == [0, 1, 2, 3, 4, 5]
+        assert caplog.text.count("Address already in use; until it can, it is tried again") == 1
+        e.exit(KILLED, "coordinator", 0, 0)
+        await e.started("door", 0, 7)
+        for role, index in list(e.slots)[:-1]:
+            e.ready(e.child(role, index, 1))
+        await until(lambda: "the engine is up again" in caplog.text)
+
+
 def test_pauses_between_restarts_double_up_to_the_longest() -> None:
     pauses = [Limits(first_pause=0.1, longest_pause=1.0).pause(exits) for exits in range(8)]
     assert pauses == [0, 0, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+    assert Limits(longest_pause=5.0).pause(10_000) == 5.0
 
 
 async def test_engine_is_restarted_whole_when_its_coordinator_exits(caplog: pytest.LogCaptureFixture) -> None:
