@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import stat
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +17,10 @@ from protocol.errors import NotPrivate
 OTHERS_WRITE = 0o022  # mode bits: group or others may write
 OTHERS_READ_OR_WRITE = 0o077
 
+SETTLE_SECONDS = 0.1  # in which programs that start at the same time have made their directories
+
 log = logging.getLogger(__name__)
+_used: dict[Path, Path] = {}  # the directory that `own_directory` has found for a name
 
 
 def check_private(
@@ -62,34 +67,72 @@ def private_directory(path: Path) -> Path:
 
 def own_directory(path: Path) -> Path:
     """This user's private directory of this name in a folder where all users can make names, such as /tmp.
-    Where another user has taken the name, it is a directory whose name has a suffix, the same for all of this
-    user's programs. Raises NotPrivate where neither can be made."""
-    if is_own(path):
-        return private_directory(path)
-    # Also where the name is free now: other programs of this user may use the directory with the suffix.
-    with suppress(OSError):
-        for other in sorted(path.parent.glob(f"{path.name}.????????")):
-            if is_own(other) and other.is_dir() and not other.is_symlink():
-                return private_directory(other)
-    try:
-        return private_directory(path)
-    except NotPrivate as e:
-        if isinstance(e.__cause__, OSError):  # no directory can be made there
-            raise
+    Where the name is taken, by another user or by a file of this one (to which any user can give it), it is a
+    directory whose name has a suffix, the same for all of this user's programs. Raises NotPrivate where
+    neither can be made."""
+    used = _used.get(path)
+    if used is None or not is_own_directory(used):
+        used = _used[path] = _find_or_make(path)
+    return private_directory(used)
+
+
+def _find_or_make(path: Path) -> Path:
+    # With a suffix also where the name is free now: other programs of this user may use that directory.
+    if is_own_directory(path) or ((other := _with_suffix(path)) is None and _made(path)):
+        return path
+    if other is not None:
+        return other
     try:
         made = Path(tempfile.mkdtemp(prefix=f"{path.name}.", dir=path.parent))
     except OSError as e:
-        raise NotPrivate(f"{path} is another user's, and no other directory can be made: {e.strerror}") from e
-    log.warning(f"{path} is another user's; {made} is used instead")
-    return made
+        raise NotPrivate(f"{path} is taken, and no other directory can be made: {e.strerror}") from e
+    used = _with_suffix(path) or made
+    if used != made:  # another program has made one at the same time
+        with suppress(OSError):
+            made.rmdir()
+    log.warning(f"{path} is not a directory of this user; {used} is used instead")
+    return used
 
 
-def is_own(path: Path) -> bool:
-    """Whether the name exists and belongs to this user; of a symbolic link, the link itself."""
+def _made(path: Path) -> bool:
+    """Whether the directory could be made, or another program of this user has just made it."""
     try:
-        return path.lstat().st_uid == os.geteuid()
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        return is_own_directory(path)
+    except OSError as e:
+        raise NotPrivate(f"cannot create {path}: {e.strerror}") from e
+    return True
+
+
+def _with_suffix(path: Path) -> Path | None:
+    """Of this user's directories of this name and a suffix the one that all programs use: the first by name
+    of those that hold something, else the first. While all are empty, programs that start at the same time
+    may still be making theirs."""
+    found = _all_with_suffix(path)
+    if found and not found[0][0]:
+        time.sleep(SETTLE_SECONDS)
+        found = _all_with_suffix(path)
+    return found[0][1] if found else None
+
+
+def _all_with_suffix(path: Path) -> list[tuple[bool, Path]]:
+    name, found = re.compile(re.escape(path.name) + r"\.[a-z0-9_]{8}"), []
+    with suppress(OSError):
+        for entry in os.listdir(path.parent):
+            if name.fullmatch(entry) and is_own_directory(path.parent / entry):
+                with suppress(OSError):
+                    found.append((bool(os.listdir(path.parent / entry)), path.parent / entry))
+    return sorted(found, key=lambda one: (not one[0], one[1]))
+
+
+def is_own_directory(path: Path) -> bool:
+    """Whether this is a directory of this user, and no link to one."""
+    try:
+        status = os.lstat(path)
     except OSError:
         return False
+    return status.st_uid == os.geteuid() and stat.S_ISDIR(status.st_mode)
 
 
 def check_private_directory(path: Path) -> None:
