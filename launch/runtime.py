@@ -35,7 +35,7 @@ from protocol.small_files import read_small
 from protocol.sockets import ipc_endpoint, runtime_root
 from shm.atomic_file import atomic_file
 from shm.file_locks import leads_to
-from shm.segment import SUFFIX, engine_prefix, is_segment
+from shm.segment import SUFFIX, engine_prefix, is_segment, shm_names
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,32}")
 SEGMENT = re.compile(r"tandem-([A-Za-z0-9_-]{1,32})-[0-9a-f]{6}-[a-z]+-[0-9]+" + SUFFIX)
@@ -196,7 +196,7 @@ def segments(runtime: Path) -> list[Path]:
     dash, so that engine `a` never claims what belongs to engine `a-b`."""
     prefix = engine_prefix(runtime)[1:]
     own = re.compile(rf"{re.escape(prefix)}[a-z]+-[0-9]+{SUFFIX}")
-    return [path for path in sorted(SHM.glob(f"{prefix}*")) if own.fullmatch(path.name) and is_segment(path)]
+    return [path for name in sorted(shm_names(own)) if is_segment(path := SHM / name)]
 
 
 def _engine_dirs() -> Iterator[Path]:
@@ -225,10 +225,10 @@ def _try_lock(path: Path, create: bool = False) -> int | None:
 
 def _without_directory() -> list[str]:
     """Names of engines that have segments and no directory, which exists longer than the segments."""
-    root, files = runtime_root(), SHM.glob("tandem-*")
-    names = {found[1] for path in files if (found := SEGMENT.fullmatch(path.name)) and is_segment(path)}
-    paths = [root / name for name in sorted(names)]
-    return [path.name for path in paths if segments(path) and not path.exists()]
+    root = runtime_root()
+    found = [SEGMENT.fullmatch(name) for name in shm_names(SEGMENT) if is_segment(SHM / name)]
+    paths = [root / name for name in sorted({match[1] for match in found if match})]
+    return [path.name for path in paths if not path.exists() and segments(path)]
 
 
 def _remove_contents(path: Path) -> None:

@@ -37,8 +37,8 @@ from protocol.errors import NotPrivate
 from protocol.private_files import own_directory
 from shm.errors import SegmentMissing, ShmError, StoreInvalid
 from shm.file_locks import leads_to, private_folder, try_lock, wait_lock
-from shm.segment import SHM_FOLDER, is_segment, segment_path, unlink
-from shm.store import Store, store_key, store_name, store_space
+from shm.segment import is_segment, segment_path, unlink
+from shm.store import Store, store_key, store_name, store_segments, store_space
 
 LOCK_FOLDER = ".locks"
 KEEP = b"keep"
@@ -191,7 +191,7 @@ def _known_keys(root: Path) -> list[str]:
     """The keys of all stores that have a lock file or a segment."""
     keys = {path.stem for path in _lock_folder(root).glob("*.use")}
     keys |= {path.stem for path in build_folder().glob("*.build")}
-    keys |= {key for path in Path(SHM_FOLDER).iterdir() if (key := store_key(path.name)) and is_segment(path)}
+    keys |= {store_key(name) for name in store_segments()}
     return sorted(key for key in keys if KEY.fullmatch(key))
 
 

@@ -33,7 +33,7 @@ from shm.manifest import (
     store_bytes,
 )
 from shm.numa import interleave
-from shm.segment import SUFFIX, Segment, present_name, segment_path, unlink
+from shm.segment import SUFFIX, Segment, is_segment, present_name, segment_path, shm_names, unlink
 
 STORE_PREFIX = "/tandem-store-"
 STORE_SPACE = "TANDEM_STORE_SPACE"  # the environment variable
@@ -68,8 +68,16 @@ def store_name(fingerprint: str) -> str:
 
 def store_key(segment: str) -> str:
     """The first 16 digits of the fingerprint in the name of a store of this user; empty for other names."""
-    name = rf"{store_prefix()[1:]}([0-9a-f]{{16}})-{os.geteuid()}{SUFFIX}"
-    return found[1] if (found := re.fullmatch(name, segment.removeprefix("/"))) else ""
+    return found[1] if (found := _store_pattern().fullmatch(segment.removeprefix("/"))) else ""
+
+
+def store_segments() -> list[str]:
+    """The names of this user's stores in shared memory, without a slash."""
+    return [name for name in shm_names(_store_pattern()) if is_segment(segment_path(name))]
+
+
+def _store_pattern() -> re.Pattern[str]:
+    return re.compile(rf"{store_prefix()[1:]}([0-9a-f]{{16}})-{os.geteuid()}{SUFFIX}")
 
 
 class Store:

@@ -234,3 +234,19 @@ def test_programs_that_start_together_use_one_folder_instead_of_a_file_of_this_u
     used = {process.communicate(timeout=30)[0].strip() for process in started}
     assert used == {str(path) for path in tmp_path.iterdir() if path != place}
     assert len(used) == 1
+
+
+def test_a_found_segment_is_looked_up_without_reading_all_names_again(name, monkeypatch):
+    take(Path(f"/dev/shm{name}"), "pipe")
+    segment = Segment.create(name, 100)
+    try:
+        assert present_name(name) == segment.name != name
+        with monkeypatch.context() as patch:
+            for read in ("listdir", "scandir"):  # of a hundred thousand names of other users, for example
+                patch.setattr(os, read, None)
+            assert present_name(name) == segment.name
+        unlink(segment.name)
+        assert present_name(name) == name
+    finally:
+        unlink(segment.name)
+        free(Path(f"/dev/shm{name}"))
