@@ -164,7 +164,7 @@ class Cancel:
 @dataclass(frozen=True)
 class Score:
     """Request log-probabilities of a given text; exactly one of `text`, `token_ids`. Answered by Scores
-    blocks in order, then Done. `stepwise`: the first `prefill` tokens (at least 1) as a prefill, the
+    blocks in order, each row once, then Done. `stepwise`: the first `prefill` tokens (at least 1) as a prefill, the
     rest one token at a time by the decode path. `full`: send the whole [rows, vocabulary] matrix too."""
 
     request: int

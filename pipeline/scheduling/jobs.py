@@ -27,7 +27,7 @@ Emit = Callable[[object], None]
 class Job(ABC):
     """One request. `kv` is set while it is admitted, `reason` once it has ended."""
 
-    grows = False  # the job adds tokens while it runs, and can be preempted
+    grows = False  # the job adds tokens while it runs
     prefix_key: PrefixKey | None = None  # of the job's conversation: its KV is kept when the job ends
 
     def __init__(
@@ -212,24 +212,36 @@ class GenerateJob(Job):
 
 
 class ScoreJob(Job):
-    """Log-probabilities of given tokens: a prefill, then (stepwise) one token at a time."""
+    """Log-probabilities of given tokens: a prefill, then (stepwise) one token at a time. After a preemption
+    the tokens whose rows were sent are prefilled without logits, and the next row is sent next."""
 
     def __init__(
         self, client: bytes, request: int, tokens: list[int], emit: Emit, *, prefill: int, full: bool
     ) -> None:
         super().__init__(client, request, tokens, prefill, len(tokens), emit)
         self._full = full
+        self._sent = 0  # rows
+
+    def preempt(self) -> SequenceKV:
+        kv = super().preempt()
+        self.prefill_end = max(self.prompt_length, self._sent)
+        return kv
 
     def step_input(self, chunk: int) -> StepInput:
-        return StepInput(self._next_tokens(chunk), "all")
+        new = self._next_tokens(chunk)
+        return StepInput(new, "none" if self.filled + len(new.tokens) <= self._sent else "all")
 
     def take_logits(self, logits: FloatArray) -> None:
+        logits = logits[max(0, self._sent - (self.filled - len(logits))) :]
+        if len(logits) == 0:
+            return  # all these rows were sent before a preemption
         self._note_answer()
         start = self.filled - len(logits)
         rows = max(1, BLOCK_BYTES // logits[:1].nbytes)
         for first in range(0, len(logits), rows):
             self._send_block(start + first, log_softmax(logits[first : first + rows]))
-        if self.filled == len(self.tokens):
+        self._sent = self.filled
+        if self._sent == len(self.tokens):
             self.reason = "stop"
 
     def _send_block(self, start: int, logprobs: FloatArray) -> None:

@@ -5,11 +5,13 @@ each), then one decode
 step of all other running requests. A request is admitted when its prompt and a few more tokens fit the KV
 cache; the others wait in the `FairQueue`. A sequence grows while it is decoded. When the cache is full, kept
 conversations are evicted first; then the request that was admitted last is preempted: it waits again, its
-tokens are prefilled again, and it continues where it was. Every request ends with exactly one Done. Used by
+tokens are prefilled again, and it continues where it was. Requests whose clients do not read pause; they are
+preempted first, and admitted last. Every request ends with exactly one Done. Used by
 the engine's thread alone."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Callable
@@ -148,9 +150,13 @@ class Scheduler:
     def _admit(self) -> None:
         """Admit in the queue's order. An account or client with many requests does not block others: one slot
         is reserved for clients without a running request, and where that slot or the capacity is taken, a
-        request of the account with most is preempted, or within the account one of the client with most."""
+        request of the account with most is preempted, or within the account one of the client with most. For
+        a request that can run, paused ones are preempted before."""
+        paused = functools.cache(self._congested)  # one answer for the whole loop, so that it ends
         while self._waiting:
-            job = next(self._waiting.in_order(self._running))
+            order = self._waiting.in_order(self._running)
+            job = next((job for job in order if not paused(job.client)), None)
+            job = job or next(self._waiting.in_order(self._running))
             running = {j.client for j in self._running}
             slots = self._max_sequences + (job.client not in running)
             kv = self._allocate(job) if len(self._running) < slots else None
@@ -159,6 +165,10 @@ class Scheduler:
                 self._reused += kv.length
                 job.admit(kv, next(self._admissions), self.engine.counters.snapshot())
                 self._running.append(job)
+            elif paused(job.client):
+                return
+            elif held := [j for j in self._running if paused(j.client)]:
+                self._preempt(held[-1])
             elif job.client in running or (heavy := to_preempt(self._running, job.client)) is None:
                 return
             else:
@@ -181,7 +191,8 @@ class Scheduler:
                 ample = capacity_for(int(job.filled * GROWTH), job.max_kv_tokens)
                 least = capacity_for(job.filled + 1, job.max_kv_tokens)
                 if not (self._prefixes.grow(job.kv, ample) or self._prefixes.grow(job.kv, least)):
-                    self._preempt([j for j in self._running if j.grows][-1])
+                    paused = [j for j in self._running if self._congested(j.client) and j not in decoding]
+                    self._preempt((paused or [j for j in self._running if j.grows])[-1])
         return [job for job in decoding if job.kv is not None]
 
     def _preempt(self, job: Job) -> None:
@@ -195,8 +206,10 @@ class Scheduler:
         if not self._waiting or now - self._reported < POSITION_SECONDS:
             return
         self._reported = now
-        for position, job in enumerate(self._waiting.in_order(self._running), start=1):
-            if not self._congested(job.client):
+        paused = functools.cache(self._congested)
+        order = sorted(self._waiting.in_order(self._running), key=lambda job: paused(job.client))
+        for position, job in enumerate(order, start=1):
+            if not paused(job.client):
                 job.report_position(position)
 
     # --- steps -------------------------------------------------------------------------------------------

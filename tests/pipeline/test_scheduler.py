@@ -55,6 +55,15 @@ class Harness:
         self.scheduler.enqueue(client, message)
         self.finish()
 
+    def run_until(self, client: bytes, message: Generate) -> None:
+        """One request to its end, while others may pause."""
+        self.scheduler.enqueue(client, message)
+        for _ in range(100):
+            if self.to(client, Done):
+                return
+            self.scheduler.round()
+        raise AssertionError("not served")
+
     def finish(self) -> None:
         for _ in range(2000):
             if self.scheduler.idle:
@@ -366,7 +375,37 @@ def test_generate_is_preempted_where_scores_cannot_be(engine) -> None:
     assert all(len(harness.answer(i, b"d")[0]) == 120 for i in range(2))
 
 
-def test_score_is_never_preempted(engine) -> None:
+@pytest.mark.parametrize("stepwise", [False, True])
+def test_paused_scores_leave_the_cache_to_others_and_continue_behind_their_rows(engine, stepwise) -> None:
+    harness = Harness(engine, 2 * CONTEXT)
+    slow = (b"s1", b"s2")  # they hold the whole cache
+    for client in slow:
+        score = Score(0, token_ids=tuple(range(CONTEXT)), stepwise=stepwise, prefill=3)
+        harness.scheduler.enqueue(client, score)
+    for _ in range(9):
+        harness.scheduler.round()
+    begun = [len(harness.to(client, Scores)) for client in slow]
+    assert min(begun) > 1
+    harness.slow.update(slow)
+    harness.run_until(b"fast", ask(0, 20, 5))
+    assert [len(harness.to(client, Scores)) for client in slow] == begun
+    harness.slow.clear()
+    harness.finish()
+    harness.run(b"alone", Score(0, token_ids=tuple(range(CONTEXT)), stepwise=stepwise, prefill=3))
+    alone = np.concatenate([m.chosen for m in harness.to(b"alone", Scores)])
+    preemptions = 0
+    for client in slow:
+        blocks = harness.to(client, Scores)
+        assert np.concatenate([m.tokens for m in blocks]).tolist() == list(range(CONTEXT))  # each row once
+        assert np.allclose(np.concatenate([m.chosen for m in blocks]), alone, atol=BOUND)
+        (done,) = harness.to(client, Done)
+        assert done.reason == "stop"
+        preemptions += done.stats["preemptions"]
+    assert preemptions > 0
+    assert harness.scheduler.kv.used == 0
+
+
+def test_score_is_not_preempted_while_its_client_reads(engine) -> None:
     """The cache is full while a newer Score runs: the older Generate waits for its end."""
     harness = Harness(engine, LONGEST, LONGEST)
     harness.scheduler.enqueue(b"c", ask(0, 40, 150))
