@@ -164,8 +164,9 @@ class Cancel:
 @dataclass(frozen=True)
 class Score:
     """Request log-probabilities of a given text; exactly one of `text`, `token_ids`. Answered by Scores
-    blocks in order, each row once, then Done. `stepwise`: the first `prefill` tokens (at least 1) as a prefill, the
-    rest one token at a time by the decode path. `full`: send the whole [rows, vocabulary] matrix too."""
+    blocks in order, each row once, then Done. `stepwise`: the first `prefill` tokens (at least 1) as a
+    prefill, the rest one token at a time by the decode path. `full`: send the whole [rows, vocabulary]
+    matrix too."""
 
     request: int
     text: str | None = None

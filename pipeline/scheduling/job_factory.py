@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Sequence
 
 from pipeline.errors import PromptTooLong, RequestError
-from pipeline.scheduling.jobs import Emit, GenerateJob, Job, ScoreJob
+from pipeline.scheduling.jobs import Emit, GenerateJob, Job
+from pipeline.scheduling.score_job import ScoreJob
 from pipeline.text.generation_defaults import validate
 from pipeline.text.sampler import Sampler
 from pipeline.text.tokenizer import Tokenizer
