@@ -22,8 +22,9 @@ from launch.errors import OutputFailed, WrongUsage
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import plain, print_json, show
 from pipeline.counters import difference, fidelity
-from pipeline.text.tokenizer import Tokenizer
+from pipeline.text.guarded import encode_guarded
 from protocol.client import Client
+from protocol.errors import RequestFailed
 from protocol.messages import F32Matrix, Score
 from shm.atomic_file import atomic_file
 
@@ -149,10 +150,10 @@ def _requests(
             check_request(written["text"], Score(0, text=text))
             whole = Window(0, welcome.context, 0, welcome.context)
             return [(whole, {"text": text, "prefill": prefill, **how})]
-        tokenizer = Tokenizer.load(Path(welcome.model))
-        if tokenizer is None:
+        encoded = encode_guarded(Path(welcome.model), text)
+        if encoded is None:
             raise WrongUsage(f"--text: {welcome.model} has no tokenizer any more; give --tokens")
-        ids = tokenizer.encode(text)
+        ids = encoded
     if len(ids) > welcome.context == 1:
         raise WrongUsage("the engine's context has 1 token; start it with a larger --context")
     largest = welcome.vocabulary - 1
@@ -179,4 +180,6 @@ async def _sum(
             nll -= float(block.chosen[rows].sum(dtype=np.float64))
             if append is not None:
                 append(block.logprobs[rows])
+    if math.isnan(nll):
+        raise RequestFailed("the model's logits are not finite")
     return count, nll

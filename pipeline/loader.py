@@ -3,7 +3,8 @@
 It uses the fastest source available: a segment in memory; the disk cache; the checkpoint, while writing the
 disk cache. A store is not cached on disk where that would not be faster: with the checkpoint's own bits, or
 random weights. The loader holds the store's build lock meanwhile, so engines that start together share one
-store. It imports no torch, which on a small model would take nearly all of its time.
+store. It imports no torch, which on a small model would take nearly all of its time. Before that it has the
+tokenizer loaded under limits (`text/guarded.py`), as the coordinator later loads it without.
 
 A damaged store or cached file is written again, with a warning, but never while another engine uses it. A
 cached file's checksums are verified whenever it is read; those of a store in memory, and of the cached file
@@ -26,10 +27,13 @@ from typing import Any, TypeVar
 
 import zmq
 
+from pipeline.assets import model_dir
 from pipeline.checkpoint.open import open_model
 from pipeline.errors import UsageError
 from pipeline.models.registry import expert_shape
-from pipeline.text.tokenizer import Tokenizer
+from pipeline.models.shapes import is_shape
+from pipeline.text.guarded import GuardedLoad
+from pipeline.text.tokenizer import has_tokenizer
 from protocol.codec import decode, encode
 from protocol.messages import VERSION, Failed, Progress, Ready, Shutdown
 from protocol.sockets import connect_dealer, ipc_endpoint
@@ -44,7 +48,6 @@ from shm.segment import byte_size, check_space, unlink
 from shm.store import Store, StoreBuilder, store_name
 
 ROLE = "loader"
-LARGE_STORE = 1 << 30  # bytes; filling it takes longer than loading a tokenizer
 PROGRESS_SECONDS = 0.1
 T = TypeVar("T")
 log = logging.getLogger(ROLE)
@@ -182,8 +185,6 @@ class Loading:
 
     def _from_source(self) -> int:
         """Fill the store from the model source; returns the bytes of weights read."""
-        if self.size >= LARGE_STORE:
-            Tokenizer.load(Path(self.source.name))  # fails now rather than after minutes of filling
         with self._writer() as writer:
             builder = self._builder()
             if writer is not None:
@@ -218,6 +219,13 @@ class Loading:
         return result, manifest
 
 
+def _tokenizer_check(model: Path) -> AbstractContextManager[GuardedLoad | None]:
+    """Before another process loads the tokenizer without limits, and before minutes of filling. The embedded
+    one is known."""
+    known = is_shape(model) or model == model_dir()
+    return nullcontext() if known or not has_tokenizer(model) else GuardedLoad(model)
+
+
 @contextmanager
 def _cache_optional() -> Iterator[None]:
     """Turn a failure to write the cached file into a warning."""
@@ -233,7 +241,11 @@ def main(config: dict[str, Any]) -> int:
     with zmq.Context[zmq.Socket[bytes]]() as context:
         control = Control(context, Path(config["runtime"]), config["identity"])
         try:
-            loading = Loading(config, control)
+            with _tokenizer_check(Path(config["model"])) as tokenizer:
+                loading = Loading(config, control)
+                if tokenizer is not None:
+                    waiting = control.stage("checking the tokenizer", 0)
+                    tokenizer.wait(lambda: waiting(0))
             loading.load()
         except Stopped:
             return 0

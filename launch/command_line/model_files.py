@@ -7,10 +7,8 @@ from pathlib import Path
 
 from launch.errors import WrongUsage
 from pipeline.models.shapes import is_shape, shape_config
-from pipeline.text.tokenizer import MAX_TOKENIZER_BYTES, TOKENIZER_FILES, Tokenizer
-from protocol.small_files import read_json
+from pipeline.text.tokenizer import TOKENIZER_FILES, has_chat_template
 
-TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 NO_TOKENIZER = "this model has no tokenizer, so it reads no text and cannot chat"
 NO_TEMPLATE = "this model has no chat template, so it cannot chat: `generate --prompt TEXT` continues a text"
 
@@ -33,24 +31,13 @@ def check_reads_text(folder: Path) -> None:
 
 def check_can_chat(folder: Path) -> None:
     """What `check_reads_text` raises; also WrongUsage for a model without chat template, and ModelError for a
-    damaged tokenizer."""
+    damaged file. Loads no tokenizer: that may not end."""
     check_reads_text(folder)
     if not _has_tokenizer(folder):
         return
-    if any((folder / name).exists() for name in TEMPLATE_FILES) or _settings_have_template(folder):
-        return
-    tokenizer = Tokenizer.load(folder)  # takes a second: it knows every place for a template
-    if tokenizer is None or not tokenizer.has_chat_template:
+    if not has_chat_template(folder):
         raise WrongUsage(NO_TEMPLATE)
 
 
 def _has_tokenizer(folder: Path) -> bool:
     return any(os.path.isfile(folder / name) for name in TOKENIZER_FILES)
-
-
-def _settings_have_template(folder: Path) -> bool:
-    try:
-        settings = read_json(folder / "tokenizer_config.json", MAX_TOKENIZER_BYTES)
-    except (OSError, ValueError):
-        return False
-    return isinstance(settings, dict) and bool(settings.get("chat_template"))

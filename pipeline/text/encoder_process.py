@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import logging
 import os
-import resource
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 
 from pipeline.errors import ModelError, RequestError
+from pipeline.text.guarded import limit_memory
 from pipeline.text.tokenizer import Tokenizer
 from protocol.messages import Encode, Encoded
 from workers.child_endpoint import ChildEndpoint
@@ -61,7 +61,7 @@ def main(config: dict[str, Any]) -> int:
         tokenizer = Tokenizer.load(Path(config["model"]))
         if tokenizer is None:
             raise ModelError(f"the tokenizer of {config['model']} has been removed")
-        _limit_memory()
+        limit_memory(MEMORY)
         _silence_panics()
         endpoint.announce()
         while not endpoint.stopped:
@@ -82,15 +82,6 @@ def _close_inherited(lifeline: int) -> None:
         if int(name) > 2 and int(name) != lifeline:
             with suppress(OSError):  # the one that listed the folder
                 os.close(int(name))
-
-
-def _limit_memory() -> None:
-    """Of what this process allocates from now on: beyond it the allocation fails."""
-    fields = Path("/proc/self/status").read_text().partition("VmData:")[2].split()
-    wanted = int(fields[0]) * 1024 + MEMORY
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 def _silence_panics() -> None:

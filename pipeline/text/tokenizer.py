@@ -33,6 +33,20 @@ def has_tokenizer(model_dir: Path) -> bool:
     return any((model_dir / name).is_file() for name in TOKENIZER_FILES)
 
 
+def has_chat_template(model_dir: Path) -> bool:
+    """Whether a model's files have a template for conversations, as `Tokenizer.has_chat_template`, without
+    loading the tokenizer. Raises ModelError where a file cannot be read."""
+    check_files(model_dir)
+    if (model_dir / "chat_template.jinja").is_file():
+        return bool((model_dir / "chat_template.jinja").stat().st_size)
+    if any(model_dir.glob("additional_chat_templates/*.jinja")):  # which then replace those of the settings
+        return (model_dir / "additional_chat_templates/default.jinja").is_file()
+    template = _fields(model_dir / SETTINGS).get("chat_template")
+    if isinstance(template, list):
+        template = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+    return bool(template.get("default") if isinstance(template, dict) else template)
+
+
 def eos_ids(model_dir: Path) -> frozenset[int]:
     """The ids that end an answer, from generation_config.json, else config.json; empty where neither has any.
     Raises ModelError where a file is damaged."""
@@ -76,7 +90,7 @@ class Tokenizer:
     def load(cls, model_dir: Path) -> Tokenizer | None:
         """The tokenizer of a model's directory, None where it has none. Reads local files only and runs no
         code from them. Raises ModelError where the files are unusable."""
-        _check_files(model_dir)
+        check_files(model_dir)
         if not has_tokenizer(model_dir):
             return None
         try:
@@ -175,7 +189,7 @@ class Tokenizer:
         return piece is None or (self._byte_fallback and _BYTE_TOKEN.fullmatch(piece) is not None)
 
 
-def _check_files(model_dir: Path) -> None:
+def check_files(model_dir: Path) -> None:
     """Raises ModelError for a file that the library would wait for, or read without an end."""
     for path in (path for pattern in OPENED for path in model_dir.glob(pattern)):
         if path.is_file() and path.stat().st_size > MAX_TOKENIZER_BYTES:

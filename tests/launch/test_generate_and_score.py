@@ -425,3 +425,12 @@ async def test_matrix_that_cannot_be_written_fails_the_score(
     with pytest.raises(OutputFailed, match="No space left"):
         await run_on(engine, scoring, monkeypatch, *words)
     assert not (tmp_path / "rows.npy").exists()
+
+
+async def test_score_of_no_finite_numbers_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "TABLE", np.full_like(TABLE, np.nan))
+    (tmp_path / "ids").write_text("[1, 2, 3, 4]")
+    line = ["--tokens", str(tmp_path / "ids"), "--out", str(tmp_path / "rows.npy")]
+    with pytest.raises(RequestFailed, match=r"^the model's logits are not finite$"):
+        await run_on(StandInEngine(), scoring, monkeypatch, *line)
+    assert not (tmp_path / "rows.npy").exists()

@@ -121,3 +121,17 @@ def test_banner_says_what_the_embedded_model_is_for() -> None:
     other = of("/models/other")
     assert "trying" not in other
     assert "system message: Be brief." in other
+
+
+def test_whether_a_model_can_chat_is_seen_without_loading_its_tokenizer(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(model_dir(), tmp_path / "model"))
+    (folder / "tokenizer.json").write_text("not one: the loader says so")
+    settings = folder / "tokenizer_config.json"
+    others = {key: value for key, value in json.loads(settings.read_text()).items() if key != "chat_template"}
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    settings.write_text(json.dumps(others | {"chat_template": {"default": template}}))
+    check_can_chat(folder)
+    settings.write_text(json.dumps(others | {"chat_template": [{"name": "rag", "template": template}]}))
+    with pytest.raises(WrongUsage, match="no chat template"):
+        check_can_chat(folder)

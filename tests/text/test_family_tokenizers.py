@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from streams import check
 
 from pipeline.errors import ModelError, RequestError
-from pipeline.text.tokenizer import Tokenizer
+from pipeline.text.tokenizer import Tokenizer, has_chat_template
 from protocol.messages import ChatMessage
 
 # A letter of each difficult kind: of one to four bytes, marks that join the letter before them, letters that
@@ -167,6 +167,7 @@ def test_chat_template_is_found(tmp_path: Path, settings: object, files: dict[st
         (folder / name).write_text(content)
     tokenizer = loaded(folder)
     assert tokenizer.has_chat_template
+    assert has_chat_template(folder)
     text = "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.render_chat(ANSWER) == tokenizer.encode(text)
 
@@ -176,6 +177,7 @@ def test_templates_for_other_purposes_are_not_used(tmp_path: Path) -> None:
     write_settings(folder, chat_template=[{"name": "rag", "template": OTHER}])
     tokenizer = loaded(folder)
     assert not tokenizer.has_chat_template
+    assert not has_chat_template(folder)
     with pytest.raises(RequestError, match="no chat template"):
         tokenizer.render_chat(ANSWER)
 
