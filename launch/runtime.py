@@ -30,7 +30,7 @@ from launch.errors import WrongUsage, system_reason
 from pipeline.models.shapes import short_name
 from protocol.errors import ProtocolError
 from protocol.messages import VERSION
-from protocol.private_files import private_directory
+from protocol.private_files import is_own_directory, private_directory
 from protocol.small_files import read_small
 from protocol.sockets import ipc_endpoint, runtime_root
 from shm.atomic_file import atomic_file
@@ -66,6 +66,7 @@ class RuntimeDir:
         self.path = path
         self.name = path.name
         self._lock = lock
+        self._segments = engine_prefix(path)  # also when the directory has been replaced by a link
         # systemd-tmpfiles skips a directory that is locked, and everything in it.
         self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         with suppress(OSError):
@@ -115,12 +116,16 @@ class RuntimeDir:
                 path.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Remove the engine's segments and the directory, then release the lock. Idempotent. A directory that
-        another engine has made after this one had been removed stays, with that engine's segments."""
+        """Remove the engine's segments and the directory, then release the lock. Idempotent. After another
+        program had removed the directory, one of that name stays: another user's, or another engine's with
+        that engine's segments."""
         if self._lock < 0:
             return
         try:
-            if self.intact or not (self.path / "lock").exists():
+            if not is_own_directory(self.path):
+                for path in _segments(self._segments):
+                    path.unlink(missing_ok=True)
+            elif self.intact or not (self.path / "lock").exists():
                 _remove_all(self.path)
         finally:
             os.close(self._folder)
@@ -194,8 +199,11 @@ def sweep() -> list[str]:
 def segments(runtime: Path) -> list[Path]:
     """One engine's own shared-memory segments: tandem-<name>-<hash>-<kind>-<incarnation>. The kind has no
     dash, so that engine `a` never claims what belongs to engine `a-b`."""
-    prefix = engine_prefix(runtime)[1:]
-    own = re.compile(rf"{re.escape(prefix)}[a-z]+-[0-9]+{SUFFIX}")
+    return _segments(engine_prefix(runtime))
+
+
+def _segments(prefix: str) -> list[Path]:
+    own = re.compile(rf"{re.escape(prefix[1:])}[a-z]+-[0-9]+{SUFFIX}")
     return [path for name in sorted(shm_names(own)) if is_segment(path := SHM / name)]
 
 

@@ -52,7 +52,10 @@ def is_segment(path: Path) -> bool:
     """Whether this is a segment of this user, and not another user's file or anything else of that name,
     such as a hard link to a file of this user that others can write."""
     try:
-        check_unshared(path.lstat())
+        status = os.lstat(path)
+        if status.st_uid != os.geteuid():  # without an error's cost: there may be a hundred thousand
+            return False
+        check_unshared(status)
     except (OSError, NotPrivate):
         return False
     return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -57,6 +58,23 @@ def test_only_an_exited_coordinator_s_slab_is_removed_before_its_restart(claimed
     assert (slab.exists(), control.exists()) == (False, True)
     claimed.remove()
     assert not control.exists()
+
+
+def test_an_engines_segments_are_removed_where_its_directory_was_replaced(
+    claimed: RuntimeDir, tmp_path
+) -> None:
+    segment = Path(f"/dev/shm{engine_prefix(claimed.path)}control-0")
+    segment.touch(mode=0o600)
+    (tmp_path / "lock").touch()
+    shutil.rmtree(claimed.path)
+    claimed.path.symlink_to(tmp_path)  # as another user can, after a program that cleans /tmp
+    try:
+        claimed.remove()
+        assert (tmp_path / "lock").exists()
+        assert not segment.exists()
+    finally:
+        claimed.path.unlink()
+        segment.unlink(missing_ok=True)
 
 
 def test_name_is_taken_while_its_engine_runs(claimed: RuntimeDir) -> None:

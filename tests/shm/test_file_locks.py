@@ -104,3 +104,17 @@ def test_file_that_its_holder_removes_meanwhile_is_locked_anew(tmp_path: Path, m
     assert not leads_to(path, found)  # another file of that name
     os.close(found)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_name_that_leads_into_a_loop_or_to_a_file_does_not_lead_to_the_lock(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    found = try_lock(folder / "a.use", fcntl.LOCK_EX)
+    assert found is not None
+    folder.rename(tmp_path / "moved")
+    folder.symlink_to(folder)
+    assert not leads_to(folder / "a.use", found)
+    folder.unlink()
+    folder.touch()
+    assert not leads_to(folder / "a.use", found)
+    os.close(found)
