@@ -39,6 +39,7 @@ SUFFIX = "(?:-[0-9a-f]{8})?"  # of a segment whose name another user had taken; 
 
 log = logging.getLogger(__name__)
 _suffixed: dict[str, str] = {}  # by name: the segment's that `present_name` has found
+_foreign: set[str] = set()  # names with a suffix that are not; a new one is chosen at random
 
 
 def engine_prefix(runtime: Path) -> str:
@@ -67,10 +68,12 @@ def present_name(name: str) -> str:
     for known in (name, _suffixed.get(name)):
         if known is not None and is_segment(segment_path(known)):
             return known
-    for other in sorted(shm_names(re.compile(re.escape(name[1:]) + SUFFIX))):
+    found = set(shm_names(re.compile(re.escape(name[1:]) + SUFFIX)))
+    for other in sorted(found - _foreign):
         if is_segment(segment_path(other)):
             _suffixed[name] = f"/{other}"
             return _suffixed[name]
+        _foreign.add(other)
     return name
 
 
