@@ -1,5 +1,6 @@
-"""A request that is being served: a Generate (a Score: score_job.py) with its state, as inputs for the engine's steps. The
-scheduler decides when it runs. Used by the engine's thread alone."""
+"""A request that is being served: a Generate with its state, as inputs for the engine's steps, and what a
+Score (score_job.py) has in common with it. The scheduler decides when it runs. Used by the engine's thread
+alone."""
 
 from __future__ import annotations
 
