@@ -154,4 +154,5 @@ def _answer(tokenizer: Tokenizer | None, encode: bool) -> bytes:
 
 
 if __name__ == "__main__":
-    os._exit(main(*map(int, sys.argv[1:4]), Path(sys.argv[4]), "--encode" in sys.argv[5:]))
+    numbers = (int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    os._exit(main(*numbers, Path(sys.argv[4]), "--encode" in sys.argv[5:]))
