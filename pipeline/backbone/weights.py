@@ -14,6 +14,7 @@ from torch import Tensor
 from pipeline.backbone.embedding import Embedding, tensor_of
 from pipeline.backbone.linear import BiasedLinear, DenseLinear, Linear, Precision, QuantizedLinear
 from pipeline.checkpoint.model_source import Tensors
+from pipeline.errors import ModelError
 from pipeline.models.architecture import TensorSpec
 from shm.layout import Float32
 from workers.kernels.matrix import HostMatrix
@@ -38,8 +39,12 @@ class Weights:
         return role in self._specs
 
     def vector(self, role: str) -> Tensor:
-        """A norm or a router: float32, on the device."""
-        return self._keep(torch.from_numpy(self._float32(role)), torch.float32)
+        """A norm or a router: float32, on the device. Raises ModelError where it is not finite: a router's
+        NaN chooses experts silently, and these are few numbers."""
+        numbers = self._float32(role)
+        if not np.isfinite(numbers).all():
+            raise ModelError(f"the tensor {self._specs[role].name} holds numbers that are not finite")
+        return self._keep(torch.from_numpy(numbers), torch.float32)
 
     def dense(self, *roles: str) -> Tensor:
         """Matrices that are never quantized, stacked by rows, on the device."""

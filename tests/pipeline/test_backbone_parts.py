@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from plain_calibration import plain_calibration
+from safetensors.torch import load_file, save_file
 from test_engine import Notes
 
 from pipeline.backbone.backbone import Backbone
@@ -82,6 +84,20 @@ def test_rows_that_need_logits_are_counted_for_each_input(backbone: Backbone) ->
         StepInput(span(kv, 0, 1), "last"),
     ]
     assert logit_rows(inputs) == ([1, 5, 6, 7], [1, 0, 2, 1])
+
+
+@pytest.mark.parametrize("name", ["layers.1.block_sparse_moe.gate", "layers.0.input_layernorm", "norm"])
+def test_router_or_norm_that_is_not_finite_is_named(
+    tiny_model: Path, device: CpuDevice, tmp_path: Path, name: str
+) -> None:
+    """A router's NaN would choose experts without a word."""
+    tensors = load_file(tiny_model / "model.safetensors")
+    tensors[f"model.{name}.weight"].view(-1)[3] = torch.nan
+    save_file(tensors, tmp_path / "model.safetensors")
+    shutil.copy(tiny_model / "config.json", tmp_path)
+    source = open_model(tmp_path)
+    with pytest.raises(ModelError, match=rf"^the tensor model\.{name}\.weight holds numbers that are not"):
+        Backbone(source, model_spec(source.config), Precision("f32", device), CONTEXT)
 
 
 def test_progress_of_loading_ends_with_the_backbones_bytes(tiny_model: Path, device: CpuDevice) -> None:
