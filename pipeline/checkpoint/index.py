@@ -108,7 +108,8 @@ def _weight_map(folder: Path) -> dict[str, str]:
         raise ModelError(f"{path} is damaged: it has no weight_map")
     for file in names.values():
         # The index is untrusted: it may only name files beside it.
-        if not isinstance(file, str) or not file.endswith(".safetensors") or Path(file).name != file:
+        own = isinstance(file, str) and file.isprintable() and Path(file).name == file
+        if not own or not file.endswith(".safetensors"):
             raise ModelError(f"{path} is damaged: {str(file)[:80]!r} is not a safetensors file beside it")
     return names
 
@@ -161,8 +162,20 @@ def _first(folder: Path, *patterns: str) -> str | None:
     return min((path.name for pattern in patterns for path in folder.glob(pattern)), default=None)
 
 
+def check_place(path: Path, folder: Path) -> None:
+    """Raises ModelError where a file of a model's folder is a link out of it: a model that is not trusted
+    would choose which of the user's files becomes a part of its answers. The Hub's cache has links within
+    models--ORG--NAME, from snapshots/REVISION. Weights may be anywhere: they are only numbers."""
+    own, real = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
+    if own.parent.name == "snapshots" and own.parent.parent.name.startswith("models--"):
+        own = own.parent.parent
+    if not real.is_relative_to(own):
+        raise ModelError(f"{path} cannot be read: it is a link out of the model's folder; put a copy there")
+
+
 def read_fields(path: Path, limit: int = MAX_SETTINGS) -> dict[str, Any]:
-    """The object in a JSON file of at most `limit` bytes. Raises ModelError."""
+    """The object in a JSON file of a model, of at most `limit` bytes. Raises ModelError."""
+    check_place(path, path.parent)
     try:
         fields = read_json(path, limit)
     except FileNotFoundError:

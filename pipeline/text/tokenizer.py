@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.index import read_fields
+from pipeline.checkpoint.index import check_place, read_fields
 from pipeline.errors import ModelError, RequestError
 from pipeline.models.config_keys import MAX_INT
 from pipeline.text.text_stream import ByteDecoder, RunDecoder, StopStrings, TextStream, TokenDecoder
@@ -190,8 +190,10 @@ class Tokenizer:
 
 
 def check_files(model_dir: Path) -> None:
-    """Raises ModelError for a file that the library would wait for, or read without an end."""
+    """Raises ModelError for a file that the library would wait for, read without an end, or
+    in another folder."""
     for path in (path for pattern in OPENED for path in model_dir.glob(pattern)):
+        check_place(path, model_dir)
         if path.is_file() and path.stat().st_size > MAX_TOKENIZER_BYTES:
             raise ModelError(f"{path} cannot be read: it is larger than {MAX_TOKENIZER_BYTES >> 20} MB")
         if path.exists() and not path.is_file() and not path.is_dir():

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -37,8 +38,7 @@ IDS = (5, 6, 7)
 async def state(start_engine, tmp_path_factory) -> AsyncIterator[State]:
     """Of the embedded model, with this template, and an expression that searches for ever behind an x."""
     folder: Path = tmp_path_factory.mktemp("hostile")
-    for file in model_dir().iterdir():
-        (folder / file.name).symlink_to(file)
+    shutil.copytree(model_dir(), folder, dirs_exist_ok=True)
     changed = json.loads((folder / "tokenizer.json").read_text())
     regex = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
     parts = [regex, changed["pre_tokenizer"]]

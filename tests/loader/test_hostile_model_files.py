@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from launch.command_line.checks import check_engine
 from launch.command_line.model_files import check_can_chat
 from pipeline.checkpoint.hf_checkpoint import Checkpoint
-from pipeline.checkpoint.index import INDEX_FILE, SINGLE_FILE
+from pipeline.checkpoint.index import INDEX_FILE, SINGLE_FILE, CheckpointIndex
 from pipeline.config import EngineConfig
 from pipeline.errors import ModelError, UsageError
 from pipeline.models.registry import expert_shape
@@ -157,3 +157,49 @@ def test_header_with_millions_of_tensors_is_refused(folder: Path) -> None:
     header = json.dumps({str(i): entry for i in range(300_000)}).encode()
     (folder / SINGLE_FILE).write_bytes(len(header).to_bytes(8, "little") + header)
     assert "has more than" in refusal(lambda: Checkpoint(folder))
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "chat_template.jinja", "tokenizer.json"]
+)
+def test_text_of_a_model_is_no_link_to_another_folder(folder: Path, tmp_path: Path, name: str) -> None:
+    """Else the model could have any of the user's files rendered into its answers."""
+    source = folder / name
+    content = source.read_bytes() if source.exists() else b"{}"
+    (tmp_path / "secret").write_bytes(content)
+    source.unlink(missing_ok=True)
+    source.symlink_to(tmp_path / "secret")
+
+    def read() -> None:
+        check_engine(EngineConfig(model=folder))
+        Tokenizer.load(folder)
+
+    assert refusal(read).startswith(f"{source} cannot be read: it is a link out of the model's folder")
+
+
+def test_links_of_the_hubs_cache_and_linked_weights_are_followed(folder: Path, tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--a--b/snapshots/1234"
+    blobs = tmp_path / "models--a--b/blobs"
+    for path in (snapshot, blobs):
+        path.mkdir(parents=True)
+    for file in folder.iterdir():
+        file.rename((tmp_path if file.name == SINGLE_FILE else blobs) / file.name)
+        linked = tmp_path / file.name if file.name == SINGLE_FILE else Path("../../blobs") / file.name
+        (snapshot / file.name).symlink_to(linked)
+    check_engine(EngineConfig(model=snapshot))
+    assert Tokenizer.load(snapshot) is not None
+    (snapshot / "chat_template.jinja").unlink()
+    (snapshot / "chat_template.jinja").symlink_to("../../../secret")
+    assert "link out of the model's folder" in refusal(lambda: Tokenizer.load(snapshot))
+
+
+@pytest.mark.parametrize("name", ["model-\udcff.safetensors", "model-\n.safetensors", "model-\0.safetensors"])
+def test_shard_whose_name_no_download_has_is_refused(folder: Path, name: str) -> None:
+    if "\0" not in name:
+        shutil.copy(folder / SINGLE_FILE, folder / name)
+    tensors = list(CheckpointIndex.open(folder).tensors)
+    (folder / SINGLE_FILE).unlink()
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, name)}))
+    assert "is not a safetensors file beside it" in refusal(
+        lambda: Checkpoint(folder).fingerprint("bf16", 32)
+    )
