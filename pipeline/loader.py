@@ -111,8 +111,9 @@ class Loading:
         """Of the store's segment."""
         return store_name(self.fingerprint)
 
-    def load(self) -> None:
-        """Make a ready store under `name`. Raises NotEnoughMemory, ModelError, ShmError, Stopped."""
+    def load(self, tokenizer: GuardedLoad | None) -> None:
+        """Make a ready store under `name`; a tokenizer that cannot be loaded is noticed before minutes of
+        filling. Raises NotEnoughMemory, ModelError, ShmError, Stopped."""
         for path in sweep_cache(self.cache_folder):
             log.warning(f"removed the half-written {path}, left by a loader that was killed")
         waiting = self.control.stage("waiting for another engine that loads this model", 0)
@@ -124,12 +125,19 @@ class Loading:
             elif self._from_cache():
                 origin, read, cached = "cache", 0, self.size
             else:
+                self._check(tokenizer)
                 origin, read, cached = self.source.kind, self._from_source(), 0
         if (path := store_path(self.cache_folder, self.fingerprint)).exists():
             note_use(path.parent, CacheRecord("store", self.source.name, self.manifest.format))
+        self._check(tokenizer)
         self.origin = (
             f"source {origin}: {byte_size(read)} read from the checkpoint, {byte_size(cached)} from the cache"
         )
+
+    def _check(self, tokenizer: GuardedLoad | None) -> None:
+        if tokenizer is not None:
+            waiting = self.control.stage("checking the tokenizer", 0)
+            tokenizer.wait(lambda: waiting(0))
 
     def _attached(self) -> bool:
         """Whether a usable store exists. A damaged one is removed; ShmError where another engine uses it."""
@@ -220,8 +228,7 @@ class Loading:
 
 
 def _tokenizer_check(model: Path) -> AbstractContextManager[GuardedLoad | None]:
-    """Before another process loads the tokenizer without limits, and before minutes of filling. The embedded
-    one is known."""
+    """Before another process loads the tokenizer without limits. The embedded one is known."""
     known = is_shape(model) or model == model_dir()
     return nullcontext() if known or not has_tokenizer(model) else GuardedLoad(model)
 
@@ -243,10 +250,7 @@ def main(config: dict[str, Any]) -> int:
         try:
             with _tokenizer_check(Path(config["model"])) as tokenizer:
                 loading = Loading(config, control)
-                if tokenizer is not None:
-                    waiting = control.stage("checking the tokenizer", 0)
-                    tokenizer.wait(lambda: waiting(0))
-            loading.load()
+                loading.load(tokenizer)
         except Stopped:
             return 0
         except (UsageError, NotEnoughMemory, UnknownFormat) as e:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
@@ -34,30 +37,52 @@ class GuardedLoad:
     """A trial load of a model's tokenizer. Starts at once; a context manager that ends it."""
 
     def __init__(self, model_dir: Path) -> None:
+        """Forks: the calling process has no threads that hold locks, and imports nothing for this."""
         self._model = model_dir
-        self._process = _start(model_dir, stdin=subprocess.DEVNULL)
+        self._answer, given = os.pipe()
+        parent = os.getpid()
+        self._pid = os.fork()
+        if self._pid == 0:
+            _run_forked(parent, model_dir, given)
+        os.close(given)
+        self._code: int | None = None
 
     def wait(self, waiting: Callable[[], None]) -> None:
         """Raises ModelError, one line, where the tokenizer cannot be loaded within the limits. `waiting` is
-        called meanwhile, and may raise."""
-        for _ in range(int(WALL_FACTOR * LOAD_SECONDS / POLL_SECONDS)):
-            try:
-                self._process.wait(POLL_SECONDS)
-                break
-            except subprocess.TimeoutExpired:
-                waiting()
-        else:
-            self._process.kill()
-        assert self._process.stdout is not None
-        _check(self._model, self._process.wait(), self._process.stdout.read(), LOAD_SECONDS)
+        called meanwhile, and may raise. Does nothing after the first time."""
+        if self._code is not None:
+            return
+        until = time.monotonic() + WALL_FACTOR * LOAD_SECONDS
+        while not select.select([self._answer], [], [], POLL_SECONDS)[0]:
+            waiting()
+            if time.monotonic() > until:
+                os.kill(self._pid, signal.SIGKILL)
+        answer = os.read(self._answer, 4096)  # nothing where the process was killed
+        _check(self._model, self._reap(), answer, LOAD_SECONDS)
+
+    def _reap(self) -> int:
+        if self._code is None:
+            self._code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        return self._code
 
     def __enter__(self) -> GuardedLoad:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        with self._process:  # waits and closes the pipe
-            pass
+        if self._code is None:
+            os.kill(self._pid, signal.SIGKILL)
+            self._reap()
+        os.close(self._answer)
+
+
+def _run_forked(parent: int, model_dir: Path, output: int) -> NoReturn:
+    try:
+        null = os.open(os.devnull, os.O_RDWR)
+        for standard in range(3):  # the library writes a report of each of its panics to 2
+            os.dup2(null, standard)
+        os._exit(_run(parent, LOAD_SECONDS, MEMORY, model_dir, False, output))
+    finally:
+        os._exit(1)
 
 
 def encode_guarded(model_dir: Path, text: str) -> list[int] | None:
@@ -119,20 +144,23 @@ def limit_memory(more: int) -> None:
 def main(parent: int, seconds: int, memory: int, model_dir: Path, encode: bool) -> int:
     """Load the tokenizer, and write the ids of the text on stdin; or a ModelError's line. Returns the exit
     code."""
+    output = os.dup(1)
+    os.dup2(2, 1)
+    return _run(parent, seconds, memory, model_dir, encode, output)
+
+
+def _run(parent: int, seconds: int, memory: int, model_dir: Path, encode: bool, output: int) -> int:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # which has exited already
         return 1
     from transformers import PreTrainedTokenizerFast  # noqa: F401 - takes memory, and time on a cold disk
 
-    output = os.dup(1)
-    os.dup2(2, 1)
     try:
         _limit(seconds, memory)
         answer = _answer(Tokenizer.load(model_dir), encode)
     except UsageError as e:
-        answer = (FAILED_AS_REQUEST if isinstance(e, RequestError) else FAILED) + str(e).encode(
-            errors="replace"
-        )[:2000]
+        kind = FAILED_AS_REQUEST if isinstance(e, RequestError) else FAILED
+        answer = kind + str(e).encode(errors="replace")[:2000]
     with os.fdopen(output, "wb") as file:
         file.write(answer)
     return 0
