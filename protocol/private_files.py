@@ -118,15 +118,15 @@ def _with_suffix(path: Path) -> Path | None:
 
 def _all_with_suffix(path: Path) -> list[tuple[bool, Path]]:
     name, found = re.compile(re.escape(path.name) + r"\.[a-z0-9_]{8}"), []
-    with suppress(OSError):
-        for entry in os.listdir(path.parent):
-            if name.fullmatch(entry) and is_own_directory(path.parent / entry):
+    with suppress(OSError), os.scandir(path.parent) as entries:
+        for entry in entries:  # there may be a hundred thousand of other users: no Path of each
+            if name.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False) and is_own_directory(entry):
                 with suppress(OSError):
-                    found.append((bool(os.listdir(path.parent / entry)), path.parent / entry))
+                    found.append((bool(os.listdir(entry)), Path(entry)))
     return sorted(found, key=lambda one: (not one[0], one[1]))
 
 
-def is_own_directory(path: Path) -> bool:
+def is_own_directory(path: Path | os.DirEntry[str]) -> bool:
     """Whether this is a directory of this user, and no link to one."""
     try:
         status = os.lstat(path)
