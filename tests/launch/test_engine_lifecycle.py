@@ -180,8 +180,8 @@ def test_a_start_on_a_terminal_shows_signs_of_life(arguments: list[str]) -> None
 
 
 def run_on_terminal(command: list[str]) -> tuple[bytes, list[float]]:
-    """What a command writes on stderr where that is a terminal, and when each part of it came until the engine
-    was ready, in seconds without those for which it had no core."""
+    """What a command writes on stderr where that is a terminal, and when each part of it came until the
+    engine was ready, in seconds without those for which it had no core."""
     ours, theirs = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
     with subprocess.Popen(
