@@ -122,19 +122,20 @@ def _lock(folder: Path, key: str, operation: int) -> tuple[Path, int]:
     """The locked file of a key. Raises OSError, NotPrivate, ShmError after WAIT_SECONDS."""
     path = _path(folder, key)
     for _ in range(TRIES):
-        private_directory(path.parent)
         with contextlib.suppress(FileNotFoundError):  # the last user of another entry removed the folder
+            private_directory(path.parent)
             return path, wait_lock(path, operation, WAIT_SECONDS, None)
     raise ShmError(f"{path.parent} is removed again and again by another program")
 
 
 def _sweep(folder: Path) -> None:
     """Remove the files of killed engines."""
-    for path in (folder / LOCK_FOLDER).glob("*.use"):
-        descriptor = try_lock(path, fcntl.LOCK_EX)
-        if descriptor is not None:
-            path.unlink(missing_ok=True)
-            os.close(descriptor)
+    with contextlib.suppress(FileNotFoundError):  # the last user of an entry removed the folder
+        for path in (folder / LOCK_FOLDER).glob("*.use"):
+            descriptor = try_lock(path, fcntl.LOCK_EX)
+            if descriptor is not None:
+                path.unlink(missing_ok=True)
+                os.close(descriptor)
 
 
 def _remove_if_unused(path: Path, descriptor: int) -> None:
