@@ -36,7 +36,6 @@ import zmq
 
 from benchmarks.quantizer_rate import CORES, quantizer_rate
 from benchmarks.random_checkpoint import write
-from launch.interpreter import CHILD_PROCESS
 from pipeline.checkpoint.hf_checkpoint import Checkpoint
 from pipeline.models.registry import expert_shape
 from pipeline.models.shapes import is_shape, shape_config
@@ -46,6 +45,7 @@ from protocol.sockets import Identity, bind_router, ipc_endpoint
 from shm.layout import StoreLayout, format_named
 from shm.segment import unlink
 from shm.store import store_name
+from workers.interpreter import CHILD_PROCESS
 from workers.lifetime import pack_config
 
 ROOT = Path(__file__).resolve().parents[1]

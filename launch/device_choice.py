@@ -7,8 +7,8 @@ import subprocess
 from pathlib import Path
 
 from launch.errors import WrongUsage
-from launch.interpreter import PYTHON, environment
 from pipeline.config import DeviceName
+from workers.interpreter import PYTHON, environment
 
 log = logging.getLogger("tandem")
 

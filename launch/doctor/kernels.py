@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from launch.doctor.finding import Finding, Topic
 from launch.doctor.software import pip_install
-from launch.interpreter import ROOT
 from shm.blocks import BlockFormat
 from shm.formats import BF16
 from shm.layout import FORMATS
 from shm.quantize import library as quantizer
+from workers.interpreter import ROOT
 from workers.kernels.host import BF16_ROWS
 from workers.kernels.native import VARIANTS, Library, best, load
 

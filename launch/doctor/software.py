@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from launch.doctor.finding import Finding, Topic
-from launch.interpreter import ROOT
+from workers.interpreter import ROOT
 
 TOPIC = Topic("software")
 COMPILERS = ("gcc", "clang", "cc")

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from launch.errors import StartFailed
-from launch.interpreter import CHILD_PROCESS, environment
 from protocol.messages import Failed
 from protocol.sockets import Identity
+from workers.interpreter import CHILD_PROCESS, environment
 from workers.lifetime import pack_config
 
 PIPE_CAPACITY = 65536  # bytes that a new pipe takes without a reader; a larger configuration would block

@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from pipeline.accounts import LOCAL, account_of
+from pipeline.accounts import ID_BYTES, LOCAL, Held, account_of
 from pipeline.counters import difference
 from pipeline.errors import RequestError
-from pipeline.held import ID_BYTES, Held
 from pipeline.scheduling.jobs import Job
 
 JOB_BYTES = 4096  # of a request beside its tokens

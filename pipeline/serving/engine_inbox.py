@@ -11,8 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipeline.accounts import account_of
-from pipeline.held import ID_BYTES, Held
+from pipeline.accounts import ID_BYTES, Held, account_of
 from protocol.messages import Calibrate, Cancel, ChatMessage, Generate, Score, SetPolicy
 
 LIMIT = 4096  # waiting messages of one client

@@ -12,9 +12,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipeline.accounts import account_of
+from pipeline.accounts import Held, account_of
 from pipeline.errors import PromptTooLong, RequestError
-from pipeline.held import Held
 from pipeline.serving.encoder_link import EncoderExited, EncoderLink, limit_of
 from pipeline.serving.engine_inbox import LIMIT, held_bytes
 from pipeline.serving.text_messages import TextMessage, TextMessages, with_ids

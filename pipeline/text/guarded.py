@@ -22,8 +22,8 @@ import numpy as np
 
 from pipeline.errors import ModelError, RequestError, UsageError
 from pipeline.text.tokenizer import Tokenizer
+from workers.interpreter import PYTHON, environment
 
-ROOT = Path(__file__).resolve().parents[2]  # where `-m` finds the packages
 LOAD_SECONDS = 20  # of the processor; the largest known tokenizer takes 3
 ENCODE_RATE = 20_000  # bytes a second at least
 MEMORY = 4 << 30  # bytes that the library may allocate
@@ -103,11 +103,9 @@ def _encode_seconds(given: bytes) -> int:
 def _start(model_dir: Path, *how: str, stdin: int) -> subprocess.Popen[bytes]:
     # stderr: the library writes a report of each of its panics there.
     limits = (str(os.getpid()), str(LOAD_SECONDS), str(MEMORY))
-    command = (sys.executable, "-P", "-m", "pipeline.text.guarded", *limits, str(model_dir), *how)
-    folders = (str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
+    command = (*PYTHON, "-m", "pipeline.text.guarded", *limits, str(model_dir), *how)
     null = subprocess.DEVNULL
-    return subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, stderr=null, env=environment)
+    return subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, stderr=null, env=environment(1))
 
 
 def _check(model_dir: Path, code: int, answer: bytes, seconds: int) -> bytes:

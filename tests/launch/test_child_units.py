@@ -13,12 +13,12 @@ import pytest
 from scripted_children import KILLED, ScriptedProcess
 
 from launch.errors import EngineFailed, StartFailed
-from launch.interpreter import ROOT, environment
 from launch.processes import children
 from launch.processes.children import PIPE_CAPACITY, Child, spawn, wait_exits
 from launch.processes.task_guard import TaskGuard
 from protocol.messages import Failed
 from protocol.sockets import Identity
+from workers.interpreter import ROOT, environment
 
 KEY = b"k" * 32
 WORKER = Identity("worker", 1, 4)

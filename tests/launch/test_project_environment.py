@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.interpreter import ROOT
+from workers.interpreter import ROOT
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,8 @@ import threading
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline import held
-from pipeline.accounts import LOCAL, client_name
-from pipeline.held import ACCOUNT_BYTES, CLIENT_BYTES, ID_BYTES
+from pipeline import accounts
+from pipeline.accounts import ACCOUNT_BYTES, CLIENT_BYTES, ID_BYTES, LOCAL, client_name
 from pipeline.serving.engine_inbox import LIMIT, ClientGone, EngineInbox, EngineMessage
 from protocol.messages import Calibrate, Cancel, ChatMessage, Generate, Sampling, Score, SetPolicy
 
@@ -113,7 +112,7 @@ def test_messages_of_a_client_that_has_disconnected_are_dropped() -> None:
 
 def test_bytes_of_an_account_and_of_all_remote_clients_are_bounded(monkeypatch) -> None:
     """What remote clients hold never keeps local ones out."""
-    monkeypatch.setattr(held, "REMOTE_BYTES", 3 * ACCOUNT_BYTES)
+    monkeypatch.setattr(accounts, "REMOTE_BYTES", 3 * ACCOUNT_BYTES)
     half = Generate(0, prompt="x" * (CLIENT_BYTES // 2))
     inbox = EngineInbox()
     taken = {
@@ -123,12 +122,12 @@ def test_bytes_of_an_account_and_of_all_remote_clients_are_bounded(monkeypatch) 
     most = ACCOUNT_BYTES * 2 // CLIENT_BYTES - 1
     assert taken == {
         b"first": most, b"second": most, b"third": most, b"fourth": 2, b"fifth": 0,
-        LOCAL: held.LOCAL_BYTES * 2 // CLIENT_BYTES - 1,
+        LOCAL: accounts.LOCAL_BYTES * 2 // CLIENT_BYTES - 1,
     }  # fmt: skip
 
 
 def test_small_messages_count_too_and_cancels_are_taken_all_the_same(monkeypatch) -> None:
-    monkeypatch.setattr(held, "ACCOUNT_BYTES", 1 << 20)
+    monkeypatch.setattr(accounts, "ACCOUNT_BYTES", 1 << 20)
     inbox = EngineInbox()
     one, name = Generate(0, prompt="", sampling=Sampling()), client_name(b"key", b"1")
     assert 100 < sum(inbox.put(name, one) for _ in range(3000)) < 2000
