@@ -1,12 +1,14 @@
 """Process entry: an expert worker. It maps the store, receives Work, returns one Partial per Work.
 
-It is stateless: any worker can redo any Work, with the same bits. It is cheap to restart: torch, if the
-store's format needs it (`workers/kernels/host.py`), is imported with the first Work, after Ready.
+It is stateless: any worker can redo any Work, with the same bits. It is cheap to restart: few rows need no
+torch, and where the store's format needs it for many rows (`workers/kernels/host.py`), a thread imports it
+after the first answer.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from typing import Any
@@ -18,11 +20,13 @@ from shm.layout import ExpertShape
 from shm.store import Store
 from workers.child_endpoint import ChildEndpoint
 from workers.emulation import sleep_until
-from workers.kernels.host import HostKernel
+from workers.kernels.host import UNLIMITED, HostKernel
 from workers.kernels.native import Team, best
 from workers.lifetime import pin
 
 log = logging.getLogger(__name__)
+
+IMPORT_AFTER = 1.0  # seconds that a restarted worker lives before it imports torch, unless a Work needs it
 
 
 def fault_of(work: Work, shape: ExpertShape) -> str | None:
@@ -50,9 +54,50 @@ def fault_of(work: Work, shape: ExpertShape) -> str | None:
     return None
 
 
+class LateImport:
+    """torch, imported by a thread so that few rows do not wait for it. `line.rows` says when it is there: a
+    Work that needs it sooner waits in its own import of the same module."""
+
+    def __init__(self, kernel: HostKernel, line: ControlLine, delay: float) -> None:
+        """`delay`: seconds from `begin` to the import."""
+        self._kernel = kernel
+        self._line = line
+        self._delay = delay
+        self._wanted = threading.Event()
+        self._cancelled = False
+        self._thread: threading.Thread | None = None
+        line.rows = kernel.rows_without_torch
+        if line.rows == 0:
+            self.hurry()
+
+    def begin(self) -> None:
+        """Import it soon; once."""
+        if self._thread is None and self._line.rows < UNLIMITED:
+            self._thread = threading.Thread(target=self._run, name="torch", daemon=True)
+            self._thread.start()
+
+    def hurry(self) -> None:
+        """A Work needs it: do not delay the import."""
+        self._wanted.set()
+
+    def cancel(self) -> None:
+        """Do not begin the import any more; wait for one that has begun, as an exit within it could crash."""
+        self._cancelled = True
+        self._wanted.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        self._wanted.wait(self._delay)
+        if not self._cancelled:
+            self._kernel.prepare()
+            self._line.rows = UNLIMITED
+
+
 def serve(peer: ChildEndpoint, store: Store, line: ControlLine, team: Team | None, slowdown: float) -> None:
     """Answer Work until Shutdown; `line` counts progress. `slowdown` > 1 emulates a slower host."""
     kernel = HostKernel(store.layout, team, line)
+    torch = LateImport(kernel, line, IMPORT_AFTER if peer.incarnation else 0.0)
     waiting: deque[Work] = deque()
     while not peer.stopped:
         for message in peer.receive(wait=not waiting):
@@ -64,12 +109,12 @@ def serve(peer: ChildEndpoint, store: Store, line: ControlLine, team: Team | Non
                 log.warning("unexpected %s", type(message).__name__)
         if waiting:
             work = waiting.popleft()
-            line.tick()
             fault = fault_of(work, store.layout.shape)
             if fault is not None:
                 peer.send(WorkFailed(work.seq, peer.incarnation, fault))
                 continue
-            kernel.prepare()
+            if len(work.x) > line.rows:
+                torch.hurry()
             started = time.perf_counter()
             line.begin(work.seq)
             try:
@@ -81,7 +126,10 @@ def serve(peer: ChildEndpoint, store: Store, line: ControlLine, team: Team | Non
                 line.end()
             busy = (time.perf_counter() - started) * slowdown
             sleep_until(started + busy, line.tick)
+            line.tick()
             peer.send(Partial(work.seq, peer.incarnation, busy, y))
+            torch.begin()
+    torch.cancel()
 
 
 def main(config: dict[str, Any]) -> int:

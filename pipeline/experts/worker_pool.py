@@ -1,9 +1,9 @@
 """The pool of expert workers: submits a layer's host share, collects the partial sums, survives worker exits.
 
 A shard is cut for one of W workers and usually computed by that worker. While it is being restarted, or has
-not yet imported its kernels, another worker computes the shard: the result has the same bits. A Work that was
-being computed when a worker crashed is tried once more; if that worker crashes too, the request fails, and
-the pool continues.
+not yet imported torch for a Work of many rows, another worker computes the shard: the result has the same
+bits. A Work that was being computed when a worker crashed is tried once more; if that worker crashes too, the
+request fails, and the pool continues.
 
 A worker that makes no progress is first *suspect*: an idle worker gets the same Works (the pool hedges), and
 the suspect gets no new ones until it answers. After the whole limit it is reported as hung and killed.
@@ -37,7 +37,7 @@ class SilenceLimits:
 
     stall: float = 3.0  # without a tile: the worker is hung
     stall_row: float = 0.02  # added for each row that it computes
-    first_answer: float = 60.0  # instead of these, until its first answer: imports do not count as progress
+    first_answer: float = 60.0  # instead of these, while it imports: that does not count as progress
     pool: float = 120.0  # without a message from any worker: the engine fails
 
 
@@ -80,6 +80,7 @@ class _Worker:
     """A running worker."""
 
     suspect: bool = False  # no progress for a while: the pool hedges its Works and sends it no others
+    rows: int = 0  # the most rows that it computes without an import; read again for more
     orders: dict[int, _PendingWork] = field(default_factory=dict)  # by seq, in sending order
     watch: ProgressWatch = field(default_factory=ProgressWatch)
 
@@ -170,7 +171,8 @@ class WorkerPool:
 
     def _assign(self, order: _PendingWork) -> None:
         """Send an order to the worker it was cut for, if able or no other is; else to the least loaded."""
-        able = self._able() or list(self._running)
+        rows = len(order.work.x)
+        able = self._able(rows) or self._able(0) or list(self._running)
         if not able:
             self._unassigned.append(order)
             return
@@ -183,14 +185,24 @@ class WorkerPool:
         self._running[index].orders[order.work.seq] = order
         self._socket.send(index, order.work)
 
-    def _able(self) -> list[int]:
-        """The workers that have answered before and are not suspect."""
-        return [i for i, worker in self._running.items() if self._socket.is_up(i) and not worker.suspect]
+    def _able(self, rows: int) -> list[int]:
+        """The workers that are not suspect and compute a Work of `rows` rows without an import."""
+        return [i for i, worker in self._running.items() if not worker.suspect and self._is_up(i, rows)]
+
+    def _is_up(self, index: int, rows: int) -> bool:
+        """The worker has answered before, and has imported what so many rows need."""
+        worker = self._running[index]
+        if not self._socket.is_up(index):
+            return False
+        if rows > worker.rows:  # written before the first answer
+            worker.rows = self._lines[index].rows
+        return rows <= worker.rows
 
     def _covered(self, order: _PendingWork) -> bool:
         """The order is answered, or an able worker has it."""
         seq = order.work.seq
-        return seq in order.ticket.partials or any(seq in self._running[i].orders for i in self._able())
+        able = self._able(len(order.work.x))
+        return seq in order.ticket.partials or any(seq in self._running[i].orders for i in able)
 
     def _work(self, layer: int, shard: HostShard, x: FloatArray) -> Work:
         self._next += 1
@@ -244,7 +256,7 @@ class WorkerPool:
                 self._clear_suspicion(worker)
                 continue
             rows = max(len(order.work.x) for order in worker.orders.values())
-            up = self._socket.is_up(index)
+            up = self._is_up(index, rows)
             limit = limits.stall + rows * limits.stall_row if up else limits.first_answer
             stalled = worker.watch.stalled(self._lines[index].ticks)
             if stalled > limit:
@@ -256,7 +268,8 @@ class WorkerPool:
         """Send a suspect's Works to idle workers too; the first answer counts."""
         slow.suspect = True
         for order in slow.orders.values():
-            idle = [index for index in self._able() if not self._running[index].orders]
+            able = self._able(len(order.work.x))
+            idle = [index for index in able if not self._running[index].orders]
             if idle and not self._covered(order):
                 self._send(order, min(idle))
 

@@ -44,6 +44,8 @@ class Worker:
     def __init__(self, harness: PoolHarness, index: int, incarnation: int) -> None:
         self.index, self.incarnation = index, incarnation
         self._harness = harness
+        self.line = harness.control.line("worker", index)
+        self.line.rows = 1 << 62  # it has nothing left to import
         self.endpoint: ChildEndpoint = child_endpoint(
             harness.runtime, "worker", "w", PRINT, index, incarnation
         )

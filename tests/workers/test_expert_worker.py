@@ -256,14 +256,23 @@ def test_host_slowdown_lengthens_busy_and_the_answer(pool: Pool) -> None:
     assert expected(work).agrees(slowed.y)
 
 
-def test_ready_is_sent_before_torch_is_imported(place: Surroundings, tmp_path: Path) -> None:
+def test_few_rows_do_not_wait_for_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import time\ntime.sleep(600)\n")  # an import that takes for ever
-    child = place.start(python_path=tmp_path)
-    (ready,) = place.ready().values()
-    assert (ready.role, ready.index, ready.incarnation) == ("worker", 0, child.incarnation)
-    assert (ready.version, ready.pid, ready.fingerprint) == (VERSION, child.process.pid, place.fingerprint)
-    child.cut()
-    assert child.ended(5) == EXIT_PARENT_GONE
+    few, many = (make_work(rows, 0, [(1, 0, 3, list(range(rows)))], rows) for rows in (4, 5))
+    with small_store("bf16") as fingerprint, surroundings("worker", fingerprint) as place:
+        child = place.start(python_path=tmp_path)
+        (ready,) = place.ready().values()
+        assert (ready.role, ready.index, ready.incarnation) == ("worker", 0, child.incarnation)
+        assert (ready.version, ready.pid, ready.fingerprint) == (VERSION, child.process.pid, fingerprint)
+        for _ in range(20):  # the import begins meanwhile
+            place.send(child, few)
+            assert expected(few, "bf16").agrees(place.expect(Partial).y)
+            time.sleep(0.1)
+        assert place.progress.line("worker", 0).rows == 4
+        place.send(child, many)
+        assert place.quiet()
+        child.cut()
+        assert child.ended(5) == EXIT_PARENT_GONE
 
 
 @pytest.mark.parametrize(

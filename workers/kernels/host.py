@@ -63,10 +63,15 @@ class HostKernel:
             self._most = BF16_ROWS if isinstance(layout.format, BF16) else UNLIMITED
         self._reference: ReferenceKernel | None = None
 
+    @property
+    def rows_without_torch(self) -> int:
+        """The most rows of an item that C computes."""
+        return self._most
+
     def prepare(self) -> None:
-        """Import and build everything that `compute` may need. Importing torch takes a second or two."""
-        if self._native is None or self._most < UNLIMITED:
-            self._torch_kernel()
+        """Import everything that `compute` may need, in any thread. Importing torch takes a second or two."""
+        if self._most < UNLIMITED:
+            import workers.kernels.reference  # noqa: F401
 
     def compute_work(self, work: Work, store: Store) -> Float32:
         """The weighted sum over a Work's items: float32 [R, H]. For few rows it is one call of C, with the
