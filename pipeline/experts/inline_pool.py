@@ -63,9 +63,11 @@ class InlineExpertPool:
         started = time.perf_counter()
         y = np.zeros(ticket.x.shape, np.float32)
         for shard in ticket.shards:
-            x = ticket.x[shard.kept]
+            # to index all rows would copy them
+            kept = slice(None) if len(shard.kept) == len(y) else shard.kept
+            x = ticket.x[kept]
             work = Work(0, ticket.layer, shard.items, shard.offsets, shard.rows, shard.weights, x)
-            y[shard.kept] += self._kernel.compute_work(work, self._store)
+            y[kept] += self._kernel.compute_work(work, self._store)
         ticket.busy = time.perf_counter() - started
         if self._slowdown > 1:
             time.sleep(ticket.busy * (self._slowdown - 1))

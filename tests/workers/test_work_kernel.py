@@ -70,7 +70,7 @@ def test_work_has_the_same_bits_as_tile_by_tile(library, threads, name, work) ->
     TICK[0] = 0
     try:
         found = kernel_of(library, layout, team).work(
-            layer, layout.expert_stride, items, offsets, inputs, rows, weights, TICK.ctypes.data,
+            layer, layout.expert_stride, items, offsets, x, rows, weights, TICK.ctypes.data,
         )  # fmt: skip
     finally:
         if team is not None:
@@ -125,8 +125,8 @@ def test_numbers_outside_the_arrays_are_refused_by_the_worker_and_by_c(work: Wor
     if library is None:
         pytest.skip("no C kernels were compiled")
     kernel = kernel_of(library, LIMITED)
-    x, layer = kernel.quantize(work.x), np.zeros(LIMITED.layer_stride, np.uint8)
-    arguments = work.items, work.offsets, x, work.rows, work.weights
+    layer = np.zeros(LIMITED.layer_stride, np.uint8)
+    arguments = work.items, work.offsets, work.x, work.rows, work.weights
     if within(work):
         assert not kernel.work(layer, LIMITED.expert_stride, *arguments).any()
     else:
@@ -137,7 +137,7 @@ def test_numbers_outside_the_arrays_are_refused_by_the_worker_and_by_c(work: Wor
 
 def test_arrays_of_a_work_that_do_not_fit_each_other_are_refused(library) -> None:
     work, kernel = work_of([(0, 0, 1)], [0, 1], [0]), kernel_of(library, LIMITED)
-    x, layer = kernel.quantize(work.x), np.zeros(LIMITED.layer_stride, np.uint8)
+    x, layer = work.x, np.zeros(LIMITED.layer_stride, np.uint8)
     good = {"items": work.items, "offsets": work.offsets, "rows": work.rows, "weights": work.weights}
     for wrong in (
         {"items": work.items[:, :2]},

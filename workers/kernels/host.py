@@ -76,19 +76,18 @@ class HostKernel:
     def compute_work(self, work: Work, store: Store) -> Float32:
         """The weighted sum over a Work's items: float32 [R, H]. For few rows it is one call of C, with the
         same bits."""
-        native, offsets, x = self._native, work.offsets, Activations(work.x)
-        if native is not None and len(offsets) > 1 and (offsets[1:] - offsets[:-1]).max() <= FEW_ROWS:
+        native, offsets, x = self._native, work.offsets, work.x
+        few = len(x) <= FEW_ROWS or (len(offsets) > 1 and (offsets[1:] - offsets[:-1]).max() <= FEW_ROWS)
+        if native is not None and few:
             layer, stride = store.layer(work.layer), self._layout.expert_stride
-            quantized = native.quantize(work.x)
-            return native.work(
-                layer, stride, work.items, offsets, quantized, work.rows, work.weights, self._ticks
-            )
-        y = np.zeros(work.x.shape, np.float32)
+            return native.work(layer, stride, work.items, offsets, x, work.rows, work.weights, self._ticks)
+        activations = Activations(x)
+        y = np.zeros(x.shape, np.float32)
         for (expert, lo, hi), start, end in zip(
             work.items.tolist(), offsets.tolist(), offsets[1:].tolist(), strict=False
         ):
             rows = work.rows[start:end]
-            part = self.compute(store.tiles(work.layer, expert, lo, hi), x, rows)
+            part = self.compute(store.tiles(work.layer, expert, lo, hi), activations, rows)
             part *= work.weights[start:end, None]
             y[rows] += part  # an item names a row once
         return y

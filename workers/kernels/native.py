@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from shm.blocks import BlockFormat
 from shm.formats import BF16, Bytes, Float32, TileFormat
 from workers.kernels.c_types import POINTER, SIZE, Activations, Buffers, Weights, Work, checked, typed
+from workers.kernels.memory import LINE, Kept
 
 VARIANTS = {  # best first
     "avx512": "AVX-512 VNNI",
@@ -31,7 +32,6 @@ VARIANTS = {  # best first
 VERSION = 5  # of the functions in c/kernels.h
 OTHER_VERSION = "compiled from another version: install again"
 BF16_BITS = 16
-LINE = 64  # bytes of a cache line: how scratch is aligned
 
 log = logging.getLogger(__name__)
 
@@ -151,10 +151,12 @@ class Kernel:
         blocks = g.format if isinstance(g.format, BlockFormat) else None
         self._matrix_bytes = 0 if blocks is None else blocks.matrix_bytes(g.outputs, g.inputs)
         self._tile_bytes = g.format.tile_bytes(g.inputs, g.channels) if g.channels else 0
-        self._rows = 0
         self._buffers = Buffers()
-        self._work_scratch: Bytes = np.empty(0, np.uint8)
-        self._scratch: Bytes = np.empty(0, np.uint8)
+        self._scratch = Kept(np.uint8)
+        # of `work`: its arrays one after the other, x, x as C reads it, the tiles' outputs, the result
+        self._numbers = Kept(np.int32)
+        self._x, self._parts, self._y = Kept(np.float32), Kept(np.float32), Kept(np.float32)
+        self._codes, self._factors = Kept(np.uint8), Kept(np.float32)
 
     def quantize(self, x: Float32) -> Quantized:
         """x float32 [R, inputs]."""
@@ -176,9 +178,10 @@ class Kernel:
         nanoseconds for which the team spins for the next call before it sleeps."""
         rows = self._check(matrix, x, self._matrix_bytes)
         y = np.empty((rows, self.geometry.outputs), np.float32)
+        self._scratch(self._library._scratch(self._address, rows))
         self._library._matmul(
-            self._handle, self._address, matrix.ctypes.data, self._pointers(x), rows, y.ctypes.data,
-            self._scratch_address(rows), spin_ns,
+            self._handle, self._address, matrix.ctypes.data, _pointers(x), rows, y.ctypes.data,
+            self._scratch.address, spin_ns,
         )  # fmt: skip
         return y
 
@@ -190,9 +193,10 @@ class Kernel:
         rows = np.require(rows, np.int32, ["C", "A"])
         y = np.empty((len(rows), self.geometry.outputs), np.float32)
         number = len(tiles) // self._tile_bytes
+        self._scratch(self._library._scratch(self._address, len(rows)))
         self._library._tiles(
-            self._handle, self._address, tiles.ctypes.data, number, self._pointers(x), height,
-            rows.ctypes.data, len(rows), y.ctypes.data, self._scratch_address(len(rows)), ticks,
+            self._handle, self._address, tiles.ctypes.data, number, _pointers(x), height,
+            rows.ctypes.data, len(rows), y.ctypes.data, self._scratch.address, ticks,
         )  # fmt: skip
         return y
 
@@ -202,7 +206,7 @@ class Kernel:
         expert_bytes: int,
         items: NDArray[np.int32],
         offsets: NDArray[np.int32],
-        x: Quantized,
+        x: Float32,
         rows: NDArray[np.int32],
         weights: Float32,
         ticks: int | None = None,
@@ -210,31 +214,38 @@ class Kernel:
         """The weighted sum over items, as in a Work message: float32 [rows of x, H]; the same bits as `tiles`
         item by item. `layer`: its experts, `expert_bytes` each. Raises IndexError for numbers in the arrays
         that are outside the layer or x, and for offsets that do not fit the rows."""
-        height = self._check(layer, x, expert_bytes)
-        number = len(items)
+        g, number, height = self.geometry, len(items), len(x)
         if items.shape != (number, 3) or offsets.shape != (number + 1,) or rows.shape != weights.shape:
             raise ValueError(f"items {items.shape}, offsets {offsets.shape}, rows {rows.shape}")
-        # Arrays out of a message may be unaligned.
-        items, offsets, rows = (np.require(each, np.int32, ["C", "A"]) for each in (items, offsets, rows))
-        weights = np.require(weights, np.float32, ["C", "A"])
-        work = Work(
-            items.ctypes.data, offsets.ctypes.data, rows.ctypes.data, weights.ctypes.data, number, len(rows),
-            height, len(layer) // expert_bytes, expert_bytes // self._tile_bytes,
-        )  # fmt: skip
-        buffers = self._buffers
-        self._library._work_buffers(self._address, ctypes.byref(work), ctypes.byref(buffers))
-        y = np.zeros((height, self.geometry.outputs), np.float32)
-        parts = np.empty(buffers.parts, np.float32)
-        threads = 1 if self._team is None else self._team.threads
-        if threads * buffers.scratch + LINE > len(self._work_scratch):
-            self._work_scratch = np.empty(threads * buffers.scratch + LINE, np.uint8)
-        scratch = -(-self._work_scratch.ctypes.data // LINE) * LINE
-        self._library._work(
+        if x.shape != (height, g.inputs):
+            raise ValueError(f"activations {x.shape} for {g.inputs} inputs")
+        self._check_weights(layer, expert_bytes)
+        places = self._numbers.copies(items, offsets, rows, weights)
+        experts, tiles = len(layer) // expert_bytes, expert_bytes // self._tile_bytes
+        work = Work(*places, number, len(rows), height, experts, tiles)
+        buffers, library = self._buffers, self._library
+        library._work_buffers(self._address, ctypes.byref(work), ctypes.byref(buffers))
+        self._parts(buffers.parts)
+        self._scratch((1 if self._team is None else self._team.threads) * buffers.scratch)
+        y = self._y(height * g.outputs).reshape(height, g.outputs)
+        y.fill(0)
+        library._work(
             self._handle, self._address, ctypes.byref(work), layer.ctypes.data, expert_bytes,
-            self._tile_bytes, self._pointers(x), y.ctypes.data, parts.ctypes.data, scratch,
+            self._tile_bytes, self._quantized(x), self._y.address, self._parts.address, self._scratch.address,
             ctypes.byref(buffers), ticks,
         )  # fmt: skip
-        return y
+        return y.copy()
+
+    def _quantized(self, x: Float32) -> Any:
+        """As `quantize`, in kept memory: a pointer to activations."""
+        g, height = self.geometry, len(x)
+        self._x(height * g.inputs).reshape(height, g.inputs)[...] = x
+        bf16 = g.bits == BF16_BITS
+        self._codes(height * (g.inputs * 4 if bf16 else g.padded))
+        self._factors(0 if bf16 else height * g.padded // g.group * 2)
+        codes, factors = self._codes.address, self._factors.address
+        self._library._quantize(self._address, self._x.address, height, codes, factors)
+        return ctypes.byref(Activations(codes, factors))
 
     @property
     def _handle(self) -> int | None:
@@ -243,12 +254,8 @@ class Kernel:
     def _check(self, data: Bytes, x: Quantized, unit: int) -> int:
         """Rows of x. Raises ValueError if weights or activations do not fit this geometry."""
         g = self.geometry
-        if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous:
-            raise ValueError("weights are contiguous bytes")
-        if unit == 0 or len(data) == 0 or len(data) % unit:
-            raise ValueError(f"{len(data)} bytes of weights are not whole units of {unit}")
-        width = g.inputs if g.bits == BF16_BITS else g.padded
-        kind = np.float32 if g.bits == BF16_BITS else np.int8
+        self._check_weights(data, unit)
+        width, kind = (g.inputs, np.float32) if g.bits == BF16_BITS else (g.padded, np.int8)
         if x.codes.dtype != kind or x.codes.shape[1:] != (width,) or not x.codes.flags.c_contiguous:
             raise ValueError(f"activations {x.codes.dtype} {x.codes.shape} for {g}")
         groups = (0,) if g.bits == BF16_BITS else (len(x.codes), g.padded // g.group, 2)
@@ -256,16 +263,16 @@ class Kernel:
             raise ValueError(f"activations with factors {x.factors.dtype} {x.factors.shape} for {g}")
         return len(x.codes)
 
-    def _pointers(self, x: Quantized) -> Any:
-        return ctypes.byref(Activations(x.codes.ctypes.data, x.factors.ctypes.data))
+    @staticmethod
+    def _check_weights(data: Bytes, unit: int) -> None:
+        if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous:
+            raise ValueError("weights are contiguous bytes")
+        if unit == 0 or len(data) == 0 or len(data) % unit:
+            raise ValueError(f"{len(data)} bytes of weights are not whole units of {unit}")
 
-    def _scratch_address(self, rows: int) -> int:
-        """Address of scratch for `rows` rows."""
-        if rows > self._rows:
-            self._scratch = np.empty(self._library._scratch(self._address, rows) + LINE, np.uint8)
-            self._rows = rows
-        address: int = self._scratch.ctypes.data
-        return -(-address // LINE) * LINE
+
+def _pointers(x: Quantized) -> Any:
+    return ctypes.byref(Activations(x.codes.ctypes.data, x.factors.ctypes.data))
 
 
 @cache
