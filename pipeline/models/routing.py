@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeline.arrays import FloatArray, IntArray
 from pipeline.policies.view import Routing
@@ -45,28 +46,14 @@ class Softmax(Router):
 
     def __call__(self, logits: FloatArray) -> Routing:
         scores = logits if self.groups == 1 else self._limit_to_best_groups(logits)
-        if len(logits) == 1:
-            return self._single_row(scores[0], logits[0])
         experts = _largest(scores, self.k)
-        chosen = np.take_along_axis(scores, experts, axis=1)
-        weights = np.exp(chosen - chosen[:, :1])
-        if self.rescaled:
-            weights /= weights.sum(axis=1, keepdims=True)
-        else:
-            weights /= np.exp(logits - chosen[:, :1]).sum(axis=1, keepdims=True)
+        chosen = _chosen(scores, experts)
+        weights: FloatArray = np.exp(chosen - chosen[:, :1])
+        shared = weights if self.rescaled else np.exp(logits - chosen[:, :1])
+        weights /= np.add.reduce(shared, axis=1, keepdims=True)
         if self.scale != 1.0:
             weights *= np.float32(self.scale)
-        return Routing(experts, weights)
-
-    def _single_row(self, scores: FloatArray, logits: FloatArray) -> Routing:
-        """The routing of one row, bit-identical to that in a batch, in two thirds of the time."""
-        experts = (-scores).argsort(kind="stable")[: self.k].astype(np.int32)
-        chosen = scores.take(experts)
-        weights: FloatArray = np.exp(chosen - chosen[0])
-        weights /= weights.sum() if self.rescaled else np.exp(logits - chosen[0]).sum()
-        if self.scale != 1.0:
-            weights *= np.float32(self.scale)
-        return Routing(experts[None], weights[None])
+        return Routing(experts.astype(np.int32), weights)
 
     def differentiable(self, logits: Tensor, routing: Routing) -> Tensor:
         import torch
@@ -131,6 +118,13 @@ def _indices(routing: Routing, logits: Tensor) -> Tensor:
     return torch.from_numpy(routing.experts).to(logits.device, torch.int64)
 
 
-def _largest(scores: FloatArray, k: int) -> IntArray:
+def _largest(scores: FloatArray, k: int) -> NDArray[np.intp]:
     """Indices [R, k] of each row's k largest numbers, in descending order."""
-    return np.argsort(-scores, axis=1, kind="stable")[:, :k].astype(np.int32)
+    return (-scores).argsort(axis=1, kind="stable")[:, :k]
+
+
+def _chosen(scores: FloatArray, places: NDArray[np.intp]) -> FloatArray:
+    """scores[r, places[r, i]] [R, k]: np.take_along_axis, in a third of its time."""
+    if len(scores) > 1:
+        places = places + np.arange(0, scores.size, scores.shape[1])[:, None]
+    return scores.take(places)
