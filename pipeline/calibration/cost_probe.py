@@ -26,7 +26,7 @@ from pipeline.errors import PolicyError
 from pipeline.experts.device_share import DeviceMemory
 from pipeline.experts.host_pool import Ticket
 from pipeline.experts.host_shards import divide_into_shards, empty_shard
-from pipeline.experts.shares import HostShare, Missing
+from pipeline.experts.shares import Missing, Share
 from pipeline.policies.costs import Costs
 
 ROWS = (1, 4, 16, 64)
@@ -203,9 +203,9 @@ class _Probe:
 
     def _submit(self, rows: int) -> Ticket:
         expert, layer = next(self._places)
-        chosen = np.array([expert], np.int32)
-        every, weights = np.arange(rows, dtype=np.int32), np.ones(rows, np.float32)
-        share = HostShare(chosen, 0 * chosen, 0 * chosen + self._engine.shape.tiles, [every], [weights])
+        items = np.array([[expert, 0, self._engine.shape.tiles]], np.int32)
+        offsets = np.array([0, rows], np.int32)
+        share = Share(items, offsets, np.arange(rows, dtype=np.int32), np.ones(rows, np.float32))
         pool = self._engine.pool
         shards = divide_into_shards(share, pool.cores, "decode", rows)
         return pool.submit(layer, shards, self._activations(rows).numpy())

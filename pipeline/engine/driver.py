@@ -8,8 +8,8 @@ with tensors and processes (`pipeline/engine/tensor_executor.py`), on the clock 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar
+from dataclasses import replace
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +24,7 @@ Begun = TypeVar("Begun")  # an executor's handle of a host share that has begun
 BegunCo = TypeVar("BegunCo", covariant=True)
 
 
-@dataclass(frozen=True)
-class LayerDecision(Generic[BegunCo]):
+class LayerDecision(NamedTuple, Generic[BegunCo]):
     """The decisions for one layer of a step. The arrays are valid until the layer has been computed."""
 
     layer: int
@@ -104,9 +103,9 @@ class PolicyDriver(Generic[Begun]):
             ahead, begun = early
             decision = LayerDecision(layer, signals, ahead.gated, ahead.cut, resident, begun=begun)
         executor.begin(decision)
+        active = decision.gated.routing.active
         popularity = self._popularity[layer]
-        for expert, rows in decision.gated.routing.rows.items():
-            popularity[expert] += rows
+        popularity[active.experts] += active.counts
         # Where the policy decides the next layer now, the host's share of it may begin at once.
         if (following := policy.ahead(layer, signals, view)) is not None:
             begun = executor.begin_early(layer + 1, following) if following.early else None

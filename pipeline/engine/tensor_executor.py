@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from torch import Tensor
 
 from pipeline.arrays import FloatArray, Phase
@@ -17,7 +18,7 @@ from pipeline.engine.observer import Observer, Probing, with_observers
 from pipeline.experts.device_share import DeviceMemory, DeviceWork, EmptyDeviceMemory
 from pipeline.experts.host_pool import HostPool, Ticket
 from pipeline.experts.host_shards import divide_into_shards
-from pipeline.experts.shares import HostShare, Split, split_layer
+from pipeline.experts.shares import Share, Split, split_layer
 from pipeline.policies.view import Ahead, Signals, Target
 
 
@@ -62,9 +63,10 @@ class TensorExecutor:
         layer = decision.layer
         for observer in self.observers:
             observer.layer(decision, self._x_host)
-        active, resident = decision.gated.routing.rows, decision.resident.tolist()
+        active = decision.gated.routing.active.experts
         self.counters.active[layer] += len(active)
-        self.counters.hits[layer] += sum(resident[expert] == self.tiles for expert in active)
+        if self.memory.exists:
+            self.counters.hits[layer] += np.count_nonzero(decision.resident[active] == self.tiles)
         self.memory.retarget(decision.targets)
         self._split = split = split_layer(decision.gated.routing, decision.cut, decision.resident, self.tiles)
         self.counters.fidelity.book(decision.gated, decision.cut, self.tiles, decision.stale)
@@ -94,7 +96,7 @@ class TensorExecutor:
         layer, split = decision.layer, self._split
         if not self.device.on_host:
             self._compute_shared_experts(layer)
-        if split.device:
+        if len(split.device.items):
             self._outputs.append(self.memory.compute(self._device_work, self.kernel, self._x, self.clock))
         host = [(split.host, self._ticket)]
         if missing := self._device_work.missing:  # the prefetcher is down: the workers compute them
@@ -104,7 +106,7 @@ class TensorExecutor:
             if ticket.shards:
                 self._outputs.append(self.device.from_host(ticket.result()))
                 self.clock.mark("wait")
-            self.counters.host_tiles += share.total
+            self.counters.host_tiles += share.tiles
             self.counters.host_busy += ticket.busy
 
     def end(self, targets: Sequence[Target]) -> None:
@@ -121,5 +123,5 @@ class TensorExecutor:
             self._outputs.append(y)
         self.clock.mark("shared")
 
-    def _submit(self, layer: int, share: HostShare, x: FloatArray) -> Ticket:
+    def _submit(self, layer: int, share: Share, x: FloatArray) -> Ticket:
         return self.pool.submit(layer, divide_into_shards(share, self.pool.cores, self.phase, len(x)), x)

@@ -3,9 +3,10 @@ tiles while missing ones are under way, and each of these once it has landed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -17,7 +18,7 @@ from pipeline.counters import PhaseCounters, StepClock
 from pipeline.device import SlabMemory
 from pipeline.device.base import DeviceKernel
 from pipeline.errors import PlanError
-from pipeline.experts.shares import DeviceExpert, Missing
+from pipeline.experts.shares import Missing, Share
 from pipeline.experts.tile_mover import TileMover
 from pipeline.policies.view import Target
 
@@ -28,7 +29,7 @@ class DeviceWork:
     because the prefetcher is down; complete once `landing` is exhausted."""
 
     layer: int
-    shares: Sequence[DeviceExpert]
+    share: Share
     landing: Iterator[tuple[int, int]]  # (expert, slot), as `TileMover.stream` yields them
     missing: list[Missing]
 
@@ -52,11 +53,11 @@ class EmptyDeviceMemory:
     def wait_idle(self) -> bool:
         return True
 
-    def begin(self, layer: int, shares: Sequence[DeviceExpert]) -> DeviceWork:
-        """Raises PlanError where a share is not empty."""
-        if shares:
+    def begin(self, layer: int, share: Share) -> DeviceWork:
+        """Raises PlanError where the share is not empty."""
+        if len(share.items):
             raise PlanError("the policy gave work to a device without a slab")
-        return DeviceWork(layer, shares, iter(()), [])
+        return DeviceWork(layer, share, iter(()), [])
 
     def compute(self, work: DeviceWork, kernel: DeviceKernel, x: Tensor, clock: StepClock) -> Tensor:
         return torch.zeros_like(x)
@@ -99,31 +100,36 @@ class DeviceMemory:
         self.mover.retarget(targets)
         self.mover.update()
 
-    def begin(self, layer: int, shares: Sequence[DeviceExpert]) -> DeviceWork:
-        """Order the shares' missing tiles, before all else."""
-        for share in shares:
-            if share.resident:
-                self.mover.used(layer, share.expert)
-        wanted = [Missing(s.expert, s.resident, s.cut) for s in shares if s.resident < s.cut]
+    def begin(self, layer: int, share: Share) -> DeviceWork:
+        """Order the share's missing tiles, before all else."""
+        items = share.items.tolist()
+        for expert, resident, _ in items:
+            if resident:
+                self.mover.used(layer, expert)
+        wanted = [Missing(*item) for item in items if item[1] < item[2]]
         missing: list[Missing] = []
-        return DeviceWork(layer, shares, self.mover.stream(layer, wanted, missing), missing)
+        return DeviceWork(layer, share, self.mover.stream(layer, wanted, missing), missing)
 
     def compute(self, work: DeviceWork, kernel: DeviceKernel, x: Tensor, clock: StepClock) -> Tensor:
-        """The weighted sum of the shares, float32 [R, H]. Resident tiles are an expert's first, so each
+        """The weighted sum of the share, float32 [R, H]. Resident tiles are an expert's first, so each
         expert sums its tiles in tile order, and then experts are added in theirs: the bits depend on the cuts
         and not on which tiles happened to be resident."""
         counters = self.mover.counters
         inputs = kernel.activations(x)
-        rows = {s.expert: torch.from_numpy(s.rows.astype(np.int64)).to(x.device) for s in work.shares}
+        items, offsets = work.share.items.tolist(), work.share.offsets.tolist()
+        every = torch.from_numpy(work.share.rows.astype(np.int64)).to(x.device)
+        weights = torch.from_numpy(work.share.weights[:, None]).to(x.device)
+        places = [slice(start, end) for start, end in pairwise(offsets)]
+        rows = {expert: every[place] for (expert, _, _), place in zip(items, places, strict=True)}
         sums: dict[int, Tensor] = {}
 
         def add(expert: int, slot: int) -> None:
             part = kernel.compute(self.slab.slot(slot), inputs, rows[expert])
             sums[expert] = sums[expert].add_(part) if expert in sums else part
 
-        for share in work.shares:
-            for slot in self.mover.cache.slots_of(work.layer, share.expert)[: share.resident]:
-                add(share.expert, slot)
+        for expert, resident, _ in items:
+            for slot in self.mover.cache.slots_of(work.layer, expert)[:resident]:
+                add(expert, slot)
                 counters.resident_tiles += 1
         clock.mark("device")
         for expert, slot in work.landing:
@@ -133,9 +139,8 @@ class DeviceMemory:
             clock.mark("device")
         clock.mark("link")
         y = torch.zeros_like(x)
-        for share in work.shares:
-            if share.expert in sums:
-                weights = torch.from_numpy(share.weights[:, None]).to(x.device)
-                y.index_add_(0, rows[share.expert], sums[share.expert] * weights)
+        for (expert, _, _), place in zip(items, places, strict=True):
+            if expert in sums:
+                y.index_add_(0, rows[expert], sums[expert] * weights[place])
         clock.mark("device")
         return y

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.arrays import FloatArray, IntArray
 from pipeline.errors import PlanError
-from pipeline.policies.view import Routing
+from pipeline.policies.view import Active, Routing
 
 
-@dataclass(frozen=True)
-class Missing:
+class Missing(NamedTuple):
     """Tiles [lo, hi) of an expert that the device has to compute and that are not resident."""
 
     expert: int
@@ -22,108 +21,82 @@ class Missing:
     hi: int
 
 
-@dataclass(frozen=True)
-class HostShare:
-    """The experts with host tiles: their tiles [lo, hi), the rows that use them and those rows' weights."""
+class Share(NamedTuple):
+    """One side's part of a layer, as arrays in the layout of a Work message: item i = (expert, lo, hi) has
+    the rows rows[offsets[i]:offsets[i + 1]] and their weights at the same places."""
 
-    experts: IntArray  # [m], ascending
-    lo: IntArray  # [m]
-    hi: IntArray  # [m]
-    rows: list[NDArray[np.int32]]  # each ascending
-    weights: list[FloatArray]
+    items: IntArray  # [m, 3], experts ascending
+    offsets: IntArray  # [m + 1]
+    rows: IntArray  # [offsets[-1]], ascending for each item
+    weights: FloatArray  # [offsets[-1]]
 
     @property
-    def total(self) -> int:
-        """Number of tiles that the host computes."""
-        return int(self.hi.sum() - self.lo.sum())
+    def tiles(self) -> int:
+        """The sum of hi - lo."""
+        return sum(hi - lo for _, lo, hi in self.items.tolist())
+
+    def take(self, chosen: list[int]) -> Share:
+        """The share with these items alone, at least one, in this order."""
+        first, end = chosen[0], chosen[-1] + 1
+        if chosen == list(range(first, end)):  # as mostly: rows and weights are not copied
+            offsets = self.offsets[first : end + 1]
+            here = slice(offsets[0], offsets[-1])
+            return Share(self.items[first:end], offsets - offsets[0], self.rows[here], self.weights[here])
+        starts = self.offsets[chosen]
+        counts = self.offsets[1:][chosen] - starts
+        offsets = np.zeros(len(chosen) + 1, np.int32)
+        counts.cumsum(out=offsets[1:])
+        places = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], counts)
+        return Share(self.items[chosen], offsets, self.rows[places], self.weights[places])
 
 
-@dataclass(frozen=True)
-class DeviceExpert:
-    """An expert with device tiles: [0, resident) are read from the slab, [resident, cut) are fetched."""
-
-    expert: int
-    resident: int
-    cut: int
-    rows: NDArray[np.int32]
-    weights: FloatArray
+NOTHING = Share(
+    np.zeros((0, 3), np.int32), np.zeros(1, np.int32), np.zeros(0, np.int32), np.zeros(0, np.float32)
+)
 
 
-@dataclass(frozen=True)
-class Split:
-    """One layer's work for host and device."""
+class Split(NamedTuple):
+    """One layer's work for host and device. The host computes tiles [lo, hi) of its items. Of the device's,
+    tiles [0, lo) are read from the slab, and [lo, hi) are fetched."""
 
-    host: HostShare
-    device: list[DeviceExpert]  # experts ascending
+    host: Share
+    device: Share
 
-    def host_share_of(self, missing: Iterable[Missing]) -> HostShare:
+    def host_share_of(self, missing: Sequence[Missing]) -> Share:
         """The host's share of device tiles that cannot be fetched."""
-        shares = {share.expert: share for share in self.device}
-        items = sorted(missing, key=lambda item: (item.expert, item.lo))
-        return HostShare(
-            np.array([item.expert for item in items], np.int32),
-            np.array([item.lo for item in items], np.int32),
-            np.array([item.hi for item in items], np.int32),
-            [shares[item.expert].rows for item in items],
-            [shares[item.expert].weights for item in items],
-        )
+        place = {expert: i for i, (expert, _, _) in enumerate(self.device.items.tolist())}
+        wanted = sorted(missing)
+        share = self.device.take([place[item.expert] for item in wanted])
+        return share._replace(items=np.array(wanted, np.int32))
 
 
 def split_layer(routing: Routing, cut: IntArray, residency: IntArray, tiles: int) -> Split:
     """cut, residency: int32 [E], of this layer. Of each active expert the device computes tiles [0, cut), the
     host [cut, tiles). Raises PlanError for a cut outside 0..tiles."""
-    if len(routing.experts) == 1:
-        return _split_row(routing, cut, residency, tiles)
-    chosen = routing.experts.ravel()
-    weights = routing.weights.ravel()
-    used = np.flatnonzero(weights)
-    order = used[np.argsort(chosen[used], kind="stable")]  # by expert, and within one by row
-    rows = (order // routing.experts.shape[1]).astype(np.int32)
-    weights = weights[order]
-    workload = np.bincount(chosen[order], minlength=len(residency)).astype(np.int32)
-    active = np.flatnonzero(workload).astype(np.int32)
-    if cut.shape != workload.shape:
-        raise _wrong_cuts(residency, tiles)
-    cuts = cut[active]
-    if (cuts < 0).any() or (cuts > tiles).any():
-        raise _wrong_cuts(residency, tiles)
-    on_host = cuts < tiles
-    lo = cuts[on_host]
-    host = HostShare(active[on_host], lo, np.full_like(lo, tiles), [], [])
-    device: list[DeviceExpert] = []
-    start = 0
-    for expert, p in zip(active.tolist(), cuts.tolist(), strict=True):
-        part = slice(start, start := start + int(workload[expert]))
-        if p < tiles:
-            host.rows.append(rows[part])
-            host.weights.append(weights[part])
-        if p > 0:
-            device.append(DeviceExpert(expert, min(p, int(residency[expert])), p, rows[part], weights[part]))
-    return Split(host, device)
-
-
-def _split_row(routing: Routing, cut: IntArray, residency: IntArray, tiles: int) -> Split:
-    """`split_layer` of a single row, in plain numbers: decode calls it in every layer."""
+    active = routing.active
     if cut.shape != residency.shape:
         raise _wrong_cuts(residency, tiles)
-    row = np.zeros(1, np.int32)
-    host: list[tuple[int, int, float]] = []  # expert, cut, weight
-    device: list[DeviceExpert] = []
-    for expert, weight in sorted(zip(routing.experts[0].tolist(), routing.weights[0].tolist(), strict=True)):
-        if weight == 0:
-            continue
-        p = int(cut[expert])
-        if not 0 <= p <= tiles:
-            raise _wrong_cuts(residency, tiles)
-        if p < tiles:
-            host.append((expert, p, weight))
-        if p > 0:
-            kept = min(p, int(residency[expert]))
-            device.append(DeviceExpert(expert, kept, p, row, np.array([weight], np.float32)))
-    numbers = np.array([(expert, p, tiles) for expert, p, _ in host], np.int32).reshape(-1, 3)
-    weights = [np.array([weight], np.float32) for _, _, weight in host]
-    share = HostShare(numbers[:, 0], numbers[:, 1], numbers[:, 2], [row] * len(host), weights)
-    return Split(share, device)
+    cuts = cut[active.experts]
+    if not cuts.any():
+        return Split(_share(active, 0, tiles), NOTHING)
+    if cuts.min() < 0 or cuts.max() > tiles:
+        raise _wrong_cuts(residency, tiles)
+    host = _share(active, cuts, tiles, cuts < tiles)
+    resident = np.minimum(cuts, residency[active.experts])
+    return Split(host, _share(active, resident, cuts, cuts > 0))
+
+
+def _share(
+    active: Active, lo: IntArray | int, hi: IntArray | int, among: NDArray[np.bool_] | None = None
+) -> Share:
+    """The share with tiles [lo, hi) of the active experts, or of those `among` them."""
+    items = np.empty((len(active.experts), 3), np.int32)
+    items[:, 0], items[:, 1], items[:, 2] = active.experts, lo, hi
+    share = Share(items, active.offsets, active.rows, active.weights)
+    if among is None or among.all():
+        return share
+    chosen = np.flatnonzero(among).tolist()
+    return share.take(chosen) if chosen else NOTHING
 
 
 def _wrong_cuts(residency: IntArray, tiles: int) -> PlanError:

@@ -73,7 +73,7 @@ class _Seconds:
         return list(self._seconds(rows, self._tiles).tolist())
 
 
-class Active(NamedTuple):
+class ActiveCosts(NamedTuple):
     """A layer's active experts and their costs, all lists in the same order."""
 
     rows: list[int]
@@ -95,42 +95,41 @@ class ByCosts(Assignment):
         self._host: _Seconds
 
     def cut(self, layer: int, routing: Routing, view: View) -> IntArray:
-        costs, tiles, cut = view.costs, view.shape.tiles, np.zeros(view.shape.experts, np.int32)
+        costs, tiles, active = view.costs, view.shape.tiles, routing.active
+        cut = np.zeros(view.shape.experts, np.int32)
         assert costs is not None
         if self._costs is not costs:
             self._costs = costs
             self._device = _Seconds(costs.device_seconds, tiles)
             self._host = _Seconds(costs.host_seconds, tiles)
-        if not routing.rows:
+        if not len(active.experts):
             return cut
-        experts, rows = list(routing.rows), list(routing.rows.values())
-        resident = view.residency.item
-        missing = [tiles - resident(layer, expert) for expert in experts]
-        active = Active(
+        rows = active.counts.tolist()
+        missing = (tiles - view.residency[layer, active.experts]).tolist()
+        costs_of_active = ActiveCosts(
             rows,
             missing,
             [costs.link * count for count in missing],
             self._device(rows),
             self._host(rows),
-            view.capacity - tiles * len(experts) + sum(missing),
+            view.capacity - tiles * len(rows) + sum(missing),
         )
-        for expert, on_device in zip(experts, self.tiles(active, view), strict=True):
-            cut[expert] = on_device
+        cut[active.experts] = self.tiles(costs_of_active, view)
         return cut
 
     @abstractmethod
-    def tiles(self, active: Active, view: View) -> Sequence[int]:
+    def tiles(self, active: ActiveCosts, view: View) -> Sequence[int]:
         """The cut of each active expert."""
 
 
 class WholeByCosts(ByCosts):
     """An assignment by costs that does not divide experts."""
 
-    def tiles(self, active: Active, view: View) -> list[int]:
+    def tiles(self, active: ActiveCosts, view: View) -> list[int]:
         return [view.shape.tiles if here else 0 for here in self.on_device(active)]
 
     @abstractmethod
-    def on_device(self, active: Active) -> list[bool]:
+    def on_device(self, active: ActiveCosts) -> list[bool]:
         """For each active expert whether the device computes it."""
 
 
@@ -142,7 +141,7 @@ class Cheaper(WholeByCosts):
     name: ClassVar[str] = "cheaper"
     help: ClassVar[str] = "a missing expert on the host where that takes less time than fetching it"
 
-    def on_device(self, active: Active) -> list[bool]:
+    def on_device(self, active: ActiveCosts) -> list[bool]:
         costs = zip(active.missing, active.link, active.device, active.host, strict=True)
         return [not missing or host >= link + device for missing, link, device, host in costs]
 
@@ -154,10 +153,10 @@ class Greedy(WholeByCosts):
     name: ClassVar[str] = "greedy"
     help: ClassVar[str] = "DALI's: one expert after the other to the side that finishes sooner"
 
-    def on_device(self, active: Active) -> list[bool]:
+    def on_device(self, active: ActiveCosts) -> list[bool]:
         return self.decide([max(pair) for pair in zip(active.link, active.device, strict=True)], active)
 
-    def decide(self, device: list[float], active: Active) -> list[bool]:
+    def decide(self, device: list[float], active: ActiveCosts) -> list[bool]:
         """For each active expert whether the device computes it, at `device` seconds each."""
         return balance.greedy(device, active.host, active.missing, active.free_tiles)
 
@@ -177,7 +176,7 @@ class Optimum(Greedy):
             f"prompt, the better of greedy and of a beam of {balance.WIDE} stands in for it",
         )
 
-    def decide(self, device: list[float], active: Active) -> list[bool]:
+    def decide(self, device: list[float], active: ActiveCosts) -> list[bool]:
         return balance.optimum(device, active.host, active.missing, active.free_tiles)
 
 
@@ -194,7 +193,7 @@ class Beam(Greedy):
         super().__init__()
         self._width = width
 
-    def decide(self, device: list[float], active: Active) -> list[bool]:
+    def decide(self, device: list[float], active: ActiveCosts) -> list[bool]:
         return balance.beam(device, active.host, active.missing, active.free_tiles, self._width)
 
 
@@ -205,7 +204,7 @@ class TwoEnded(WholeByCosts):
     name: ClassVar[str] = "two-ended"
     help: ClassVar[str] = "HybriMoE's: resident and heavy experts to the device, the lightest to the host"
 
-    def on_device(self, active: Active) -> list[bool]:
+    def on_device(self, active: ActiveCosts) -> list[bool]:
         return balance.two_ended(active.link, active.device, active.host, active.rows)
 
 
@@ -216,7 +215,7 @@ class Bandwidth(ByCosts):
     name: ClassVar[str] = "bandwidth"
     help: ClassVar[str] = "of the missing tiles the share link / (link + host) is fetched, by their rates"
 
-    def tiles(self, active: Active, view: View) -> list[int]:
+    def tiles(self, active: ActiveCosts, view: View) -> list[int]:
         whole, missing = view.shape.tiles, active.missing
         on_host = [seconds * tiles / whole for seconds, tiles in zip(active.host, missing, strict=True)]
         fetched = balance.fetched(active.link, on_host, active.rows, missing)

@@ -22,7 +22,7 @@ from pipeline.errors import PolicyError
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.options import Option
 from pipeline.policies.parts import unused_tiles_note, whole_experts
-from pipeline.policies.view import Gated, Plan, Policy, Routing, Signals, Target, View
+from pipeline.policies.view import Active, Gated, Plan, Policy, Routing, Signals, Target, View
 
 Expert = tuple[int, int]  # (layer, expert)
 Chosen = NDArray[np.bool_]  # [L, E]
@@ -144,12 +144,12 @@ class Replacement(Part):
     def observe(self, layer: int, signals: Signals, view: View) -> None:
         """Take note of the layer's router logits, before the layer is planned."""
 
-    def plan(self, layer: int, rows: dict[int, int], cut: IntArray, view: View) -> Moves:
-        """Before the layer is computed. `rows`: of each active expert. Experts that enter the cache have a
-        cut above 0, so this step needs them on the device anyway; no active one leaves."""
+    def plan(self, layer: int, active: Active, cut: IntArray, view: View) -> Moves:
+        """Before the layer is computed. Experts that enter the cache have a cut above 0, so this step needs
+        them on the device anyway; no active one leaves."""
         return STAY
 
-    def after(self, layer: int, rows: dict[int, int], view: View) -> Moves:
+    def after(self, layer: int, active: Active, view: View) -> Moves:
         """Once the layer has been computed."""
         return STAY
 
@@ -228,7 +228,7 @@ class Composed(Policy):
         cut = self.parts.assignment.cut(layer, routing, view)
         if not self.uses_device:
             return Plan(cut)
-        moves = self.parts.replacement.plan(layer, routing.rows, cut, view)
+        moves = self.parts.replacement.plan(layer, routing.active, cut, view)
         return Plan(cut, self._targets(moves, view))
 
     def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> tuple[Target, ...]:
@@ -247,7 +247,7 @@ class Composed(Policy):
     def after(self, layer: int, routing: Routing, view: View) -> tuple[Target, ...]:
         if not self.uses_device:
             return ()
-        targets = self._targets(self.parts.replacement.after(layer, routing.rows, view), view)
+        targets = self._targets(self.parts.replacement.after(layer, routing.active, view), view)
         passed = [key for key in self._predicted if key[0] == layer] if self._predicted else ()
         self._predicted.difference_update(passed)
         return *(Target(of, expert, 0) for of, expert in passed), *targets

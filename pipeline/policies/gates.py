@@ -11,7 +11,9 @@ from pipeline.errors import PolicyError
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.composed import Gate
 from pipeline.policies.options import Choice, Option, Real
-from pipeline.policies.view import FEW_ROWS, Routing, View
+from pipeline.policies.view import Routing, View
+
+FEW_ROWS = 8  # up to which plain numbers are quicker than arrays
 
 
 class OwnGate(Gate):

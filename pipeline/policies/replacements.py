@@ -15,7 +15,7 @@ from pipeline.policies.composed import STAY, Expert, Moves, Parts, Replacement
 from pipeline.policies.options import Choice, Whole
 from pipeline.policies.parts import evenly
 from pipeline.policies.predictions import FEW_EXPERTS
-from pipeline.policies.view import Signals, View
+from pipeline.policies.view import Active, Signals, View
 
 
 class Keep(Replacement):
@@ -87,13 +87,16 @@ class Lru(Replacement):
         for layer, expert in sorted(placed, reverse=True):
             self._orders[layer if self._per_layer else 0][layer, expert] = None
 
-    def plan(self, layer: int, rows: dict[int, int], cut: IntArray, view: View) -> Moves:
+    def plan(self, layer: int, active: Active, cut: IntArray, view: View) -> Moves:
         index = layer if self._per_layer else 0
         order, size = self._orders[index], self._sizes[index]
-        used = [(layer, expert) for expert in rows]
+        used = [(layer, expert) for expert in active.experts.tolist()]
         hits = [key for key in used if key in order]
-        new = [key for key in used if key not in order and cut[key[1]]]
-        new.sort(key=lambda key: (-rows[key[1]], key[1]))
+        if len(hits) < len(used):
+            ranked = zip((-active.counts).tolist(), used, cut[active.experts].tolist(), strict=True)
+            new = [key for _, key, on_device in sorted(ranked) if on_device and key not in order]
+        else:
+            new = []
         del new[size - len(hits) :]
         for key in hits:
             del order[key]
@@ -136,9 +139,9 @@ class Workload(Replacement):
         self._scores = [[0] * shape.experts for _ in range(shape.layers)]
         self._steps = [0] * shape.layers
 
-    def after(self, layer: int, rows: dict[int, int], view: View) -> Moves:
+    def after(self, layer: int, active: Active, view: View) -> Moves:
         scores, held = self._scores[layer], self._held[layer]
-        for expert, count in rows.items():
+        for expert, count in zip(active.experts.tolist(), active.counts.tolist(), strict=True):
             scores[expert] += count
         self._steps[layer] += 1
         if self._steps[layer] < self._window:
@@ -191,15 +194,15 @@ class Score(Replacement):
             self._scores[layer] = [score / unit * 0.5 for score in scores]
             self._unit[layer] = 0.5
 
-    def plan(self, layer: int, rows: dict[int, int], cut: IntArray, view: View) -> Moves:
-        held = self._held[layer]
-        new = [expert for expert in rows if expert not in held and cut[expert]]
+    def plan(self, layer: int, active: Active, cut: IntArray, view: View) -> Moves:
+        held, used = self._held[layer], active.experts.tolist()
+        new = [expert for expert in used if expert not in held and cut[expert]]
         if not new:
             return STAY
         scores = self._scores[layer]
         new.sort(key=lambda expert: (-scores[expert], expert))
         into = new[: self._sizes[layer] - len(held)]
-        cold = sorted(sorted(held - rows.keys()), key=scores.__getitem__)
+        cold = sorted(sorted(held.difference(used)), key=scores.__getitem__)
         out = []
         for old, hot in zip(cold, new[len(into) :], strict=False):
             if scores[old] >= scores[hot]:

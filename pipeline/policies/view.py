@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +22,6 @@ from numpy.typing import NDArray
 from pipeline.arrays import FloatArray, IntArray, Phase
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
-
-FEW_ROWS = 8  # up to which plain numbers are quicker than arrays
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,21 @@ class ModelShape:
     experts: int  # E, a layer
     tiles: int  # n, an expert
     top_k: int  # k, experts a token
+
+
+class Active(NamedTuple):
+    """The active experts of a routing, and the rows that use each: expert i has rows[offsets[i]:offsets[i +
+    1]]."""
+
+    experts: IntArray  # [m], ascending
+    offsets: IntArray  # [m + 1]
+    rows: IntArray  # [n], ascending for each expert
+    weights: FloatArray  # [n], none of them 0
+
+    @property
+    def counts(self) -> IntArray:
+        """Rows of each expert, [m]."""
+        return self.offsets[1:] - self.offsets[:-1]
 
 
 @dataclass(frozen=True)
@@ -48,22 +62,27 @@ class Routing:
         return np.bincount(used, minlength=num_experts).astype(np.int32)
 
     @cached_property
-    def rows(self) -> dict[int, int]:
-        """Rows routed to each active expert. For the few rows of a decode step, plain numbers are several
-        times as fast as arrays."""
-        if len(self.experts) > FEW_ROWS:
-            used, rows = np.unique(self.experts[self.weights != 0], return_counts=True)
-            return dict(zip(used.tolist(), rows.tolist(), strict=True))
-        counted: dict[int, int] = {}
-        for experts, weights in zip(self.experts.tolist(), self.weights.tolist(), strict=True):
-            for expert, weight in zip(experts, weights, strict=True):
-                if weight:
-                    counted[expert] = counted.get(expert, 0) + 1
-        return counted
+    def active(self) -> Active:
+        """The same by expert, without weights of 0."""
+        chosen, weights = self.experts.ravel(), self.weights.ravel()
+        if np.count_nonzero(weights) == len(weights):
+            order = chosen.argsort(kind="stable")  # by expert, and of one expert by row
+        else:
+            used = np.flatnonzero(weights)
+            order = used[chosen[used].argsort(kind="stable")]
+        ranked = chosen[order]
+        if len(self.experts) == 1:  # which uses each of its experts once
+            every = np.arange(len(order) + 1, dtype=np.int32)
+            return Active(ranked, every, np.zeros(len(order), np.int32), weights[order])
+        rows = (order // self.experts.shape[1]).astype(np.int32)
+        workload = np.bincount(ranked)
+        experts = np.flatnonzero(workload)
+        offsets = np.zeros(len(experts) + 1, np.int32)
+        workload[experts].cumsum(out=offsets[1:], dtype=np.int32)
+        return Active(experts.astype(np.int32), offsets, rows, weights[order])
 
 
-@dataclass(frozen=True)
-class Signals:
+class Signals(NamedTuple):
     """Logits that the device computed for a policy in one layer, from x, the input of its router: float32 [R,
     E]."""
 
@@ -71,8 +90,7 @@ class Signals:
     probes: Mapping[int, FloatArray]  # of the layers that `Policy.probes` named, their routers on this x
 
 
-@dataclass(frozen=True)
-class Gated:
+class Gated(NamedTuple):
     """A gate's decision. `routing` is computed; `router_routing` is the router's choice, of the same [R, k]:
     the counters measure the difference. A weight of 0 in place of a positive one is a skipped expert, another
     expert in its place a substituted one."""
@@ -87,8 +105,7 @@ class Gated:
         return cls(routing, routing)
 
 
-@dataclass(frozen=True)
-class Ahead:
+class Ahead(NamedTuple):
     """The next layer's routing and cuts, decided one layer early (DAOP). The host's share of it is computed
     from this layer's hidden state, the device's from the next layer's own."""
 
@@ -97,8 +114,7 @@ class Ahead:
     early: bool = True  # False: the host begins with the layer itself, from that layer's own hidden state
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """Keep the leading `tiles` tiles of an expert resident from now on (0: evict it)."""
 
     layer: int
@@ -106,8 +122,7 @@ class Target:
     tiles: int
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """One layer's step. `cut` [E] int32 in 0..n, read only for active experts. `targets` are applied before
     any fetch: smaller ones free their slots at once; larger ones are reached by this step's own fetches as
     far as these go, then by background fetches."""

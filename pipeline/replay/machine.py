@@ -24,7 +24,7 @@ from pipeline.engine.driver import LayerDecision, PolicyDriver
 from pipeline.errors import PlanError, TraceError
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
-from pipeline.policies.view import Ahead, Policy, Routing, Signals, Target, View
+from pipeline.policies.view import Active, Ahead, Policy, Routing, Signals, Target, View
 from pipeline.replay.cache import SimulatedCache
 from pipeline.replay.outcome import Outcome, PhaseOutcome
 from pipeline.traces.header import Header
@@ -128,18 +128,18 @@ class Replay:
 
     def begin(self, decision: LayerDecision[float]) -> None:
         layer, counters, tiles = decision.layer, self._counters, self._header.shape.tiles
-        self._active = active = sorted(decision.gated.routing.rows.items())
-        counters.active[layer] += len(active)
-        counters.hits[layer] += [int(decision.resident[e]) for e, _ in active].count(tiles)
+        active = decision.gated.routing.active
+        counters.active[layer] += len(active.experts)
+        counters.hits[layer] += np.count_nonzero(decision.resident[active.experts] == tiles)
         counters.fidelity.book(decision.gated, decision.cut, tiles, decision.stale)
         self.cache.retarget(decision.targets)
-        self._cut = cut = self._checked(decision.cut, active)
+        cuts = self._checked(decision.cut, active)
         begun = decision.begun
-        self._host_done = self._submit(active, cut) if begun is None else begun
-        self._demand(decision)
+        self._host_done = self._submit(active, cuts) if begun is None else begun
+        self._demand(decision, active, cuts)
 
     def begin_early(self, layer: int, ahead: Ahead) -> float:
-        active = sorted(ahead.gated.routing.rows.items())
+        active = ahead.gated.routing.active
         return self._submit(active, self._checked(ahead.cut, active))
 
     def prefetch(self, targets: Sequence[Target]) -> None:
@@ -164,20 +164,21 @@ class Replay:
         self.cache.retarget(targets)
         self.cache.update(self.now)
 
-    def _checked(self, cut: IntArray, active: list[tuple[int, int]]) -> list[int]:
+    def _checked(self, cut: IntArray, active: Active) -> list[int]:
         """The active experts' cuts. Raises PlanError."""
-        cuts, tiles = [int(cut[expert]) for expert, _ in active], self._header.shape.tiles
+        cuts: list[int] = cut[active.experts].tolist()
+        tiles = self._header.shape.tiles
         if cuts and not 0 <= min(cuts) <= max(cuts) <= tiles:
             raise PlanError(f"a cut of policy {self._policy.name} is outside 0..{tiles}")
         if not self._policy.uses_device and any(cuts):
             raise PlanError(f"policy {self._policy.name} gave work to a device without a slab")
         return cuts
 
-    def _submit(self, active: list[tuple[int, int]], cut: list[int]) -> float:
+    def _submit(self, active: Active, cuts: list[int]) -> float:
         """Send the host its share. Returns the time at which the share is computed, 0 for an empty share."""
         tiles = self._header.shape.tiles
         seconds, count = 0.0, 0
-        for (_, rows), p in zip(active, cut, strict=True):
+        for rows, p in zip(active.counts.tolist(), cuts, strict=True):
             if p < tiles:
                 seconds += self._tile(rows)[0] * (tiles - p)
                 count += tiles - p
@@ -188,12 +189,12 @@ class Replay:
         self._counters.host_tiles += count
         return self._host_free
 
-    def _demand(self, decision: LayerDecision[float]) -> None:
+    def _demand(self, decision: LayerDecision[float], active: Active, cuts: list[int]) -> None:
         """Divide the device's share into resident and fetched tiles."""
         self._device_seconds: dict[int, float] = {}  # a tile of each expert
         self._resident_seconds = 0.0
         missing = []
-        for (expert, rows), p in zip(self._active, self._cut, strict=True):
+        for expert, rows, p in zip(active.experts.tolist(), active.counts.tolist(), cuts, strict=True):
             if not p:
                 continue
             self._counters.device_tiles += p

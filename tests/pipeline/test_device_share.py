@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from made_shares import share_of
 from mover_parts import SHAPE, SLOTS, MoverParts, mover_parts
 from test_tile_mover_orders import LAYERS, TILES, ManualLink, mover_of
 
@@ -14,7 +15,7 @@ from pipeline.counters import PARTS, PhaseCounters, StepClock
 from pipeline.errors import PlanError
 from pipeline.experts.device_share import DeviceMemory, EmptyDeviceMemory
 from pipeline.experts.fetch_link import PLACED, PREDICTED
-from pipeline.experts.shares import DeviceExpert, Missing
+from pipeline.experts.shares import NOTHING, Missing, Share
 from pipeline.policies.view import Target
 from workers.kernels.reference import ReferenceKernel
 
@@ -27,37 +28,27 @@ def parts(mover_store, tmp_path_factory) -> Iterator[MoverParts]:
         yield parts
 
 
-def share(expert: int, resident: int, cut: int, **weights: float) -> DeviceExpert:
-    """`weights`: of each row, r0=0.5 for example."""
-    rows = [int(name[1:]) for name in weights]
-    return DeviceExpert(
-        expert, resident, cut, np.array(rows, np.int32), np.array(list(weights.values()), np.float32)
-    )
-
-
-def computed(
-    parts: MoverParts, memory: DeviceMemory, shares: list[DeviceExpert]
-) -> tuple[torch.Tensor, PhaseCounters]:
+def computed(parts: MoverParts, memory: DeviceMemory, share: Share) -> tuple[torch.Tensor, PhaseCounters]:
     """Layer 1's share, and what was counted."""
     counters = PhaseCounters(SHAPE.layers)
     memory.count_in(counters)
     clock = StepClock(counters)
     clock.layer = 1
-    work = memory.begin(1, shares)
+    work = memory.begin(1, share)
     y = memory.compute(work, parts.device.expert_kernel(parts.store.layout), X, clock)
     assert work.missing == []
     return y, counters
 
 
-def by_hand(parts: MoverParts, shares: list[DeviceExpert]) -> torch.Tensor:
+def by_hand(parts: MoverParts, share: Share) -> torch.Tensor:
     kernel, y = ReferenceKernel(parts.store.layout), torch.zeros_like(X)
-    for item in shares:
-        for tile in range(item.cut):
-            data = torch.from_numpy(parts.store.tiles(1, item.expert, tile, tile + 1).copy())
-            rows = torch.from_numpy(item.rows.astype(np.int64))
-            y[rows] += (
-                kernel.compute(data, kernel.activations(X), rows) * torch.from_numpy(item.weights)[:, None]
-            )
+    for i, (expert, _, cut) in enumerate(share.items.tolist()):
+        here = slice(share.offsets[i], share.offsets[i + 1])
+        rows = torch.from_numpy(share.rows[here].astype(np.int64))
+        weights = torch.from_numpy(share.weights[here, None])
+        for tile in range(cut):
+            data = torch.from_numpy(parts.store.tiles(1, expert, tile, tile + 1).copy())
+            y[rows] += kernel.compute(data, kernel.activations(X), rows) * weights
     return y
 
 
@@ -72,10 +63,10 @@ def test_resident_and_fetched_tiles_are_summed_and_counted(parts: MoverParts) ->
         assert memory.wait_idle()
         assert memory.idle
         used = {expert: min(cut, resident[expert]) for expert, cut in cuts.items()}
-        shares = [share(0, used[0], 4, r0=0.5, r2=2.0), share(2, used[2], 3, r1=1.5, r2=-1.0)]
+        share = share_of([(0, used[0], 4), (2, used[2], 3)], [[0, 2], [1, 2]], [[0.5, 2.0], [1.5, -1.0]])
         before = memory.mover.demanded
-        y, counters = computed(parts, memory, shares)
-        np.testing.assert_allclose(y, by_hand(parts, shares), rtol=1e-4, atol=1e-5)
+        y, counters = computed(parts, memory, share)
+        np.testing.assert_allclose(y, by_hand(parts, share), rtol=1e-4, atol=1e-5)
         kept = sum(used.values())
         assert (counters.resident_tiles, counters.fetched_tiles) == (kept, 7 - kept)
         assert memory.mover.demanded - before == 7 - kept
@@ -90,7 +81,7 @@ def test_resident_and_fetched_tiles_are_summed_and_counted(parts: MoverParts) ->
 
 def test_rows_without_a_share_are_zero(parts: MoverParts) -> None:
     memory = DeviceMemory(parts.mover(0, 2), parts.slab)
-    y, counters = computed(parts, memory, [share(1, 0, 1, r1=1.0)])
+    y, counters = computed(parts, memory, share_of([(1, 0, 1)], [[1]]))
     assert y[1].any()
     assert not y[[0, 2]].any()
     assert (counters.resident_tiles, counters.fetched_tiles) == (0, 1)
@@ -123,7 +114,7 @@ def test_prediction_is_ordered_at_once_and_what_follows_a_layer_after_its_landin
     memory.audit()
 
 
-def test_only_shares_with_resident_tiles_use_a_prediction() -> None:
+def test_only_items_with_resident_tiles_use_a_prediction() -> None:
     """And only tiles below the cut are demanded."""
     memory, link = memory_of(3 * TILES)
     counters = PhaseCounters(LAYERS)
@@ -132,7 +123,7 @@ def test_only_shares_with_resident_tiles_use_a_prediction() -> None:
     for order in link.sent:
         link.land(order, 2)
     memory.collect_landings()
-    work = memory.begin(0, [share(0, 2, 2, r0=1.0), share(1, 0, 1, r0=1.0), share(3, 0, 3, r0=1.0)])
+    work = memory.begin(0, share_of([(0, 2, 2), (1, 0, 1), (3, 0, 3)], [[0], [0], [0]]))
     assert (counters.predicted_tiles, counters.useful_tiles) == (6, 2)
     assert orders(link)[3:] == [(1, 0, 1, 0), (3, 0, 3, 0)]
     assert [expert for expert, _ in work.landing] == [1, 3, 3, 3]
@@ -144,7 +135,7 @@ def test_tiles_that_cannot_be_fetched_are_missing() -> None:
     memory.retarget([Target(0, 1, 1)])
     assert memory.wait_idle()
     link.up = False
-    work = memory.begin(0, [share(1, 1, 3, r0=1.0), share(2, 0, 2, r0=1.0)])
+    work = memory.begin(0, share_of([(1, 1, 3), (2, 0, 2)], [[0], [0]]))
     assert list(work.landing) == []
     assert work.missing == [Missing(1, 1, 3), Missing(2, 0, 2)]
     assert work.layer == 0
@@ -171,10 +162,10 @@ def test_engine_without_a_slab_has_an_empty_memory() -> None:
     memory.poll()
     memory.collect_landings()
     memory.audit()
-    work = memory.begin(1, [])
+    work = memory.begin(1, NOTHING)
     assert (work.layer, list(work.landing), work.missing) == (1, [], [])
     counters = PhaseCounters(2)
     memory.count_in(counters)
     assert torch.equal(memory.compute(work, None, X, StepClock(counters)), torch.zeros_like(X))
     with pytest.raises(PlanError, match="gave work to a device without a slab"):
-        memory.begin(1, [share(0, 0, 1, r0=1.0)])
+        memory.begin(1, share_of([(0, 0, 1)], [[0]]))

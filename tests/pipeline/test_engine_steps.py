@@ -84,8 +84,8 @@ def test_step_counts_rows_active_experts_and_those_wholly_resident(parts) -> Non
     finally:
         engine.observers.clear()
     counters, decoding = engine.counters.phases["prefill"], engine.counters.phases["decode"]
-    active = [decision.gated.routing.rows for decision in notes.seen]
-    assert counters.active.tolist() == [len(rows) for rows in active]
+    active = [decision.gated.routing.active.experts.tolist() for decision in notes.seen]
+    assert counters.active.tolist() == [len(experts) for experts in active]
     assert counters.hits.tolist() == [0, len({0, 1} & set(active[1]))]
     assert counters.hits[1] > 0
     assert (counters.steps, counters.rows, decoding.steps, decoding.rows) == (1, 6, 0, 0)

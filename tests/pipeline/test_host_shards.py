@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_shares import share_of
 
 from pipeline.coordinator_config import WorkerCores
 from pipeline.experts.host_shards import ROWS_PER_READ, HostShard, divide_into_shards
-from pipeline.experts.shares import HostShare
+from pipeline.experts.shares import NOTHING, Share
 from shm.numa import node_of
 
 ROWS = 6  # of the batch
@@ -19,20 +20,14 @@ SEED = st.integers(0, 2**32 - 1)
 
 
 @st.composite
-def host_shares(draw: st.DrawFn, batch: int = ROWS) -> HostShare:
+def host_shares(draw: st.DrawFn, batch: int = ROWS) -> Share:
     """Some experts with tiles [lo, hi) and some of the batch's rows each."""
     experts = sorted(draw(st.sets(st.integers(0, 11), max_size=6)))
     lo = [draw(st.integers(0, TILES - 1)) for _ in experts]
     hi = [draw(st.integers(first + 1, TILES)) for first in lo]
     rows = [sorted(draw(st.sets(st.integers(0, batch - 1), min_size=1))) for _ in experts]
     weights = [draw(st.lists(st.integers(1, 9), min_size=len(r), max_size=len(r))) for r in rows]
-    return HostShare(
-        np.array(experts, np.int32),
-        np.array(lo, np.int32),
-        np.array(hi, np.int32),
-        [np.array(r, np.int32) for r in rows],
-        [np.array(w, np.float32) for w in weights],
-    )
+    return share_of(list(zip(experts, lo, hi, strict=True)), rows, weights)
 
 
 @st.composite
@@ -41,17 +36,12 @@ def worker_cores(draw: st.DrawFn) -> WorkerCores:
     return WorkerCores(tuple(cores), draw(st.integers(1, len(cores))))
 
 
-def tiles_of(shard: HostShard) -> list[tuple[int, int]]:
+def tiles_of(shard: HostShard | Share) -> list[tuple[int, int]]:
     return [(expert, tile) for expert, lo, hi in shard.items.tolist() for tile in range(lo, hi)]
 
 
-def all_tiles(share: HostShare) -> list[tuple[int, int]]:
-    items = zip(share.experts.tolist(), share.lo.tolist(), share.hi.tolist(), strict=True)
-    return [(expert, tile) for expert, lo, hi in items for tile in range(lo, hi)]
-
-
-def cost(share: HostShare, tiles: list[tuple[int, int]]) -> int:
-    rows = dict(zip(share.experts.tolist(), map(len, share.rows), strict=True))
+def cost(share: Share, tiles: list[tuple[int, int]]) -> int:
+    rows = dict(zip(share.items[:, 0].tolist(), np.diff(share.offsets).tolist(), strict=True))
     return sum(ROWS_PER_READ + rows[expert] for expert, _ in tiles)
 
 
@@ -61,8 +51,8 @@ def test_decode_cuts_the_tiles_in_order_into_consecutive_shards_of_equal_cost(sh
     shards = divide_into_shards(share, WorkerCores.equal(workers), "decode", ROWS)
     assert len(shards) <= workers
     assert all(len(shard.items) for shard in shards)
-    assert [tile for shard in shards for tile in tiles_of(shard)] == all_tiles(share)
-    ideal = cost(share, all_tiles(share)) / workers
+    assert [tile for shard in shards for tile in tiles_of(shard)] == tiles_of(share)
+    ideal = cost(share, tiles_of(share)) / workers
     for shard in shards:
         dearest = max(cost(share, [tile]) for tile in tiles_of(shard))
         assert cost(share, tiles_of(shard)) <= ideal + dearest
@@ -74,10 +64,8 @@ def test_decode_cuts_the_tiles_in_order_into_consecutive_shards_of_equal_cost(sh
 @given(host_shares(), st.integers(1, 9))
 def test_prefill_assigns_whole_experts(share, workers) -> None:
     shards = divide_into_shards(share, WorkerCores.equal(workers), "prefill", ROWS)
-    assert len(shards) == min(workers, len(share.experts))  # no worker idles while another has two
-    items = sorted(item for shard in shards for item in map(tuple, shard.items.tolist()))
-    given = zip(share.experts.tolist(), share.lo.tolist(), share.hi.tolist(), strict=True)
-    assert items == list(given)
+    assert len(shards) == min(workers, len(share.items))  # no worker idles while another has two
+    assert sorted(item for shard in shards for item in shard.items.tolist()) == share.items.tolist()
     loads = [cost(share, tiles_of(shard)) for shard in shards]
     for shard, load in zip(shards, loads, strict=True):
         assert shard.items[:, 0].tolist() == sorted(shard.items[:, 0].tolist())
@@ -102,8 +90,8 @@ def by_longest_first(totals: list[int], cores: tuple[int, ...]) -> list[int]:
 @given(host_shares(), st.sampled_from([(1, 4), (4, 1), (1, 1), (2, 3, 1)]))
 def test_prefill_assigns_the_most_expensive_experts_first(share, cores) -> None:
     """Against a second implementation, by the experts' costs: their tiles and their rows."""
-    experts = share.experts.tolist()
-    tiles = all_tiles(share)
+    experts = share.items[:, 0].tolist()
+    tiles = tiles_of(share)
     totals = [cost(share, [tile for tile in tiles if tile[0] == expert]) for expert in experts]
     worker_of = by_longest_first(totals, cores)
     expected = [
@@ -116,10 +104,8 @@ def test_prefill_assigns_the_most_expensive_experts_first(share, cores) -> None:
 def test_prefill_gives_a_wide_worker_the_expensive_experts() -> None:
     """Four experts of one tile, with 1, 2, 3 and 40 rows, for workers of 1 and 4 cores: costs 6, 7, 8 and
     45."""
-    rows = [np.arange(count, dtype=np.int32) for count in (1, 2, 3, 40)]
-    weights = [np.ones(len(r), np.float32) for r in rows]
-    lo = np.zeros(4, np.int32)
-    share = HostShare(np.arange(4, dtype=np.int32), lo, lo + 1, rows, weights)
+    rows = [list(range(count)) for count in (1, 2, 3, 40)]
+    share = share_of([(expert, 0, 1) for expert in range(4)], rows)
     shards = divide_into_shards(share, WorkerCores((1, 4)), "prefill", 40)
     assert [shard.items[:, 0].tolist() for shard in shards] == [[0, 2], [1, 3]]
 
@@ -139,7 +125,7 @@ def test_equally_wide_workers_get_the_same_shards_as_workers_of_one_core(
 def test_decode_cuts_in_node_order_and_in_proportion_to_cores(share, workers) -> None:
     shards = divide_into_shards(share, workers, "decode", ROWS)
     tiles = [tile for shard in shards for tile in tiles_of(shard)]
-    order = all_tiles(share)
+    order = tiles_of(share)
     if workers.nodes > 1:
         order.sort(key=lambda tile: (node_of(*tile, workers.nodes), tile))
     assert tiles == order
@@ -156,9 +142,7 @@ def test_decode_cuts_in_node_order_and_in_proportion_to_cores(share, workers) ->
 @pytest.mark.parametrize("batch", [1, 4])
 def test_workers_read_their_own_nodes_tiles_where_nodes_have_equal_cores(batch: int) -> None:
     """Two nodes, two workers on the first and a wider one on the second; some tiles are resident."""
-    lo = np.array([0, 2, 0, 4], np.int32)
-    rows, weights = [np.arange(batch, dtype=np.int32)] * 4, [np.ones(batch, np.float32)] * 4
-    share = HostShare(np.array([1, 4, 5, 7], np.int32), lo, np.full(4, 8, np.int32), rows, weights)
+    share = share_of([(1, 0, 8), (4, 2, 8), (5, 0, 8), (7, 4, 8)], [list(range(batch))] * 4)
     shards = divide_into_shards(share, WorkerCores((2, 2, 4), 2), "decode", batch)
     assert [{node_of(*tile, 2) for tile in tiles_of(shard)} for shard in shards] == [{0}, {0}, {1}]
     assert [len(tiles_of(shard)) for shard in shards] == [6, 7, 13]
@@ -166,17 +150,13 @@ def test_workers_read_their_own_nodes_tiles_where_nodes_have_equal_cores(batch: 
 
 def test_shards_of_fewer_tiles_than_workers_keep_their_workers() -> None:
     """One tile on the second of two nodes: the second node's worker computes it."""
-    rows, weights = [np.zeros(1, np.int32)], [np.ones(1, np.float32)]
-    share = HostShare(*(np.array([n], np.int32) for n in (1, 0, 1)), rows, weights)
-    (shard,) = divide_into_shards(share, WorkerCores((1, 3), 2), "decode", 1)
+    (shard,) = divide_into_shards(share_of([(1, 0, 1)], [[0]]), WorkerCores((1, 3), 2), "decode", 1)
     assert shard.worker == 1
 
 
 def test_tiles_beyond_a_nodes_cores_go_to_its_neighbour() -> None:
     """All eight tiles, of as many experts, lie on one of two nodes."""
-    rows, weights = [np.zeros(1, np.int32)] * 8, [np.ones(1, np.float32)] * 8
-    experts, lo = np.arange(0, 16, 2, dtype=np.int32), np.zeros(8, np.int32)
-    share = HostShare(experts, lo, lo + 1, rows, weights)
+    share = share_of([(expert, 0, 1) for expert in range(0, 16, 2)], [[0]] * 8)
     shards = divide_into_shards(share, WorkerCores((1, 1), 2), "decode", 1)
     assert [len(tiles_of(shard)) for shard in shards] == [4, 4]
 
@@ -190,9 +170,10 @@ def test_shards_add_up_to_the_weighted_sum(data, batch, workers, phase, seed) ->
     x = rng.integers(-9, 9, (batch, 2)).astype(np.float64)
     factor = rng.integers(-9, 9, (12, TILES)).astype(np.float64)
     expected = np.zeros_like(x)
-    for i, expert in enumerate(share.experts):
-        for tile in range(share.lo[i], share.hi[i]):
-            for row, weight in zip(share.rows[i], share.weights[i], strict=True):
+    for i, (expert, lo, hi) in enumerate(share.items):
+        users = slice(share.offsets[i], share.offsets[i + 1])
+        for tile in range(lo, hi):
+            for row, weight in zip(share.rows[users], share.weights[users], strict=True):
                 expected[row] += weight * factor[expert, tile] * x[row]
 
     total = np.zeros_like(x)
@@ -220,6 +201,4 @@ def test_same_share_gives_the_same_shards_in_the_wires_types(share, workers, pha
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_empty_share_has_no_shards(phase) -> None:
-    nothing = np.zeros(0, np.int32)
-    share = HostShare(nothing, nothing, nothing, [], [])
-    assert divide_into_shards(share, WorkerCores.equal(3), phase, ROWS) == []
+    assert divide_into_shards(NOTHING, WorkerCores.equal(3), phase, ROWS) == []

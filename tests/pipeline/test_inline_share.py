@@ -7,13 +7,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from clock import Clock
+from made_shares import share_of
 from mover_parts import SHAPE
 
 from pipeline.coordinator_config import WorkerCores
 from pipeline.experts import inline_pool
 from pipeline.experts.host_shards import divide_into_shards
 from pipeline.experts.inline_pool import InlineExpertPool
-from pipeline.experts.shares import HostShare
+from pipeline.experts.shares import Share
 from protocol.messages import Work
 from shm.store import Store
 from workers.kernels.host import HostKernel
@@ -45,16 +46,9 @@ def slow_kernel(monkeypatch) -> Iterator[SleepingClock]:
     return clock
 
 
-def host_share() -> HostShare:
+def host_share() -> Share:
     """Two experts: rows 0 and 2, and row 2 alone."""
-    rows, weights = [[0, 2], [2]], [[0.5, 1.0], [2.0]]
-    return HostShare(
-        np.array([0, 2], np.int32),
-        np.array([1, 0], np.int32),
-        np.array([SHAPE.tiles, 2], np.int32),
-        [np.array(r, np.int32) for r in rows],
-        [np.array(w, np.float32) for w in weights],
-    )
+    return share_of([(0, 1, SHAPE.tiles), (2, 0, 2)], [[0, 2], [2]], [[0.5, 1.0], [2.0]])
 
 
 @pytest.mark.parametrize(("slowdown", "busy", "slept"), [(1.0, 4.0, []), (0.5, 4.0, []), (3.0, 12.0, [8.0])])

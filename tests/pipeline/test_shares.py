@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from pipeline.errors import PlanError
-from pipeline.experts.shares import split_layer
-from pipeline.policies.view import Routing
+from pipeline.experts.shares import Missing, Share, split_layer
+from pipeline.policies.view import Active, Routing
 
 EXPERTS, TILES = 5, 4
 
@@ -27,8 +29,13 @@ def routings(draw: st.DrawFn) -> Routing:
 COUNTS = arrays(np.int32, EXPERTS, elements=st.integers(0, TILES))
 
 
-def pairs_of(rows: np.ndarray, weights: np.ndarray) -> list[tuple[int, float]]:
-    return list(zip(rows.tolist(), weights.tolist(), strict=True))
+def pairs_of(part: Share | Active) -> list[list[tuple[int, float]]]:
+    """Each item's rows and their weights."""
+    pairs = list(zip(part.rows.tolist(), part.weights.tolist(), strict=True))
+    offsets = part.offsets.tolist()
+    assert offsets[0] == 0
+    assert offsets[-1] == len(pairs)
+    return [pairs[start:end] for start, end in pairwise(offsets)]
 
 
 @settings(max_examples=200, deadline=None)
@@ -45,18 +52,43 @@ def test_each_active_expert_is_divided_at_its_cut(routing, cut, residency) -> No
         ]
         for e in every
     }
-    assert routing.rows == {e: len(users[e]) for e in every if users[e]}
+    active = routing.active
+    assert active.experts.tolist() == [e for e in every if users[e]]
+    assert active.counts.tolist() == [len(users[e]) for e in every if users[e]]
+    assert pairs_of(active) == [users[e] for e in every if users[e]]
 
-    host = split.host
-    pairs = [pairs_of(rows, weights) for rows, weights in zip(host.rows, host.weights, strict=True)]
-    on_host = list(zip(host.experts.tolist(), host.lo.tolist(), pairs, strict=True))
-    assert on_host == [(e, cut[e], users[e]) for e in every if users[e] and cut[e] < TILES]
-    assert set(host.hi.tolist()) <= {TILES}
-    assert host.total == sum(TILES - lo for _, lo, _ in on_host)
+    host = [e for e in every if users[e] and cut[e] < TILES]
+    assert split.host.items.tolist() == [[e, cut[e], TILES] for e in host]
+    assert pairs_of(split.host) == [users[e] for e in host]
+    assert split.host.tiles == sum(TILES - cut[e] for e in host)
 
-    device = [(s.expert, s.resident, s.cut, pairs_of(s.rows, s.weights)) for s in split.device]
-    expected = [(e, min(cut[e], residency[e]), cut[e], users[e]) for e in every if users[e] and cut[e]]
-    assert device == expected
+    device = [e for e in every if users[e] and cut[e]]
+    assert split.device.items.tolist() == [[e, min(cut[e], residency[e]), cut[e]] for e in device]
+    assert pairs_of(split.device) == [users[e] for e in device]
+    for part in (active, split.host, split.device):
+        assert {array.dtype for array in part} == {np.dtype(np.int32), np.dtype(np.float32)}
+        assert all(array.flags.c_contiguous for array in part)
+
+
+@settings(max_examples=200, deadline=None)
+@given(routings(), st.data())
+def test_items_taken_from_a_share_keep_their_rows(routing, data) -> None:
+    share = split_layer(routing, np.zeros(EXPERTS, np.int32), np.zeros(EXPERTS, np.int32), TILES).host
+    every = range(len(share.items))
+    chosen = data.draw(st.lists(st.sampled_from(every), min_size=1, max_size=6) if every else st.just([]))
+    if chosen:
+        taken, pairs = share.take(chosen), pairs_of(share)
+        assert taken.items.tolist() == [share.items.tolist()[i] for i in chosen]
+        assert pairs_of(taken) == [pairs[i] for i in chosen]
+        assert [array.dtype for array in taken] == [array.dtype for array in share]
+
+
+def test_device_tiles_that_cannot_be_fetched_become_a_host_share() -> None:
+    routing = Routing(np.array([[1, 4], [4, 2]], np.int32), np.array([[0.5, 1], [0.25, 1]], np.float32))
+    split = split_layer(routing, np.full(EXPERTS, 3, np.int32), np.ones(EXPERTS, np.int32), TILES)
+    late = split.host_share_of([Missing(4, 2, 3), Missing(1, 1, 3), Missing(4, 1, 2)])
+    assert late.items.tolist() == [[1, 1, 3], [4, 1, 2], [4, 2, 3]]
+    assert pairs_of(late) == [[(0, 0.5)], [(0, 1.0), (1, 0.25)], [(0, 1.0), (1, 0.25)]]
 
 
 @pytest.mark.parametrize(
@@ -73,8 +105,8 @@ def test_each_active_expert_is_divided_at_its_cut(routing, cut, residency) -> No
 def test_device_share_has_resident_and_missing_tiles(resident, cut, device, host) -> None:
     one = Routing(np.array([[1]], np.int32), np.array([[1.0]], np.float32))
     split = split_layer(one, np.full(EXPERTS, cut, np.int32), np.full(EXPERTS, resident, np.int32), TILES)
-    assert [(s.resident, s.cut) for s in split.device] == ([device] if device else [])
-    assert split.host.lo.tolist() == ([] if host is None else [host])
+    assert split.device.items.tolist() == ([[1, *device]] if device else [])
+    assert split.host.items.tolist() == ([] if host is None else [[1, host, TILES]])
 
 
 @pytest.mark.parametrize("wrong", [-1, TILES + 1])
@@ -88,7 +120,7 @@ def test_cut_out_of_range_is_a_plan_error_for_active_experts_only(wrong) -> None
             with pytest.raises(PlanError, match=r"0\.\.4"):
                 split_layer(routing, cut, residency, TILES)
         else:  # no row routes to it, or with weight 0
-            assert split_layer(routing, cut, residency, TILES).host.experts.tolist() == [2]
+            assert split_layer(routing, cut, residency, TILES).host.items[:, 0].tolist() == [2]
 
 
 @pytest.mark.parametrize("shape", [(EXPERTS - 1,), (EXPERTS + 1,), (1, EXPERTS)])

@@ -196,7 +196,7 @@ class Machine:
         self._check_cut(decision.cut)
         self.cuts.append(decision.cut)
         if self.policy.name != "random":  # which may fetch again a tile that was just evicted
-            rows = decision.gated.routing.rows
+            rows = decision.gated.routing.active.experts
             for change in decision.targets:
                 if change.layer == decision.layer and change.expert in rows:
                     grows = change.tiles >= self.target[change.layer, change.expert]

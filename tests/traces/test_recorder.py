@@ -6,7 +6,6 @@ import logging
 import os
 import resource
 import stat
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -216,7 +215,7 @@ def test_unchanged_routing_is_recorded_once_and_stale_cuts_with_their_layer(tmp_
     recorder.begin("decode", (5,))
     for shown in seen[:2]:
         recorder.layer(shown, np.zeros((1, 4), np.float32))
-    recorder.layer(replace(begin, cut=cut, begun=begun), np.zeros((1, 4), np.float32))
+    recorder.layer(begin._replace(cut=cut, begun=begun), np.zeros((1, 4), np.float32))
     recorder.end()
     (step,) = Trace(path).steps()
     assert [layer.computed is layer.router_routing for layer in step.layers] == [True, True, False]
