@@ -1,17 +1,21 @@
 """Compares the engine with llama.cpp on the same shapes: decode at batch 1 and 4, and a prompt of 512 tokens.
 
-    python benchmarks/llama_cpp.py [--model shape:mixtral-8x7b/4] [--threads 2] [--quick] [--json]
+    python -m benchmarks.llama_cpp [--model shape:mixtral-8x7b/4] [--threads 2] [--quick] [--json]
 
 Both have random weights of 4.5 bits: ours int4 (groups of 64) for experts and backbone, llama.cpp's Q4_0 for
-all matrices and the head. Both stay loaded and are measured in turns, one at a time, on the same cores with
-the same number of threads. llama.cpp is the PyPI package, built for this CPU, with its defaults; since it
-repacks the weights for the CPU while loading, a mapped file would only hold them twice, so it runs without
-mmap. It runs in its own process, where its calls are timed. Our engine is served, and timed at its client:
-only our figures include scheduling and transport.
+all matrices and the head. Ours runs twice, with --workers 0 and with the default of workers, which share the
+experts' memory. All stay loaded and are measured in turns, one at a time, on the same cores with the same
+number of threads. Our engine is served, and timed at its client: only our figures include scheduling and
+transport.
 
-Tokens are random; the prompts are the same on both sides and new in every round. A ratio is the median of the
-rounds' ratios. GB/s are the weights that a decode step reads, divided by its time. Options of our engine may
-follow --.
+llama.cpp is the PyPI package, built for this CPU, in a process of its own, where its calls are timed. Each
+task first tries its settings, and keeps those that are fastest; the choice is kept beside the build. A build
+with AMX that crashes is replaced by one without. Since llama.cpp repacks the weights for the CPU while
+loading, a mapped file would only hold them twice, so it runs without mmap.
+
+Tokens are random; the prompts are the same for all engines and new in every round. GB/s are the weights that
+a decode step reads, divided by its time; the limit is what the same cores read in plain reads just before and
+after. A ratio is the median of the rounds' ratios. Options of our engine may follow --.
 """
 
 from __future__ import annotations
@@ -24,20 +28,27 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, closing
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-from llama_engines import BATCH, LLAMA, PREFILL, TANDEM, Engine, Task, llama, tandem
-from llama_environment import ready
+import psutil
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.llama_engines import BATCH, PREFILL, TANDEM, Engine, Task, tandem
+from benchmarks.llama_environment import NATIVE, WITHOUT_AMX, Build, ready
+from benchmarks.llama_process import LLAMA, Llama, Settings, llama
+from benchmarks.reading import Reading
 from pipeline.models.registry import model_spec
 from pipeline.models.shapes import shape_config
 from pipeline.models.spec import GroupedQuery, ModelSpec
+from shm.kernel_files import contents, parse_cpuinfo
 
 HERE = Path(__file__).parent
 # model_type -> llama.cpp's name of the architecture, and whether it normalises queries and keys by head.
@@ -45,7 +56,8 @@ ARCHITECTURES = {"mixtral": ("llama", False), "qwen3_moe": ("qwen3moe", True)}
 SIZES = ("layers", "hidden", "intermediate", "experts", "top_k", "vocabulary", "max_positions", "norm_eps")
 BITS = 4.5  # a weight, with its share of the group's scale and zero or the block's scale
 PROMPT = 32  # tokens before the decoded ones
-IDLE_CORES = 0.05  # that the idle engine may use
+IDLE_CORES = 0.05  # that an idle engine may use
+WIDTH = 110  # columns, in a file
 
 
 def write_gguf(python: Path, folder: Path, model: str, spec: ModelSpec, architecture: str) -> Path:
@@ -84,90 +96,162 @@ def read_bytes(spec: ModelSpec, experts: float) -> float:
 async def compare(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     _, config = shape_config(arguments.model)
     spec, threads = model_spec(config), arguments.threads
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])  # both inherit it
-    python, versions = ready(arguments.env, console)
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])  # all inherit it
+    cpu, flags = parse_cpuinfo(contents(Path("/proc/cpuinfo")))
+    python, versions = ready(arguments.env, NATIVE, console)
     console.print(f"llama.cpp's model: random Q4_0 weights of {arguments.model}")
     gguf = write_gguf(python, arguments.env / "models", arguments.model, spec, config["model_type"])
+    tasks = [
+        Task("decode", 1, PROMPT, arguments.tokens),
+        Task("decode", BATCH, PROMPT, arguments.tokens),
+        Task("prefill", 1, PREFILL, 0),
+    ]
+
+    def start(build: Build) -> Llama:
+        interpreter, found = ready(arguments.env, build, console)
+        versions.update(found)
+        return Llama(interpreter, gguf, spec.vocabulary, threads)
+
+    async def setup(engine: Llama) -> None:
+        key = f"{arguments.model}, {threads} threads of {cpu}, {engine.facts['build']}, {versions}"
+        await choose(engine, key, tasks, arguments, console)
+
     try:
-        async with llama(python, gguf, threads, spec.vocabulary) as theirs:
-            console.print("llama.cpp is loaded; our engine starts")
-            async with tandem(arguments.model, spec.layers, arguments.options) as ours:
-                found = await rounds(arguments, (ours, theirs), spec.vocabulary, console)
+        async with AsyncExitStack() as stack:
+            builds = (NATIVE, WITHOUT_AMX) if "amx_int8" in flags else (NATIVE,)
+            theirs = await stack.enter_async_context(llama(builds, start, setup, console.print))
+            engines: list[Engine] = []
+            for name, options in own_engines(arguments.options).items():
+                console.print(f"{name} starts")
+                engine = tandem(name, arguments.model, spec.layers, options)
+                engines.append(await stack.enter_async_context(engine))
+            engines.append(theirs)
+            reading = stack.enter_context(closing(Reading(threads)))
+            found = await rounds(arguments, tasks, engines, reading, spec, console)
+            ways = reading.ways
     finally:
         if not arguments.keep:
             gguf.unlink(missing_ok=True)
     project = tomllib.loads((HERE.parent / "pyproject.toml").read_text("utf-8"))["project"]
     return {
         "model": arguments.model,
+        "cpu": cpu,
         "threads": threads,
         "versions": {TANDEM: project["version"], **versions},
         "rounds": arguments.rounds,
         "tokens": arguments.tokens,
-        TANDEM: ours.facts | {"idle_cores": max(ours.idle)},
-        LLAMA: theirs.facts | {"idle_cores": max(theirs.idle)},
+        "read_gb_s": ways,
+        "engines": {engine.name: engine.facts | {"idle_cores": max(engine.idle)} for engine in engines},
+        "settings": {task: str(settings) for task, settings in theirs.settings.items()},
         "results": [result(spec, task, runs) for task, runs in found],
     }
 
 
+def own_engines(options: list[str]) -> dict[str, list[str]]:
+    """Our engines by name: one without workers and one with the default, unless the options say which."""
+    if any(option.startswith("--workers") for option in options):
+        return {TANDEM: options}
+    return {f"{TANDEM} --workers 0": [*options, "--workers", "0"], TANDEM: options}
+
+
+async def choose(
+    engine: Llama, key: str, tasks: Sequence[Task], arguments: argparse.Namespace, console: Console
+) -> None:
+    """Load llama.cpp with the settings kept for this key, or with those that are fastest now."""
+    path = arguments.env / "choices.json"
+    kept = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    if key in kept and not arguments.again:
+        engine.settings = {task: Settings(**settings) for task, settings in kept[key].items()}
+    else:
+        cores = min(psutil.cpu_count(logical=False) or arguments.threads, arguments.threads)
+        await engine.choose(tasks, cores, console.print)
+        kept[key] = {task: asdict(settings) for task, settings in engine.settings.items()}
+        path.write_text(json.dumps(kept, indent=1), "utf-8")
+    await engine.load()
+
+
+Runs = dict[str, list[dict[str, float]]]  # by engine, for each round
+
+
 async def rounds(
-    arguments: argparse.Namespace, engines: tuple[Engine, Engine], vocabulary: int, console: Console
-) -> list[tuple[Task, dict[str, list[dict[str, float]]]]]:
-    """The figures of each task by engine, for each round after a warm-up. The first engine alternates."""
-    tasks = [
-        Task("decode", 1, PROMPT, arguments.tokens),
-        Task("decode", BATCH, PROMPT, arguments.tokens),
-        Task("prefill", 1, PREFILL, 0),
-    ]
+    arguments: argparse.Namespace,
+    tasks: Sequence[Task],
+    engines: Sequence[Engine],
+    reading: Reading,
+    spec: ModelSpec,
+    console: Console,
+) -> list[tuple[Task, Runs]]:
+    """The figures of each task, for each round after a warm-up. The first engine alternates."""
     random = np.random.default_rng(arguments.seed)
-    found = [(task, {engine.name: [] for engine in engines}) for task in tasks]
+    found: list[tuple[Task, Runs]] = [(task, {engine.name: [] for engine in engines}) for task in tasks]
     for turn in range(arguments.rounds + 1):
         console.print(f"round {turn} of {arguments.rounds}" if turn else "warming up")
+        first = turn % len(engines)
         for task, runs in found:
-            prompts = task.ids(random, task.prompt, vocabulary)
-            for busy, idle in (engines, engines[::-1])[:: 1 if turn % 2 else -1]:
-                used, began = idle.cpu_seconds(), time.perf_counter()
+            prompts = task.ids(random, task.prompt, spec.vocabulary)
+            before = reading.gb_s()
+            for busy in (*engines[first:], *engines[:first]):
+                idle = [(engine, engine.cpu_seconds()) for engine in engines if engine is not busy]
+                began = time.perf_counter()
                 run = await busy.run(task, random, prompts)
+                took = time.perf_counter() - began
+                after = reading.gb_s()
                 if turn:
-                    runs[busy.name].append(run)
-                    idle.idle.append((idle.cpu_seconds() - used) / (time.perf_counter() - began))
+                    runs[busy.name].append(paced(spec, task, run) | {"read_gb_s": (before + after) / 2})
+                    for engine, used in idle:
+                        engine.idle.append((engine.cpu_seconds() - used) / took)
+                before = after
     for engine in engines:
         if max(engine.idle) > IDLE_CORES:
             console.print(f"warning: {engine.name} used up to {max(engine.idle):.2f} cores while it was idle")
     return found
 
 
-def result(spec: ModelSpec, task: Task, runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+def paced(spec: ModelSpec, task: Task, run: dict[str, float]) -> dict[str, float]:
+    """A run, for a decode with the rate at which it read weights."""
+    if not task.new:
+        return run
     # llama.cpp does not report its experts; random choices give this many on average.
     expected = spec.experts * (1 - (1 - spec.top_k / spec.experts) ** task.batch)
-    found: dict[str, Any] = {"what": task.what, "batch": task.batch, "prompt": task.prompt}
+    run = {"rows": task.batch, "experts": expected} | run
+    return run | {"gb_s": read_bytes(spec, run["experts"]) * run["tok_s"] / run["rows"] / 1e9}
+
+
+def result(spec: ModelSpec, task: Task, runs: Runs) -> dict[str, Any]:
+    found: dict[str, Any] = {"task": str(task), "batch": task.batch, "prompt": task.prompt, "engines": {}}
     for name, its in runs.items():
-        figures = [run["tok_s"] for run in its]
-        one = {"tok_s": median(figures), "min": min(figures), "max": max(figures), "runs": figures}
-        if "engine_tok_s" in its[0]:
-            one["engine_tok_s"] = median(run["engine_tok_s"] for run in its)
+        one: dict[str, Any] = {key: median(run[key] for run in its) for key in its[0]}
+        one["runs"] = [run["tok_s"] for run in its]
+        one["ratio"] = median(
+            run["tok_s"] / theirs["tok_s"] for run, theirs in zip(its, runs[LLAMA], strict=True)
+        )
         if task.new:
-            one["rows"] = median(run.get("rows", task.batch) for run in its)
-            one["experts"] = median(run.get("experts", expected) for run in its)
-            one["gb_s"] = read_bytes(spec, one["experts"]) * one["tok_s"] / one["rows"] / 1e9
-        found[name] = one
-    pairs = zip(runs[TANDEM], runs[LLAMA], strict=True)
-    return found | {"ratio": median(ours["tok_s"] / theirs["tok_s"] for ours, theirs in pairs)}
+            one["of_limit"] = median(run["gb_s"] / run["read_gb_s"] for run in its)
+        found["engines"][name] = one
+    return found
 
 
 def show(found: dict[str, Any], console: Console) -> None:
-    table = Table(
-        "", box=box.SIMPLE_HEAD, title=f"{found['model']}, {found['threads']} threads: tokens a second"
-    )
-    for column in (TANDEM, LLAMA, "ratio", "GB/s", "GB/s"):
+    console.print(f"\n{found['model']}, {found['threads']} threads of {found['cpu']}")
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("", "engine"):
+        table.add_column(column, no_wrap=True)
+    for column in ("tokens a second", f"/ {LLAMA}", "GB/s", "/ limit"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in found["results"]:
-        figures = [
-            f"{row[n]['tok_s']:.1f} ({row[n]['min']:.1f}-{row[n]['max']:.1f})" for n in (TANDEM, LLAMA)
-        ]
-        paces = [f"{row[n]['gb_s']:.1f}" if "gb_s" in row[n] else "" for n in (TANDEM, LLAMA)]
-        what = f"decode x {row['batch']}" if row["what"] == "decode" else f"prefill {row['prompt']}"
-        table.add_row(what, *figures, f"{row['ratio']:.2f}", *paces)
+        for name, one in row["engines"].items():
+            speed = f"{one['tok_s']:.1f} ({min(one['runs']):.1f}-{max(one['runs']):.1f})"
+            pace = [f"{one['gb_s']:.1f}", f"{one['of_limit']:.2f}"] if "gb_s" in one else []
+            table.add_row(row["task"], name, speed, f"{one['ratio']:.2f}", *pace)
+        table.add_section()
     console.print(table)
+    ways = ", ".join(f"{gb_s:.1f} GB/s ({way})" for way, gb_s in found["read_gb_s"].items())
+    console.print(f"the limit, reading in turns: {ways}")
+    theirs = found["engines"][LLAMA]
+    why = f", because {theirs['fallback']}" if theirs["fallback"] else ""
+    console.print(f"{LLAMA} built {theirs['build']}{why}")
+    for task, settings in found["settings"].items():
+        console.print(f"  {task}: {settings}")
     console.print(", ".join(f"{name} {version}" for name, version in found["versions"].items()))
 
 
@@ -181,12 +265,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two rounds of 16 tokens")
     parser.add_argument("--env", type=Path, default=Path.home() / ".cache/tandem/bench-llama")
     parser.add_argument("--keep", action="store_true", help="keep llama.cpp's model for the next run")
+    parser.add_argument("--again", action="store_true", help="try llama.cpp's settings again")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("options", nargs="*", help="of our engine, behind --")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.rounds, arguments.tokens = 2, 16
-    console = Console(stderr=True, highlight=False)
+    width = None if sys.stderr.isatty() else WIDTH
+    console = Console(stderr=True, highlight=False, soft_wrap=True, width=width)
     found = asyncio.run(compare(arguments, console))
     show(found, console)
     if arguments.json:

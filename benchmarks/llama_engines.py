@@ -1,15 +1,14 @@
-"""The two engines that `llama_cpp.py` compares, each in its own processes, behind one interface."""
+"""What `llama_cpp.py` compares: an engine's interface, its tasks, and our engine."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,13 +24,12 @@ from protocol.answer import Answer
 from protocol.client import Client
 from protocol.messages import Sampling
 
-DRIVER = Path(__file__).parent / "llama_driver.py"
 LAUNCH = Path(__file__).parents[1] / "launch.py"
 CONTEXT = 1024  # tokens
 BATCH = 4  # sequences at most
 PREFILL = 512  # tokens of the longest prompt
-LOAD_LIMIT, REPLY_LIMIT = 600.0, 300.0  # seconds
-TANDEM, LLAMA = "tandem", "llama.cpp"
+LOAD_LIMIT = 600.0  # seconds
+TANDEM = "tandem"
 
 Ids = list[list[int]]  # [B][tokens]
 
@@ -45,6 +43,9 @@ class Task:
     prompt: int
     new: int  # 0: measure the prefill
 
+    def __str__(self) -> str:
+        return f"{self.what} x {self.batch}" if self.new else f"{self.what} {self.prompt}"
+
     def ids(self, random: np.random.Generator, length: int, vocabulary: int) -> Ids:
         return random.integers(5, vocabulary, (self.batch, length)).tolist()
 
@@ -54,13 +55,19 @@ class Engine(ABC):
     """A loaded engine."""
 
     name: str
-    pid: int
     facts: dict[str, Any]
-    idle: list[float] = field(default_factory=list)  # cores it used while the other engine was measured
+    # cores it used while others were measured
+    idle: list[float] = field(default_factory=list, init=False)
+
+    @property
+    @abstractmethod
+    def pids(self) -> list[int]:
+        """Of its processes that were started here."""
 
     def cpu_seconds(self) -> float:
         """CPU seconds of its processes so far."""
-        family = [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]
+        own = [psutil.Process(pid) for pid in self.pids]
+        family = [*own, *(child for process in own for child in process.children(recursive=True))]
         return sum(sum(process.cpu_times()[:2]) for process in family)
 
     @abstractmethod
@@ -68,31 +75,18 @@ class Engine(ABC):
         """Run a task; returns `tok_s` and figures of the engine's own."""
 
 
-class Llama(Engine):
-    """llama.cpp, through its driver process."""
-
-    def __init__(self, process: asyncio.subprocess.Process, facts: dict[str, Any], vocabulary: int) -> None:
-        super().__init__(LLAMA, process.pid, facts)
-        self._process, self._vocabulary = process, vocabulary
-
-    async def run(self, task: Task, random: np.random.Generator, prompts: Ids) -> dict[str, float]:
-        request = {"prompts": prompts, "tokens": task.ids(random, task.new, self._vocabulary)}
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request).encode() + b"\n")
-        took = await _line(self._process, REPLY_LIMIT)
-        if task.new:
-            return {"tok_s": task.batch * task.new / took["decode_s"]}
-        return {"tok_s": task.batch * task.prompt / took["prefill_s"]}
-
-
 class Tandem(Engine):
     """Our engine, through a client."""
 
-    def __init__(self, pid: int, client: Client, layers: int) -> None:
+    def __init__(self, name: str, pid: int, client: Client, layers: int) -> None:
         welcome = client.welcome
         facts = {"policy": welcome.policy, "format": welcome.format, "backbone_dtype": welcome.backbone_dtype}
-        super().__init__(TANDEM, pid, facts)
-        self._client, self._layers = client, layers
+        super().__init__(name, facts)
+        self._pid, self._client, self._layers = pid, client, layers
+
+    @property
+    def pids(self) -> list[int]:
+        return [self._pid]
 
     async def run(self, task: Task, random: np.random.Generator, prompts: Ids) -> dict[str, float]:
         """Also returns the engine's own rate, and the mean experts a layer and rows of a decode step. Rows
@@ -132,42 +126,11 @@ async def _arrivals(answer: Answer) -> tuple[float, ...]:
     return tuple([time.perf_counter() async for _ in answer])
 
 
-async def _line(process: asyncio.subprocess.Process, limit: float) -> dict[str, Any]:
-    assert process.stdout is not None
-    async with asyncio.timeout(limit):
-        if line := await process.stdout.readline():
-            return json.loads(line)
-    raise SystemExit("llama.cpp exited; see its output above")
-
-
 @asynccontextmanager
-async def llama(python: Path, gguf: Path, threads: int, vocabulary: int) -> AsyncIterator[Llama]:
-    """Run llama.cpp with this model during the block. Raises SystemExit where it does not load."""
-    options = {
-        "model": str(gguf),
-        "threads": threads,
-        "sequences": BATCH,
-        "context": CONTEXT,
-        "batch": PREFILL,
-    }
-    process = await asyncio.create_subprocess_exec(
-        *(python, "-P", DRIVER, json.dumps(options)),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    try:
-        yield Llama(process, await _line(process, LOAD_LIMIT), vocabulary)
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-
-
-@asynccontextmanager
-async def tandem(model: str, layers: int, options: list[str]) -> AsyncIterator[Tandem]:
+async def tandem(title: str, model: str, layers: int, options: Sequence[str]) -> AsyncIterator[Tandem]:
     """Run our engine, in its own processes, during the block; `options` follow the defaults. Raises
     SystemExit where it does not start."""
-    name = f"llama-{os.getpid()}"
+    name = f"llama-{os.getpid()}-{len(options)}"
     own = ["serve", "--name", name, "--log-level", "warning", "--model", model, "--context", str(CONTEXT)]
     own += ["--device", "cpu", "--policy", "all-host", "--format", "int4", "--backbone-dtype", "int4"]
     process = await asyncio.create_subprocess_exec(
@@ -179,7 +142,7 @@ async def tandem(model: str, layers: int, options: list[str]) -> AsyncIterator[T
             if not await process.stdout.readline():
                 raise SystemExit("the engine did not start")
         async with Client.connect(find_engine(name).endpoint, name="llama_cpp") as client:
-            yield Tandem(process.pid, client, layers)
+            yield Tandem(title, process.pid, client, layers)
     finally:
         if process.returncode is None:
             process.send_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Builds the virtual environment of llama.cpp, for this machine's CPU, where it is missing."""
+"""Builds the virtual environments of llama.cpp, for this machine's CPU, where they are missing."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import json
 import subprocess
 import sys
 import venv
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 PACKAGES = ("gguf", "numpy")
 LLAMA = "llama-cpp-python"
-CMAKE = "-DGGML_NATIVE=ON -DGGML_OPENMP=ON"  # for this CPU; OpenMP threads, llama.cpp's default
 VERSIONS = (
     "import json, importlib.metadata as m, llama_cpp, gguf;"
     f"print(json.dumps({{p: m.version(p) for p in ('{LLAMA}', 'gguf')}}))"
@@ -20,16 +20,34 @@ VERSIONS = (
 CHECK_LIMIT = 120.0  # seconds
 
 
-def ready(folder: Path, console: Console) -> tuple[Path, dict[str, str]]:
-    """The environment's interpreter and package versions; an existing one is used unchanged. Raises
-    SystemExit where it cannot be built."""
+@dataclass(frozen=True)
+class Build:
+    name: str
+    suffix: str  # of its environment's folder
+    cmake: tuple[str, ...]
+
+
+# All instructions of this CPU; OpenMP threads, llama.cpp's default; nothing for images.
+NATIVE = Build("for this CPU", "", ("-DGGML_NATIVE=ON", "-DGGML_OPENMP=ON", "-DLLAVA_BUILD=OFF"))
+# llama.cpp's code for AMX is compiled where the compiler defines this macro, and only there. Its own switches
+# (GGML_AMX_INT8) have no effect beside GGML_NATIVE, which alone finds this CPU's other instructions.
+UNDEFINED = tuple(f"-DCMAKE_{language}_FLAGS=-U__AMX_INT8__" for language in ("C", "CXX"))
+WITHOUT_AMX = Build("for this CPU, without AMX", "-without-amx", NATIVE.cmake + UNDEFINED)
+
+
+def ready(folder: Path, build: Build, console: Console) -> tuple[Path, dict[str, str]]:
+    """The interpreter of a build's environment and its package versions; an existing one is used unchanged.
+    Raises SystemExit where it cannot be built."""
+    folder = folder.with_name(folder.name + build.suffix)
     python = folder / "bin" / "python"
     if (versions := _versions(python)) is not None:
         return python, versions
-    console.print(f"building llama.cpp for this CPU in {folder}: once, about 20 minutes on two cores")
+    console.print(f"building llama.cpp {build.name} in {folder}: once, minutes of compiling")
     venv.create(folder, with_pip=True, clear=False)
     _install(python, *PACKAGES)
-    _install(python, "--no-binary", LLAMA, "-C", f"cmake.args={';'.join(CMAKE.split())}", LLAMA)
+    # pip would otherwise install another build's wheel from its cache.
+    cmake = f"cmake.args={';'.join(build.cmake)}"
+    _install(python, "--no-cache-dir", "--no-binary", LLAMA, "-C", cmake, LLAMA)
     if (versions := _versions(python)) is None:
         raise SystemExit(f"llama.cpp in {folder} does not start; remove the folder and try again")
     return python, versions
